@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import nn
 
-from meshloom.core.compiled import named_as_written, without_compilation
 from meshloom.core.job import Job
+from meshloom.core.modules.compiled import named_as_written, without_compilation
 from meshloom.core.plan import Plan
 from meshloom.train.trainer import Trainer
 from meshloom.verify.run import verify

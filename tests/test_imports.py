@@ -68,6 +68,7 @@ ORDER = [
     ],
     ["asynchronous.protocol", "comm", "machine", "pipeline.schedules", "program.ir"],
     ["comm.liveness", "core.device", "core.losses", "core.moments"],
+    ["core.modules"],
     ["core"],
 ]
 LEVEL = {room: len(ORDER) - line for line, rooms in enumerate(ORDER) for room in rooms}

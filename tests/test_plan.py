@@ -36,6 +36,7 @@ plans = st.builds(
     memory_bytes=st.integers(0, 10**15),
     recompute=st.sampled_from(["none", "full", "selective"]),
     precision=st.sampled_from([*PRECISIONS]),
+    compile=st.sampled_from(["none", "true"]),
 )
 pipelines = st.builds(
     Plan,
@@ -128,6 +129,7 @@ def test_the_strategy_covers_every_field():
         "virtual_stages",
         "cuts",
         "recompute",
+        "compile",
         "exchange",
         "servers",
         "staleness",
@@ -239,7 +241,7 @@ def test_a_plan_knows_its_ranks_and_chunks():
         (
             "color=2",
             "A plan has no setting 'color'. Known: dp, pp, tp, microbatches, zero, zero_within, offload, sync_batch_norm, overlap, bucket_bytes, keyed_draws, "
-            "tp_placements, memory_bytes, schedule, virtual_stages, cuts, recompute, exchange, servers, staleness, rate_by_age, local_steps, "
+            "tp_placements, memory_bytes, schedule, virtual_stages, cuts, recompute, compile, exchange, servers, staleness, rate_by_age, local_steps, "
             "outer_learning_rate, outer_momentum, compress, shares, precision.",
         ),
         ("dp=2,offload=optimiser", "offload=optimiser is not known. Did you mean optimizer?"),

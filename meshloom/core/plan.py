@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
+from meshloom.core.compiling import check_compile, complete_compile
 from meshloom.core.errors import PlanError
 from meshloom.core.exchanges import (
     EXCHANGES,
@@ -79,6 +80,7 @@ class Plan:
     sync_batch_norm: batch statistics over microbatch j of all replicas instead of over each replica's own.
     keyed_draws: key every random draw by (seed, step, chunk, n) instead of seeding once per chunk.
     recompute: activations that backward recomputes: `none`, `full` (by blocks) or `selective` (cheap ones).
+    compile: `true`: torch.compile compiles the loss, or the programs captured from it; `none`.
     memory_bytes: limit, in bytes, of what a rank holds of parameters, gradients, optimizer state and saved
         activations; cuts and sharding are chosen to fit, and a run that cannot is refused. 0: the device's memory,
         or the host's for all of its ranks. Text may have a unit:
@@ -118,6 +120,7 @@ class Plan:
     virtual_stages: int = 0
     cuts: tuple[str, ...] = ()
     recompute: str = "none"
+    compile: str = "none"
     exchange: str = "all_reduce"
     servers: int = 1
     staleness: int | None = None
@@ -151,6 +154,11 @@ class Plan:
     def captures(self) -> bool:
         """Whether the loss is captured as a program and run as such, instead of the user's modules."""
         return self.tp > 1 or self.pp > 1 or self.recompute != "none"
+
+    @property
+    def compiles(self) -> bool:
+        """Whether torch.compile compiles the loss, or the programs captured from it."""
+        return self.compile != "none"
 
     @property
     def synchronous(self) -> bool:
@@ -240,6 +248,7 @@ def _take_types(plan: Plan) -> None:
     """Settings as they may come from JSON get their own types. Raises `PlanError` for those that cannot."""
     if isinstance(plan.tp_placements, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
         object.__setattr__(plan, "tp_placements", Pairs(plan.tp_placements))
+    object.__setattr__(plan, "compile", complete_compile(plan.compile))
     if isinstance(plan.cuts, list):
         object.__setattr__(plan, "cuts", tuple(plan.cuts))
     for name, default in DEFAULTS.items():
@@ -256,6 +265,7 @@ def _check_computation(plan: Plan) -> None:
     if plan.memory_bytes < 0:
         raise PlanError(f"memory_bytes={plan.memory_bytes} must be 0 (no limit) or more.")
     check_zero(plan.zero, plan.zero_within, plan.dp)
+    check_compile(plan)
     for pattern, placement in plan.tp_placements.items():
         check_placement(pattern, placement)
     if plan.tp_placements and plan.tp == 1:

@@ -133,14 +133,22 @@ class KeyedDraws(TorchDispatchMode):
     rows: ranks share a chunk, and draw what one device would: a draw whose first dim is k per sample is the
         slice for these rows of the draw for all `rows.total` samples.
     seen: a list to which a digest of every draw is appended.
+    compiled: compiled code may be made and run in it, whose draws are operators of their own (`fallback_random`).
 
     Operations that are passed a generator are not changed.
     """
 
-    def __init__(self, rows: Rows | None = None, seen: list[str] | None = None) -> None:
+    def __init__(
+        self, rows: Rows | None = None, seen: list[str] | None = None, *, compiled: bool = False
+    ) -> None:
         super().__init__()
         self.rows = rows
         self.seen = seen
+        self._compiled = compiled
+
+    def ignore_compile_internals(self) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Torch's question whether compiled code runs in this mode, instead of the functions as written."""
+        return self._compiled
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None

@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack  # pyright: ignore[reportPrivateUsage]
 
-from meshloom.core.compiled import named_as_written
 from meshloom.core.errors import JobError
 from meshloom.core.job import Job
+from meshloom.core.modules.compiled import named_as_written
 from meshloom.core.random import derive, model_seed, seed_torch
 from meshloom.parameters.construction.draw_stream import SeededDraws
 from meshloom.parameters.construction.recording import RecordedTensors, record

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from meshloom.comm.group import Group
 from meshloom.comm.steps import Steps
-from meshloom.core.compiled import named_as_written
 from meshloom.core.errors import JobError
 from meshloom.core.job import Job
+from meshloom.core.modules.compiled import named_as_written
 from meshloom.core.moments.modes import as_trained
 from meshloom.core.moments.numerics import numeric_settings
 from meshloom.core.plan import Plan

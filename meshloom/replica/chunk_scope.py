@@ -153,4 +153,6 @@ class ChunkScope:
         around.enter_context(moment.entered())
         seen = around.enter_context(observer.watch(chunk, self._model)) if observer else None
         if plan.keyed_draws and not plan.captures:  # programs key their draws themselves
-            around.enter_context(KeyedDraws(self._key_of(chunk)[1], seen))
+            # A compiled draw is the same but not by the same operator, which digests tell apart.
+            seen = None if plan.compiles else seen
+            around.enter_context(KeyedDraws(self._key_of(chunk)[1], seen, compiled=plan.compiles))

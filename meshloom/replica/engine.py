@@ -31,6 +31,7 @@ from meshloom.parameters.unfilled_model import UnfilledModel
 from meshloom.pipeline.runtime.recorder import Recorder
 from meshloom.pipeline.schedules.schedule import Schedule
 from meshloom.program.operators.used_rows import UsedRows
+from meshloom.program.run.compiler import Compiler
 from meshloom.replica.chunk_scope import ChunkScope
 from meshloom.replica.loss_sums import LossSums
 from meshloom.telemetry.traffic import ExpectedBytes
@@ -43,11 +44,13 @@ class Engine(ABC):
     """What computes on one rank. All ranks of a replica have the same kind and call the same methods in the
     same order.
 
-    shards: this rank's shards along tp. division: how the model was sharded; None: it is not.
+    shards: this rank's shards along tp. division: how the model was sharded; None: it is not. compiler: compiles what
+    is computed; None: nothing is.
     """
 
     shards: Shards
     division: Division | None = None
+    compiler: Compiler | None = None
 
     @abstractmethod
     def open(

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshloom.checkpoint.resuming import check_together
 from meshloom.checkpoint.tensor_file import Stream
 from meshloom.comm.rank_context import RankContext
 from meshloom.comm.steps import Steps
@@ -29,6 +30,7 @@ from meshloom.parameters.model import trainable
 from meshloom.parameters.shards import Shards
 from meshloom.parameters.unfilled_model import UnfilledModel, take_share
 from meshloom.pipeline.runtime.recorder import Recorder
+from meshloom.program.run.compiler import Compiler
 from meshloom.replica.buffers.batch_norm import unsynchronised
 from meshloom.replica.buffers.merged_buffers import RunningStatistics
 from meshloom.replica.chunk_scope import ChunkScope
@@ -48,18 +50,24 @@ class ModuleEngine(Engine):
         self._parameters: NamedParameters = []
         self._exchange: Exchange
         self._units: UnitAccess | None = None  # zero=3
+        self.compiler = Compiler(context.device) if plan.compiles else None
+        self._losses: dict[LossFunction, LossFunction] = {}  # as written -> compiled
         self._loss = job.loss  # whose turn it is
         self.watch_rows({}, context.device)
 
     def open(
         self, model: nn.Module, scope: ChunkScope, unfilled: UnfilledModel | None = None, own: OwnGradients | None = None
     ) -> Steps[None]:  # fmt: skip
+        if self.compiler:
+            yield from check_together(self._context.world, self.compiler.check)
+            of_job = [each.loss for each in self._job.losses.values()] or [self._job.loss]
+            self._losses = {each: self.compiler.function(each) for each in of_job}
         yield from take_share(model, self.shards, unfilled, self._context.world)
         self._model, self._parameters = model, trainable(model)
         several, joined = self._plan.num_chunks > 1, self._plan.sync_batch_norm
         for by_stage in scope.statistics:
             by_stage[0] = RunningStatistics(
-                model, self._context.groups["dp"], several=several, synchronised=joined,
+                model, self._context.groups["dp"], several=several, synchronised=joined, compiled=self._plan.compiles,
                 rerunning=partial(self.computing, "rerun"),
             )  # fmt: skip
 
@@ -97,7 +105,7 @@ class ModuleEngine(Engine):
                 self._context.activity.enter("chunk", chunk.step, chunk.index)
                 data = scope.data(chunk)
                 with scope.forward(chunk, partial(self._rerun_alone, chunk, data)):
-                    root, loss, weight = loss_sums.add(self._loss(self._model, data), chunk)
+                    root, loss, weight = loss_sums.add(self._computed(data), chunk)
                     if chunk is chunks[-1] and not self._units:  # communication overlaps with its backward
                         self._complete(loss_sums)
                         self._exchange.begin_last_chunk()
@@ -173,10 +181,14 @@ class ModuleEngine(Engine):
         # Replicas with fewer chunks have started fewer collectives of gradients if each chunk's are sent.
         loss_sums.start(self._context.statistics if self._exchange.each_chunk else self._context.groups["dp"])
 
+    def _computed(self, data: Any) -> Any:
+        """What the loss returns for a chunk."""
+        return self._losses.get(self._loss, self._loss)(self._model, data)
+
     def _rerun(self, chunk: Chunk, data: Any) -> Tensor:
         return as_sum(self._loss(self._model, data), chunk.samples, needs_gradient=False)[0]
 
     def _rerun_alone(self, chunk: Chunk, data: Any) -> Tensor:
         """The same without synchronising batch statistics with other replicas."""
         with unsynchronised(self._model) if self._plan.sync_batch_norm else nullcontext():
-            return self._rerun(chunk, data)
+            return as_sum(self._computed(data), chunk.samples, needs_gradient=False)[0]

@@ -15,17 +15,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshloom.checkpoint.resuming import check_together
 from meshloom.checkpoint.tensor_file import Stream
 from meshloom.comm.group import Group
 from meshloom.comm.objects import on_rank_0
 from meshloom.comm.rank_context import RankContext
 from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.steps import Steps, run_in_steps
-from meshloom.core.compiled import compiled_notes, without_compilation
 from meshloom.core.errors import CaptureError, DataError
 from meshloom.core.job import Job, LossFunction, NamedParameters
 from meshloom.core.losses.turns import LossTurn, OwnGradients
 from meshloom.core.mesh import Axis
+from meshloom.core.modules.compiled import compiled_notes, without_compilation
 from meshloom.core.moments.current_step import Moment
 from meshloom.core.plan import Plan
 from meshloom.data.chunks import Chunk
@@ -51,6 +52,7 @@ from meshloom.program.ir.leaves import leaves_of
 from meshloom.program.ir.written_parameters import named_buffers
 from meshloom.program.opaque.loss_code import modules_of
 from meshloom.program.operators.fused_grad_accumulation import DirectAccumulator
+from meshloom.program.run.compiler import Compiler
 from meshloom.program.store.drawn_batches import DrawnBatches
 from meshloom.program.store.program_cache import ProgramCache
 from meshloom.replica.buffers.merged_buffers import RunningStatistics
@@ -93,6 +95,7 @@ class ProgramEngine(Engine):
         self.microbatches: Microbatches
         self.losses = {name: each.loss for name, each in job.losses.items()} or {"": job.loss}
         self._compiled: list[str] = []  # modules that torch.compile would have compiled
+        self.compiler = Compiler(context.device) if plan.compiles else None
         self._team = team
         self._model: nn.Module
         self._outside: dict[LossFunction, Outside] = {}
@@ -171,7 +174,7 @@ class ProgramEngine(Engine):
         self._held = HeldParameters(self._parameters, exchange, self.context.readers)
         self.microbatches = Microbatches(
             self.programs, self._model, self._parameters, self.pp, self.tp, self.context.device, self._completion.backward_ended, accumulator,
-            each_microbatch=exchange.each_chunk, units=self._held.units, used_rows=self.rows,
+            each_microbatch=exchange.each_chunk, units=self._held.units, used_rows=self.rows, compiler=self.compiler,
         )  # fmt: skip
         undo = self._completion.watch(self.microbatches.arrived)
         undo.enter_context(self.rows.watch(self._model, self.programs.opaque))
@@ -257,7 +260,7 @@ class ProgramEngine(Engine):
 
     @property
     def notes(self) -> list[str]:
-        return [*compiled_notes(self._compiled), *self.programs.opaque_notes()]
+        return [*compiled_notes([] if self.compiler else self._compiled), *self.programs.opaque_notes()]
 
     @property
     def holders(self) -> Mapping[str, tuple[int, ...]] | None:
@@ -296,6 +299,8 @@ def _captured(
     """The stages of every loss. there: `batches` on the device, in the engine's precision."""
     world, programs, left = engine.context.world, engine.programs, len(engine.losses)
     stages: list[tuple[Stage, ...]] = []
+    if engine.compiler:
+        yield from check_together(world, engine.compiler.check)
     for name, loss in engine.losses.items():
         programs.losses.loss, left = loss, left - 1
         drawn, alone = yield from engine.drawn.opened(model, [there, batches[:1]], world, loss)

@@ -151,7 +151,7 @@ class Replica:
         self._undo = ExitStack()
         self._undo.enter_context(limited(self.model))
         if plan.sync_batch_norm and plan.dp > 1:
-            self._undo.enter_context(batch_norm.synchronise_batch_norm(self.model, context.statistics))
+            self._undo.enter_context(batch_norm.synchronise_batch_norm(self.model, context.statistics, compiled=plan.compiles))  # fmt: skip
         self.sums = LossSums(context.device, keeps_own=EXCHANGES[plan.exchange].independent)
         self.engine: Engine = (
             ProgramEngine(job, plan, context, dtype=dtype, timings=self.timings, stored=stored)

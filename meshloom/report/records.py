@@ -95,10 +95,12 @@ def tell_summary(summary: Summary, terminal: Terminal, records: Records) -> None
     )
     terminal.bytes_table(summary.predicted, summary.counted)
     terminal.time_line(summary.shares)
+    if summary.compiled:
+        terminal.event(str(summary.compiled))
     records.write(
         "end", steps=summary.steps, seconds=summary.seconds, first_loss=summary.first_loss, last_loss=summary.last_loss, evaluation=summary.evaluation,
         bytes={"predicted": summary.predicted.bytes, "counted": summary.counted.bytes}, time=asdict(summary.shares),
-        checkpoint=str(summary.checkpoint) if summary.checkpoint else None,
+        checkpoint=str(summary.checkpoint) if summary.checkpoint else None, **({"compiled": asdict(summary.compiled)} if summary.compiled else {}),
     )  # fmt: skip
 
 

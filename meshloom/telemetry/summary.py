@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from meshloom.core.compiling import Compiled
 from meshloom.telemetry.traffic import Traffic
 
 
@@ -22,7 +23,7 @@ class TimeShares:
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """The summary of a run, of this process's first rank."""
+    """The summary of a run, of this process's first rank. compiled: by torch.compile, if the plan has it done."""
 
     steps: int
     seconds: float
@@ -33,6 +34,7 @@ class Summary:
     counted: Traffic
     shares: TimeShares
     checkpoint: Path | None
+    compiled: Compiled | None = None
 
 
 def time_shares(

@@ -128,6 +128,7 @@ class StepMeter:
                 self._steps + self._data, self._data, self._held_up, arrivals, context.rank, self.num_steps
             ),
             checkpoint=checkpoint,
+            compiled=compiler.report if (compiler := self._replicas.first.engine.compiler) else None,
         )
 
     def _counts(self) -> dict[str, Count]:

@@ -19,9 +19,9 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack  # pyright: ignore[reportPrivateUsage]
 
-from meshloom.core.compiled import named_as_written
 from meshloom.core.errors import JobError
 from meshloom.core.job import Job
+from meshloom.core.modules.compiled import named_as_written
 from meshloom.core.random import model_seed, preserved_draws, seed_everything
 from meshloom.parameters.construction.recording import record
 from meshloom.parameters.unfilled_model import UnfilledModel

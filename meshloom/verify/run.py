@@ -7,7 +7,7 @@ its chunks received and computed. Rank 0 collects the records, runs the same ste
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -260,7 +260,8 @@ class _ChunkObserver:
 @contextmanager
 def _observing(replica: Replica) -> Iterator[_ChunkObserver]:
     watch = ModuleWatch(replica.model)
-    with watch.attached():
+    # Hooks on modules would be compiled with them; what they record only helps to find causes.
+    with nullcontext() if replica.plan.compiles else watch.attached():
         replica.scope.observer = observer = _ChunkObserver(watch)
         try:
             yield observer

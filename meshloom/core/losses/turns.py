@@ -15,10 +15,10 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from meshloom.core.compiled import named_as_written
 from meshloom.core.errors import PlanError
 from meshloom.core.exchanges import EXCHANGES
 from meshloom.core.job import Job, owners_of
+from meshloom.core.modules.compiled import named_as_written
 from meshloom.core.plan import Plan
 
 

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshloom.core.compiled import compiled_names
 from meshloom.core.errors import JobError
 from meshloom.core.job import Job
+from meshloom.core.modules.compiled import compiled_names
 from meshloom.core.plan import Plan
 from meshloom.exchange.units.unit_slices import UnitParameters
 from meshloom.program.ir.written_parameters import written_parameters

@@ -30,6 +30,7 @@ from meshloom.program.ir.written_parameters import named_buffers, tensors_beside
 from meshloom.program.opaque.bound import bound
 from meshloom.program.operators.fused_grad_accumulation import GradAccumulator
 from meshloom.program.operators.used_rows import UsedRows
+from meshloom.program.run.compiler import Compiler
 from meshloom.program.store.fifo_cache import FifoCache
 from meshloom.program.store.program_key import ProgramKey
 
@@ -62,7 +63,7 @@ class Microbatches:
         linear layers; None: autograd. each_microbatch: as for `Readiness`.
     units: gathers the parameters where they are used, if this rank keeps slices of them. Then replicas take
         actions together: one that has fewer microbatches passes over the others' (`meet`).
-    used_rows: notes which rows of tables are looked up.
+    used_rows: notes which rows of tables are looked up. compiler: compiles what is computed in training.
     """
 
     def __init__(
@@ -79,15 +80,15 @@ class Microbatches:
         each_microbatch: bool = False,
         units: UnitAccess | None = None,
         used_rows: UsedRows | None = None,
+        compiler: Compiler | None = None,
     ) -> None:
-        self._accumulator, self._units = accumulator, units
+        self._accumulator, self._units, self._compiler = accumulator, units, compiler
         self._used_rows = used_rows or UsedRows({}, device)
         self._meet = units.action_ended if units else None
         self._each_microbatch = each_microbatch
         self._programs, self._parameters = programs, parameters
         self._model, self._buffers = model, LiveBuffers(model)
-        self._pp, self._tp = pp, tp
-        self._device, self._ready = device, ready
+        self._pp, self._tp, self._device, self._ready = pp, tp, device, ready
         self._known: dict[tuple[int, *tuple[ProgramKey, ...]], _Runs] = FifoCache(MOST_KEPT)
         self._readiness: Readiness | None = None  # of the current run
         self._batches: list[Leaves] = []
@@ -250,6 +251,7 @@ class Microbatches:
             accumulator=self._accumulator if stages[0].program.training else None,
             visit=visit,
             elsewhere=self._units,
+            compiler=self._compiler if stages[0].program.training and visit is None else None,
             bind=lambda program: self._used_rows.recorded(bound(program, self._model, loss)),
         )
         return run

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,8 +19,9 @@ from meshloom.program.ir.nodes import Node
 from meshloom.program.ir.program import Program
 from meshloom.program.operators.fused_grad_accumulation import DirectAccumulator, GradAccumulator
 from meshloom.program.recompute.saved_frame import Elsewhere
+from meshloom.program.run.compiler import Compiler
 from meshloom.program.run.execute import run_flat
-from meshloom.program.run.with_fused_accumulation import with_fused_accumulation
+from meshloom.program.run.with_fused_accumulation import MIN_ELEMENTS, with_fused_accumulation
 
 # microbatch, flat result of the loss -> the tensor where backward starts
 Finish = Callable[[int, Sequence[Any]], Tensor | None]
@@ -51,7 +52,7 @@ class StageRun:
     split: weight gradients are computed apart from those of inputs. accumulator: accumulates weight
         gradients; default: `.grad`, by autograd where possible.
     visit: called with every node and its value; slower. elsewhere: as for `run_flat`.
-    bind: gives a program's opaque calls their modules.
+    bind: gives a program's opaque calls their modules. compiler: compiles what its programs compute.
     """
 
     def __init__(
@@ -69,9 +70,11 @@ class StageRun:
         visit: Callable[[Node, Any], None] | None = None,
         elsewhere: Elsewhere | None = None,
         bind: Callable[[Program], Program] | None = None,
+        compiler: Compiler | None = None,
     ) -> None:
         self._visit, self._elsewhere = visit, elsewhere
         self._deferred = DeferredWeightGradients(accumulator or DirectAccumulator())
+        self._compiler = compiler
         programs = {
             id(each): self._fused(bind(each.program) if bind else each.program, accumulator, split)
             for each in stages
@@ -173,9 +176,13 @@ class StageRun:
         return {}
 
     def _fused(self, program: Program, accumulator: GradAccumulator | None, split: bool) -> Program:
+        if self._compiler is not None:
+            program = replace(program, compiler=self._compiler)
         if split:
             return with_fused_accumulation(program, self._deferred, min_elements=0)
-        return with_fused_accumulation(program, accumulator) if accumulator else program
+        # What accumulates its gradient itself is not compiled with its neighbours.
+        least = None if self._compiler else MIN_ELEMENTS
+        return with_fused_accumulation(program, accumulator, min_elements=least) if accumulator else program
 
     def _backward(self, microbatch: int) -> dict[str, Tensor]:
         live = self._live[microbatch]

@@ -38,7 +38,8 @@ class Program:
     opaque: module -> why it is one operator: its calls are nodes that run the user's own code.
     by_shapes: captured without values: constants have none, and the program can be analysed but not run.
     kept: nodes that are not recomputed in the backward; None: nothing is recomputed. Values stay the same.
-    shared: cache of compiled code, shared by programs that are equal up to integers. compiled: its own.
+    shared: cache of functions, shared by programs that are equal up to integers. compiled: its own. compiler: compiles
+        regions of its operators (`program/run/compiler.py`); None: they run one by one.
     """
 
     parameters: Mapping[str, Variable]
@@ -58,6 +59,7 @@ class Program:
     kept: frozenset[str] | None = None
     others: Mapping[str, str | None] = field(default_factory=dict[str, str | None])
     shared: dict[Any, Callable[..., Any]] | None = field(default=None, repr=False, compare=False)
+    compiler: Any = field(default=None, repr=False, compare=False)
     compiled: dict[Any, Any] = field(default_factory=dict[Any, Any], init=False, repr=False, compare=False)
 
     @property

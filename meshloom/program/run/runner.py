@@ -23,6 +23,7 @@ from meshloom.program.opaque.bound import OpaqueModule
 from meshloom.program.opaque.loss_code import OpaqueLoss
 from meshloom.program.operators.collectives import Joint
 from meshloom.program.recompute.saved_frame import Elsewhere
+from meshloom.program.run.regions import Regions
 
 Shared = dict[Any, Callable[..., Any]]  # functions of programs that differ in integers only
 
@@ -98,6 +99,11 @@ def compile_program(
     given = [*(each.value for each in state), *program.constants, *(each.value for each in program.inputs)]
     outputs = [*program.outputs, *program.updates.values()]
     constants = [each.to(device, lifted(each.dtype, dtype)) for each in program.constants.values()]
+    if program.compiler is not None and not visiting:
+        later = [ref.name for ref in refs_in(tuple(outputs))]
+        nodes = regions_of(program, device, dtype).joined(program.nodes, later)
+        lowered = lower(program, nodes, given, outputs, device, dtype)
+        return Runner(program, lowered.module.forward, lowered.special, constants, device, dtype)
     if shared is not None and not visiting:
         # In some of the programs linear layers may have been replaced by special operators.
         targets = tuple(node.target if _has_name(node) else type(node.target) for node in program.nodes)
@@ -117,6 +123,15 @@ def compile_program(
             entered, _Visit(nodes, visit), special, *values
         )
     return Runner(program, function, lowered.special, constants, device, dtype)
+
+
+def regions_of(program: Program, device: torch.device, dtype: torch.dtype | None) -> Regions:
+    """What makes the regions of a program that its compiler compiles."""
+
+    def place(value: Any) -> Any:
+        return _built(value, {}, program.device, device, dtype, None)
+
+    return Regions(program, program.compiler, place)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -32,7 +33,7 @@ from meshloom.program.ir.program import Program
 from meshloom.program.recompute.saved_frame import Elsewhere, Frame, Handle, is_elsewhere, open_saved
 from meshloom.program.recompute.saved_tensors import Save, SegmentRecomputation, recomputation_of, saves_of
 from meshloom.program.recompute.segments import Segment, segments_of
-from meshloom.program.run.runner import Runner, Special, compile_program, lower, used_variables
+from meshloom.program.run.runner import Runner, Special, compile_program, lower, regions_of, used_variables
 
 _torch: Any = torch  # for modules looked up by device type
 
@@ -51,7 +52,9 @@ class RecomputingRunner:
             name: each.to(device, lifted(each.dtype, dtype)) for name, each in program.constants.items()
         }
         self._contexts = program.contexts
-        self._segments = [_Runs(program, each, kept, device, dtype) for each in segments_of(program)]
+        self._segments = [
+            _Runs(program, each, kept, device, dtype) for each in _segments(program, kept, device, dtype)
+        ]
 
     def run(
         self,
@@ -88,6 +91,17 @@ class RecomputingRunner:
         for each in first_runs:
             each.forget_what_died()
         return outputs
+
+
+def _segments(
+    program: Program, kept: frozenset[str], device: torch.device, dtype: torch.dtype | None
+) -> Sequence[Segment]:
+    """Those of the program, their operators in compiled regions if it has a compiler."""
+    segments = segments_of(program)
+    if program.compiler is None:
+        return segments
+    regions = regions_of(program, device, dtype)
+    return [replace(each, nodes=regions.joined(each.nodes, each.results, kept)) for each in segments]
 
 
 class _ProgramRun(NamedTuple):

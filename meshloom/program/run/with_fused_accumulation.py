@@ -46,11 +46,12 @@ class FusedLinear:
 
 
 def with_fused_accumulation(
-    program: Program, accumulator: GradAccumulator, *, min_elements: int = MIN_ELEMENTS
+    program: Program, accumulator: GradAccumulator, *, min_elements: int | None = MIN_ELEMENTS
 ) -> Program:
     """The program with the gradients of its linear layers' weights accumulated by `accumulator`.
 
-    min_elements: layers without communication and with smaller weights are unchanged; 0: all are fused.
+    min_elements: layers without communication and with smaller weights are unchanged; 0: all are fused; None: none
+        without communication is.
     Layers in autocast regions, where weights are cast, are unchanged, as are frozen and computed weights.
     """
     parameters = {each.value: each.meta for each in program.parameters.values() if each.meta.requires_grad}
@@ -61,7 +62,11 @@ def with_fused_accumulation(
             weights = [each for each in node.args[1:] if each is not None]
             if all(isinstance(each, Ref) and each.name in parameters for each in weights):
                 return replace(node, target=replace(node.target, accumulator=accumulator))
-        if node.name not in apart or math.prod(parameters[node.args[1].name].shape) < min_elements:
+        if (
+            min_elements is None
+            or node.name not in apart
+            or math.prod(parameters[node.args[1].name].shape) < min_elements
+        ):
             return node
         return replace(node, target=FusedLinear(accumulator))
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshloom.core.compiled import named_as_written, without_compilation
 from meshloom.core.errors import JobError
 from meshloom.core.job import Job
+from meshloom.core.modules.compiled import named_as_written, without_compilation
 from meshloom.core.moments.modes import as_trained
 from meshloom.core.random import model_seed, preserved_draws, seed_everything
 from meshloom.data.to_device import convert_tensors, lifted

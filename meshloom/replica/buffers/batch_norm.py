@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -25,12 +25,12 @@ from meshloom.telemetry.traffic import ExpectedBytes, Traffic
 
 
 @contextmanager
-def synchronise_batch_norm(model: nn.Module, group: Group) -> Iterator[None]:
+def synchronise_batch_norm(model: nn.Module, group: Group, *, compiled: bool = False) -> Iterator[None]:
     """While entered, batch norm layers take their training statistics over the ranks of `group` together.
 
     Classes, names and structure stay; each layer's `forward` is replaced on the instance. Running statistics
     become those of one device that runs the joined chunk, with the same bits on every rank. Evaluation mode
-    is untouched. Raises `JobError` for a layer with a forward of its own, which cannot be replaced.
+    is untouched. compiled: the model is, and these layers stay out of it. Raises `JobError` for a layer with a forward of its own, which cannot be replaced.
     """
     layers = [(name, module) for name, module in model.named_modules() if isinstance(module, _BatchNorm)]
     for name, module in layers:
@@ -41,7 +41,8 @@ def synchronise_batch_norm(model: nn.Module, group: Group) -> Iterator[None]:
             )
     try:
         for name, module in layers:
-            module.forward = _forward(name, module, group)
+            forward = _forward(name, module, group)
+            module.forward = cast(Any, torch.compiler.disable(forward) if compiled else forward)
         yield
     finally:
         for _, module in layers:

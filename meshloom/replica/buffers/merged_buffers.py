@@ -38,7 +38,7 @@ class RunningStatistics:
     replicas is one chunk, and batch norm layers see to their own statistics.
     changing: where a program runs instead of the layers' own forwards, the buffers that it changes, and the
         only ones here. followed: those of them that only follow each other (running statistics). opaque: the paths of
-        modules whose own forwards the program runs.
+        modules whose own forwards the program runs. compiled: layers' forwards are compiled.
     unite: among ranks that compute a chunk together (`find_recurrences`).
     rerunning: the context in which chunks run again once all have run; all replicas enter it together.
     """
@@ -46,7 +46,7 @@ class RunningStatistics:
     def __init__(
         self, model: nn.Module, group: Group | None, *, several: bool = True, synchronised: bool = False,
         changing: Collection[str] | None = None, followed: Collection[str] = (), opaque: Collection[str] = (),
-        unite: Unite = lambda flags: flags, rerunning: Callable[[], AbstractContextManager[None]] = nullcontext,
+        compiled: bool = False, unite: Unite = lambda flags: flags, rerunning: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:  # fmt: skip
         self._group = group if group is not None and group.size > 1 else None
         replaced = not synchronised and changing is None
@@ -60,7 +60,7 @@ class RunningStatistics:
             if tracks(module) and (replaced or is_opaque(name))
         ]
         own = [module for module in model.modules() if isinstance(module, _BatchNorm)] if synchronised else []
-        self._norms = NormStatistics(layers if self._group else [])
+        self._norms = NormStatistics(layers if self._group else [], compiled=compiled)
         handled = norm_buffers([module for _, module in layers] + own)
         if changing is not None and not self._group:
             changing = {each for each in changing if each not in followed or is_opaque(each)}

@@ -12,7 +12,7 @@ buffers, are not touched: the replacement is an instance's `forward`, there only
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -38,10 +38,11 @@ def tracks(module: nn.Module) -> bool:
 
 
 class NormStatistics:
-    """The running statistics of `modules` [name, layer] over one step's chunks of all replicas."""
+    """The running statistics of `modules` [name, layer] over one step's chunks of all replicas. compiled: their forwards
+    are compiled with what is around them."""
 
-    def __init__(self, modules: Sequence[tuple[str, nn.Module]]) -> None:
-        self._layers = [_Layer(name, module) for name, module in modules]
+    def __init__(self, modules: Sequence[tuple[str, nn.Module]], *, compiled: bool = False) -> None:
+        self._layers = [_Layer(name, module, compiled=compiled) for name, module in modules]
         index = [number for number, layer in enumerate(self._layers) for _ in range(2 * layer.channels)]
         device = self._layers[0].module.running_mean.device if self._layers else None
         # of each element of a flat part
@@ -68,6 +69,8 @@ class NormStatistics:
 
     def take(self) -> Tensor:
         """This replica's part of the step [length], and start the next."""
+        for layer in self._layers:
+            layer.count()
         header = [number for layer in self._layers for number in (layer.calls, layer.decay, layer.evaluated)]
         values = [value.double() for layer in self._layers for value in layer.added()]
         for layer in self._layers:
@@ -105,13 +108,20 @@ class NormStatistics:
 
 
 class _Layer:
-    """One layer: what its calls of this step add up to."""
+    """One layer: what its calls of this step add up to.
 
-    def __init__(self, name: str, module: Any) -> None:
+    compiled: nothing can be done in Python around each call, so its buffers are replaced for all of a chunk, and its own
+    counter has the number of calls. In evaluation mode it reads what the step found, without being counted.
+    """
+
+    def __init__(self, name: str, module: Any, *, compiled: bool = False) -> None:
         self.name = name
         self.module = module
         self.channels: int = module.running_mean.numel()
         self._counts = isinstance(module, _BatchNorm)  # InstanceNorm has a counter that it leaves at 0
+        self._kept: dict[str, Tensor | None] = {}
+        # one function for all chunks, so that it is compiled once
+        self._compiled = _compiled_forward(module, self._kept) if compiled and self._counts else None
         self.reset()
 
     def reset(self) -> None:
@@ -140,6 +150,11 @@ class _Layer:
         return [sums[name] for name in BUFFERS[:2]]  # type: ignore[misc]  # only the counter can be None
 
     def install(self) -> None:
+        if self._compiled is not None:
+            self._kept |= {name: self.module._buffers[name] for name in BUFFERS}
+            self.module._buffers.update(self._begun())
+            self.module.forward = self._compiled
+            return
         original: Callable[..., Any] = self.module.forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -147,13 +162,9 @@ class _Layer:
             if not module.training:
                 self.evaluated += 1
                 return original(*args, **kwargs)
-            if self._sums is None:
-                self._sums = {
-                    name: None if module._buffers[name] is None else torch.zeros_like(module._buffers[name])
-                    for name in BUFFERS
-                }
             kept = {name: module._buffers[name] for name in BUFFERS}
-            module._buffers.update(self._sums)
+            sums = self._begun()
+            module._buffers.update(sums)
             finished = False
             try:
                 result = original(*args, **kwargs)
@@ -163,7 +174,7 @@ class _Layer:
                 module._buffers.update(kept)
                 # A checkpointed layer is left by an exception in its second run, after it has updated its
                 # statistics.
-                if finished or not self._counts or int(self._sums["num_batches_tracked"] or 0) > self.calls:
+                if finished or not self._counts or int(sums["num_batches_tracked"] or 0) > self.calls:
                     self.calls += 1
                     self.decay *= 1.0 - (module.momentum or 0.0)
 
@@ -171,6 +182,37 @@ class _Layer:
 
     def remove(self) -> None:
         vars(self.module).pop("forward", None)
+        self.module._buffers.update(self._kept)
+        self._kept.clear()
+
+    def count(self) -> None:
+        """Once the step's chunks have run: `calls` and `decay` are those of all of them."""
+        if self._compiled is not None and self._sums is not None:
+            self.calls = int(self._sums["num_batches_tracked"] or 0)
+            self.decay = (1.0 - (self.module.momentum or 0.0)) ** self.calls
+
+    def _begun(self) -> dict[str, Tensor | None]:
+        """What this step's calls write instead of the buffers."""
+        if self._sums is None:
+            buffers = self.module._buffers
+            self._sums = {
+                name: None if buffers[name] is None else torch.zeros_like(buffers[name]) for name in BUFFERS
+            }
+        return self._sums
+
+
+def _compiled_forward(module: Any, kept: Mapping[str, Tensor | None]) -> Callable[[Tensor], Tensor]:
+    """kept: the buffers of before the step, by name, while it runs."""
+    original = module.forward
+
+    def forward(input: Tensor) -> Tensor:  # noqa: A002  # torch's own name
+        if module.training:
+            return original(input)
+        return nn.functional.batch_norm(
+            input, kept["running_mean"], kept["running_var"], module.weight, module.bias, eps=module.eps
+        )
+
+    return forward
 
 
 def norm_buffers(modules: Collection[nn.Module]) -> set[int]:

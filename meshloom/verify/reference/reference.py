@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from torch.optim import SparseAdam
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from meshloom.core.compiled import named_as_written
 from meshloom.core.job import Job
+from meshloom.core.modules.compiled import named_as_written
 from meshloom.core.plan import Plan
 from meshloom.core.random import model_seed, preserved_draws, seed_everything
 from meshloom.parameters.keyed_init import call_model

@@ -66,5 +66,5 @@ def compiled_notes(names: list[str]) -> list[str]:
     shown = ", ".join(name or "the model" for name in names[:4]) + (", ..." if len(names) > 4 else "")
     return [
         "torch.compile has no effect under tp, pp and recompute: the loss is captured as a program, whose operators are run one by one "
-        f"({shown})."
+        f"({shown}). compile=true compiles the program."
     ]

@@ -1,0 +1,1 @@
+"""Modules as the user made them: compiled ones."""

@@ -1,0 +1,221 @@
+"""`compile=true` computes what one device computes that compiles nothing, and says what was compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from meshloom.core.compiling import MOST_VARIANTS, Compiled
+from meshloom.core.errors import DeviceError, PlanError
+from meshloom.core.job import Job
+from meshloom.core.plan import Plan
+from meshloom.program.recompute.recompute import with_recomputation
+from meshloom.program.run.compiler import Compiler
+from meshloom.program.run.runner import compile_program
+from meshloom.program.trace.precision import default_precision
+from meshloom.telemetry.progress import Listener
+from meshloom.train.trainer import Trainer
+from meshloom.verify.run import verify
+from tests.covering import in_turn
+from tests.jobs import Samples, make_job
+from tests.program_jobs import Recurrent
+from tests.test_recompute import SLOW_COMPUTING, differences, family
+
+PLANS = [
+    "dp=2", "dp=2,microbatches=2", "dp=2,zero=1", "dp=2,zero=2", "dp=2,sync_batch_norm=true", "tp=2", "pp=2,microbatches=2", "pp=2,microbatches=2,schedule=gpipe",
+    "pp=2,microbatches=2,schedule=interleaved", "pp=2,microbatches=2,schedule=zb-h1", "pp=2,microbatches=2,schedule=zb-v", "dp=2,pp=2,tp=2,microbatches=2",
+    "dp=2,recompute=full", "tp=2,recompute=selective", "dp=2,exchange=server",
+]  # fmt: skip
+
+
+class Experts(nn.Module):
+    """[batch, 3, 7] -> [batch, 3]: two of four experts read each row, by looking up its matrices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(7, 4, bias=False)
+        self.up, self.down = (nn.Parameter(torch.randn(4, *sizes) * 0.3) for sizes in ((5, 7), (7, 5)))
+        self.head = nn.Linear(7, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        best, ids = self.router(x).softmax(-1).topk(2, -1)
+        rows, chosen = x.flatten(0, 1).repeat_interleave(2, 0), ids.flatten()
+        hidden = torch.relu(torch.bmm(self.up[chosen], rows[..., None]).squeeze(-1))
+        outputs = torch.bmm(self.down[chosen], hidden[..., None]).squeeze(-1) * best.flatten()[:, None]
+        return self.head(x + outputs.view(*x.shape[:2], 2, -1).sum(2)).mean(1)
+
+
+def sequences() -> Samples:
+    """x [3, 7] normal, y a class of 3."""
+    generator = torch.Generator().manual_seed(4)
+    return Samples(
+        x=torch.randn(30, 3, 7, generator=generator), y=torch.randint(3, (30,), generator=generator)
+    )
+
+
+def sequence_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    output = model(batch["x"])
+    return F.cross_entropy(output.mean(1) if output.ndim == 3 else output, batch["y"])
+
+
+def job_of(model: str) -> Job:
+    if model in ("lstm", "experts"):
+        build = Recurrent if model == "lstm" else Experts
+        return replace(make_job("mlp", "adamw"), model=build, loss=sequence_loss, data=sequences)
+    return make_job(model, "adamw")
+
+
+def check_equal(model: str, plan: str, steps: int) -> None:
+    """3 steps have a short batch: other shapes."""
+    report = verify(
+        job_of(model),
+        Plan.parse(f"{plan},compile=true"),
+        devices="simulated",
+        steps=steps,
+        dtype=torch.float64,
+    )
+    assert report is not None
+    wrong = [f"{e.kind} {e.name} {e.error}" for s in report.steps for e in s.errors if not e.passed]
+    assert all(step.passed for step in report.steps), wrong
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "tp=2"])
+def test_an_mlp_is_that_of_one_device(plan: str):
+    check_equal("mlp", plan, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("model", ["mlp", "cnn", "gpt", "lstm", "experts"])
+def test_a_plan_is_that_of_one_device(model: str, plan: str):
+    check_equal(model, plan, 3)
+
+
+class Uncompiled:
+    """A stand-in for the compiler that leaves functions as they are, and counts them."""
+
+    def __init__(self) -> None:
+        self.known: dict[Any, Any] = {}
+        self.given: list[bool | None] = []
+
+    def function(self, function: Callable[..., Any], *, dynamic: bool | None = None) -> Callable[..., Any]:
+        self.given.append(dynamic)
+        return function
+
+
+FAMILIES = ("gpt2", "conv2d", "mixtral", "recommendation")
+
+
+@pytest.mark.parametrize(("name", "how"), in_turn(FAMILIES, ("none", "full", "selective")))
+def test_regions_are_the_operators_in_them_bit_for_bit(name: str, how: str):
+    program, build, batches = family(name)
+    compiler = Uncompiled()
+    with default_precision(torch.float64):
+        in_regions = replace(with_recomputation(program, how, rates=SLOW_COMPUTING), compiler=compiler)
+        assert not differences(program, in_regions, build, batches)
+    assert compiler.given
+
+
+def test_alike_regions_share_code_and_other_sizes_share_one_more():
+    program, _, _ = family("gpt2")
+    compiler, device = Uncompiled(), torch.device("cpu")
+    compile_program(replace(program, compiler=compiler), device, None)
+    first = len(compiler.given)
+    assert compiler.given == [None] * first
+    compile_program(replace(program, compiler=compiler), device, None)
+    assert len(compiler.given) == first
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("compile=yes", "compile=yes is not known"),
+        ("dp=2,zero=3,compile=true", "Use zero=2, or compile=none"),
+        ("dp=2,exchange=async,compile=true", "Use another exchange, or compile=none"),
+    ],
+)
+def test_what_cannot_be_compiled_is_refused(text: str, words: str):
+    with pytest.raises(PlanError, match=words):
+        Plan.parse(text)
+
+
+def test_the_setting_is_a_word_and_python_may_give_a_bool():
+    assert (
+        Plan.parse("dp=2,compile=true")
+        == Plan(dp=2, compile=True)
+        == Plan.from_json('{"dp": 2, "compile": true}')
+    )  # type: ignore[arg-type]
+    assert str(Plan(dp=2, compile="true")) == "dp=2,compile=true"
+    assert str(Plan(compile=False)) == str(Plan(compile="none")) == "dp=1"  # type: ignore[arg-type]
+
+
+def test_without_a_compiler_it_is_refused_before_the_first_step():
+    import torch._inductor.config as inductor
+
+    job, plan = make_job("mlp", "sgd"), Plan(compile="true")
+    with (
+        inductor.patch({"cpp.cxx": ("no-such-compiler",)}),
+        pytest.raises(DeviceError, match=r"needs a C\+\+ compiler.*or use compile=none"),
+    ):
+        Trainer(job, plan, devices="cpu").__enter__()
+
+
+@pytest.mark.slow
+def test_what_was_compiled_is_said():
+    said: list[str] = []
+    job = make_job("gpt", "adamw")
+    with Trainer(job, Plan(compile="true"), devices="cpu", listener=Listener(note=said.append)) as trainer:
+        compiled = trainer.fit().compiled
+    assert compiled is not None and compiled.functions == 1 and compiled.breaks == 0
+    assert compiled.graphs in (2, 3) and compiled.seconds > 0  # the short batch has other sizes
+    assert any(each.startswith("torch.compile: 1 graph of 1 function in") for each in said)
+
+
+def counting_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    output = model(batch["x"])
+    print(end="")  # breaks the graph
+    return F.cross_entropy(output, batch["y"])
+
+
+@pytest.mark.slow
+def test_a_loss_that_breaks_the_graph_trains_and_the_break_is_told():
+    job, losses = replace(make_job("mlp", "sgd"), loss=counting_loss), list[float]()
+    for plan in ("dp=1", "dp=1,compile=true"):
+        with Trainer(job, Plan.parse(plan), devices="cpu") as trainer:
+            summary = trainer.fit()
+        losses.append(summary.last_loss)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)  # float32: sums in another order
+    assert summary.compiled is not None and summary.compiled.breaks >= 1 and summary.compiled.reasons
+
+
+@pytest.mark.slow
+def test_shapes_without_end_are_compiled_a_few_times():
+    compiler = Compiler(torch.device("cpu"))
+    run = compiler.function(lambda x: torch.tanh(x).sum() + 1)
+    for size in range(2, 40):
+        x = torch.randn(size)
+        assert torch.allclose(run(x), torch.tanh(x).sum() + 1)
+    assert compiler.report.graphs == 2  # one of fixed sizes, one of any
+    for dims in range(2, 20):
+        x = torch.randn([2] * dims)
+        assert torch.allclose(run(x), torch.tanh(x).sum() + 1, rtol=1e-4)
+    assert compiler.report.graphs <= MOST_VARIANTS and compiler.report.uncompiled == 1
+
+
+def test_a_report_is_a_sentence():
+    said = str(_COMPILED)
+    assert said == (
+        "torch.compile: 3 graphs of 2 functions in 4.2 s, 1 graph break; 2 of 6 found in /tmp/kept; breaks: print(); 1 function met 8 kinds of inputs "
+        "(shapes, dtypes), the most that are compiled: further kinds run uncompiled."
+    )
+
+
+_COMPILED = Compiled(
+    functions=2, graphs=3, breaks=1, reasons=("print()",), hits=2, misses=4, seconds=4.21, uncompiled=1, directory="/tmp/kept"
+)  # fmt: skip
