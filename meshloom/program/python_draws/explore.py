@@ -110,10 +110,17 @@ def _module_draws(module: ModuleType) -> bool:
     for value in list(vars(module).values()):
         own = list(vars(value).values()) if isinstance(value, type) else [value]
         for each in own:
-            function = getattr(each, "__func__", each)
+            function = _undecorated(getattr(each, "__func__", each))
             if isinstance(function, FunctionType) and _TELLING & set(_names(function.__code__)):
                 return True
     return False
+
+
+def _undecorated(function: Any) -> Any:
+    """What `torch.no_grad()` and the like are put around."""
+    while isinstance(function, FunctionType) and "__wrapped__" in vars(function):
+        function = vars(function)["__wrapped__"]
+    return function
 
 
 def _names(code: CodeType) -> Iterator[str]:
