@@ -17,6 +17,7 @@ from meshloom.tensor_parallel.rules.indexing import INDEXING
 from meshloom.tensor_parallel.rules.losses import LOSSES
 from meshloom.tensor_parallel.rules.matrices import MATRICES
 from meshloom.tensor_parallel.rules.normalisation import NORMALISATION
+from meshloom.tensor_parallel.rules.opaque import OPAQUE
 from meshloom.tensor_parallel.rules.permutations import PERMUTATIONS
 from meshloom.tensor_parallel.rules.products import PRODUCTS
 from meshloom.tensor_parallel.rules.recurrent import RECURRENT
@@ -44,6 +45,7 @@ BUILT_IN: Rules = {
     **MATRICES,
     **RECURRENT,
     **GRADIENTS,
+    **OPAQUE,
 }
 
 
