@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from meshloom.core.job import LossFunction
 from meshloom.core.random import derive, preserved_draws, seed_everything
 from meshloom.program.capture.opaque_runs import WorkMeter
+from meshloom.program.capture.product_dims import ProductDims
 from meshloom.program.capture.restored import cloned, restored
 from meshloom.program.ir.nodes import Node, submodule
 from meshloom.program.ir.program import Program
@@ -40,6 +41,7 @@ from meshloom.program.trace.attributes import TORCHS_OWN
 MOST_TRIALS = 256  # of one module
 MOST_COMBINED = 4096  # ways to choose dims of one size
 MOST_REST = 1 / 3  # of the work; a second run of more takes longer than dividing saves
+SEVERAL = (2, 3, 4)  # tensors that may have been made one: a gate and a value, gates of a cell
 PARTS = ((0, 1), (2,), (3, 4))  # units that run alone
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}  # of the largest element; other orders of sums
 
@@ -84,14 +86,14 @@ def _found(
     def handle(
         path: str, module: nn.Module, method: str, run: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        returned = run(*args, **kwargs)
+        with ProductDims(state_of(module)[1]) as products:
+            returned = run(*args, **kwargs)
         with restored(module), preserved_draws(), torch.autocast(_device(module), enabled=False):
-            trials = _Trials(module, run, args, kwargs, calls[path][0])
+            trials = _Trials(module, run, args, kwargs, calls[path][0], products)
             kind = type(module), tuple((names, tuple(each.shape)) for names, each in trials.named())
             if path in found:
-                units = found[path]
-                found[path] = units if units is not None and trials.result(units.dims, units.count) == units else None
-            elif kind in known and (known[kind] is None or trials.result(known[kind].dims, known[kind].count)):  # pyright: ignore[reportOptionalMemberAccess]
+                found[path] = trials.confirmed(found[path])
+            elif kind in known and (known[kind] is None or trials.confirmed(known[kind])):
                 found[path] = known[kind]
             else:
                 found[path] = known[kind] = trials.best()
@@ -112,11 +114,18 @@ class _Trials:
     """A call of a module, run on some of its units."""
 
     def __init__(
-        self, module: nn.Module, run: Callable[..., Any], args: Any, kwargs: Any, call: OpaqueCall
+        self,
+        module: nn.Module,
+        run: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        call: OpaqueCall,
+        products: ProductDims,
     ) -> None:
         self._module, self._run, self._given, self._call = module, run, (args, kwargs), call
         self._names, self._state = state_of(module)
         self._tensors = ModuleTensors(module, self._names)
+        self._products = products
 
     def named(self) -> Iterator[tuple[tuple[str, ...], Tensor]]:
         """Its parameters and buffers."""
@@ -127,24 +136,56 @@ class _Trials:
         tried = sorted(self._combined(), key=lambda each: -each[0])[:MOST_TRIALS]
         return next((units for _, dims, count in tried if (units := self.result(dims, count))), None)
 
+    def confirmed(self, known: HiddenUnits | None) -> HiddenUnits | None:
+        """The division of another call, if it holds for this one."""
+        found = self.result(known.dims, known.count) if known is not None else None
+        return known if found is not None and known is not None and found.results == known.results else None
+
     def _combined(self) -> Iterator[tuple[int, tuple[UnitsDim, ...], int]]:
         """Ways to choose the dims of units, with the elements that they divide."""
         alike: dict[Any, list[int]] = {}  # parameters of alike modules, such as experts
         for number, tensor in enumerate(self._state):
             if isinstance(tensor, nn.Parameter) and tensor.is_floating_point():
                 alike.setdefault(self._kind(number), []).append(number)
+        for found in (self._products.kept, self._products.summed):
+            for numbers in alike.values():
+                dims = set[int]().union(*(found.get(each, ()) for each in numbers))
+                found.update(dict.fromkeys(numbers, dims))
         sizes = {size for _, shape in alike if len(shape) > 1 for size in shape if size > 1}
         for count in sizes:
             ways = [
-                [(), *(tuple(replace(dim, number=each) for each in numbers) for dim in _dims(shape, count))]
-                for (_, shape), numbers in alike.items()
+                [
+                    (),
+                    *(
+                        tuple(replace(dim, number=each) for each in numbers)
+                        for dim in self._dims(numbers, count)
+                    ),
+                ]
+                for numbers in alike.values()
             ]
             if math.prod(map(len, ways)) > MOST_COMBINED:
                 continue
             for chosen in itertools.product(*ways):
-                if sum(map(bool, chosen)) > 1:  # made by one and used by another
-                    dims = tuple(itertools.chain(*chosen))
+                dims = tuple(itertools.chain(*chosen))
+                firsts = [each[0] for each in chosen if each]
+                if any(map(self._is_summed, firsts)) and not all(map(self._is_summed, firsts)):
                     yield sum(self._state[each.number].numel() for each in dims), dims, count
+
+    def _dims(self, numbers: Sequence[int], count: int) -> Iterator[UnitsDim]:
+        """Where alike tensors may have this many units: alone, or several to each, one after another or side by side. Of a
+        factor of matrix products, where these keep units, or sum over them."""
+        kept, summed = self._products.kept[numbers[0]], self._products.summed[numbers[0]]
+        for dim, size in enumerate(self._state[numbers[0]].shape):
+            if (kept or summed) and dim not in kept | summed:
+                continue
+            if size == count:
+                yield UnitsDim(number=-1, dim=dim)
+            elif size % count == 0 and size // count in SEVERAL and dim not in summed:
+                yield UnitsDim(number=-1, dim=dim, outer=size // count)
+                yield UnitsDim(number=-1, dim=dim, inner=size // count)
+
+    def _is_summed(self, each: UnitsDim) -> bool:
+        return each.dim in self._products.summed[each.number]
 
     def result(self, dims: Sequence[UnitsDim], count: int) -> HiddenUnits | None:
         """The units in these dims, if they can be divided."""
@@ -188,7 +229,9 @@ class _Trials:
         total = [functools.reduce(torch.add, each) for each in zip(*added, strict=True)]
         if not all(_is_near(one, other, tolerance) for one, other in zip(total, whole, strict=True)):
             return None
-        leaves = [*(each for each in tree_leaves(given) if _is_floating(each)), *filter(_is_floating, state)]
+        leaves = [
+            each for each in (*tree_leaves(given), *state) if isinstance(each, Tensor) and each.requires_grad
+        ]
         mine, theirs = _gradients(total, leaves), _gradients(whole, leaves)
         if not all(_is_near(one, other, tolerance) for one, other in zip(mine, theirs, strict=True)):
             return None
@@ -198,9 +241,13 @@ class _Trials:
 
     def _kind(self, number: int) -> Any:
         """Equal for tensors of alike modules, such as experts."""
-        return tuple(re.sub(r"\d+", "#", each) for each in self._names[number]), tuple(self._state[number].shape)
+        return tuple(re.sub(r"\d+", "#", each) for each in self._names[number]), tuple(
+            self._state[number].shape
+        )
 
-    def _drawn(self, dims: Sequence[UnitsDim], num_units: int, dtype: torch.dtype) -> tuple[Any, list[Tensor]]:
+    def _drawn(
+        self, dims: Sequence[UnitsDim], num_units: int, dtype: torch.dtype
+    ) -> tuple[Any, list[Tensor]]:
         """The arguments, and tensors with a few of the units: random numbers as parameters, which may all be zero at the start."""
         source = torch.Generator().manual_seed(0)
         by_number = {each.number: each for each in dims}
@@ -241,16 +288,6 @@ def _some(state: Sequence[Tensor], dims: Sequence[UnitsDim], units: Sequence[int
     return found
 
 
-def _dims(shape: tuple[int, ...], count: int) -> Iterator[UnitsDim]:
-    """Where a tensor may have this many units: alone, or several to each, one after another or side by side."""
-    for dim, size in enumerate(shape):
-        if size == count:
-            yield UnitsDim(number=-1, dim=dim)
-        elif size in (2 * count, 3 * count, 4 * count):
-            yield UnitsDim(number=-1, dim=dim, outer=size // count)
-            yield UnitsDim(number=-1, dim=dim, inner=size // count)
-
-
 def _is_floating(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point()
 
@@ -268,7 +305,9 @@ def _gradients(results: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[Tens
     roots = [each for each in results if each.requires_grad]
     weights = [torch.rand(each.shape, generator=source, dtype=each.dtype).to(each.device) for each in roots]
     found = torch.autograd.grad(roots, leaves, weights, retain_graph=True, allow_unused=True)
-    return [torch.zeros_like(leaf) if each is None else each for leaf, each in zip(leaves, found, strict=True)]
+    return [
+        torch.zeros_like(leaf) if each is None else each for leaf, each in zip(leaves, found, strict=True)
+    ]
 
 
 def _attributes(module: nn.Module) -> dict[tuple[str, str], Any]:

@@ -123,9 +123,7 @@ class OpaqueModule:
 
     def _left(self) -> list[Any]:
         """What it has left in attributes."""
-        return [
-            vars(submodule(self._module, below)).get(name) for below, name in self.opaque_call.attributes
-        ]
+        return [vars(submodule(self._module, below)).get(name) for below, name in self.opaque_call.attributes]
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.opaque_call.method == "forward":

@@ -47,9 +47,7 @@ class OpaqueCost:
 
     def times(self, share: float) -> OpaqueCost:
         """That of a share of the work."""
-        parts = {
-            name: round(value * share) for name, value in vars(self).items() if name != "saved_inputs"
-        }
+        parts = {name: round(value * share) for name, value in vars(self).items() if name != "saved_inputs"}
         return OpaqueCost(**parts, saved_inputs=self.saved_inputs)
 
 

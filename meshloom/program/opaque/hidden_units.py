@@ -30,7 +30,9 @@ class UnitsDim:
     def some(self, tensor: Tensor, units: Sequence[int]) -> Tensor:
         """The tensor with some of its units."""
         shape = tensor.shape
-        apart = tensor.unflatten(self.dim, (self.outer, shape[self.dim] // (self.outer * self.inner), self.inner))
+        apart = tensor.unflatten(
+            self.dim, (self.outer, shape[self.dim] // (self.outer * self.inner), self.inner)
+        )
         picked = apart[(slice(None),) * (self.dim + 1) + (list(units),)]
         return picked.flatten(self.dim, self.dim + 2)
 
@@ -93,5 +95,9 @@ class HiddenUnits:
     @staticmethod
     def of(found: Mapping[str, Any]) -> HiddenUnits:
         """Inverse of `encoded`."""
-        dims = tuple(UnitsDim(**each) for each in found["dims"])
-        return HiddenUnits(**{**found, "dims": dims, "results": tuple(found["results"])})
+        given: dict[str, Any] = {
+            **found,
+            "dims": tuple(UnitsDim(**each) for each in found["dims"]),
+            "results": tuple(found["results"]),
+        }
+        return HiddenUnits(**given)

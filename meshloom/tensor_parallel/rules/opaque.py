@@ -48,6 +48,7 @@ def _opaque(call: Call) -> Factors | None:
         contiguous=frozenset({UNITS}),
         drawn=(),
         local=local,
+        undivided=replace(units, held=0, is_first=False).work,
     )
 
 

@@ -45,14 +45,13 @@ BUILT_IN: Rules = {
     **MATRICES,
     **RECURRENT,
     **GRADIENTS,
-    **OPAQUE,
 }
 
 
 def rules_with(texts: Mapping[str, str]) -> Rules:
-    """The built-in rules and a user's, by operator: `{"mylib::gate": "b* f, b* f -> b* f"}`. Raises
+    """The built-in rules, of opaque modules too, and a user's, by operator: `{"mylib::gate": "b* f, b* f -> b* f"}`. Raises
     `CaptureError` for a text that is no factor map."""
-    return {**BUILT_IN, **user_rules(texts)}
+    return {**BUILT_IN, **OPAQUE, **user_rules(texts)}
 
 
 def factors_of(call: Call, rules: Rules) -> Factors | None:
