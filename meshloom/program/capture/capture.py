@@ -15,6 +15,7 @@ from meshloom.core.job import Job, LossFunction
 from meshloom.program.capture.opaque_loss import loss_to_read
 from meshloom.program.capture.opaque_parts import asked_for
 from meshloom.program.capture.opaque_runs import recorded_calls
+from meshloom.program.capture.opaque_units import with_hidden_units
 from meshloom.program.ir.batch_values import read_values
 from meshloom.program.ir.leaves import Leaves, leaves_of
 from meshloom.program.ir.program import Program
@@ -123,6 +124,7 @@ def capture_module(
             program, others = read_with_parts(as_traced=False)
         except CalledOtherwiseError:
             program, others = read_with_parts(as_traced=True)
+        program = with_hidden_units(program, model, loss, batches[0])
     return with_needs(replace(program, others=others))
 
 

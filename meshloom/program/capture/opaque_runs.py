@@ -101,7 +101,7 @@ def _record(
         saved.append(tensor)
         return tensor
 
-    meter = _Meter()
+    meter = WorkMeter()
     with CountDraws() as counter, saved_tensors_hooks(pack, lambda each: each), meter:
         returned = run(*args, **kwargs)
     now = [each._version for each in (*inputs, *state)]  # pyright: ignore[reportPrivateUsage]
@@ -235,7 +235,7 @@ def _backward(results: Sequence[Tensor], operands: Sequence[Tensor]) -> dict[str
     """The cost of its backward, which runs once."""
     roots = [each for each in results if each.requires_grad]
     wanted = [each for each in operands if each.requires_grad]
-    meter = _Meter()
+    meter = WorkMeter()
     if roots and wanted:
         with suppress(Exception), meter:  # a user's backward may need what only the loss's own brings
             torch.autograd.grad(
@@ -263,7 +263,7 @@ def is_plain(tensor: Tensor) -> bool:
     return tensor.layout == torch.strided and not tensor.is_nested
 
 
-class _Meter(TorchDispatchMode):
+class WorkMeter(TorchDispatchMode):
     """Adds up FLOPs and bytes."""
 
     def __init__(self) -> None:

@@ -119,7 +119,8 @@ class _Rewriter:
         if storage is not None:
             inputs = node.all_input_nodes
             viewed = next((each for each in inputs if self.inferred.storage(each) == storage), None)
-            if viewed is not None:
+            is_new = viewed is not None and is_list(viewed) and viewed not in self.view_of  # an opaque part's
+            if viewed is not None and not is_new:
                 self.view_of[node] = viewed
         for buffer in (*running_statistics(node), *_written_by_opaque(node)):
             if not self._is_written_as_buffer(buffer):
