@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 
 from meshloom.core.plan import Plan
 from meshloom.verify.run import verify
 from tests.covering import in_turn
 from tests.families import FAMILIES, Family
-from tests.families.limits import NOT_READ
+from tests.families.limits import NOT_READ, OTHER_KERNEL
 
 COVERING = {"vit"}
 PLANS = [
@@ -19,7 +20,12 @@ PLANS = [
     "dp=2,zero=3",
     "pp=2,microbatches=2,schedule=zb-v",
 ]
-PLAN_OF = dict(in_turn([name for name in FAMILIES if name not in NOT_READ], PLANS))
+# What a program runs otherwise than eager, and so rounds to bfloat16 in other places: these are trained as modules.
+ROUNDED_ELSEWHERE = {*OTHER_KERNEL, "distilbert"}
+PLAN_OF = {
+    name: PLANS[0] if name in ROUNDED_ELSEWHERE else plan
+    for name, plan in in_turn([name for name in FAMILIES if name not in NOT_READ], PLANS)
+}
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export")]
 
@@ -35,7 +41,9 @@ def test_forty_families_are_trained():
         for name, plan in PLAN_OF.items()
     ],
 )
-def test_a_family_equals_one_device(family: Family, plan: str):
+def test_a_family_equals_one_device(family: Family, plan: str, monkeypatch: pytest.MonkeyPatch):
+    if family.name == "lstm":  # oneDNN has none of bfloat16 operands on CPUs without instructions for them
+        monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
     job = replace(family.make_job(True), batch_size=5)
     report = verify(job, Plan.parse(f"{plan},precision=bf16-mixed"), devices="simulated", steps=2)
     assert report and report.passed, [str(each) for each in report.worst()] if report else ""
