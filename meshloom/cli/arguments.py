@@ -116,6 +116,10 @@ def _add_runs(train: argparse.ArgumentParser, verify: argparse.ArgumentParser) -
         "--dtype", choices=["float64", "float32"], help="compare in this precision (default: the model's own)"
     )
     verify.add_argument(
+        "--against", choices=["float64"],
+        help="say also how far the plan and one device at its precision are from one device in float64",
+    )  # fmt: skip
+    verify.add_argument(
         "--blocks", type=int, metavar="N", help="verify the same job with only the first N of its model's repeated blocks"
     )  # fmt: skip
 

@@ -20,6 +20,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from meshloom.verify.against_float64 import AgainstFloat64, FromFloat64
 from meshloom.verify.compare import (
     Comparer,
     Comparison,
@@ -39,19 +40,21 @@ from meshloom.verify.whole_batch import WholeBatch, compare_whole_batch
 @dataclass(frozen=True, kw_only=True)
 class ComparisonResult:
     """The result of comparing a plan with the reference. whole: None if the whole batch does not fit in
-    memory."""
+    memory. from_float64: None if it was not asked for."""
 
     steps: Sequence[Comparison]
     causes: Sequence[Cause]
     whole: WholeBatch | None
     comparer: Comparer
+    from_float64: FromFloat64 | None = None
 
 
 class ComparisonRun:
-    """Compares a plan's steps with those of `reference`, which it runs."""
+    """Compares a plan's steps with those of `reference`, which it runs. against: measures the first step."""
 
-    def __init__(self, reference: Reference) -> None:
-        self._reference = reference
+    def __init__(self, reference: Reference, against: AgainstFloat64 | None = None) -> None:
+        self._reference, self._against = reference, against
+        self._from_float64: FromFloat64 | None = None
         self._comparer = Comparer(
             plan=reference.plan, precision=reference.precision, autocast=reference.autocast
         )
@@ -69,6 +72,8 @@ class ComparisonRun:
         """Begin a step: forward and backward of the reference."""
         reference = self._reference
         reference.run()
+        if self._against:
+            self._against.begin()
         tolerance = self._comparer.tolerance(reference.casts)
         if not self._steps:
             # the whole batch may not fit in memory, which may be why there are microbatches
@@ -88,6 +93,8 @@ class ComparisonRun:
     def add_gradient(self, name: str, ours: Tensor | None) -> None:
         """Compare the plan's next averaged gradient, which is not kept."""
         self.subsampled[name] = None if ours is None else subsample(ours)
+        if self._against:
+            self._against.add(name, ours, self._reference.gradients.get(name))
         if self._gradients.compare(name, ours).passed:
             self._reference.replace_gradient(name, ours)
 
@@ -118,6 +125,8 @@ class ComparisonRun:
         """Compare the rest of the step. ours: the plan's record."""
         of_tensors = [*self._gradients.errors(), *self._state.errors()]
         comparison = self._comparer.compare(ours, self._reference_record, of_tensors)
+        if self._against:
+            self._from_float64, self._against = self._against.result(*comparison.loss), None
         if not comparison.passed and all(step.passed for step in self._steps):
             self._causes = diagnose(comparison, ours, self._reference_record, self._evidence, self._steps)
         self._steps.append(comparison)
@@ -126,5 +135,6 @@ class ComparisonRun:
     def result(self) -> ComparisonResult:
         """The result of all steps so far."""
         return ComparisonResult(
-            steps=self._steps, causes=self._causes, whole=self._whole, comparer=self._comparer
-        )
+            steps=self._steps, causes=self._causes, whole=self._whole, comparer=self._comparer,
+            from_float64=self._from_float64,
+        )  # fmt: skip

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from meshloom.core.units import format_count
+from meshloom.verify.against_float64 import FromFloat64
 from meshloom.verify.compare import Comparison, TensorError
 from meshloom.verify.fewer_blocks import FewerBlocks
 from meshloom.verify.reference.mistakes import Cause
@@ -25,7 +26,7 @@ class Report:
 
     devices: one line about what ran the plan. precision: of the parameters. casts: lower precisions in the
         reference, but the plan's own. autocast: what the plan computes losses under, in a sentence; "": nothing.
-        settings: torch's, of both sides, that change what operators return.
+        settings: torch's, of both sides, that change what operators return. from_float64: if it was asked for.
     owned: the share of the trainable elements that each rank updates. whole: the comparison with the whole
         batch, in the first step. fewer: the blocks of the model that were verified, if not all.
     """
@@ -41,6 +42,7 @@ class Report:
     fewer: FewerBlocks | None = None
     autocast: str = ""
     settings: Mapping[str, str] = field(default_factory=dict[str, str])
+    from_float64: FromFloat64 | None = None
 
     @property
     def passed(self) -> bool:
@@ -86,6 +88,7 @@ class Report:
             "causes": [asdict(cause) for cause in self.causes],
             "autocast": self.autocast,
             "settings": dict(self.settings),
+            "from_float64": asdict(self.from_float64) if self.from_float64 else None,
             "casts": [asdict(cast) for cast in self.casts],
             "owned": list(self.owned),
             "blocks": self.fewer.to_dict() if self.fewer else None,
@@ -164,6 +167,7 @@ def _lines(report: Report) -> list[str]:
     lines += _moved_lines(report.steps)
     lines += [report.autocast] if report.autocast else []
     lines += _cast_lines(report.casts)
+    lines += [report.from_float64.sentence] if report.from_float64 else []
     if any(share < 1 for share in report.owned):
         lines.append(
             f"sharded: ranks own {', '.join(f'{share:.1%}' for share in report.owned)} of the optimizer's state"

@@ -15,15 +15,18 @@ from meshloom.planner.memory.step_facts import OPTIMIZER_FACTOR
 from meshloom.verify.fewer_blocks import find_blocks, unfilled
 
 
-def check_reference_fits(job: Job, dtype: torch.dtype | None, *, on_gpu: bool = False) -> None:
+def check_reference_fits(
+    job: Job, dtype: torch.dtype | None, *, on_gpu: bool = False, twice: bool = False
+) -> None:
     """Raises `DeviceError` if one device cannot hold the whole model, with the flag that verifies the same job
     with fewer blocks.
 
-    dtype: the precision to run in instead of the job's own. on_gpu: whether the device is this process's GPU,
+    dtype: the precision to run in instead of the job's own. twice: whether another one runs beside it, in float64. on_gpu: whether the device is this process's GPU,
     not the host.
     """
     model = unfilled(job)
     needed = reference_bytes(job, model, dtype)
+    needed += reference_bytes(job, model, torch.float64) if twice else 0
     free = torch.cuda.mem_get_info()[0] if on_gpu else free_bytes()
     if needed <= free:
         return

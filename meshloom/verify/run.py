@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from meshloom.comm.objects import collect
 from meshloom.comm.steps import Steps
-from meshloom.core.errors import PlanError
+from meshloom.core.errors import DeviceError, PlanError
 from meshloom.core.job import Job
 from meshloom.core.losses.turns import LossTurn, turns_of
 from meshloom.core.moments.numerics import numeric_settings
@@ -33,6 +33,7 @@ from meshloom.replica.replica_state import each_gradient, each_of_state, replica
 from meshloom.telemetry.progress import Listener
 from meshloom.train.contract import Batch
 from meshloom.train.trainer import Trainer
+from meshloom.verify.against_float64 import AgainstFloat64
 from meshloom.verify.compare import Comparer, rounds_partial_sums
 from meshloom.verify.comparison_run import ComparisonRun
 from meshloom.verify.fewer_blocks import with_fewer_blocks
@@ -58,21 +59,28 @@ def verify(
     oversubscribe: bool = False,
     overcommit: bool = False,
     blocks: int | None = None,
+    against: torch.dtype | None = None,
 ) -> Report | None:
     """Run `steps` steps of `job` under `plan` and on one device, and compare. Returns None on ranks other
     than 0.
 
     dtype: run both in this precision; float64 tells a mistake from rounding. blocks: how many of the model's
-    repeated blocks both run; None: all. overcommit: run although memory is predicted not to suffice. Raises as the trainer does, and `DeviceError` if one device cannot
+    repeated blocks both run; None: all. against: float64, to measure in the first step how far
+    the plan, and one device at its precision, are from one device in it. overcommit: run although memory is predicted not to
+    suffice. Raises as the trainer does, and `DeviceError` if one device cannot
     hold what the plan is compared with.
     """
     check_promised(plan)
+    if against is not None and (against != torch.float64 or dtype == torch.float64):
+        raise DeviceError(
+            f"against={_name_of(against)} with dtype={_name_of(dtype)} measures no distance from float64. Use against=float64 and another dtype, or none."
+        )
     if blocks is not None:
         fewer = with_fewer_blocks(job, blocks)
         try:
             report = verify(
                 fewer.job, plan, devices=devices, steps=steps, dtype=dtype, timeout_seconds=timeout_seconds, transport=transport,
-                oversubscribe=oversubscribe, overcommit=overcommit,
+                oversubscribe=oversubscribe, overcommit=overcommit, against=against,
             )  # fmt: skip
         except Exception as error:
             error.add_note(fewer.sentence)  # it may be why
@@ -81,7 +89,7 @@ def verify(
     launched = launched_rank()
     if launched is None or launched.rank == 0:  # the one that runs the reference
         on_gpu = devices == "auto" and 0 < plan.mesh.size <= torch.cuda.device_count()
-        check_reference_fits(job, dtype, on_gpu=on_gpu or devices.endswith("cuda"))
+        check_reference_fits(job, dtype, on_gpu=on_gpu or devices.endswith("cuda"), twice=against is not None)
     keyed = replace(plan, keyed_draws=True)
     shares = _varying_shares(plan, steps)
     quiet = Listener(started=lambda text: None)  # the report describes the run
@@ -93,7 +101,10 @@ def verify(
         comparison: ComparisonRun | None = None
         if trainer.world.main:
             device = trainer.replicas[0].context.device
-            comparison = ComparisonRun(Reference(job, keyed, dtype, device, shares))
+            exact = Reference(job, keyed, against, device, shares) if against is not None else None
+            comparison = ComparisonRun(
+                Reference(job, keyed, dtype, device, shares), AgainstFloat64(exact) if exact else None
+            )
         _run_steps(trainer, dtype, comparison)
         if comparison is None:
             return None
@@ -104,14 +115,18 @@ def verify(
         return Report(
             plan=str(plan), devices=trainer.world.why, precision=str(result.comparer.precision).removeprefix("torch."), owned=owned,
             steps=result.steps, causes=causes, casts=result.comparer.casts, whole=result.whole, autocast=_of_autocast(keyed, result.comparer, dtype),
-            settings=numeric_settings(),
+            settings=numeric_settings(), from_float64=result.from_float64,
         )  # fmt: skip
+
+
+def _name_of(dtype: torch.dtype | None) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _of_autocast(plan: Plan, comparer: Comparer, dtype: torch.dtype | None) -> str:
     if comparer.autocast is None:
         return ""
-    name = str(comparer.autocast).removeprefix("torch.")
+    name = _name_of(comparer.autocast)
     if dtype == torch.float64:
         return f"precision={plan.precision} is left out on both sides, as autocast casts nothing in float64"
     what = f"losses are computed under autocast to {name}, on one device too"
