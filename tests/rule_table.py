@@ -44,7 +44,7 @@ An operator without a rule is computed by every rank, on full operands.
 
 1. If torch tags the operator as pointwise and deterministic, like GELU, it needs none: `is_elementwise` in `tensor_parallel/rules/elementwise.py`
    decides this, and `elementwise` beside it is the rule.
-2. Otherwise write a function from `Call` (`tensor_parallel/rules/call.py`) to `Factors` (`tensor_parallel/rules/factors.py`) in the file of the
+2. Otherwise write a function from `Call` (`tensor_parallel/rules/operator_call.py`) to `Factors` (`tensor_parallel/rules/factors.py`) in the file of the
    operator's family in `tensor_parallel/rules/`. If one line says it all, `text("n k, k m -> n m; sum k")` (`products.py`) is that function.
 3. Add it, by the operator's name, to the table at the end of that file. `tensor_parallel/rules/table.py` joins the tables: a new
    family is a new file whose table is added there.

@@ -110,10 +110,9 @@ class Replica:
     """A replica's model on one rank, or the rank's share of it, with engine, exchange and updater.
 
     share: whether replicas of a host may have one copy of the parameters in shared memory.
-    stored: programs and choices of earlier runs, for the rank that captures.
-    files: directory for the file of offloaded optimizer state.
+    stored: programs and choices of earlier runs, for the rank that captures. files: directory for the file of
+    offloaded optimizer state. resumed: whether a checkpoint gives its state before the first step.
     updates: whether it updates its parameters; a worker of an asynchronous run only computes gradients.
-    resumed: whether a checkpoint gives its state before the first step.
     """
 
     def __init__(

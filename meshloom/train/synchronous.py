@@ -49,9 +49,8 @@ class SynchronousRun:
         self, job: Job, plan: Plan, world: World, listener: Listener, shares: Shares, timings: Timings, *, steps: int, out: Path | None,
         resume: Path | None, overwrite: bool, dtype: torch.dtype | None, share: bool, cache: str, overcommit: bool, leave: Callable[[], None],
     ) -> None:  # fmt: skip
-        job = (
-            job if resume is None else replace(job, weights=None, weight_names=None)
-        )  # which were read before
+        if resume is not None:  # weights were read before
+            job = replace(job, weights=None, weight_names=None)
         self._job, self._plan, self._world, self._shares, self._timings = job, plan, world, shares, timings
         self._steps, self._out, self._leave = steps, out, leave
         self._listener = listener = listener if world.main else QUIET
@@ -61,16 +60,8 @@ class SynchronousRun:
         with ExitStack() as building:
             building.callback(self._stop_requests.close)
             self.replicas = LocalReplicas(
-                job,
-                plan,
-                world,
-                dtype=dtype,
-                share=share,
-                cache=cache,
-                timings=timings,
-                files=out,
-                resumed=resume is not None,
-            )
+                job, plan, world, dtype=dtype, share=share, cache=cache, timings=timings, files=out, resumed=resume is not None
+            )  # fmt: skip
             building.callback(self.replicas.close)
             first = self.replicas.first
             for replica in self.replicas.all:
@@ -117,8 +108,7 @@ class SynchronousRun:
             for batch in self.batches():
                 loss = self.step(batch)
                 if self._world.main:
-                    bytes_ = self._world.memory_bytes()
-                    progress = self._meter.progress(self.next_step, self._steps, loss, bytes_)
+                    progress = self._meter.progress(self.next_step, self._steps, loss, self._world.memory_bytes())  # fmt: skip
                     lines.add(progress, self._meter.norm)
                 last = self.next_step == self._steps
                 if self._job.evaluate and (last or self.next_step % self._job.evaluate.every == 0):

@@ -16,8 +16,8 @@ from meshloom.program.ir.sparse_constants import is_sparse, strides_of
 from meshloom.tensor_parallel.layout.axes import Axis, concatenation, fits, product
 from meshloom.tensor_parallel.layout.routes import MappedNode, Route, routes_of
 from meshloom.tensor_parallel.layout.unify import add_boundaries, freeze_axes, unify
-from meshloom.tensor_parallel.rules.call import call_of
 from meshloom.tensor_parallel.rules.factors import Concat, Dims, Factors, Product, Term, labels_in
+from meshloom.tensor_parallel.rules.operator_call import call_of
 from meshloom.tensor_parallel.rules.table import Rules, factors_of
 
 Axes = tuple[Axis, ...]  # one per dim

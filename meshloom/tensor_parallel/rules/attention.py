@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from meshloom.tensor_parallel.rules.call import Call, Rule, TensorArgument
 from meshloom.tensor_parallel.rules.factors import Dims, Factors, Product, Term, labels_in
+from meshloom.tensor_parallel.rules.operator_call import Call, Rule, TensorArgument
 
 
 def _attention(call: Call) -> Factors | None:

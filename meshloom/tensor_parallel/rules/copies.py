@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from meshloom.tensor_parallel.rules.call import Call, Rule, replicated, to_output_shape
 from meshloom.tensor_parallel.rules.factors import FIRST_LINEAR, Factors, labels_of
+from meshloom.tensor_parallel.rules.operator_call import Call, Rule, replicated, to_output_shape
 
 
 def _stays(call: Call) -> Factors | None:

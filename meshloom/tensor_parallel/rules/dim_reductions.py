@@ -8,7 +8,6 @@ from typing import Any
 
 from meshloom.program.operators.log_softmax import LogSoftmaxOfPart
 from meshloom.program.operators.partial import loss_of_part, mean_of_part
-from meshloom.tensor_parallel.rules.call import Call, Rule, TensorArgument, replicated
 from meshloom.tensor_parallel.rules.elementwise import elementwise
 from meshloom.tensor_parallel.rules.factors import (
     FIRST_LINEAR,
@@ -18,6 +17,7 @@ from meshloom.tensor_parallel.rules.factors import (
     ShardSizes,
     labels_of,
 )
+from meshloom.tensor_parallel.rules.operator_call import Call, Rule, TensorArgument, replicated
 
 
 def _reduced(call: Call, *, sums: bool, local: Any = None) -> Factors | None:

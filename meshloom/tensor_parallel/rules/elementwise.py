@@ -10,8 +10,8 @@ from functools import partial
 
 import torch
 
-from meshloom.tensor_parallel.rules.call import Call, Rule, TensorArgument
 from meshloom.tensor_parallel.rules.factors import FIRST_LINEAR, Dims, Factors, broadcast_dims, labels_of
+from meshloom.tensor_parallel.rules.operator_call import Call, Rule, TensorArgument
 
 
 def elementwise(call: Call, linear: tuple[frozenset[int], ...] = ()) -> Factors | None:

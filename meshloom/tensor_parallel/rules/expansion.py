@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from meshloom.tensor_parallel.rules.call import Call, Rule, replicated, set_argument, to_output_shape
 from meshloom.tensor_parallel.rules.factors import (
     FIRST_LINEAR,
     Concat,
@@ -15,6 +14,7 @@ from meshloom.tensor_parallel.rules.factors import (
     broadcast_dims,
     labels_of,
 )
+from meshloom.tensor_parallel.rules.operator_call import Call, Rule, replicated, set_argument, to_output_shape
 from meshloom.tensor_parallel.rules.reshapes import as_other
 
 

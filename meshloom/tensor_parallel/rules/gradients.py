@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from meshloom.tensor_parallel.rules.call import Call, Rule, TensorArgument, set_argument
 from meshloom.tensor_parallel.rules.elementwise import elementwise
 from meshloom.tensor_parallel.rules.factors import (
     FIRST_LINEAR,
@@ -17,6 +16,7 @@ from meshloom.tensor_parallel.rules.factors import (
     broadcast_dims,
     labels_of,
 )
+from meshloom.tensor_parallel.rules.operator_call import Call, Rule, TensorArgument, set_argument
 
 
 def _elementwise(call: Call) -> Factors | None:

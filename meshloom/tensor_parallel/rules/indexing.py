@@ -10,7 +10,6 @@ import torch
 from meshloom.program.operators.embedding_bag import BagsOfPart
 from meshloom.program.operators.experts import lookup_of_part
 from meshloom.program.operators.partial import embedding_of_part
-from meshloom.tensor_parallel.rules.call import Call, Rule, TensorArgument, given_by_name, replicated
 from meshloom.tensor_parallel.rules.factors import (
     FIRST_LINEAR,
     Dims,
@@ -21,6 +20,7 @@ from meshloom.tensor_parallel.rules.factors import (
     broadcast_dims,
     labels_of,
 )
+from meshloom.tensor_parallel.rules.operator_call import Call, Rule, TensorArgument, given_by_name, replicated
 
 
 def _embedding(call: Call) -> Factors | None:

@@ -9,8 +9,8 @@ from meshloom.program.operators.partial import (
     cosine_losses_of_part,
     negative_log_likelihood_of_part,
 )
-from meshloom.tensor_parallel.rules.call import Call, Rule, TensorArgument
 from meshloom.tensor_parallel.rules.factors import FIRST_LINEAR, Dims, Factors, ShardSizes
+from meshloom.tensor_parallel.rules.operator_call import Call, Rule, TensorArgument
 
 
 def _class_dims(scores: TensorArgument) -> tuple[Dims, Dims, dict[str, int]]:

@@ -3,8 +3,8 @@ Fourier transforms."""
 
 from __future__ import annotations
 
-from meshloom.tensor_parallel.rules.call import Call, Rule
 from meshloom.tensor_parallel.rules.factors import FIRST_LINEAR, Factors, labels_of
+from meshloom.tensor_parallel.rules.operator_call import Call, Rule
 
 
 def _leading(count: int) -> Rule:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from meshloom.tensor_parallel.rules.call import Call, Rule, TensorArgument, replicated, set_argument
 from meshloom.tensor_parallel.rules.factors import Dims, Factors, Product, ShardSizes, Term, labels_of
+from meshloom.tensor_parallel.rules.operator_call import Call, Rule, TensorArgument, replicated, set_argument
 
 
 def _over_last(call: Call) -> Factors | None:

@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from meshloom.program.opaque.call import OpaqueCall
-from meshloom.tensor_parallel.rules.call import Call, Rule, replicated, set_argument
 from meshloom.tensor_parallel.rules.factors import Dims, Factors, Product, ShardSizes
+from meshloom.tensor_parallel.rules.operator_call import Call, Rule, replicated, set_argument
 
 UNITS = "units"
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from meshloom.tensor_parallel.rules.call import Call, Rule
 from meshloom.tensor_parallel.rules.factors import FIRST_LINEAR, Factors, labels_of
+from meshloom.tensor_parallel.rules.operator_call import Call, Rule
 
 
 def _permuted(order: Any) -> Rule:

@@ -8,14 +8,6 @@ from typing import Any
 
 from meshloom.program.operators.experts import grouped_product_of_groups
 from meshloom.program.operators.partial import convolution_of_nothing, grouped_product_of_part
-from meshloom.tensor_parallel.rules.call import (
-    Call,
-    Rule,
-    TensorArgument,
-    given_by_name,
-    set_argument,
-    tensor_arguments,
-)
 from meshloom.tensor_parallel.rules.factors import (
     Dims,
     Factors,
@@ -24,6 +16,14 @@ from meshloom.tensor_parallel.rules.factors import (
     ShardSizes,
     broadcast_dims,
     factors_of_text,
+)
+from meshloom.tensor_parallel.rules.operator_call import (
+    Call,
+    Rule,
+    TensorArgument,
+    given_by_name,
+    set_argument,
+    tensor_arguments,
 )
 
 

@@ -12,8 +12,8 @@ from meshloom.program.operators.recurrent_shards import (
     RecurrentOfPart,
     cell_of_part,
 )
-from meshloom.tensor_parallel.rules.call import Call, Rule, TensorArgument, given_by_name
 from meshloom.tensor_parallel.rules.factors import Dims, Factors, InnerCollective, Product, ShardSizes, Term
+from meshloom.tensor_parallel.rules.operator_call import Call, Rule, TensorArgument, given_by_name
 
 
 def _recurrent(kind: RecurrentKind) -> Rule:

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from meshloom.tensor_parallel.rules.call import Call, Rule, replicated, set_argument, to_output_shape
 from meshloom.tensor_parallel.rules.factors import FIRST_LINEAR, Dims, Factors, Product, ShardSizes
+from meshloom.tensor_parallel.rules.operator_call import Call, Rule, replicated, set_argument, to_output_shape
 
 
 def reshaped(before: Sequence[int], after: Sequence[int]) -> tuple[Dims, Dims, dict[str, int]]:

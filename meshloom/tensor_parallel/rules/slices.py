@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from meshloom.tensor_parallel.rules.call import Call, Rule
 from meshloom.tensor_parallel.rules.factors import (
     FIRST_LINEAR,
     Concat,
@@ -18,6 +17,7 @@ from meshloom.tensor_parallel.rules.factors import (
     Term,
     labels_of,
 )
+from meshloom.tensor_parallel.rules.operator_call import Call, Rule
 
 
 def _without_dim(call: Call) -> Factors | None:

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 
 from meshloom.core.errors import CaptureError
 from meshloom.tensor_parallel.rules.attention import ATTENTION
-from meshloom.tensor_parallel.rules.call import Call, Rule
 from meshloom.tensor_parallel.rules.copies import COPIES
 from meshloom.tensor_parallel.rules.dim_reductions import REDUCTIONS
 from meshloom.tensor_parallel.rules.elementwise import ELEMENTWISE, elementwise, is_elementwise
@@ -18,6 +17,7 @@ from meshloom.tensor_parallel.rules.losses import LOSSES
 from meshloom.tensor_parallel.rules.matrices import MATRICES
 from meshloom.tensor_parallel.rules.normalisation import NORMALISATION
 from meshloom.tensor_parallel.rules.opaque import OPAQUE
+from meshloom.tensor_parallel.rules.operator_call import Call, Rule
 from meshloom.tensor_parallel.rules.permutations import PERMUTATIONS
 from meshloom.tensor_parallel.rules.products import PRODUCTS
 from meshloom.tensor_parallel.rules.recurrent import RECURRENT

@@ -7,8 +7,8 @@ import re
 from collections.abc import Mapping
 
 from meshloom.core.errors import CaptureError
-from meshloom.tensor_parallel.rules.call import Call, Rule, tensor_arguments
 from meshloom.tensor_parallel.rules.factors import Factors, factors_of_text, labels_in
+from meshloom.tensor_parallel.rules.operator_call import Call, Rule, tensor_arguments
 
 _LABEL = re.compile(r"_|[A-Za-z]\w*\*?!?")
 _DIMS = re.compile(r"\([^()]*\)|[^\s()]+|[()]")
