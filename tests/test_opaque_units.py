@@ -275,6 +275,7 @@ def test_what_is_no_sum_over_units_stays_whole(name: str) -> None:
     assert equal(job(WHOLE[name]), "tp=2")
 
 
+@pytest.mark.slow
 def test_what_counts_its_calls_stays_whole() -> None:
     assert units_of(job(Counted)) == [None]
 
