@@ -177,7 +177,6 @@ class SoftmaxInside(Stacked):
 WHOLE: dict[str, Callable[[], nn.Module]] = {
     "normed inside": NormedInside,
     "normed after": NormedAfter,
-    "counted": Counted,
     "softmax": SoftmaxInside,
     "draws": lambda: nn.Sequential(Routed(), _Drops()),
 }
@@ -197,7 +196,9 @@ class _Drops(nn.Module):
 
 def pinned(plan: str, name: str) -> str:
     """The plan with the units divided, whatever it costs."""
-    if "tp=" not in plan:
+    if "tp=" not in plan or (
+        "two units" in name and "tp=2" not in plan
+    ):  # a unit for each rank, or the plan decides
         return plan
     pin = "parts.0.down:dim2" if name.startswith("tensors") or name == "frozen" else "parts.*.down.weight:row"
     return f"{plan},tp_placements={pin}"
@@ -274,6 +275,7 @@ def test_what_is_no_sum_over_units_stays_whole(name: str) -> None:
     assert equal(job(WHOLE[name]), "tp=2")
 
 
+@pytest.mark.slow
 def test_what_counts_its_calls_stays_whole() -> None:
     assert units_of(job(Counted)) == [None]
 

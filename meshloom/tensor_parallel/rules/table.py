@@ -16,7 +16,6 @@ from meshloom.tensor_parallel.rules.indexing import INDEXING
 from meshloom.tensor_parallel.rules.losses import LOSSES
 from meshloom.tensor_parallel.rules.matrices import MATRICES
 from meshloom.tensor_parallel.rules.normalisation import NORMALISATION
-from meshloom.tensor_parallel.rules.opaque import OPAQUE
 from meshloom.tensor_parallel.rules.operator_call import Call, Rule
 from meshloom.tensor_parallel.rules.permutations import PERMUTATIONS
 from meshloom.tensor_parallel.rules.products import PRODUCTS
@@ -49,9 +48,9 @@ BUILT_IN: Rules = {
 
 
 def rules_with(texts: Mapping[str, str]) -> Rules:
-    """The built-in rules, of opaque modules too, and a user's, by operator: `{"mylib::gate": "b* f, b* f -> b* f"}`. Raises
+    """The built-in rules and a user's, by operator: `{"mylib::gate": "b* f, b* f -> b* f"}`. Raises
     `CaptureError` for a text that is no factor map."""
-    return {**BUILT_IN, **OPAQUE, **user_rules(texts)}
+    return {**BUILT_IN, **user_rules(texts)}
 
 
 def factors_of(call: Call, rules: Rules) -> Factors | None:

@@ -5,15 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from meshloom.program.opaque.call import OpaqueCall
+from meshloom.program.opaque.operator import call_of_node
 from meshloom.tensor_parallel.rules.factors import Dims, Factors, Product, ShardSizes
-from meshloom.tensor_parallel.rules.operator_call import Call, Rule, replicated, set_argument
+from meshloom.tensor_parallel.rules.operator_call import Call, replicated, set_argument
 
 UNITS = "units"
 
 
-def _opaque(call: Call) -> Factors | None:
-    found = OpaqueCall.of(call.arguments["call"])
+def factors_of_units(call: Call) -> Factors | None:
+    """The factor map of an opaque call; None: it has no units."""
+    found = call_of_node(call.node)
     units = found.units
     if units is None:
         return None
@@ -50,6 +51,3 @@ def _opaque(call: Call) -> Factors | None:
         local=local,
         undivided=replace(units, held=0, is_first=False).work,
     )
-
-
-OPAQUE: dict[str, Rule] = {"meshloom::opaque": _opaque}
