@@ -55,8 +55,8 @@ _TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 2e-2, t
 
 def rounds_partial_sums(plan: Plan) -> bool:
     """Whether results are sums of parts, each rounded to what operators return, that one device has in one sum: along
-    tp, or over replicas whose batch statistics are synchronised."""
-    return plan.tp > 1 or (plan.sync_batch_norm and plan.dp > 1)
+    tp, or over replicas whose batch statistics are synchronised. A compiler's fused operators round elsewhere, too."""
+    return plan.tp > 1 or plan.compiles or (plan.sync_batch_norm and plan.dp > 1)
 
 
 def tolerance_of(dtype: torch.dtype | None) -> float:

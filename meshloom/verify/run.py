@@ -132,6 +132,8 @@ def _of_autocast(plan: Plan, comparer: Comparer, dtype: torch.dtype | None) -> s
     what = f"losses are computed under autocast to {name}, on one device too"
     if not rounds_partial_sums(plan):
         return what
+    if plan.compiles:
+        return f"{what}; compiled operators round to it in other places, so gradients may differ as far as rounding moves one device's"
     setting = f"tp={plan.tp}" if plan.tp > 1 else "sync_batch_norm=true"
     return f"{what}; with {setting} partial sums are rounded to it, so gradients may differ as far as rounding moves one device's"
 

@@ -64,7 +64,7 @@ def _perturbed_parameters(reference: Reference) -> Iterator[None]:
     """A context in which the trainable parameters are perturbed."""
     plan, low = reference.plan, [getattr(torch, cast.dtype) for cast in reference.casts]
     if (
-        plan.tp == plan.pp == 1 and not plan.sync_batch_norm
+        plan.tp == plan.pp == 1 and not plan.sync_batch_norm and not plan.compiles
     ):  # operators of whole chunks, in one device's order
         low = [dtype for dtype in low if dtype != reference.autocast]
     largest = max(
