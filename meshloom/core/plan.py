@@ -83,8 +83,7 @@ class Plan:
     compile: `true`: torch.compile compiles the loss, or the programs captured from it; `none`.
     memory_bytes: limit, in bytes, of what a rank holds of parameters, gradients, optimizer state and saved
         activations; cuts and sharding are chosen to fit, and a run that cannot is refused. 0: the device's memory,
-        or the host's for all of its ranks. Text may have a unit:
-        `memory_bytes=8GiB`.
+        or the host's for all of its ranks. Text may have a unit: `memory_bytes=8GiB`.
     tp_placements: pattern of module names -> how the parameters of matching modules, and of all modules
         inside them, are sharded over tp: `column` (output features), `row` (input features), `vocabulary`,
         `heads`, `channels`, `experts`, `dim0`, `dim1`, ..., or `replicated`. All others are chosen by cost.
