@@ -294,7 +294,9 @@ def _own_segments(names: set[str]) -> set[str]:
 
 
 def _temporary_files() -> set[Path]:
-    return {Path(tempfile.gettempdir(), name) for name in os.listdir(tempfile.gettempdir())}
+    # torch's compiler keeps headers beside the directory that it is told, until the process ends
+    names = [name for name in os.listdir(tempfile.gettempdir()) if not name.startswith("torchinductor_")]
+    return {Path(tempfile.gettempdir(), name) for name in names}
 
 
 def _working_files() -> set[Path]:

@@ -38,8 +38,10 @@ def settle(replica: Replica) -> Steps[None]:
 
 
 def take_notes(replica: Replica) -> Steps[list[str]]:
-    """Notes about buffers from all ranks of the replica, each once."""
-    mine, team = replica.scope.take_notes(), replica.context.team
+    """Notes about buffers from all ranks of the replica, each once, and what its first one has compiled."""
+    mine, team, compiler = replica.scope.take_notes(), replica.context.team, replica.engine.compiler
+    if compiler and (team is None or team.rank == 0):
+        mine += compiler.take_notes()
     everyone: list[list[str]] = (yield from collect(team, mine)) if team else [mine]
     return list(dict.fromkeys(note for notes in everyone for note in notes))
 

@@ -180,8 +180,6 @@ class SynchronousRun:
         ):
             for note in replicas.together(take_notes)[0]:
                 self._listener.note(note)
-        if meter.num_steps == 1 and (compiler := replicas.first.engine.compiler):
-            self._listener.note(str(compiler.report))
         if last and (told := replicas.first.engine.readings):
             self._listener.note(told)
         return result.loss

@@ -33,7 +33,7 @@ class Compiler:
         self._device = device
         self.known: dict[Any, Any] = {}
         self._functions: list[_Function] = []
-        self._graphs, self._seconds = 0, 0.0
+        self._graphs, self._seconds, self._told = 0, 0.0, False
         self._before = _counted()
         self._reasons: dict[str, int] = {}
 
@@ -76,6 +76,12 @@ class Compiler:
             functions=len(self._functions), graphs=self._graphs, breaks=sum(self._reasons.values()), reasons=tuple(self._reasons), hits=hits,
             misses=misses, seconds=self._seconds, uncompiled=sum(each.is_full for each in self._functions), directory=cache_dir(),
         )  # fmt: skip
+
+    def take_notes(self) -> list[str]:
+        """The report, as soon as something was compiled, and once."""
+        notes = [str(self.report)] if self._graphs and not self._told else []
+        self._told = self._told or bool(notes)
+        return notes
 
     @property
     def num_graphs(self) -> int:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -41,8 +41,9 @@ def synchronise_batch_norm(model: nn.Module, group: Group, *, compiled: bool = F
             )
     try:
         for name, module in layers:
-            forward = _forward(name, module, group)
-            module.forward = cast(Any, torch.compiler.disable(forward) if compiled else forward)
+            forward: Any = _forward(name, module, group)
+            left_out: Any = torch.compiler.disable
+            module.forward = left_out(forward) if compiled else forward
         yield
     finally:
         for _, module in layers:
