@@ -41,7 +41,10 @@ NEEDED = (
     "transformers",
     "yaml",
 )
-PARTS = ("losses", "verify_gpt", "verify_small", "tests", "checkpoints", "memory", "offload")
+PARTS = (
+    "losses", "schedules", "waits", "speed_gpt", "speed_resnet", "processes", "verify_gpt", "verify_small", "tests", "checkpoints",
+    "memory", "offload", "second_device",
+)  # fmt: skip
 
 
 def main() -> int:

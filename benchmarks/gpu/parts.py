@@ -6,6 +6,12 @@
     tests         every test that computes and starts no processes, with its worlds on the device
     checkpoints   written on one kind of device, gone on from on the other
     memory        the memory of a step, predicted beside what the allocator counted
+    schedules     every schedule, zero and tp on simulated devices that are the device, beside one CPU
+    waits         how often the host waits for the GPU in a step, as torch warns of it
+    speed_gpt     a GPT of 124 million parameters beside a plain loop with torch.compile: tokens/s and MFU
+    speed_resnet  ResNet-50, likewise
+    processes     one process for each GPU (NCCL), where there are two
+    second_device what a device written in Python shows without a GPU, where this torch can have one
     offload       updates where the optimizer's state is, in host memory, beside updates on the device
 
 A part runs on the CPU as well: then all of its code has run, and nothing has been found out about a GPU.
@@ -19,17 +25,20 @@ import json
 import subprocess
 import sys
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+import speed
 import torch
 from torch.utils.data import default_collate
 
 import meshloom as ml
 from meshloom.core.jobfile import load_job
+from meshloom.core.schedules import SCHEDULES
 from meshloom.planner.memory.measured import measure_memory
 from meshloom.planner.memory.memory import predict_memory
 from meshloom.program.capture.capture import capture
@@ -198,6 +207,71 @@ def offload(device: str) -> Iterator[Row]:
         )
 
 
+def schedules(device: str) -> Iterator[Row]:
+    """In float64, whose sums are taken in other orders."""
+    expected = _trained(_job(MAIN), "dp=1", "cpu", steps=2, dtype=torch.float64)
+    plans = [f"pp=2,microbatches=4,schedule={name}" for name in SCHEDULES]
+    plans += [
+        "tp=2",
+        "dp=2",
+        *(f"dp=2,zero={number}" for number in (1, 2, 3)),
+        "dp=2,pp=2,microbatches=2,zero=3",
+        "dp=2,tp=2,zero=1",
+    ]
+    for plan in plans:
+        yield from _tried(f"2 steps under {plan}", lambda plan=plan: _compared_losses(plan, device, expected))
+
+
+def waits(device: str) -> Iterator[Row]:
+    """torch warns of what stops the host; the wait for the step's loss is for an event, of which it does not."""
+    for plan in ("dp=1", "dp=1,recompute=selective", "dp=2,zero=1", "tp=2", "pp=2,microbatches=2"):
+        yield from _tried(f"a step under {plan}", lambda plan=plan: _waits_of(plan, device))
+
+
+def speed_gpt(device: str) -> Iterator[Row]:
+    yield from (Row(**each) for each in speed.compared(speed.gpt_task(device), device))
+
+
+def speed_resnet(device: str) -> Iterator[Row]:
+    yield from (Row(**each) for each in speed.compared(speed.resnet_task(device), device))
+
+
+def processes(device: str) -> Iterator[Row]:
+    """`meshloom verify` in processes of its own; without two GPUs there is nothing to find out."""
+    if device == "cuda" and torch.cuda.device_count() < 2:
+        yield Row(name="NCCL", status="not run", text="needs two GPUs")
+        return
+    plans = (
+        ("dp=2", "dp=2,zero=1", "dp=2,zero=3", "tp=2", "pp=2,microbatches=2")
+        if device == "cuda"
+        else ("dp=2",)
+    )
+    for plan in plans:
+        words = ["-m", "meshloom", "verify", str(MAIN), "--plan", plan, "--devices", device, "--steps", "1"]
+        done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True)
+        yield Row(
+            name=f"verify --plan {plan}, a process a rank",
+            status=_status(done.returncode == 0),
+            text=(done.stdout + done.stderr)[-300:],
+        )
+
+
+def second_device(device: str) -> Iterator[Row]:
+    """What docs/devices.md says, on this machine."""
+    words = ["-m", "tests.second_device.table", "--quick"]
+    done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True)
+    if done.returncode == 2:
+        yield Row(name="second device", status="not run", text=done.stderr.strip()[-300:])
+        return
+    found: dict[str, dict[str, Any]] = json.loads(done.stdout) if done.returncode == 0 else {}
+    if not found:
+        yield Row(name="second device", status="failed", text=done.stderr[-1000:])
+    for name, each in found.items():
+        right = "problem" not in each and each["waits"] <= 1 and each["error"] <= 1e-10
+        text = each.get("problem") or f"{each['waits']:g} waits, error {each['error']:.2g}"
+        yield Row(name=name, status=_status(right), text=text, figures=each)
+
+
 PARTS: dict[str, Callable[[str], Iterator[Row]]] = {
     "losses": losses,
     "verify_gpt": verify_gpt,
@@ -206,6 +280,12 @@ PARTS: dict[str, Callable[[str], Iterator[Row]]] = {
     "checkpoints": checkpoints,
     "memory": memory,
     "offload": offload,
+    "schedules": schedules,
+    "waits": waits,
+    "speed_gpt": speed_gpt,
+    "speed_resnet": speed_resnet,
+    "processes": processes,
+    "second_device": second_device,
 }
 
 
@@ -251,6 +331,50 @@ def _verified(path: Path, device: str) -> Iterator[Row]:
             text=text,
             figures={"worst": worst[0].error if worst else 0.0},
         )
+
+
+def _tried(name: str, find: Callable[[], tuple[bool, str, dict[str, Any]]]) -> Iterator[Row]:
+    """A row whose failure leaves the others."""
+    try:
+        right, text, figures = find()
+    except Exception as problem:
+        yield Row(name=name, status="failed", text=f"{type(problem).__name__}: {problem}"[:1000])
+        return
+    yield Row(name=name, status=_status(right), text=text, figures=figures)
+
+
+def _compared_losses(plan: str, device: str, expected: list[float]) -> tuple[bool, str, dict[str, Any]]:
+    found = _trained(_job(MAIN), plan, _simulated(device), steps=len(expected), dtype=torch.float64)
+    worst = max(abs(one - other) / abs(one) for one, other in zip(expected, found, strict=True))
+    return worst <= 1e-9, f"losses differ from one CPU's by {worst:.2g}", {"worst": worst}
+
+
+def _waits_of(plan: str, device: str) -> tuple[bool, str, dict[str, Any]]:
+    where = device if plan.startswith("dp=1") else _simulated(device)
+    with ml.Trainer(_job(MAIN), plan, devices=where, steps=4, listener=QUIET, cache="off") as trainer:
+        found: list[str] = []
+        for batch in trainer.batches():
+            with warnings.catch_warnings(record=True) as heard:
+                warnings.simplefilter("always")
+                if device == "cuda" and batch.step == 2:
+                    torch.cuda.set_sync_debug_mode("warn")
+                try:
+                    trainer.step(batch)
+                finally:
+                    if device == "cuda":
+                        torch.cuda.set_sync_debug_mode("default")
+            found += [
+                f"{each.filename}:{each.lineno}"
+                for each in heard
+                if "synchronizing CUDA" in str(each.message)
+            ]
+        ranks = trainer.plan.mesh.size
+    # dict: each line once
+    return (
+        len(found) <= ranks,
+        f"{len(found)} in {ranks} ranks: {', '.join(dict.fromkeys(found)) or 'none'}",
+        {"waits": len(found)},
+    )
 
 
 def _counted_peak(job: ml.Job, device: str) -> int:

@@ -88,14 +88,12 @@ class LossSums:
             self.readbacks.lane.after_computation()
 
     def wait(self) -> None:
-        """Wait for that all-reduce; simulated ranks need their turn between `start` and this."""
+        """Wait for that all-reduce, and send the global sums to the host; simulated ranks need their turn between `start`
+        and this."""
         work, self._work = self._work, None
         if work is not None:
             with self.readbacks.lane.entered() if self._ready else nullcontext():
                 work.wait()
-
-    def send(self) -> None:
-        """Send them to the host: they are global."""
         if self._own is not None:
             self._of_own = self.readbacks.read(self._own, ready=self._ready)
         self._global = self.readbacks.read(self.sums, ready=self._ready)
@@ -112,7 +110,7 @@ class LossSums:
         return weight / batch if num_means else weight or 1.0
 
     def result(self, batch: int) -> tuple[float, float, float]:
-        """The global loss and weight, and the number to divide gradients by, once the sums were sent. Waits for them.
+        """The global loss and weight, and the number to divide gradients by, after `wait`. Waits for them to arrive.
         batch: samples of the global batch."""
         assert self._global
         total, weight, num_chunks, num_means, num_asking = self._global.values().tolist()

@@ -236,7 +236,6 @@ class Replica:
         self.arrivals.append(time.monotonic())
         yield
         self.sums.wait()
-        self.sums.send()
         total, weight, divisor = self.sums.result(chunks[0].batch)
         if self.exchange.independent:
             divisor = self.sums.own_divisor(chunks[0].batch)
