@@ -26,13 +26,13 @@ REFUSED: dict[str, tuple[tuple[str, ...], str]] = {
     "libraries: quasi newton": (
         ("dp=2,zero=3", "pp=2,microbatches=2", "dp=2,pp=2,tp=2"), "LBFGS looks at all parameters",
     ),
+    "generative: pixel cnn": (("dp=2,zero=3",), "The loss writes .* which is trained. With zero=3"),
 }  # fmt: skip
 # job -> plans under which it does not equal one device yet, and why
 WAITS: dict[str, tuple[tuple[str, ...], str]] = {
     "contrast: center loss": (
         (*WHOLE, "pp=2,microbatches=2", "dp=2,pp=2,tp=2"), "how far a centre moves depends on how many samples of its class a chunk has",
     ),
-    "generative: pixel cnn": (("dp=2,zero=3",), "weights that a forward masks through .data are masked in a copy"),
     "libraries: fake quantisation": (WHOLE, "observers are merged in another order"),
     "speech: spans by numpy": (PARTED, "what numpy draws is indexed in Python"),
 }  # fmt: skip

@@ -11,7 +11,7 @@ update; in every turn of it, after `turn_to`, if the job has several losses.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
@@ -87,10 +87,12 @@ class Engine(ABC):
 
     rows: UsedRows
 
-    def watch_rows(self, tables: Mapping[str, int], device: torch.device) -> None:
+    def watch_rows(
+        self, tables: Mapping[str, int], device: torch.device, limited: Collection[str] = ()
+    ) -> None:
         """Called before `connect`: `rows` will have the rows of these parameters that a step uses, name -> rows of all
         of it."""
-        self.rows = UsedRows(tables, device)
+        self.rows = UsedRows(tables, device, limited)
 
     def used_rows(self, name: str) -> Tensor | None:
         """Which rows of what this rank holds of such a parameter the replica has used in the newest step: bool

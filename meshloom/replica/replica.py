@@ -11,8 +11,8 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -50,7 +50,7 @@ from meshloom.parameters.starting_model import StartingModel
 from meshloom.pipeline.runtime.recorder import Recorder
 from meshloom.pipeline.schedules.spans import SpanKind
 from meshloom.program.ir.written_parameters import frozen_parameters
-from meshloom.program.operators.limited_rows import limited, limits_of
+from meshloom.program.operators.limited_rows import functions_limited, limited, limits_of
 from meshloom.program.store.program_cache import ProgramCache
 from meshloom.replica.buffers import batch_norm
 from meshloom.replica.buffers.row_limits import RowLimits
@@ -62,7 +62,7 @@ from meshloom.replica.loss_sums import LossSums
 from meshloom.replica.module_engine import ModuleEngine
 from meshloom.replica.program_engine import ProgramEngine
 from meshloom.replica.sharing import shares_copies, why_separate
-from meshloom.replica.step_checks import check_finite, frozen_kept
+from meshloom.replica.step_checks import check_finite, frozen_kept, memory_kept
 from meshloom.telemetry.timings import Timings
 from meshloom.telemetry.traffic import Traffic
 
@@ -158,6 +158,7 @@ class Replica:
         )
         self.scope = ChunkScope(job, plan, context, self.model, dtype=dtype)
         self.frozen: NamedParameters = []
+        self.settled: Mapping[str, str | None] = {}  # trained, written by forwards
         self.copied = Traffic()  # parameters and buffers, at the start
         self._notes = list(self.start.notes)
         self.units: list[UnitParameters] = []  # of the full model, where ranks hold different parts of it
@@ -172,8 +173,7 @@ class Replica:
             yield from agree(self.context.world, facts(self.job, self.plan, self.model))
             weights = yield from agree_on_weights(self.job, self.model, self.context.world)
             self.copied += yield from self.start.settle(weights)
-        with self.timings.of("what the loss writes"):
-            self._notes += yield from mark_what_is_written(self.job, self.plan, self.context, self.start, self.dtype)  # fmt: skip
+        self._notes += yield from _find_written(self, self._undo)
         whole = self.named
         if self.plan.captures and self.plan.zero == 3:
             self.units = units_of(self.job, self.plan, self.model)
@@ -227,8 +227,7 @@ class Replica:
         doing = self.context.activity
         doing.enter("preparing", step)
         filled = [chunk for chunk in chunks if chunk.samples]
-        alone = self.plan.num_chunks == 1 or self.exchange.only_slices or self.plan.captures
-        with self.modes.training(), self._own_gradients(), frozen_kept(self.frozen, alone=alone):
+        with self._own_gradients(), _around_chunks(self):
             yield from self.engine.run(filled, self.scope, self.sums, self.recorder)
         doing.enter("exchanging", step)
         if self.pace:
@@ -329,11 +328,39 @@ def _in_turn(replica: Replica, step: int, chunks: Sequence[Chunk]) -> Steps[Step
     return replace(first, step=step, samples=chunks[0].batch, asked=asked, losses=losses)
 
 
+def _find_written(replica: Replica, undo: ExitStack) -> Steps[list[str]]:
+    """What the loss writes besides buffers; returns notes for the user. undo: what ends when the replica is closed."""
+    job, plan, context, start = replica.job, replica.plan, replica.context, replica.start
+    with replica.timings.of("what the loss writes"):
+        found, notes = yield from mark_what_is_written(job, plan, context, start, replica.dtype)
+    replica.limits |= found.limits
+    replica.settled = found.settled
+    tables = {
+        id(each): partial(_note_rows, replica, name) for name, each in replica.named if name in found.limits
+    }
+    if tables:
+        undo.enter_context(functions_limited(tables))
+    return notes
+
+
+@contextmanager
+def _around_chunks(replica: Replica) -> Iterator[None]:
+    """The context of a step's chunks: what trains does, what is frozen stays, and parameters stay where they lie."""
+    alone = replica.plan.num_chunks == 1 or replica.exchange.only_slices or replica.plan.captures
+    settled = [each for name, each in replica.named if name in replica.settled]
+    with replica.modes.training(), frozen_kept(replica.frozen, alone=alone), memory_kept(settled):
+        yield
+
+
+def _note_rows(replica: Replica, name: str, index: Tensor, padding: int | None) -> None:
+    replica.engine.rows.note(name, index, padding)
+
+
 def _setup_of(replica: Replica, made: UserOptimizers, whole: NamedParameters) -> Setup:
     """What the exchange is opened with. whole: all trainable parameters, as the model was built with them."""
     engine, plan, context, named = replica.engine, replica.plan, replica.context, replica.named
     sparse = sparse_parameters(replica.tables, whole, made.optimizers)
-    engine.watch_rows(_watched(plan, [*replica.limits], sparse, whole), context.device)
+    engine.watch_rows(_watched(plan, [*replica.limits], sparse, whole), context.device, replica.limits)
     here = sparse.names.intersection(name for name, _ in named)
 
     def units() -> Sequence[UnitParameters]:
@@ -342,7 +369,7 @@ def _setup_of(replica: Replica, made: UserOptimizers, whole: NamedParameters) ->
     return Setup(
         plan=plan, named=named, frozen=replica.frozen, group=replica.replicas, replicated=engine.replicated, late=engine.late, lent=engine.lent,
         windows=replica.windows, unfilled=replica.start.unfilled,
-        may_share=lambda: replica.share and not here and not replica.limits and not why_separate(made, named),
+        may_share=lambda: replica.share and not here and not replica.limits and not replica.settled and not why_separate(made, named),
         units=units, slices=context.slices, control=context.readers, sparse=here, kept=sparse.kept, sparse_only=sparse.sparse_only,
         used_rows=engine.used_rows,
     )  # fmt: skip

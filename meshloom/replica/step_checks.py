@@ -37,6 +37,18 @@ def frozen_kept(frozen: NamedParameters, *, alone: bool) -> Iterator[None]:
             )
 
 
+@contextmanager
+def memory_kept(parameters: Sequence[Tensor]) -> Iterator[None]:
+    """A context for a step's chunks, after which parameters lie where they lay, with the values that forwards have given
+    them (`.data = ...`): buckets and optimizers refer to their memory."""
+    before = [each.data for each in parameters]
+    yield
+    for parameter, memory in zip(parameters, before, strict=True):
+        if parameter.data_ptr() != memory.data_ptr():
+            memory.copy_(parameter.data)
+            parameter.data = memory
+
+
 def _writes(parameter: Tensor) -> tuple[int, int]:
     return parameter._version, parameter.data_ptr()  # pyright: ignore[reportPrivateUsage]
 

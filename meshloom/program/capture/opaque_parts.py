@@ -27,6 +27,7 @@ from meshloom.program.capture.check import DiffersError
 from meshloom.program.capture.outside import ChangedWhileReadError
 from meshloom.program.ir.lines import WAY_OUT, SourceLine, line_of_error
 from meshloom.program.ir.nodes import is_within, submodule
+from meshloom.program.ir.written_parameters import writing_modules
 from meshloom.program.opaque.call import ChangedCallError
 from meshloom.program.opaque.loss_code import LOSS, WHOLE
 from meshloom.program.opaque.stand_ins import OpaqueError
@@ -40,7 +41,7 @@ MOST_TRIED = 32
 
 
 def asked_for(job: Job, model: nn.Module) -> dict[str, str]:
-    """The modules that `Job(opaque=...)` names, outermost ones. Raises `JobError` for a name without a module."""
+    """The modules that `Job(opaque=...)` names, and those that write what is trained, outermost ones. Raises `JobError` for a name without a module."""
     found: dict[str, str] = {}
     for asked in job.opaque:
         paths = [path for path, each in model.named_modules() if _is_asked(asked, path, each)]
@@ -51,7 +52,7 @@ def asked_for(job: Job, model: nn.Module) -> dict[str, str]:
                 f"Job(opaque=...) names {name}, and the model has no module of that name or class. Its classes are {', '.join(known)}."
             )
         found |= dict.fromkeys(paths, "the job asks for it")
-    return _outermost(found)
+    return _outermost(found | writing_modules(model))
 
 
 def read_in_parts(read: Callable[[Parts], T], model: nn.Module, asked: Parts) -> T:

@@ -1,16 +1,19 @@
 """Parameters without gradient that a loss writes, such as a teacher's moving average: they are treated as buffers.
 
-They stay parameters of the user's modules. Only their names are kept, with the model that they belong to.
+They stay parameters of the user's modules. Only their names are kept, with the model that they belong to; so are those of
+running statistics and of modules that write what is trained.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
 _KEY = "_written_by_its_loss"
+_NORMS = "_statistics_written_by_its_loss"
+_MODULES = "_modules_that_write_parameters"
 
 
 def mark_written(model: nn.Module, names: Collection[str]) -> None:
@@ -18,6 +21,28 @@ def mark_written(model: nn.Module, names: Collection[str]) -> None:
     before."""
     if names:
         vars(model)[_KEY] = tuple(sorted({*names, *_marked(model)}))
+
+
+def mark_norms(model: nn.Module, names: Collection[str]) -> None:
+    """Running statistics of these names are written by others than their layers."""
+    if names:
+        vars(model)[_NORMS] = tuple(names)
+
+
+def writes_norms(model: nn.Module) -> bool:
+    """Whether any are."""
+    return _NORMS in vars(model)
+
+
+def mark_writing_modules(model: nn.Module, paths: Mapping[str, str]) -> None:
+    """Modules whose forwards write trained parameters -> which, for people. They run as written."""
+    if paths:
+        vars(model)[_MODULES] = dict(paths)
+
+
+def writing_modules(model: nn.Module) -> dict[str, str]:
+    """Those that are marked."""
+    return dict(vars(model).get(_MODULES, {}))
 
 
 def written_parameters(model: nn.Module) -> dict[str, nn.Parameter]:

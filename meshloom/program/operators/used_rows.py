@@ -32,9 +32,12 @@ _LOOKUPS: dict[Any, tuple[int | None, int]] = {
 
 class UsedRows:
     """Of `tables`, name -> number of rows in the whole table. Programs' indices count whole tables, also where ranks
-    hold parts."""
+    hold parts. limited: those with `max_norm`, of which the row of padding is scaled like others."""
 
-    def __init__(self, tables: Mapping[str, int], device: torch.device) -> None:
+    def __init__(
+        self, tables: Mapping[str, int], device: torch.device, limited: Collection[str] = ()
+    ) -> None:
+        self._limited = frozenset(limited)
         self.flags = torch.zeros(sum(tables.values()), dtype=torch.uint8, device=device)
         self._of = dict(zip(tables, self.flags.split(list(tables.values())), strict=True))
 
@@ -52,8 +55,11 @@ class UsedRows:
 
     def note(self, name: str, index: Tensor, padding: int | None) -> None:
         """Rows `index` are used, except row `padding`, which has no gradient."""
-        flags = self._of[name]
-        kept = flags[padding].clone() if padding is not None and padding >= 0 else None
+        flags = self._of.get(name)
+        if flags is None:  # before the first step
+            return
+        apart = padding is not None and padding >= 0 and name not in self._limited
+        kept = flags[padding].clone() if apart else None
         flags[index.reshape(-1).long()] = 1
         if kept is not None:
             flags[padding] = kept

@@ -21,6 +21,7 @@ from meshloom.comm.steps import Steps
 from meshloom.core.device.readback import Readback, Readbacks, on_device
 from meshloom.core.units import plural
 from meshloom.program.ir.nodes import is_within
+from meshloom.program.ir.written_parameters import writes_norms
 from meshloom.replica.buffers.chunk_writes import ChunkWrites
 from meshloom.replica.buffers.norm_statistics import NormStatistics, norm_buffers, tracks
 from meshloom.replica.buffers.recurrence import Unite
@@ -49,7 +50,8 @@ class RunningStatistics:
         compiled: bool = False, unite: Unite = lambda flags: flags, rerunning: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:  # fmt: skip
         self._group = group if group is not None and group.size > 1 else None
-        replaced = not synchronised and changing is None
+        # where a loss copies running statistics (a teacher's), layers do not see to their own
+        replaced = not synchronised and changing is None and not writes_norms(model)
 
         def is_opaque(name: str) -> bool:
             return any(is_within(name, path) for path in opaque)

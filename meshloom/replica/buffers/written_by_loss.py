@@ -1,18 +1,19 @@
-"""Finds the parameters without gradient that a loss writes: a teacher's moving average.
+"""Finds what a loss writes besides buffers: parameters that nothing trains (a teacher's moving average), trained ones (a
+mask, a clamp), rows of tables with `max_norm`, and running statistics that another layer's are copied to.
 
-The loss runs once, on one batch, before anything is shared or sliced; operators that write to memory of a frozen
-parameter are seen as they run. The model is as before afterwards.
+The loss runs once, on one batch, before anything is shared or sliced; operators that write are seen as they run. Where a
+trained parameter is written it runs five times more. The model is as before afterwards.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshloom.comm.objects import on_rank_0, share
 from meshloom.comm.rank_context import RankContext
@@ -21,124 +22,264 @@ from meshloom.core.errors import DataError, JobError
 from meshloom.core.job import Job
 from meshloom.core.moments.current_step import Moment
 from meshloom.core.plan import Plan
-from meshloom.core.random import chunk_seed, preserved_draws
+from meshloom.core.random import chunk_seed, preserved_draws, seed_torch
 from meshloom.data.samples import first_batches
 from meshloom.data.to_device import to_device
 from meshloom.parameters.starting_model import StartingModel
 from meshloom.program.capture.restored import restored
-from meshloom.program.ir.schemas import arguments_of, is_written
-from meshloom.program.ir.written_parameters import mark_written
+from meshloom.program.capture.writing_code import may_write
+from meshloom.program.ir.written_parameters import mark_norms, mark_writing_modules, mark_written
+from meshloom.program.operators.limited_rows import RowLimit, functions_limited, limits_of, unlimited
 from meshloom.replica.buffers.batch_norm import unsynchronised
+from meshloom.replica.buffers.loss_writes import LossWrites
+
+_ROUNDING = 1e4  # units of the precision
+
+
+@dataclass(frozen=True, kw_only=True)
+class WrittenBesides:
+    """What a loss writes: names.
+
+    frozen: parameters that are not trained. norms: running statistics that are written by others than their layers.
+    limits: tables of which functions scale the rows that they read. settled: trained parameters that become the same in
+    every forward, before they are read -> the module that writes them (None: the loss). refused: other trained ones -> why.
+    torn: a table that is also read besides by lookups, which see its rows scaled.
+    """
+
+    frozen: Sequence[str] = ()
+    norms: Sequence[str] = ()
+    limits: Mapping[str, RowLimit] = field(default_factory=dict[str, RowLimit])
+    settled: Mapping[str, str | None] = field(default_factory=dict[str, str | None])
+    refused: Mapping[str, str] = field(default_factory=dict[str, str])
+    torn: str = ""
+
+    def to_values(self) -> dict[str, Any]:
+        """As plain values, for other ranks."""
+        return {**vars(self), "limits": {name: asdict(each) for name, each in self.limits.items()}}
+
+    @staticmethod
+    def of_values(values: Mapping[str, Any]) -> WrittenBesides:
+        """The inverse of `to_values`."""
+        limits = {name: RowLimit(**each) for name, each in values["limits"].items()}
+        others: dict[str, Any] = {name: each for name, each in values.items() if name != "limits"}
+        return WrittenBesides(**others, limits=limits)
 
 
 def mark_what_is_written(
     job: Job, plan: Plan, context: RankContext, start: StartingModel, dtype: torch.dtype | None
-) -> Steps[list[str]]:
-    """Marks the frozen parameters that the loss writes, as rank 0 finds them; returns notes for the user."""
+) -> Steps[tuple[WrittenBesides, list[str]]]:
+    """Marks what counts as buffers, as rank 0 finds it; returns it, and notes for the user. Raises `JobError` for trained
+    parameters whose writes would not be those of one device."""
     model, unfilled = start.model, start.unfilled
-    if all(each.requires_grad for each in model.parameters()):
-        return []
+    losses = [each.loss for each in job.losses.values()] or [job.loss]
 
-    def find() -> list[str]:
+    def find() -> WrittenBesides:
         try:
-            batches = first_batches(job, 1, plan.largest_share(job.batch_size)[0])
+            batches = first_batches(job, 2, plan.largest_share(job.batch_size)[0])
         except DataError:  # which training meets again
-            return []
-        data, moment = to_device(batches[0], context.device, dtype), Moment(chunk_seed(job.seed, 0, 0), 0)
+            return WrittenBesides()
+        data = [to_device(each, context.device, dtype) for each in batches]
 
-        def loss() -> None:
+        def loss(number: int) -> list[Any]:
+            moment = Moment(chunk_seed(job.seed, number, 0), 0)
+            seed_torch(moment.seed)
             with moment.entered():
-                for each in [each.loss for each in job.losses.values()] or [job.loss]:
-                    each(model, data)
+                return [each(model, data[number % len(data)]) for each in losses]
 
         return written_by_loss(model, loss, unfilled.standing_in if unfilled else nullcontext)
 
-    names: list[str] = yield from share(context.world, (yield from on_rank_0(context.world, find, JobError)))
-    mark_written(model, names)
-    if not names:
-        return []
-    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-    return [
-        f"The loss writes {names[0]}{more}, which no gradient trains: every rank that uses them keeps them whole, each chunk reads them as the step "
-        "found them, and what chunks write is merged in their order, as for buffers (docs/buffers.md)."
-    ]
+    all_trained = all(each.requires_grad for each in model.parameters())
+    if all_trained and not limits_of(model) and not any(may_write(each, model) for each in losses):
+        return WrittenBesides(), []
+    values = yield from share(
+        context.world, (yield from on_rank_0(context.world, lambda: find().to_values(), JobError))
+    )
+    found = WrittenBesides.of_values(values)
+    mark_written(model, found.frozen)
+    mark_norms(model, found.norms)
+    if plan.captures:
+        mark_writing_modules(
+            model, {path: f"it writes {name}" for name, path in found.settled.items() if path is not None}
+        )
+    _check(found, plan)
+    return found, _notes(found)
 
 
 def written_by_loss(
-    model: nn.Module, loss: Callable[[], Any], within: Callable[[], AbstractContextManager[Any]]
-) -> list[str]:
-    """Names of the parameters that are not trained and that `loss` writes; none if it cannot be run here, as its
-    first step will then say why.
+    model: nn.Module, loss: Callable[[int], list[Any]], within: Callable[[], AbstractContextManager[Any]]
+) -> WrittenBesides:
+    """What `loss` writes; nothing if it cannot be run here, as its first step will then say why.
 
-    within: the context that gives the model its values.
+    loss: runs it on one of several batches, with the draws of that number. within: the context that gives the model its
+    values.
     """
-    if all(each.requires_grad for each in model.parameters()):
-        return []
     with ExitStack() as around:
         around.enter_context(within())
-        around.enter_context(restored(model))
-        around.enter_context(preserved_draws())
         around.enter_context(unsynchronised(model))
-        writes = _Writes(model)
+        try:
+            writes, _ = _watched(model, loss, 0)
+            limits = {**limits_of(model), **writes.limits}
+            torn = _read_elsewhere(model, loss, limits) if limits else ""
+            trained = {
+                name: path for name, path in writes.found.items() if model.get_parameter(name).requires_grad
+            }
+            trained |= {name: None for name in writes.replaced if model.get_parameter(name).requires_grad}
+            if writes.replaced & trained.keys():
+                why = "another parameter is put in its place"
+            else:
+                why = _why_not_settled(model, loss, trained) if trained else ""
+        except Exception:  # whatever it is, training meets it again
+            return WrittenBesides()
+    return WrittenBesides(
+        frozen=[
+            name for name in dict(model.named_parameters()) if name in writes.found and name not in trained
+        ],
+        norms=sorted(writes.norms),
+        limits=writes.limits,
+        settled={} if why else trained,
+        refused=dict.fromkeys(trained, why) if why else {},
+        torn=torn,
+    )
+
+
+@contextmanager
+def _alone(model: nn.Module) -> Iterator[None]:
+    """All as it was before afterwards, and no attribute is new."""
+    before = [(vars(module), set(vars(module))) for module in model.modules()]
+    try:
+        with restored(model), preserved_draws():
+            yield
+    finally:
+        for attributes, known in before:
+            for name in attributes.keys() - known:
+                del attributes[name]
+
+
+def _watched(model: nn.Module, loss: Callable[[int], list[Any]], number: int) -> tuple[LossWrites, list[Any]]:
+    writes = LossWrites(model)
+    with _alone(model):
         try:
             with writes:
-                loss()
-        except Exception:  # whatever it is, training meets it again
-            return []
+                found = loss(number)
         finally:
             writes.put_back()
-        return [name for name, _ in model.named_parameters() if name in writes.found]
+    return writes, found
 
 
-class _Writes(TorchDispatchMode):
-    """Sees writes to frozen parameters, and keeps what they were."""
+def _why_not_settled(
+    model: nn.Module, loss: Callable[[int], list[Any]], trained: Mapping[str, str | None]
+) -> str:
+    """Why these writes are not of the kind that leaves the same values whenever it is done, before anything reads them;
+    "" if they are. Tried with values that a mask or a clamp changes."""
+    parameters = {name: model.get_parameter(name) for name in trained}
+    kept = {name: (each.data, each.detach().clone()) for name, each in parameters.items()}
 
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.found: set[str] = set()
-        self._frozen = {name: each for name, each in model.named_parameters() if not each.requires_grad}
-        self._memory = {name: each.data for name, each in self._frozen.items()}  # if it gets other memory
-        self._values: dict[str, Tensor] = {}  # of the written ones
-        self._by_storage: dict[int, list[str]] = {}
-        for name, each in self._frozen.items():
-            self._by_storage.setdefault(_storage(each), []).append(name)
-        self._trained = {each.data_ptr() for each in model.parameters() if each.requires_grad}
+    def run(
+        number: int, values: Mapping[str, Tensor], times: int = 1
+    ) -> tuple[list[Tensor], dict[str, Tensor]]:
+        losses: list[Tensor] = []
+        with _alone(model):
+            for _ in range(times):
+                for name, each in parameters.items():
+                    each.data = values[name].clone()
+                losses = [_first(each).detach().clone() for each in loss(number)]
+        return losses, {name: each.detach().clone() for name, each in parameters.items()}
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        for operand in _written(func, args, kwargs):
-            names = self._by_storage.get(_storage(operand), ())
-            # parameters that stand in for others may lie in one memory
-            exact = [name for name in names if self._memory[name].data_ptr() == operand.data_ptr()]
-            if len(names) > 1 and operand.data_ptr() in self._trained:
-                continue
-            for name in exact or names:
-                if name not in self.found:
-                    self.found.add(name)
-                    self._values[name] = self._memory[name].clone()
-        return func(*args, **kwargs)
-
-    def put_back(self) -> None:
-        """The parameters have their memory and its values again."""
-        for name, parameter in self._frozen.items():
-            if parameter.data_ptr() != self._memory[name].data_ptr():
-                self.found.add(name)
-                parameter.data = self._memory[name]
-            if name in self._values:
-                self._memory[name].copy_(self._values[name])
-
-
-def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
-    for argument, value in arguments_of(func, args, kwargs):
-        if is_written(argument):
-            yield from (
-                each
-                for each in (value if isinstance(value, list | tuple) else [value])
-                if isinstance(each, Tensor)
-            )
+    try:
+        moved = {name: value * 2 + value.std(correction=0) / 2 for name, (_, value) in kept.items()}
+        losses, once = run(0, moved)
+        again, twice = run(0, once)
+        _, others = run(1, moved)
+        _, second = run(0, moved, times=2)
+    finally:
+        for name, (memory, value) in kept.items():
+            memory.copy_(value)
+            parameters[name].data = memory
+    if not all(_near(once[name], others[name]) for name in trained):
+        return "what is written depends on the batch or on random draws"
+    if not all(_near(once[name], second[name]) for name in trained):
+        return "not every forward writes it alike"
+    if not all(_near(once[name], twice[name]) for name in trained):
+        return "each forward changes it further"
+    if not all(_near(one, other) for one, other in zip(losses, again, strict=True)):
+        return "it is written after it has been read"
+    return ""
 
 
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr() if tensor.layout == torch.strided else id(tensor)
+def _read_elsewhere(
+    model: nn.Module, loss: Callable[[int], list[Any]], limits: Mapping[str, RowLimit]
+) -> str:
+    """The first of these tables if its scaled rows are also read besides by lookups, as an output layer does that is tied
+    to it; else ""."""
+    weights = {name: model.get_parameter(name) for name in limits}
+    kept = {name: each.detach().clone() for name, each in weights.items()}
+
+    def run(around: AbstractContextManager[None]) -> list[Tensor]:
+        with _alone(model), around:
+            return [_first(each).detach().clone() for each in loss(0)]
+
+    try:
+        ignored: dict[int, Callable[..., None]] = {id(each): lambda *_: None for each in weights.values()}
+        for each in weights.values():
+            each.data.mul_(4.0)  # some row is too long, then
+        ours = run(functions_limited(ignored))
+        torchs = run(unlimited(model))
+    finally:
+        for name, each in weights.items():
+            each.data.copy_(kept[name])
+    return "" if all(map(_near, ours, torchs)) else next(iter(limits))
+
+
+def _near(one: Tensor, other: Tensor) -> bool:
+    limit = _ROUNDING * torch.finfo(one.dtype).eps if one.is_floating_point() else 0.0
+    return torch.allclose(one, other, rtol=limit, atol=limit, equal_nan=True)
+
+
+def _first(value: Any) -> Tensor:
+    return value[0] if isinstance(value, tuple | list) else value
+
+
+def _check(found: WrittenBesides, plan: Plan) -> None:
+    way_out = (
+        "Compute the changed value anew in the forward, as torch.nn.utils.parametrize does, or change it between steps, in a loop of your own "
+        "(Trainer.batches())."
+    )
+    if found.refused and (plan.num_chunks > 1 or plan.captures):
+        name, why = next(iter(found.refused.items()))
+        raise JobError(
+            f"The loss writes {name}, which is trained, and {why}: chunks of one step would not be those of one device. {way_out}"
+        )
+    if found.torn:
+        raise JobError(
+            f"The table {found.torn} has max_norm, and the loss reads it besides, where a lookup of the same forward has scaled rows of it or not. Scale it as a "
+            "whole, by torch.nn.utils.parametrize, or let the table be read by its embedding alone."
+        )
+    if not found.settled:
+        return
+    name = next((name for name, path in found.settled.items() if path is None), next(iter(found.settled)))
+    if plan.zero == 3:
+        raise JobError(
+            f"The loss writes {name}, which is trained. With zero=3 its values are a copy that is let go of, so the change would be lost. {way_out} "
+            "Or use zero=2."
+        )
+    if plan.captures and found.settled[name] is None:
+        raise JobError(
+            f"The loss itself writes {name}, which is trained, and with tp or pp that is no part of its program. Write it in the forward of the module that "
+            f"has it, which then runs as written. {way_out}"
+        )
+
+
+def _notes(found: WrittenBesides) -> list[str]:
+    notes: list[str] = []
+    if found.frozen:
+        more = f" and {len(found.frozen) - 1} more" if len(found.frozen) > 1 else ""
+        notes.append(
+            f"The loss writes {found.frozen[0]}{more}, which no gradient trains: every rank that uses them keeps them whole, each chunk reads them as the step "
+            "found them, and what chunks write is merged in their order, as for buffers (docs/buffers.md)."
+        )
+    if found.settled:
+        more = f" and {len(found.settled) - 1} more" if len(found.settled) > 1 else ""
+        notes.append(
+            f"The forward writes {next(iter(found.settled))}{more}, which is trained, the same in every chunk: each replica writes its own copy (docs/buffers.md)."
+        )
+    return notes

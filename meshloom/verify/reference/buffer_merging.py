@@ -27,11 +27,43 @@ class BufferMerging:
     write."""
 
     def __init__(self, model: nn.Module) -> None:
-        write_only = [
+        self._model = model
+        self._norms = [
             module
             for module in model.modules()
             if getattr(type(module), "forward", None) in (_BatchNorm.forward, _InstanceNorm.forward)
         ]
+        self._know(self._norms)
+
+    def look(self, run: Callable[[], object]) -> None:
+        """Whether statistics change even if the layers leave them alone: something copies them, and they are merged like
+        all other buffers from now on. run: a chunk. Of the model only these statistics are as before afterwards."""
+        running = [
+            each
+            for module in self._norms
+            for each in (vars(module)["_buffers"]["running_mean"], vars(module)["_buffers"]["running_var"])
+            if each is not None
+        ]
+        before = [each.detach().clone() for each in running]
+        momenta = [vars(module)["momentum"] for module in self._norms]
+        try:
+            for module in self._norms:
+                vars(module)["momentum"] = 0.0
+            # what is copied from one to another must differ
+            for number, each in enumerate(running):
+                each.detach().add_(1.0 + number / len(running))
+            shifted = [each.detach().clone() for each in running]
+            run()
+            if not all(_same(each, value) for each, value in zip(running, shifted, strict=True)):
+                self._know([])
+        finally:
+            for module, momentum in zip(self._norms, momenta, strict=True):
+                vars(module)["momentum"] = momentum
+            for each, value in zip(running, before, strict=True):
+                each.detach().copy_(value)
+
+    def _know(self, write_only: Sequence[nn.Module]) -> None:
+        model = self._model
         excluded = {id(buffer) for module in write_only for buffer in module.buffers(recurse=False)}
         modules = dict(model.named_modules(remove_duplicate=False))
         names = [name for name, buffer in model.named_buffers() if id(buffer) not in excluded]

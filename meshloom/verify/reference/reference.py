@@ -128,6 +128,8 @@ class Reference:
         chunks: list[ChunkRecord] = []
         loss = weight = 0.0
         self.model.zero_grad(set_to_none=True)
+        if not self.chunks and self._initial.keys() & self.parameters.keys():  # there may be a teacher
+            _look_for_copies(self, self._buffers)
         start = self._buffers.snapshot()
         written: list[tuple[ReferenceForward, dict[str, Tensor]]] = []
         for forward in self.forwards():
@@ -243,6 +245,15 @@ class Reference:
                 _put(after, _untrained(self.model), self._buffers)
                 for name, gradient in gradients.items():
                     self.parameters[name].grad = gradient
+
+
+def _look_for_copies(reference: Reference, buffers: BufferMerging) -> None:
+    """Whether the loss copies running statistics, found with the step's first chunk."""
+    forwards = list(reference.forwards())
+    if len(forwards) > 1:
+        buffers.look(lambda: reference.run_forward(forwards[0]))
+        reference.restore()
+        reference.model.zero_grad(set_to_none=True)
 
 
 def _untrained(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
