@@ -79,8 +79,7 @@ class Reference:
         self._buffers = BufferMerging(self.model)
         self.precision = most_precise(self.model)
         self._watch = ModuleWatch(self.model)
-        # what losses are computed under; float64 tensors are not cast
-        self.autocast = AUTOCAST.get(plan.precision)
+        self.autocast = AUTOCAST.get(plan.precision)  # around losses; float64 tensors are not cast
         self._chunk_run = ChunkRun(job, self.model, self.device, dtype, self._watch, self.autocast)
         self._casts = CastWatch(self.precision, self._watch)
         self.turn = losses[0]  # the loss whose turn it is
