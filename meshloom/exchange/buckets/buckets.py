@@ -22,7 +22,7 @@ from meshloom.comm.steps import Steps
 from meshloom.comm.windows import Extent, separate
 from meshloom.core.errors import TrainingError
 from meshloom.core.units import round_up
-from meshloom.program.operators.fused_grad_accumulation import GradBuffer
+from meshloom.program.operators.fused_grad_accumulation import GradBuffer, add_gradient
 from meshloom.telemetry.traffic import ExpectedBytes, Traffic
 
 FIRST_BUCKET_BYTES = 2**20  # small, so that the first bucket leaves early
@@ -150,10 +150,11 @@ class GradientBuckets:
         """Moves `parameter.grad`, if there is one, into its bucket, unless it is there already. In the last
         chunk the gradient is then complete."""
         bucket, entry, view = self._place[id(parameter)]
-        if parameter.grad is not None:
+        gradient = parameter.grad  # called for every parameter in every step, so each access counts
+        if gradient is not None:
             if bucket.started:
                 raise arrived_again(entry)
-            GradBuffer(tensor=view, filled=entry.arrived).add(parameter.grad)
+            add_gradient(view, gradient, filled=entry.arrived)
             parameter.grad = None
             entry.arrived = True
         if self._last_chunk and entry.arrived and not entry.counted:

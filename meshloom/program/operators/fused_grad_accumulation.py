@@ -30,15 +30,20 @@ class GradBuffer:
 
     def add(self, gradient: Tensor) -> None:
         """Adds a gradient, or overwrites what is there if that is not filled."""
-        # Gradients require no gradient, so autograd records nothing here.
-        if gradient is self.tensor:
-            return  # it was accumulated in place
-        if self.filled:
-            self.tensor.add_(gradient)
-        elif gradient.layout == torch.strided:
-            self.tensor.copy_(gradient)
-        else:
-            self.tensor.zero_().add_(gradient)
+        add_gradient(self.tensor, gradient, filled=self.filled)
+
+
+def add_gradient(buffer: Tensor, gradient: Tensor, *, filled: bool) -> None:
+    """Adds a gradient to a buffer, or overwrites what is there if that is not filled."""
+    # Gradients require no gradient, so autograd records nothing here.
+    if gradient is buffer:
+        return  # it was accumulated in place
+    if filled:
+        buffer.add_(gradient)
+    elif gradient.layout is torch.strided:
+        buffer.copy_(gradient)
+    else:
+        buffer.zero_().add_(gradient)
 
 
 class GradAccumulator(ABC):
