@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshloom.core.errors import CheckpointError, TrainingError
+from meshloom.core.errors import CheckpointError, JobError, TrainingError
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
 from meshloom.exchange.copies import OneEach
@@ -186,36 +186,46 @@ def _scale(weight: Tensor) -> None:
     ids=["no_grad", "data", "sign"],
 )
 def test_a_forward_that_writes_a_parameter_is_an_error(change: Callable[[Tensor], Any]) -> None:
+    """One device would change it once for every chunk, also where every replica has its own."""
+
     class Model(Writes):
         pass
 
     Model.change = staticmethod(change)
+    for share in (True, False):
+        with pytest.raises(
+            JobError, match=r"The loss writes first\.weight, which is trained, and each forward"
+        ):
+            open_trainer(replace(make_job("mlp", "sgd"), model=Model), share=share).close()
+
+
+def test_a_forward_that_writes_a_parameter_later_is_an_error() -> None:
+    class Model(Writes):
+        forwards = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.forwards += 1
+            return super().forward(x) if self.forwards > 1 else MLP.forward(self, x)
+
+    Model.change = staticmethod(_scale)
     with (
         open_trainer(replace(make_job("mlp", "sgd"), model=Model)) as trainer,
         pytest.raises(TrainingError, match=r"first\.weight was changed .* Gloo"),
     ):
         trainer.fit()
-    with open_trainer(replace(make_job("mlp", "sgd"), model=Model), share=False) as trainer:
-        trainer.fit()
 
 
-def test_an_embedding_that_renormalises_its_rows_is_an_error() -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed = nn.Embedding(29, 8)
+def test_a_forward_that_clamps_a_parameter_has_a_copy_of_its_own() -> None:
+    class Model(Writes):
+        pass
 
-        def forward(self, x: Tensor) -> Tensor:
-            return nn.functional.embedding(x, self.embed.weight, max_norm=0.1)
-
-    job = replace(
-        make_job("gpt", "sgd"), model=Model, loss=lambda model, batch: model(batch["x"]).square().mean()
-    )
-    with (
-        open_trainer(job) as trainer,
-        pytest.raises(TrainingError, match=r"embed\.weight was changed outside the optimizer"),
-    ):
-        trainer.fit()
+    Model.change = staticmethod(lambda weight: weight.data.clamp_(-0.1, 0.1))
+    with open_trainer(replace(make_job("mlp", "sgd"), model=Model)) as trainer:
+        losses = [trainer.step(batch) for batch in trainer.batches()]
+        weights = [each.model.first.weight for each in trainer.replicas]
+        assert len({each.data_ptr() for each in weights}) == len(weights)
+        assert all(torch.equal(each, weights[0]) for each in weights)
+    assert len(losses) == 3
 
 
 def test_what_needs_whole_parameters_gets_a_copy_each() -> None:
