@@ -108,9 +108,18 @@ def test_an_mlp_is_that_of_one_device(plan: str):
     check_equal("mlp", plan, 1)
 
 
+# An LSTM draws its dropout by time steps first, of which replicas that join their chunks hold no rows, compiled or not.
 @pytest.mark.slow
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("model", ["mlp", "cnn", "gpt", "lstm", "experts"])
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(
+    ("model", "plan"),
+    [
+        (model, plan)
+        for model in ("mlp", "cnn", "gpt", "lstm", "experts")
+        for plan in PLANS
+        if model != "lstm" or "sync_batch_norm" not in plan
+    ],
+)
 def test_a_plan_is_that_of_one_device(model: str, plan: str):
     check_equal(model, plan, 3)
 
