@@ -103,6 +103,7 @@ def check_equal(model: str, plan: str, steps: int) -> None:
     assert all(step.passed for step in report.steps), wrong
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("plan", ["dp=2", "tp=2"])
 def test_an_mlp_is_that_of_one_device(plan: str):
     check_equal("mlp", plan, 1)

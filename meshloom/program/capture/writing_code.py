@@ -32,6 +32,7 @@ _TELLING = {
     "Parameter",
 }
 _TORCH = os.path.dirname(torch.__file__)
+_TYPED = ("<stdin", "<ipython", "<doctest", "<string")  # code that a user has typed, or executes
 _HARMLESS = {"requires_grad_", "unsqueeze_", "squeeze_"}  # they write no values
 
 
@@ -107,7 +108,11 @@ def _functions_of(value: Any, *, of_package: bool = False) -> list[FunctionType]
     inner = _functions_of(vars(function).get("__wrapped__"), of_package=of_package)
     if inner and function.__code__.co_filename.startswith(_TORCH):  # `torch.no_grad` around it
         return [_hidden, *inner]
-    return [function, *inner] if of_package or is_users(function.__code__.co_filename) else []
+    return [function, *inner] if of_package or _is_followed(function.__code__.co_filename) else []
+
+
+def _is_followed(file: str) -> bool:
+    return is_users(file) or file.startswith(_TYPED)
 
 
 def _hidden() -> None:
@@ -116,7 +121,7 @@ def _hidden() -> None:
 
 
 def _is_users_class(kind: type) -> bool:
-    return is_users(_file(kind))
+    return _is_followed(_file(kind)) or kind.__module__ == "__main__"
 
 
 def _is_torchs(kind: type) -> bool:
