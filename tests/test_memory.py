@@ -63,6 +63,11 @@ def read(job: Job, batches: list[Any]) -> Program:
 
 @pytest.mark.parametrize(("name", "optimizer", "precision"), all_cases())
 def test_predicted_peak_is_the_measured_one(name: str, optimizer: str, precision: str):
+    if (name, precision) == (
+        "lstm",
+        "bfloat16 autocast",
+    ) and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        pytest.skip("torch fails: it has no recurrent layers in bfloat16 for this processor")
     predicted, by_program, measured = predicted_and_measured(name, optimizer, precision)
     # Numbers that operators are given as tensors have 4 or 8 bytes each; in mixed precision torch's fakes
     # halve the statistics of norms.
