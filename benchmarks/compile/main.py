@@ -38,10 +38,9 @@ sys.path += [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "st
 import gpt
 from launched import launched
 from records import write_records
+from rounds import Prepare, Step, end_rounds, time_round
 
 RANKS = 2
-Step = Callable[[], float]
-Prepare = Callable[[], Step]  # read the next batch, which is not timed
 _compile: Any = torch.compile
 
 
@@ -217,23 +216,8 @@ def time_systems(
             for system, trainer in trainers.items()
             if (compiler := trainer.replicas[0].engine.compiler)
         }
-        time.sleep(1.0)  # Gloo's threads drop the last tensors, for which they need the GIL
+        end_rounds()
     return {system: (each, said.get(system)) for system, each in seconds.items()}
-
-
-def time_round(prepare: Prepare, num_steps: int) -> tuple[float, float]:
-    """Seconds per step of the slowest rank, and the first loss averaged over the ranks."""
-    duration, losses = 0.0, list[float]()
-    for _ in range(num_steps):
-        step = prepare()
-        dist.barrier()
-        started = time.perf_counter()
-        losses.append(step())
-        duration += time.perf_counter() - started
-    slowest, first = torch.tensor(duration / num_steps), torch.tensor(losses[0])
-    dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    dist.all_reduce(first)
-    return slowest.item(), first.item() / RANKS
 
 
 def open_meshloom(case: Case, plan: str, steps: int, stack: ExitStack) -> tuple[ml.Trainer, Prepare]:

@@ -18,7 +18,6 @@ import json
 import os
 import statistics
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
@@ -43,6 +42,7 @@ sys.path += [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "pi
 from launched import launched
 from pipelining import open_pipelining
 from records import write_records
+from rounds import Prepare, Step, end_rounds, time_round
 
 RANKS = 2
 HALF = ("half alone", "half")  # no peer, but what any data parallel step has to take at least
@@ -60,10 +60,7 @@ BASE = {
     "pp": ("torch pipelining", "pipelining"),
 }  # mode -> the peer that ratios are taken to
 SIZES = {"small": SMALL, "gpt2": GPT2}
-# one step; the loss of the whole batch (meshloom) or of this rank's share (the others)
-Step = Callable[[], float]
 MakeOptimizer = Callable[[list[tuple[str, torch.nn.Parameter]]], torch.optim.Optimizer]
-Prepare = Callable[[], Step]  # read the next batch, which is not timed
 
 
 def main() -> int:
@@ -209,26 +206,9 @@ def time_systems(
                     seconds[system].append(duration)
             if number == 0:
                 check_equal(losses, BASE[mode])
-        # Gloo's threads drop the last tensors, for which they need the GIL. A group that ends holds it while it
-        # waits for them, for ever.
-        time.sleep(1.0)
+        end_rounds()
     assert torch.get_num_threads() == 1, "a system changed the number of threads"
     return seconds
-
-
-def time_round(prepare: Prepare, num_steps: int) -> tuple[float, float]:
-    """Seconds per step of the slowest rank, and the first loss averaged over the ranks."""
-    duration, losses = 0.0, []
-    for _ in range(num_steps):
-        step = prepare()
-        dist.barrier()
-        started = time.perf_counter()
-        losses.append(step())
-        duration += time.perf_counter() - started
-    slowest, first = torch.tensor(duration / num_steps), torch.tensor(losses[0])
-    dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    dist.all_reduce(first)
-    return slowest.item(), first.item() / RANKS
 
 
 def check_equal(losses: dict[tuple[str, str], float], base: tuple[str, str]) -> None:
