@@ -75,9 +75,8 @@ class StartingModel:
             if weights and self._unfilled:
                 self._unfilled.values = FromFiles(weights, self._unfilled.values)
             if self._is_resumed and self._unfilled:
-                self._unfilled.values = FromCheckpoint(
-                    self.model.state_dict(keep_vars=True), self._unfilled.values
-                )
+                names = frozenset(self.model.state_dict(keep_vars=True))
+                self._unfilled.values = FromCheckpoint(names, self._unfilled.values)
             return copied
         num_bytes = sum(
             each.numel() * each.element_size()
