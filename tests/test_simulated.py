@@ -124,12 +124,12 @@ def test_barrier_and_empty_tensors():
     run_on_all(3, lambda group: group.all_reduce(torch.empty(0)))
 
 
-def test_messages_arrive_in_order_and_are_copies():
+def test_messages_arrive_in_order_and_are_copies_once_the_sender_has_waited():
     first, second = simulated_groups(2)
     message = torch.tensor([1.0])
-    first.send(message, 1)
+    first.send(message, 1).wait()
     message.fill_(2.0)
-    first.send(message, 1)
+    first.send(message, 1).wait()
     message.fill_(3.0)
     received = [torch.empty(1), torch.empty(1)]
     for tensor in received:
@@ -212,7 +212,7 @@ def test_all_to_all_sizes_that_do_not_agree_are_named():
     with pytest.raises(
         CollectiveError, match=r"^all_to_all: rank 0 expects \[1, 1\] elements and is sent \[1, 2\]\.$"
     ):
-        second.all_to_all(torch.empty(1), torch.ones(2), [1, 0], [2, 0])
+        second.all_to_all(torch.empty(1), torch.ones(2), [1, 0], [2, 0]).wait()
 
 
 def test_waiting_for_ranks_that_will_not_come_names_them():

@@ -49,6 +49,7 @@ class ThreadedWork(Work):
                 raise TimeoutError("Not all ranks have started this operation.")
             if not self._work.is_finished():
                 raise TimeoutError("Aborted.")
+            self._work.wait()
 
     def is_finished(self) -> bool:
         with self._changed:

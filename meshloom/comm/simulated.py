@@ -1,4 +1,8 @@
-"""The group of simulated ranks in one process: the last rank to start an operation runs it for all.
+"""The group of simulated ranks in one process, whose operations finish as late as the contract of groups permits.
+
+An operation reads its inputs when the first rank waits for it and fills a rank's outputs when that rank waits. Until
+then the outputs of collectives hold NaN, and those of messages what they held. So whoever reads an output too early, changes an input too early or never waits gets other
+values here, in every run, and not just now and then on a fast network.
 
 Tensors of different ranks may be on different devices (one process with several GPUs). Sums are computed in
 rank order on the first rank's device.
@@ -46,6 +50,46 @@ class _Call:
         return f"{self.name}({', '.join(str(argument) for argument in self.arguments)})"
 
 
+# Computes an operation from what all ranks passed, and changes none of it; fills one rank's outputs when called with it.
+Run = Callable[[list[Any]], Callable[[int], None]]
+
+
+class _Operation:
+    """A collective: started by one rank after another, computed once, delivered to each rank when that rank waits."""
+
+    def __init__(self, size: int) -> None:
+        self.calls: list[_Call | None] = [None] * size
+        self.run: Run | None = None  # of the last rank to start it
+        self._deliver: Callable[[int], None] | None = None
+        self._error: Exception | None = None
+
+    @property
+    def started(self) -> bool:
+        """Whether all ranks have started it."""
+        return self.run is not None
+
+    def compute(self) -> None:
+        """Read all ranks' inputs."""
+        assert self.run is not None
+        try:
+            self._deliver = self.run([call.tensors for call in self.calls if call])
+        except CollectiveError as error:  # of every rank
+            self._error = error
+
+    def deliver(self, rank: int) -> None:
+        """Fill the outputs of a rank."""
+        if self._error:
+            raise self._error
+        assert self._deliver is not None
+        self._deliver(rank)
+
+    def missing(self) -> str:
+        """What a rank says that waits in vain."""
+        here = next(call for call in self.calls if call)
+        absent = [rank for rank, call in enumerate(self.calls) if call is None]
+        return f"{here} waits for {plural('rank', len(absent))} {', '.join(map(str, absent))}, which will not come."
+
+
 class _Rendezvous:
     """The calls of all ranks, matched by their number."""
 
@@ -54,32 +98,41 @@ class _Rendezvous:
         self.turns = turns
         self.aborted = False
         self.started = [0] * size
-        self.open: dict[int, list[_Call | None]] = {}
-        # (source, destination) -> sent, not yet received
-        self.mail: dict[tuple[int, int], deque[Tensor]] = {}
-        # posted receives: the tensor to fill, and a list that is not empty once it is filled
-        self.expected: dict[tuple[int, int], deque[tuple[Tensor, list[bool]]]] = {}
+        # operations that are not computed yet, by number
+        self.open: dict[int, _Operation] = {}
+        # (source, destination) -> messages
+        self.mail: dict[tuple[int, int], _Mail] = {}
         # operations of each rank, in the order of their start
         self.under_way: list[deque[_RunningSteps]] = [deque() for _ in range(size)]
 
-    def join(self, rank: int, call: _Call, run: Callable[[list[Any]], None]) -> Work:
-        """Add a rank's next call; the last rank's call runs the operation."""
+    def join(self, rank: int, call: _Call, run: Run) -> Work:
+        """Add a rank's next call."""
         if self.aborted:
             raise PeerLostError("Another rank of this group has aborted.")
         number = self.started[rank]
         self.started[rank] += 1
-        calls = self.open.setdefault(number, [None] * self.size)
-        calls[rank] = call
-        for other, theirs in enumerate(calls):
+        operation = self.open.setdefault(number, _Operation(self.size))
+        operation.calls[rank] = call
+        for other, theirs in enumerate(operation.calls):
             if theirs and (theirs.name, theirs.arguments) != (call.name, call.arguments):
                 raise CollectiveError(
                     f"Operation {number} differs: rank {other} calls {theirs}, rank {rank} calls {call}."
                 )
-        if None not in calls:
-            with torch.no_grad():
-                run([theirs.tensors for theirs in calls if theirs])
-            del self.open[number]
-        return _SimulatedWork(self.turns, lambda: number not in self.open, lambda: self._missing(number))
+        if None not in operation.calls:
+            operation.run = run
+
+        def deliver() -> None:
+            self._compute_up_to(number)
+            operation.deliver(rank)
+
+        return _SimulatedWork(self.turns, lambda: operation.started, operation.missing, deliver)
+
+    def _compute_up_to(self, number: int) -> None:
+        """Compute the operations up to one that all ranks have started, first in, first out."""
+        for each in sorted(self.open):
+            if each > number:
+                break
+            self.open.pop(each).compute()
 
     def advance(self) -> None:
         """Advance the first operation of several messages of each rank, until none of them can advance."""
@@ -93,26 +146,57 @@ class _Rendezvous:
                         if line[0].over:
                             line.popleft()
 
-    def _missing(self, number: int) -> str:
-        calls = self.open[number]
-        here = next(call for call in calls if call)
-        absent = [rank for rank, call in enumerate(calls) if call is None]
-        return f"{here} waits for {plural('rank', len(absent))} {', '.join(map(str, absent))}, which will not come."
+
+class _Mail:
+    """Messages from one rank to another, in order: numbers of those sent and of those received."""
+
+    def __init__(self) -> None:
+        self.num_sent = self.num_received = 0
+        self._messages: dict[int, Tensor] = {}
+
+    def send(self, tensor: Tensor) -> int:
+        """The message's number. It is read when either of the two waits."""
+        self._messages[self.num_sent] = tensor
+        self.num_sent += 1
+        return self.num_sent - 1
+
+    def keep(self, number: int) -> None:
+        """Read a message now, if nobody has: its sender may change it from now on."""
+        if number in self._messages:
+            self._messages[number] = self._messages[number].clone()
+
+    def receive(self) -> int:
+        """The number of the next message to receive."""
+        self.num_received += 1
+        return self.num_received - 1
+
+    def take(self, number: int) -> Tensor:
+        return self._messages.pop(number)
+
+    def has(self, number: int) -> bool:
+        return number in self._messages
 
 
 class _SimulatedWork(Work):
-    def __init__(self, turns: Turns, ready: Callable[[], bool], what: Callable[[], str]) -> None:
+    def __init__(
+        self, turns: Turns, ready: Callable[[], bool], what: Callable[[], str], deliver: Callable[[], None]
+    ) -> None:
         self._turns, self._ready, self._what = turns, ready, what
+        self._deliver: Callable[[], None] | None = deliver
 
     def wait(self) -> None:
-        if self._ready():
+        if self._deliver is None:
             return
-        if not self._turns.active:
-            raise CollectiveError(self._what())
-        self._turns.wait_for(self._ready, self._what)
+        if not self._ready():
+            if not self._turns.active:
+                raise CollectiveError(self._what())
+            self._turns.wait_for(self._ready, self._what)
+        with torch.no_grad():
+            self._deliver()
+        self._deliver = None  # with the tensors that it holds
 
     def is_finished(self) -> bool:
-        return self._ready()
+        return self._deliver is None or self._ready()
 
 
 class _RunningSteps:
@@ -152,88 +236,104 @@ class SimulatedGroup(Group):
         return b""
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
-        def run(tensors: list[Tensor]) -> None:
+        def run(tensors: list[Tensor]) -> Callable[[int], None]:
             total = _reduce(tensors, op)
-            for each in tensors:
-                each.copy_(total)
+            return lambda rank: _fill(tensors[rank], total)
 
         return self._join("all_reduce", (tuple(tensor.shape), tensor.dtype, op), tensor, run)
 
     def reduce_scatter(self, output: Tensor, tensor: Tensor, op: ReduceOp = "sum") -> Work:
-        def run(pairs: list[tuple[Tensor, Tensor]]) -> None:
-            total = _reduce([each for _, each in pairs], op)
-            for slice_, (mine, _) in zip(total.view(self.size, -1), pairs, strict=True):
-                mine.view(-1).copy_(slice_)
+        def run(pairs: list[tuple[Tensor, Tensor]]) -> Callable[[int], None]:
+            slices = _reduce([each for _, each in pairs], op).view(self.size, -1)
+            return lambda rank: _fill(pairs[rank][0].view(-1), slices[rank])
 
-        return self._join("reduce_scatter", (tensor.numel(), tensor.dtype, op), (output, tensor), run)
+        return self._join("reduce_scatter", (tensor.numel(), tensor.dtype, op), (output, tensor), run, output)
 
     def all_gather(self, output: Tensor, tensor: Tensor) -> Work:
-        def run(pairs: list[tuple[Tensor, Tensor]]) -> None:
-            for mine, _ in pairs:
-                for slice_, (_, theirs) in zip(mine.view(self.size, -1), pairs, strict=True):
-                    slice_.copy_(theirs.view(-1))
+        def run(pairs: list[tuple[Tensor, Tensor]]) -> Callable[[int], None]:
+            slices = [theirs.flatten().clone() for _, theirs in pairs]
 
-        return self._join("all_gather", (tensor.numel(), tensor.dtype), (output, tensor), run)
+            def deliver(rank: int) -> None:
+                for target, slice_ in zip(pairs[rank][0].view(self.size, -1), slices, strict=True):
+                    target.copy_(slice_)
+
+            return deliver
+
+        return self._join("all_gather", (tensor.numel(), tensor.dtype), (output, tensor), run, output)
 
     def all_to_all(
         self, output: Tensor, tensor: Tensor, output_sizes: Sequence[int], sizes: Sequence[int]
     ) -> Work:
-        def run(calls: list[tuple[Tensor, Tensor, Sequence[int], Sequence[int]]]) -> None:
-            sent = [theirs.split(list(counts)) for _, theirs, _, counts in calls]
-            for rank, (mine, _, expected, _) in enumerate(calls):
-                received = [parts[rank] for parts in sent]
-                if [part.numel() for part in received] != list(expected):
+        def run(calls: list[tuple[Tensor, Tensor, Sequence[int], Sequence[int]]]) -> Callable[[int], None]:
+            sent = [theirs.clone().split(list(counts)) for _, theirs, _, counts in calls]
+            received = [[parts[rank] for parts in sent] for rank in range(self.size)]
+            for rank, (_, _, expected, _) in enumerate(calls):
+                arriving = [part.numel() for part in received[rank]]
+                if arriving != list(expected):
                     raise CollectiveError(
-                        f"all_to_all: rank {rank} expects {list(expected)} elements and is sent {[part.numel() for part in received]}."
+                        f"all_to_all: rank {rank} expects {list(expected)} elements and is sent {arriving}."
                     )
-                torch.cat([part.to(mine.device) for part in received], out=mine) if mine.numel() else None
 
-        return self._join("all_to_all", (tensor.dtype,), (output, tensor, output_sizes, sizes), run)
+            def deliver(rank: int) -> None:
+                mine = calls[rank][0]
+                torch.cat(
+                    [part.to(mine.device) for part in received[rank]], out=mine
+                ) if mine.numel() else None
+
+            return deliver
+
+        return self._join("all_to_all", (tensor.dtype,), (output, tensor, output_sizes, sizes), run, output)
 
     def gather(self, outputs: Sequence[Tensor] | None, tensor: Tensor, destination: int) -> Work:
-        def run(calls: list[tuple[Sequence[Tensor] | None, Tensor]]) -> None:
-            for target, (_, theirs) in zip(calls[destination][0] or (), calls, strict=True):
-                target.copy_(theirs)
+        def run(calls: list[tuple[Sequence[Tensor] | None, Tensor]]) -> Callable[[int], None]:
+            gathered = [theirs.clone() for _, theirs in calls]
 
-        return self._join("gather", (tuple(tensor.shape), tensor.dtype, destination), (outputs, tensor), run)
+            def deliver(rank: int) -> None:
+                for target, each in zip(calls[rank][0] or (), gathered, strict=rank == destination):
+                    target.copy_(each)
+
+            return deliver
+
+        early = outputs or () if self._rank == destination else ()
+        return self._join(
+            "gather", (tuple(tensor.shape), tensor.dtype, destination), (outputs, tensor), run, *early
+        )
 
     def scatter(self, output: Tensor, tensors: Sequence[Tensor] | None, source: int) -> Work:
-        def run(calls: list[tuple[Tensor, Sequence[Tensor] | None]]) -> None:
-            for (mine, _), theirs in zip(calls, calls[source][1] or (), strict=True):
-                mine.copy_(theirs)
+        def run(calls: list[tuple[Tensor, Sequence[Tensor] | None]]) -> Callable[[int], None]:
+            slices = [each.clone() for each in calls[source][1] or ()]
+            return lambda rank: _fill(calls[rank][0], slices[rank])
 
-        return self._join("scatter", (tuple(output.shape), output.dtype, source), (output, tensors), run)
+        return self._join(
+            "scatter", (tuple(output.shape), output.dtype, source), (output, tensors), run, output
+        )
 
     def broadcast(self, tensor: Tensor, source: int) -> Work:
-        def run(tensors: list[Tensor]) -> None:
-            for each in tensors:
-                if each is not tensors[source]:
-                    each.copy_(tensors[source])
+        def run(tensors: list[Tensor]) -> Callable[[int], None]:
+            sent = tensors[source].clone()
+            return lambda rank: None if rank == source else _fill(tensors[rank], sent)
 
-        return self._join("broadcast", (tuple(tensor.shape), tensor.dtype, source), tensor, run)
+        early = () if self._rank == source else (tensor,)
+        return self._join("broadcast", (tuple(tensor.shape), tensor.dtype, source), tensor, run, *early)
 
     def barrier(self) -> Work:
-        return self._join("barrier", (), None, lambda _: None)
+        return self._join("barrier", (), None, lambda _: lambda _: None)
 
     def send(self, tensor: Tensor, destination: int) -> Work:
-        self._rendezvous.mail.setdefault((self._rank, destination), deque()).append(tensor.clone())
-        return _SimulatedWork(self._rendezvous.turns, lambda: True, str)
+        mail = self._rendezvous.mail.setdefault((self._rank, destination), _Mail())
+        number = mail.send(tensor)
+        return _SimulatedWork(self._rendezvous.turns, lambda: True, str, lambda: mail.keep(number))
 
     def recv(self, tensor: Tensor, source: int) -> Work:
-        mail = self._rendezvous.mail.setdefault((source, self._rank), deque())
-        expected = self._rendezvous.expected.setdefault((source, self._rank), deque())
-        done: list[bool] = []
-        expected.append((tensor, done))
-
-        def ready() -> bool:
-            while mail and expected:
-                target, received = expected.popleft()
-                target.copy_(mail.popleft())
-                received.append(True)
-            return bool(done)
-
+        mail = self._rendezvous.mail.setdefault((source, self._rank), _Mail())
+        number = mail.receive()
         what = f"rank {self._rank} waits for a message that rank {source} will not send."
-        return _SimulatedWork(self._rendezvous.turns, ready, lambda: what)
+        return _SimulatedWork(
+            self._rendezvous.turns,
+            lambda: mail.has(number),
+            lambda: what,
+            lambda: _fill(tensor, mail.take(number)),
+        )
 
     def start_steps(self, what: str, steps: Waits) -> Work:
         """Start an operation of several messages, which runs after earlier ones, whenever any rank waits."""
@@ -245,15 +345,49 @@ class SimulatedGroup(Group):
             return operation.over
 
         missing = f"{what} on rank {self._rank} waits for messages that will not come."
-        return _SimulatedWork(self._rendezvous.turns, ready, lambda: missing)
+        return _SimulatedWork(self._rendezvous.turns, ready, lambda: missing, lambda: None)
 
     def abort(self) -> None:
         self._rendezvous.aborted = True
 
-    def _join(
-        self, name: str, arguments: tuple[Any, ...], tensors: Any, run: Callable[[list[Any]], None]
-    ) -> Work:
-        return self._rendezvous.join(self._rank, _Call(name, arguments, tensors), run)
+    def _join(self, name: str, arguments: tuple[Any, ...], tensors: Any, run: Run, *outputs: Tensor) -> Work:
+        """outputs: of this rank, that hold nothing until it has waited."""
+        work = self._rendezvous.join(self._rank, _Call(name, arguments, tensors), run)
+        inputs = {_memory(each) for each in _flat(tensors) if not any(each is output for output in outputs)}
+        for output in outputs:
+            if _memory(output) not in inputs:
+                poison(output)
+        return work
+
+
+def poison(tensor: Tensor) -> None:
+    """Fill a tensor with values that nobody sends: NaN, or the largest integer.
+
+    >>> tensor = torch.zeros(2)
+    >>> poison(tensor)
+    >>> tensor
+    tensor([nan, nan])
+    """
+    with torch.no_grad():
+        if tensor.dtype == torch.bool:
+            tensor.fill_(True)
+        else:
+            is_integer = not (tensor.is_floating_point() or tensor.is_complex())
+            tensor.fill_(torch.iinfo(tensor.dtype).max if is_integer else torch.nan)
+
+
+def _flat(tensors: Any) -> list[Tensor]:
+    if isinstance(tensors, Tensor):
+        return [tensors]
+    return [each for part in tensors for each in _flat(part)] if isinstance(tensors, tuple | list) else []
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _fill(output: Tensor, value: Tensor) -> None:
+    output.copy_(value)
 
 
 def _reduce(tensors: Sequence[Tensor], op: ReduceOp) -> Tensor:
