@@ -15,13 +15,15 @@ from rich.console import Console
 
 from meshloom.core.errors import PlanError
 from meshloom.core.plan import Plan
-from meshloom.machine.links import Link
+from meshloom.machine.links import COLLECTIVES, Link
+from meshloom.machine.machine import DISK_RATE
 from meshloom.planner.advise import advise, recommended
 from meshloom.planner.candidates import candidates
+from meshloom.planner.memory import rank_memory
 from meshloom.planner.pricing import Devices, Option, Pricer, at_speed, crowds_of
 from meshloom.planner.reasons import exchange_reason, reason_of, why_of
 from meshloom.planner.rehearsal.rehearse import rehearse
-from meshloom.planner.step_seconds import StepPrice, price_step
+from meshloom.planner.step_seconds import Places, StepPrice, price_step
 from meshloom.report.advice import advice_records, print_advice
 
 RECORD = {"plan", "step_seconds", "memory_bytes", "bytes", "idle_share", "why"}
@@ -69,6 +71,90 @@ def test_every_product_of_at_most_the_devices_is_a_candidate():
     short = list(candidates(2, 64, memory_bytes=4096))
     assert {plan.microbatches for plan in short if plan.mesh.size == plan.dp} == {1, 4}
     assert {plan.memory_bytes for plan in short if plan.pp > 1 or plan.tp > 1} == {4096}
+
+
+def test_parameters_are_also_sliced_within_hosts_where_there_are_several():
+    two_hosts = list(candidates(16, 64, zero=True, short=True, ranks_per_host=8))
+    within = {(plan.dp, plan.tp, plan.zero_within) for plan in two_hosts if plan.zero_within}
+    assert (16, 1, 8) in within and (8, 1, 8) not in within
+    assert {8 // tp for _, tp, _ in within} == {each for _, _, each in within}
+    assert not [plan for plan in candidates(16, 64, zero=True, short=True) if plan.zero_within]
+
+
+def wide_job(layers: int = 6, width: int = 192) -> Any:
+    """A job whose parameters and state are most of its memory."""
+    job = make_job("mlp", "adamw", scheduler=None)
+    return replace(
+        job,
+        optimizer=lambda named: torch.optim.AdamW(named, lr=0.01),
+        model=lambda: torch.nn.Sequential(
+            *(torch.nn.Linear(width, width, bias=False) for _ in range(layers))
+        ),
+        loss=lambda model, batch: model(batch["x"].repeat(1, 30)[:, :width]).square().mean(),
+    )
+
+
+def test_a_machine_without_the_memory_gets_its_optimizer_state_on_disk(monkeypatch: pytest.MonkeyPatch):
+    """Where nothing else fits. Its price is that of the plan without it and of the bytes that the disk reads and writes."""
+    monkeypatch.setattr(rank_memory, "WINDOW_BYTES", 4096)
+    job = wide_job()
+    free = advise(job, devices(num_ranks=1))
+    assert [str(each.plan) for each in free.options] == ["dp=1"] and not free.disk
+    limit = free.options[0].memory_bytes * 3 // 4
+    tight = advise(job, devices(num_ranks=1, memory_bytes=limit))
+    chosen = tight.recommended
+    assert chosen is not None and chosen.plan.offload == "optimizer" and chosen.fits
+    assert not [each for each in tight.options if each.fits and each.plan.offload == "none"]
+    state = 2 * 6 * 192 * 192 * 4
+    assert chosen.price.disk == pytest.approx(2 * state / DISK_RATE, rel=1e-3)  # and two counts of 4 bytes
+    assert chosen.seconds > chosen.price.disk and chosen.held[0].offloaded == pytest.approx(state, rel=1e-3)
+    assert "offload=optimizer keeps the optimizer's state on a disk" in tight.reason
+    assert "at 477 MiB a second, which is assumed: meshloom calibrate measures it" in tight.disk
+    measured = advise(
+        job, devices(num_ranks=1, memory_bytes=limit, machine=machine(disk_bytes_per_second=1e6))
+    )
+    slow = next(each for each in measured.options if each.plan == chosen.plan)
+    assert slow.price.disk == pytest.approx(2 * state / 1e6, rel=1e-3) and "as measured" in measured.disk
+    written = io.StringIO()
+    print_advice(tight, Console(width=200, file=written))
+    assert "offload=optimizer" in written.getvalue() and tight.disk in written.getvalue()
+
+
+def test_a_slow_disk_is_not_taken_where_something_else_fits(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(rank_memory, "WINDOW_BYTES", 4096)
+    job = wide_job()
+    alone = advise(job, devices(num_ranks=1)).options[0]
+    found = advise(
+        job, devices(memory_bytes=alone.memory_bytes * 3 // 4, machine=machine(disk_bytes_per_second=1e6))
+    )
+    assert found.recommended is not None and found.recommended.plan.offload == "none"
+    assert any(each.fits and each.plan.offload == "optimizer" for each in found.options)
+
+
+@pytest.mark.slow
+def test_slices_within_hosts_where_the_network_between_them_is_slow():
+    """Two hosts of eight ranks: with zero=3 over all of them parameters cross the network, within hosts only sums of
+    gradients do. On one host, and where the network is as fast as a host, that is no gain."""
+    job = replace(wide_job(layers=2, width=96), batch_size=16)
+    plans = [Plan.parse("dp=16,zero=3"), Plan.parse("dp=16,zero=3,zero_within=8")]
+    over_all, within = (rehearse(job, each, threads=1, common_memory=False) for each in plans)
+
+    def times(network: float, ranks_per_host: int) -> float:
+        links = tuple(
+            Link(collective=each, ranks=ranks, latency_seconds=0.0, bytes_per_second=rate, residual=0.0, place=place)
+            for each in COLLECTIVES
+            for ranks in (2, 8, 16)
+            for place, rate in (("inside", 1e9), ("between", network))
+        )  # fmt: skip
+        places, there = Places(ranks_per_host=ranks_per_host), machine(links=links, cores=8)
+        mine, other = (price_step(each, there, places=places) for each in (within, over_all))
+        return (mine.exchange + mine.chunks) / (other.exchange + other.chunks)
+
+    assert times(1e7, 8) < 0.7
+    assert times(1e9, 8) > 0.9 and times(1e7, 16) > 0.9 and times(1e7, 0) > 0.9
+    for per_host, there in ((8, True), (0, False)):
+        found = list(candidates(16, 16, zero=True, short=True, ranks_per_host=per_host))
+        assert (plans[1] in found) == there and plans[0] in found
 
 
 def test_of_plans_that_are_about_as_fast_the_simplest_is_recommended():

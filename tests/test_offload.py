@@ -272,6 +272,15 @@ def test_room_that_nothing_refers_to_is_used_again(tmp_path: Path) -> None:
     assert another.data_ptr() == address
 
 
+def test_finding_out_how_much_state_there_will_be_changes_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counts that the constructor has made already, too."""
+    small(monkeypatch)
+    optimizer = torch.optim.Adagrad([torch.nn.Parameter(torch.ones(5, 3))], lr_decay=0.5)
+    assert state_on_disk.state_bytes_of(optimizer) == 2 * 4096
+    (state,) = optimizer.state.values()
+    assert float(state["step"]) == 0 and not state["sum"].any()
+
+
 def test_memory_that_others_refer_to_is_not_moved(monkeypatch: pytest.MonkeyPatch) -> None:
     """State that is a view, or of which there is a view, would be torn from the rest."""
     monkeypatch.setattr(state_on_disk, "SMALLEST", 1)

@@ -41,6 +41,7 @@ Kind = Literal[_Computing, _Moving]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 COUNTED_IN_FLOPS: frozenset[Kind] = frozenset(get_args(_Computing))
 SCHEMA = 2  # of the file
+DISK_RATE = 5e8  # bytes per second of a disk that was not measured
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +89,7 @@ class Machine:
     call_seconds, backward_call_seconds: of an operator that moves no data, like a view.
     ranks: how many measured `operations` at the same time. crowds: how much they slow each other down.
     transport: of the measured links: shm, gloo, nccl, or shm+gloo between hosts; "": there are none.
+    disk_bytes_per_second: of the disk for temporary files, reading as much as writing; 0: not measured.
     """
 
     name: str
@@ -105,6 +107,7 @@ class Machine:
     crowds: tuple[Crowd, ...] = ()
     ranks: int = 1
     transport: str = ""
+    disk_bytes_per_second: float = 0.0
 
     def __post_init__(self) -> None:
         if self.device not in ("cpu", "cuda"):
@@ -112,6 +115,10 @@ class Machine:
         if not is_positive(self.call_seconds) or not is_positive(self.backward_call_seconds):
             raise MachineError(
                 f"A call of {self.call_seconds!r} s forward and {self.backward_call_seconds!r} s backward was not measured. Calibrate again."
+            )
+        if self.disk_bytes_per_second and not is_positive(self.disk_bytes_per_second):
+            raise MachineError(
+                f"A disk of {self.disk_bytes_per_second!r} bytes per second was not measured. Calibrate again."
             )
         missing = [kind for kind in KINDS for backward in (False, True) if not self._curves(kind, backward)]
         if missing:
@@ -123,6 +130,11 @@ class Machine:
         return {
             each.dtype: each for each in self.operations if each.kind == kind and each.backward == backward
         }
+
+    @property
+    def disk_rate(self) -> float:
+        """Bytes per second that the disk reads and writes, as much of one as of the other: measured, or assumed."""
+        return self.disk_bytes_per_second or DISK_RATE
 
     def slowdown(self, busy: float, threads: int, memory_share: float = 0.5) -> float:
         """How much longer a rank with so many threads takes when `busy` ranks compute, than alone.

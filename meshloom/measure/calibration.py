@@ -33,8 +33,10 @@ from meshloom.launch.world import World
 from meshloom.machine.cores import cores
 from meshloom.machine.links import Company, Crowd, Link, Where
 from meshloom.machine.machine import Machine, load
+from meshloom.optimizer.state_on_disk import directory_for
 from meshloom.planner.measure.collective_timings import measure_algorithms, measure_links, transport_of
 from meshloom.planner.measure.contention_factors import measure_crowds
+from meshloom.planner.measure.disk_rate import measure_disk
 from meshloom.planner.measure.machine_measurement import machine_of, measure_operators
 
 MOST_RANKS = 8  # on CPUs, unless more are asked for
@@ -107,6 +109,7 @@ def measure_here(request: CalibrationRequest) -> Machine:
     with open_world(Mesh(dp=num_ranks), request.devices, request.timeout_seconds, request.transport) as world:
         here = world.local[0]
         operators = measure_operators(here.device)
+        disk = measure_disk(directory_for(None)) if here.rank == 0 and here.device.type == "cpu" else 0.0
         company = _company(world)
         transport = transport_of(here.groups["dp"], here.device) if num_ranks > 1 else ""
     links = [*company.links]
@@ -116,7 +119,7 @@ def measure_here(request: CalibrationRequest) -> Machine:
             with open_world(mesh, request.devices, request.timeout_seconds, request.transport) as divided:
                 links += _links(divided, {(each.ranks, each.place) for each in links})
     return machine_of(
-        operators, links, here.device, cores=cores(), crowds=company.crowds, ranks=num_ranks, transport=transport
+        operators, links, here.device, cores=cores(), crowds=company.crowds, ranks=num_ranks, transport=transport, disk=disk
     )  # fmt: skip
 
 

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from meshloom.checkpoint.checkpoint import Piece
 from meshloom.checkpoint.json_values import from_json
+from meshloom.checkpoint.lending import Lender
 from meshloom.checkpoint.tensor_file import Stream
 from meshloom.comm.group import Group
 from meshloom.comm.steps import Steps
@@ -99,6 +100,11 @@ class OptimizerState:
         """Of what is offloaded, let go of what reading or changing it has brought into memory."""
         if self._offloaded:
             self._offloaded.keep_all()
+
+    @property
+    def lender(self) -> Lender | None:
+        """What lends offloaded state to a save in the background; None: it is copied."""
+        return self._offloaded.lender if self._offloaded else None
 
     def load(self, read: Read, shapes: Mapping[str, Sequence[int]], values: Mapping[str, Any]) -> None:
         """Restore what `save` gave on all ranks together, under any plan.

@@ -20,13 +20,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from meshloom.checkpoint.lending import Lender
 from meshloom.core.random import preserved_draws
 from meshloom.core.units import format_bytes, round_up
 from meshloom.machine.file_system import file_system_of, is_remote, keeps_in_memory
 from meshloom.machine.process_memory import trim
 from meshloom.optimizer.elementwise import copy_with
+from meshloom.optimizer.offload.file_lender import FileLender
 from meshloom.optimizer.offload.offloaded_state import OffloadedState
-from meshloom.optimizer.offload.state_file import PAGE, StateFile
+from meshloom.optimizer.offload.state_file import PAGE, StateFile, is_alone
 from meshloom.optimizer.offload.windows import (
     WINDOW_BYTES,
     Window,
@@ -50,10 +52,12 @@ class StateOnDisk(OffloadedState):
         self._optimizers, self._in_windows = optimizers, in_windows
         self._windows: dict[int, list[Window]] = {}  # by id of the optimizer
         self._file: StateFile | None = None
+        self._lender: FileLender | None = None
         self._updated: set[Optimizer] = set()
 
     def open(self, files: Path | None) -> None:
         self._file = StateFile(directory_for(files))
+        self._lender = FileLender(self._file)
         needed = sum(state_bytes_of(each) for each in self._optimizers)
         if needed:
             self._file.reserve(needed)
@@ -65,8 +69,8 @@ class StateOnDisk(OffloadedState):
             self._file.ask_for(self._tensors(self._optimizers[0], 0))
 
     def step(self, optimizer: Optimizer) -> None:
-        assert self._file is not None
-        file, windows = self._file, self._windows[id(optimizer)]
+        assert self._file is not None and self._lender is not None
+        file, lender, windows = self._file, self._lender, self._windows[id(optimizer)]
         everyone = [parameters_of(optimizer, window) for window in windows]
         following = self._optimizers[self._optimizers.index(optimizer) + 1 :][:1]
 
@@ -75,6 +79,7 @@ class StateOnDisk(OffloadedState):
                 file.ask_for(_state_of(optimizer, everyone[number + 1]))
             elif following:
                 file.ask_for(self._tensors(following[0], 0))
+            lender.separate(_state_of(optimizer, everyone[number]))
             update()
             for parameter in everyone[number]:
                 self.keep(optimizer, parameter)
@@ -83,6 +88,7 @@ class StateOnDisk(OffloadedState):
                 trim()
 
         step_in_windows(optimizer, windows, step)
+        file.give_back_all()
         self._updated.add(optimizer)
 
     def keep(self, optimizer: Optimizer, parameter: nn.Parameter) -> None:
@@ -102,6 +108,10 @@ class StateOnDisk(OffloadedState):
     def close(self) -> None:
         if self._file is not None:
             self._file.close()
+
+    @property
+    def lender(self) -> Lender | None:
+        return self._lender
 
     def notes(self) -> list[str]:
         assert self._file is not None
@@ -183,15 +193,13 @@ def _is_movable(tensor: Tensor) -> bool:
     """Whether it is large, and all of a memory that nothing else refers to."""
     if tensor.layout != torch.strided or tensor.device.type != "cpu" or tensor.nbytes < SMALLEST:
         return False
-    storage: Any = tensor.untyped_storage()
-    inner: Any = vars(torch)["_C"]
-    return (
-        storage.nbytes() == tensor.nbytes and inner._storage_Use_Count(storage._cdata) == 2
-    )  # the tensor's own, and `storage`
+    return tensor.untyped_storage().nbytes() == tensor.nbytes and is_alone(tensor)
 
 
 def _without_values(value: Any) -> Any:
-    return value.to("meta") if isinstance(value, Tensor) and value.ndim else value
+    if isinstance(value, Tensor):
+        return value.to("meta") if value.ndim else value.clone()  # a count, which the step would change
+    return value
 
 
 class _Numbers(TorchDispatchMode):

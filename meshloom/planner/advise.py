@@ -10,6 +10,7 @@ try some of them             the same by measured steps, if requested (measure/t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
@@ -19,10 +20,10 @@ from meshloom.core.job import Job
 from meshloom.core.losses.in_precision import in_precision
 from meshloom.core.plan import Plan
 from meshloom.planner.amdahl import AmdahlWork
-from meshloom.planner.candidates import candidates
+from meshloom.planner.candidates import candidates, offloading
 from meshloom.planner.memory.memory import Memory
 from meshloom.planner.pricing import Devices, Option, Pricer, Speedup
-from meshloom.planner.reasons import exchange_reason, reason_of, why_of
+from meshloom.planner.reasons import disk_rate_sentence, exchange_reason, reason_of, why_of
 
 AS_FAST = 0.03  # of the step: a smaller gain is not worth a more complicated plan
 
@@ -34,7 +35,7 @@ class Advice:
 
     one_device: memory of a step on one device. recommended: None if nothing fits. speedups: of data
     parallelism. exchange: the advised exchange, in a sentence. factors: the contention that `beside` has
-    measured. not_beside: why it was not measured, in a sentence.
+    measured. not_beside: why it was not measured, in a sentence. disk: by which rate offloaded state was priced.
     """
 
     options: tuple[Option, ...]
@@ -48,6 +49,7 @@ class Advice:
     exchange: str
     factors: Mapping[int, float] = field(default_factory=dict)
     not_beside: str = ""
+    disk: str = ""
 
     @property
     def fits_on_one(self) -> bool:
@@ -79,8 +81,11 @@ def advise(
     factors = beside()
     for each in pricers.values():
         each.heed(factors)
-    limit = devices.memory_bytes if pricer.one_device.peak > devices.limit(1) else 0
-    every = candidates(devices.num_ranks, job.batch_size, zero=not devices.common_memory, memory_bytes=limit)
+    short = pricer.one_device.peak > devices.limit(1)
+    every = candidates(
+        devices.num_ranks, job.batch_size, zero=not devices.common_memory, memory_bytes=devices.memory_bytes if short else 0, short=short,
+        ranks_per_host=devices.ranks_per_host if devices.hosts > 1 else 0,
+    )  # fmt: skip
     wanted = list(every if given is None else given)
     options: list[Option] = []
     refused: dict[str, str] = {}
@@ -92,6 +97,11 @@ def advise(
         except (PlanError, CaptureError) as error:
             refused[str(plan)] = str(error)
             last = error
+        # where a plan fits, it is never slower than with its state on a disk
+        other = offloading(plan) if given is None and devices.machine.device == "cpu" else None
+        if other is not None and not (options and options[-1].plan == plan and options[-1].fits):
+            with suppress(PlanError, CaptureError):  # then the plan itself was refused
+                options.append(pricers[plan.precision].price(other))
     if not options and last is not None:
         raise last
     work, speedups = pricer.speedups(options) if given is None else (None, ())
@@ -106,6 +116,7 @@ def advise(
             work=work,
             speedups=speedups,
             exchange=exchange_reason(options, devices) if given is None else "",
+            disk=disk_rate_sentence(devices.machine) if any(each.price.disk for each in options) else "",
             factors=MappingProxyType(dict(factors)),
         )
     )
@@ -160,9 +171,9 @@ def recommended(options: Sequence[Option]) -> Option | None:
         return None
     limit = min(each.seconds for each in fitting) * (1 + AS_FAST)
 
-    def effort(option: Option) -> tuple[int, int, int, int, float]:
+    def effort(option: Option) -> tuple[int, int, int, int, int, float]:
         plan = option.plan
         split = (plan.tp > 1) + (plan.pp > 1)
-        return split, plan.zero, plan.mesh.size, plan.microbatches, option.seconds
+        return plan.offload != "none", split, plan.zero, plan.mesh.size, plan.microbatches, option.seconds
 
     return min((each for each in fitting if each.seconds <= limit), key=effort)

@@ -10,6 +10,7 @@ in two halves.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from meshloom.core.errors import PlanError
 from meshloom.core.plan import Plan
@@ -20,14 +21,16 @@ PER_STAGE = (2, 4)  # microbatches for each rank along pp
 
 
 def candidates(
-    num_ranks: int, batch_size: int, *, zero: bool = False, memory_bytes: int = 0
-) -> Iterator[Plan]:
+    num_ranks: int, batch_size: int, *, zero: bool = False, memory_bytes: int = 0, short: bool = False, ranks_per_host: int = 0
+) -> Iterator[Plan]:  # fmt: skip
     """Plans of at most `num_ranks` ranks, few ranks first.
 
-    zero: also with optimizer state sharded over replicas. memory_bytes: where memory is short, what a rank
-    may hold: stages and shards are then chosen for it, microbatches are priced also where no other setting needs
-    them, and gradients and parameters in slices too.
+    zero: also with optimizer state sharded over replicas. short: whether memory is: microbatches are then priced also
+    where no other setting needs them, and gradients and parameters in slices too. memory_bytes: if it is, what a rank
+    may hold: stages and shards are then chosen for it. ranks_per_host: so many consecutive ranks are on a host each, so
+    that parameters are also sliced within hosts; 0: all are on one.
     """
+    short = short or bool(memory_bytes)
     for size in range(1, num_ranks + 1):
         if size > ALL_UP_TO and size != num_ranks and size & (size - 1):
             continue
@@ -35,16 +38,37 @@ def candidates(
             if dp > batch_size:
                 continue
             limit = memory_bytes if pp > 1 or tp > 1 else 0
-            pieces = _microbatches(pp, batch_size // dp, bool(memory_bytes))
+            pieces = _microbatches(pp, batch_size // dp, short)
             for microbatches in pieces:
                 yield Plan(dp=dp, pp=pp, tp=tp, microbatches=microbatches, memory_bytes=limit)
             if pp > 1:
                 yield Plan(dp=dp, pp=pp, tp=tp, microbatches=pieces[0], memory_bytes=limit, schedule="zb-h1")
-            for level in _levels(dp, zero=zero, short=bool(memory_bytes)):
-                try:
-                    yield Plan(dp=dp, pp=pp, tp=tp, microbatches=pieces[0], memory_bytes=limit, zero=level)
-                except PlanError:  # a level that does not go together with tp or pp
-                    continue
+            for level in _levels(dp, zero=zero, short=short):
+                for within in [0, *_within_host(dp, tp, ranks_per_host)] if level == 3 else [0]:
+                    try:
+                        yield Plan(
+                            dp=dp, pp=pp, tp=tp, microbatches=pieces[0], memory_bytes=limit, zero=level, zero_within=within
+                        )  # fmt: skip
+                    except PlanError:  # a level that does not go together with tp or pp
+                        continue
+
+
+def offloading(plan: Plan) -> Plan | None:
+    """The same plan with the optimizer's state on a disk; None if it cannot be, or is."""
+    try:
+        return replace(plan, offload="optimizer") if plan.offload == "none" else None
+    except PlanError:
+        return None
+
+
+def _within_host(dp: int, tp: int, ranks_per_host: int) -> list[int]:
+    """zero_within for slices inside a host, where the replicas are on several.
+
+    >>> _within_host(16, 1, 8), _within_host(8, 2, 8), _within_host(8, 1, 8), _within_host(16, 1, 0), _within_host(12, 1, 8)
+    ([8], [4], [], [], [])
+    """
+    within = ranks_per_host // tp if ranks_per_host and ranks_per_host % tp == 0 else 0
+    return [within] if 1 < within < dp and dp % within == 0 else []
 
 
 def _levels(dp: int, *, zero: bool, short: bool) -> list[int]:

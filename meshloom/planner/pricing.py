@@ -4,10 +4,11 @@ machine."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from meshloom.core.cache import Cache
-from meshloom.core.errors import CaptureError, MachineError
+from meshloom.core.errors import CaptureError, MachineError, PlanError
 from meshloom.core.exchanges import holds_only_buckets
 from meshloom.core.job import Job
 from meshloom.core.losses.turns import jobs_of
@@ -19,7 +20,7 @@ from meshloom.machine.machine import COUNTED_IN_FLOPS, Machine
 from meshloom.planner.amdahl import AmdahlWork, bound, with_communication
 from meshloom.planner.memory.measured import measure_memory
 from meshloom.planner.memory.memory import Memory, in_turn, predict_memory
-from meshloom.planner.memory.rank_memory import HeldBytes, copied_by
+from meshloom.planner.memory.rank_memory import HeldBytes, copied_by, window_bytes
 from meshloom.planner.readings import Readings
 from meshloom.planner.rehearsal.rehearsal import RankStep, Rehearsal
 from meshloom.planner.rehearsal.rehearse import rehearse
@@ -32,8 +33,8 @@ class Devices:
     """The devices to run on.
 
     num_ranks: at most. machine: for which plans are priced, as calibrated. here: the machine that rehearses,
-    if that is another one. threads_of: of each of so many ranks. common_memory: whether ranks along dp are
-    processes of one host that share memory. memory_bytes: what a rank may hold; 0: a GPU's memory, or its
+    if that is another one. threads_of: of each of so many ranks. hosts: over which they are spread, consecutive
+    ranks on one. common_memory: whether ranks along dp are processes of one host that share memory. memory_bytes: what a rank may hold; 0: a GPU's memory, or its
     share of the host's. places: where the ranks along each axis are.
     """
 
@@ -44,10 +45,16 @@ class Devices:
     memory_bytes: int = 0
     here: Machine | None = None
     places: Places = field(default_factory=Places)
+    hosts: int = 1
+
+    @property
+    def ranks_per_host(self) -> int:
+        """At most."""
+        return -(-self.num_ranks // self.hosts)
 
     def limit(self, num_ranks: int) -> int:
         """Bytes that each of so many ranks may hold."""
-        sharing = 1 if self.machine.device == "cuda" else num_ranks
+        sharing = 1 if self.machine.device == "cuda" else min(num_ranks, self.ranks_per_host)
         return self.memory_bytes or self.machine.memory_bytes // sharing
 
 
@@ -122,6 +129,7 @@ class Pricer:
         self._memory_share = self._share_of_memory()
         self._speed = self._relative_speed()
         self._machine = devices.machine
+        self._rehearsals: dict[tuple[str, int], Rehearsal] = {}  # by plan and threads
 
     def heed(self, factors: Mapping[int, float]) -> None:
         """Uses what was measured of this job on the target machine: ranks that compute at the same time ->
@@ -165,16 +173,33 @@ class Pricer:
         return work, tuple(found)
 
     def _price(self, rehearsal: Rehearsal) -> StepPrice:
-        return price_step(
-            rehearsal, self._machine, memory_share=self._memory_share, places=self._devices.places
-        )
+        places = self._devices.places
+        if self._devices.hosts > 1:
+            places = replace(places, ranks_per_host=self._devices.ranks_per_host)
+        price = price_step(rehearsal, self._machine, memory_share=self._memory_share, places=places)
+        return with_disk(price, self._disk_bytes(rehearsal) / self._machine.disk_rate)
+
+    def _disk_bytes(self, rehearsal: Rehearsal) -> int:
+        """Of a step, what the ranks of a host read and write of offloaded state: all of it, as if none stayed in the page
+        cache."""
+        here = self._devices.ranks_per_host
+        per_rank = [each.offloaded for each in rehearsal.held]
+        return 2 * max(sum(per_rank[start : start + here]) for start in range(0, len(per_rank), here))
 
     def _rehearsed(self, plan: Plan, threads: int) -> Rehearsal:
+        """Of a plan that offloads, the rehearsal without that, if there is memory for it: ranks here share one disk."""
+        if plan.offload != "none":
+            with suppress(PlanError):
+                return offloaded(self._rehearsed(replace(plan, offload="none"), threads))
+        if (known := self._rehearsals.get((str(plan), threads))) is not None:
+            return known
         found = rehearse(
             self._job, plan, threads=threads, common_memory=self._devices.common_memory, optimizer_factor=self.one_device.optimizer_factor,
             cache=self._cache,
         )  # fmt: skip
-        return at_speed(found, self._speed) if self._speed != 1.0 else found
+        found = at_speed(found, self._speed) if self._speed != 1.0 else found
+        self._rehearsals[str(plan), threads] = found
+        return found
 
     def _memory(self, rehearsal: Rehearsal) -> int:
         """Bytes of the rank that holds most.
@@ -189,11 +214,23 @@ class Pricer:
             if predicted is not None:
                 return predicted.peak
         temporaries = self.one_device.temporaries // (plan.num_chunks * plan.tp)
+        state = max(each.offloaded for each in rehearsal.held)
+        temporaries = max(
+            temporaries, window_bytes(state, self._largest // plan.tp, self.one_device.optimizer_factor)
+        )
         copied = 0
         if self._job.checkpoint == "background" and self._devices.machine.device == "cpu":
             copied = max(copied_by(each, plan, one_copy=rehearsal.one_copy) for each in rehearsal.held)
         held = max(each.total for each in rehearsal.held) + copied
         return held + temporaries + self.one_device.batch // plan.dp
+
+    @property
+    def _largest(self) -> int:
+        """Bytes of the largest parameter; 0 where the loss cannot be read."""
+        if self.unread:
+            return 0
+        programs = [each.of(self._job.batch_size).program for each in self._readings]
+        return max((each.meta.num_bytes for one in programs for each in one.parameters.values()), default=0)
 
     def _predicted(self, plan: Plan, *, one_copy: bool = False) -> Memory | None:
         """From shapes; None where the loss cannot be captured, or the optimizer cannot be stepped without
@@ -244,6 +281,21 @@ class Pricer:
             for machine in (there, here)
         )
         return there_seconds / here_seconds
+
+
+def offloaded(rehearsal: Rehearsal) -> Rehearsal:
+    """The same steps with the optimizer's state on a disk."""
+    plan = replace(rehearsal.plan, offload="optimizer")
+    held = tuple(replace(each, optimizer=0, offloaded=each.optimizer) for each in rehearsal.held)
+    return replace(rehearsal, plan=plan, held=held)
+
+
+def with_disk(price: StepPrice, seconds: float) -> StepPrice:
+    """A step whose update also reads and writes so long."""
+    idle = (price.idle_share * price.seconds + seconds) / (price.seconds + seconds)
+    return replace(
+        price, seconds=price.seconds + seconds, update=price.update + seconds, disk=seconds, idle_share=idle
+    )
 
 
 def crowds_of(

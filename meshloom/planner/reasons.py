@@ -9,6 +9,7 @@ from meshloom.core.all_reduce_costs import ring_seconds, server_seconds
 from meshloom.core.exchanges import EXCHANGES, ZERO_SLICES
 from meshloom.core.plan import Plan
 from meshloom.core.units import format_bytes, format_seconds
+from meshloom.machine.machine import Machine
 from meshloom.planner.pricing import Devices, Option
 
 WORTH_SAYING = 0.1  # of a step
@@ -30,7 +31,8 @@ def why_of(option: Option, best: Option | None) -> str:
         causes = [
             (price.idle_share, "ranks wait or communicate"),
             (price.exchange / price.seconds, "the exchange of gradients takes"),
-            (price.update / price.seconds, "the update takes"),
+            ((price.update - price.disk) / price.seconds, "the update takes"),
+            (price.disk / price.seconds, "reading and writing the optimizer's state takes"),
         ]
         share, what = max(causes)
         slower = f"{option.times(best):.2f} times the step of {best.plan}"
@@ -67,7 +69,12 @@ def what_it_does(plan: Plan) -> str:
         parts.append(
             f"every layer is sharded over {plan.tp} ranks, which add up their partial results in each"
         )
-    return ", and ".join(parts) or "one rank does everything"
+    if plan.zero_within:
+        parts.append(
+            f"parameters are sliced over {plan.zero_within} replicas, so that few bytes leave a host"
+        )
+    parts = parts or ["one rank does everything"]
+    return ", and ".join([*parts, *["the optimizer's state is on a disk"] * (plan.offload != "none")])
 
 
 def reason_of(one_device_bytes: int, limit: int, best: Option | None, options: Sequence[Option]) -> str:
@@ -107,13 +114,26 @@ def reason_of(one_device_bytes: int, limit: int, best: Option | None, options: S
         f"tp={plan.tp} gives each rank a shard of every layer"
     ] * (plan.tp > 1)
     how += [f"zero={plan.zero} divides {' and '.join(ZERO_SLICES[: plan.zero])}"] * (plan.zero > 0)
+    how += ["offload=optimizer keeps the optimizer's state on a disk"] * (plan.offload != "none")
     how += [f"microbatches={plan.microbatches} keeps the activations of fewer samples at a time"] * (
         plan.pp == 1 < plan.microbatches
     )
     how += [f"dp={plan.dp} lets each rank hold the activations of fewer samples"] * (not how)
+    need = "has to be split" if plan.mesh.size > 1 else "cannot be in memory as it is"
     return (
-        f"{room}, so the whole model does not fit and has to be split. Take {plan}: {' and '.join(how)}, a rank holds {format_bytes(best.memory_bytes)}, "
+        f"{room}, so the whole model does not fit and {need}. Take {plan}: {' and '.join(how)}, a rank holds {format_bytes(best.memory_bytes)}, "
         f"and of the plans that fit it is the fastest."
+    )
+
+
+def disk_rate_sentence(machine: Machine) -> str:
+    """By which rate offloaded state is priced."""
+    source = (
+        "as measured" if machine.disk_bytes_per_second else "which is assumed: meshloom calibrate measures it"
+    )
+    return (
+        f"offload=optimizer: all of a host's state is read and written in each step at {format_bytes(round(machine.disk_rate))} a second, {source}; "
+        "what stays in the page cache is not waited for."
     )
 
 

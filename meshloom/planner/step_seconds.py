@@ -35,7 +35,7 @@ class StepPrice:
     chunks: forwards and backwards, with communication along tp and messages along pp. exchange: along dp, as
     far as it is not hidden by computation. update: of parameters. other: other computation in the step:
     buckets, sums, norms. communication: along tp and pp, of one rank, within `chunks`. idle_share: of
-    the step in which a rank computes nothing, on average.
+    the step in which a rank computes nothing, on average. disk: reading and writing offloaded state, within `update`.
     """
 
     seconds: float
@@ -45,15 +45,25 @@ class StepPrice:
     other: float
     communication: Mapping[Axis, float]
     idle_share: float
+    disk: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Places:
-    """Where the ranks along each axis are: inside one host, or on several."""
+    """Where the ranks along each axis are: inside one host, or on several. ranks_per_host: so many consecutive ranks are
+    on a host each, which says where those of a call are, whatever their axis; 0: not known."""
 
     dp: Where = "inside"
     pp: Where = "inside"
     tp: Where = "inside"
+    ranks_per_host: int = 0
+
+    def of(self, call: RehearsedCall) -> Where:
+        """Where the ranks are that take part in a call."""
+        if self.ranks_per_host and call.members:
+            hosts = {rank // self.ranks_per_host for rank in call.members}
+            return "inside" if len(hosts) == 1 else "between"
+        return getattr(self, call.axis)
 
 
 def price_step(
@@ -144,11 +154,13 @@ class _Pricer:
         """
         before = [call for call in part.calls_in_chunks if call.axis == "dp"]
         after = sum(self._seconds(call) for call in part.calls_in_exchange)
-        if self._machine.device == "cpu" and self._places.dp == "inside":
-            return sum(map(self._seconds, before)) + after
+        on_cores = [
+            call for call in before if self._machine.device == "cpu" and self._places.of(call) == "inside"
+        ]
+        after += sum(map(self._seconds, on_cores))
         slow = self._slow(self._size)
         done = 0.0
-        for call in before:
+        for call in (each for each in before if each not in on_cores):
             done = max(done, call.at * slow) + self._seconds(call)
         return max(0.0, done - part.chunks * slow) + after
 
@@ -156,7 +168,7 @@ class _Pricer:
         if call.kind == "recv" or (call.kind == "scatter" and not call.num_bytes):
             return 0.0
         collective = _collective(call.kind)
-        place: Where = getattr(self._places, call.axis)
+        place = self._places.of(call)
         return collective_seconds(
             self._machine, collective, call.num_bytes, 2 if collective == "send" else call.ranks, among=self._size, place=place, in_place=call.in_place
         )  # fmt: skip
@@ -167,6 +179,9 @@ class _Pricer:
         return longest * self._slow(sum(seconds) / longest) if longest > 0 else 0.0
 
     def _slow(self, busy: float) -> float:
+        """busy: ranks that compute at the same time, of all hosts."""
+        here = self._places.ranks_per_host
+        busy *= min(1.0, here / self._size) if here else 1.0
         return self._machine.slowdown(busy, self._rehearsal.threads, self._memory_share)
 
 

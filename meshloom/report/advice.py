@@ -48,6 +48,8 @@ def _lines(advice: Advice, was_tried: bool) -> Iterator[str]:
         yield f"{advice.recommended.plan}: {_of_fullest(advice.recommended.held)}"
     if advice.exchange:
         yield advice.exchange
+    if advice.disk:
+        yield advice.disk
     if advice.work:
         share = advice.work.parallel_share
         yield f"\nAmdahl: {share:.1%} of a step is forwards and backwards, which replicas divide; the rest every rank does."
@@ -90,7 +92,10 @@ def option_record(option: Option) -> dict[str, Any]:
         "plan": str(option.plan), "step_seconds": price.seconds, "memory_bytes": option.memory_bytes, "bytes": dict(option.num_bytes),
         "ranks": [asdict(each) for each in option.held],
         "measured_seconds": option.measured_seconds, "idle_share": price.idle_share, "why": option.why, "fits": option.fits, "limit_bytes": option.limit_bytes,
-        "seconds": {"chunks": price.chunks, "exchange": price.exchange, "update": price.update, "other": price.other, "talking": dict(price.communication)},
+        "seconds": {
+            "chunks": price.chunks, "exchange": price.exchange, "update": price.update, "other": price.other, "talking": dict(price.communication),
+            "disk": price.disk,
+        },
     }  # fmt: skip
 
 

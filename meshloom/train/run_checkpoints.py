@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from functools import partial
@@ -16,6 +16,7 @@ from meshloom.checkpoint.writing.config_files import config_files_of
 from meshloom.checkpoint.writing.host_copy import CopyMemory, HostCopy
 from meshloom.checkpoint.writing.parallel import DividedState, divide, write_divided
 from meshloom.checkpoint.writing.run_directory import open_directory
+from meshloom.checkpoint.writing.save_room import find_room
 from meshloom.checkpoint.writing.saving import save
 from meshloom.checkpoint.writing.streamed import streamed
 from meshloom.comm.group import Group
@@ -24,7 +25,7 @@ from meshloom.comm.steps import Steps, run_in_steps
 from meshloom.core.errors import CheckpointError, MeshloomError
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
-from meshloom.core.units import format_bytes, format_seconds
+from meshloom.core.units import format_seconds
 from meshloom.data.shares import Shares
 from meshloom.launch.transport import host_identity
 from meshloom.machine.host_memory import free_bytes
@@ -106,7 +107,7 @@ class RunCheckpoints:
         self._replicas.enter("saving", step)
         self._wait_before(step)
         background = self._background and not wait
-        copies: list[tuple[HostCopy, Callable[..., Steps[Path]], Group]] = []
+        copies: list[_Copy] = []
 
         def write(replica: Replica) -> Steps[Path]:
             pieces, streams, values = yield from optimizer_state(replica, gather=not self._one_host)
@@ -134,25 +135,23 @@ class RunCheckpoints:
                 return (yield from carry_out(write=streamed(weights(replica), pieces, streams), group=world))
             divided = yield from divide(world, held_weights(replica), pieces)
             saving = replica.context.saving
+            lender = replica.updater.state.lender
             if background and saving and (yield from self._fits(replica, divided, step)):
                 memory = self._memory[replica.context.rank]
-                copies.append((HostCopy(divided, memory), carry_out, saving))
+                copies.append((HostCopy(divided, memory, lender), carry_out, saving))
                 return out / step_name(step)
-            return (yield from carry_out(write=write_divided(divided), group=world))
+            return (yield from carry_out(write=write_divided(divided, lender), group=world))
 
-        path = self._replicas.together(write)[0]
+        try:
+            path = self._replicas.together(write)[0]
+        except BaseException:
+            for copy, _, _ in copies:
+                copy.end()
+            raise
         for replica in self._replicas.all:
             replica.updater.state.give_back()
         if copies:
-            self._under_way = BackgroundSave(
-                step,
-                lambda: run_in_steps(
-                    [
-                        carry_out(write=write_divided(copy.wait()), group=group)
-                        for copy, carry_out, group in copies
-                    ]
-                )[0],
-            )
+            self._under_way = BackgroundSave(step, partial(_carry_out, copies))
         else:
             self._came_to(step, path)
         self._replicas.enter("between steps", step)
@@ -205,27 +204,34 @@ class RunCheckpoints:
         )
 
     def _fits(self, replica: Replica, divided: DividedState, step: int) -> Steps[bool]:
-        """Whether all ranks' copies fit into their host's memory, beside what they are likely to take again in a
-        step."""
+        """Whether all ranks' copies fit into their host's memory, beside what they are likely to take again in a step,
+        and there is disk for what updates write meanwhile."""
+        assert self._out is not None
         memory = self._memory[replica.context.rank]
-        here = regained_bytes() if replica is self._replicas.first else 0
-        everyone = yield from collect(replica.context.world, [here, memory.num_bytes, free_bytes()])
-        again, free = sum(theirs for theirs, _, _ in everyone), everyone[0][2]
-        needed = divided.layout.tensor_bytes
-        fits = needed - sum(kept for _, kept, _ in everyone) + again <= free
-        if not fits:
+        again = regained_bytes() if replica is self._replicas.first else 0
+        found = yield from find_room(
+            replica.context.world, divided, memory, replica.updater.state.lender, out=self._out, again=again, free=free_bytes()
+        )  # fmt: skip
+        if found.missing:
             memory.release()
         if replica is self._replicas.first:
-            mine = sum(part.nbytes for _, part in divided.parts)
-            copied = f"{format_bytes(needed)} ({format_bytes(mine)} of it on rank 0)"
-            if not fits:
-                self._listener.note(
-                    f"Step {step} is saved in the foreground: a copy of its state, {copied}, does not fit in the {format_bytes(free)} of host memory that are "
-                    f"free, of which the next steps may take {format_bytes(again)}."
-                )
+            if found.missing:
+                self._listener.note(f"Step {step} is saved in the foreground: {found.missing}.")
             elif not self._told:
-                self._listener.note(
-                    f"Checkpoints are written in the background, from a copy of the state in host memory: {copied}, kept from one to the next."
-                )
+                self._listener.note(found.sentence())
             self._told = True
-        return fits
+        return not found.missing
+
+
+_Copy = tuple[HostCopy, Callable[..., Steps[Path]], Group]  # the save that writes it, and over which group
+
+
+def _carry_out(copies: Sequence[_Copy]) -> Path:
+    """On the thread that saves, for all ranks of this process."""
+    try:
+        return run_in_steps(
+            [save(write=write_divided(copy.wait(), copy.lender), group=group) for copy, save, group in copies]
+        )[0]
+    finally:
+        for copy, _, _ in copies:
+            copy.end()

@@ -11,14 +11,16 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from torch import Tensor
 
 from meshloom.checkpoint.checksums import Sum, of_files, sum_of_share
 from meshloom.checkpoint.format import Piece
+from meshloom.checkpoint.lending import Lender
 from meshloom.checkpoint.mapped_tensors import map_bytes
 from meshloom.checkpoint.tensor_file import tensor_bytes
 from meshloom.checkpoint.writing.file_layout import (
@@ -39,6 +41,7 @@ from meshloom.comm.steps import Steps
 from meshloom.core.errors import CheckpointError
 
 Part = tuple[HeldSpan, Tensor]  # and its elements, flat
+_WRITTEN_BYTES = 16 * 2**20  # by one call
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,8 +91,8 @@ def divide(
     return DividedState(layout=layout, parts=tuple(parts))
 
 
-def write_divided(divided: DividedState) -> Write:
-    """Writes what ranks have agreed on."""
+def write_divided(divided: DividedState, lender: Lender | None = None) -> Write:
+    """Writes what ranks have agreed on. lender: of parts that are on a disk."""
     layout, parts = divided.layout, divided.parts
     sizes = {each.name: each.num_bytes for each in layout.files}
 
@@ -97,7 +100,7 @@ def write_divided(divided: DividedState) -> Write:
         rank, needed = group.rank, sum(span.num_bytes for span, _ in parts)
         problem = yield from _create_together(directory, temporary, group, layout)
         if problem is None:
-            problem = attempt(rank, directory, needed, lambda: write_parts(temporary, layout, parts))
+            problem = attempt(rank, directory, needed, lambda: write_parts(temporary, layout, parts, lender))
             problem = first_problem((yield from collect(group, {"problem": problem})))
         sums: list[Sum] = []
         if problem is None:
@@ -142,22 +145,29 @@ def create_files(temporary: Path, layout: CheckpointLayout) -> None:
             file.write(each.header)
 
 
-def write_parts(temporary: Path, layout: CheckpointLayout, parts: Sequence[Part]) -> None:
-    """Writes elements to their places in the files."""
+def write_parts(
+    temporary: Path, layout: CheckpointLayout, parts: Sequence[Part], lender: Lender | None = None
+) -> None:
+    """Writes elements to their places in the files. lender: is told what was read."""
     check_seen(temporary)
     for span, tensor in parts:
+        read = partial(lender.let_go, tensor) if lender else None
         file, start = layout.place(span)
         flat = tensor.detach().to("cpu").contiguous()
         for at, block, first, held in _blocks(span):
             elements = flat[first : first + math.prod(block)]
             if at is not None:
-                _write_at(temporary / file.name, tensor_bytes(elements), start + at * span.dtype.itemsize)
+                _write_at(
+                    temporary / file.name, tensor_bytes(elements), start + at * span.dtype.itemsize, read
+                )
             else:
                 full = map_bytes(
                     temporary / file.name, start, math.prod(span.shape) * span.dtype.itemsize, shared=True
                 )
                 target = full.view(span.dtype).view(span.shape)
                 blocks.put(Pieces(span.shape, (held,)), 0, elements.view(block), target)
+        if read:
+            read()
 
 
 def flush(temporary: Path, layout: CheckpointLayout) -> None:
@@ -175,11 +185,15 @@ def _check_same(temporary: Path, node: int | None) -> None:
         )
 
 
-def _write_at(path: Path, data: memoryview, position: int) -> None:
+def _write_at(path: Path, data: memoryview, position: int, read: Callable[[], None] | None) -> None:
+    """read: called when some of the data have been read."""
+    size = _WRITTEN_BYTES if read else len(data)
     with path.open("r+b", buffering=0) as file:
         while len(data):
-            count = os.pwrite(file.fileno(), data, position)
+            count = os.pwrite(file.fileno(), data[:size], position)
             data, position = data[count:], position + count
+            if read:
+                read()
 
 
 def _blocks(span: HeldSpan) -> Iterator[tuple[int | None, tuple[int, ...], int, tuple[Runs | None, ...]]]:

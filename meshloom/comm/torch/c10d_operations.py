@@ -2,6 +2,9 @@
 
 When a rank's process ends, its connections close and operations under way fail on all ranks. A rank that is
 alive and calls `abort()` leaves a note in the group's store, which waiting ranks check once a second.
+
+Gloo forgets an operation whose message it could not send any more because the connection had just closed: its wait
+never ends. So ranks that wait also post a message now and then, which fails at once if the connection is closed.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -24,6 +28,7 @@ _POLL = timedelta(seconds=1)
 # Gloo copies what it scatters or gathers until somebody has waited for it. With more bytes under way the
 # oldest operations are waited for first.
 _HELD_BYTES = 64 << 20
+_NOBODY_SENDS = (1 << 31) - 1  # a tag
 
 # Fragments of messages of Gloo, NCCL and the store, in lower case.
 _TIMED_OUT = ("timed out", "timeout")
@@ -51,6 +56,7 @@ class C10dOperations:
         self._members, self._member = members, members[process_group.rank()]
         self._activity = activity
         self._notes = Notes(process_group.get_group_store)
+        self._process_group, self._polls = process_group, 0
         self._aborted = False
         # under way, with what the backend or this rank holds for them in bytes
         self._holding: deque[tuple[Work, int]] = deque()
@@ -103,6 +109,20 @@ class C10dOperations:
         """The member that has aborted, if one has and its note can be read."""
         return self._notes.who_left()
 
+    def who_is_gone(self) -> str | None:
+        """The member whose connection is closed, if one is. Called once a second during waits; asks after 1, 2, 4, 8, ...
+        of them, because every question stays with Gloo."""
+        self._polls += 1
+        if self._polls & (self._polls - 1):
+            return None
+        for rank, member in enumerate(self._members):
+            if rank != self._process_group.rank():
+                try:
+                    self._process_group.recv([torch.empty(1, dtype=torch.uint8)], rank, _NOBODY_SENDS)
+                except RuntimeError:
+                    return member
+        return None
+
     def make_room(self, num_bytes: int) -> None:
         """Wait for the oldest operations if what is held for them would become too many bytes."""
         if not num_bytes:
@@ -116,6 +136,7 @@ class C10dOperations:
         self._holding.append((work, num_bytes))
 
     def _wait(self, work: dist.Work, what: str, poll: bool) -> None:
+        self._polls = 0
         while poll:
             self._check_aborted(what)
             try:
@@ -127,6 +148,8 @@ class C10dOperations:
                     return
                 if left := self.who_left():
                     raise PeerLostError(f"{self._member} lost {left}, {ABORTED}, in {what}.") from None
+                if gone := self.who_is_gone():
+                    raise PeerLostError(f"{self._member} lost {gone} in {what}: connection closed.") from None
         self._check_aborted(what)
         work.wait()
 

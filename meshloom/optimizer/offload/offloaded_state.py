@@ -8,6 +8,8 @@ from pathlib import Path
 from torch import nn
 from torch.optim import Optimizer
 
+from meshloom.checkpoint.lending import Lender
+
 
 class OffloadedState(ABC):
     """The state of a rank's optimizers."""
@@ -31,6 +33,11 @@ class OffloadedState(ABC):
 
     def keep_all(self) -> None:  # noqa: B027
         """Called when state of any parameter may have been read, changed or made outside an update."""
+
+    @property
+    def lender(self) -> Lender | None:
+        """What lends the state to a save that goes on beside updates; None: the save copies it."""
+        return None
 
     @abstractmethod
     def notes(self) -> list[str]:

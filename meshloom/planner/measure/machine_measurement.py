@@ -71,9 +71,10 @@ def machine_of(
     crowds: Sequence[Crowd] = (),
     ranks: int = 1,
     transport: str = "",
+    disk: float = 0.0,
 ) -> Machine:
     """The machine that this process runs on, with its measurements; operators were measured by so many ranks
-    at the same time."""
+    at the same time. disk: its bytes per second."""
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         kind, model, memory = "cuda", str(properties.name), int(properties.total_memory)
@@ -97,6 +98,7 @@ def machine_of(
         crowds=tuple(crowds),
         ranks=ranks,
         transport=transport,
+        disk_bytes_per_second=disk,
     )
 
 

@@ -176,9 +176,10 @@ def _of_checkpoint(plan: Plan, facts: StepFacts) -> int:
 
 
 def copied_by(held: HeldBytes, plan: Plan, *, one_copy: bool = False) -> int:
-    """Bytes of host memory for what a rank copies for a checkpoint in the background: its part of the state."""
+    """Bytes of host memory for what a rank copies for a checkpoint in the background: its part of the state, without
+    what is offloaded to a disk."""
     parameters = held.parameters if one_copy or plan.zero == 3 else -(-held.parameters // plan.dp)
-    state = held.optimizer + held.offloaded
+    state = held.optimizer
     state = state if one_copy or plan.zero else -(-state // plan.dp)
     return parameters + state + held.buffers
 

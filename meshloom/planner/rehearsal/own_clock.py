@@ -97,10 +97,13 @@ class CommonMemory:
 
 class RehearsedGroup(Group):
     """Does what `group` does while the rank's own clock is stopped, and records the calls. common: set if its
-    ranks can share memory."""
+    ranks can share memory. members: the ranks that it connects."""
 
-    def __init__(self, group: Group, axis: Axis, clock: OwnClock, common: CommonMemory | None = None) -> None:
+    def __init__(
+        self, group: Group, axis: Axis, clock: OwnClock, common: CommonMemory | None = None, members: Sequence[int] = ()
+    ) -> None:  # fmt: skip
         self._group, self._clock, self._common = group, clock, common
+        self._members = tuple(members)
         self._axis: Axis = axis
         if common is not None:
             self.window = self._window  # with it the group is one of `Windows`
@@ -170,6 +173,7 @@ class RehearsedGroup(Group):
                 ranks=self.size,
                 at=self._clock.seconds,
                 in_place=in_place,
+                members=self._members,
             )
         )
         try:

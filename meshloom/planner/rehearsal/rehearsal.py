@@ -25,7 +25,7 @@ from meshloom.planner.memory.rank_memory import HeldBytes
 @dataclass(frozen=True, kw_only=True)
 class RehearsedCall:
     """An operation that a rank started. at: on its own clock. in_place: the tensor lay in memory that all
-    ranks of the host can read."""
+    ranks of the host can read. members: the ranks that take part; (): not known."""
 
     axis: Axis
     kind: str
@@ -33,6 +33,7 @@ class RehearsedCall:
     ranks: int
     at: float
     in_place: bool = False
+    members: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

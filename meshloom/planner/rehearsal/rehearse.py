@@ -168,7 +168,7 @@ def rehearsed_ranks(mesh: Mesh, turns: Turns, common_memory: bool) -> list[Rehea
         axis = "dp" if use in ALONG_DP else use
         common = CommonMemory(len(members)) if common_memory else None
         return [
-            RehearsedGroup(group, axis, clocks[rank], common)
+            RehearsedGroup(group, axis, clocks[rank], common, members)
             for rank, group in zip(members, groups, strict=True)
         ]
 
@@ -231,8 +231,10 @@ def _timed_step(rank: RehearsedRank, number: int, turn: LossTurn, chunks: Sequen
 def _check_room(replica: Replica, num_ranks: int) -> None:
     """Raises `PlanError` if there is no memory for so many ranks, including this one, which has built its
     model. Each builds the full model at first."""
-    # with gradients and an optimizer's two averages
-    num_bytes = 4 * sum(each.nbytes for each in replica.model.parameters())
+    # with gradients and an optimizer's two averages, unless these are on a disk
+    num_bytes = (4 if replica.plan.offload == "none" else 2) * sum(
+        each.nbytes for each in replica.model.parameters()
+    )
     if num_bytes * num_ranks > free_bytes():
         raise PlanError(
             f"{replica.plan} cannot be rehearsed here: {num_ranks} ranks hold up to {format_bytes(num_bytes)} each in this process, and {format_bytes(free_bytes())} "

@@ -1,0 +1,305 @@
+"""Saves in the background beside offload=optimizer: the state is read from its file and never copied, while updates go
+on elsewhere in it.
+
+A save that is under way is held where a test wants it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from meshloom.checkpoint.checkpoint import Checkpoint
+from meshloom.checkpoint.writing import save_room
+from meshloom.core.errors import PlanError
+from meshloom.core.job import Job
+from meshloom.optimizer import state_on_disk
+from meshloom.optimizer.offload.file_lender import FileLender
+from meshloom.optimizer.offload.state_file import StateFile
+from meshloom.train.trainer import Trainer
+from tests.covering import few
+from tests.offload_jobs import Counting, job_with, offload_job, ran, small
+from tests.test_background_saving import Held, assert_equal, checkpoints_in, train
+from tests.test_offload import resident
+
+SAVING: dict[str, Any] = {"checkpoint": "background", "keep_checkpoints": 9}
+CASES = [
+    ("mlp", "groups", "dp=2,zero=1"),
+    ("gpt", "adamw", "dp=2,tp=2"),
+    ("mlp", "counting", "dp=1"),
+    ("mlp", "late", "dp=3,zero=2"),
+    ("mlp", "frozen", "dp=2,zero=3"),
+    ("unused_twice", "adagrad", "dp=2"),
+    ("branch", "rmsprop", "dp=2,zero=1"),
+    ("mlp", "muon", "tp=2"),
+    ("mlp", "adafactor", "pp=2,microbatches=2"),
+    ("mlp", "amsgrad", "dp=2,exchange=diloco,local_steps=2"),
+    ("mlp", "fused", "dp=2,exchange=local_sgd,local_steps=2"),
+    ("mlp", "foreach", "dp=2,exchange=server"),
+    ("mlp", "hooked", "dp=2,zero=1"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _on_cpus(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.config.getoption("--device") != "cpu":
+        pytest.skip("it is about ranks on CPUs")
+    small(monkeypatch)
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
+    found = Held(monkeypatch)
+    yield found
+    found.go.set()
+
+
+class Late(Optimizer):
+    """Momentum from the first step on; from the fourth, in the middle of a save, a second average and a count."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.02})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for each in group["params"]:
+                state = self.state[each]
+                if not state:
+                    state["first"], state["seen"] = torch.zeros_like(each), torch.zeros(())
+                state["seen"] += 1
+                if each.grad is None:
+                    continue
+                state["first"].lerp_(each.grad, 0.5)
+                if state["seen"] > 3:
+                    second = state.setdefault("second", torch.ones_like(each))
+                    second.lerp_(each.grad.square(), 0.1)
+                each.sub_(group["lr"] * state["first"] / state.get("second", torch.ones(())).sqrt())
+
+
+def hooked(named: list[tuple[str, nn.Parameter]]) -> Optimizer:
+    """It is stepped once for all parameters."""
+    made = torch.optim.AdamW(named, lr=0.01)
+    made.register_step_post_hook(lambda *_: None)
+    return made
+
+
+def frozen(model: nn.Module) -> nn.Module:
+    next(iter(model.parameters())).requires_grad_(False)
+    return model
+
+
+def job_of(model: str, optimizer: str, **settings: Any) -> Job:
+    settings = {"steps": 7, "checkpoint_every": 3, **SAVING, **settings}
+    builds = {"counting": Counting, "late": lambda named: Late([each for _, each in named]), "hooked": hooked}
+    if optimizer in builds:
+        return job_with(model, builds[optimizer], **settings)
+    job = offload_job(model, "groups" if optimizer == "frozen" else optimizer, **settings)
+    return replace(job, model=lambda: frozen(job.model())) if optimizer == "frozen" else job
+
+
+def let_go_after(held: Held, step: int) -> Callable[[int], None]:
+    return lambda done: held.go.set() if done == step else None
+
+
+@pytest.mark.parametrize(("model", "optimizer", "plan"), few(CASES, 5, pytest.mark.slow))
+def test_files_and_training_are_those_of_a_foreground_save_in_memory(
+    model: str, optimizer: str, plan: str, held: Held, tmp_path: Path
+) -> None:
+    """The save after step 3 is written after two more updates, the next one in its turn; then a run resumes it."""
+    steps = 6 if "local" in plan else 7
+    train(job_of(model, optimizer, steps=steps, checkpoint="foreground"), plan, tmp_path / "plain")
+    job = job_of(model, optimizer, steps=steps)
+    train(job, f"{plan},offload=optimizer", tmp_path / "with", let_go_after(held, 5))
+    plans = {path.name: Checkpoint.open(path).plan_text for path in (tmp_path / "with").glob("step-*")}
+    assert all("offload=optimizer" in each for each in plans.values()) and len(plans) == (
+        2 if steps == 6 else 3
+    )
+    assert_equal_tensors(tmp_path / "with", tmp_path / "plain")
+    resumed = ran(job, f"{plan},offload=optimizer", resume=tmp_path / "with" / "step-00000003")
+    expected = ran(replace(job, checkpoint="foreground"), plan, resume=tmp_path / "plain" / "step-00000003")
+    assert all(torch.equal(resumed[name], each) for name, each in expected.items())
+
+
+def assert_equal_tensors(one: Path, other: Path) -> None:
+    """The same checkpoints, byte by byte but for the plan's name."""
+    assert checkpoints_in(one) == checkpoints_in(other) != []
+    for name in checkpoints_in(one):
+        for path in (one / name).glob("*.safetensors"):
+            assert path.read_bytes() == (other / name / path.name).read_bytes(), path
+
+
+def test_only_what_is_in_memory_is_copied_and_that_is_said(
+    held: Held, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """And what updates write meanwhile is moved once: the file is twice as large as the state."""
+    monkeypatch.setattr(state_on_disk, "SMALLEST", 200)  # biases stay in memory
+    files: list[StateFile] = []
+    monkeypatch.setattr(state_on_disk, "StateFile", lambda path: files.append(StateFile(path)) or files[-1])
+    moved: list[int] = []
+    move = StateFile.move
+    monkeypatch.setattr(StateFile, "move", lambda self, each: moved.append(each.nbytes) or move(self, each))
+    job = job_of("mlp", "adamw", steps=6)
+    with Trainer(job, "dp=1,offload=optimizer", devices="simulated", out=tmp_path) as trainer:
+        parameters = [each for _, each in trainer.replicas[0].named]
+    large = [each for each in parameters if each.nbytes >= 200]
+    files.clear()
+    notes = train(job, "dp=1,offload=optimizer", tmp_path, let_go_after(held, 5), overwrite=True)
+    (file,) = files
+    pages = sum(2 * 4096 * -(-each.nbytes // 4096) for each in large)
+    assert file.num_bytes == 2 * pages
+    assert sum(moved) == 2 * sum(each.nbytes for each in large)  # two averages
+    copied = sum(3 * each.nbytes + 4 for each in parameters) - 2 * sum(each.nbytes for each in large)
+    said = next(each for each in notes if each.startswith("Checkpoints are written in the background"))
+    assert f"from a copy of what is not offloaded in host memory: {copied / 1024:.3g} KiB (" in said
+    assert (
+        f"updates write to {pages // 1024} KiB ({pages // 1024} KiB of it on rank 0) more of the disk" in said
+    )
+
+
+def test_pages_of_the_file_are_not_kept_in_memory(held: Held, tmp_path: Path) -> None:
+    """While a save is under way, and after it."""
+    width = 256
+    job = replace(
+        job_with("mlp", lambda named: torch.optim.AdamW(named), steps=4, **SAVING),
+        model=lambda: nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(6))),
+        loss=lambda model, batch: model(batch["x"].repeat(1, 37)[:, :width]).square().mean(),
+    )
+    found: list[int] = []
+    with Trainer(job, "dp=1,offload=optimizer", devices="simulated", out=tmp_path) as trainer:
+        for batch in trainer.batches():
+            trainer.step(batch)
+            found.append(resident(tmp_path))
+            if batch.step == 1:
+                trainer.save(wait=False)
+                held.there.wait(60)
+                found.append(resident(tmp_path))
+        held.go.set()
+        trainer.save()
+        found.append(resident(tmp_path))
+    assert found == [0] * 6
+
+
+def test_a_full_disk_means_a_save_in_the_foreground(
+    held: Held, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """What the checkpoint takes of the same disk is counted, and both ranks' state."""
+    held.go.set()
+    real = save_room._disk_of
+    job = job_of("mlp", "sgd", steps=4)
+    train(job, "dp=2,zero=1", tmp_path / "without")
+    for free, fits in ((20_000, False), (2**40, True)):
+        monkeypatch.setattr(save_room, "_disk_of", lambda path, free=free: [real(path)[0], free, str(path)])
+        out = tmp_path / str(free)
+        notes = train(job, "dp=2,zero=1,offload=optimizer", out)
+        refused = [each for each in notes if "is saved in the foreground" in each]
+        assert bool(refused) != fits
+        if refused:
+            assert refused[0].startswith(
+                "Step 3 is saved in the foreground: meanwhile, updates would write the offloaded optimizer state to "
+            )
+            assert (
+                f"more of the disk of {out}, and 19.5 KiB are free there, of which the checkpoint takes"
+                in refused[0]
+            )
+        assert_equal_tensors(out, tmp_path / "without")
+
+
+def test_disk_that_one_rank_cannot_reserve_is_given_back_by_the_others(
+    held: Held, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    held.go.set()
+    files: list[StateFile] = []
+    monkeypatch.setattr(state_on_disk, "StateFile", lambda path: files.append(StateFile(path)) or files[-1])
+    before: list[int] = []
+
+    def reserve(self: FileLender, num_bytes: int) -> None:
+        before.append(self._file.num_bytes)
+        if self._file is files[1]:
+            raise PlanError("no room")
+        self._file.reserve(num_bytes)
+
+    monkeypatch.setattr(FileLender, "reserve", reserve)
+    notes = train(job_of("mlp", "sgd", steps=4), "dp=2,zero=1,offload=optimizer", tmp_path)
+    assert "Step 3 is saved in the foreground: no more disk could be reserved (no room)." in notes
+    assert [each.num_bytes for each in files] == before and 0 not in before
+
+
+def test_a_loop_that_fails_meanwhile_leaves_the_checkpoint(held: Held, tmp_path: Path) -> None:
+    def fail(step: int) -> None:
+        if step == 5:
+            held.go.set()
+            raise ZeroDivisionError
+
+    plan = "dp=2,zero=1,offload=optimizer"
+    with pytest.raises(ZeroDivisionError):
+        train(job_of("mlp", "groups"), plan, tmp_path / "with", fail)
+    train(job_of("mlp", "groups", steps=3, checkpoint="foreground"), plan, tmp_path / "plain")
+    assert_equal(tmp_path / "with", tmp_path / "plain")
+
+
+def test_what_cannot_be_moved_waits_for_the_save(tmp_path: Path) -> None:
+    """A view of a tensor would be torn from it; and nothing is overwritten that is still read."""
+    file = StateFile(tmp_path)
+    lender = FileLender(file)
+    alone, viewed = torch.arange(3000.0), torch.arange(2000.0)
+    for each in (alone, viewed):
+        file.place(each)
+    view = viewed[5:]
+    first, second = lender.lend([alone[10:], viewed])
+    done = threading.Event()
+
+    def update() -> None:
+        for each in (alone, viewed):
+            lender.separate([each])
+            each += 1
+        done.set()
+
+    thread = threading.Thread(target=update)
+    thread.start()
+    assert not done.wait(0.2)
+    assert torch.equal(first, torch.arange(10.0, 3000.0)) and torch.equal(second, torch.arange(2000.0))
+    assert torch.equal(alone, torch.arange(3000.0) + 1)
+    lender.end()
+    thread.join()
+    assert torch.equal(view, torch.arange(5.0, 2000.0) + 1) and file.holds(alone) and file.holds(viewed)
+
+
+def test_a_moved_tensor_keeps_identity_values_and_strides(tmp_path: Path) -> None:
+    """And its room is free when nobody reads it any more."""
+    file = StateFile(tmp_path)
+    tensor = torch.randn(33, 700, generator=torch.Generator().manual_seed(1)).t()
+    expected = tensor.clone()
+    file.place(tensor)
+    assert file.missing_bytes([tensor, tensor.t()[3:]]) == 23 * 4096
+    lent = file.same_elements(tensor.t())
+    address, before = tensor.data_ptr(), file.num_bytes
+    file.move(tensor)
+    tensor += 1
+    assert torch.equal(tensor, expected + 1) and tensor.stride() == (1, 700)
+    assert torch.equal(lent, expected.t().reshape(-1)) and lent.data_ptr() == address
+    assert file.missing_bytes([tensor]) == 23 * 4096
+    del lent
+    assert file.missing_bytes([tensor]) == 0
+    file.move(tensor)
+    assert tensor.data_ptr() == address and file.num_bytes == before
+
+
+def test_what_was_reserved_last_is_given_back(tmp_path: Path) -> None:
+    file = StateFile(tmp_path)
+    file.reserve(10_000)
+    before = file.num_bytes
+    file.reserve(1_000_000)
+    file.take_back()
+    assert file.num_bytes == before
+    tensor = torch.ones(1000)
+    file.place(tensor)
+    assert file.num_bytes == before and bool(tensor.all())
