@@ -22,6 +22,8 @@ from meshloom.core.random import (
     derive,
     model_seed,
     preserved_draws,
+    python_draws_of,
+    python_generators,
     sample_order,
     sample_seed,
     seed_everything,
@@ -228,6 +230,24 @@ def test_preserved_draws_puts_all_three_generators_back():
         seed_everything(99)
         three_draws()
     assert three_draws() == expected
+
+
+def test_what_python_draws_at_a_moment_leaves_the_draws_outside_as_they_were():
+    def outside(*, entered: bool) -> tuple[float, ...]:
+        seed_everything(3)
+        numpy.random.randn()  # numpy keeps the second of a pair
+        if entered:
+            with python_draws_of(11):
+                of_python, of_numpy = python_generators(11)
+                drawn = random.random(), *numpy.random.randn(3)
+                assert drawn == (of_python.random(), *of_numpy.randn(3))
+                with python_draws_of(12):
+                    assert random.random() == python_generators(12)[0].random()
+                    numpy.random.randn()
+                assert (random.random(), *numpy.random.randn(2)) == (of_python.random(), *of_numpy.randn(2))
+        return random.random(), *numpy.random.randn(3)
+
+    assert outside(entered=True) == outside(entered=False)
 
 
 def test_preserved_draws_keeps_the_chain_of_keyed_draws():

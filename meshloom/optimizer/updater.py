@@ -114,6 +114,11 @@ class Updater:
             if is_divided
             else assign_everything(user, named_parameters, exchange)
         )
+        theirs = {id(each.parameter) for each in exchange.owned}.union(map(id, self._assignment.full))
+        targets = [each for each in (*self._assignment.targets, *self._assignment.full) if each is not None]
+        # whose `.grad` is the exchange's, and what was made for updates alone
+        self._theirs = [each for each in targets if id(each) in theirs]
+        self._own = [each for each in targets if id(each) not in theirs]
         clips = any(each.clip_grad_norm is not None for each in self._losses)
         self._counted = (
             _counted_here(exchange.owned, shards, self._device) if shards.size > 1 and clips else None
@@ -170,7 +175,7 @@ class Updater:
             multiplied by in this update. evaluate: for optimizers that take a closure.
         """
         parts, turn = self._assignment, self._turn
-        before = [(target, target.grad) for target in (*parts.targets, *parts.full) if target is not None]
+        before = [(target, target.grad) for target in self._theirs]
         norm = yield from self._take(gradients)
         for optimizer in turn.optimizers:
             with _scaled(optimizer, rate):
@@ -180,6 +185,8 @@ class Updater:
                     self._offloaded.step(optimizer) if self._offloaded else optimizer.step()
         for target, gradient in before:
             target.grad = gradient  # it is the exchange's
+        for target in self._own:
+            target.grad = None
         if parts.from_shards and turn.looks_at_whole:
             yield from parts.from_shards.give_back()
         if parts.from_slices and turn.looks_at_whole:
@@ -204,7 +211,11 @@ class Updater:
             )
         for target, gradient in zip(parts.targets, gradients, strict=True):
             if target is not None:
-                if gradient is not None and gradient.layout == torch.strided:
+                if (
+                    gradient is not None
+                    and gradient.shape != target.shape
+                    and gradient.layout == torch.strided
+                ):
                     gradient = gradient.view(target.shape)
                 target.grad = gradient
         if parts.from_slices and turn.looks_at_whole:
