@@ -178,6 +178,15 @@ def test_recomputing_activations_repeats_the_draws(use_reentrant: bool, rows: Ro
         assert torch.equal(plain, recomputed)
 
 
+def test_draws_for_some_rows_have_the_layout_of_those_for_all():
+    """Compiled code expects the layout that the operator has without keys."""
+    q = torch.randn(3, 7, 2, 5).transpose(1, 2)
+    draws = [lambda: F.scaled_dot_product_attention(q, q, q), lambda: F.dropout(q, 0.5)]
+    for draw in draws:
+        with KeyedDraws(Rows(start=2, count=3, total=5)):
+            assert draw().stride() == q.stride()
+
+
 @given(st.lists(st.integers(0, 2**40), min_size=1, max_size=4))
 def test_derived_seeds_are_63_bit_numbers(parts: list[int]):
     assert 0 <= derive(*parts) < 2**63

@@ -240,7 +240,10 @@ def _draw(func: Any, args: Sequence[Any], kwargs: dict[str, Any], rows: Rows | N
         if not isinstance(value, Tensor) or value.shape[:1] != like.shape[:1]:
             return value
         # a valid probability, weight, deviation and rate
-        full = value.new_ones((rows.total * per_sample, *value.shape[1:]))
+        sizes = rows.total * per_sample, *value.shape[1:]
+        order = sorted(range(value.ndim), key=value.stride, reverse=True)  # results have the layout of operands
+        ones = value.new_ones([sizes[dim] for dim in order])
+        full = ones.permute([order.index(dim) for dim in range(value.ndim)])
         full[start:stop] = value
         return full
 
