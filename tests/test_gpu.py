@@ -51,7 +51,7 @@ def test_what_went_well_without_a_gpu_is_not_run(gpu: Any, monkeypatch: pytest.M
     assert [part["part"] for part in record["parts"]] == list(gpu.PARTS)
     assert {row["status"] for part in record["parts"] for row in part["rows"]} == {"not run"}
     assert (
-        "0 passed, 0 failed, 0 refused, 13 not run." in page
+        f"0 passed, 0 failed, 0 refused, {len(gpu.PARTS)} not run." in page
         and "| a \\| b | not run | needs a GPU; rehearsed on the CPU: 1 of 2 |" in page
     )
 

@@ -22,6 +22,8 @@ from meshloom.core.random import (
     derive,
     model_seed,
     preserved_draws,
+    python_draws_of,
+    python_generators,
     sample_order,
     sample_seed,
     seed_everything,
@@ -176,6 +178,15 @@ def test_recomputing_activations_repeats_the_draws(use_reentrant: bool, rows: Ro
         assert torch.equal(plain, recomputed)
 
 
+def test_draws_for_some_rows_have_the_layout_of_those_for_all():
+    """Compiled code expects the layout that the operator has without keys."""
+    q = torch.randn(3, 7, 2, 5).transpose(1, 2)
+    draws = [lambda: F.scaled_dot_product_attention(q, q, q), lambda: F.dropout(q, 0.5)]
+    for draw in draws:
+        with KeyedDraws(Rows(start=2, count=3, total=5)):
+            assert draw().stride() == q.stride()
+
+
 @given(st.lists(st.integers(0, 2**40), min_size=1, max_size=4))
 def test_derived_seeds_are_63_bit_numbers(parts: list[int]):
     assert 0 <= derive(*parts) < 2**63
@@ -228,6 +239,24 @@ def test_preserved_draws_puts_all_three_generators_back():
         seed_everything(99)
         three_draws()
     assert three_draws() == expected
+
+
+def test_what_python_draws_at_a_moment_leaves_the_draws_outside_as_they_were():
+    def outside(*, entered: bool) -> tuple[float, ...]:
+        seed_everything(3)
+        numpy.random.randn()  # numpy keeps the second of a pair
+        if entered:
+            with python_draws_of(11):
+                of_python, of_numpy = python_generators(11)
+                drawn = random.random(), *numpy.random.randn(3)
+                assert drawn == (of_python.random(), *of_numpy.randn(3))
+                with python_draws_of(12):
+                    assert random.random() == python_generators(12)[0].random()
+                    numpy.random.randn()
+                assert (random.random(), *numpy.random.randn(2)) == (of_python.random(), *of_numpy.randn(2))
+        return random.random(), *numpy.random.randn(3)
+
+    assert outside(entered=True) == outside(entered=False)
 
 
 def test_preserved_draws_keeps_the_chain_of_keyed_draws():

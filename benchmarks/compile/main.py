@@ -1,9 +1,11 @@
-"""Milliseconds per training step of compiled plans on two CPU ranks, beside the same plans uncompiled, DDP with
+"""Milliseconds per training step, and of CPU time of it, of compiled plans on two CPU ranks, beside the same plans uncompiled, DDP with
 `torch.compile`, and a plain loop with `torch.compile`.
 
     python benchmarks/compile/main.py --json -                           # the benchmark GPT, an MLP of many small operators, a convolutional network; dp=2
     python benchmarks/compile/main.py --plans dp=2 tp=2 --models gpt --json -
     python benchmarks/compile/main.py --borders --json -                 # what a border between two compiled regions costs
+
+CPU time is that of the slower rank's process in its least step, so that other work on the machine hardly counts in it.
 
 One pair of processes with one thread each hosts all systems. They are timed in turns, a round is a few steps of each,
 and the order is reversed from round to round. The first round compiles. The plain loop is one rank with half of the
@@ -148,16 +150,19 @@ def main() -> int:
 def tell(records: list[dict[str, Any]]) -> None:
     """Ratios of medians to standard error."""
     median = {(each["model"], each["system"]): each["seconds"]["median"] for each in records}
+    cpu = {(each["model"], each["system"]): each["cpu_seconds"] for each in records}
     for record in records:
         model, system, seconds = record["model"], record["system"], record["seconds"]
         ratios = ""
         if system.endswith(",compile=true"):
             others = (system.removesuffix(",compile=true"), "ddp compiled", "plain compiled, half")
             ratios = "  " + ", ".join(
-                f"/ {each}: {seconds['median'] / median[model, each]:.2f}" for each in others
+                f"/ {each}: {seconds['median'] / median[model, each]:.2f} (CPU {cpu[model, system] / cpu[model, each]:.2f})"
+                for each in others
             )
+        spread = f"({seconds['minimum'] * 1e3:.1f} to {seconds['maximum'] * 1e3:.1f}), CPU {cpu[model, system] * 1e3:5.1f} ms"
         print(
-            f"{model:<16} {system:<22} {seconds['median'] * 1e3:8.1f} ms ({seconds['minimum'] * 1e3:.1f} to {seconds['maximum'] * 1e3:.1f}){ratios}",
+            f"{model:<16} {system:<22} {seconds['median'] * 1e3:8.1f} ms {spread}{ratios}",
             file=sys.stderr,
         )
 
@@ -168,11 +173,17 @@ def run_rank(arguments: argparse.Namespace) -> None:
     with Path(arguments.json if os.environ["RANK"] == "0" else os.devnull).open("w") as file:
         for model in arguments.models:
             timed = time_systems(CASES[model], arguments.plans, arguments.rounds, arguments.steps)
-            for system, (seconds, compiled) in timed.items():
+            for system, (seconds, cpu_seconds, compiled) in timed.items():
                 summary = {
                     "median": statistics.median(seconds), "minimum": min(seconds), "maximum": max(seconds)
                 }  # fmt: skip
-                record = {"model": model, "system": system, "ranks": RANKS, "batch": CASES[model].batch}
+                record = {
+                    "model": model,
+                    "system": system,
+                    "ranks": RANKS,
+                    "batch": CASES[model].batch,
+                    "cpu_seconds": cpu_seconds,
+                }
                 file.write(
                     json.dumps({**record, "seconds": summary, "compiled": compiled, "rounds": seconds}) + "\n"
                 )
@@ -181,8 +192,8 @@ def run_rank(arguments: argparse.Namespace) -> None:
 
 def time_systems(
     case: Case, plans: list[str], num_rounds: int, num_steps: int
-) -> dict[str, tuple[list[float], str | None]]:
-    """Seconds per step of each system in each round, and what it says of its compilation."""
+) -> dict[str, tuple[list[float], float, str | None]]:
+    """Seconds per step of each system in each round, the least of CPU time, and what it says of its compilation."""
     total = (num_rounds + 1) * num_steps
     with ExitStack() as stack:
         prepare: dict[str, Prepare] = {}
@@ -201,6 +212,8 @@ def time_systems(
             open_loop(case, _compile(case.model()), total) if alone else lambda: float
         )
         seconds: dict[str, list[float]] = {system: [] for system in prepare}
+        spent: dict[str, list[float]] = {system: [] for system in prepare}  # CPU seconds of every step
+        prepare = {system: counting(each, spent[system]) for system, each in prepare.items()}
         for number in range(num_rounds + 1):
             losses: dict[str, float] = {}
             for system in list(prepare)[:: -1 if number % 2 else 1]:
@@ -216,8 +229,28 @@ def time_systems(
             for system, trainer in trainers.items()
             if (compiler := trainer.replicas[0].engine.compiler)
         }
+        slowest = torch.tensor([min(each[num_steps:]) for each in spent.values()])
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)
+        cpu = dict(zip(spent, slowest.tolist(), strict=True))
         end_rounds()
-    return {system: (each, said.get(system)) for system, each in seconds.items()}
+    return {system: (each, cpu[system], said.get(system)) for system, each in seconds.items()}
+
+
+def counting(prepare: Prepare, spent: list[float]) -> Prepare:
+    """The same, with the process's CPU seconds of every step in `spent`."""
+
+    def prepared() -> Step:
+        step = prepare()
+
+        def counted() -> float:
+            started = time.process_time()
+            value = step()
+            spent.append(time.process_time() - started)
+            return value
+
+        return counted
+
+    return prepared
 
 
 def open_meshloom(case: Case, plan: str, steps: int, stack: ExitStack) -> tuple[ml.Trainer, Prepare]:

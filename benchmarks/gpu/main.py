@@ -42,7 +42,7 @@ NEEDED = (
     "yaml",
 )
 PARTS = (
-    "losses", "schedules", "waits", "speed_gpt", "speed_resnet", "processes", "verify_gpt", "verify_small", "tests", "checkpoints",
+    "losses", "schedules", "compiled", "waits", "speed_gpt", "speed_resnet", "processes", "verify_gpt", "verify_small", "tests", "checkpoints",
     "memory", "offload", "second_device",
 )  # fmt: skip
 

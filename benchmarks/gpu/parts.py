@@ -7,6 +7,7 @@
     checkpoints   written on one kind of device, gone on from on the other
     memory        the memory of a step, predicted beside what the allocator counted
     schedules     every schedule, zero and tp on simulated devices that are the device, beside one CPU
+    compiled      compile=true where a loss, units and regions of programs are compiled, beside one CPU
     waits         how often the host waits for the GPU in a step, as torch warns of it
     speed_gpt     a GPT of 124 million parameters beside a plain loop with torch.compile: tokens/s and MFU
     speed_resnet  ResNet-50, likewise
@@ -27,26 +28,21 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import speed
 import torch
-from torch.utils.data import default_collate
+from device_memory import memory, offload
+from rows import MAIN, ROOT, Row, job_of, simulated, status_of, trained, tried
 
 import meshloom as ml
-from meshloom.core.jobfile import load_job
 from meshloom.core.schedules import SCHEDULES
-from meshloom.planner.memory.measured import measure_memory
-from meshloom.planner.memory.memory import predict_memory
-from meshloom.program.capture.capture import capture
 from meshloom.telemetry.progress import QUIET
 from meshloom.verify.run import verify
 
-ROOT = Path(__file__).parents[2]
-MAIN = ROOT / "examples/01_gpt_bytes.py"
 SMALL = (
     "02_digits",
     "03_data_parallel",
@@ -59,31 +55,20 @@ SMALL = (
 PLANS = ("dp=2", "tp=2", "pp=2,microbatches=2", "dp=2,zero=1", "dp=2,pp=2,tp=2")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """One fact. status: passed, failed, or refused (meshloom says in a sentence that it does not do this, on
-    any device). figures: by name, in JSON."""
-
-    name: str
-    status: str
-    text: str = ""
-    figures: dict[str, Any] = field(default_factory=dict)
-
-
 def losses(device: str) -> Iterator[Row]:
     """Float64 shows mistakes, float32 what is lost in ordinary training."""
     # float64: sums in other orders. float32: 1e-7 of rounding, which AdamW's first steps (g / |g|) blow up
     # for gradients close to zero.
     for dtype, steps, tolerance in ((torch.float64, 5, 1e-9), (torch.float32, 10, 5e-3)):
         here, there = (
-            _trained(_job(MAIN), "dp=1", each, steps=steps, dtype=dtype) for each in ("cpu", device)
+            trained(job_of(MAIN), "dp=1", each, steps=steps, dtype=dtype) for each in ("cpu", device)
         )
         worst = max(abs(one - other) / abs(one) for one, other in zip(here, there, strict=True))
         name = f"{steps} steps of {MAIN.name} in {str(dtype).removeprefix('torch.')}"
         text = f"losses differ by {worst:.2g} of their value at most; {tolerance:g} is allowed"
         yield Row(
             name=name,
-            status=_status(worst <= tolerance),
+            status=status_of(worst <= tolerance),
             text=text,
             figures={"worst": worst, "cpu": here, "device": there},
         )
@@ -134,82 +119,33 @@ def tests(device: str) -> Iterator[Row]:
     text = f"{len(cases)} tests, {len(on_device)} of them with a world on {device}, {skipped} skipped"
     yield Row(
         name="pytest --device",
-        status=_status(done.returncode == 0 and bool(on_device)),
+        status=status_of(done.returncode == 0 and bool(on_device)),
         text=text,
         figures={"tests": len(cases), "on_device": len(on_device)},
     )
 
 
 def checkpoints(device: str) -> Iterator[Row]:
-    unbroken = _trained(_job(MAIN), "dp=1", "cpu", steps=6, dtype=torch.float64)
+    unbroken = trained(job_of(MAIN), "dp=1", "cpu", steps=6, dtype=torch.float64)
     for first, second in (("cpu", device), (device, "cpu")):
         with tempfile.TemporaryDirectory() as out:
-            job = replace(_job(MAIN), checkpoint_every=3)
-            before = _trained(job, "dp=1", first, steps=3, dtype=torch.float64, out=out)
-            after = _trained(job, "dp=1", second, steps=6, dtype=torch.float64, resume=out)
+            job = replace(job_of(MAIN), checkpoint_every=3)
+            before = trained(job, "dp=1", first, steps=3, dtype=torch.float64, out=out)
+            after = trained(job, "dp=1", second, steps=6, dtype=torch.float64, resume=out)
         both = [*before, *after]
         worst = max(abs(one - other) / abs(one) for one, other in zip(unbroken, both, strict=True))
         # float64, whose sums are taken in other orders.
         yield Row(
             name=f"3 steps on {first}, then 3 on {second}",
-            status=_status(worst <= 1e-9),
+            status=status_of(worst <= 1e-9),
             text=f"losses differ from 6 steps on the CPU by {worst:.2g}",
             figures={"worst": worst},
         )
 
 
-def memory(device: str) -> Iterator[Row]:
-    """Workspaces of kernels and the allocator's rounding are not predicted (docs/memory.md), so a fifth is
-    allowed, and 32 MiB for cuBLAS."""
-    for batch in (8, 32):
-        job = replace(_job(MAIN), batch_size=batch)
-        data = job.data()
-        batches = [
-            default_collate([data[number * batch + each] for each in range(batch)]) for number in range(2)
-        ]
-        predicted = predict_memory(capture(job, (batches[0], batches[1])), job.optimizer)
-        followed = measure_memory(job, batches[:1], device=device).peak
-        counted = _counted_peak(job, device) if device == "cuda" else followed
-        allowed = 0.2 * predicted.peak + 32 * 2**20
-        text = f"predicted {predicted.peak / 2**20:.1f} MiB (in {predicted.phase}), counted {counted / 2**20:.1f} MiB, tensors followed {followed / 2**20:.1f} MiB"
-        figures = {"predicted": predicted.peak, "counted": counted, "followed": followed}
-        yield Row(
-            name=f"a step of {MAIN.name}, batch {batch}",
-            status=_status(abs(counted - predicted.peak) <= allowed),
-            text=text,
-            figures=figures,
-        )
-
-
-def offload(device: str) -> Iterator[Row]:
-    """Operators of the host round otherwise than those of a GPU. Of AdamW's state, two averages leave the device."""
-    for plan in ("dp=1", "dp=2,zero=1"):
-        where = device if plan == "dp=1" else _simulated(device)
-        away, here = (
-            _trained(_job(MAIN), each, where, steps=5, dtype=torch.float64)
-            for each in (f"{plan},offload=optimizer", plan)
-        )
-        worst = max(abs(one - other) / abs(one) for one, other in zip(here, away, strict=True))
-        yield Row(
-            name=f"5 steps under {plan},offload=optimizer",
-            status=_status(worst <= 1e-9),
-            text=f"losses differ from those of {plan} by {worst:.2g}",
-            figures={"worst": worst},
-        )
-    if device == "cuda":
-        here, away = (_standing(_job(MAIN), plan) for plan in ("dp=1", "dp=1,offload=optimizer"))
-        state = 2 * sum(each.nbytes for each in _job(MAIN).model().parameters())
-        yield Row(
-            name="memory between steps",
-            status=_status(here - away >= 0.9 * state),
-            text=f"{here / 2**20:.1f} MiB, and {away / 2**20:.1f} MiB with offload=optimizer; the state is {state / 2**20:.1f} MiB",
-            figures={"without": here, "with": away, "state": state},
-        )
-
-
 def schedules(device: str) -> Iterator[Row]:
     """In float64, whose sums are taken in other orders."""
-    expected = _trained(_job(MAIN), "dp=1", "cpu", steps=2, dtype=torch.float64)
+    expected = trained(job_of(MAIN), "dp=1", "cpu", steps=2, dtype=torch.float64)
     plans = [f"pp=2,microbatches=4,schedule={name}" for name in SCHEDULES]
     plans += [
         "tp=2",
@@ -219,13 +155,23 @@ def schedules(device: str) -> Iterator[Row]:
         "dp=2,tp=2,zero=1",
     ]
     for plan in plans:
-        yield from _tried(f"2 steps under {plan}", lambda plan=plan: _compared_losses(plan, device, expected))
+        yield from tried(f"2 steps under {plan}", lambda plan=plan: _compared_losses(plan, device, expected))
+
+
+def compiled(device: str) -> Iterator[Row]:
+    """In float64; Triton joins operators, so sums are taken in other orders."""
+    expected = trained(job_of(MAIN), "dp=1", "cpu", steps=2, dtype=torch.float64)
+    for plan in ("dp=1", "dp=2,zero=3", "tp=2", "pp=2,microbatches=2"):
+        words = f"{plan},compile=true"
+        yield from tried(
+            f"2 steps under {words}", lambda words=words: _compared_losses(words, device, expected)
+        )
 
 
 def waits(device: str) -> Iterator[Row]:
     """torch warns of what stops the host; the wait for the step's loss is for an event, of which it does not."""
     for plan in ("dp=1", "dp=1,recompute=selective", "dp=2,zero=1", "tp=2", "pp=2,microbatches=2"):
-        yield from _tried(f"a step under {plan}", lambda plan=plan: _waits_of(plan, device))
+        yield from tried(f"a step under {plan}", lambda plan=plan: _waits_of(plan, device))
 
 
 def speed_gpt(device: str) -> Iterator[Row]:
@@ -251,7 +197,7 @@ def processes(device: str) -> Iterator[Row]:
         done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True)
         yield Row(
             name=f"verify --plan {plan}, a process a rank",
-            status=_status(done.returncode == 0),
+            status=status_of(done.returncode == 0),
             text=(done.stdout + done.stderr)[-300:],
         )
 
@@ -269,7 +215,7 @@ def second_device(device: str) -> Iterator[Row]:
     for name, each in found.items():
         right = "problem" not in each and each["waits"] <= 1 and each["error"] <= 1e-10
         text = each.get("problem") or f"{each['waits']:g} waits, error {each['error']:.2g}"
-        yield Row(name=name, status=_status(right), text=text, figures=each)
+        yield Row(name=name, status=status_of(right), text=text, figures=each)
 
 
 PARTS: dict[str, Callable[[str], Iterator[Row]]] = {
@@ -281,6 +227,7 @@ PARTS: dict[str, Callable[[str], Iterator[Row]]] = {
     "memory": memory,
     "offload": offload,
     "schedules": schedules,
+    "compiled": compiled,
     "waits": waits,
     "speed_gpt": speed_gpt,
     "speed_resnet": speed_resnet,
@@ -289,33 +236,12 @@ PARTS: dict[str, Callable[[str], Iterator[Row]]] = {
 }
 
 
-def _job(path: Path) -> ml.Job:
-    """Without evaluation, which takes longer than the steps; the main job's batches are small, because a CPU
-    computes them too."""
-    job = load_job(str(path))
-    assert job is not None
-    return replace(job, evaluate=None, batch_size=8 if path == MAIN else job.batch_size)
-
-
-def _trained(
-    job: ml.Job, plan: str, device: str, *, steps: int, dtype: torch.dtype | None, **settings: Any
-) -> list[float]:
-    """The losses."""
-    with ml.Trainer(
-        job, plan, devices=device, steps=steps, dtype=dtype, listener=QUIET, **settings, cache="off"
-    ) as trainer:
-        found = [trainer.step(batch) for batch in trainer.batches()]
-        if "out" in settings:
-            trainer.save()
-        return found
-
-
 def _verified(path: Path, device: str) -> Iterator[Row]:
     for plan in PLANS:
         name = f"{path.name} under {plan}"
         try:
             report = verify(
-                _job(path), ml.Plan.parse(plan), devices=_simulated(device), steps=1 if path == MAIN else 2
+                job_of(path), ml.Plan.parse(plan), devices=simulated(device), steps=1 if path == MAIN else 2
             )
         except ml.MeshloomError as refusal:
             yield Row(name=name, status="refused", text=str(refusal))
@@ -327,31 +253,21 @@ def _verified(path: Path, device: str) -> Iterator[Row]:
         )
         yield Row(
             name=name,
-            status=_status(report.passed),
+            status=status_of(report.passed),
             text=text,
             figures={"worst": worst[0].error if worst else 0.0},
         )
 
 
-def _tried(name: str, find: Callable[[], tuple[bool, str, dict[str, Any]]]) -> Iterator[Row]:
-    """A row whose failure leaves the others."""
-    try:
-        right, text, figures = find()
-    except Exception as problem:
-        yield Row(name=name, status="failed", text=f"{type(problem).__name__}: {problem}"[:1000])
-        return
-    yield Row(name=name, status=_status(right), text=text, figures=figures)
-
-
 def _compared_losses(plan: str, device: str, expected: list[float]) -> tuple[bool, str, dict[str, Any]]:
-    found = _trained(_job(MAIN), plan, _simulated(device), steps=len(expected), dtype=torch.float64)
+    found = trained(job_of(MAIN), plan, simulated(device), steps=len(expected), dtype=torch.float64)
     worst = max(abs(one - other) / abs(one) for one, other in zip(expected, found, strict=True))
     return worst <= 1e-9, f"losses differ from one CPU's by {worst:.2g}", {"worst": worst}
 
 
 def _waits_of(plan: str, device: str) -> tuple[bool, str, dict[str, Any]]:
-    where = device if plan.startswith("dp=1") else _simulated(device)
-    with ml.Trainer(_job(MAIN), plan, devices=where, steps=4, listener=QUIET, cache="off") as trainer:
+    where = device if plan.startswith("dp=1") else simulated(device)
+    with ml.Trainer(job_of(MAIN), plan, devices=where, steps=4, listener=QUIET, cache="off") as trainer:
         found: list[str] = []
         for batch in trainer.batches():
             with warnings.catch_warnings(record=True) as heard:
@@ -377,35 +293,9 @@ def _waits_of(plan: str, device: str) -> tuple[bool, str, dict[str, Any]]:
     )
 
 
-def _counted_peak(job: ml.Job, device: str) -> int:
-    """Bytes, in the third step."""
-    with ml.Trainer(job, "dp=1", devices=device, steps=3, listener=QUIET, cache="off") as trainer:
-        for batch in trainer.batches():
-            torch.cuda.reset_peak_memory_stats()
-            trainer.step(batch)
-        return torch.cuda.max_memory_allocated()
-
-
-def _standing(job: ml.Job, plan: str) -> int:
-    """Bytes that are allocated on the GPU after two steps."""
-    with ml.Trainer(job, plan, devices="cuda", steps=2, listener=QUIET, cache="off") as trainer:
-        for batch in trainer.batches():
-            trainer.step(batch)
-        torch.cuda.synchronize()
-        return torch.cuda.memory_allocated()
-
-
 def _at_once() -> list[str]:
     """Tests start no processes of their own, so several run at a time, where pytest can."""
     return ["--numprocesses", "4", "--dist", "worksteal"] if importlib.util.find_spec("xdist") else []
-
-
-def _simulated(device: str) -> str:
-    return "simulated:cuda" if device == "cuda" else "simulated"
-
-
-def _status(is_right: bool) -> str:
-    return "passed" if is_right else "failed"
 
 
 def main() -> int:

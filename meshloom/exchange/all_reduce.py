@@ -96,6 +96,9 @@ class AllReduce(Exchange):
     def gradient_ready(self, parameter: nn.Parameter) -> None:
         self._buckets.gradient_ready(parameter)
 
+    def ready_hook(self, parameter: nn.Parameter) -> Callable[[nn.Parameter], None]:
+        return self._buckets.ready_hook(parameter)
+
     def finish(self, weight: float) -> Steps[list[Tensor | None]]:
         self._buckets.start_rest()
         yield from self._reduction.finish(self._buckets.buckets, weight)

@@ -160,6 +160,10 @@ class Exchange(ABC):
         gradient that was computed into the parameter's grad_buffer is not copied.
         """
 
+    def ready_hook(self, parameter: nn.Parameter) -> Callable[[nn.Parameter], None]:
+        """What a hook on this parameter calls: `gradient_ready`, in as few calls as can be."""
+        return self.gradient_ready
+
     @abstractmethod
     def finish(self, weight: float) -> Steps[list[Tensor | None]]:
         """The gradient of each owned slice, flat and in the order of `owned`: the sum over all chunks divided

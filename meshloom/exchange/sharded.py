@@ -4,7 +4,7 @@ zero=1 and 2, the servers own all under exchange=server."""
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import zip_longest
 
 from torch import Tensor, nn
@@ -74,6 +74,9 @@ class Sharded(Exchange):
 
     def gradient_ready(self, parameter: nn.Parameter) -> None:
         self._buckets.gradient_ready(parameter)
+
+    def ready_hook(self, parameter: nn.Parameter) -> Callable[[nn.Parameter], None]:
+        return self._buckets.ready_hook(parameter)
 
     def finish(self, weight: float) -> Steps[list[Tensor | None]]:
         self._buckets.start_rest()

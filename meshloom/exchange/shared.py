@@ -17,6 +17,7 @@ the write would happen once per replica to the same memory, so it is an error.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +32,7 @@ from meshloom.parameters.unfilled_model import UnfilledModel
 from meshloom.telemetry.traffic import ExpectedBytes
 
 BITS_EVERY = 100  # steps between comparisons of all bits before and after a step's chunks
+_VERSION = attrgetter("_version")
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -121,6 +123,7 @@ class WriteDetector:
 
     def __init__(self, named: Sequence[tuple[str, nn.Parameter]]) -> None:
         self._named = list(named)
+        self._parameters = [each for _, each in self._named]
         self._versions: list[int] = []  # after the last update
         self._bits: list[int] = []  # before the chunks, in steps in which they are compared
         self._steps = 0
@@ -134,16 +137,18 @@ class WriteDetector:
 
     def check(self) -> None:
         """Raises `TrainingError` with the first parameter that was written since."""
-        for (name, parameter), version in zip(self._named, self._versions, strict=True):
-            if parameter._version != version:
-                raise _written(name)
+        now = list(map(_VERSION, self._parameters))
+        if now != self._versions:
+            raise _written(
+                next(name for (name, _), a, b in zip(self._named, now, self._versions, strict=True) if a != b)
+            )
         for (name, parameter), bits in zip(self._named if self._bits else (), self._bits, strict=True):
             if _sum_of_bits(parameter) != bits:
                 raise _written(name)
 
     def note(self) -> None:
         """Accepts the owners' updates."""
-        self._versions = [each._version for _, each in self._named]
+        self._versions = list(map(_VERSION, self._parameters))
 
 
 def _written(name: str) -> TrainingError:

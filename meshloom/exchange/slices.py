@@ -28,6 +28,7 @@ class OwnedSlices:
         self._positions: list[
             tuple[int, int, int, int]
         ] = []  # (bucket, start and stop within the owner's share of it, number of the entry among all)
+        self._views: tuple[Sequence[Tensor], list[Tensor]] | None = None  # of shares that stay
         number = 0
         for index, bucket in enumerate(buckets):
             length = bucket.extent.num_elements // num_owners
@@ -44,10 +45,18 @@ class OwnedSlices:
     def gradients(self, shares: Sequence[Tensor], is_used: Sequence[bool]) -> list[Tensor | None]:
         """The gradient of each slice, from the owner's share [n] of each bucket; None if the parameter was
         not used. is_used: of every entry."""
+        views = self._views[1] if self._views and self._views[0] is shares else self._views_of(shares)
         return [
-            shares[index][start:stop] if is_used[number] else None
-            for index, start, stop, number in self._positions
+            view if is_used[number] else None
+            for view, (_, _, _, number) in zip(views, self._positions, strict=True)
         ]
+
+    def expect(self, shares: Sequence[Tensor]) -> None:
+        """`gradients` will be those of these shares, which stay where they are."""
+        self._views = shares, self._views_of(shares)
+
+    def _views_of(self, shares: Sequence[Tensor]) -> list[Tensor]:
+        return [shares[index][start:stop] for index, start, stop, _ in self._positions]
 
     def shares(self, gradients: Sequence[Tensor | None], like: Sequence[Tensor]) -> list[Tensor]:
         """The inverse: the owner's share of each bucket, shaped like those in `like`, zero where there is no

@@ -62,6 +62,7 @@ class ZeroOne(Sharded):
         self._gradients = (
             shares if windows or group.is_in_place else [torch.zeros_like(share) for share in shares]
         )
+        self._mine.expect(self._gradients)
         self._num_bytes = sum(bucket.num_bytes for bucket in buckets.buckets)
 
     def _start(self, bucket: Bucket) -> None:

@@ -18,7 +18,7 @@ def working_alone() -> Generator[None]:
 
     With other processes it is an error: each process might let another Trainer go first.
     """
-    if not _WORKING.acquire(blocking=not is_rank()):
+    if not _WORKING.acquire(blocking=False) and not _WORKING.acquire(blocking=not is_rank()):
         raise TrainingError(
             "Another thread of this rank is in the middle of a step of its Trainer, and ranks would wait for each other for ever. "
             "Use one Trainer after the other, or one program for each."

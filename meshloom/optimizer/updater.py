@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
@@ -25,7 +25,7 @@ from meshloom.core.device.lanes import lane_of
 from meshloom.core.errors import JobError
 from meshloom.core.job import Job, NamedParameters
 from meshloom.exchange.exchange import Exchange, Ownership, Slice
-from meshloom.optimizer.assignment import assign_everything, assign_parts
+from meshloom.optimizer.assignment import UpdatedParameters, assign_everything, assign_parts
 from meshloom.optimizer.clipping import clip
 from meshloom.optimizer.offload.offloaded_state import OffloadedState
 from meshloom.optimizer.optimizer_state import OptimizerState
@@ -114,6 +114,7 @@ class Updater:
             if is_divided
             else assign_everything(user, named_parameters, exchange)
         )
+        self._theirs, self._own = _by_whose_gradients(self._assignment, exchange)
         clips = any(each.clip_grad_norm is not None for each in self._losses)
         self._counted = (
             _counted_here(exchange.owned, shards, self._device) if shards.size > 1 and clips else None
@@ -124,15 +125,8 @@ class Updater:
             self._offloaded, held = offloaded(user, self._assignment.held, self._device)
             self._assignment = replace(self._assignment, held=held)
         self.state = OptimizerState(
-            user,
-            self._schedulers,
-            self._assignment,
-            shards,
-            exchange.owners,
-            self._device,
-            names,
-            self._offloaded,
-        )
+            user, self._schedulers, self._assignment, shards, exchange.owners, self._device, names, self._offloaded,
+        )  # fmt: skip
 
     def open(self, files: Path | None) -> None:
         """Make what state is offloaded to, before the first update. files: the run's directory, if it has one. Raises
@@ -170,7 +164,7 @@ class Updater:
             multiplied by in this update. evaluate: for optimizers that take a closure.
         """
         parts, turn = self._assignment, self._turn
-        before = [(target, target.grad) for target in (*parts.targets, *parts.full) if target is not None]
+        before = [(target, target.grad) for target in self._theirs]
         norm = yield from self._take(gradients)
         for optimizer in turn.optimizers:
             with _scaled(optimizer, rate):
@@ -180,6 +174,8 @@ class Updater:
                     self._offloaded.step(optimizer) if self._offloaded else optimizer.step()
         for target, gradient in before:
             target.grad = gradient  # it is the exchange's
+        for target in self._own:
+            target.grad = None
         if parts.from_shards and turn.looks_at_whole:
             yield from parts.from_shards.give_back()
         if parts.from_slices and turn.looks_at_whole:
@@ -204,7 +200,11 @@ class Updater:
             )
         for target, gradient in zip(parts.targets, gradients, strict=True):
             if target is not None:
-                if gradient is not None and gradient.layout == torch.strided:
+                if (
+                    gradient is not None
+                    and gradient.shape != target.shape
+                    and gradient.layout == torch.strided
+                ):
                     gradient = gradient.view(target.shape)
                 target.grad = gradient
         if parts.from_slices and turn.looks_at_whole:
@@ -270,6 +270,17 @@ def _step_with_closure(optimizer: Any, loss: float, evaluated: Callable[[], Step
     optimizer.step(
         lambda: torch.tensor(known.pop() if known else run_in_steps([evaluated()])[0], dtype=torch.float64)
     )
+
+
+def _by_whose_gradients(
+    parts: UpdatedParameters, exchange: Ownership
+) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """What gets gradients here: parameters whose `.grad` is the exchange's, and what was made for updates alone."""
+    theirs = {id(each.parameter) for each in exchange.owned}.union(map(id, parts.full))
+    targets = [each for each in (*parts.targets, *parts.full) if each is not None]
+    return [each for each in targets if id(each) in theirs], [
+        each for each in targets if id(each) not in theirs
+    ]
 
 
 def _counted_here(owned: Sequence[Slice], shards: Shards, device: torch.device) -> list[Tensor | bool]:

@@ -29,6 +29,7 @@ class LossSums:
 
     def __init__(self, device: torch.device, *, keeps_own: bool = False) -> None:
         self.sums = torch.zeros(5, dtype=torch.float64, device=device)
+        self._parts = self.sums[0], self.sums[1], self.sums[2:4]
         self.asked = False
         self.loss = ""
         self._own: Tensor | None = None
@@ -53,6 +54,7 @@ class LossSums:
         """Start a step. asks: whether this rank asks for something between steps; None: ranks do not agree on
         that."""
         self.sums = torch.zeros_like(self.sums)
+        self._parts = self.sums[0], self.sums[1], self.sums[2:4]
         self._asks = asks
         self._ready = self.started = False
         self._global = self._of_own = None
@@ -66,9 +68,10 @@ class LossSums:
         """
         loss, weight = as_sum(returned, chunk.samples, of=self.loss)
         is_mean = not isinstance(returned, tuple)
-        self.sums[0] += loss.detach()
-        self.sums[1] += weight
-        self.sums[2:4] += self._one[is_mean]
+        total, of_weights, counts = self._parts  # `sums[0] += ...` would copy the sum to its place once more
+        total.add_(loss.detach())
+        of_weights.add_(weight)
+        counts.add_(self._one[is_mean])
         return (loss / chunk.batch if is_mean else loss), loss, weight
 
     def close(self) -> None:

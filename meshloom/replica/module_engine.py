@@ -86,7 +86,7 @@ class ModuleEngine(Engine):
             self._units = UnitAccess(sliced.gathering)
             undo.enter_context(self._units.connect())
         for _, parameter in self._parameters:
-            undo.callback(parameter.register_post_accumulate_grad_hook(exchange.gradient_ready).remove)
+            undo.callback(parameter.register_post_accumulate_grad_hook(exchange.ready_hook(parameter)).remove)
         return undo
 
     def turn_to(self, turn: LossTurn) -> None:

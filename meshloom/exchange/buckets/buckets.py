@@ -9,6 +9,7 @@ the model's parameters, then the order in which rank 0's backward completed them
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
@@ -107,6 +108,8 @@ class GradientBuckets:
         allocate: Callable[[Sequence[Extent]], list[Tensor]] = separate,
     ) -> None:
         grouped = group_parameters(named, bucket_bytes, replicated)
+        if multiple > 1:  # ranks own shares of buckets
+            grouped = list(map(spread, grouped))
         flats = allocate([extent_of(each, multiple, num_extra(len(each))) for each in grouped])
         self.buckets = [
             Bucket(number, entries := entries_of(each), flat, entries[-1].stop)
@@ -117,6 +120,7 @@ class GradientBuckets:
             for bucket in self.buckets
             for entry, view in zip(bucket.entries, bucket.views, strict=True)
         }
+        self._ready = {number: self._ready_of(*place) for number, place in self._place.items()}
         self._start = start
         self._overlap = overlap
         self._order = list(range(len(self.buckets)))
@@ -149,21 +153,32 @@ class GradientBuckets:
     def gradient_ready(self, parameter: nn.Parameter) -> None:
         """Moves `parameter.grad`, if there is one, into its bucket, unless it is there already. In the last
         chunk the gradient is then complete."""
-        bucket, entry, view = self._place[id(parameter)]
-        gradient = parameter.grad  # called for every parameter in every step, so each access counts
-        if gradient is not None:
-            if bucket.started:
-                raise arrived_again(entry)
-            add_gradient(view, gradient, filled=entry.arrived)
-            parameter.grad = None
-            entry.arrived = True
-        if self._last_chunk and entry.arrived and not entry.counted:
-            entry.counted = True
-            bucket.missing -= 1
-            if not bucket.missing:
-                self._completed.append(bucket.number)
-                if self._overlap:
-                    self._start_complete()
+        self._ready[id(parameter)](parameter)
+
+    def ready_hook(self, parameter: nn.Parameter) -> Callable[[nn.Parameter], None]:
+        """`gradient_ready` of this parameter, which need not be looked up."""
+        return self._ready[id(parameter)]
+
+    def _ready_of(self, bucket: Bucket, entry: BucketEntry, view: Tensor) -> Callable[[nn.Parameter], None]:
+        def ready(
+            parameter: nn.Parameter,
+        ) -> None:  # called for every parameter in every step, so each access counts
+            gradient = parameter.grad
+            if gradient is not None:
+                if bucket.started:
+                    raise arrived_again(entry)
+                add_gradient(view, gradient, filled=entry.arrived)
+                parameter.grad = None
+                entry.arrived = True
+            if self._last_chunk and entry.arrived and not entry.counted:
+                entry.counted = True
+                bucket.missing -= 1
+                if not bucket.missing:
+                    self._completed.append(bucket.number)
+                    if self._overlap:
+                        self._start_complete()
+
+        return ready
 
     def start_rest(self) -> None:
         """Starts all other buckets, with gradients that were not reported as ready; those without gradient
@@ -234,6 +249,24 @@ def group_parameters(
         ends = accumulate(bucket_lengths([each.nbytes for _, each in alike], bucket_bytes), initial=0)
         groups += [alike[start:stop] for start, stop in pairwise(ends)]
     return groups
+
+
+def spread(named: Sequence[tuple[str, nn.Parameter]]) -> list[tuple[str, nn.Parameter]]:
+    """The same, in an order in which even shares of the elements are of about as many parameters each: the update of
+    a rank's share takes time for elements and for parameters.
+
+    >>> sizes = {"a": 9, "b": 9, "c": 1, "d": 1, "e": 1, "f": 1}
+    >>> "".join(name for name, _ in spread([(name, nn.Parameter(torch.ones(n))) for name, n in sizes.items()]))
+    'bcdeaf'
+    """
+    by_size = deque(sorted(named, key=lambda each: each[1].numel()))
+    mean = sum(each.numel() for _, each in named) / len(named)
+    found: list[tuple[str, nn.Parameter]] = []
+    ahead = 0.0  # elements so far, less those of as many parameters of the mean size
+    while by_size:
+        found.append(by_size.pop() if ahead <= 0 else by_size.popleft())
+        ahead += found[-1][1].numel() - mean
+    return found
 
 
 def bucket_lengths(sizes: Sequence[int], bucket_bytes: int) -> list[int]:

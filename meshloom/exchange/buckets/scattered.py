@@ -14,7 +14,7 @@ after round, then the order in which rank 0's backward completed them.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 from torch import Tensor, nn
@@ -135,6 +135,10 @@ class ScatteredBuckets:
         elif has_gradient:
             self._count(place, self._chunk + 1)
         self._start_complete()
+
+    def ready_hook(self, parameter: nn.Parameter) -> Callable[[nn.Parameter], None]:
+        """What a hook on this parameter calls."""
+        return self.gradient_ready
 
     def collect(self) -> list[Tensor]:
         """Waits for all rounds; this rank's slice [n] of each bucket's sum."""

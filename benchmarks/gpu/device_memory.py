@@ -1,0 +1,84 @@
+"""Memory on a GPU: that of a step, predicted beside what the allocator counted, and the optimizer's state in host
+memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from rows import MAIN, Row, job_of, simulated, status_of, trained
+from torch.utils.data import default_collate
+
+import meshloom as ml
+from meshloom.planner.memory.measured import measure_memory
+from meshloom.planner.memory.memory import predict_memory
+from meshloom.program.capture.capture import capture
+from meshloom.telemetry.progress import QUIET
+
+
+def memory(device: str) -> Iterator[Row]:
+    """Workspaces of kernels and the allocator's rounding are not predicted (docs/memory.md), so a fifth is
+    allowed, and 32 MiB for cuBLAS."""
+    for batch in (8, 32):
+        job = replace(job_of(MAIN), batch_size=batch)
+        data = job.data()
+        batches = [
+            default_collate([data[number * batch + each] for each in range(batch)]) for number in range(2)
+        ]
+        predicted = predict_memory(capture(job, (batches[0], batches[1])), job.optimizer)
+        followed = measure_memory(job, batches[:1], device=device).peak
+        counted = _counted_peak(job, device) if device == "cuda" else followed
+        allowed = 0.2 * predicted.peak + 32 * 2**20
+        text = f"predicted {predicted.peak / 2**20:.1f} MiB (in {predicted.phase}), counted {counted / 2**20:.1f} MiB, tensors followed {followed / 2**20:.1f} MiB"
+        figures = {"predicted": predicted.peak, "counted": counted, "followed": followed}
+        yield Row(
+            name=f"a step of {MAIN.name}, batch {batch}",
+            status=status_of(abs(counted - predicted.peak) <= allowed),
+            text=text,
+            figures=figures,
+        )
+
+
+def offload(device: str) -> Iterator[Row]:
+    """Operators of the host round otherwise than those of a GPU. Of AdamW's state, two averages leave the device."""
+    for plan in ("dp=1", "dp=2,zero=1"):
+        where = device if plan == "dp=1" else simulated(device)
+        away, here = (
+            trained(job_of(MAIN), each, where, steps=5, dtype=torch.float64)
+            for each in (f"{plan},offload=optimizer", plan)
+        )
+        worst = max(abs(one - other) / abs(one) for one, other in zip(here, away, strict=True))
+        yield Row(
+            name=f"5 steps under {plan},offload=optimizer",
+            status=status_of(worst <= 1e-9),
+            text=f"losses differ from those of {plan} by {worst:.2g}",
+            figures={"worst": worst},
+        )
+    if device == "cuda":
+        here, away = (_standing(job_of(MAIN), plan) for plan in ("dp=1", "dp=1,offload=optimizer"))
+        state = 2 * sum(each.nbytes for each in job_of(MAIN).model().parameters())
+        yield Row(
+            name="memory between steps",
+            status=status_of(here - away >= 0.9 * state),
+            text=f"{here / 2**20:.1f} MiB, and {away / 2**20:.1f} MiB with offload=optimizer; the state is {state / 2**20:.1f} MiB",
+            figures={"without": here, "with": away, "state": state},
+        )
+
+
+def _counted_peak(job: ml.Job, device: str) -> int:
+    """Bytes, in the third step."""
+    with ml.Trainer(job, "dp=1", devices=device, steps=3, listener=QUIET, cache="off") as trainer:
+        for batch in trainer.batches():
+            torch.cuda.reset_peak_memory_stats()
+            trainer.step(batch)
+        return torch.cuda.max_memory_allocated()
+
+
+def _standing(job: ml.Job, plan: str) -> int:
+    """Bytes that are allocated on the GPU after two steps."""
+    with ml.Trainer(job, plan, devices="cuda", steps=2, listener=QUIET, cache="off") as trainer:
+        for batch in trainer.batches():
+            trainer.step(batch)
+        torch.cuda.synchronize()
+        return torch.cuda.memory_allocated()
