@@ -38,7 +38,7 @@ class WriteMaps:
         where, ends = chunk.where, chunk.ends
         if self._every_chunk:  # all elements count, so that all ranks do the same
             where, ends = {name: torch.ones_like(each) for name, each in where.items()}, None
-        fresh = [each for each in changed if not each.last and self._has_new(each, chunk)]
+        fresh = [each for each in changed if not (each.last or each.varies) and self._has_new(each, chunk)]
         if not fresh:
             return []
         try:
@@ -64,6 +64,7 @@ class WriteMaps:
             if factor is None:
                 buffer.last, buffer.factor, buffer.known = True, None, None
             elif not buffer.last:
+                chunk.factors[buffer.name] = factor
                 new = new if buffer.known is None else new & ~buffer.known
                 buffer.factor = factor if buffer.factor is None else torch.where(new, factor, buffer.factor)
                 buffer.known = new if buffer.known is None else buffer.known | new
@@ -103,6 +104,8 @@ class WriteMaps:
             a = torch.zeros_like(start) if wrote else torch.ones_like(start)
         elif buffer.last:
             a = torch.where(where, 0, torch.ones_like(start))
+        elif buffer.varies and buffer.name in chunk.factors:
+            a = torch.where(where | torch.isfinite(start), chunk.factors[buffer.name], 1.0)
         else:
             a = torch.where(where, self._factor(buffer, start), self._untouched(buffer, chunk, where, start))
         # a start like an observer's: the last write counts
