@@ -330,6 +330,37 @@ def test_how_much_an_average_decays_may_depend_on_how_often_its_class_occurs(see
     check(PerClass, steps)
 
 
+def test_an_observer_that_has_seen_nothing_yet_does_not_say_how_others_are_written():
+    """Tried on a minimum and a maximum of 0 in place of infinities, neither of which can move, all buffers seemed to be
+    written together, for good."""
+
+    class Observer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+            self.register_buffer("least", torch.tensor(float("inf")))
+            self.register_buffer("most", torch.tensor(float("-inf")))
+            self.register_buffer("width", torch.ones(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            least, most = x.detach().abs().min(), x.detach().abs().max()
+            if self.least.isfinite():
+                least, most = self.least + 0.25 * (least - self.least), self.most + 0.25 * (most - self.most)
+            assert least <= most
+            self.least.copy_(least)
+            self.most.copy_(most)
+            self.width.copy_(most - least)
+            return self.linear(x)
+
+    steps = [[inputs(3), inputs(0), inputs(0)], *schedule()]
+    world = World(Observer, 3)
+    for chunks in steps:
+        world.step(chunks)
+    found, expected = world.buffers(), one_device(Observer, steps)
+    for name in ("least", "most"):
+        torch.testing.assert_close(found[name], expected[name], **EXACT)
+
+
 def test_overwriting_with_the_same_value_is_not_leaving_alone():
     class Sizes(nn.Module):
         def __init__(self) -> None:

@@ -68,7 +68,9 @@ class WriteMaps:
                 new = new if buffer.known is None else new & ~buffer.known
                 buffer.factor = factor if buffer.factor is None else torch.where(new, factor, buffer.factor)
                 buffer.known = new if buffer.known is None else buffer.known | new
-        return list(written.tied)
+        # tried on zeros in their places: a minimum of 0 may not be shifted, and seems to say how others are written
+        undefined = {each.name for each in changed if not bool(_finite(each).all())}
+        return [pair for pair in written.tied if undefined.isdisjoint(pair)]
 
     def learn_again(self, buffers: Sequence[TrackedBuffer], chunk: ChunkEnds) -> None:
         """The factors of this step, by one more run: how fast a teacher follows often changes with the step."""
