@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshloom.core.errors import CaptureError
+from meshloom.core.errors import CaptureError, JobError
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
 from meshloom.train.trainer import Trainer
@@ -101,6 +101,21 @@ def test_every_hook_equals_one_device_under_every_plan(place: str, hook: Hook, p
             equal(job_of(lambda: PLACES[place](hook)), plan)
         return
     assert equal(job_of(lambda: PLACES[place](hook)), plan)
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "tp=2", "microbatches=2"])
+def test_hooks_after_accumulation_are_refused_where_a_step_accumulates(plan: str) -> None:
+    """They ended in tracebacks."""
+
+    def build() -> nn.Module:
+        model = Net([Readable()])
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(lambda each: None)
+        return model
+
+    with pytest.raises(JobError, match="has a hook that runs once its gradient is accumulated"):
+        Trainer(job_of(build), plan, devices="simulated")
+    Trainer(job_of(build), "dp=1", devices="simulated").close()
 
 
 def test_hooks_on_activations_see_the_gradients_of_the_whole_batch() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from typing import Any
 
 import numpy
 import pytest
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from meshloom.core.errors import JobError
 from meshloom.core.random import (
     KeyedDraws,
     Rows,
@@ -86,6 +88,20 @@ def test_rows_of_a_draw_are_the_slice_of_the_full_draw(name: str, start: int, co
     full = draw(DRAWS[name], x)
     part = draw(DRAWS[name], x[start : start + count], Rows(start=start, count=count, total=8))
     assert torch.equal(part, full[start : start + count])
+
+
+@pytest.mark.parametrize("steps", [3, 5, 8])
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_rows_of_what_a_recurrent_layer_draws_are_those_of_its_samples(kind: Any, steps: int):
+    """Its masks are [time, samples, features], and were cut by time where that divides."""
+    torch.manual_seed(1)
+    layer, x = kind(6, 5, 2, dropout=0.5, batch_first=True), torch.randn(8, steps, 6)
+    full = draw(lambda each: layer(each)[0], x)
+    part = draw(lambda each: layer(each)[0], x[3:6], Rows(start=3, count=3, total=8))
+    torch.testing.assert_close(part, full[3:6])
+    packed = nn.utils.rnn.pack_padded_sequence(x[3:6], [steps] * 3, batch_first=True)
+    with pytest.raises(JobError, match="packed sequences"):
+        draw(lambda _: layer(packed)[0].data, x, Rows(start=3, count=3, total=8))
 
 
 def test_rows_of_a_single_column_multinomial():

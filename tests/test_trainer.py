@@ -334,6 +334,18 @@ def test_a_parameter_that_drifts_on_one_replica_is_named() -> None:
             train(trainer, lambda: drifting.add_(1e-6))
 
 
+@pytest.mark.parametrize("plan", ["dp=2", "tp=2"])
+def test_what_drifts_from_the_start_is_named_after_the_first_step(plan: str) -> None:
+    """It was after a hundred."""
+    with Trainer(make_job("mlp", "sgd", steps=9), plan, devices="simulated") as trainer:
+        batches = trainer.batches()
+        batch = next(batches)
+        held = dict(trainer.replicas[1].model.named_parameters())
+        held["second.bias"].data[1] += 1e-6
+        with pytest.raises(TrainingError, match=r"After step 0, .*second\.bias.* differs"):
+            trainer.step(batch)
+
+
 def test_unfreezing_needs_a_new_trainer() -> None:
     with Trainer(make_job("unused_twice", "sgd"), "dp=2", devices="simulated") as trainer:
         for parameter in trainer.replicas[0].model.parameters():

@@ -3,14 +3,16 @@ buffers under every plan, and are one device's (docs/buffers.md)."""
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from processes import on_ranks
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 import meshloom as ml
@@ -23,6 +25,7 @@ from meshloom.train.trainer import Trainer
 from meshloom.verify.run import verify
 from tests.covering import few
 from tests.teacher_jobs import JOBS, PUBLISHED, Pair, in_place, teacher_job, updated_first
+from tests.zoo import integers, job_of, normal
 
 PLANS = ["dp=2", "dp=2,zero=3", "tp=2", "pp=2,microbatches=2", "dp=2,pp=2,tp=2", "microbatches=3", "dp=2,zero=1,microbatches=3",
          "pp=2,microbatches=3", "dp=2,zero=3,tp=2"]  # fmt: skip
@@ -176,6 +179,44 @@ def test_a_run_with_a_teacher_goes_on(plan: str, tmp_path: Path) -> None:
     if plan == "dp=2,zero=3":  # with tp=2 a step has one chunk
         for key, each in expected.items():
             torch.testing.assert_close(state[key], each, **TOLERANCE)
+
+
+class Normed(nn.Module):
+    """A teacher in training mode whose running statistics follow its student's, besides."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.student = nn.Sequential(nn.Linear(7, 11), nn.BatchNorm1d(11), nn.ReLU(), nn.Linear(11, 5))
+        self.teacher = copy.deepcopy(self.student).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        if self.how == "loaded":
+            self.teacher.load_state_dict(self.student.state_dict())
+        with torch.no_grad():
+            values = self.student.state_dict()
+            for name, each in self.teacher.state_dict().items() if self.how == "averaged" else ():
+                if each.is_floating_point():
+                    each.copy_(each * 0.9 + values[name] * 0.1)
+            aim = self.teacher(x)
+        return self.student(x), aim
+
+
+@pytest.mark.parametrize(
+    "plan", few(["pp=2,microbatches=2", "tp=2", "dp=2", "dp=2,pp=2,tp=2"], 1, pytest.mark.slow)
+)
+@pytest.mark.parametrize("how", few(["averaged", "loaded"], 1, pytest.mark.slow))
+def test_statistics_of_a_teacher_follow_its_student_s(how: str, plan: str) -> None:
+    """With one replica and several microbatches layers saw to their own statistics, which others read."""
+    job = job_of(partial(Normed, how), _towards_teacher, (normal(1, 7), integers(2, 5)))
+    report = verify(job, Plan.parse(plan), devices="simulated", steps=2, dtype=torch.float64)
+    assert report is not None
+    assert report.passed, str(report)
+
+
+def _towards_teacher(model: Any, batch: Any) -> Tensor:
+    found, aim = model(batch[0])
+    return F.cross_entropy(found, batch[1]) + (found - aim).square().mean()
 
 
 def test_a_trained_parameter_that_is_written_is_refused_under_tp() -> None:

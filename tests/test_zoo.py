@@ -30,10 +30,6 @@ REFUSED: dict[str, tuple[tuple[str, ...], str]] = {
 }  # fmt: skip
 # job -> plans under which it does not equal one device yet, and why
 WAITS: dict[str, tuple[tuple[str, ...], str]] = {
-    "contrast: center loss": (
-        (*WHOLE, "pp=2,microbatches=2", "dp=2,pp=2,tp=2"), "how far a centre moves depends on how many samples of its class a chunk has",
-    ),
-    "libraries: fake quantisation": (WHOLE, "observers are merged in another order"),
     "speech: spans by numpy": (PARTED, "what numpy draws is indexed in Python"),
 }  # fmt: skip
 # a job of each kind of difficulty, under each plan

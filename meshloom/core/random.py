@@ -19,7 +19,10 @@ from typing import Any
 import numpy
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from meshloom.core.errors import JobError
 
 
 def derive(*parts: int | str) -> int:
@@ -177,7 +180,8 @@ class KeyedDraws(TorchDispatchMode):
     """Seeds every random operation by its number within the chunk.
 
     rows: ranks share a chunk, and draw what one device would: a draw whose first dim is k per sample is the
-        slice for these rows of the draw for all `rows.total` samples.
+        slice for these rows of the draw for all `rows.total` samples. Between the layers of a recurrent one the second
+        dim is that of samples; a packed sequence has none, which raises `JobError`.
     seen: a list to which a digest of every draw is appended.
     compiled: compiled code may be made and run in it, whose draws are operators of their own (`fallback_random`).
 
@@ -191,6 +195,18 @@ class KeyedDraws(TorchDispatchMode):
         self.rows = rows
         self.seen = seen
         self._compiled = compiled
+        self._recurrent = None if rows is None or rows.count == rows.total else _RecurrentLayers()
+
+    def __enter__(self) -> KeyedDraws:
+        super().__enter__()
+        if self._recurrent is not None:
+            self._recurrent.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if self._recurrent is not None:
+            self._recurrent.__exit__(*error)
+        super().__exit__(*error)
 
     def ignore_compile_internals(self) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Torch's question whether compiled code runs in this mode, instead of the functions as written."""
@@ -203,7 +219,7 @@ class KeyedDraws(TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded not in func.tags or kwargs.get("generator") is not None:
             return func(*args, **kwargs)
         seed_torch(derive(torch.default_generator.initial_seed(), "next"))
-        drawn = _draw(func, args, kwargs, self.rows)
+        drawn = _draw(func, args, kwargs, self.rows, self._recurrent.dim if self._recurrent else 0)
         if self.seen is not None:
             self.seen.append(_digest(func, args, drawn))
         return drawn
@@ -217,7 +233,36 @@ def pass_over_draws(count: int) -> None:
     seed_torch(seed)
 
 
-def _draw(func: Any, args: Sequence[Any], kwargs: dict[str, Any], rows: Rows | None) -> Any:
+class _RecurrentLayers(TorchFunctionMode):
+    """Notices recurrent layers, which draw masks [time, samples, features]. dim: that of samples in a draw."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dim = 0
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if getattr(func, "__name__", "") not in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
+            return func(*args, **(kwargs or {}))
+        is_packed = isinstance(
+            args[3], list | tuple
+        )  # its third operand is the hidden state, else the weights
+        _, num_layers, dropout, training = args[4:8] if is_packed else args[3:7]
+        if is_packed and dropout and training and num_layers > 1:
+            raise JobError(
+                "A recurrent layer with dropout on packed sequences draws for all of their steps at once, so replicas that share a chunk "
+                "(sync_batch_norm=true) cannot draw what one device would. Use padded sequences, dropout=0, or sync_batch_norm=false."
+            )
+        self.dim = 1
+        try:
+            return func(*args, **(kwargs or {}))
+        finally:
+            self.dim = 0
+
+
+def _draw(func: Any, args: Sequence[Any], kwargs: dict[str, Any], rows: Rows | None, dim: int = 0) -> Any:
+    """dim: that of samples."""
     if func in _TAKES_A_VARYING_COUNT and args[0].ndim:
         return _draw_row_by_row(func, args, kwargs, rows)
     if rows is None or rows.count == rows.total:
@@ -231,30 +276,31 @@ def _draw(func: Any, args: Sequence[Any], kwargs: dict[str, Any], rows: Rows | N
         per_sample = shape[0] // rows.count
         full = func(*args[:at], [rows.total * per_sample, *shape[1:]], *args[at + 1 :], **kwargs)
         return full.narrow(0, rows.start * per_sample, shape[0]).clone()
-    if like.ndim == 0 or like.shape[0] % rows.count:
+    if like.ndim <= dim or like.shape[dim] % rows.count:
         return func(*args, **kwargs)
-    per_sample = like.shape[0] // rows.count
-    start, stop = rows.start * per_sample, (rows.start + rows.count) * per_sample
+    per_sample = like.shape[dim] // rows.count
+    start, length = rows.start * per_sample, rows.count * per_sample
 
     def enlarge(value: Any) -> Any:
-        if not isinstance(value, Tensor) or value.shape[:1] != like.shape[:1]:
+        if not isinstance(value, Tensor) or value.shape[: dim + 1] != like.shape[: dim + 1]:
             return value
         # a valid probability, weight, deviation and rate
-        sizes = rows.total * per_sample, *value.shape[1:]
+        sizes = [*value.shape[:dim], rows.total * per_sample, *value.shape[dim + 1 :]]
         order = sorted(range(value.ndim), key=value.stride, reverse=True)  # results have the layout of operands
-        ones = value.new_ones([sizes[dim] for dim in order])
-        full = ones.permute([order.index(dim) for dim in range(value.ndim)])
-        full[start:stop] = value
+        ones = value.new_ones([sizes[each] for each in order])
+        full = ones.permute([order.index(each) for each in range(value.ndim)])
+        full.narrow(dim, start, length).copy_(value)
         return full
 
     enlarged = [enlarge(value) for value in args]
     full = func(*enlarged, **{key: enlarge(value) for key, value in kwargs.items()})
 
     def cut(value: Any) -> Any:
-        return value[start:stop].clone() if isinstance(value, Tensor) and value.ndim else value
+        is_cut = isinstance(value, Tensor) and value.ndim > dim
+        return value.narrow(dim, start, length).clone() if is_cut else value
 
     if full is enlarged[0]:  # an in-place draw, such as bernoulli_
-        args[0].copy_(full[start:stop])
+        args[0].copy_(full.narrow(dim, start, length))
         return args[0]
     return tuple(cut(value) for value in full) if isinstance(full, tuple) else cut(full)
 

@@ -6,7 +6,7 @@ alike lie at different places of one memory.
     blocks.2.up.weight       [ 2 3 4 5 6 7 0 1 ]
 
 So a program that mistakes a parameter for one that is like it computes something else. Trained and frozen ones are
-apart: a loss may write one with the values of the other. Those that it is known to write keep memory of their own.
+apart: a loss may write one with the values of the other. Those that it is known to write have memory of their own.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from meshloom.parameters.construction.draw_stream import SeededDraws
 from meshloom.parameters.construction.recording import RecordedTensors
 from meshloom.parameters.construction.replay import Replay
 from meshloom.parameters.construction.tape import Place, Tape
-from meshloom.program.ir.written_parameters import written_parameters
+from meshloom.program.ir.written_parameters import settled_names, written_parameters
 
 APART = 16  # elements between the beginnings of two parameters
 # Operators whose results have elements that are independent of each other and of their places, in place or not;
@@ -46,11 +46,12 @@ def standing_in(model: nn.Module, recorded: RecordedTensors, device: torch.devic
     for place in recorded.places.values():
         together.setdefault(place.storage, set()).add(place)
     alike: dict[Hashable, list[tuple[Place, nn.Parameter]]] = {}
-    written = written_parameters(model)
+    written, settled = written_parameters(model), settled_names(model)
     for name, parameter in model.named_parameters():
         if (place := recorded.places.get(name)) is not None and name not in written:
             is_alone = len(together[place.storage]) == 1
-            recipe = _recipe(recorded.tape, place) if is_alone else place.storage
+            apart = not is_alone or name in settled
+            recipe = place.storage if apart else _recipe(recorded.tape, place)
             if not isinstance(recipe, int):
                 recipe = recipe, parameter.requires_grad
             alike.setdefault(recipe, []).append((place, parameter))

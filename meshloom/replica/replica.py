@@ -62,7 +62,7 @@ from meshloom.replica.loss_sums import LossSums
 from meshloom.replica.module_engine import ModuleEngine
 from meshloom.replica.program_engine import ProgramEngine
 from meshloom.replica.sharing import shares_copies, why_separate
-from meshloom.replica.step_checks import check_finite, frozen_kept, memory_kept
+from meshloom.replica.step_checks import check_accumulation_hooks, check_finite, frozen_kept, memory_kept
 from meshloom.telemetry.timings import Timings
 from meshloom.telemetry.traffic import Traffic
 
@@ -141,6 +141,7 @@ class Replica:
         if plan.captures:
             make_dense(self.model)  # programs' gradients are
         self.named = trainable(self.model)
+        check_accumulation_hooks(self.named, plan)
         self.own = OwnGradients(job, self.model) if job.losses else None
         # evaluations of losses in steps so far; by loss, the newest result
         self.evaluations, self.newest = 0, dict[str, StepResult]()

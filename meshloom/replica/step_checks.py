@@ -1,4 +1,4 @@
-"""Checks of a step: its loss is finite, frozen parameters have stayed frozen."""
+"""Checks of a step: its loss is finite, frozen parameters have stayed frozen, no hooks see parts of its gradients."""
 
 from __future__ import annotations
 
@@ -11,11 +11,23 @@ from torch import Tensor
 from meshloom.comm.group import Group
 from meshloom.comm.objects import collect
 from meshloom.comm.steps import Steps
-from meshloom.core.errors import DataError, TrainingError
+from meshloom.core.errors import DataError, JobError, TrainingError
 from meshloom.core.job import NamedParameters
+from meshloom.core.plan import Plan
 from meshloom.data.chunks import Chunk
 from meshloom.replica.chunk_scope import ChunkScope
 from meshloom.replica.engine import Engine
+
+
+def check_accumulation_hooks(named: NamedParameters, plan: Plan) -> None:
+    """Raise `JobError` for hooks that run after a gradient was accumulated, unless a step is one backward of the model as
+    it is: else they would see sums over some of the step's chunks."""
+    hooked = [name for name, each in named if getattr(each, "_post_accumulate_grad_hooks", None)]
+    if hooked and (plan.num_chunks > 1 or plan.captures):
+        raise JobError(
+            f"{hooked[0]} has a hook that runs once its gradient is accumulated (register_post_accumulate_grad_hook), and a step of {plan} accumulates over its "
+            "chunks before the gradient is the batch's. Change the gradient with register_hook, or in the optimizer."
+        )
 
 
 @contextmanager

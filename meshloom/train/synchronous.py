@@ -36,7 +36,7 @@ from meshloom.train.share_measurement import ShareMeasurement
 from meshloom.train.step_meter import ProgressLines, StepMeter
 from meshloom.train.timeline_recording import TimelineRecording
 
-CHECK_EVERY = 100  # steps between comparisons of the replicas' bits
+CHECK_EVERY = 100  # steps between comparisons of the replicas' bits; the first is after the run's first step
 
 
 class SynchronousRun:
@@ -80,7 +80,7 @@ class SynchronousRun:
             )
             if resume is not None:
                 self._resume(resume)
-            self._checked = self.next_step
+            self._checked = -1  # the step after which replicas were compared
             self._meter = StepMeter(job, plan, self.replicas)
             self._evaluation = TeamEvaluation(job, plan, shares, self.replicas, self._meter)
             self._recording = TimelineRecording(
@@ -214,7 +214,9 @@ class SynchronousRun:
             self._meter.checks += 1
             self._checked = self.next_step
         self._measurement.after_step(self.next_step, self._steps)
-        if self._plan.mesh.size > self._plan.dp and (self.next_step % CHECK_EVERY == 0 or last):
+        if self._plan.mesh.size > self._plan.dp and (
+            self.next_step % CHECK_EVERY == 0 or last or self._meter.num_steps == 0
+        ):
             replicas.together(lambda replica: check_team(replica, step))
 
     def _stop(self) -> NoReturn:

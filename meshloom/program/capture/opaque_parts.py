@@ -72,6 +72,8 @@ def read_in_parts(read: Callable[[Parts], T], model: nn.Module, asked: Parts) ->
             says_less = isinstance(error, OpaqueError | ChangedCallError) or {LOSS, WHOLE} & parts.keys()
             if refused is None or not says_less:
                 refused = error
+            if _is_of_hook(error, model):
+                raise _hook_refusal(model) from error
             if _is_nowhere(error, model):
                 found = _bisected(read, parts, model, str(error).split(". ")[0])
                 if found is not None:
@@ -93,13 +95,28 @@ def read_in_parts(read: Callable[[Parts], T], model: nn.Module, asked: Parts) ->
                 break
             parts = following
     assert refused is not None
-    hooked = [name for name, each in model.named_parameters() if each._backward_hooks]
-    if hooked and isinstance(refused, DiffersError):
-        raise CaptureError(
-            f"A hook on a parameter's gradient changes it ({hooked[0]}.register_hook), and a program computes gradients without such hooks. "
-            f"Change the value in the forward, or the gradient in the optimizer. {WAY_OUT}"
-        ) from refused
+    if _hooked(model) and isinstance(refused, DiffersError):
+        raise _hook_refusal(model) from refused
     raise refused
+
+
+def _hooked(model: nn.Module) -> list[str]:
+    return [name for name, each in model.named_parameters() if each._backward_hooks]
+
+
+def _is_of_hook(error: Exception, model: nn.Module) -> bool:
+    """Whether what differs is the gradient of a parameter with a hook, which no part of the model makes right."""
+    text = str(error)
+    return isinstance(error, DiffersError) and any(
+        f"the gradient of {name} differs" in text for name in _hooked(model)
+    )
+
+
+def _hook_refusal(model: nn.Module) -> CaptureError:
+    return CaptureError(
+        f"A hook on a parameter's gradient changes it ({_hooked(model)[0]}.register_hook), and a program computes gradients without such hooks. "
+        f"Change the value in the forward, or the gradient in the optimizer. {WAY_OUT}"
+    )
 
 
 def _is_nowhere(error: CaptureError | ChangedCallError, model: nn.Module) -> bool:

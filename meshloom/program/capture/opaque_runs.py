@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
@@ -22,6 +22,7 @@ from meshloom.program.ir.draws import CountDraws
 from meshloom.program.ir.nodes import Meta
 from meshloom.program.ir.replaced import replaced
 from meshloom.program.ir.sparse_constants import memory_of, storage_of
+from meshloom.program.ir.written_parameters import settled_names
 from meshloom.program.opaque.call import OpaqueCall, OpaqueCost, meta_of, split_arguments, state_of
 from meshloom.program.opaque.stand_ins import OpaqueError, Recorded, RecordedCall, intercepted, taken_apart
 from meshloom.program.trace.frozen import equal_bits
@@ -54,13 +55,14 @@ def _calls(
     model: nn.Module, loss: LossFunction, batch: Any, paths: Sequence[str], seed: int, *, as_traced: bool
 ) -> dict[str, list[RecordedCall]]:
     found: dict[str, list[RecordedCall]] = {path: [] for path in paths}
+    settled = {id(model.get_parameter(name)) for name in settled_names(model)}
 
     def handle(
         path: str, module: nn.Module, method: str, run: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         try:
             with _told(traced=False):
-                returned, call = _record(module, method, run, args, kwargs)
+                returned, call = _record(module, method, run, args, kwargs, settled)
         except CaptureError as error:
             raise OpaqueError(path, str(error)) from error
         found[path].append(call)
@@ -83,9 +85,14 @@ def _told(*, traced: bool) -> Iterator[None]:
 
 
 def _record(
-    module: nn.Module, method: str, run: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    module: nn.Module,
+    method: str,
+    run: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    settled: Collection[int],
 ) -> tuple[Any, RecordedCall]:
-    """What the call returned, and its record."""
+    """What the call returned, and its record. settled: identities of trained parameters that forwards write."""
     spec, plain, inputs = split_arguments(args, kwargs)
     shapes = _shapes_for_other_values(module, run, args, kwargs)
     names, state = state_of(module)
@@ -122,6 +129,8 @@ def _record(
             raise CaptureError(
                 f"it gives its buffer {names[number][0]} another shape, {list(state[number].shape)} in place of {list(value.shape)}"
             )
+    masked = {number for number, each in enumerate(state) if id(each) in settled}
+    written -= masked
     if any(isinstance(state[number], nn.Parameter) and state[number].requires_grad for number in written):
         raise CaptureError("it writes to parameters in the forward that are trained")
     left = [
@@ -148,6 +157,7 @@ def _record(
         state=names,
         modes=modes,
         written=tuple(sorted(written)),
+        settled=tuple(sorted(masked)),
         results=tuple(map(meta_of, results)),
         places=tuple(leaf_places),
         num_leaves=len(recalled),

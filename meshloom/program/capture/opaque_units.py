@@ -61,7 +61,8 @@ def with_hidden_units(program: Program, model: nn.Module, loss: LossFunction, ba
 
 def _may_be_divided(call: OpaqueCall) -> bool:
     floating = all(each.dtype.is_floating_point for each in call.results)
-    return bool(call.results) and floating and not call.num_draws and call.draws_alike and not call.written
+    writes = bool(call.written or call.settled)
+    return bool(call.results) and floating and not call.num_draws and call.draws_alike and not writes
 
 
 def _with_units(node: Node, found: Mapping[str, HiddenUnits]) -> Node:

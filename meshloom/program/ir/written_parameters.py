@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 _KEY = "_written_by_its_loss"
 _NORMS = "_statistics_written_by_its_loss"
-_MODULES = "_modules_that_write_parameters"
+_SETTLED = "_trained_parameters_that_forwards_write"
 
 
 def mark_written(model: nn.Module, names: Collection[str]) -> None:
@@ -34,15 +34,21 @@ def writes_norms(model: nn.Module) -> bool:
     return _NORMS in vars(model)
 
 
-def mark_writing_modules(model: nn.Module, paths: Mapping[str, str]) -> None:
-    """Modules whose forwards write trained parameters -> which, for people. They run as written."""
+def mark_settled(model: nn.Module, paths: Mapping[str, str]) -> None:
+    """Trained parameters to which every forward gives the same values -> the module that writes each, which runs as
+    written."""
     if paths:
-        vars(model)[_MODULES] = dict(paths)
+        vars(model)[_SETTLED] = dict(paths)
 
 
 def writing_modules(model: nn.Module) -> dict[str, str]:
-    """Those that are marked."""
-    return dict(vars(model).get(_MODULES, {}))
+    """The modules that write marked parameters -> which, for people."""
+    return {path: f"it writes {name}" for name, path in vars(model).get(_SETTLED, {}).items()}
+
+
+def settled_names(model: nn.Module) -> list[str]:
+    """The trained parameters that are marked."""
+    return list(vars(model).get(_SETTLED, ()))
 
 
 def written_parameters(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -97,7 +97,11 @@ class OpaqueModule:
         counter = CountDraws() if call.num_draws else None
         before = torch.default_generator.get_state() if counter is None else None
         rest = self._rest(args, kwargs, state)
-        with self._tensors.running_on(state, call.written), self._in_modes(), counter or nullcontext():
+        with (
+            self._tensors.running_on(state, call.written, call.settled),
+            self._in_modes(),
+            counter or nullcontext(),
+        ):
             returned: Any = self._run(args, kwargs)
             left = self._left()
         drew = counter.count if counter else int(not torch.equal(before, torch.default_generator.get_state()))  # pyright: ignore[reportArgumentType]

@@ -61,7 +61,8 @@ class OpaqueCall:
     state: names of the module's parameters and buffers, below it, in the order of the operator's operands; tied ones
         together.
     modes: whether each of its modules trains, in the order of `modules()`.
-    written: indices in `state` of the buffers that it writes.
+    written: indices in `state` of the buffers that it writes. settled: of the trained parameters that it gives the same
+        values in every call.
     results: its new tensors. places: where each lies among the leaves of what it returns. num_leaves: of these.
     attributes: (module below it, attribute) where it leaves further results.
     num_draws: its random ATen calls. draws_alike: whether these were as many for each batch.
@@ -90,6 +91,7 @@ class OpaqueCall:
     needed: tuple[int, ...] | None = None
     is_last_to_draw: bool = False
     units: HiddenUnits | None = None
+    settled: tuple[int, ...] = ()
 
     def text(self) -> str:
         """The call as text, equal for equal calls."""

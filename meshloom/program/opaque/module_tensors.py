@@ -46,15 +46,23 @@ class ModuleTensors:
                             place.put(tensor)
 
     @contextmanager
-    def running_on(self, state: Sequence[Tensor], written: Collection[int]) -> Iterator[None]:
-        """The module has `state` inside, of the tensors numbered in `written` copies: its backward may save these, and others
-        write the tensors before it. Then the tensors get what the module made of the copies."""
-        own = [each.clone() if number in written else each for number, each in enumerate(state)]
+    def running_on(
+        self, state: Sequence[Tensor], written: Collection[int], settled: Collection[int] = ()
+    ) -> Iterator[None]:
+        """The module has `state` inside, of the tensors numbered in `written` and `settled` copies: its backward may save
+        these, and others write the tensors before it. Then the tensors get what the module made of the copies.
+
+        settled: trained ones, to which every call gives the same values: autograd need not know of it.
+        """
+        copied = {*written, *settled}
+        own = [each.clone() if number in copied else each for number, each in enumerate(state)]
         with self.replaced_by(own):
             yield
         with torch.no_grad():
             for number in written:
                 state[number].copy_(own[number])
+            for number in settled:
+                state[number].data.copy_(own[number])
 
     def _list_weights(self) -> None:
         """Recurrent layers keep a list of their weights, besides."""

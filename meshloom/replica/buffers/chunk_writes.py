@@ -23,6 +23,7 @@ from meshloom.program.ir.written_parameters import named_buffers
 from meshloom.replica.buffers.recurrence import Unite, differ, flat, same, unflat
 from meshloom.replica.buffers.reshaped_buffers import ReshapedBuffers
 from meshloom.replica.buffers.tracked_buffer import ChunkEnds, TrackedBuffer, fits, num_reals
+from meshloom.replica.buffers.varying_factors import VaryingFactors
 from meshloom.replica.buffers.write_maps import WriteMaps
 
 CHANGED, RESHAPED, LAST, READ, GROUP = range(5)  # facts about a buffer, one number each
@@ -53,6 +54,7 @@ class ChunkWrites:
         self._joined = joined
         self._changing = changing
         self._maps = WriteMaps(model, every_chunk=changing is not None, unite=unite)
+        self._varying = VaryingFactors(model, every_chunk=changing is not None, unite=unite)
         self._steps = 0
         self._begun = False  # a chunk of this step has run
         self._chunks: list[ChunkEnds] = []
@@ -103,6 +105,8 @@ class ChunkWrites:
         changed = {each.name: each for each in self._buffers if each.name in chunk.ends}
         for one, other in self._maps.learn(list(changed.values()), chunk):
             self._tie(changed[one], changed[other])
+        sizes = Counter(buffer.group for buffer in self._buffers)
+        self._varying.look([each for each in changed.values() if sizes[each.group] == 1], chunk)
         if len(self._chunks) == 1:  # the first one of the step
             written = [each for each in self._buffers if isinstance(each.original, nn.Parameter)]
             self._maps.learn_again([each for each in written if each.group == each.number], chunk)

@@ -51,7 +51,8 @@ class RunningStatistics:
     ) -> None:  # fmt: skip
         self._group = group if group is not None and group.size > 1 else None
         # where a loss copies running statistics (a teacher's), layers do not see to their own
-        replaced = not synchronised and changing is None and not writes_norms(model)
+        alone = not writes_norms(model)
+        replaced = not synchronised and changing is None and alone
 
         def is_opaque(name: str) -> bool:
             return any(is_within(name, path) for path in opaque)
@@ -59,12 +60,12 @@ class RunningStatistics:
         layers = [
             (name, module)
             for name, module in model.named_modules()
-            if tracks(module) and (replaced or is_opaque(name))
+            if tracks(module) and (replaced or (alone and is_opaque(name)))
         ]
         own = [module for module in model.modules() if isinstance(module, _BatchNorm)] if synchronised else []
         self._norms = NormStatistics(layers if self._group else [], compiled=compiled)
         handled = norm_buffers([module for _, module in layers] + own)
-        if changing is not None and not self._group:
+        if changing is not None and not self._group and alone:
             changing = {each for each in changing if each not in followed or is_opaque(each)}
         self._others = ChunkWrites(model, handled, joined=synchronised, changing=changing, unite=unite)
         self._active = several and self._norms.length + self._others.length > 0

@@ -35,6 +35,8 @@ class TrackedBuffer:
     read: bool = False
     factor: Tensor | None = None  # a [numel], where `known`
     known: Tensor | None = None
+    chunks: int = 0  # that changed it since its factor is known
+    varies: bool = False  # the factor differs between chunks
 
     def now(self) -> Tensor | None:
         return tensors_beside(self.module, self.key).get(self.key)
@@ -61,12 +63,13 @@ class TrackedBuffer:
 @dataclass
 class ChunkEnds:
     """What a chunk made of the buffers that it changed, and where [numel]; factors [numel] of elements that it did not
-    change. rerun: runs it once more."""
+    change; its own factors [numel], where they have been found. rerun: runs it once more."""
 
     rerun: Callable[[], Any] | None
     ends: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     where: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     untouched: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    factors: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
 
 
 def fits(now: Tensor, buffer: TrackedBuffer) -> bool:

@@ -38,7 +38,7 @@ class WriteMaps:
         where, ends = chunk.where, chunk.ends
         if self._every_chunk:  # all elements count, so that all ranks do the same
             where, ends = {name: torch.ones_like(each) for name, each in where.items()}, None
-        fresh = [each for each in changed if not each.last and self._has_new(each, chunk)]
+        fresh = [each for each in changed if not (each.last or each.varies) and self._has_new(each, chunk)]
         if not fresh:
             return []
         try:
@@ -64,10 +64,13 @@ class WriteMaps:
             if factor is None:
                 buffer.last, buffer.factor, buffer.known = True, None, None
             elif not buffer.last:
+                chunk.factors[buffer.name] = factor
                 new = new if buffer.known is None else new & ~buffer.known
                 buffer.factor = factor if buffer.factor is None else torch.where(new, factor, buffer.factor)
                 buffer.known = new if buffer.known is None else buffer.known | new
-        return list(written.tied)
+        # tried on zeros in their places: a minimum of 0 may not be shifted, and seems to say how others are written
+        undefined = {each.name for each in changed if not bool(_finite(each).all())}
+        return [pair for pair in written.tied if undefined.isdisjoint(pair)]
 
     def learn_again(self, buffers: Sequence[TrackedBuffer], chunk: ChunkEnds) -> None:
         """The factors of this step, by one more run: how fast a teacher follows often changes with the step."""
@@ -103,6 +106,8 @@ class WriteMaps:
             a = torch.zeros_like(start) if wrote else torch.ones_like(start)
         elif buffer.last:
             a = torch.where(where, 0, torch.ones_like(start))
+        elif buffer.varies and buffer.name in chunk.factors:
+            a = torch.where(where | torch.isfinite(start), chunk.factors[buffer.name], 1.0)
         else:
             a = torch.where(where, self._factor(buffer, start), self._untouched(buffer, chunk, where, start))
         # a start like an observer's: the last write counts

@@ -28,7 +28,7 @@ from meshloom.data.to_device import to_device
 from meshloom.parameters.starting_model import StartingModel
 from meshloom.program.capture.restored import restored
 from meshloom.program.capture.writing_code import may_write
-from meshloom.program.ir.written_parameters import mark_norms, mark_writing_modules, mark_written
+from meshloom.program.ir.written_parameters import mark_norms, mark_settled, mark_written
 from meshloom.program.operators.limited_rows import RowLimit, functions_limited, limits_of, unlimited
 from meshloom.replica.buffers.batch_norm import unsynchronised
 from meshloom.replica.buffers.loss_writes import LossWrites
@@ -98,9 +98,7 @@ def mark_what_is_written(
     mark_written(model, found.frozen)
     mark_norms(model, found.norms)
     if plan.captures:
-        mark_writing_modules(
-            model, {path: f"it writes {name}" for name, path in found.settled.items() if path is not None}
-        )
+        mark_settled(model, {name: path for name, path in found.settled.items() if path is not None})
     _check(found, plan)
     return found, _notes(found)
 
