@@ -392,7 +392,7 @@ def _triplet_with_hardest_inside(model: Any, b: Any) -> Any:
     """Hardest pairs of the chunk, by a loop with `continue`: how many triplets there are depends on labels."""
     z = model(b["x"])
     d = torch.cdist(z, z)
-    total, count = z.new_zeros(()), 0
+    total, count = 0.0 * z.sum(), 0
     for i in range(len(z)):
         same = (b["y"] == b["y"][i]) & (torch.arange(len(z)) != i)
         if not same.any() or same.sum() == len(z) - 1:
