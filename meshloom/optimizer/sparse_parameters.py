@@ -52,7 +52,7 @@ def sparse_parameters(
 def sparse_weight(module: nn.Module) -> Tensor | None:
     """The module's parameter whose gradient is sparse; none if its weight is computed (by a parametrization)."""
     is_sparse = isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
-    return module._parameters.get("weight") if is_sparse else None
+    return dict(module.named_parameters(recurse=False)).get("weight") if is_sparse else None
 
 
 def sparse_tables(model: nn.Module) -> frozenset[str]:
