@@ -50,8 +50,9 @@ def sparse_parameters(
 
 
 def sparse_weight(module: nn.Module) -> Tensor | None:
-    """The module's parameter whose gradient is sparse."""
-    return module.weight if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse else None
+    """The module's parameter whose gradient is sparse; none if its weight is computed (by a parametrization)."""
+    is_sparse = isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
+    return dict(module.named_parameters(recurse=False)).get("weight") if is_sparse else None
 
 
 def sparse_tables(model: nn.Module) -> frozenset[str]:

@@ -82,9 +82,12 @@ class UsedRows:
         names = {id(each): name for name, each in model.named_parameters() if name in self._of}
         undo = ExitStack()
         for path, module in model.named_modules():
-            is_table = isinstance(module, nn.Embedding | nn.EmbeddingBag) and id(module.weight) in names
-            if is_table and any(is_within(path, each) for each in paths):
-                before = self._before(names[id(module.weight)])
+            if not isinstance(module, nn.Embedding | nn.EmbeddingBag):
+                continue
+            # as registered: a parametrized weight is computed where it is read, and its parametrization may write buffers
+            table = id(dict(module.named_parameters(recurse=False)).get("weight"))
+            if table in names and any(is_within(path, each) for each in paths):
+                before = self._before(names[table])
                 undo.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
         return undo
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshloom.core.errors import PeerLostError
 from meshloom.core.random import preserved_draws
 from meshloom.program.ir.written_parameters import written_parameters
 from meshloom.replica.buffers.recurrence import same
@@ -18,7 +19,8 @@ from meshloom.replica.buffers.tracked_buffer import TrackedBuffer, fits
 class Rerun:
     """Runs a chunk again on other values of its buffers.
 
-    ends: what came of it; where its forward alone gives something else, its backward runs too.
+    ends: what came of it; where its forward alone gives something else, its backward runs too. So it does of a loss that
+        takes gradients itself, which fails without them.
     """
 
     def __init__(
@@ -32,6 +34,21 @@ class Rerun:
             self._backward = any(not same(results[name], end) for name, end in ends.items())
 
     def __call__(self, values: Mapping[str, Tensor]) -> tuple[Mapping[str, Tensor], Any]:
+        if self._backward:
+            return self._run(values)
+        try:
+            return self._run(values)
+        except PeerLostError:
+            raise
+        except Exception:
+            self._backward = True
+            try:
+                return self._run(values)
+            except BaseException:
+                self._backward = False
+                raise
+
+    def _run(self, values: Mapping[str, Tensor]) -> tuple[Mapping[str, Tensor], Any]:
         for buffer in self._buffers:
             buffer.put(values[buffer.name].clone())
         with torch.set_grad_enabled(self._backward), preserved_draws():

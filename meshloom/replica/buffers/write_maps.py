@@ -120,9 +120,9 @@ class WriteMaps:
         if buffer.factor is None:
             return torch.zeros_like(start)
         if self._every_chunk:
-            others = buffer.factor[buffer.factor != 1].unique()
-            if len(others) == 1:
-                return others.expand_as(start)
+            others = buffer.factor[buffer.factor != 1]
+            if len(others) and _are_equal(others, buffer):
+                return torch.where(buffer.factor == 1, others[0], buffer.factor)
         return buffer.factor
 
     def look_at_untouched(self, buffer: TrackedBuffer, chunk: ChunkEnds) -> None:
@@ -145,7 +145,7 @@ class WriteMaps:
         if buffer.name in chunk.untouched:
             return chunk.untouched[buffer.name]
         if self._every_chunk:
-            dense = buffer.factor is not None and bool((buffer.factor == buffer.factor[:1]).all())
+            dense = buffer.factor is not None and _are_equal(buffer.factor, buffer)
             return buffer.factor if dense and buffer.factor is not None else ones
         unclear = torch.isfinite(start) & ~where
         if buffer.known is not None and buffer.factor is not None:
@@ -163,6 +163,14 @@ class WriteMaps:
             return ones
         out, shift = flat(results[buffer.name]) - flat(point), flat(shifted) - flat(point)
         return torch.where(unclear, factor_of(out, shift, buffer.start.dtype), ones)
+
+
+def _are_equal(factors: Tensor, buffer: TrackedBuffer) -> bool:
+    """Whether factors are one number, but for the rounding of the runs that they were found by."""
+    if not factors.is_floating_point():
+        return bool((factors == factors[:1]).all())
+    limit = 64 * torch.finfo(buffer.start.dtype).eps
+    return bool(((factors - factors[:1]).abs() <= limit * (1 + factors[:1].abs())).all())
 
 
 def _finite(buffer: TrackedBuffer) -> Tensor:
