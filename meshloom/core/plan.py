@@ -76,7 +76,7 @@ class Plan:
         speed).
 
     Computation:
-    precision: what losses and metrics are computed in: `float32` (as the job is) or `bf16-mixed` (docs/precision.md).
+    precision: what losses and metrics are computed in: `float32` (as the job is), `bf16-mixed` or `fp16-mixed` (docs/precision.md).
     sync_batch_norm: batch statistics over microbatch j of all replicas instead of over each replica's own.
     keyed_draws: key every random draw by (seed, step, chunk, n) instead of seeding once per chunk.
     recompute: activations that backward recomputes: `none`, `full` (by blocks) or `selective` (cheap ones).
@@ -139,6 +139,7 @@ class Plan:
             object.__setattr__(self, "exchange", "server")
             object.__setattr__(self, "staleness", None)
         check_exchange(self, DEFAULTS)
+        check_precision(self)
         check_offload(self.offload, self.exchange)
         object.__setattr__(self, "shares", complete_shares(self.shares))
         check_shares(self)
@@ -257,7 +258,6 @@ def _take_types(plan: Plan) -> None:
 
 
 def _check_computation(plan: Plan) -> None:
-    check_precision(plan.precision)
     for name in ("dp", "pp", "tp", "microbatches", "bucket_bytes"):
         if getattr(plan, name) < 1:
             raise PlanError(f"{name}={getattr(plan, name)} must be 1 or more.")
