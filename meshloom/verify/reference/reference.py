@@ -229,7 +229,7 @@ class Reference:
             if name not in self.turn.names:
                 parameter.grad = None
             if parameter.grad is not None:
-                average = parameter.grad / (weight / self._divisor)
+                average = parameter.grad / (weight / self._divisor * self.scale.value)
                 parameter.grad = average.coalesce() if average.is_sparse else average  # each row once
 
     def restore(self) -> None:
