@@ -14,8 +14,8 @@ from meshloom.core.job import Job
 from meshloom.core.moments.current_step import at_step
 from meshloom.core.random import KeyedDraws, chunk_seed, derive, preserved_draws, seed_everything
 from meshloom.verify.reference.chunks_of_plan import ReferenceForward, as_sum
-from meshloom.verify.reference.observers import CastWatch, ModuleWatch, digest_values
 from meshloom.verify.reference.loss_scaling import ReferenceScale
+from meshloom.verify.reference.observers import CastWatch, ModuleWatch, digest_values
 from meshloom.verify.reference.other_precision import convert, default_dtype
 from meshloom.verify.reference.step_records import ChunkRecord, ModuleOutput
 

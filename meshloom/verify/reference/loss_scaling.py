@@ -1,6 +1,6 @@
 """The reference's own loss scale: a plain loop's, as in torch's recipe of automatic mixed precision.
 
-    (loss * scale).backward();  gradients /= scale;  some not finite: no update, scale /= 2;  2,000 updates in a row: scale *= 2
+(loss * scale).backward();  gradients /= scale;  some not finite: no update, scale /= 2;  2,000 updates in a row: scale *= 2
 """
 
 from __future__ import annotations

@@ -43,7 +43,10 @@ from meshloom.verify.reference.step_records import Cast, ChunkRecord, StepRecord
 from meshloom.verify.reference.trained_losses import needs_closure, trained_losses, turns
 
 Gradients = dict[str, Tensor | None]
-AUTOCAST = {"bf16-mixed": torch.bfloat16, "fp16-mixed": torch.float16}  # precisions of plans -> what a loss is computed under
+AUTOCAST = {
+    "bf16-mixed": torch.bfloat16,
+    "fp16-mixed": torch.float16,
+}  # precisions of plans -> what a loss is computed under
 
 
 class Reference:
@@ -83,7 +86,9 @@ class Reference:
         self._watch = ModuleWatch(self.model)
         self.autocast = AUTOCAST.get(plan.precision)  # around losses; float64 tensors are not cast
         self.scale = ReferenceScale(plan)
-        self._chunk_run = ChunkRun(job, self.model, self.device, dtype, self._watch, self.autocast, self.scale)
+        self._chunk_run = ChunkRun(
+            job, self.model, self.device, dtype, self._watch, self.autocast, self.scale
+        )
         self._casts = CastWatch(self.precision, self._watch)
         self.turn = losses[0]  # the loss whose turn it is
         self.step = -1  # the last one
