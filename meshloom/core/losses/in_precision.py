@@ -49,10 +49,10 @@ def _under_autocast(loss: LossFunction, dtype: torch.dtype, model: Any, batch: A
     except RuntimeError as error:  # also NotImplementedError
         if not any(sign in str(error) for sign in _NO_KERNEL):
             raise
-        name = str(dtype).removeprefix("torch.")
+        name, said = str(dtype).removeprefix("torch."), str(error).splitlines()[0].split(". ")[0]
         raise JobError(
-            f"An operator of the loss has no {name} kernel on {where} ({str(error).splitlines()[0].split('. ')[0]}). Call it within torch.autocast({where!r}, enabled=False) on "
-            "tensors in float32, or use another precision."
+            f"An operator of the loss has no {name} kernel on {where} ({said}). Call it within torch.autocast({where!r}, enabled=False) on tensors in float32, or use "
+            "another precision."
         ) from error
 
 
