@@ -139,11 +139,10 @@ class Plan:
             object.__setattr__(self, "exchange", "server")
             object.__setattr__(self, "staleness", None)
         check_exchange(self, DEFAULTS)
-        check_precision(self)
         check_offload(self.offload, self.exchange)
         object.__setattr__(self, "shares", complete_shares(self.shares))
         check_shares(self)
-        _check_modules(self)
+        _check_combinations(self)
 
     @property
     def mesh(self) -> Mesh:
@@ -274,8 +273,10 @@ def _check_computation(plan: Plan) -> None:
     check_pipeline(plan, DEFAULTS)
 
 
-def _check_modules(plan: Plan) -> None:
-    """Raise `PlanError` for settings of plans that run the user's modules, where a captured program runs."""
+def _check_combinations(plan: Plan) -> None:
+    """Raise `PlanError` for a precision without what it needs, and for settings of plans that run the user's modules, where a
+    captured program runs."""
+    check_precision(plan)
     if not plan.captures:
         return
     name = next(name for name in ("tp", "pp", "recompute") if getattr(plan, name) not in (1, "none"))

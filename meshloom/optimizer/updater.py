@@ -158,14 +158,8 @@ class Updater:
         self._turn = self._losses[number]
 
     def update(
-        self,
-        gradients: Sequence[Tensor | None],
-        loss: float,
-        *,
-        rate: float = 1.0,
-        evaluate: Evaluate | None = None,
-        skip: bool = False,
-    ) -> Steps[Tensor | None]:
+        self, gradients: Sequence[Tensor | None], loss: float, *, rate: float = 1.0, evaluate: Evaluate | None = None, skip: bool = False
+    ) -> Steps[Tensor | None]:  # fmt: skip
         """Clip and step; the gradient's norm before clipping, float64 [], None if the job does not clip.
 
         gradients: what `Exchange.finish` returned: of each owned slice, flat; None was not used. Clipping

@@ -12,8 +12,11 @@ from torch import Tensor
 from meshloom.comm.group import Group, Work
 from meshloom.core.device.readback import Readback, Readbacks
 from meshloom.core.errors import JobError
+from meshloom.core.exchanges import EXCHANGES
 from meshloom.core.losses.loss_scale import Divisor, LossScale
 from meshloom.core.losses.loss_sum import as_sum
+from meshloom.core.plan import Plan
+from meshloom.core.precisions import PRECISIONS
 from meshloom.data.chunks import Chunk
 from meshloom.telemetry.traffic import ExpectedBytes, Traffic
 
@@ -49,6 +52,12 @@ class LossSums:
             is_mean: torch.tensor([1.0, float(is_mean)], dtype=torch.float64, device=device)
             for is_mean in (False, True)
         }
+
+    @staticmethod
+    def of(plan: Plan, device: torch.device) -> LossSums:
+        """Those that a plan needs."""
+        scale = LossScale() if PRECISIONS[plan.precision].scaled else None
+        return LossSums(device, keeps_own=EXCHANGES[plan.exchange].independent, scale=scale)
 
     @property
     def are_asked(self) -> bool:
@@ -107,6 +116,11 @@ class LossSums:
         if self._own is not None:
             self._of_own = self.readbacks.read(self._own, ready=self._ready)
         self._global = self.readbacks.read(self.sums, ready=self._ready)
+
+    def end_update(self) -> None:
+        """After a step's update, or where it would have been: the next one's scale."""
+        if self.scale is not None:
+            self.scale = self.scale.after(overflowed=self.overflowed)
 
     def expected_bytes(self) -> ExpectedBytes:
         """Bytes of a step of several replicas."""

@@ -27,14 +27,11 @@ from meshloom.comm.rank_context import RankContext
 from meshloom.comm.steps import Steps
 from meshloom.comm.windows import windows_of
 from meshloom.core.device.readback import Readback
-from meshloom.core.exchanges import EXCHANGES
 from meshloom.core.job import Job, NamedParameters
 from meshloom.core.losses.in_precision import in_precision
-from meshloom.core.losses.loss_scale import LossScale
 from meshloom.core.losses.turns import LossTurn, OwnGradients, turns_of
 from meshloom.core.moments.modes import Modes
 from meshloom.core.plan import Plan
-from meshloom.core.precisions import PRECISIONS
 from meshloom.data.chunks import Chunk
 from meshloom.data.measured_shares import Pace
 from meshloom.exchange.exchange import Exchange
@@ -154,10 +151,7 @@ class Replica:
         self._undo.enter_context(limited(self.model))
         if plan.sync_batch_norm and plan.dp > 1:
             self._undo.enter_context(batch_norm.synchronise_batch_norm(self.model, context.statistics, compiled=plan.compiles))  # fmt: skip
-        self.sums = LossSums(
-            context.device, keeps_own=EXCHANGES[plan.exchange].independent,
-            scale=LossScale() if PRECISIONS[plan.precision].scaled else None,
-        )  # fmt: skip
+        self.sums = LossSums.of(plan, context.device)
         self.engine: Engine = (
             ProgramEngine(job, plan, context, dtype=dtype, timings=self.timings, stored=stored)
             if plan.captures
@@ -242,21 +236,13 @@ class Replica:
         self.arrivals.append(time.monotonic())
         yield
         self.sums.wait()
-        divisor = self.sums.divisor(chunks[0].batch)
-        with self._span("exchange"):
-            gradients = yield from self.exchange.finish(divisor)
-            if self.sums.scale is not None:
-                self.sums.send(
-                    (yield from count_overflows(gradients, self.engine, self.replicas, self.context.device))
-                )
+        gradients = yield from _exchanged(self, chunks[0].batch)
         total, weight = self.sums.result()
         if (
             not self.updating
         ):  # optimizers that evaluate the loss themselves turn back from what is not finite
-            scale = self.sums.scale if self.sums.overflowed else None
-            yield from check_finite(
-                self.engine, self.scope, self.context.world, step, filled, total, weight, scale
-            )
+            overflow = self.sums.scale if self.sums.overflowed else None
+            yield from check_finite(self.engine, self.scope, self.context.world, step, filled, total, weight, overflow)  # fmt: skip
         yield from self.scope.finish()
         return Gradients(
             step=step, samples=chunks[0].batch, chunks=chunks, of_owned=gradients, loss=total / weight, weight=weight,
@@ -271,9 +257,7 @@ class Replica:
         yield from self.row_limits.apply()
         with self._span("update"):
             evaluate = partial(_evaluated, self, found)
-            norm = yield from self.updater.update(
-                found.of_owned, found.loss, evaluate=evaluate, skip=found.overflowed
-            )
+            norm = yield from self.updater.update(found.of_owned, found.loss, evaluate=evaluate, skip=found.overflowed)  # fmt: skip
         with self._span("exchange"):
             yield from self.exchange.publish()
             if (yield from self.exchange.settle(early=False)):
@@ -281,8 +265,7 @@ class Replica:
             with self._own_gradients():
                 yield from self.engine.refresh_borrowed()
         self.updating = False
-        if self.sums.scale is not None:
-            self.sums.scale = self.sums.scale.after(overflowed=found.overflowed)
+        self.sums.end_update()
         doing.enter("between steps", step + 1)
         return StepResult(
             step=step, loss=found.loss, weight=found.weight, samples=found.samples, asked=self.sums.asked,
@@ -321,6 +304,17 @@ class Replica:
         self.exchange = open_exchange(_setup_of(self, made, whole), self.own)
         check_limits(self.exchange, self.own, [*self.limits])
         self.row_limits = RowLimits(self.limits, self.named, self.engine.rows, self.replicas, self.exchange, self.shards)  # fmt: skip
+
+
+def _exchanged(replica: Replica, batch: int) -> Steps[list[Tensor | None]]:
+    """The averaged gradients of what this rank owns; with a loss scale ranks also tell each other whether some overflowed."""
+    sums = replica.sums
+    divisor = sums.divisor(batch)
+    with replica._span("exchange"):  # pyright: ignore[reportPrivateUsage]
+        gradients = yield from replica.exchange.finish(divisor)
+        if sums.scale is not None:
+            sums.send((yield from count_overflows(gradients, replica.engine, replica.replicas, replica.context.device)))  # fmt: skip
+    return gradients
 
 
 def _evaluated(replica: Replica, found: Gradients) -> Steps[tuple[list[Tensor | None], float]]:

@@ -14,7 +14,6 @@ others' gradients is thrown away.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -43,10 +42,8 @@ from meshloom.verify.reference.step_records import Cast, ChunkRecord, StepRecord
 from meshloom.verify.reference.trained_losses import needs_closure, trained_losses, turns
 
 Gradients = dict[str, Tensor | None]
-AUTOCAST = {
-    "bf16-mixed": torch.bfloat16,
-    "fp16-mixed": torch.float16,
-}  # precisions of plans -> what a loss is computed under
+# precisions of plans -> what a loss is computed under
+AUTOCAST = {"bf16-mixed": torch.bfloat16, "fp16-mixed": torch.float16}
 
 
 class Reference:
@@ -86,9 +83,7 @@ class Reference:
         self._watch = ModuleWatch(self.model)
         self.autocast = AUTOCAST.get(plan.precision)  # around losses; float64 tensors are not cast
         self.scale = ReferenceScale(plan)
-        self._chunk_run = ChunkRun(
-            job, self.model, self.device, dtype, self._watch, self.autocast, self.scale
-        )
+        self._chunk_run = ChunkRun(job, self.model, self.device, dtype, self._watch, self.autocast, self.scale)  # fmt: skip
         self._casts = CastWatch(self.precision, self._watch)
         self.turn = losses[0]  # the loss whose turn it is
         self.step = -1  # the last one
@@ -171,28 +166,24 @@ class Reference:
             for name, each in self.parameters.items()
         }
         # Of the replaced gradients: this compares the norms alone, not the gradients a second time.
-        skipped = self.scale.overflowed
-        norm = math.nan if skipped else norm_of_all(self.gradients)
-        if self.turn.clip_grad_norm is not None and not skipped:
+        norm = None if self.scale.overflowed else norm_of_all(self.gradients)
+        if self.turn.clip_grad_norm is not None and norm is not None:
             _clip(self.model, self.turn.clip_grad_norm, norm)
         casts = list(self._casts.casts)
         with preserved_draws(), default_dtype(self.dtype):
-            for optimizer in self.turn.optimizers if not skipped else ():
-                casts += _step(optimizer, self.precision, _closure(self))
-            for scheduler in self.turn.schedulers if not skipped else ():
-                scheduler.step(self.loss) if isinstance(scheduler, ReduceLROnPlateau) else scheduler.step()
+            casts += [] if self.scale.overflowed else _step_all(self)
         self.model.zero_grad(set_to_none=True)
         self.scale.end()
         return StepRecord(
             step=self.step,
             loss=self.loss,
             weight=self._weight,
-            gradient_norm=None if skipped else norm,
+            gradient_norm=norm,
             gradients=gradients,
             chunks=self.chunks,
             casts=tuple(dict.fromkeys(casts)),
             turn=self.turn.name,
-            skipped=skipped,
+            skipped=self.scale.overflowed,
         )
 
     def forwards(self, synchronised: bool = True) -> Iterator[ReferenceForward]:
@@ -314,6 +305,16 @@ def _closure(reference: Reference) -> Callable[[], float]:
         return loss / weight
 
     return closure
+
+
+def _step_all(reference: Reference) -> list[Cast]:
+    """The optimizers and schedulers of the turn; the casts in the former."""
+    casts: list[Cast] = []
+    for optimizer in reference.turn.optimizers:
+        casts += _step(optimizer, reference.precision, _closure(reference))
+    for scheduler in reference.turn.schedulers:
+        scheduler.step(reference.loss) if isinstance(scheduler, ReduceLROnPlateau) else scheduler.step()
+    return casts
 
 
 def _step(optimizer: Any, precision: torch.dtype, closure: Callable[[], float]) -> tuple[Cast, ...]:
