@@ -82,9 +82,8 @@ class Reference:
         self.precision = most_precise(self.model)
         self._watch = ModuleWatch(self.model)
         self.autocast = AUTOCAST.get(plan.precision)  # around losses; float64 tensors are not cast
-        self.scale = ReferenceScale(plan)
+        self._casts, self.scale = CastWatch(self.precision, self._watch), ReferenceScale(plan)
         self._chunk_run = ChunkRun(job, self.model, self.device, dtype, self._watch, self.autocast, self.scale)  # fmt: skip
-        self._casts = CastWatch(self.precision, self._watch)
         self.turn = losses[0]  # the loss whose turn it is
         self.step = -1  # the last one
         self.samples: list[Any] = []
