@@ -68,7 +68,13 @@ WAITS: dict[str, tuple[Any, str, int, str, str]] = {
     "a lent value": (PipelineOwnership, "lend", 0, "gpt", "pp=2,microbatches=2"),
     "a sum along tp": (meshloom.program.operators.collectives, "start_sum", 0, "gpt", "tp=2"),
     "a gathering along tp": (meshloom.program.operators.collectives, "start_gather", 0, "gpt", "tp=3"),
-    "statistics": (meshloom.replica.buffers.batch_norm, "_joined_statistics", 0, "cnn", "dp=2,sync_batch_norm=true"),
+    "statistics": (
+        meshloom.replica.buffers.batch_norm,
+        "_joined_statistics",
+        0,
+        "cnn",
+        "dp=2,sync_batch_norm=true",
+    ),
     "the norm's parts": (TeamSums, "add_up", 0, "gpt", "pp=2,tp=2"),
     "losses": (LossSums, "wait", 0, "mlp", "dp=2"),
 }

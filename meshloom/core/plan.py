@@ -76,7 +76,7 @@ class Plan:
         speed).
 
     Computation:
-    precision: what losses and metrics are computed in: `float32` (as the job is) or `bf16-mixed` (docs/precision.md).
+    precision: what losses and metrics are computed in: `float32` (as the job is), `bf16-mixed` or `fp16-mixed` (docs/precision.md).
     sync_batch_norm: batch statistics over microbatch j of all replicas instead of over each replica's own.
     keyed_draws: key every random draw by (seed, step, chunk, n) instead of seeding once per chunk.
     recompute: activations that backward recomputes: `none`, `full` (by blocks) or `selective` (cheap ones).
@@ -142,7 +142,7 @@ class Plan:
         check_offload(self.offload, self.exchange)
         object.__setattr__(self, "shares", complete_shares(self.shares))
         check_shares(self)
-        _check_modules(self)
+        _check_combinations(self)
 
     @property
     def mesh(self) -> Mesh:
@@ -257,7 +257,6 @@ def _take_types(plan: Plan) -> None:
 
 
 def _check_computation(plan: Plan) -> None:
-    check_precision(plan.precision)
     for name in ("dp", "pp", "tp", "microbatches", "bucket_bytes"):
         if getattr(plan, name) < 1:
             raise PlanError(f"{name}={getattr(plan, name)} must be 1 or more.")
@@ -274,8 +273,10 @@ def _check_computation(plan: Plan) -> None:
     check_pipeline(plan, DEFAULTS)
 
 
-def _check_modules(plan: Plan) -> None:
-    """Raise `PlanError` for settings of plans that run the user's modules, where a captured program runs."""
+def _check_combinations(plan: Plan) -> None:
+    """Raise `PlanError` for a precision without what it needs, and for settings of plans that run the user's modules, where a
+    captured program runs."""
+    check_precision(plan)
     if not plan.captures:
         return
     name = next(name for name in ("tp", "pp", "recompute") if getattr(plan, name) not in (1, "none"))

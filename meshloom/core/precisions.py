@@ -2,6 +2,7 @@
 
     float32      as the job is: its own dtypes, and autocast where its loss opens it
     bf16-mixed   losses and metrics under autocast to bfloat16; parameters, gradients and the update as the job has them
+    fp16-mixed   the same under autocast to float16, with a loss scale
 
 What runs a loss in them is `core/losses/in_precision.py`.
 """
@@ -10,7 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
+from meshloom.core.errors import PlanError
 from meshloom.core.plan_text import check_known
 
 
@@ -19,17 +22,43 @@ class Precision:
     """A precision that a plan can name.
 
     autocast: name of torch's dtype that losses and metrics are computed in under autocast; "": without one.
+    scaled: whether gradients are those of a scaled loss, as small ones would be lost in that dtype.
     """
 
     autocast: str = ""
+    scaled: bool = False
 
 
 PRECISIONS: Mapping[str, Precision] = {
     "float32": Precision(),
     "bf16-mixed": Precision(autocast="bfloat16"),
+    "fp16-mixed": Precision(autocast="float16", scaled=True),
 }
 
 
-def check_precision(precision: str) -> None:
-    """Raise `PlanError` for values that `precision` cannot have."""
-    check_known("precision", precision, PRECISIONS)
+class PrecisionSettings(Protocol):
+    """The settings of a plan that are checked here."""
+
+    @property
+    def precision(self) -> str: ...
+    @property
+    def exchange(self) -> str: ...
+    @property
+    def compress(self) -> str: ...
+
+
+def check_precision(plan: PrecisionSettings) -> None:
+    """Raise `PlanError` for values that `precision` cannot have, and for what cannot go together with it."""
+    check_known("precision", plan.precision, PRECISIONS)
+    if not PRECISIONS[plan.precision].scaled:
+        return
+    if plan.exchange == "async":
+        raise PlanError(
+            f"precision={plan.precision} skips a step on all ranks when the gradients of one overflow, and with exchange=async no two ranks take a step together. "
+            "Use another exchange, or precision=bf16-mixed."
+        )
+    if plan.compress.startswith(("powersgd", "topk")):
+        raise PlanError(
+            f"compress={plan.compress} adds to a step what it did not send of earlier ones, and with precision={plan.precision} these may have overflowed. "
+            "Use compress=bf16 or none, or precision=bf16-mixed."
+        )

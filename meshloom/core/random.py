@@ -286,7 +286,9 @@ def _draw(func: Any, args: Sequence[Any], kwargs: dict[str, Any], rows: Rows | N
             return value
         # a valid probability, weight, deviation and rate
         sizes = [*value.shape[:dim], rows.total * per_sample, *value.shape[dim + 1 :]]
-        order = sorted(range(value.ndim), key=value.stride, reverse=True)  # results have the layout of operands
+        order = sorted(
+            range(value.ndim), key=value.stride, reverse=True
+        )  # results have the layout of operands
         ones = value.new_ones([sizes[each] for each in order])
         full = ones.permute([order.index(each) for each in range(value.ndim)])
         full.narrow(dim, start, length).copy_(value)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from meshloom.comm.group import Group
 from meshloom.comm.steps import Steps
 from meshloom.comm.windows import Windows, allocation
+from meshloom.core.losses.loss_scale import Divisor
 from meshloom.exchange.buckets.buckets import Bucket, GradientBuckets
 from meshloom.exchange.buckets.flags import set_flags, used_anywhere
 from meshloom.exchange.buckets.reduction import Exact, Reduction
@@ -99,7 +100,7 @@ class AllReduce(Exchange):
     def ready_hook(self, parameter: nn.Parameter) -> Callable[[nn.Parameter], None]:
         return self._buckets.ready_hook(parameter)
 
-    def finish(self, weight: float) -> Steps[list[Tensor | None]]:
+    def finish(self, weight: Divisor) -> Steps[list[Tensor | None]]:
         self._buckets.start_rest()
         yield from self._reduction.finish(self._buckets.buckets, weight)
         gradients: dict[str, Tensor | None] = {}

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from meshloom.comm.steps import Steps
+from meshloom.core.losses.loss_scale import Divisor, divides
 from meshloom.exchange.exchange import Emit, Exchange, Slice
 
 
@@ -25,12 +26,12 @@ class Alone(Exchange):
         for slice_ in self._owned:
             slice_.parameter.grad = None
 
-    def finish(self, weight: float) -> Steps[list[Tensor | None]]:
+    def finish(self, weight: Divisor) -> Steps[list[Tensor | None]]:
         present = [slice_.parameter.grad for slice_ in self._owned if slice_.parameter.grad is not None]
         for index, gradient in enumerate(present):
             if gradient.layout != torch.strided:
                 present[index] = gradient.to_dense()
-        if present and weight != 1.0:
+        if present and divides(weight):
             torch._foreach_div_(present, weight)  # pyright: ignore[reportPrivateUsage]
         dense = iter(present)
         return [None if slice_.parameter.grad is None else next(dense).reshape(-1) for slice_ in self._owned]

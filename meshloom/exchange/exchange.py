@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from meshloom.comm.group import Group
 from meshloom.comm.steps import Steps
+from meshloom.core.losses.loss_scale import Divisor
 from meshloom.program.operators.fused_grad_accumulation import GradBuffer
 from meshloom.telemetry.traffic import ExpectedBytes
 
@@ -165,12 +166,12 @@ class Exchange(ABC):
         return self.gradient_ready
 
     @abstractmethod
-    def finish(self, weight: float) -> Steps[list[Tensor | None]]:
+    def finish(self, weight: Divisor) -> Steps[list[Tensor | None]]:
         """The gradient of each owned slice, flat and in the order of `owned`: the sum over all chunks divided
         by `weight`.
 
         The weight is that of the global batch or, where replicas are `independent`, that of this replica's
-        share. A weight of exactly 1 costs no division.
+        share. A weight of exactly 1 costs no division. With a loss scale it is multiplied by that.
 
         None for a parameter that no chunk on any rank used. Gradients may be sparse
         (`exchange/sparse_gradients.py`).

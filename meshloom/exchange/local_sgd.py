@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from meshloom.comm.group import Group
 from meshloom.comm.steps import Steps
+from meshloom.core.losses.loss_scale import Divisor
 from meshloom.exchange.exchange import Emit, Exchange, Slice
 from meshloom.exchange.registry import Named, Setup
 from meshloom.telemetry.traffic import ExpectedBytes, Traffic
@@ -129,7 +130,7 @@ class LocalSGD(Exchange):
     def gradient_ready(self, parameter: nn.Parameter) -> None:
         self._inner.gradient_ready(parameter)
 
-    def finish(self, weight: float) -> Steps[list[Tensor | None]]:
+    def finish(self, weight: Divisor) -> Steps[list[Tensor | None]]:
         if self.settled:
             self._end.begin(self._named)
         self._taken += 1

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from meshloom.comm.group import Group, Work
 from meshloom.comm.steps import Steps
 from meshloom.comm.windows import separate
+from meshloom.core.losses.loss_scale import Divisor, divides
 from meshloom.exchange.buckets.buckets import GradientBuckets
 from meshloom.exchange.buckets.scattered import ScatteredBuckets
 from meshloom.exchange.copies import ParameterCopies
@@ -78,7 +79,7 @@ class Sharded(Exchange):
     def ready_hook(self, parameter: nn.Parameter) -> Callable[[nn.Parameter], None]:
         return self._buckets.ready_hook(parameter)
 
-    def finish(self, weight: float) -> Steps[list[Tensor | None]]:
+    def finish(self, weight: Divisor) -> Steps[list[Tensor | None]]:
         self._buckets.start_rest()
         self._copies.computed()
         # Not started earlier: a rank that has waited for it knows that no rank computes with the old
@@ -88,7 +89,7 @@ class Sharded(Exchange):
         for work in self._works:
             work.wait()
         self._sums = self._add_up()
-        for each in self._sums if weight != 1.0 else ():
+        for each in self._sums if divides(weight) else ():
             each.div_(weight)
         self._is_used = self._used.found()
         yield from self._buckets.share_order(self._group)

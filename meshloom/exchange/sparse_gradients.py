@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from meshloom.comm.group import Group, Work
 from meshloom.comm.steps import Steps
 from meshloom.core.errors import TrainingError
+from meshloom.core.losses.loss_scale import Divisor, divides
 from meshloom.exchange.exchange import Emit, Exchange, Slice
 from meshloom.program.operators.fused_grad_accumulation import GradBuffer
 from meshloom.telemetry.traffic import ExpectedBytes, Traffic
@@ -139,14 +140,14 @@ class WithSparse(Exchange):
                 arrived.append(gradient)
             parameter.grad = None
 
-    def finish(self, weight: float) -> Steps[list[Tensor | None]]:
+    def finish(self, weight: Divisor) -> Steps[list[Tensor | None]]:
         for _, parameter in self._named:
             self.gradient_ready(parameter)  # if it was not reported as ready
         mine = [self._add_up(name, parameter) for name, parameter in self._named]
         self._arrived = {id(parameter): [] for _, parameter in self._named}
         dense = yield from self._inner.finish(weight)
         sums = (yield from _Sums(self._named, self._group, self._sent).sums(mine)) if self._group else mine
-        for total in sums if weight != 1.0 else ():
+        for total in sums if divides(weight) else ():
             if total is not None:
                 total.values().div_(weight)
         self._whole = {name: total for (name, _), total in zip(self._named, sums, strict=True)}

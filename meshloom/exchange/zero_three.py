@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from meshloom.comm.group import Group, Work
 from meshloom.comm.steps import Steps
+from meshloom.core.losses.loss_scale import Divisor, divides
 from meshloom.exchange.buckets.flags import set_flags, used_anywhere
 from meshloom.exchange.exchange import Emit, Exchange, Slice
 from meshloom.exchange.registry import Setup
@@ -129,7 +130,7 @@ class ZeroThree(Exchange):
         if part.is_complete:
             self.gathering.complete(part)
 
-    def finish(self, weight: float) -> Steps[list[Tensor | None]]:
+    def finish(self, weight: Divisor) -> Steps[list[Tensor | None]]:
         self.gathering.end_step(late=self._late)
         set_flags(self._used, [entry.used for entry in self._entries])
         work = self._replicas.all_reduce(self._used, "max")
@@ -140,7 +141,7 @@ class ZeroThree(Exchange):
         for entry, is_used in zip(self._entries, used, strict=True):
             entry.used = is_used
         for part in self._trained:
-            if part.summed is not None and weight != 1.0:
+            if part.summed is not None and divides(weight):
                 part.summed.div_(weight)
         return [
             each.of(part.summed) if each.entry.used and part.summed is not None else None

@@ -73,6 +73,7 @@ class Updater:
     user: what the job's optimizer function has returned for the named parameters, if it was called already.
     device: of what is updated; None: that of the named parameters.
     offload: whether the optimizers' state is kept elsewhere: on disk, or, of parameters on a GPU, in host memory.
+    scaled: whether the loss is, so that updates may be skipped.
     Parameters that are replicated over tp are updated by each rank, from gradients with the same bits.
     Raises `JobError` for optimizers or schedulers that cannot be used.
     """
@@ -88,6 +89,8 @@ class Updater:
         user: UserOptimizers | None = None,
         device: torch.device | None = None,
         offload: bool = False,
+        *,
+        scaled: bool = False,
     ) -> None:
         self._job, self._exchange, self._stages = job, exchange, stages
         self._shards = shards = shards or Shards({}, None)
@@ -104,7 +107,7 @@ class Updater:
         self._losses = _by_loss(job, user, divided=is_divided)
         self._turn = self._losses[0]
         self.takes_closures = any(each.takes_closure for each in self._losses)
-        _check_closures(user, exchange, offload=offload)
+        _check_closures(user, exchange, offload=offload, scaled=scaled)
         self._schedulers = [scheduler for each in self._losses for scheduler in each.schedulers]
         _ = user.in_windows if offload else None  # found out before slices replace parameters
         self._assignment = (
@@ -149,24 +152,20 @@ class Updater:
         self._turn = self._losses[number]
 
     def update(
-        self,
-        gradients: Sequence[Tensor | None],
-        loss: float,
-        *,
-        rate: float = 1.0,
-        evaluate: Evaluate | None = None,
-    ) -> Steps[Tensor | None]:
+        self, gradients: Sequence[Tensor | None], loss: float, *, rate: float = 1.0, evaluate: Evaluate | None = None, skip: bool = False
+    ) -> Steps[Tensor | None]:  # fmt: skip
         """Clip and step; the gradient's norm before clipping, float64 [], None if the job does not clip.
 
         gradients: what `Exchange.finish` returned: of each owned slice, flat; None was not used. Clipping
             scales them in place.
         loss: mean over the global batch, for schedulers that look at it. rate: what the learning rates are
-            multiplied by in this update. evaluate: for optimizers that take a closure.
+            multiplied by in this update. evaluate: for optimizers that take a closure. skip: neither optimizers nor
+            schedulers step, and there is no norm; the ranks meet as in any update.
         """
         parts, turn = self._assignment, self._turn
         before = [(target, target.grad) for target in self._theirs]
         norm = yield from self._take(gradients)
-        for optimizer in turn.optimizers:
+        for optimizer in turn.optimizers if not skip else ():
             with _scaled(optimizer, rate):
                 if turn.takes_closure and evaluate is not None:
                     _step_with_closure(optimizer, loss, partial(self._evaluated, evaluate))
@@ -180,9 +179,9 @@ class Updater:
             yield from parts.from_shards.give_back()
         if parts.from_slices and turn.looks_at_whole:
             yield from parts.from_slices.give_back()
-        for scheduler in turn.schedulers:
+        for scheduler in turn.schedulers if not skip else ():
             scheduler.step(loss) if isinstance(scheduler, ReduceLROnPlateau) else scheduler.step()
-        return norm
+        return None if skip else norm
 
     def _take(self, gradients: Sequence[Tensor | None]) -> Steps[Tensor | None]:
         """Clip, and give the optimizers of this turn their gradients; the norm."""
@@ -292,8 +291,13 @@ def _counted_here(owned: Sequence[Slice], shards: Shards, device: torch.device) 
     return counted
 
 
-def _check_closures(user: UserOptimizers, exchange: Ownership, *, offload: bool) -> None:
+def _check_closures(user: UserOptimizers, exchange: Ownership, *, offload: bool, scaled: bool) -> None:
     kind = next((type(each).__name__ for each in user.optimizers if takes_closure(each)), None)
+    if kind is not None and scaled:
+        raise JobError(
+            f"{kind} evaluates the loss several times in an update, of which none can be skipped when gradients overflow float16. Use precision=bf16-mixed, or an "
+            "optimizer that evaluates it once."
+        )
     independent = isinstance(exchange, Exchange) and exchange.independent
     if kind is not None and (exchange.owners is not None or independent or offload):
         raise JobError(

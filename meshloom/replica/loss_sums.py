@@ -12,7 +12,11 @@ from torch import Tensor
 from meshloom.comm.group import Group, Work
 from meshloom.core.device.readback import Readback, Readbacks
 from meshloom.core.errors import JobError
+from meshloom.core.exchanges import EXCHANGES
+from meshloom.core.losses.loss_scale import Divisor, LossScale
 from meshloom.core.losses.loss_sum import as_sum
+from meshloom.core.plan import Plan
+from meshloom.core.precisions import PRECISIONS
 from meshloom.data.chunks import Chunk
 from meshloom.telemetry.traffic import ExpectedBytes, Traffic
 
@@ -23,14 +27,19 @@ class LossSums:
 
     asked: whether some rank asks, once the sums are global. keeps_own: whether `own_divisor`
         is needed. loss: the name of that whose turn it is, if there are several.
+    scale: by which backward's roots and the divisor of gradients are multiplied; None: there is none. overflowed: whether some
+        rank's gradients overflowed with it, once that is known.
     readbacks: by which they come to the host, while the device goes on with what it was given after `start`; of other
         numbers of the step too.
     """
 
-    def __init__(self, device: torch.device, *, keeps_own: bool = False) -> None:
+    def __init__(
+        self, device: torch.device, *, keeps_own: bool = False, scale: LossScale | None = None
+    ) -> None:
         self.sums = torch.zeros(5, dtype=torch.float64, device=device)
         self._parts = self.sums[0], self.sums[1], self.sums[2:4]
-        self.asked = False
+        self.asked = self.overflowed = False
+        self.scale = scale
         self.loss = ""
         self._own: Tensor | None = None
         self._keeps_own = keeps_own
@@ -44,6 +53,12 @@ class LossSums:
             is_mean: torch.tensor([1.0, float(is_mean)], dtype=torch.float64, device=device)
             for is_mean in (False, True)
         }
+
+    @staticmethod
+    def of(plan: Plan, device: torch.device) -> LossSums:
+        """Those that a plan needs."""
+        scale = LossScale() if PRECISIONS[plan.precision].scaled else None
+        return LossSums(device, keeps_own=EXCHANGES[plan.exchange].independent, scale=scale)
 
     @property
     def are_asked(self) -> bool:
@@ -64,7 +79,7 @@ class LossSums:
         weight.
 
         For a mean over samples the global weight is known in advance, and dividing the loss is cheaper than
-        dividing the gradients.
+        dividing the gradients. A scale is that of the mean, as far as it is known: of a sum it would be too large.
         """
         loss, weight = as_sum(returned, chunk.samples, of=self.loss)
         is_mean = not isinstance(returned, tuple)
@@ -72,6 +87,8 @@ class LossSums:
         total.add_(loss.detach())
         of_weights.add_(weight)
         counts.add_(self._one[is_mean])
+        if self.scale is not None:
+            return loss / chunk.batch * self.scale.scale, loss, weight
         return (loss / chunk.batch if is_mean else loss), loss, weight
 
     def close(self) -> None:
@@ -91,35 +108,52 @@ class LossSums:
             self.readbacks.lane.after_computation()
 
     def wait(self) -> None:
-        """Wait for that all-reduce, and send the global sums to the host; simulated ranks need their turn between `start`
-        and this."""
+        """Wait for that all-reduce, and send the global sums to the host, with a scale later (`send`); simulated ranks need their
+        turn between `start` and this."""
         work, self._work = self._work, None
         if work is not None:
-            with self.readbacks.lane.entered() if self._ready else nullcontext():
+            with self.readbacks.lane.entered() if self._ready and self.scale is None else nullcontext():
                 work.wait()
+        if self.scale is not None:
+            return
         if self._own is not None:
             self._of_own = self.readbacks.read(self._own, ready=self._ready)
         self._global = self.readbacks.read(self.sums, ready=self._ready)
 
+    def end_update(self) -> None:
+        """After a step's update, or where it would have been: the next one's scale."""
+        if self.scale is not None:
+            self.scale = self.scale.after(overflowed=self.overflowed)
+
     def expected_bytes(self) -> ExpectedBytes:
         """Bytes of a step of several replicas."""
-        return ExpectedBytes(per_step=Traffic.along("dp", all_reduce=self.sums.nbytes))
+        overflowed = self.sums.itemsize if self.scale is not None else 0
+        return ExpectedBytes(per_step=Traffic.along("dp", all_reduce=self.sums.nbytes + overflowed))
 
-    def own_divisor(self, batch: int) -> float:
-        """The number to divide this replica's gradients by for the mean over its own share; 1 for a share
-        without weight."""
-        assert self._of_own
-        _, weight, _, num_means, _ = self._of_own.values().tolist()
-        return weight / batch if num_means else weight or 1.0
+    def divisor(self, batch: int) -> Divisor:
+        """The number to divide gradients by, after `wait`; where `own` is kept, for the mean over this replica's own share, 1 if that has no weight.
+        Waits for it to arrive; with a scale the device keeps it. batch: samples of the global batch."""
+        if self.scale is not None:
+            weight = self.sums[1] if self._own is None else self._own[1]
+            return torch.where(weight == 0, 1.0, weight / batch * self.scale.scale)
+        _, weight = self.result()
+        are_means = bool(self._global and self._global.values()[3])
+        if self._of_own is not None:
+            weight = float(self._of_own.values()[1])
+            return weight / batch if are_means else weight or 1.0
+        return weight / batch if are_means else weight
 
-    def result(self, batch: int) -> tuple[float, float, float]:
-        """The global loss and weight, and the number to divide gradients by, after `wait`. Waits for them to arrive.
-        batch: samples of the global batch."""
+    def send(self, overflowed: Tensor) -> None:
+        """Send the global sums to the host, and with them how many ranks' gradients overflowed, float64 [1], so that it waits once."""
+        self._global = self.readbacks.read(torch.cat([self.sums, overflowed]))
+
+    def result(self) -> tuple[float, float]:
+        """The global loss and weight, after `wait`. Waits for them to arrive."""
         assert self._global
-        total, weight, num_chunks, num_means, num_asking = self._global.values().tolist()
-        self.asked = num_asking > 0
+        total, weight, num_chunks, num_means, num_asking, *overflowed = self._global.values().tolist()
+        self.asked, self.overflowed = num_asking > 0, any(overflowed)
         if num_means not in (0, num_chunks):
             raise JobError(
                 f"The loss function returned a mean for {num_means:g} of {num_chunks:g} chunks and (sum, weight) for the others. Return one kind always."
             )
-        return total, weight, weight / batch if num_means else weight
+        return total, weight

@@ -27,8 +27,6 @@ from meshloom.comm.rank_context import RankContext
 from meshloom.comm.steps import Steps
 from meshloom.comm.windows import windows_of
 from meshloom.core.device.readback import Readback
-from meshloom.core.errors import JobError
-from meshloom.core.exchanges import EXCHANGES
 from meshloom.core.job import Job, NamedParameters
 from meshloom.core.losses.in_precision import in_precision
 from meshloom.core.losses.turns import LossTurn, OwnGradients, turns_of
@@ -57,12 +55,18 @@ from meshloom.replica.buffers.row_limits import RowLimits
 from meshloom.replica.buffers.written_by_loss import mark_what_is_written
 from meshloom.replica.chunk_scope import ChunkScope
 from meshloom.replica.engine import Engine
-from meshloom.replica.exchanges.opening import open_exchange
+from meshloom.replica.exchanges.opening import check_limits, open_exchange
 from meshloom.replica.loss_sums import LossSums
 from meshloom.replica.module_engine import ModuleEngine
 from meshloom.replica.program_engine import ProgramEngine
 from meshloom.replica.sharing import shares_copies, why_separate
-from meshloom.replica.step_checks import check_accumulation_hooks, check_finite, frozen_kept, memory_kept
+from meshloom.replica.step_checks import (
+    check_accumulation_hooks,
+    check_finite,
+    count_overflows,
+    frozen_kept,
+    memory_kept,
+)
 from meshloom.telemetry.timings import Timings
 from meshloom.telemetry.traffic import Traffic
 
@@ -72,7 +76,8 @@ class Gradients:
     """The result of a step's first half.
 
     of_owned: gradient of each slice that this rank owns in the exchange; None: unused. loss: mean over the
-        global batch of `samples` samples, of which this replica has `chunks`. weight: of the batch.
+        global batch of `samples` samples, of which this replica has `chunks`. weight: of the batch. overflowed: whether
+        some rank's gradients are not finite, with a loss scale: the step is skipped on all.
     """
 
     step: int
@@ -81,6 +86,7 @@ class Gradients:
     of_owned: list[Tensor | None]
     loss: float
     weight: float
+    overflowed: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +95,7 @@ class StepResult:
     if clipping is on, which may still be on its way.
 
     asked: whether some rank asks for something between steps; equal on all. losses: of several, the newest of each by
-        name; the rest is of the first one.
+        name; the rest is of the first one. skipped: whether nothing was updated, as gradients overflowed.
     """
 
     step: int
@@ -99,6 +105,7 @@ class StepResult:
     norm: Readback | None
     asked: bool = False
     losses: Mapping[str, float] = field(default_factory=dict[str, float])
+    skipped: bool = False
 
     @property
     def gradient_norm(self) -> float | None:
@@ -151,7 +158,7 @@ class Replica:
         self._undo.enter_context(limited(self.model))
         if plan.sync_batch_norm and plan.dp > 1:
             self._undo.enter_context(batch_norm.synchronise_batch_norm(self.model, context.statistics, compiled=plan.compiles))  # fmt: skip
-        self.sums = LossSums(context.device, keeps_own=EXCHANGES[plan.exchange].independent)
+        self.sums = LossSums.of(plan, context.device)
         self.engine: Engine = (
             ProgramEngine(job, plan, context, dtype=dtype, timings=self.timings, stored=stored)
             if plan.captures
@@ -193,7 +200,7 @@ class Replica:
             if made:
                 self.updater = Updater(
                     self.job, whole, self.exchange, self.shards, self.named, self.stage_group, made, self.context.device,
-                    self.plan.offload == "optimizer",
+                    self.plan.offload == "optimizer", scaled=self.sums.scale is not None,
                 )  # fmt: skip
                 self._undo.callback(self.updater.close)
                 yield from check_together(self.context.world, lambda: self.updater.open(self._files))
@@ -236,18 +243,17 @@ class Replica:
         self.arrivals.append(time.monotonic())
         yield
         self.sums.wait()
-        total, weight, divisor = self.sums.result(chunks[0].batch)
-        if self.exchange.independent:
-            divisor = self.sums.own_divisor(chunks[0].batch)
-        with self._span("exchange"):
-            gradients = yield from self.exchange.finish(divisor)
+        gradients = yield from _exchanged(self, chunks[0].batch)
+        total, weight = self.sums.result()
         if (
             not self.updating
         ):  # optimizers that evaluate the loss themselves turn back from what is not finite
-            yield from check_finite(self.engine, self.scope, self.context.world, step, filled, total, weight)
+            overflow = self.sums.scale if self.sums.overflowed else None
+            yield from check_finite(self.engine, self.scope, self.context.world, step, filled, total, weight, overflow)  # fmt: skip
         yield from self.scope.finish()
         return Gradients(
-            step=step, samples=chunks[0].batch, chunks=chunks, of_owned=gradients, loss=total / weight, weight=weight
+            step=step, samples=chunks[0].batch, chunks=chunks, of_owned=gradients, loss=total / weight, weight=weight,
+            overflowed=self.sums.overflowed,
         )  # fmt: skip
 
     def update(self, found: Gradients) -> Steps[StepResult]:
@@ -258,7 +264,7 @@ class Replica:
         yield from self.row_limits.apply()
         with self._span("update"):
             evaluate = partial(_evaluated, self, found)
-            norm = yield from self.updater.update(found.of_owned, found.loss, evaluate=evaluate)
+            norm = yield from self.updater.update(found.of_owned, found.loss, evaluate=evaluate, skip=found.overflowed)  # fmt: skip
         with self._span("exchange"):
             yield from self.exchange.publish()
             if (yield from self.exchange.settle(early=False)):
@@ -266,10 +272,11 @@ class Replica:
             with self._own_gradients():
                 yield from self.engine.refresh_borrowed()
         self.updating = False
+        self.sums.end_update()
         doing.enter("between steps", step + 1)
         return StepResult(
             step=step, loss=found.loss, weight=found.weight, samples=found.samples, asked=self.sums.asked,
-            norm=None if norm is None else self.sums.readbacks.read(norm),
+            norm=None if norm is None else self.sums.readbacks.read(norm), skipped=found.overflowed,
         )  # fmt: skip
 
     @property
@@ -302,8 +309,19 @@ class Replica:
             self.exchange = setup.alone()
             return
         self.exchange = open_exchange(_setup_of(self, made, whole), self.own)
-        _check_limits(self)
+        check_limits(self.exchange, self.own, [*self.limits])
         self.row_limits = RowLimits(self.limits, self.named, self.engine.rows, self.replicas, self.exchange, self.shards)  # fmt: skip
+
+
+def _exchanged(replica: Replica, batch: int) -> Steps[list[Tensor | None]]:
+    """The averaged gradients of what this rank owns; with a loss scale ranks also tell each other whether some overflowed."""
+    sums = replica.sums
+    divisor = sums.divisor(batch)
+    with replica._span("exchange"):  # pyright: ignore[reportPrivateUsage]
+        gradients = yield from replica.exchange.finish(divisor)
+        if sums.scale is not None:
+            sums.send((yield from count_overflows(gradients, replica.engine, replica.replicas, replica.context.device)))  # fmt: skip
+    return gradients
 
 
 def _evaluated(replica: Replica, found: Gradients) -> Steps[tuple[list[Tensor | None], float]]:
@@ -315,18 +333,18 @@ def _evaluated(replica: Replica, found: Gradients) -> Steps[tuple[list[Tensor | 
 
 def _in_turn(replica: Replica, step: int, chunks: Sequence[Chunk]) -> Steps[StepResult]:
     """A step of several losses. Recorded is the first of its turns: a timeline is of one schedule."""
-    asked, recorder = False, replica.recorder
+    asked, skipped, recorder = False, False, replica.recorder
     for turn in turns_of(replica.job, step):
         replica.turn_to(turn)
         newest = yield from replica.update((yield from replica.gradients(step, chunks)))
         replica.newest[turn.loss] = newest
-        asked, replica.recorder = asked or newest.asked, None
+        asked, skipped, replica.recorder = asked or newest.asked, skipped or newest.skipped, None
     replica.recorder = recorder
     losses = {name: each.loss for name, each in replica.newest.items()}
     first = replica.newest.get(next(iter(replica.job.losses))) or replace(
         next(iter(replica.newest.values())), loss=math.nan
     )
-    return replace(first, step=step, samples=chunks[0].batch, asked=asked, losses=losses)
+    return replace(first, step=step, samples=chunks[0].batch, asked=asked, losses=losses, skipped=skipped)
 
 
 def _find_written(replica: Replica, undo: ExitStack) -> Steps[list[str]]:
@@ -374,15 +392,6 @@ def _setup_of(replica: Replica, made: UserOptimizers, whole: NamedParameters) ->
         units=units, slices=context.slices, control=context.readers, sparse=here, kept=sparse.kept, sparse_only=sparse.sparse_only,
         used_rows=engine.used_rows,
     )  # fmt: skip
-
-
-def _check_limits(replica: Replica) -> None:
-    exchange = replica.exchange
-    if replica.own and replica.limits and exchange.owners is not None and not exchange.only_slices:
-        raise JobError(
-            f"{next(iter(replica.limits))} has max_norm, so any of the {replica.own.num_losses} losses may scale its rows, and its owners publish what their own loss "
-            "changes alone. Use zero=0 or zero=3."
-        )
 
 
 def _watched(plan: Plan, limited: list[str], sparse: Sparse, whole: NamedParameters) -> dict[str, int]:

@@ -18,6 +18,7 @@ from meshloom.comm.group import Group
 from meshloom.comm.objects import collect
 from meshloom.comm.steps import Steps
 from meshloom.core.errors import CheckpointError, TrainingError
+from meshloom.core.losses.loss_scale import LossScale
 from meshloom.exchange.exchange import Emit, Slice
 from meshloom.exchange.zero_three import ZeroThree, slices_of
 from meshloom.optimizer.outer_state import OUTER, outer_loader, outer_pieces
@@ -28,6 +29,8 @@ from meshloom.parameters.replica_check import first_difference
 from meshloom.parameters.shards import Shards
 from meshloom.program.ir.written_parameters import named_buffers
 from meshloom.replica.replica import Gradients, Replica
+
+SCALE = "loss_scale"  # among a checkpoint's values, if the run had one
 
 
 def settle(replica: Replica) -> Steps[None]:
@@ -118,6 +121,12 @@ def optimizer_state(
             replica.saved += gathered.traffic
             streams = [*streams, gathered.stream]
     return pieces, streams, values
+
+
+def scale_values(replica: Replica) -> dict[str, Any]:
+    """What a checkpoint says of the loss scale; {}: the plan has none."""
+    scale = replica.sums.scale
+    return {} if scale is None else {SCALE: scale.to_dict()}
 
 
 def resume(replica: Replica, directory: Path, check: Callable[[Checkpoint], None]) -> Steps[Checkpoint]:
@@ -235,6 +244,9 @@ def loader_of(replica: Replica, checkpoint: Checkpoint) -> Loader:
         finish_updater()
         if replica.exchange.state is not None:
             replica.exchange.load(momentum)
+
+        if replica.sums.scale is not None and SCALE in checkpoint.values:
+            replica.sums.scale = LossScale.from_dict(checkpoint.values[SCALE])
 
     weight = replica.shards.weights_loader(replica.model)
     if (sliced := slices_of(replica.exchange)) is not None:

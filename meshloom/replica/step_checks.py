@@ -1,4 +1,4 @@
-"""Checks of a step: its loss is finite, frozen parameters have stayed frozen, no hooks see parts of its gradients."""
+"""Checks of a step: its loss and gradients are finite, frozen parameters have stayed frozen, no hooks see parts of gradients."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+import torch
 from torch import Tensor
 
 from meshloom.comm.group import Group
@@ -13,6 +14,7 @@ from meshloom.comm.objects import collect
 from meshloom.comm.steps import Steps
 from meshloom.core.errors import DataError, JobError, TrainingError
 from meshloom.core.job import NamedParameters
+from meshloom.core.losses.loss_scale import LEAST, LossScale
 from meshloom.core.plan import Plan
 from meshloom.data.chunks import Chunk
 from meshloom.replica.chunk_scope import ChunkScope
@@ -65,17 +67,43 @@ def _writes(parameter: Tensor) -> tuple[int, int]:
     return parameter._version, parameter.data_ptr()  # pyright: ignore[reportPrivateUsage]
 
 
+def count_overflows(
+    gradients: Sequence[Tensor | None], engine: Engine, replicas: Group, device: torch.device
+) -> Steps[Tensor]:
+    """The number of ranks of all replicas with a gradient that is not finite, float64 [1], on each of them."""
+    values = [
+        each if each.layout == torch.strided else each._values()  # pyright: ignore[reportPrivateUsage]
+        for each in gradients
+        if each is not None
+    ]
+    values = [each for each in values if each.numel()]
+    flag = torch.zeros(1, dtype=torch.float64, device=device)
+    if values:
+        largest = torch._foreach_norm(values, math.inf)  # pyright: ignore[reportPrivateUsage]
+        flag += ~torch.stack([each.double() for each in largest]).isfinite().all()
+    for axis in ("tp", "pp"):
+        yield from engine.add_up(axis, flag)
+    if replicas.size > 1:
+        work = replicas.all_reduce(flag)
+        yield
+        work.wait()
+    return flag
+
+
 def check_finite(
-    engine: Engine,
-    scope: ChunkScope,
-    world: Group,
-    step: int,
-    chunks: Sequence[Chunk],
-    total: float,
-    weight: float,
-) -> Steps[None]:
-    """Raise the same error on all ranks when the loss of the global batch is not finite or has no weight."""
-    if math.isfinite(total) and weight > 0:
+    engine: Engine, scope: ChunkScope, world: Group, step: int, chunks: Sequence[Chunk], total: float, weight: float,
+    overflowed: LossScale | None = None,
+) -> Steps[None]:  # fmt: skip
+    """Raise the same error on all ranks when the loss of the global batch is not finite or has no weight.
+
+    overflowed: the scale with which gradients are not finite; the step is then skipped, unless a smaller scale will not help.
+    """
+    if overflowed and overflowed.scale <= LEAST and math.isfinite(total) and weight > 0:
+        raise TrainingError(
+            f"The gradients of step {step} overflow float16 even with the loss scaled by {overflowed.scale:.1e}, after {overflowed.skipped} skipped steps. Look for a "
+            "division by zero or a logarithm of zero in the loss, or use precision=bf16-mixed, which needs no scale."
+        )
+    if weight > 0 and (math.isfinite(total) or (overflowed and overflowed.scale > 1)):
         return
     if math.isfinite(total):
         raise DataError(

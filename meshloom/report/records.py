@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -97,16 +98,24 @@ def tell_summary(summary: Summary, terminal: Terminal, records: Records) -> None
     terminal.time_line(summary.shares)
     if summary.compiled:
         terminal.event(str(summary.compiled))
+    if summary.scale:
+        terminal.event(
+            f"{format_count(summary.scale.skipped, 'step')} skipped, as gradients overflowed float16; at the end the loss is scaled by {summary.scale.scale:g}"
+        )
     records.write(
         "end", steps=summary.steps, seconds=summary.seconds, first_loss=summary.first_loss, last_loss=summary.last_loss, evaluation=summary.evaluation,
         bytes={"predicted": summary.predicted.bytes, "counted": summary.counted.bytes}, time=asdict(summary.shares),
         checkpoint=str(summary.checkpoint) if summary.checkpoint else None, **({"compiled": asdict(summary.compiled)} if summary.compiled else {}),
+        **({"loss_scale": summary.scale.to_dict()} if summary.scale else {}),
     )  # fmt: skip
 
 
 def _progress(progress: Progress, terminal: Terminal, records: Records) -> None:
     terminal.step(progress_text(progress), last=progress.step == progress.steps)
-    records.write("step", **asdict(progress))
+    values = asdict(progress)
+    if not math.isfinite(progress.loss):  # of a skipped step; JSON has no such numbers
+        values["loss"] = None
+    records.write("step", **values)
 
 
 def _evaluation(step: int, metrics: dict[str, float], terminal: Terminal, records: Records) -> None:

@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from meshloom.core.losses.loss_scale import LossScale
+
 
 def _say(text: str) -> None:
     sys.stderr.write(f"meshloom: {text}\n")
@@ -18,7 +20,7 @@ class Progress:
 
     age: in asynchronous runs, the mean number of updates since the parameters of the newest gradients.
         virtual_seconds: the virtual clock, if there is one. losses: of a job of several, the newest of each by name;
-        `loss` is that of the first.
+        `loss` is that of the first. loss_scale: of the next step, if the plan's precision has one.
     """
 
     step: int
@@ -33,6 +35,7 @@ class Progress:
     age: float | None = None
     virtual_seconds: float | None = None
     losses: Mapping[str, float] = field(default_factory=dict[str, float])
+    loss_scale: LossScale | None = None
 
 
 @dataclass

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from meshloom.core.compiling import Compiled
+from meshloom.core.losses.loss_scale import LossScale
 from meshloom.telemetry.traffic import Traffic
 
 
@@ -23,7 +24,8 @@ class TimeShares:
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """The summary of a run, of this process's first rank. compiled: by torch.compile, if the plan has it done."""
+    """The summary of a run, of this process's first rank. compiled: by torch.compile, if the plan has it done. scale: of the loss at
+    the end, if the plan's precision has one."""
 
     steps: int
     seconds: float
@@ -35,6 +37,7 @@ class Summary:
     shares: TimeShares
     checkpoint: Path | None
     compiled: Compiled | None = None
+    scale: LossScale | None = None
 
 
 def time_shares(

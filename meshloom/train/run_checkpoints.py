@@ -31,7 +31,7 @@ from meshloom.launch.transport import host_identity
 from meshloom.machine.host_memory import free_bytes
 from meshloom.machine.process_memory import regained_bytes
 from meshloom.replica.replica import Replica
-from meshloom.replica.replica_state import held_weights, optimizer_state, resume, weights
+from meshloom.replica.replica_state import held_weights, optimizer_state, resume, scale_values, weights
 from meshloom.telemetry.progress import Listener
 from meshloom.train.local_replicas import LocalReplicas
 from meshloom.train.torch_checkpoint import is_torch_checkpoint
@@ -122,6 +122,7 @@ class RunCheckpoints:
                         "seed": self._job.seed,
                         "batch_size": self._job.batch_size,
                         "shares": self._shares.record,
+                        **scale_values(replica),
                     }
                 ),
                 fingerprint=replica.shards.fingerprint(replica.model),

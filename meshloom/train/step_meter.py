@@ -103,6 +103,7 @@ class StepMeter:
             seconds_left=seconds / self.num_steps * (steps - step),
             memory_bytes=memory_bytes,
             losses=self._results[-1].losses,
+            loss_scale=self._replicas.first.sums.scale,
         )
 
     def summary(self, seconds: float, evaluation: dict[str, float], checkpoint: Path | None) -> Summary:
@@ -129,6 +130,7 @@ class StepMeter:
             ),
             checkpoint=checkpoint,
             compiled=compiler.report if (compiler := self._replicas.first.engine.compiler) else None,
+            scale=self._replicas.first.sums.scale,
         )
 
     def _counts(self) -> dict[str, Count]:

@@ -15,6 +15,7 @@ import torch
 from meshloom.checkpoint.checkpoint import passed_over
 from meshloom.core.errors import TrainingError
 from meshloom.core.job import Job
+from meshloom.core.losses.loss_scale import LossScale
 from meshloom.core.plan import Plan
 from meshloom.data.shares import Shares
 from meshloom.launch.events import send_event
@@ -168,6 +169,8 @@ class SynchronousRun:
         if recorded:
             self._recording.keep(self.next_step)
         meter.came_to(result)
+        if result.skipped:
+            self._listener.note(_skipped(self.next_step, replicas.first.sums.scale))
         self.losses = dict(result.losses)
         if result.asked:
             self._checkpoints.finish()
@@ -239,6 +242,13 @@ class SynchronousRun:
             self._listener.note(said)
         self._measurement.go_on_with(checkpoint)
         self.next_step = checkpoint.step
+
+
+def _skipped(step: int, scale: LossScale | None) -> str:
+    assert scale is not None
+    return (
+        f"Step {step} was skipped: gradients overflowed float16. The loss is now scaled by {scale.scale:g}."
+    )
 
 
 def _beginning(plan: Plan, world: World, *, one_copy: bool) -> str:

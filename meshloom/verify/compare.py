@@ -86,7 +86,7 @@ class TensorError:
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
     """One step of both sides. facts: differences other than numbers, a sentence each. turn: the name of its loss, if it is
-    a turn of several."""
+    a turn of several. skipped: whether one device skips its update."""
 
     step: int
     loss: tuple[float, float]  # the plan's, one device's
@@ -95,6 +95,7 @@ class Comparison:
     # the first in order of execution whose output differs, else the last whose gradient does
     first_module: str | None
     turn: str = ""
+    skipped: bool = False
 
     @property
     def passed(self) -> bool:
@@ -162,6 +163,7 @@ class Comparer:
             facts=facts,
             first_module=module,
             turn=reference.turn,
+            skipped=reference.skipped,
         )
 
 
@@ -170,6 +172,8 @@ def _loss_errors(ours: StepRecord, reference: StepRecord, tolerance: float) -> I
     if reference.weight:
         size = max(size, sum(abs(chunk.loss_sum) for chunk in reference.chunks) / reference.weight)
     error = _ratio(abs(ours.loss - reference.loss), size)
+    if reference.skipped and not math.isfinite(reference.loss):
+        error = math.inf if math.isfinite(ours.loss) else 0.0
     yield TensorError(name="loss", kind="loss", step=reference.step, error=error, tolerance=tolerance)
     if ours.gradient_norm is not None and reference.gradient_norm is not None:
         error = _ratio(abs(ours.gradient_norm - reference.gradient_norm), reference.gradient_norm)

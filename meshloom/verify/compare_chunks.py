@@ -14,6 +14,9 @@ def facts_of(ours: StepRecord, reference: StepRecord, plan: Plan) -> Iterator[st
     if len(set(ours.replicas)) > 1:
         odd = next(replica for replica, digest in enumerate(ours.replicas) if digest != ours.replicas[0])
         yield f"Replicas 0 and {odd} hold different parameters or buffers after step {ours.step}."
+    if ours.skipped != reference.skipped:
+        which = ("the plan", "one device") if ours.skipped else ("one device", "the plan")
+        yield f"Of step {ours.step} gradients overflow float16 and {which[0]} skips the update, but {which[1]} does not."
     if len(ours.chunks) == len(reference.chunks) or not plan.sync_batch_norm:
         yield from _data_facts(ours, reference)
     yield from _draw_facts(reference)

@@ -26,6 +26,7 @@ from meshloom.verify.compare import (
     Comparison,
     GradientErrors,
     StateErrors,
+    TensorError,
     rounds_partial_sums,
     tolerance_of,
 )
@@ -67,6 +68,7 @@ class ComparisonRun:
         self._reference_record: StepRecord
         self._evidence: Evidence
         self.subsampled: Gradients = {}  # the plan's gradients in this step
+        self._reference_skips = False  # the update of this step
 
     def begin(self) -> None:
         """Begin a step: forward and backward of the reference."""
@@ -75,7 +77,7 @@ class ComparisonRun:
         if self._against:
             self._against.begin()
         tolerance = self._comparer.tolerance(reference.casts)
-        if not self._steps:
+        if self._is_first:
             # the whole batch may not fit in memory, which may be why there are microbatches
             with suppress(torch.OutOfMemoryError):
                 self._whole = compare_whole_batch(reference, max(tolerance, tolerance_of(reference.autocast)))
@@ -90,8 +92,19 @@ class ComparisonRun:
         )
         self.subsampled = {}
 
+    @property
+    def _is_first(self) -> bool:
+        """Whether the step is the first with an update."""
+        return all(step.skipped for step in self._steps) and not self._reference.scale.overflowed
+
+    def _gradient_errors(self) -> list[TensorError]:
+        """Of the step; none if gradients overflow: they are not finite on either side, each in its own elements."""
+        return [] if self._reference_skips else self._gradients.errors()
+
     def add_gradient(self, name: str, ours: Tensor | None) -> None:
         """Compare the plan's next averaged gradient, which is not kept."""
+        if self._reference.scale.overflowed:
+            return
         self.subsampled[name] = None if ours is None else subsample(ours)
         if self._against:
             self._against.add(name, ours, self._reference.gradients.get(name))
@@ -103,7 +116,8 @@ class ComparisonRun:
         while the parameters are still those of the gradients."""
         reference = self._reference
         self._evidence = initial_evidence(reference, self._gradients.norms, self._previous)
-        if not all(error.passed for error in self._gradients.errors()) and all(
+        self._reference_skips = reference.scale.overflowed
+        if not all(error.passed for error in self._gradient_errors()) and all(
             step.passed for step in self._steps
         ):
             self._evidence = full_evidence(reference, self._evidence)
@@ -123,9 +137,9 @@ class ComparisonRun:
 
     def end(self, ours: StepRecord) -> None:
         """Compare the rest of the step. ours: the plan's record."""
-        of_tensors = [*self._gradients.errors(), *self._state.errors()]
+        of_tensors = [*self._gradient_errors(), *self._state.errors()]
         comparison = self._comparer.compare(ours, self._reference_record, of_tensors)
-        if self._against:
+        if self._against and not self._reference_skips:
             self._from_float64, self._against = self._against.result(*comparison.loss), None
         if not comparison.passed and all(step.passed for step in self._steps):
             self._causes = diagnose(comparison, ours, self._reference_record, self._evidence, self._steps)

@@ -73,6 +73,7 @@ class Report:
                 "loss": step.loss[0],
                 "one_device_loss": step.loss[1],
                 "passed": step.passed,
+                "skipped": step.skipped,
                 "first_module": step.first_module,
                 "facts": list(step.facts),
                 "errors": [_error_record(error) for error in step.errors],
@@ -126,7 +127,7 @@ def _losses(report: Report) -> Table:
         worst = max(step.errors, key=_severity)
         ours, reference = (f"{loss:.6f}" for loss in step.loss)
         table.add_row(
-            f"{step.step} {step.turn}".rstrip(),
+            " ".join([str(step.step), step.turn, "skipped" if step.skipped else ""]).strip(),
             ours,
             reference,
             f"{worst.error:.1e} ({worst.kind}{_of(worst)})",
@@ -164,6 +165,12 @@ def _lines(report: Report) -> list[str]:
             f"EQUAL to one device that runs the same chunks: {format_count(len({each.step for each in report.steps}), 'step')}{turns}"
             + (f", with {report.fewer.kept} of the repeated blocks each" if report.fewer else "")
         )
+    skipped = sum(step.skipped for step in report.steps)
+    if skipped:
+        lines.append(
+            f"{format_count(skipped, 'update')} of {len(report.steps)} skipped on both sides, as gradients overflow float16: compared are their losses and buffers. "
+            "More --steps have more updates"
+        )
     lines += _moved_lines(report.steps)
     lines += [report.autocast] if report.autocast else []
     lines += _cast_lines(report.casts)
@@ -172,7 +179,9 @@ def _lines(report: Report) -> list[str]:
         lines.append(
             f"sharded: ranks own {', '.join(f'{share:.1%}' for share in report.owned)} of the optimizer's state"
         )
-    if report.whole is None:
+    if report.whole is None and skipped == len(report.steps):
+        lines.append("whole batch: not compared, every update is skipped")
+    elif report.whole is None:
         lines.append("whole batch: not compared, it does not fit in one device's memory")
     elif not report.whole.ran:
         lines.append(f"whole batch: not compared, {report.whole.why}")

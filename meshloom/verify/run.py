@@ -21,6 +21,7 @@ from meshloom.core.job import Job
 from meshloom.core.losses.turns import LossTurn, turns_of
 from meshloom.core.moments.numerics import numeric_settings
 from meshloom.core.plan import Plan
+from meshloom.core.precisions import PRECISIONS
 from meshloom.data.chunks import Chunk
 from meshloom.data.samples import first_batches
 from meshloom.data.to_device import to_device
@@ -130,6 +131,8 @@ def _of_autocast(plan: Plan, comparer: Comparer, dtype: torch.dtype | None) -> s
     if dtype == torch.float64:
         return f"precision={plan.precision} is left out on both sides, as autocast casts nothing in float64"
     what = f"losses are computed under autocast to {name}, on one device too"
+    if PRECISIONS[plan.precision].scaled:
+        what += ", and scaled, by each with a scale of its own"
     if not rounds_partial_sums(plan):
         return what
     if plan.compiles:
@@ -243,7 +246,7 @@ def _record(
     records = (ChunkRecord.from_dict(chunk) for of_rank in chunks for chunk in of_rank)
     return StepRecord(
         step=result.step, loss=result.loss, weight=result.weight, gradient_norm=result.gradient_norm, gradients=gradients,
-        chunks=sorted(records, key=lambda chunk: chunk.index), replicas=[*map(digest_values, digests), *inconsistent],
+        chunks=sorted(records, key=lambda chunk: chunk.index), replicas=[*map(digest_values, digests), *inconsistent], skipped=result.skipped,
     )  # fmt: skip
 
 

@@ -38,7 +38,10 @@ class StyleGAN(nn.Module):
 class EqualLinear(nn.Module):
     def __init__(self, inputs: int, outputs: int, bias_init: float = 0.0) -> None:
         super().__init__()
-        self.weight, self.bias = nn.Parameter(torch.randn(outputs, inputs)), nn.Parameter(torch.zeros(outputs).fill_(bias_init))
+        self.weight, self.bias = (
+            nn.Parameter(torch.randn(outputs, inputs)),
+            nn.Parameter(torch.zeros(outputs).fill_(bias_init)),
+        )
         self.scale = 1 / math.sqrt(inputs)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -66,9 +69,15 @@ class ModulatedConv(nn.Module):
 class Generator(nn.Module):
     def __init__(self, style: int = 5) -> None:
         super().__init__()
-        self.style = nn.Sequential(*[layer for _ in range(2) for layer in (EqualLinear(style, style), nn.LeakyReLU(0.2))])
+        self.style = nn.Sequential(
+            *[layer for _ in range(2) for layer in (EqualLinear(style, style), nn.LeakyReLU(0.2))]
+        )
         self.constant = nn.Parameter(torch.randn(1, 6, 4, 4))
-        self.conv1, self.conv2, self.rgb = ModulatedConv(6, 7, style), ModulatedConv(7, 5, style), nn.Conv2d(5, 3, 1)
+        self.conv1, self.conv2, self.rgb = (
+            ModulatedConv(6, 7, style),
+            ModulatedConv(7, 5, style),
+            nn.Conv2d(5, 3, 1),
+        )
 
     def forward(self, z: Tensor) -> tuple[Tensor, Tensor]:
         w = self.style(z * torch.rsqrt(torch.mean(z**2, dim=1, keepdim=True) + 1e-8))
@@ -80,7 +89,9 @@ class Generator(nn.Module):
 class Discriminator(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.convs = nn.Sequential(nn.Conv2d(3, 6, 3, padding=1), nn.LeakyReLU(0.2), nn.Conv2d(6, 7, 3, stride=2), nn.LeakyReLU(0.2))
+        self.convs = nn.Sequential(
+            nn.Conv2d(3, 6, 3, padding=1), nn.LeakyReLU(0.2), nn.Conv2d(6, 7, 3, stride=2), nn.LeakyReLU(0.2)
+        )
         self.final = nn.Linear(8, 1)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -128,7 +139,11 @@ def _rows(data: dict[str, Tensor]) -> list[Any]:
 class ConditionalBatchNorm(nn.Module):
     def __init__(self, features: int, classes: int) -> None:
         super().__init__()
-        self.features, self.bn, self.embed = features, nn.BatchNorm2d(features, affine=False), nn.Embedding(classes, 2 * features)
+        self.features, self.bn, self.embed = (
+            features,
+            nn.BatchNorm2d(features, affine=False),
+            nn.Embedding(classes, 2 * features),
+        )
         self.embed.weight.data[:, :features].normal_(1, 0.02)
         self.embed.weight.data[:, features:].zero_()
 
@@ -213,7 +228,9 @@ def cycle_gan() -> Job:
     return Job(model=CycleGAN, losses=losses, data=lambda: _rows(IMAGES), batch_size=8, steps=3)
 
 
-def _rational_quadratic(x: Tensor, w: Tensor, h: Tensor, d: Tensor, bound: float = 3.0) -> tuple[Tensor, Tensor]:
+def _rational_quadratic(
+    x: Tensor, w: Tensor, h: Tensor, d: Tensor, bound: float = 3.0
+) -> tuple[Tensor, Tensor]:
     inside = (x >= -bound) & (x <= bound)
     out, logdet = torch.zeros_like(x), torch.zeros_like(x)
     d = F.pad(d, pad=(1, 1))
@@ -250,7 +267,9 @@ class SplineFlow(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.nets = nn.ModuleList([nn.Sequential(nn.Linear(3, 13), nn.Tanh(), nn.Linear(13, 3 * 14)) for _ in range(2)])
+        self.nets = nn.ModuleList(
+            [nn.Sequential(nn.Linear(3, 13), nn.Tanh(), nn.Linear(13, 3 * 14)) for _ in range(2)]
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         logdet = x.new_zeros(x.shape[0])
@@ -330,8 +349,16 @@ class EDM(nn.Module):
 class DenoiserNet(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.emb, self.label, self.conv1 = nn.Sequential(nn.Linear(6, 8), nn.SiLU()), nn.Embedding(4, 8), nn.Conv2d(3, 8, 3, padding=1)
-        self.norm, self.affine, self.conv2 = nn.GroupNorm(2, 8), nn.Linear(8, 16), nn.Conv2d(8, 3, 3, padding=1)
+        self.emb, self.label, self.conv1 = (
+            nn.Sequential(nn.Linear(6, 8), nn.SiLU()),
+            nn.Embedding(4, 8),
+            nn.Conv2d(3, 8, 3, padding=1),
+        )
+        self.norm, self.affine, self.conv2 = (
+            nn.GroupNorm(2, 8),
+            nn.Linear(8, 16),
+            nn.Conv2d(8, 3, 3, padding=1),
+        )
         self.register_buffer("freqs", torch.randn(3) * 2)
 
     def forward(self, x: Tensor, t: Tensor, y: Tensor, keep: Tensor) -> Tensor:

@@ -7,7 +7,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributions import Categorical, Independent, Normal, OneHotCategoricalStraightThrough, kl_divergence
+from torch.distributions import (
+    Categorical,
+    Independent,
+    Normal,
+    OneHotCategoricalStraightThrough,
+    kl_divergence,
+)
 from torch.nn import functional as F
 
 import meshloom as ml
@@ -35,15 +41,21 @@ class TD3(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        net = lambda i, o: nn.Sequential(nn.Linear(i, 13), nn.ReLU(), nn.Linear(13, 9), nn.ReLU(), nn.Linear(9, o))  # noqa: E731
+        net = lambda i, o: nn.Sequential(
+            nn.Linear(i, 13), nn.ReLU(), nn.Linear(13, 9), nn.ReLU(), nn.Linear(9, o)
+        )  # noqa: E731
         self.actor, self.q1, self.q2 = net(5, 2), net(7, 1), net(7, 1)
-        self.targets = nn.ModuleDict({name: copy.deepcopy(getattr(self, name)) for name in ("actor", "q1", "q2")})
+        self.targets = nn.ModuleDict(
+            {name: copy.deepcopy(getattr(self, name)) for name in ("actor", "q1", "q2")}
+        )
         for p in self.targets.parameters():
             p.requires_grad = False
 
     def soft_update(self, tau: float) -> None:
         for name, target in self.targets.items():
-            for param, target_param in zip(getattr(self, name).parameters(), target.parameters(), strict=True):
+            for param, target_param in zip(
+                getattr(self, name).parameters(), target.parameters(), strict=True
+            ):
                 target_param.data.copy_(tau * param.data + (1 - tau) * target_param.data)
 
 
@@ -154,8 +166,14 @@ class RSSM(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed, self.inp, self.cell = nn.Linear(5, 9), nn.Linear(12 + 3, 9), nn.GRUCell(9, 9)
-        self.prior, self.post = nn.Sequential(nn.Linear(9, 11), nn.ELU(), nn.Linear(11, 12)), nn.Linear(18, 12)
-        self.decoder, self.reward = nn.Sequential(nn.Linear(21, 11), nn.ELU(), nn.Linear(11, 5)), nn.Linear(21, 1)
+        self.prior, self.post = (
+            nn.Sequential(nn.Linear(9, 11), nn.ELU(), nn.Linear(11, 12)),
+            nn.Linear(18, 12),
+        )
+        self.decoder, self.reward = (
+            nn.Sequential(nn.Linear(21, 11), nn.ELU(), nn.Linear(11, 5)),
+            nn.Linear(21, 1),
+        )
 
     def _dist(self, logits: Tensor) -> Independent:
         return Independent(OneHotCategoricalStraightThrough(logits=logits.view(-1, 3, 4)), 1)
@@ -174,7 +192,12 @@ class RSSM(nn.Module):
             kl_lhs = kl_divergence(self._dist(post.detach()), self._dist(prior)).mean()
             kl_rhs = kl_divergence(q, self._dist(prior.detach())).mean()
             decoded = Independent(Normal(self.decoder(feat), 1.0), 1)
-            loss = loss - decoded.log_prob(obs[:, t]).mean() + 0.8 * kl_lhs.clamp(min=0.1) + 0.2 * kl_rhs.clamp(min=0.1)
+            loss = (
+                loss
+                - decoded.log_prob(obs[:, t]).mean()
+                + 0.8 * kl_lhs.clamp(min=0.1)
+                + 0.2 * kl_rhs.clamp(min=0.1)
+            )
             loss = loss + F.mse_loss(self.reward(feat).squeeze(-1), b["reward"][:, t])
         return loss / obs.size(1)
 
@@ -189,7 +212,12 @@ class DecisionTransformer(nn.Module):
         self.rtg, self.state, self.action = nn.Linear(1, width), nn.Linear(5, width), nn.Embedding(3, width)
         self.time, self.ln = nn.Embedding(6, width), nn.LayerNorm(width)
         self.attn = nn.ModuleList([nn.MultiheadAttention(width, 2, batch_first=True) for _ in range(2)])
-        self.ff = nn.ModuleList([nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 13), nn.GELU(), nn.Linear(13, width)) for _ in range(2)])
+        self.ff = nn.ModuleList(
+            [
+                nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 13), nn.GELU(), nn.Linear(13, width))
+                for _ in range(2)
+            ]
+        )
         self.head = nn.Linear(width, 3)
 
     def forward(self, b: Any) -> Tensor:
@@ -223,7 +251,10 @@ class MuZero(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.represent = nn.Sequential(nn.Linear(5, 11), nn.ReLU(), nn.Linear(11, 9))
-        self.dynamics, self.reward = nn.Sequential(nn.Linear(12, 11), nn.ReLU(), nn.Linear(11, 9)), nn.Linear(9, 7)
+        self.dynamics, self.reward = (
+            nn.Sequential(nn.Linear(12, 11), nn.ReLU(), nn.Linear(11, 9)),
+            nn.Linear(9, 7),
+        )
         self.policy, self.value = nn.Linear(9, 3), nn.Linear(9, 7)
 
     def scale(self, s: Tensor) -> Tensor:
@@ -241,7 +272,9 @@ class MuZero(nn.Module):
             s = self.scale(self.dynamics(torch.cat([s, a], 1)))
             if s.requires_grad:
                 s.register_hook(lambda grad: grad * 0.5)
-            step = F.cross_entropy(self.policy(s), b["action"][:, k]) + self._two_hot(self.value(s), b["value"][:, k])
+            step = F.cross_entropy(self.policy(s), b["action"][:, k]) + self._two_hot(
+                self.value(s), b["value"][:, k]
+            )
             step = step + self._two_hot(self.reward(s), b["reward"][:, k])
             if step.requires_grad:
                 step.register_hook(lambda grad: grad / 3)

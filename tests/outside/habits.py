@@ -77,7 +77,12 @@ class SAM(torch.optim.Optimizer):
     def step(self, closure: Any) -> Any:
         closure = torch.enable_grad()(closure)
         loss = closure()
-        norm = torch.norm(torch.stack([p.grad.norm(p=2) for g in self.param_groups for p in g["params"] if p.grad is not None]), p=2)
+        norm = torch.norm(
+            torch.stack(
+                [p.grad.norm(p=2) for g in self.param_groups for p in g["params"] if p.grad is not None]
+            ),
+            p=2,
+        )
         for group in self.param_groups:
             scale = group["rho"] / (norm + 1e-12)
             for p in group["params"]:
@@ -124,7 +129,11 @@ class Lamb(torch.optim.Optimizer):
                 if group["weight_decay"]:
                     update.add_(p, alpha=group["weight_decay"])
                 w_norm, g_norm = p.norm(2.0), update.norm(2.0)
-                trust = torch.where(w_norm > 0, torch.where(g_norm > 0, w_norm / g_norm, torch.ones_like(w_norm)), torch.ones_like(w_norm))
+                trust = torch.where(
+                    w_norm > 0,
+                    torch.where(g_norm > 0, w_norm / g_norm, torch.ones_like(w_norm)),
+                    torch.ones_like(w_norm),
+                )
                 p.add_(update * trust.clamp(max=10.0), alpha=-group["lr"])
 
 
@@ -171,16 +180,29 @@ class Lookahead(torch.optim.Optimizer):
 
 
 def look_ahead() -> Job:
-    return job_of(mlp, _classify, DATA, optimizer=lambda named: Lookahead(torch.optim.AdamW([p for _, p in named], lr=1e-2)))
+    return job_of(
+        mlp,
+        _classify,
+        DATA,
+        optimizer=lambda named: Lookahead(torch.optim.AdamW([p for _, p in named], lr=1e-2)),
+    )
 
 
 class LoRA(nn.Module):
     def __init__(self, outputs: int, inputs: int, rank: int = 2) -> None:
         super().__init__()
-        self.a, self.b, self.enabled = nn.Parameter(torch.randn(rank, inputs) * 0.3), nn.Parameter(torch.randn(outputs, rank) * 0.1), True
+        self.a, self.b, self.enabled = (
+            nn.Parameter(torch.randn(rank, inputs) * 0.3),
+            nn.Parameter(torch.randn(outputs, rank) * 0.1),
+            True,
+        )
 
     def forward(self, w: Tensor) -> Tensor:
-        return w + torch.matmul(self.b, F.dropout(self.a, 0.1, self.training)).view(w.shape) * 0.5 if self.enabled else w
+        return (
+            w + torch.matmul(self.b, F.dropout(self.a, 0.1, self.training)).view(w.shape) * 0.5
+            if self.enabled
+            else w
+        )
 
 
 class Symmetric(nn.Module):
@@ -189,7 +211,9 @@ class Symmetric(nn.Module):
 
 
 def _lora_model() -> nn.Module:
-    model = nn.Sequential(nn.Linear(7, 9), nn.Tanh(), nn.Linear(9, 9), nn.Tanh(), weight_norm(nn.Linear(9, 5)))
+    model = nn.Sequential(
+        nn.Linear(7, 9), nn.Tanh(), nn.Linear(9, 9), nn.Tanh(), weight_norm(nn.Linear(9, 5))
+    )
     for layer in (model[0], model[2]):
         layer.requires_grad_(False)
         parametrize.register_parametrization(layer, "weight", LoRA(*layer.weight.shape))
@@ -251,7 +275,10 @@ class ScriptedCell(torch.jit.ScriptModule):
 
     def __init__(self, inputs: int, hidden: int) -> None:
         super().__init__()
-        self.ih, self.hh = nn.Parameter(torch.randn(hidden, inputs) * 0.3), nn.Parameter(torch.randn(hidden, hidden) * 0.3)
+        self.ih, self.hh = (
+            nn.Parameter(torch.randn(hidden, inputs) * 0.3),
+            nn.Parameter(torch.randn(hidden, hidden) * 0.3),
+        )
 
     @torch.jit.script_method
     def forward(self, x: Tensor) -> Tensor:
@@ -269,7 +296,11 @@ class UsesScripts(nn.Module):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             self.cell = ScriptedCell(3, 9)
-        self.dense, self.bias, self.head = nn.Linear(9, 11, bias=False), nn.Parameter(torch.zeros(11)), nn.Linear(11, 5)
+        self.dense, self.bias, self.head = (
+            nn.Linear(9, 11, bias=False),
+            nn.Parameter(torch.zeros(11)),
+            nn.Linear(11, 5),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(fused_gelu(self.dense(self.cell(x)), self.bias).mean(1))
@@ -347,7 +378,10 @@ class FiniteScalar(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.enc, self.dec = nn.Sequential(nn.Linear(7, 11), nn.ReLU(), nn.Linear(11, 3)), nn.Sequential(nn.Linear(3, 11), nn.ReLU(), nn.Linear(11, 7))
+        self.enc, self.dec = (
+            nn.Sequential(nn.Linear(7, 11), nn.ReLU(), nn.Linear(11, 3)),
+            nn.Sequential(nn.Linear(3, 11), nn.ReLU(), nn.Linear(11, 7)),
+        )
         self.register_buffer("basis", torch.tensor([1, 4, 16]), persistent=False)
         self.register_buffer("usage", torch.zeros(64, dtype=torch.long))
 
@@ -381,7 +415,9 @@ class Kendall(nn.Module):
 def _uncertainties(model: Any, b: Any) -> Tensor:
     a, r = model(b["x"])
     losses = torch.stack([F.cross_entropy(a, b["y"]), F.huber_loss(r, b["x"].sum(-1))])
-    norms = torch.stack([torch.autograd.grad(each, model.shared.weight, retain_graph=True)[0].norm() for each in losses])
+    norms = torch.stack(
+        [torch.autograd.grad(each, model.shared.weight, retain_graph=True)[0].norm() for each in losses]
+    )
     balance = (norms.mean() / (norms + 1e-8)).detach()
     warm = min(1.0, (ml.step() + 1) / 2)
     return (torch.exp(-model.log_vars) * losses * balance + model.log_vars).sum() * warm
@@ -397,10 +433,15 @@ class Hooked(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.conv1, self.conv2 = nn.Conv2d(1, 5, 3, padding=1), nn.utils.spectral_norm(nn.Conv2d(5, 6, 3, padding=1))
+        self.conv1, self.conv2 = (
+            nn.Conv2d(1, 5, 3, padding=1),
+            nn.utils.spectral_norm(nn.Conv2d(5, 6, 3, padding=1)),
+        )
         self.fc, self.kept = nn.Linear(6, 5), OrderedDict()
         self.conv2.register_forward_hook(functools.partial(self._keep, "conv2"))
-        self.conv1.register_forward_pre_hook(lambda m, args, kwargs: ((args[0] - 0.5,), kwargs), with_kwargs=True)
+        self.conv1.register_forward_pre_hook(
+            lambda m, args, kwargs: ((args[0] - 0.5,), kwargs), with_kwargs=True
+        )
 
     def _keep(self, name: str, module: nn.Module, args: Any, out: Tensor) -> None:
         self.kept[name] = out
@@ -428,7 +469,10 @@ class Hyper(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.bag, self.hyper = nn.EmbeddingBag(11, 4, mode="sum"), nn.Sequential(nn.Linear(4, 9), nn.ReLU(), nn.Linear(9, 7 * 6 + 6))
+        self.bag, self.hyper = (
+            nn.EmbeddingBag(11, 4, mode="sum"),
+            nn.Sequential(nn.Linear(4, 9), nn.ReLU(), nn.Linear(9, 7 * 6 + 6)),
+        )
         self.out, self.w = nn.Bilinear(6, 4, 5), nn.Parameter(torch.rand(11))
 
     def forward(self, x: Tensor, ids: Tensor) -> Tensor:
@@ -447,6 +491,7 @@ def hypernetwork_with_weighted_bags() -> Job:
 @contextmanager
 def frozen_statistics(model: nn.Module) -> Any:
     """Virtual adversarial training's: batch norms keep their statistics for a while."""
+
     def switch(m: nn.Module) -> None:
         if isinstance(m, nn.BatchNorm1d):
             m.track_running_stats ^= True
@@ -475,7 +520,10 @@ class Curriculum(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.stem, self.blocks = nn.Linear(7, 9), nn.ModuleList([nn.Sequential(nn.LayerNorm(9), nn.Linear(9, 9), nn.GELU()) for _ in range(3)])
+        self.stem, self.blocks = (
+            nn.Linear(7, 9),
+            nn.ModuleList([nn.Sequential(nn.LayerNorm(9), nn.Linear(9, 9), nn.GELU()) for _ in range(3)]),
+        )
         self.skips, self.head = [None, nn.Identity(), None], nn.Linear(9, 5)
         self.register_buffer("seen", torch.tensor(0))
         self.gamma = nn.ParameterList([nn.Parameter(0.1 * torch.ones(9)) for _ in range(3)])

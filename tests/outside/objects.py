@@ -14,7 +14,13 @@ from tests.zoo import integers, job_of, normal, uniform
 
 IMAGES, CORNERS, SIZES = uniform(311, 3, 8, 8), uniform(312, 2, 2) * 4, uniform(313, 2, 2) * 3 + 1
 SCENES = [
-    (IMAGES[i], {"boxes": torch.cat([CORNERS[i], CORNERS[i] + SIZES[i]], -1)[: 1 + i % 2], "labels": torch.tensor([i % 3, (i + 1) % 3])[: 1 + i % 2]})  # fmt: skip
+    (
+        IMAGES[i],
+        {
+            "boxes": torch.cat([CORNERS[i], CORNERS[i] + SIZES[i]], -1)[: 1 + i % 2],
+            "labels": torch.tensor([i % 3, (i + 1) % 3])[: 1 + i % 2],
+        },
+    )  # fmt: skip
     for i in range(24)
 ]
 
@@ -50,7 +56,9 @@ class FasterRCNN(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.backbone = nn.Sequential(nn.Conv2d(3, 6, 3, padding=1), nn.ReLU(), nn.Conv2d(6, 7, 3, padding=1), nn.ReLU())
+        self.backbone = nn.Sequential(
+            nn.Conv2d(3, 6, 3, padding=1), nn.ReLU(), nn.Conv2d(6, 7, 3, padding=1), nn.ReLU()
+        )
         self.cls_logits, self.bbox_pred = nn.Conv2d(7, 1, 1), nn.Conv2d(7, 4, 1)
         self.fc, self.cls_score = nn.Linear(7, 9), nn.Linear(9, 4)
 
@@ -73,7 +81,9 @@ class FasterRCNN(nn.Module):
             labels[positive] = 1.0
             obj_losses.append(F.binary_cross_entropy_with_logits(objectness[i][sampled], labels[sampled]))
             goal = target["boxes"].to(anchors)[index[positive]] - anchors[positive]
-            box_losses.append(F.smooth_l1_loss(deltas[i][positive], goal, reduction="sum") / max(1, sampled.numel()))
+            box_losses.append(
+                F.smooth_l1_loss(deltas[i][positive], goal, reduction="sum") / max(1, sampled.numel())
+            )
             with torch.no_grad():
                 proposals = (anchors + deltas[i]).clamp(0, 8)
                 keep = nms(proposals, objectness[i], 0.5)[:6]
@@ -83,7 +93,11 @@ class FasterRCNN(nn.Module):
                 classes[best < 0.5] = 0
             pooled = []
             for x1, y1, x2, y2 in proposals.round().long().tolist():
-                pooled.append(features[i, :, min(y1, h - 1) : max(y2, y1 + 1), min(x1, w - 1) : max(x2, x1 + 1)].amax((1, 2)))
+                pooled.append(
+                    features[i, :, min(y1, h - 1) : max(y2, y1 + 1), min(x1, w - 1) : max(x2, x1 + 1)].amax(
+                        (1, 2)
+                    )
+                )
             cls_losses.append(F.cross_entropy(self.cls_score(F.relu(self.fc(torch.stack(pooled)))), classes))
         return {"obj": torch.stack(obj_losses).mean(), "box": torch.stack(box_losses).mean(), "cls": torch.stack(cls_losses).mean()}  # fmt: skip
 
@@ -95,7 +109,9 @@ def faster_rcnn() -> Job:
 class FCOS(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.backbone = nn.Sequential(nn.Conv2d(3, 6, 3, padding=1), nn.GroupNorm(2, 6), nn.ReLU(inplace=True))
+        self.backbone = nn.Sequential(
+            nn.Conv2d(3, 6, 3, padding=1), nn.GroupNorm(2, 6), nn.ReLU(inplace=True)
+        )
         self.tower = nn.Sequential(nn.Conv2d(6, 6, 3, padding=1), nn.ReLU(inplace=True))
         self.cls, self.reg, self.ctr = nn.Conv2d(6, 3, 1), nn.Conv2d(6, 4, 1), nn.Conv2d(6, 1, 1)
         self.scales = nn.ParameterList([nn.Parameter(torch.tensor(1.0 + i)) for i in range(2)])
@@ -131,12 +147,22 @@ def _fcos(model: Any, batch: Any) -> tuple[Tensor, Tensor]:
             logits = cls[i].flatten(1).t()
             p = logits.sigmoid()
             pt = p * onehot + (1 - p) * (1 - onehot)
-            total = total + (F.binary_cross_entropy_with_logits(logits, onehot, reduction="none") * (1 - pt) ** 2).sum()
+            total = (
+                total
+                + (F.binary_cross_entropy_with_logits(logits, onehot, reduction="none") * (1 - pt) ** 2).sum()
+            )
             goal = ltrb[torch.arange(len(px)), index][positive]
             lr, tb = goal[:, [0, 2]], goal[:, [1, 3]]
             centerness = torch.sqrt((lr.min(-1)[0] / lr.max(-1)[0]) * (tb.min(-1)[0] / tb.max(-1)[0]))
-            total = total + (F.l1_loss(reg[i].flatten(1).t()[positive], goal, reduction="none").sum(-1) * centerness).sum()
-            total = total + F.binary_cross_entropy_with_logits(ctr[i].flatten()[positive], centerness, reduction="sum")
+            total = (
+                total
+                + (
+                    F.l1_loss(reg[i].flatten(1).t()[positive], goal, reduction="none").sum(-1) * centerness
+                ).sum()
+            )
+            total = total + F.binary_cross_entropy_with_logits(
+                ctr[i].flatten()[positive], centerness, reduction="sum"
+            )
             positives += int(positive.sum())
     return total, float(max(positives, 1))
 
@@ -154,7 +180,9 @@ class SOLO(nn.Module):
         self.cate, self.feature = nn.Conv2d(6, 3, 3, stride=2, padding=1), nn.Conv2d(6, 7, 1)
 
     def forward(self, images: Tensor, targets: list[dict[str, Tensor]]) -> Tensor:
-        ys, xs = torch.meshgrid(torch.linspace(-1, 1, images.size(-2)), torch.linspace(-1, 1, images.size(-1)), indexing="ij")
+        ys, xs = torch.meshgrid(
+            torch.linspace(-1, 1, images.size(-2)), torch.linspace(-1, 1, images.size(-1)), indexing="ij"
+        )
         coord = torch.stack([xs, ys]).expand(images.size(0), -1, -1, -1).to(images)
         f = F.relu(self.stem(torch.cat([images, coord], 1)))
         kernel, cate, feature = self.kernels(f), self.cate(f), self.feature(f)
@@ -165,7 +193,9 @@ class SOLO(nn.Module):
                 mask[int(y1) : int(y2) + 1, int(x1) : int(x2) + 1] = 1
                 gy, gx = min(int((y1 + y2) / 4), 3), min(int((x1 + x2) / 4), 3)
                 labels[i, gy, gx] = label
-                predictions.append(F.conv2d(feature[i : i + 1], kernel[i, :, gy, gx].view(1, -1, 1, 1)).squeeze().sigmoid())
+                predictions.append(
+                    F.conv2d(feature[i : i + 1], kernel[i, :, gy, gx].view(1, -1, 1, 1)).squeeze().sigmoid()
+                )
                 masks.append(mask)
         p, m = torch.stack(predictions).flatten(1), torch.stack(masks).flatten(1)
         dice = 1 - (2 * (p * m).sum(1)) / ((p * p).sum(1) + (m * m).sum(1) + 0.001)
@@ -184,16 +214,22 @@ def _weighted_pixels(model: Any, b: Any) -> tuple[Tensor, Tensor]:
     """Classes weighted by frequency, label smoothing, ignored pixels: the mean is over weights that are counted."""
     weight = torch.tensor([0.5, 1.0, 2.0, 1.5, 0.7]).to(b["x"])
     y = b["y"]
-    losses = F.cross_entropy(model(b["x"]), y, weight=weight, ignore_index=255, label_smoothing=0.1, reduction="sum")
+    losses = F.cross_entropy(
+        model(b["x"]), y, weight=weight, ignore_index=255, label_smoothing=0.1, reduction="sum"
+    )
     return losses, weight[y[y != 255]].sum()
 
 
 class PSP(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.stem = nn.Sequential(nn.Conv2d(3, 6, 3, padding=1, bias=False), nn.BatchNorm2d(6), nn.ReLU(inplace=True))
+        self.stem = nn.Sequential(
+            nn.Conv2d(3, 6, 3, padding=1, bias=False), nn.BatchNorm2d(6), nn.ReLU(inplace=True)
+        )
         self.aspp = nn.ModuleList([nn.Conv2d(6, 4, 3, padding=d, dilation=d) for d in (1, 2)])
-        self.pools = nn.ModuleList([nn.Sequential(nn.AdaptiveAvgPool2d(s), nn.Conv2d(6, 3, 1)) for s in (1, 2, 3)])
+        self.pools = nn.ModuleList(
+            [nn.Sequential(nn.AdaptiveAvgPool2d(s), nn.Conv2d(6, 3, 1)) for s in (1, 2, 3)]
+        )
         self.drop, self.head = nn.Dropout2d(0.2), nn.Conv2d(6 + 8 + 9, 5, 1)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -22,7 +22,10 @@ class KalmanFilter(nn.Module):
 
     def __init__(self, state: int = 4, observed: int = 3) -> None:
         super().__init__()
-        self.a, self.b = nn.Parameter(torch.eye(state) + 0.1 * torch.randn(state, state)), nn.Parameter(0.3 * torch.randn(state, 2))
+        self.a, self.b = (
+            nn.Parameter(torch.eye(state) + 0.1 * torch.randn(state, state)),
+            nn.Parameter(0.3 * torch.randn(state, 2)),
+        )
         self.net = nn.Sequential(nn.Linear(observed, 9), nn.Tanh(), nn.Linear(9, observed))
         self.c = nn.Parameter(torch.randn(observed, state) * 0.5)
         self.log_q, self.log_r = nn.Parameter(torch.zeros(state)), nn.Parameter(torch.zeros(observed))
@@ -75,7 +78,9 @@ class ParticleFilter(nn.Module):
                 if ess[i] < self.k / 2:
                     index = torch.multinomial(w[i].detach(), self.k, replacement=True)
                     p = torch.cat([p[:i], p[i, index].unsqueeze(0), p[i + 1 :]])
-                    logw = torch.cat([logw[:i], torch.full((1, self.k), -math.log(self.k)).to(z), logw[i + 1 :]])
+                    logw = torch.cat(
+                        [logw[:i], torch.full((1, self.k), -math.log(self.k)).to(z), logw[i + 1 :]]
+                    )
         return loss / z.size(1)
 
 
@@ -88,7 +93,11 @@ class AdaptiveODE(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.f, self.enc, self.dec = nn.Sequential(nn.Linear(6, 13), nn.Tanh(), nn.Linear(13, 6)), nn.Linear(4, 6), nn.Linear(6, 2)
+        self.f, self.enc, self.dec = (
+            nn.Sequential(nn.Linear(6, 13), nn.Tanh(), nn.Linear(13, 6)),
+            nn.Linear(4, 6),
+            nn.Linear(6, 2),
+        )
         self.nfe = 0
 
     def field(self, t: float, y: Tensor) -> Tensor:
@@ -102,7 +111,13 @@ class AdaptiveODE(nn.Module):
             k1 = self.field(t, y)
             k2 = self.field(t + h, y + h * k1)
             new = y + h / 2 * (k1 + k2)
-            error = (h / 2 * (k2 - k1) / (1e-2 + 1e-2 * torch.max(y.abs(), new.abs()))).pow(2).mean().sqrt().item()
+            error = (
+                (h / 2 * (k2 - k1) / (1e-2 + 1e-2 * torch.max(y.abs(), new.abs())))
+                .pow(2)
+                .mean()
+                .sqrt()
+                .item()
+            )
             if error <= 1 or h < 0.02:
                 t, y = t + h, new
             h = h * min(2.0, max(0.3, 0.9 * (1 / max(error, 1e-6)) ** 0.5))
@@ -148,7 +163,11 @@ class OdeintAdjoint(torch.autograd.Function):
 class AdjointODE(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.f, self.enc, self.dec = nn.Sequential(nn.Linear(6, 13), nn.Softplus(), nn.Linear(13, 6)), nn.Linear(4, 6), nn.Linear(6, 2)
+        self.f, self.enc, self.dec = (
+            nn.Sequential(nn.Linear(6, 13), nn.Softplus(), nn.Linear(13, 6)),
+            nn.Linear(4, 6),
+            nn.Linear(6, 2),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.dec(OdeintAdjoint.apply(self.f, self.enc(x), 5, *self.f.parameters()))
@@ -212,7 +231,9 @@ class ExactGP(nn.Module):
         d2 = (sq + sq.T - 2 * z @ z.T).clamp_min(0)
         k = F.softplus(self.raw_scale) * torch.exp(-0.5 * d2)
         k.diagonal().add_(F.softplus(self.raw_noise) + 1e-4)
-        prior = torch.distributions.MultivariateNormal(torch.zeros(len(x), dtype=x.dtype), covariance_matrix=k)
+        prior = torch.distributions.MultivariateNormal(
+            torch.zeros(len(x), dtype=x.dtype), covariance_matrix=k
+        )
         return -prior.log_prob(y.T).sum() / len(x)
 
 
@@ -227,13 +248,17 @@ class Ensemble(nn.Module):
         super().__init__()
         nets = [nn.Sequential(nn.Linear(4, 9), nn.ELU(), nn.Linear(9, 2)) for _ in range(members)]
         params, _ = stack_module_state(nets)
-        self.params = nn.ParameterDict({k.replace(".", "_"): nn.Parameter(v.detach()) for k, v in params.items()})
+        self.params = nn.ParameterDict(
+            {k.replace(".", "_"): nn.Parameter(v.detach()) for k, v in params.items()}
+        )
         self.prior = nn.ModuleList([nn.Linear(4, 2) for _ in range(members)]).requires_grad_(False)
         self.__dict__["base"] = nets[0].to("meta")
 
     def forward(self, x: Tensor) -> Tensor:
         params = {k.replace("_", "."): v for k, v in self.params.items()}
-        out = vmap(lambda p, x: functional_call(self.base, p, (x,)), in_dims=(0, None), randomness="different")(params, x)
+        out = vmap(
+            lambda p, x: functional_call(self.base, p, (x,)), in_dims=(0, None), randomness="different"
+        )(params, x)
         return out + torch.stack([p(x) for p in self.prior])
 
 
@@ -253,7 +278,12 @@ class MetaSGD(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.net = nn.Sequential(nn.Linear(1, 11), nn.ReLU(), nn.Linear(11, 9), nn.ReLU(), nn.Linear(9, 1))
-        self.rates = nn.ParameterDict({n.replace(".", "-"): nn.Parameter(torch.full_like(p, 0.05)) for n, p in self.net.named_parameters()})
+        self.rates = nn.ParameterDict(
+            {
+                n.replace(".", "-"): nn.Parameter(torch.full_like(p, 0.05))
+                for n, p in self.net.named_parameters()
+            }
+        )
 
     def forward(self, xs: Tensor, ys: Tensor, xq: Tensor, yq: Tensor) -> Tensor:
         total = 0.0
@@ -262,7 +292,10 @@ class MetaSGD(nn.Module):
             for _ in range(2):
                 inner = F.mse_loss(functional_call(self.net, fast, (xs[i].unsqueeze(-1),)).squeeze(-1), ys[i])
                 grads = torch.autograd.grad(inner, tuple(fast.values()), create_graph=True)
-                fast = {n: p - self.rates[n.replace(".", "-")] * g for (n, p), g in zip(fast.items(), grads, strict=True)}
+                fast = {
+                    n: p - self.rates[n.replace(".", "-")] * g
+                    for (n, p), g in zip(fast.items(), grads, strict=True)
+                }
             total += F.mse_loss(functional_call(self.net, fast, (xq[i].unsqueeze(-1),)).squeeze(-1), yq[i])
         return total / xs.size(0)
 
@@ -277,7 +310,10 @@ class Reptile(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.enc, self.dec = nn.Sequential(nn.Linear(4, 9), nn.Tanh(), nn.Linear(9, 3)), nn.Sequential(nn.Linear(3, 9), nn.Tanh(), nn.Linear(9, 4))
+        self.enc, self.dec = (
+            nn.Sequential(nn.Linear(4, 9), nn.Tanh(), nn.Linear(9, 3)),
+            nn.Sequential(nn.Linear(3, 9), nn.Tanh(), nn.Linear(9, 4)),
+        )
         self.skew = nn.Parameter(torch.randn(4, 4) * 0.1)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -287,7 +323,11 @@ class Reptile(nn.Module):
         x = x @ rot
         jac = vmap(jacrev(self.enc))(x)
         gram = jac @ jac.mT + 1e-2 * torch.eye(3).to(x)
-        return F.mse_loss(self.dec(self.enc(x)), x) + 0.1 * jac.pow(2).sum((1, 2)).mean() - 0.01 * torch.logdet(gram).mean()
+        return (
+            F.mse_loss(self.dec(self.enc(x)), x)
+            + 0.1 * jac.pow(2).sum((1, 2)).mean()
+            - 0.01 * torch.logdet(gram).mean()
+        )
 
 
 def jacobians_of_an_autoencoder() -> Job:
@@ -301,7 +341,11 @@ class SparseNet(nn.Module):
         super().__init__()
         self.register_buffer("indices", (torch.rand(hidden, inputs) < 0.5).nonzero().t().contiguous())
         self.values = nn.Parameter(torch.randn(self.indices.size(1)))
-        self.shape, self.fc, self.threshold = (hidden, inputs), nn.Linear(hidden, 2), nn.Parameter(torch.tensor(0.05))
+        self.shape, self.fc, self.threshold = (
+            (hidden, inputs),
+            nn.Linear(hidden, 2),
+            nn.Parameter(torch.tensor(0.05)),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         w = torch.sparse_coo_tensor(self.indices, self.values, self.shape)

@@ -26,7 +26,9 @@ def _graph(i: int) -> Graph:
     g = torch.Generator().manual_seed(400 + i)
     n = 3 + i % 4
     pairs = torch.randint(0, n, (2, n + 3), generator=g)
-    return Graph(torch.randn(n, 5, generator=g), pairs, torch.randn(pairs.size(1), 3, generator=g), torch.tensor(i % 3))
+    return Graph(
+        torch.randn(n, 5, generator=g), pairs, torch.randn(pairs.size(1), 3, generator=g), torch.tensor(i % 3)
+    )
 
 
 GRAPHS = [_graph(i) for i in range(SAMPLES)]
@@ -62,7 +64,11 @@ class PNAConv(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.pre, self.post, self.bn = nn.Linear(2 * width + 3, width), nn.Linear(9 * width, width), nn.BatchNorm1d(width)
+        self.pre, self.post, self.bn = (
+            nn.Linear(2 * width + 3, width),
+            nn.Linear(9 * width, width),
+            nn.BatchNorm1d(width),
+        )
 
     def forward(self, x: Tensor, edge_index: Tensor, edge_attr: Tensor) -> Tensor:
         row, col = edge_index
@@ -90,7 +96,9 @@ class GraphClassifier(nn.Module):
         gate = self.gate(x)
         gate = (gate - scatter(gate, data["batch"], size, "amax")[data["batch"]]).exp()
         gate = gate / (scatter(gate, data["batch"], size)[data["batch"]] + 1e-16)
-        return self.out(torch.cat([scatter(gate * x, data["batch"], size), scatter(x, data["batch"], size, "mean")], -1))
+        return self.out(
+            torch.cat([scatter(gate * x, data["batch"], size), scatter(x, data["batch"], size, "mean")], -1)
+        )
 
 
 def batches_of_graphs() -> Job:
@@ -102,14 +110,19 @@ class EGNN(nn.Module):
 
     def __init__(self, width: int = 6) -> None:
         super().__init__()
-        self.edge, self.node = nn.Sequential(nn.Linear(2 * width + 1, 9), nn.SiLU(), nn.Linear(9, width)), nn.Linear(2 * width, width)
+        self.edge, self.node = (
+            nn.Sequential(nn.Linear(2 * width + 1, 9), nn.SiLU(), nn.Linear(9, width)),
+            nn.Linear(2 * width, width),
+        )
         self.coord = nn.Sequential(nn.Linear(width, 9), nn.SiLU(), nn.Linear(9, 1, bias=False))
 
     def forward(self, h: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         b, n, _ = x.shape
         h, x = h.reshape(b * n, -1), x.reshape(b * n, 3)
         graph = torch.arange(b).repeat_interleave(n)
-        near = (torch.cdist(x, x) < 1.5) & (graph[:, None] == graph[None]) & ~torch.eye(b * n, dtype=torch.bool)
+        near = (
+            (torch.cdist(x, x) < 1.5) & (graph[:, None] == graph[None]) & ~torch.eye(b * n, dtype=torch.bool)
+        )
         row, col = near.nonzero(as_tuple=True)
         diff = x[row] - x[col]
         radial = (diff**2).sum(-1, keepdim=True)
@@ -124,7 +137,11 @@ class EGNN(nn.Module):
 class Molecule(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.layers, self.out = nn.Embedding(4, 6), nn.ModuleList([EGNN(), EGNN()]), nn.Linear(6, 1)
+        self.embed, self.layers, self.out = (
+            nn.Embedding(4, 6),
+            nn.ModuleList([EGNN(), EGNN()]),
+            nn.Linear(6, 1),
+        )
 
     def forward(self, z: Tensor, pos: Tensor) -> tuple[Tensor, Tensor]:
         h, x = self.embed(z), pos
@@ -153,7 +170,11 @@ class RGCN(nn.Module):
 
     def forward(self, nodes: dict[str, dict[str, Tensor]], edges: dict[str, Tensor]) -> dict[str, Tensor]:
         h = {kind: self.embed[kind](each["x"]) for kind, each in nodes.items()}
-        relations = {("user", "buys", "item"): edges["buys"], ("user", "likes", "item"): edges["likes"], ("item", "bought", "user"): edges["buys"].mT}
+        relations = {
+            ("user", "buys", "item"): edges["buys"],
+            ("user", "likes", "item"): edges["likes"],
+            ("item", "bought", "user"): edges["buys"].mT,
+        }
         for _ in range(2):
             new: dict[str, list[Tensor]] = defaultdict(list)
             for (src, name, dst), adj in relations.items():
@@ -171,16 +192,28 @@ def _links(model: Any, b: Any) -> Tensor:
 
 
 def relations_in_dicts_of_dicts() -> Job:
-    nodes = [{"user": {"x": normal(404, 4, 5)[i]}, "item": {"x": normal(405, 3, 4)[i]}} for i in range(SAMPLES)]
-    edges = [{"buys": (uniform(406, 4, 3)[i] < 0.5).float(), "likes": (uniform(407, 4, 3)[i] < 0.3).float()} for i in range(SAMPLES)]
+    nodes = [
+        {"user": {"x": normal(404, 4, 5)[i]}, "item": {"x": normal(405, 3, 4)[i]}} for i in range(SAMPLES)
+    ]
+    edges = [
+        {"buys": (uniform(406, 4, 3)[i] < 0.5).float(), "likes": (uniform(407, 4, 3)[i] < 0.3).float()}
+        for i in range(SAMPLES)
+    ]
     return job_of(RGCN, _links, [{"nodes": n, "edges": e} for n, e in zip(nodes, edges, strict=True)])
 
 
-VIEWS = {"one": normal(408, 7), "two": normal(409, 6), "label": integers(410, 4), "index": torch.arange(SAMPLES)}
+VIEWS = {
+    "one": normal(408, 7),
+    "two": normal(409, 6),
+    "label": integers(410, 4),
+    "index": torch.arange(SAMPLES),
+}
 
 
 def mlp(inputs: int, outputs: int) -> nn.Sequential:
-    return nn.Sequential(nn.Linear(inputs, 13), nn.BatchNorm1d(13), nn.ReLU(inplace=True), nn.Linear(13, outputs))
+    return nn.Sequential(
+        nn.Linear(inputs, 13), nn.BatchNorm1d(13), nn.ReLU(inplace=True), nn.Linear(13, outputs)
+    )
 
 
 class CLIP(nn.Module):
@@ -192,7 +225,11 @@ class CLIP(nn.Module):
         self.logit_scale = nn.Parameter(torch.ones([]) * math.log(1 / 0.07))
 
     def forward(self, image: Tensor, text: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return F.normalize(self.visual(image), dim=-1), F.normalize(self.text(text), dim=-1), self.logit_scale.exp().clamp(max=100)
+        return (
+            F.normalize(self.visual(image), dim=-1),
+            F.normalize(self.text(text), dim=-1),
+            self.logit_scale.exp().clamp(max=100),
+        )
 
 
 def _clip(model: Any, b: Any) -> Tensor:

@@ -10,7 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequence, pad_packed_sequence, pad_sequence
+from torch.nn.utils.rnn import (
+    PackedSequence,
+    pack_padded_sequence,
+    pack_sequence,
+    pad_packed_sequence,
+    pad_sequence,
+)
 from torch.utils.checkpoint import checkpoint
 
 from meshloom.core.job import Job
@@ -19,7 +25,9 @@ from tests.zoo import SAMPLES, integers, job_of, normal, sgd, uniform
 log = logging.getLogger(__name__)
 VOCABULARY = 13
 LENGTHS = integers(351, 9, least=3)
-WORDS = [(integers(352, VOCABULARY, 9, least=3)[i][: LENGTHS[i]], integers(353, 4)[i]) for i in range(SAMPLES)]
+WORDS = [
+    (integers(352, VOCABULARY, 9, least=3)[i][: LENGTHS[i]], integers(353, 4)[i]) for i in range(SAMPLES)
+]
 FRAMES = [normal(354, 9, 6)[i][: LENGTHS[i]] for i in range(SAMPLES)]
 UTTERANCES = [(FRAMES[i], integers(355, 7, 3, least=1)[i][: 1 + i % 3]) for i in range(SAMPLES)]
 
@@ -46,7 +54,9 @@ class TextClassifier(nn.Module):
 
 
 def texts_in_lists() -> Job:
-    return job_of(TextClassifier, lambda m, b: F.cross_entropy(m(b[0]), b[1]), WORDS, collate=_lists, batch_size=7)
+    return job_of(
+        TextClassifier, lambda m, b: F.cross_entropy(m(b[0]), b[1]), WORDS, collate=_lists, batch_size=7
+    )
 
 
 class SortedAttention(nn.Module):
@@ -85,7 +95,11 @@ class Utterances:
 
 
 def _utterances(samples: list[Any]) -> Utterances:
-    return Utterances([x for x, _ in samples], torch.cat([y for _, y in samples]), torch.tensor([len(y) for _, y in samples]))
+    return Utterances(
+        [x for x, _ in samples],
+        torch.cat([y for _, y in samples]),
+        torch.tensor([len(y) for _, y in samples]),
+    )
 
 
 class PyramidalEncoder(nn.Module):
@@ -93,11 +107,17 @@ class PyramidalEncoder(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.one, self.two, self.out = nn.LSTM(6, 7, batch_first=True), nn.LSTM(14, 9, batch_first=True), nn.Linear(9, 8)
+        self.one, self.two, self.out = (
+            nn.LSTM(6, 7, batch_first=True),
+            nn.LSTM(14, 9, batch_first=True),
+            nn.Linear(9, 8),
+        )
 
     def forward(self, frames: list[Tensor]) -> tuple[Tensor, Tensor]:
         lengths = torch.as_tensor([f.shape[0] for f in frames])
-        packed = pack_padded_sequence(pad_sequence(frames, True), lengths, batch_first=True, enforce_sorted=False)
+        packed = pack_padded_sequence(
+            pad_sequence(frames, True), lengths, batch_first=True, enforce_sorted=False
+        )
         x, lengths = pad_packed_sequence(self.one(packed)[0], batch_first=True)
         if x.shape[1] % 2:
             x = x[:, :-1]
@@ -118,7 +138,10 @@ def _ctc_with_targets_in_a_row(model: Any, b: Utterances) -> Tensor:
     logits, lengths = model(b.frames)
     log_probs = F.log_softmax(logits.transpose(0, 1), dim=-1)
     loss = F.ctc_loss(log_probs, b.targets, lengths, b.target_lengths, reduction="none", zero_infinity=True)
-    errors = sum(len(d) != n for d, n in zip(_greedy(log_probs.detach(), lengths), b.target_lengths.tolist(), strict=True))
+    errors = sum(
+        len(d) != n
+        for d, n in zip(_greedy(log_probs.detach(), lengths), b.target_lengths.tolist(), strict=True)
+    )
     log.debug("errors %d of %d, loss %.3f", errors, len(b), loss.mean().item())
     return loss.mean()
 
@@ -133,9 +156,15 @@ class Tacotron(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed, self.memory = nn.Embedding(VOCABULARY, 8), nn.Linear(8, 7, bias=False)
-        self.prenet, self.attention_rnn = nn.ModuleList([nn.Linear(6, 9, bias=False), nn.Linear(9, 7, bias=False)]), nn.LSTMCell(7 + 8, 9)
+        self.prenet, self.attention_rnn = (
+            nn.ModuleList([nn.Linear(6, 9, bias=False), nn.Linear(9, 7, bias=False)]),
+            nn.LSTMCell(7 + 8, 9),
+        )
         self.query, self.v = nn.Linear(9, 7, bias=False), nn.Linear(7, 1, bias=False)
-        self.location, self.location_dense = nn.Conv1d(2, 3, 3, padding=1, bias=False), nn.Linear(3, 7, bias=False)
+        self.location, self.location_dense = (
+            nn.Conv1d(2, 3, 3, padding=1, bias=False),
+            nn.Linear(3, 7, bias=False),
+        )
         self.projection, self.gate = nn.Linear(9 + 8, 6), nn.Linear(17, 1)
 
     def _pre(self, x: Tensor) -> Tensor:
@@ -157,7 +186,9 @@ class Tacotron(nn.Module):
             h2, c = self.attention_rnn(torch.cat((x, context), -1), (h, c))
             keep = torch.rand_like(h2) < 0.1
             h = torch.where(keep, h, h2) if self.training else 0.1 * h + 0.9 * h2
-            location = self.location_dense(self.location(torch.stack([weights, cumulated], 1)).transpose(1, 2))
+            location = self.location_dense(
+                self.location(torch.stack([weights, cumulated], 1)).transpose(1, 2)
+            )
             energies = self.v(torch.tanh(self.query(h.unsqueeze(1)) + location + processed)).squeeze(-1)
             energies.data.masked_fill_(mask, -float("inf"))
             weights = F.softmax(energies, dim=1)
@@ -179,7 +210,9 @@ def _tacotron(model: Any, b: Any) -> Tensor:
     target[:, -1] = 1
     n, t = b["len"].to(mel).view(-1, 1, 1), torch.arange(gate.size(1)).to(mel).view(1, -1, 1) / gate.size(1)
     guide = 1 - torch.exp(-((torch.arange(align.size(2)).to(mel).view(1, 1, -1) / n - t) ** 2) / 0.32)
-    return F.mse_loss(mel, b["mel"]) + F.binary_cross_entropy_with_logits(gate, target) + (guide * align).mean()
+    return (
+        F.mse_loss(mel, b["mel"]) + F.binary_cross_entropy_with_logits(gate, target) + (guide * align).mean()
+    )
 
 
 def tacotron() -> Job:
@@ -191,7 +224,12 @@ class Captioner(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.image, self.embed, self.cell, self.out = nn.Linear(5, 9), nn.Embedding(VOCABULARY, 9), nn.GRUCell(9, 9), nn.Linear(9, VOCABULARY)
+        self.image, self.embed, self.cell, self.out = (
+            nn.Linear(5, 9),
+            nn.Embedding(VOCABULARY, 9),
+            nn.GRUCell(9, 9),
+            nn.Linear(9, VOCABULARY),
+        )
         self.out.bias.data[0] = 1.0
 
     def decode(self, features: Tensor, sample: bool) -> tuple[Tensor, Tensor]:
@@ -222,7 +260,9 @@ def _self_critical(model: Any, b: Any) -> Any:
         greedy, _ = model.decode(b["x"], sample=False)
     model.train()
     words, log_p = model.decode(b["x"], sample=True)
-    score = lambda ids: torch.tensor([len(set(row) & set(ref)) for row, ref in zip(ids.tolist(), b["ref"].tolist(), strict=True)])  # noqa: E731
+    score = lambda ids: torch.tensor(
+        [len(set(row) & set(ref)) for row, ref in zip(ids.tolist(), b["ref"].tolist(), strict=True)]
+    )  # noqa: E731
     reward = (score(words) - score(greedy)).to(log_p).unsqueeze(1)
     mask = (words > 0).to(log_p)
     mask = torch.cat([mask.new_ones(mask.size(0), 1), mask[:, :-1]], 1)
@@ -239,7 +279,11 @@ class Viterbi(nn.Module):
     def __init__(self, tags: int = 4) -> None:
         super().__init__()
         self.embed, self.conv = nn.Embedding(VOCABULARY, 8), nn.Conv1d(8, 9, 3, padding=1)
-        self.out, self.transitions, self.tags = nn.Linear(9, tags), nn.Parameter(torch.randn(tags, tags) * 0.1), tags
+        self.out, self.transitions, self.tags = (
+            nn.Linear(9, tags),
+            nn.Parameter(torch.randn(tags, tags) * 0.1),
+            tags,
+        )
         self.register_buffer("correct", torch.zeros(()))
 
     def forward(self, ids: Tensor, tags: Tensor) -> Tensor:
@@ -248,7 +292,11 @@ class Viterbi(nn.Module):
         score = e[:, 0].gather(1, tags[:, :1]).squeeze(1)
         for t in range(1, e.size(1)):
             alpha = torch.logsumexp(alpha.unsqueeze(2) + self.transitions, 1) + e[:, t]
-            score = score + self.transitions[tags[:, t - 1], tags[:, t]] + e[:, t].gather(1, tags[:, t : t + 1]).squeeze(1)
+            score = (
+                score
+                + self.transitions[tags[:, t - 1], tags[:, t]]
+                + e[:, t].gather(1, tags[:, t : t + 1]).squeeze(1)
+            )
             with torch.no_grad():
                 best, index = (best.unsqueeze(2) + self.transitions).max(1)
                 best = best + e[:, t]
@@ -264,7 +312,9 @@ class Viterbi(nn.Module):
 
 
 def crf_with_viterbi() -> Job:
-    return job_of(Viterbi, lambda m, b: m(b["x"], b["y"]), {"x": integers(361, VOCABULARY, 6), "y": integers(362, 4, 6)})
+    return job_of(
+        Viterbi, lambda m, b: m(b["x"], b["y"]), {"x": integers(361, VOCABULARY, 6), "y": integers(362, 4, 6)}
+    )
 
 
 class Albert(nn.Module):
@@ -303,7 +353,9 @@ def _masked_words(model: Any, b: Any) -> tuple[Tensor, Tensor]:
     words = torch.randint(VOCABULARY, labels.shape, dtype=torch.long)
     ids[other] = words[other]
     logits = model(ids, padding)
-    return F.cross_entropy(logits.view(-1, VOCABULARY), labels.view(-1), reduction="sum"), (labels != -100).sum()
+    return F.cross_entropy(logits.view(-1, VOCABULARY), labels.view(-1), reduction="sum"), (
+        labels != -100
+    ).sum()
 
 
 def albert_with_masked_words() -> Job:
@@ -318,16 +370,26 @@ class RoPE(nn.Module):
         super().__init__()
         self.heads, self.dim, self.freqs = heads, width // heads, None
         self.q, self.kv, self.o = nn.Linear(width, width, bias=False), nn.Linear(width, 2 * self.dim, bias=False), nn.Linear(width, width, bias=False)  # fmt: skip
-        self.w1, self.w2, self.w3 = nn.Linear(width, 11, bias=False), nn.Linear(11, width, bias=False), nn.Linear(width, 11, bias=False)
+        self.w1, self.w2, self.w3 = (
+            nn.Linear(width, 11, bias=False),
+            nn.Linear(11, width, bias=False),
+            nn.Linear(width, 11, bias=False),
+        )
         self.g1, self.g2 = nn.Parameter(torch.ones(width)), nn.Parameter(torch.ones(width))
 
     def rms(self, x: Tensor, g: Tensor) -> Tensor:
-        return (x.float() if x.dtype == torch.half else x) * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * g
+        return (
+            (x.float() if x.dtype == torch.half else x)
+            * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+            * g
+        )
 
     def _rotate(self, x: Tensor) -> Tensor:
         t = x.size(1)
         if self.freqs is None or self.freqs.size(0) < t:
-            f = torch.outer(torch.arange(t), 1.0 / (100.0 ** (torch.arange(0, self.dim, 2)[: self.dim // 2] / self.dim)))
+            f = torch.outer(
+                torch.arange(t), 1.0 / (100.0 ** (torch.arange(0, self.dim, 2)[: self.dim // 2] / self.dim))
+            )
             self.freqs = torch.polar(torch.ones_like(f), f)
         z = torch.view_as_complex(x.reshape(*x.shape[:-1], -1, 2).contiguous())
         f = self.freqs[:t].to(z.dtype).view(1, t, 1, -1)
@@ -339,8 +401,14 @@ class RoPE(nn.Module):
         q = self._rotate(self.q(y).view(b, t, self.heads, self.dim)).transpose(1, 2)
         k, v = self.kv(y).view(b, t, 2, 1, self.dim).unbind(2)
         k = self._rotate(k).transpose(1, 2).repeat_interleave(self.heads, 1)
-        v = v.transpose(1, 2)[:, :, None].expand(b, 1, self.heads, t, self.dim).reshape(b, self.heads, t, self.dim)
-        x = x + self.o(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b, t, c))
+        v = (
+            v.transpose(1, 2)[:, :, None]
+            .expand(b, 1, self.heads, t, self.dim)
+            .reshape(b, self.heads, t, self.dim)
+        )
+        x = x + self.o(
+            F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b, t, c)
+        )
         y = self.rms(x, self.g2)
         return x + self.w2(F.silu(self.w1(y)) * self.w3(y))
 
@@ -373,7 +441,12 @@ def _preferences(model: Any, b: Any) -> Tensor:
 
 
 def rotary_with_preferences() -> Job:
-    data = {"win": integers(365, VOCABULARY, 7), "lose": integers(366, VOCABULARY, 7), "ref_win": -uniform(367) * 9, "ref_lose": -uniform(368) * 9}
+    data = {
+        "win": integers(365, VOCABULARY, 7),
+        "lose": integers(366, VOCABULARY, 7),
+        "ref_win": -uniform(367) * 9,
+        "ref_lose": -uniform(368) * 9,
+    }
     return job_of(Llama, _preferences, data)
 
 
@@ -393,7 +466,9 @@ class LRU(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = self.norm(x)
         modulus = torch.exp(-torch.exp(self.nu_log))
-        lam = torch.complex(modulus * torch.cos(torch.exp(self.theta_log)), modulus * torch.sin(torch.exp(self.theta_log)))
+        lam = torch.complex(
+            modulus * torch.cos(torch.exp(self.theta_log)), modulus * torch.sin(torch.exp(self.theta_log))
+        )
         gamma = torch.sqrt(1 - modulus**2)
         h = y.to(lam.dtype) @ torch.view_as_complex(self.b).t() * gamma
         n, shift, power = x.size(1), 1, lam
@@ -402,7 +477,9 @@ class LRU(nn.Module):
             power, shift = power * power, 2 * shift
         out = (h @ torch.view_as_complex(self.c).t()).real + self.d * y
         k = torch.fft.rfft(self.kernel, n=2 * n)
-        conv = torch.fft.irfft(torch.fft.rfft(y.transpose(1, 2), n=2 * n) * k, n=2 * n)[..., :n].transpose(1, 2)
+        conv = torch.fft.irfft(torch.fft.rfft(y.transpose(1, 2), n=2 * n) * k, n=2 * n)[..., :n].transpose(
+            1, 2
+        )
         return x + F.gelu(out) + conv
 
 
@@ -416,4 +493,6 @@ class StateSpace(nn.Module):
 
 
 def linear_recurrent_units() -> Job:
-    return job_of(StateSpace, lambda m, b: F.mse_loss(m(b["x"]), b["y"]), {"x": normal(369, 7, 3), "y": normal(370, 2)})
+    return job_of(
+        StateSpace, lambda m, b: F.mse_loss(m(b["x"]), b["y"]), {"x": normal(369, 7, 3), "y": normal(370, 2)}
+    )

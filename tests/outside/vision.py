@@ -34,7 +34,9 @@ class WindowAttention(nn.Module):
         super().__init__()
         self.dim, self.window, self.heads, self.shift, self.attn_mask = dim, window, heads, shift, None
         self.relative_position_bias_table = nn.Parameter(torch.zeros((2 * window - 1) ** 2, heads))
-        coords = torch.stack(torch.meshgrid(torch.arange(window), torch.arange(window), indexing="ij")).flatten(1)
+        coords = torch.stack(
+            torch.meshgrid(torch.arange(window), torch.arange(window), indexing="ij")
+        ).flatten(1)
         relative = (coords[:, :, None] - coords[:, None, :]).permute(1, 2, 0).contiguous()
         relative[:, :, 0] += window - 1
         relative[:, :, 1] += window - 1
@@ -194,7 +196,12 @@ class CondConv(nn.Module):
 class CondNet(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.one, self.norm, self.two, self.fc = CondConv(3, 7), nn.GroupNorm(1, 7), CondConv(7, 9), nn.Linear(9, 5)
+        self.one, self.norm, self.two, self.fc = (
+            CondConv(3, 7),
+            nn.GroupNorm(1, 7),
+            CondConv(7, 9),
+            nn.Linear(9, 5),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.fc(self.two(F.relu(self.norm(self.one(x)))).mean((2, 3)))
@@ -221,7 +228,12 @@ class Involution(nn.Module):
 class InvolutionNet(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.stem, self.one, self.two, self.p = nn.Conv2d(3, 6, 1), Involution(), Involution(), nn.Parameter(torch.ones(1) * 3)
+        self.stem, self.one, self.two, self.p = (
+            nn.Conv2d(3, 6, 1),
+            Involution(),
+            Involution(),
+            nn.Parameter(torch.ones(1) * 3),
+        )
         self.fc = nn.Linear(6, 5)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -273,7 +285,9 @@ class Perceptual(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.net = nn.Sequential(nn.Conv2d(3, 6, 3, padding=1), nn.InstanceNorm2d(6, affine=True), nn.ReLU(), nn.Conv2d(6, 3, 3, padding=1))  # fmt: skip
-        self.vgg = nn.Sequential(nn.Conv2d(3, 5, 3), nn.ReLU(inplace=True), nn.Conv2d(5, 7, 3), nn.ReLU(inplace=True))
+        self.vgg = nn.Sequential(
+            nn.Conv2d(3, 5, 3), nn.ReLU(inplace=True), nn.Conv2d(5, 7, 3), nn.ReLU(inplace=True)
+        )
         self.features: dict[str, Tensor] = {}
         for name, layer in self.vgg.named_children():
             if isinstance(layer, nn.ReLU):
@@ -307,7 +321,9 @@ def _style(model: Any, b: Any) -> Tensor:
     y, ours, theirs = model(b["x"])
     content = sum(F.mse_loss(ours[k], theirs[k]) for k in ours)
     style = sum(F.mse_loss(_gram(ours[k]), _gram(theirs[k]).flip(1, 2)) for k in ours)
-    tv = torch.mean(torch.abs(y[:, :, :, :-1] - y[:, :, :, 1:])) + torch.mean(torch.abs(y[:, :, :-1] - y[:, :, 1:]))
+    tv = torch.mean(torch.abs(y[:, :, :, :-1] - y[:, :, :, 1:])) + torch.mean(
+        torch.abs(y[:, :, :-1] - y[:, :, 1:])
+    )
     return content + 10 * style + 0.1 * tv
 
 
@@ -339,7 +355,9 @@ class SSIM(nn.Module):
         mu1, mu2 = conv(a), conv(b)
         s1, s2, s12 = conv(a * a) - mu1.pow(2), conv(b * b) - mu2.pow(2), conv(a * b) - mu1 * mu2
         c1, c2 = 0.01**2, 0.03**2
-        return (((2 * mu1 * mu2 + c1) * (2 * s12 + c2)) / ((mu1.pow(2) + mu2.pow(2) + c1) * (s1 + s2 + c2))).mean()
+        return (
+            ((2 * mu1 * mu2 + c1) * (2 * s12 + c2)) / ((mu1.pow(2) + mu2.pow(2) + c1) * (s1 + s2 + c2))
+        ).mean()
 
 
 class Restores(nn.Module):
@@ -382,7 +400,11 @@ class NetVLAD(nn.Module):
 class Places(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.base, self.pool, self.fc = nn.Sequential(nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.ReLU()), NetVLAD(), nn.Linear(24, 9)
+        self.base, self.pool, self.fc = (
+            nn.Sequential(nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.ReLU()),
+            NetVLAD(),
+            nn.Linear(24, 9),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return F.normalize(self.fc(self.pool(self.base(x))))
@@ -430,7 +452,11 @@ class OctaveConv(nn.Module):
 class OctaveNet(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.one, self.two, self.three = OctaveConv(3, 8, 0, 0.25), OctaveConv(8, 8, 0.25, 0.5), OctaveConv(8, 7, 0.5, 0)
+        self.one, self.two, self.three = (
+            OctaveConv(3, 8, 0, 0.25),
+            OctaveConv(8, 8, 0.25, 0.5),
+            OctaveConv(8, 7, 0.5, 0),
+        )
         self.fc = nn.Linear(7, 5)
 
     def forward(self, x: Tensor) -> Tensor:

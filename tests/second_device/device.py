@@ -79,7 +79,9 @@ class SecondDevice:
 
     def __init__(self) -> None:
         registration: Any = backend_registration
-        registration._setup_privateuseone_for_python_backend(NAME)
+        module = registration._DummyBackendModule()
+        module.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]  # of autocast
+        registration._setup_privateuseone_for_python_backend(NAME, module)
         self.device = torch.device(NAME, 0)
         self._listeners: list[Callable[[HostAccess], None]] = []
         self.pinned: set[int] = set()  # addresses of host memory that is pinned
@@ -91,6 +93,8 @@ class SecondDevice:
         self.lane: Any = None  # on which works of groups are waited for; None: where the device computes
         self._library = torch.library.Library("_", "IMPL")
         self._library.fallback(self.run, "PrivateUse1")
+        # rehearsals are in float64, of which autocast casts nothing
+        self._library.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
         _let_data_change_devices()
         _let_storages_be_resized()
         self._convolutions = torch.library.Library("aten", "IMPL")

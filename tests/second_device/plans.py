@@ -79,6 +79,10 @@ PLANS = (
     Rehearsed(kind="product", plan="dp=2,pp=2,microbatches=2,zero=2"),
     Rehearsed(kind="product", plan="dp=2,pp=2,microbatches=2,zero=3", optimizer="adamw"),
     Rehearsed(kind="product", plan="dp=2,pp=2,tp=2,microbatches=2", model="gpt"),
+    Rehearsed(kind="loss scale", plan="dp=2,precision=fp16-mixed", quick=True),
+    Rehearsed(
+        kind="loss scale", plan="dp=2,pp=2,microbatches=2,zero=3,precision=fp16-mixed", optimizer="adamw"
+    ),
     Rehearsed(kind="offload", plan="dp=2,zero=1,offload=optimizer", optimizer="adamw"),
     Rehearsed(kind="evaluation", plan="dp=2", what="evaluation"),
     Rehearsed(kind="evaluation", plan="pp=2,microbatches=2", what="evaluation"),

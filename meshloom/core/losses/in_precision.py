@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshloom.core.errors import JobError
 from meshloom.core.job import Job, Loss, LossFunction
 from meshloom.core.plan import Plan
 from meshloom.core.precisions import PRECISIONS
@@ -41,8 +42,22 @@ def in_precision(job: Job, plan: Plan) -> Job:
 
 
 def _under_autocast(loss: LossFunction, dtype: torch.dtype, model: Any, batch: Any) -> Loss:
-    with torch.autocast(_device_type(model, batch), dtype=dtype):
-        return loss(model, batch)
+    where = _device_type(model, batch)
+    try:
+        with torch.autocast(where, dtype=dtype):
+            return loss(model, batch)
+    except RuntimeError as error:  # also NotImplementedError
+        if not any(sign in str(error) for sign in _NO_KERNEL):
+            raise
+        name, said = str(dtype).removeprefix("torch."), str(error).splitlines()[0].split(". ")[0]
+        raise JobError(
+            f"An operator of the loss has no {name} kernel on {where} ({said}). Call it within torch.autocast({where!r}, enabled=False) on tensors in float32, or use "
+            "another precision."
+        ) from error
+
+
+# what torch says where a kernel is missing: its own, and oneDNN's
+_NO_KERNEL = ("not implemented for 'Half'", "not implemented for 'BFloat16'", "could not create a primitive")
 
 
 def _is_under_autocast(loss: LossFunction) -> bool:

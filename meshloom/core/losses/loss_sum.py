@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from meshloom.core.errors import JobError
@@ -42,6 +43,8 @@ def as_sum(
         raise JobError(
             f"{who} returned (sum, weight), where the weight must be a number without gradient: the number of items in the sum.{several}"
         )
+    if mean_or_sum.dtype == torch.float16:  # whose largest number is 65504
+        mean_or_sum = mean_or_sum.float()
     if weight is None:
         return mean_or_sum.reshape(()) * samples, samples
     return mean_or_sum.reshape(()), weight.reshape(()) if isinstance(weight, Tensor) else weight

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from meshloom.comm.group import Group, Work
 from meshloom.comm.steps import Steps
+from meshloom.core.losses.loss_scale import Divisor, divides
 from meshloom.exchange.buckets.buckets import Bucket
 from meshloom.exchange.buckets.reduction import Reduction
 from meshloom.telemetry.traffic import ExpectedBytes, Traffic
@@ -29,12 +30,12 @@ class BF16(Reduction):
         rounded = _real(bucket.flat).to(torch.bfloat16, copy=True)
         self._sent.append((bucket, rounded, self._group.all_reduce(rounded)))
 
-    def finish(self, buckets: Sequence[Bucket], divisor: float) -> Steps[None]:
+    def finish(self, buckets: Sequence[Bucket], divisor: Divisor) -> Steps[None]:
         yield
         for bucket, rounded, work in self._sent:
             work.wait()
             _real(bucket.flat).copy_(rounded)
-            if divisor != 1.0:
+            if divides(divisor):
                 bucket.flat[: bucket.length].div_(divisor)
         self._sent.clear()
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from meshloom.comm.group import Group
 from meshloom.comm.steps import Steps
+from meshloom.core.losses.loss_scale import Divisor, divides
 from meshloom.exchange.buckets.buckets import Bucket
 from meshloom.exchange.buckets.flags import used_anywhere
 from meshloom.telemetry.traffic import ExpectedBytes, Traffic
@@ -31,7 +32,7 @@ class ErrorFeedback:
         self._errors: list[Tensor] = []
         self._used: list[list[bool]] = []
 
-    def begin(self, buckets: Sequence[Bucket], divisor: float, group: Group) -> Steps[None]:
+    def begin(self, buckets: Sequence[Bucket], divisor: Divisor, group: Group) -> Steps[None]:
         """All-reduces the flags, and turns each bucket into this rank's contribution to the mean (its
         gradients over `divisor`) plus its errors."""
         works = [group.all_reduce(bucket.flat[bucket.length :]) for bucket in buckets]
@@ -45,7 +46,7 @@ class ErrorFeedback:
             for bucket in buckets
         ]
         for index, bucket in enumerate(buckets):
-            if divisor != 1.0:
+            if divides(divisor):
                 bucket.flat[: bucket.length].div_(divisor)
             for start, stop in self._places(index, bucket):
                 bucket.flat[start:stop].add_(self._errors[index][start:stop])

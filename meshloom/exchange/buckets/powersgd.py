@@ -22,6 +22,7 @@ from torch import Tensor
 
 from meshloom.comm.group import Group
 from meshloom.comm.steps import Steps
+from meshloom.core.losses.loss_scale import Divisor
 from meshloom.exchange.buckets.buckets import Bucket, BucketEntry
 from meshloom.exchange.buckets.error_feedback import ErrorFeedback
 from meshloom.exchange.buckets.reduction import Reduction
@@ -41,7 +42,7 @@ class PowerSGD(Reduction):
     def start(self, bucket: Bucket) -> None:
         pass
 
-    def finish(self, buckets: Sequence[Bucket], divisor: float) -> Steps[None]:
+    def finish(self, buckets: Sequence[Bucket], divisor: Divisor) -> Steps[None]:
         yield from self._errors.begin(buckets, divisor, self._group)
         matrices = [[_Matrix.of(bucket, entry) for entry in self._compressed(bucket)] for bucket in buckets]
         first = [

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from meshloom.comm.group import Group, Work
 from meshloom.comm.steps import Steps
+from meshloom.core.losses.loss_scale import Divisor, divides
 from meshloom.exchange.buckets.buckets import Bucket
 from meshloom.telemetry.traffic import ExpectedBytes, Traffic
 
@@ -24,7 +25,7 @@ class Reduction(ABC):
         """A bucket is complete on this rank: elements and flags. Never waits."""
 
     @abstractmethod
-    def finish(self, buckets: Sequence[Bucket], divisor: float) -> Steps[None]:
+    def finish(self, buckets: Sequence[Bucket], divisor: Divisor) -> Steps[None]:
         """Turns every bucket, all of which have started, into the sum over ranks divided by `divisor`, with
         the same bits on all of them; its flags into the plain sum."""
 
@@ -43,12 +44,12 @@ class Exact(Reduction):
     def start(self, bucket: Bucket) -> None:
         self._works.append(self._group.all_reduce(bucket.flat))
 
-    def finish(self, buckets: Sequence[Bucket], divisor: float) -> Steps[None]:
+    def finish(self, buckets: Sequence[Bucket], divisor: Divisor) -> Steps[None]:
         yield
         for work in self._works:
             work.wait()
         self._works.clear()
-        for bucket in buckets if divisor != 1.0 else ():
+        for bucket in buckets if divides(divisor) else ():
             bucket.flat[: bucket.length].div_(divisor)
 
     def expected_bytes(self, buckets: Sequence[Bucket]) -> ExpectedBytes:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from meshloom.comm.group import Group, Work
 from meshloom.comm.steps import Steps
+from meshloom.core.losses.loss_scale import Divisor
 from meshloom.exchange.buckets.buckets import Bucket
 from meshloom.exchange.buckets.error_feedback import ErrorFeedback
 from meshloom.exchange.buckets.reduction import Reduction
@@ -36,7 +37,7 @@ class TopK(Reduction):
     def start(self, bucket: Bucket) -> None:
         pass
 
-    def finish(self, buckets: Sequence[Bucket], divisor: float) -> Steps[None]:
+    def finish(self, buckets: Sequence[Bucket], divisor: Divisor) -> Steps[None]:
         yield from self._errors.begin(buckets, divisor, self._group)
         received: list[tuple[Bucket, Tensor, Tensor]] = []
         works: list[Work] = []

@@ -102,7 +102,9 @@ def _without_late_ends(program: Program) -> Program:
             if node.name == ref.name or (readers.get(node.name) and readers[node.name] <= own):
                 own.add(node.name)
         operands = {each.name for node in own for each in program.nodes[at[node]].operands()} - own
-        states = {each for each in operands if buffers.get(each) in program.updates} | {program.buffers[name].value}
+        states = {each for each in operands if buffers.get(each) in program.updates} | {
+            program.buffers[name].value
+        }
         if name in program.in_place or any(buffers.get(each) in program.in_place for each in operands):
             continue
         before = (operands & at.keys()).union(*(readers.get(each, set()) - own for each in states))
@@ -123,4 +125,9 @@ def _without_late_ends(program: Program) -> Program:
 def _is_pure(node: Node) -> bool:
     """Whether it is an operator of torch that neither draws nor writes."""
     schema = getattr(node.target, "_schema", None)
-    return schema is not None and node.target.namespace == "aten" and not schema.is_mutable and not node.num_draws
+    return (
+        schema is not None
+        and node.target.namespace == "aten"
+        and not schema.is_mutable
+        and not node.num_draws
+    )

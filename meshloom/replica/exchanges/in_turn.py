@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from meshloom.comm.group import Group
 from meshloom.comm.steps import Steps
+from meshloom.core.losses.loss_scale import Divisor
 from meshloom.exchange.exchange import Emit, Exchange, Slice
 from meshloom.program.operators.fused_grad_accumulation import GradBuffer
 from meshloom.telemetry.traffic import ExpectedBytes, Traffic
@@ -78,7 +79,7 @@ class InTurn(Exchange):
         if parameter.requires_grad:  # not of others, which programs report for every chunk
             self._now.gradient_ready(parameter)
 
-    def finish(self, weight: float) -> Steps[list[Tensor | None]]:
+    def finish(self, weight: Divisor) -> Steps[list[Tensor | None]]:
         mine = yield from self._now.finish(weight)
         return [
             gradient

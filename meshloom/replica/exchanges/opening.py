@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
+from meshloom.core.errors import JobError
 from meshloom.core.losses.turns import OwnGradients
 from meshloom.exchange.exchange import Exchange
 from meshloom.exchange.registry import Setup
@@ -39,3 +41,13 @@ def open_exchange(setup: Setup, own: OwnGradients | None) -> Exchange:
             ).open()
         )
     return InTurn(inner, [[name for name, _ in named] for named in by_loss])
+
+
+def check_limits(exchange: Exchange, own: OwnGradients | None, limited: Sequence[str]) -> None:
+    """Raise `JobError` if several losses may scale rows that the owners of others publish. limited: names of the parameters with
+    max_norm."""
+    if own and limited and exchange.owners is not None and not exchange.only_slices:
+        raise JobError(
+            f"{limited[0]} has max_norm, so any of the {own.num_losses} losses may scale its rows, and its owners publish what their own loss "
+            "changes alone. Use zero=0 or zero=3."
+        )

@@ -14,6 +14,7 @@ from meshloom.core.job import Job
 from meshloom.core.moments.current_step import at_step
 from meshloom.core.random import KeyedDraws, chunk_seed, derive, preserved_draws, seed_everything
 from meshloom.verify.reference.chunks_of_plan import ReferenceForward, as_sum
+from meshloom.verify.reference.loss_scaling import ReferenceScale
 from meshloom.verify.reference.observers import CastWatch, ModuleWatch, digest_values
 from meshloom.verify.reference.other_precision import convert, default_dtype
 from meshloom.verify.reference.step_records import ChunkRecord, ModuleOutput
@@ -21,7 +22,7 @@ from meshloom.verify.reference.step_records import ChunkRecord, ModuleOutput
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkResult:
-    """What a forward computed, drew and output. divisor: its gradients are those of the loss sum, divided by it."""
+    """What a forward computed, drew and output. divisor: its gradients are those of the loss sum, divided by it, apart from a scale."""
 
     loss_sum: float
     weight: float
@@ -43,7 +44,9 @@ class ChunkRun:
         dtype: torch.dtype | None,
         watch: ModuleWatch,
         autocast: torch.dtype | None,
+        scale: ReferenceScale,
     ) -> None:
+        self._scale = scale
         self._autocast = autocast
         self._job, self._model, self._device, self._dtype, self._watch = job, model, device, dtype, watch
         self.loss = job.loss  # of several the one whose turn it is
@@ -66,8 +69,12 @@ class ChunkRun:
             with torch.autocast(self._device.type, self._autocast, enabled=self._autocast is not None):
                 returned = self.loss(self._model, batch)
             loss_sum, weight = as_sum(returned, len(forward.samples))
-            divisor = 1.0 if isinstance(returned, tuple) else float(batch_size)
-            (loss_sum / divisor).backward()
+            if self._scale.is_used:  # of the mean over samples, of what has been summed in float32
+                divisor = float(batch_size)
+                (loss_sum / divisor * self._scale.value).backward()
+            else:
+                divisor = 1.0 if isinstance(returned, tuple) else float(batch_size)
+                (loss_sum / divisor).backward()
         modules = self._watch.stop()
         total = float(loss_sum.detach())
         return ChunkResult(

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from meshloom.core.errors import JobError
@@ -89,6 +90,7 @@ def as_sum(value: Any, samples: int) -> tuple[Tensor, float]:
     loss, weight = value if isinstance(value, tuple) else (value, None)
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         raise JobError("The loss must be one number: a mean over the batch's samples, or (sum, weight).")
+    loss = loss.float() if loss.dtype == torch.float16 else loss  # whose largest number is 65504
     return (
         (loss.reshape(()) * samples, float(samples)) if weight is None else (loss.reshape(()), float(weight))
     )

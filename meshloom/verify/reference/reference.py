@@ -6,7 +6,7 @@ samples and the order of an epoch's batches are implemented here a second time. 
     read the global batch, split it into dp * m chunks        (with synchronised batch statistics: m forwards, see `chunks_of_plan.py`)
     for each chunk: buffers as at the start of the step, seed, loss of the chunk, backward of its sum
     buffers = what the chunks wrote, merged in chunk order (`buffer_merging.py`)
-    gradient = sum / total weight;  clip;  optimizer step;  scheduler step
+    gradient = sum / total weight;  clip;  optimizer step;  scheduler step        (with a loss scale: `loss_scaling.py`)
 
 Several losses take turns in a step (`trained_losses.py`): each does all of this but the reading, and what it finds of
 others' gradients is thrown away.
@@ -33,6 +33,7 @@ from meshloom.verify.reference.chunk_run import ChunkResult, ChunkRun
 from meshloom.verify.reference.chunks_of_plan import ReferenceForward, forwards_of
 from meshloom.verify.reference.float64_blocks import norm_of_all
 from meshloom.verify.reference.from_files import with_values
+from meshloom.verify.reference.loss_scaling import ReferenceScale
 from meshloom.verify.reference.mistakes import subsample_each
 from meshloom.verify.reference.observers import CastWatch, ModuleWatch
 from meshloom.verify.reference.other_precision import convert_model, default_dtype, most_precise
@@ -41,7 +42,8 @@ from meshloom.verify.reference.step_records import Cast, ChunkRecord, StepRecord
 from meshloom.verify.reference.trained_losses import needs_closure, trained_losses, turns
 
 Gradients = dict[str, Tensor | None]
-AUTOCAST = {"bf16-mixed": torch.bfloat16}  # precisions of plans -> what a loss is computed under
+# precisions of plans -> what a loss is computed under
+AUTOCAST = {"bf16-mixed": torch.bfloat16, "fp16-mixed": torch.float16}
 
 
 class Reference:
@@ -80,8 +82,8 @@ class Reference:
         self.precision = most_precise(self.model)
         self._watch = ModuleWatch(self.model)
         self.autocast = AUTOCAST.get(plan.precision)  # around losses; float64 tensors are not cast
-        self._chunk_run = ChunkRun(job, self.model, self.device, dtype, self._watch, self.autocast)
-        self._casts = CastWatch(self.precision, self._watch)
+        self._casts, self.scale = CastWatch(self.precision, self._watch), ReferenceScale(plan)
+        self._chunk_run = ChunkRun(job, self.model, self.device, dtype, self._watch, self.autocast, self.scale)  # fmt: skip
         self.turn = losses[0]  # the loss whose turn it is
         self.step = -1  # the last one
         self.samples: list[Any] = []
@@ -121,6 +123,7 @@ class Reference:
             self._initial = {name: value.detach().clone() for name, value in _untrained(self.model)}
             self._casts = CastWatch(self.precision, self._watch)
             self._loss_sum, self._weight, self.chunks = self.evaluate()
+            self.scale.look(self.gradients.values())
 
     def evaluate(self) -> tuple[float, float, list[ChunkRecord]]:
         """Forward and backward of all chunks, in their order: loss, weight, and a record of each chunk."""
@@ -162,16 +165,14 @@ class Reference:
             for name, each in self.parameters.items()
         }
         # Of the replaced gradients: this compares the norms alone, not the gradients a second time.
-        norm = norm_of_all(self.gradients)
-        if self.turn.clip_grad_norm is not None:
+        norm = None if self.scale.overflowed else norm_of_all(self.gradients)
+        if self.turn.clip_grad_norm is not None and norm is not None:
             _clip(self.model, self.turn.clip_grad_norm, norm)
         casts = list(self._casts.casts)
         with preserved_draws(), default_dtype(self.dtype):
-            for optimizer in self.turn.optimizers:
-                casts += _step(optimizer, self.precision, _closure(self))
-            for scheduler in self.turn.schedulers:
-                scheduler.step(self.loss) if isinstance(scheduler, ReduceLROnPlateau) else scheduler.step()
+            casts += [] if self.scale.overflowed else _step_all(self)
         self.model.zero_grad(set_to_none=True)
+        self.scale.end()
         return StepRecord(
             step=self.step,
             loss=self.loss,
@@ -181,6 +182,7 @@ class Reference:
             chunks=self.chunks,
             casts=tuple(dict.fromkeys(casts)),
             turn=self.turn.name,
+            skipped=self.scale.overflowed,
         )
 
     def forwards(self, synchronised: bool = True) -> Iterator[ReferenceForward]:
@@ -222,7 +224,7 @@ class Reference:
             if name not in self.turn.names:
                 parameter.grad = None
             if parameter.grad is not None:
-                average = parameter.grad / (weight / self._divisor)
+                average = parameter.grad / (weight / self._divisor * self.scale.value)
                 parameter.grad = average.coalesce() if average.is_sparse else average  # each row once
 
     def restore(self) -> None:
@@ -302,6 +304,16 @@ def _closure(reference: Reference) -> Callable[[], float]:
         return loss / weight
 
     return closure
+
+
+def _step_all(reference: Reference) -> list[Cast]:
+    """The optimizers and schedulers of the turn; the casts in the former."""
+    casts: list[Cast] = []
+    for optimizer in reference.turn.optimizers:
+        casts += _step(optimizer, reference.precision, _closure(reference))
+    for scheduler in reference.turn.schedulers:
+        scheduler.step(reference.loss) if isinstance(scheduler, ReduceLROnPlateau) else scheduler.step()
+    return casts
 
 
 def _step(optimizer: Any, precision: torch.dtype, closure: Callable[[], float]) -> tuple[Cast, ...]:

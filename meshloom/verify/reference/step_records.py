@@ -83,6 +83,7 @@ class StepRecord:
     chunks: of all replicas, in order of their index; empty ones may be missing.
     replicas: a digest of each replica's parameters after the update.
     casts: the reductions of precision in the step. turn: the name of its loss, if it is a turn of several.
+    skipped: whether there was no update, as scaled gradients overflowed.
     """
 
     step: int
@@ -94,3 +95,4 @@ class StepRecord:
     replicas: Sequence[str] = ()
     casts: Sequence[Cast] = ()
     turn: str = ""
+    skipped: bool = False

@@ -1,0 +1,275 @@
+"""verify at precision=fp16-mixed: plans equal one device that scales its loss by itself, and mistakes are found."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from meshloom.comm.group import Group
+from meshloom.comm.steps import Steps
+from meshloom.core.job import Evaluate, Job
+from meshloom.core.losses.loss_scale import Divisor, LossScale
+from meshloom.core.plan import Plan
+from meshloom.optimizer.updater import Updater
+from meshloom.replica import replica
+from meshloom.replica.engine import Engine
+from meshloom.replica.loss_sums import LossSums
+from meshloom.replica.program_engine import ProgramEngine
+from meshloom.telemetry.progress import QUIET
+from meshloom.train.trainer import Trainer
+from meshloom.verify.findings import Report
+from meshloom.verify.run import verify
+from tests import test_planted_bugs, test_planted_in_pipelines
+from tests.jobs import make_job
+from tests.loss_scale_jobs import BAD, BATCH, OVERFLOW, Samples, overflowing_job
+from tests.precision_jobs import MODELS, job_of
+from tests.test_mixed_precision import PLANS
+
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export")]
+
+
+def verified(of: Job, plan: str | Plan, **settings: Any) -> Report:
+    plan = Plan.parse(plan) if isinstance(plan, str) else plan
+    report = verify(of, replace(plan, precision="fp16-mixed"), devices="simulated", **settings)
+    assert report
+    return report
+
+
+def largest(report: Report) -> float:
+    return max(error.error for step in report.steps for error in step.errors)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("model", MODELS)
+def test_a_plan_is_one_device_at_the_same_precision(model: str, plan: str, monkeypatch: pytest.MonkeyPatch):
+    if model == "lstm":  # oneDNN has none of float16 operands on CPUs without instructions for them
+        monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
+    report = verified(job_of(model), plan)
+    assert report.passed, [str(each) for each in report.worst()]
+    assert not any(step.skipped for step in report.steps)
+    if "tp=" not in plan and "sync" not in plan:  # the same operators on the same chunks
+        assert largest(report) < 2e-5
+
+
+@pytest.mark.parametrize(
+    ("place", "part", "plan"),
+    [
+        (10, "boost", "dp=2,microbatches=2,zero=2"),
+        (1, "of_bias", "pp=2,microbatches=2"),
+        pytest.param(10, "boost", "tp=2", marks=pytest.mark.slow),
+        pytest.param(1, "of_bias", "tp=2", marks=pytest.mark.slow),
+        pytest.param(1, "of_bias", "dp=2,pp=2,microbatches=2,zero=3,schedule=zb-v", marks=pytest.mark.slow),
+        pytest.param(3, "boost", "recompute=full", marks=pytest.mark.slow),
+        pytest.param(3, "boost", "dp=2,exchange=server", marks=pytest.mark.slow),
+    ],
+)
+def test_both_sides_skip_the_same_steps(place: int, part: str, plan: str):
+    report = verified(overflowing_job(place, part), plan, steps=4)
+    assert report.passed, [str(each) for each in report.worst()]
+    assert [step.skipped for step in report.steps] == [False, True, False, False]
+    assert [each["skipped"] for each in report.records()[:-1]] == [False, True, False, False]
+
+
+def test_when_every_step_is_skipped_nothing_is_said_of_updates():
+    report = verified(overflowing_job(3, boost=1e9), "dp=2", steps=3)
+    assert report.passed and [step.skipped for step in report.steps] == [False, True, False]
+    endless = overflowing_job(3)
+    data = Samples([{**each, "boost": torch.full((6,), 1e9)} for each in endless.data()])
+    report = verified(replace(endless, data=lambda: data), "dp=2", steps=2)
+    assert all(step.skipped for step in report.steps) and report.whole is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", ["dp=2", "pp=2,microbatches=2", "tp=2"])
+def test_in_float64_nothing_is_rounded(plan: str):
+    report = verified(job_of("mlp"), plan, dtype=torch.float64)
+    assert report.passed and largest(report) < 1e-10
+
+
+@pytest.mark.parametrize("skips", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_verify_says_how_far_both_are_from_float64(skips: bool):
+    """In the first step with an update."""
+    of = overflowing_job(3)
+    if skips:
+        data = list(of.data())
+        data[0] = {**data[0], "boost": torch.full((6,), OVERFLOW)}
+        of = replace(of, data=lambda: Samples(data))
+    report = verified(of, "dp=2", steps=3, against=torch.float64)
+    assert report.passed and report.from_float64 and report.steps[0].skipped == skips
+    ours, one_device = report.from_float64.gradients
+    assert ours == pytest.approx(one_device, rel=1e-4) and 1e-5 < ours < 5e-3  # float16's unit is 1e-3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", ["dp=2,microbatches=2,zero=1", "pp=2,microbatches=3,schedule=zb-v", "dp=2,zero=3", "dp=2,pp=2,tp=2,microbatches=2"])  # fmt: skip
+def test_bytes_are_as_predicted(plan: str):
+    of = job_of("experts", drop_last=True)
+    of = replace(of, evaluate=Evaluate(of.data, {"loss": of.loss}, every=2))
+    with Trainer(
+        of, f"{plan},precision=fp16-mixed", devices="simulated", cache="off", listener=QUIET
+    ) as trainer:
+        summary = trainer.fit()
+    assert summary.predicted == summary.counted
+
+
+# --- Bugs of the scale.
+
+
+def not_unscaled(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = LossSums.divisor
+
+    def divisor(self: LossSums, batch: int) -> Divisor:
+        assert self.scale
+        return found(self, batch) / self.scale.scale
+
+    monkeypatch.setattr(LossSums, "divisor", divisor)
+
+
+def not_agreed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank skips if its own gradients overflow."""
+
+    def alone(gradients: Sequence[Tensor | None], engine: Engine, replicas: Group, device: torch.device) -> Steps[Tensor]:  # fmt: skip
+        bad = any(not bool(each.isfinite().all()) for each in gradients if each is not None)
+        return torch.tensor([float(bad)], dtype=torch.float64)
+        yield
+
+    monkeypatch.setattr(replica, "count_overflows", alone)
+
+
+def other_stages_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = ProgramEngine.add_up
+
+    def add_up(self: ProgramEngine, axis: Any, sums: Tensor) -> Steps[None]:
+        yield from found(self, axis, sums.clone() if axis == "pp" else sums)
+
+    monkeypatch.setattr(ProgramEngine, "add_up", add_up)
+
+
+def never_looked(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(gradients: Any, engine: Engine, replicas: Group, device: torch.device) -> Steps[Tensor]:
+        return torch.zeros(1, dtype=torch.float64)
+        yield
+
+    monkeypatch.setattr(replica, "count_overflows", none)
+
+
+def not_halved(monkeypatch: pytest.MonkeyPatch) -> None:
+    def after(self: LossScale, *, overflowed: bool) -> LossScale:
+        return replace(self, skipped=self.skipped + overflowed)
+
+    monkeypatch.setattr(LossScale, "after", after)
+
+
+def schedule_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = Updater.update
+
+    def update(self: Updater, *given: Any, skip: bool = False, **settings: Any) -> Steps[Tensor | None]:
+        norm = yield from found(self, *given, skip=skip, **settings)
+        for scheduler in self._schedulers if skip else ():  # pyright: ignore[reportPrivateUsage]
+            scheduler.step()
+        return norm
+
+    monkeypatch.setattr(Updater, "update", update)
+
+
+def zeros_instead_of_a_skip(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = Updater.update
+
+    def update(self: Updater, gradients: Any, *given: Any, skip: bool = False, **settings: Any) -> Steps[Tensor | None]:  # fmt: skip
+        if skip:
+            gradients = [None if each is None else torch.zeros_like(each) for each in gradients]
+        return (yield from found(self, gradients, *given, **settings))
+
+    monkeypatch.setattr(Updater, "update", update)
+
+
+def two_in_a_row() -> Samples:
+    """Overflows at the scale at the start in two steps, at half of it in none."""
+    data = list(overflowing_job(10).data())
+    data[(BAD + 1) * BATCH] = {**data[(BAD + 1) * BATCH], "boost": torch.full((6,), 9.0)}
+    return Samples(data)
+
+
+SCALE_BUGS = [
+    (not_unscaled, "dp=2"),
+    (not_unscaled, "pp=2,microbatches=2"),
+    (not_agreed, "dp=2,zero=3"),
+    (not_agreed, "dp=2,zero=1"),
+    (other_stages_not_told, "pp=2,microbatches=2"),
+    (never_looked, "dp=2,zero=2"),
+    (never_looked, "tp=2"),
+    (not_halved, "dp=2"),
+    (schedule_goes_on, "dp=2,zero=1"),
+    (zeros_instead_of_a_skip, "dp=2"),
+]
+QUICK_BUGS = {(not_unscaled, "dp=2"), (not_agreed, "dp=2,zero=1"), (not_halved, "dp=2")}
+
+
+@pytest.mark.parametrize(
+    ("plant", "plan"),
+    [
+        pytest.param(*case, id=f"{case[0].__name__}-{case[1]}", marks=() if case in QUICK_BUGS else pytest.mark.slow)
+        for case in SCALE_BUGS
+    ],
+)  # fmt: skip
+def test_a_bug_of_the_scale_is_found(plant: Any, plan: str, monkeypatch: pytest.MonkeyPatch):
+    plant(monkeypatch)
+    one_owner = plant in (not_agreed, other_stages_not_told)
+    of = overflowing_job(1, "of_bias") if one_owner else overflowing_job(10)
+    if plant is not_halved:
+        of = replace(of, data=two_in_a_row)
+    # parameters that are not finite would make the next step an error
+    assert not verified(of, plan, steps=BAD + 1 if plant is never_looked else 4).passed
+
+
+def test_without_a_bug_two_steps_in_a_row_are_equal():
+    report = verified(replace(overflowing_job(10), data=two_in_a_row), "dp=2", steps=4)
+    assert report.passed and [step.skipped for step in report.steps] == [False, True, False, False]
+
+
+# --- The bugs of the earlier lists.
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("plant", "kind", "model", "optimizer", "plan"),
+    [
+        pytest.param(plant, kind, *job, plan, id=f"{plant.__name__}-{'-'.join(job)}-{plan}")
+        for plant, kind, cases in test_planted_bugs.BUGS
+        for job, plan in cases
+    ],
+)
+def test_a_planted_bug_is_caught_and_named(plant: Any, kind: str, model: str, optimizer: str, plan: Plan, monkeypatch: Any):  # fmt: skip
+    plant(monkeypatch, plan)
+    report = verified(make_job(model, optimizer, batch_size=13), plan, steps=2)
+    assert not report.passed
+    assert [cause.kind for cause in report.causes][:1] == [kind], report.causes
+
+
+# As in test_mixed_precision.py.
+WITHOUT_EFFECT = {"weights_of_one_microbatch_lost": "", "last_gradient_only": "pp=6,microbatches=2"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("plant", "model", "optimizer", "plan"),
+    [
+        pytest.param(plant, *job, plan, id=f"{plant.__name__}-{'-'.join(job)}-{plan}")
+        for plant, cases in test_planted_in_pipelines.BUGS
+        for job, plan in cases
+        if WITHOUT_EFFECT.get(plant.__name__) not in ("", plan)
+    ],
+)
+def test_a_bug_planted_in_pipelines_is_caught(plant: Any, model: str, optimizer: str, plan: str, monkeypatch: Any):  # fmt: skip
+    monkeypatch.setattr(
+        test_planted_in_pipelines,
+        "verify",
+        lambda job, plan, **settings: verify(job, replace(plan, precision="fp16-mixed"), **settings),
+    )
+    test_planted_in_pipelines.test_a_planted_bug_is_caught(plant, model, optimizer, plan, monkeypatch)
