@@ -33,7 +33,7 @@ from meshloom.core.plan_text import (
     parse_settings,
     text_of,
 )
-from meshloom.core.precisions import check_precision
+from meshloom.core.precisions import check_parameters, check_precision
 from meshloom.core.schedules import SCHEDULES, check_pipeline
 
 
@@ -258,6 +258,8 @@ def _take_types(plan: Plan) -> None:
 
 def _check_computation(plan: Plan) -> None:
     check_precision(plan.precision)
+    if plan.exchange in EXCHANGES:
+        check_parameters(plan.precision, plan.exchange, sums=EXCHANGES[plan.exchange].sums)
     for name in ("dp", "pp", "tp", "microbatches", "bucket_bytes"):
         if getattr(plan, name) < 1:
             raise PlanError(f"{name}={getattr(plan, name)} must be 1 or more.")

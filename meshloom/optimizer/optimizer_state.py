@@ -19,9 +19,13 @@ from meshloom.optimizer.average_state import average_state
 from meshloom.optimizer.gathered_state import gathered_pieces
 from meshloom.optimizer.offload.offloaded_state import OffloadedState
 from meshloom.optimizer.state_pieces import (
+    MASTER,
+    OwnedSlice,
     Read,
     StateShard,
+    load_masters,
     load_settings,
+    master_pieces,
     settings,
     state_loader,
     state_pieces,
@@ -49,6 +53,7 @@ class OptimizerState:
         self._schedulers, self._assignment = schedulers, assignment
         self._shards, self._owners, self._device, self._names = shards, owners, device, names
         self._offloaded, self._traffic = offloaded, Traffic()
+        self.masters: Sequence[OwnedSlice] = ()  # copies of parameters, saved with their state
 
     def save(
         self, world: Group, *, self_contained: bool = False, gather: bool = True
@@ -68,6 +73,8 @@ class OptimizerState:
             ready, sharded = state_pieces(optimizer, held, self_contained=self_contained)
             pieces += ready
             parts += sharded
+        ready, sharded = master_pieces(self.masters)
+        pieces, parts = pieces + ready, parts + sharded
         if not gather:
             pieces += [each.piece() for each in parts]
         elif self._shards.pieces:
@@ -131,7 +138,15 @@ class OptimizerState:
                 scheduler.load_state_dict(from_json(saved))
 
         placed = self._offloaded.keep if self._offloaded else None
-        return state_loader(list(zip(self._optimizers, self._assignment.held, strict=True)), placed), finish
+        take_state = state_loader(list(zip(self._optimizers, self._assignment.held, strict=True)), placed)
+
+        def take(path: str, shape: Sequence[int], read: Read) -> None:
+            if path.endswith(f"/{MASTER}"):
+                load_masters(self.masters, path, shape, read)
+            else:
+                take_state(path, shape, read)
+
+        return take, finish
 
     def expected_bytes(self) -> ExpectedBytes:
         """Of all that was saved and averaged so far."""
