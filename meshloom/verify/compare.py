@@ -108,11 +108,13 @@ class Comparison:
 
 @dataclass(kw_only=True)
 class Comparer:
-    """Compares step after step. precision: of the parameters. autocast: what the plan computes losses under."""
+    """Compares step after step. precision: of the parameters. autocast: what the plan computes losses under.
+    updates: the precision in which parameters are updated."""
 
     plan: Plan
     precision: torch.dtype
     autocast: torch.dtype | None = None
+    updates: torch.dtype = torch.float32
     _casts: set[Cast] = field(default_factory=set[Cast])
 
     @property
@@ -141,7 +143,7 @@ class Comparer:
             for dtype in [getattr(torch, cast.dtype)]
             if (updated or not cast.in_optimizer) and (partial or cast.in_optimizer or dtype != self.autocast)
         ]
-        return max([_TOLERANCES[self.precision], *lower])
+        return max([_TOLERANCES[self.updates if updated else self.precision], *lower])
 
     def compare(
         self, ours: StepRecord, reference: StepRecord, tensor_errors: Sequence[TensorError]

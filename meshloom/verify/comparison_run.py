@@ -31,6 +31,7 @@ from meshloom.verify.compare import (
 )
 from meshloom.verify.diagnose import diagnose
 from meshloom.verify.reference.mistakes import Cause, Evidence, subsample
+from meshloom.verify.reference.other_precision import most_precise
 from meshloom.verify.reference.reference import Gradients, Reference
 from meshloom.verify.reference.reruns import full_evidence, initial_evidence, rounding_effect
 from meshloom.verify.reference.step_records import StepRecord
@@ -56,7 +57,8 @@ class ComparisonRun:
         self._reference, self._against = reference, against
         self._from_float64: FromFloat64 | None = None
         self._comparer = Comparer(
-            plan=reference.plan, precision=reference.precision, autocast=reference.autocast
+            plan=reference.plan, precision=reference.precision, autocast=reference.autocast,
+            updates=most_precise(reference.updated),
         )
         self._steps: list[Comparison] = []
         self._causes: list[Cause] = []
@@ -109,7 +111,7 @@ class ComparisonRun:
             self._evidence = full_evidence(reference, self._evidence)
         self._reference_record = reference.update()
         self._state = StateErrors(
-            reference.parameters, reference.before, dict(reference.model.named_buffers()), step=self._reference_record.step,
+            reference.updated.all, reference.before, dict(reference.model.named_buffers()), step=self._reference_record.step,
             tolerance=self._comparer.tolerance(self._reference_record.casts), updated=self._comparer.tolerance(updated=True),
         )  # fmt: skip
 

@@ -26,6 +26,7 @@ from meshloom.data.samples import first_batches
 from meshloom.data.to_device import to_device
 from meshloom.launch.environment import launched_rank
 from meshloom.launch.one_at_a_time import working_alone
+from meshloom.optimizer.bfloat16.masters import masters_of
 from meshloom.parameters.digest import digest
 from meshloom.parameters.file_weights import build_filled_model
 from meshloom.replica.replica import Replica, StepResult
@@ -309,5 +310,8 @@ def _digests(replica: Replica) -> Steps[list[list[int]]]:
 def _inconsistencies(replica: Replica) -> Steps[list[str]]:
     """Differences between the ranks of a replica in replicated state."""
     mine = yield from replica.engine.check_replicated()
+    masters = masters_of(replica.exchange)
+    if masters and (name := masters.wrong()) is not None:
+        mine = f"{name} of rank {replica.context.rank} is not the rounding of the copy that is updated"
     of_ranks: list[str | None] = yield from collect(replica.context.world, mine)
     return list(dict.fromkeys(each for each in of_ranks if each))

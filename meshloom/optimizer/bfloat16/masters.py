@@ -33,7 +33,7 @@ class Masters:
 
     named: the trainable parameters that this rank holds. whole: by the same names, those that the job's optimizer function
     gets, of full shape in the job's precision. shards: how parameters are sharded over tp. local: what this rank holds of
-    `whole`, with memory where it owns all of it.
+    `whole`, with memory where it owns all of it. parts: of each parameter that has a master, the number of `parts_of` it.
     """
 
     def __init__(
@@ -44,6 +44,7 @@ class Masters:
         self.slices = list(exchange.owned)  # of the parameters themselves
         self.named = named
         full = dict(whole)
+        self.parts = {name: num_parts(master_dtype(each.dtype)) for name, each in whole if each.is_floating_point()}
         local = {name: _shell(name, each, full[name], shards, device) for name, each in named}
         self.local: NamedParameters = list(local.items())
         self.owned = [_copy(each, local[each.name]) for each in self.slices]
@@ -247,14 +248,18 @@ def parts_of(value: Tensor, dtype: torch.dtype) -> list[Tensor]:
     >>> [each.item() for each in parts_of(torch.tensor(1.0001), torch.bfloat16)]
     [1.0, 0.00010013580322265625, -7.450580596923828e-09]
     """
-    digits = {torch.float32: 24, torch.float64: 53}[value.dtype]
     parts: list[Tensor] = []
     rest = value
-    for _ in range(-(-digits // 8)):
+    for _ in range(num_parts(value.dtype)):
         part = rest.to(dtype)
         parts.append(part)
         rest = torch.where(part.isfinite(), rest - part.to(value.dtype), 0.0)
     return parts
+
+
+def num_parts(dtype: torch.dtype) -> int:
+    """Of a value in this precision: bfloat16 has 8 binary digits."""
+    return {torch.float32: 3, torch.float64: 7}[dtype]
 
 
 def sum_of_parts(parts: Sequence[Tensor]) -> Tensor:
