@@ -199,7 +199,7 @@ class Replica:
             if made:
                 owned, held = self.exchange, self.named
                 if values:
-                    self.exchange = with_ = yield from values.open(owned, held, self.shards, made)
+                    self.exchange = with_ = yield from values.open(owned, held, self.shards, made, whole)
                     owned, held = with_.masters, with_.masters.local
                 self.updater = Updater(
                     self.job, given, owned, self.shards, held, self.stage_group, made, self.context.device,

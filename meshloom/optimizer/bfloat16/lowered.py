@@ -1,4 +1,5 @@
-"""A job whose model's floating-point parameters and buffers, and floating-point batches, are of a lower precision.
+"""A job whose model's floating-point parameters and buffers, and floating-point batches, are of a lower precision; but for
+normalization layers with running statistics.
 
 What runs a loss as it is, and what captures it as a program, is given the job that `lowered` returns, so programs,
 sizes and costs are those of the lower precision.
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase  # pyright: ignore[reportPrivateUsage]
 from torch.optim import Optimizer
 
 from meshloom.core.job import Job, Loss, LossFunction, NamedParameters
@@ -76,8 +78,16 @@ def _built(function: Callable[[], nn.Module], dtype: torch.dtype) -> nn.Module:
     model = function()
     if isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
         model = named_as_written(model)
-        convert_tensors(model, dtype)
+        layers = [each for each in model.modules() if _has_statistics(each)]
+        tensors = (each for layer in layers for each in (*layer.parameters(), *layer.buffers()))
+        convert_tensors(model, dtype, {id(each) for each in tensors})
     return model
+
+
+def _has_statistics(module: nn.Module) -> bool:
+    """Whether it is a normalization layer with running statistics, which a step changes by less than a digit of bfloat16;
+    its kernels take inputs in bfloat16 beside parameters and statistics in float32."""
+    return isinstance(module, _NormBase) and module.running_mean is not None
 
 
 def _of_batch(loss: LossFunction, dtype: torch.dtype, model: Any, batch: Any) -> Loss:

@@ -17,7 +17,7 @@ from meshloom.core.random import preserved_draws
 from meshloom.core.errors import JobError
 from meshloom.exchange.exchange import Exchange
 from meshloom.optimizer.bfloat16.lowered import master_dtype, own_model
-from meshloom.optimizer.bfloat16.masters import Masters, WithMasters
+from meshloom.optimizer.bfloat16.masters import Masters, WithMasters, num_parts
 from meshloom.optimizer.sparse_parameters import refuse_sparse_adam
 from meshloom.optimizer.user_optimizer import UserOptimizers, takes_closure
 from meshloom.parameters.file_weights import agree_on_weights
@@ -57,11 +57,18 @@ class MasterValues:
         return self._start.given(parameters, function)
 
     def open(
-        self, exchange: Exchange, named: NamedParameters, shards: Shards, made: UserOptimizers
-    ) -> Steps[WithMasters]:
-        """`exchange` with masters of what this rank updates of `named`, and their values. Raises `JobError` on all ranks."""
+        self, exchange: Exchange, named: NamedParameters, shards: Shards, made: UserOptimizers, lowered: NamedParameters
+    ) -> Steps[WithMasters]:  # fmt: skip
+        """`exchange` with masters of what this rank updates of `named`, and their values. Raises `JobError` on all ranks.
+        lowered: all trainable parameters of the job's model."""
         context = self._context
         masters = Masters(exchange, named, self.whole, shards, context.device)
+        dtypes = {name: each.dtype for name, each in lowered}
+        masters.parts = {
+            name: num_parts(master_dtype(each.dtype))
+            for name, each in self.whole
+            if dtypes[name] == torch.bfloat16
+        }
 
         def start() -> None:
             refuse(made)

@@ -33,7 +33,7 @@ class Masters:
 
     named: the trainable parameters that this rank holds. whole: by the same names, those that the job's optimizer function
     gets, of full shape in the job's precision. shards: how parameters are sharded over tp. local: what this rank holds of
-    `whole`, with memory where it owns all of it. parts: of each parameter that has a master, the number of `parts_of` it.
+    `whole`, with memory where it owns all of it. parts: of each parameter that has a master on some rank, the number of `parts_of` it.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Masters:
         self.slices = list(exchange.owned)  # of the parameters themselves
         self.named = named
         full = dict(whole)
-        self.parts = {name: num_parts(master_dtype(each.dtype)) for name, each in whole if each.is_floating_point()}
+        self.parts: dict[str, int] = {}
         local = {name: _shell(name, each, full[name], shards, device) for name, each in named}
         self.local: NamedParameters = list(local.items())
         self.owned = [_copy(each, local[each.name]) for each in self.slices]
@@ -203,9 +203,7 @@ class WithMasters(Exchange):
             if any(name == each[0] for rank in everyone for each in rank):
                 full[name] = torch.empty(parameter.numel(), dtype=local[name].dtype, device=parameter.device)
         for dtype in dict.fromkeys(each.dtype for each in full.values()):
-            of_dtype = [
-                [each for each in rank if full[each[0]].dtype == dtype] for rank in everyone
-            ]
+            of_dtype = [[each for each in rank if full[each[0]].dtype == dtype] for rank in everyone]
             longest = max(sum(stop - start for _, start, stop in rank) for rank in of_dtype)
             device = next(iter(full.values())).device
             flat = torch.zeros(longest, dtype=dtype, device=device)

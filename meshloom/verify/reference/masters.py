@@ -12,18 +12,22 @@ LOWERED = {"bf16": torch.bfloat16}  # precisions of plans -> of parameters
 
 class UpdatedParameters:
     """What the optimizers of `model` update, by name: copies of its floating-point parameters, which are then rounded to
-    `dtype`, as its buffers and batches are; the parameters themselves if there is no such dtype."""
+    `dtype`, as its buffers and batches are; the parameters themselves if there is no such dtype. Layers with running
+    statistics stay as they are."""
 
     def __init__(self, model: nn.Module, dtype: torch.dtype | None) -> None:
         self.dtype = dtype
         self._parameters = dict(model.named_parameters())
+        layers = [each for each in model.modules() if getattr(each, "running_var", None) is not None]
+        kept = {id(each) for layer in layers for each in (*layer.parameters(), *layer.buffers())}
         self.all: dict[str, nn.Parameter] = {
-            name: _copy(each) if dtype and each.is_floating_point() else each
+            name: _copy(each) if dtype and each.is_floating_point() and id(each) not in kept else each
             for name, each in self._parameters.items()
         }
         if dtype:
             for tensor in (*model.parameters(), *model.buffers()):
-                tensor.data = tensor.data.to(dtype if tensor.is_floating_point() else tensor.dtype)
+                if tensor.is_floating_point() and id(tensor) not in kept:
+                    tensor.data = tensor.data.to(dtype)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """As of the model."""
