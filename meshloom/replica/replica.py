@@ -34,7 +34,6 @@ from meshloom.core.losses.in_precision import in_precision
 from meshloom.core.losses.turns import LossTurn, OwnGradients, turns_of
 from meshloom.core.moments.modes import Modes
 from meshloom.core.plan import Plan
-from meshloom.core.precisions import PRECISIONS
 from meshloom.data.chunks import Chunk
 from meshloom.data.measured_shares import Pace
 from meshloom.exchange.exchange import Exchange
@@ -42,8 +41,8 @@ from meshloom.exchange.registry import Setup
 from meshloom.exchange.units.find_units import held_units, units_of
 from meshloom.exchange.units.unit_slices import UnitParameters
 from meshloom.optimizer.bfloat16.lowered import lowered
-from meshloom.optimizer.bfloat16.master_values import MasterValues, refuse_written
-from meshloom.optimizer.bfloat16.masters import masters_held
+from meshloom.optimizer.bfloat16.master_values import master_values
+from meshloom.optimizer.bfloat16.opening import open_updater
 from meshloom.optimizer.sparse_parameters import Sparse, make_dense, sparse_parameters, sparse_tables
 from meshloom.optimizer.updater import Updater
 from meshloom.optimizer.user_optimizer import UserOptimizers, make_optimizers
@@ -192,20 +191,15 @@ class Replica:
         self.named = self.engine.parameters
         self.frozen = frozen_parameters(self.model)
         with self.timings.of("optimizer and buffers"):
-            values = yield from _master_values(self)
-            start, given = (values, values.whole) if values else (self.start, whole)
-            made = start.given(given, partial(make_optimizers, self.job)) if self.updates else None
+            values = yield from master_values(self.job, self.plan, self.context, self.start, self.dtype)
+            self.copied += values.copied if values else Traffic()
+            made = (values or self.start).given(whole, partial(make_optimizers, self.job)) if self.updates else None  # fmt: skip
             yield from check_together(self.context.world, lambda: self._open_exchange(made, whole))
             if made:
-                owned, held = self.exchange, self.named
-                if values:
-                    self.exchange = with_ = yield from values.open(owned, held, self.shards, made, whole)
-                    owned, held = with_.masters, with_.masters.local
-                self.updater = Updater(
-                    self.job, given, owned, self.shards, held, self.stage_group, made, self.context.device,
-                    self.plan.offload == "optimizer",
+                self.exchange, self.updater = yield from open_updater(
+                    self.job, self.plan, self.context, self.exchange, self.shards, made=made, whole=whole, local=self.named,
+                    stages=self.stage_group, values=values, refused=[self.tables, self.limits, self.settled],
                 )  # fmt: skip
-                self.updater.state.masters = masters_held(self.exchange)
                 self._undo.callback(self.updater.close)
                 yield from check_together(self.context.world, lambda: self.updater.open(self._files))
             yield from self.exchange.open()
@@ -315,19 +309,6 @@ class Replica:
         self.exchange = open_exchange(_setup_of(self, made, whole), self.own)
         _check_limits(self)
         self.row_limits = RowLimits(self.limits, self.named, self.engine.rows, self.replicas, self.exchange, self.shards)  # fmt: skip
-
-
-def _master_values(replica: Replica) -> Steps[MasterValues | None]:
-    """The values of masters, where the plan's precision has them."""
-    if replica.dtype or not PRECISIONS[replica.plan.precision].masters:
-        return None
-    names = {name for name, _ in replica.named}
-    refuse_written(
-        sorted(names & replica.tables), sorted(names & replica.limits.keys()), sorted(replica.settled)
-    )
-    values = MasterValues(replica.job, replica.plan, replica.context, is_resumed=replica.start.is_resumed)
-    replica.copied += yield from values.settle()
-    return values
 
 
 def _evaluated(replica: Replica, found: Gradients) -> Steps[tuple[list[Tensor | None], float]]:

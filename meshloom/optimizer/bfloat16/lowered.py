@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase  # pyright: ignore[reportPrivateUsage]
 from torch.optim import Optimizer
 
-from meshloom.core.job import Job, Loss, LossFunction, NamedParameters
+from meshloom.core.job import EachItsOwn, Job, Loss, LossFunction, NamedParameters
 from meshloom.core.modules.compiled import named_as_written
 from meshloom.core.plan import Plan
 from meshloom.core.precisions import PRECISIONS
@@ -62,6 +62,8 @@ def own_model(job: Job) -> Callable[[], nn.Module]:
 
 def has_masters(optimizer: OptimizerFunction) -> bool:
     """Whether an optimizer function of a job updates float32 copies of its parameters."""
+    if isinstance(optimizer, EachItsOwn):
+        return any(has_masters(each.optimizer) for each in optimizer.losses.values())
     return isinstance(optimizer, partial) and optimizer.func is _on_masters
 
 

@@ -234,12 +234,6 @@ def masters_of(exchange: Exchange) -> Masters | None:
     return exchange.masters if isinstance(exchange, WithMasters) else None
 
 
-def masters_held(exchange: Exchange) -> Sequence[OwnedSlice]:
-    """Their elements as checkpoints have them."""
-    masters = masters_of(exchange)
-    return masters.held if masters else ()
-
-
 def parts_of(value: Tensor, dtype: torch.dtype) -> list[Tensor]:
     """Tensors in a lower precision whose sum is `value`, the largest first: each has the digits that those before leave.
 
