@@ -9,6 +9,7 @@ import torch
 from torch.optim import Optimizer
 
 from meshloom.checkpoint.checkpoint import Piece
+from meshloom.checkpoint.format import MASTER
 from meshloom.checkpoint.json_values import from_json
 from meshloom.checkpoint.tensor_file import Stream
 from meshloom.comm.group import Group
@@ -19,7 +20,6 @@ from meshloom.optimizer.average_state import average_state
 from meshloom.optimizer.gathered_state import gathered_pieces
 from meshloom.optimizer.offload.offloaded_state import OffloadedState
 from meshloom.optimizer.state_pieces import (
-    MASTER,
     OwnedSlice,
     Read,
     StateShard,
@@ -40,20 +40,20 @@ class OptimizerState:
 
     user: the optimizers. assignment: what they update here. owners: the ranks along dp among which that is sliced; None:
     it is not. names: of this rank's parameters, if other ranks along pp have others; None: all. offloaded: where the
-    state is; None: in memory. masters: copies of parameters in another precision, which are saved with it.
+    state is; None: in memory. `masters`: copies of parameters in another precision, which are saved with it.
     """
 
     def __init__(
         self, user: UserOptimizers, schedulers: Sequence[Any], assignment: UpdatedParameters, shards: Shards,
         owners: Group | None, device: torch.device, names: Collection[str] | None = None,
-        offloaded: OffloadedState | None = None, masters: Sequence[OwnedSlice] = (),
+        offloaded: OffloadedState | None = None,
     ) -> None:  # fmt: skip
         self._optimizers: Sequence[Optimizer] = user.optimizers
         self.names = user.names
         self._schedulers, self._assignment = schedulers, assignment
         self._shards, self._owners, self._device, self._names = shards, owners, device, names
         self._offloaded, self._traffic = offloaded, Traffic()
-        self._masters = masters
+        self.masters: Sequence[OwnedSlice] = ()
 
     def save(
         self, world: Group, *, self_contained: bool = False, gather: bool = True
@@ -73,7 +73,7 @@ class OptimizerState:
             ready, sharded = state_pieces(optimizer, held, self_contained=self_contained)
             pieces += ready
             parts += sharded
-        ready, sharded = master_pieces(self._masters)
+        ready, sharded = master_pieces(self.masters)
         pieces, parts = pieces + ready, parts + sharded
         if not gather:
             pieces += [each.piece() for each in parts]
@@ -142,7 +142,7 @@ class OptimizerState:
 
         def take(path: str, shape: Sequence[int], read: Read) -> None:
             if path.endswith(f"/{MASTER}"):
-                load_masters(self._masters, path, shape, read)
+                load_masters(self.masters, path, shape, read)
             else:
                 take_state(path, shape, read)
 

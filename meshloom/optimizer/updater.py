@@ -73,7 +73,6 @@ class Updater:
     user: what the job's optimizer function has returned for the named parameters, if it was called already.
     device: of what is updated; None: that of the named parameters.
     offload: whether the optimizers' state is kept elsewhere: on disk, or, of parameters on a GPU, in host memory.
-    masters: copies of parameters in another precision, which are saved with the state.
     Parameters that are replicated over tp are updated by each rank, from gradients with the same bits.
     Raises `JobError` for optimizers or schedulers that cannot be used.
     """
@@ -89,7 +88,6 @@ class Updater:
         user: UserOptimizers | None = None,
         device: torch.device | None = None,
         offload: bool = False,
-        masters: Sequence[OwnedSlice] = (),
     ) -> None:
         self._job, self._exchange, self._stages = job, exchange, stages
         self._shards = shards = shards or Shards({}, None)
@@ -134,7 +132,6 @@ class Updater:
             self._device,
             names,
             self._offloaded,
-            masters,
         )
 
     def open(self, files: Path | None) -> None:

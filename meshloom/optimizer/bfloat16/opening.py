@@ -30,6 +30,7 @@ def open_updater(
     around = yield from values.open(exchange, local, whole, shards, made, refused)
     masters = around.masters
     updater = Updater(
-        job, values.whole, masters, shards, masters.local, stages, made, context.device, offload, masters.held
+        job, values.whole, masters, shards, masters.local, stages, made, context.device, offload
     )
+    updater.state.masters = masters.held
     return around, updater

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 LOWERED = {"bf16": torch.bfloat16}  # precisions of plans -> of parameters
 
 
-class UpdatedParameters:
+class ReferenceMasters:
     """What the optimizers of `model` update, by name: copies of its floating-point parameters, which are then rounded to
     `dtype`, as its buffers and batches are; the parameters themselves if there is no such dtype. Layers with running
     statistics stay as they are."""
@@ -36,6 +36,13 @@ class UpdatedParameters:
     def parameters(self) -> Iterator[nn.Parameter]:
         """As of the model."""
         yield from self.all.values()
+
+    def values_before(self, initial: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Copies of all values before an update. initial: those at the start of the step, of what forwards may change."""
+        return {
+            name: initial[name] if name in initial else each.detach().clone()
+            for name, each in self.all.items()
+        }
 
     def take_gradients(self) -> None:
         """Each copy gets its parameter's gradient, in its own precision."""

@@ -33,7 +33,7 @@ from meshloom.verify.reference.chunk_run import ChunkResult, ChunkRun
 from meshloom.verify.reference.chunks_of_plan import ReferenceForward, forwards_of
 from meshloom.verify.reference.float64_blocks import norm_of_all
 from meshloom.verify.reference.from_files import with_values
-from meshloom.verify.reference.masters import LOWERED, UpdatedParameters
+from meshloom.verify.reference.masters import LOWERED, ReferenceMasters
 from meshloom.verify.reference.mistakes import subsample_each
 from meshloom.verify.reference.observers import CastWatch, ModuleWatch
 from meshloom.verify.reference.other_precision import convert_model, default_dtype, most_precise
@@ -72,7 +72,7 @@ class Reference:
             self.model = with_values(convert_model(built, self.device, dtype), job)
             if not self.model.training:  # the job returns the whole model in evaluation mode
                 self.model.train()
-            self.updated = UpdatedParameters(self.model, None if dtype else LOWERED.get(plan.precision))
+            self.updated = ReferenceMasters(self.model, None if dtype else LOWERED.get(plan.precision))
             # single modules in evaluation mode stay in it
             self._modes = [(module, module.training) for module in self.model.modules()]
             losses = trained_losses(job, self.updated)
@@ -82,8 +82,7 @@ class Reference:
         self.precision = most_precise(self.model)
         self._watch = ModuleWatch(self.model)
         self.autocast = AUTOCAST.get(plan.precision)  # around losses; float64 tensors are not cast
-        self._chunk_run = ChunkRun(job, self.model, self.device, dtype, self._watch, self.autocast)
-        self._chunk_run.of_batches = dtype or self.updated.dtype
+        self._chunk_run = ChunkRun(job, self.model, self.device, dtype, self._watch, self.autocast, dtype or self.updated.dtype)  # fmt: skip
         self._casts = CastWatch(self.precision, self._watch)
         self.turn = losses[0]  # the loss whose turn it is
         self.step = -1  # the last one
@@ -160,10 +159,7 @@ class Reference:
     def update(self) -> StepRecord:
         """The second half: clip, optimizer, scheduler. Returns the record of the whole step."""
         gradients = subsample_each(self.gradients)
-        self.before = {
-            name: self._initial[name] if name in self._initial else each.detach().clone()
-            for name, each in self.updated.named_parameters()
-        }
+        self.before = self.updated.values_before(self._initial)
         # Of the replaced gradients: this compares the norms alone, not the gradients a second time.
         norm = norm_of_all(self.gradients)
         self.updated.take_gradients()
@@ -285,7 +281,7 @@ def _rows_of(gradient: Tensor, like: Tensor) -> Tensor:
     return torch.sparse_coo_tensor(indices, values, like.shape, check_invariants=False).coalesce()
 
 
-def _clip(model: nn.Module | UpdatedParameters, limit: float, norm: float) -> None:
+def _clip(model: nn.Module | ReferenceMasters, limit: float, norm: float) -> None:
     """As torch.nn.utils.clip_grad_norm_ does."""
     factor = min(1.0, limit / (norm + 1e-6))
     for parameter in model.parameters():
