@@ -17,9 +17,6 @@ from meshloom.core.errors import CheckpointError
 
 _KEYS = "optimizer/"
 _JSON = ".json"
-MASTER = (
-    "/master of bfloat16"  # a parameter's copy in the precision of its updates, which is no optimizer's state
-)
 
 
 @dataclass(frozen=True, kw_only=True)

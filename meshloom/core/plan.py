@@ -76,7 +76,7 @@ class Plan:
         speed).
 
     Computation:
-    precision: what losses and metrics are computed in: `float32` (as the job is) or `bf16-mixed` (docs/precision.md).
+    precision: `float32` (as the job is), `bf16-mixed` (losses under autocast) or `bf16` (parameters, too) (docs/precision.md).
     sync_batch_norm: batch statistics over microbatch j of all replicas instead of over each replica's own.
     keyed_draws: key every random draw by (seed, step, chunk, n) instead of seeding once per chunk.
     recompute: activations that backward recomputes: `none`, `full` (by blocks) or `selective` (cheap ones).

@@ -32,7 +32,6 @@ from meshloom.verify.compare import (
 )
 from meshloom.verify.diagnose import diagnose
 from meshloom.verify.reference.mistakes import Cause, Evidence, subsample
-from meshloom.verify.reference.other_precision import most_precise
 from meshloom.verify.reference.reference import Gradients, Reference
 from meshloom.verify.reference.reruns import full_evidence, initial_evidence, rounding_effect
 from meshloom.verify.reference.step_records import StepRecord
@@ -59,7 +58,7 @@ class ComparisonRun:
         self._from_float64: FromFloat64 | None = None
         self._comparer = Comparer(
             plan=reference.plan,
-            precision=most_precise(reference.updated),
+            precision=torch.float32 if reference.updated.dtype else reference.precision,
             autocast=reference.autocast,
             lowered=reference.updated.dtype,
         )

@@ -11,7 +11,7 @@ LOWERED = {"bf16": torch.bfloat16}  # precisions of plans -> of parameters
 
 
 class ReferenceMasters:
-    """What the optimizers of `model` update, by name: copies of its floating-point parameters, which are then rounded to
+    """What the optimizers of `model` update, by name: copies of its floating-point trained parameters, which are then rounded to
     `dtype`, as its buffers and batches are; the parameters themselves if there is no such dtype. Layers with running
     statistics stay as they are."""
 
@@ -21,7 +21,9 @@ class ReferenceMasters:
         layers = [each for each in model.modules() if getattr(each, "running_var", None) is not None]
         kept = {id(each) for layer in layers for each in (*layer.parameters(), *layer.buffers())}
         self.all: dict[str, nn.Parameter] = {
-            name: _copy(each) if dtype and each.is_floating_point() and id(each) not in kept else each
+            name: _copy(each)
+            if dtype and each.requires_grad and each.is_floating_point() and id(each) not in kept
+            else each
             for name, each in self._parameters.items()
         }
         if dtype:
