@@ -215,6 +215,7 @@ class _Mixed(nn.Module):
         self.turn = nn.Parameter(torch.ones(5, dtype=torch.complex64))
         self.frozen = nn.Parameter(torch.rand(5), requires_grad=False)
         self.register_buffer("steps", torch.tensor(3))
+        self.scale: Tensor
         self.register_buffer("scale", torch.rand(5))
         self.again = self.first
 
