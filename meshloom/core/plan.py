@@ -33,7 +33,7 @@ from meshloom.core.plan_text import (
     parse_settings,
     text_of,
 )
-from meshloom.core.precisions import check_precision
+from meshloom.core.precisions import check_parameters, check_precision
 from meshloom.core.schedules import SCHEDULES, check_pipeline
 
 
@@ -76,7 +76,7 @@ class Plan:
         speed).
 
     Computation:
-    precision: what losses and metrics are computed in: `float32` (as the job is), `bf16-mixed` or `fp16-mixed` (docs/precision.md).
+    precision: `float32` (as the job is), `bf16-mixed` or `fp16-mixed` (losses under autocast) or `bf16` (parameters, too) (docs/precision.md).
     sync_batch_norm: batch statistics over microbatch j of all replicas instead of over each replica's own.
     keyed_draws: key every random draw by (seed, step, chunk, n) instead of seeding once per chunk.
     recompute: activations that backward recomputes: `none`, `full` (by blocks) or `selective` (cheap ones).
@@ -257,6 +257,8 @@ def _take_types(plan: Plan) -> None:
 
 
 def _check_computation(plan: Plan) -> None:
+    if plan.exchange in EXCHANGES:
+        check_parameters(plan.precision, plan.exchange, sums=EXCHANGES[plan.exchange].sums)
     for name in ("dp", "pp", "tp", "microbatches", "bucket_bytes"):
         if getattr(plan, name) < 1:
             raise PlanError(f"{name}={getattr(plan, name)} must be 1 or more.")

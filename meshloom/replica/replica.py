@@ -38,6 +38,9 @@ from meshloom.exchange.exchange import Exchange
 from meshloom.exchange.registry import Setup
 from meshloom.exchange.units.find_units import held_units, units_of
 from meshloom.exchange.units.unit_slices import UnitParameters
+from meshloom.optimizer.bfloat16.lowered import lowered
+from meshloom.optimizer.bfloat16.master_values import master_values
+from meshloom.optimizer.bfloat16.opening import open_updater
 from meshloom.optimizer.sparse_parameters import Sparse, make_dense, sparse_parameters, sparse_tables
 from meshloom.optimizer.updater import Updater
 from meshloom.optimizer.user_optimizer import UserOptimizers, make_optimizers
@@ -126,7 +129,8 @@ class Replica:
         self, job: Job, plan: Plan, context: RankContext, *, dtype: torch.dtype | None = None, share: bool = False, updates: bool = True,
         timings: Timings | None = None, stored: ProgramCache | None = None, files: Path | None = None, resumed: bool = False,
     ) -> None:  # fmt: skip
-        self.timings, job = timings or Timings(), in_precision(job, plan)
+        job = in_precision(job, plan) if dtype else lowered(in_precision(job, plan), plan)
+        self.timings = timings or Timings()
         self.job, self.plan, self.context, self.dtype, self._files = job, plan, context, dtype, files
         self.share, self.updates, self.updating = share, updates, False
         self.replicas = context.groups["dp"]
@@ -195,12 +199,14 @@ class Replica:
         self.named = self.engine.parameters
         self.frozen = frozen_parameters(self.model)
         with self.timings.of("optimizer and buffers"):
-            made = self.start.given(whole, partial(make_optimizers, self.job)) if self.updates else None
+            values = yield from master_values(self.job, self.plan, self.context, self.start, self.dtype)
+            self.copied += values.copied if values else Traffic()
+            made = (values or self.start).given(whole, partial(make_optimizers, self.job)) if self.updates else None  # fmt: skip
             yield from check_together(self.context.world, lambda: self._open_exchange(made, whole))
             if made:
-                self.updater = Updater(
-                    self.job, whole, self.exchange, self.shards, self.named, self.stage_group, made, self.context.device,
-                    self.plan.offload == "optimizer", scaled=self.sums.scale is not None,
+                self.exchange, self.updater = yield from open_updater(
+                    self.job, self.plan, self.context, self.exchange, self.shards, made=made, whole=whole, local=self.named,
+                    stages=self.stage_group, values=values, refused=[self.tables, self.limits, self.settled],
                 )  # fmt: skip
                 self._undo.callback(self.updater.close)
                 yield from check_together(self.context.world, lambda: self.updater.open(self._files))

@@ -19,7 +19,7 @@ from torch.nn.utils.parametrizations import weight_norm
 
 import meshloom as ml
 from meshloom.core.job import Job
-from tests.zoo import integers, job_of, normal, sgd, uniform
+from tests.zoo import integers, job_of, normal, uniform
 
 DATA = {"x": normal(431, 7), "y": integers(432, 5)}
 CALLS = itertools.count()

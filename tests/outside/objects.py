@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from meshloom.core.job import Job
-from tests.zoo import integers, job_of, normal, uniform
+from tests.zoo import integers, job_of, uniform
 
 IMAGES, CORNERS, SIZES = uniform(311, 3, 8, 8), uniform(312, 2, 2) * 4, uniform(313, 2, 2) * 3 + 1
 SCENES = [

@@ -11,7 +11,7 @@ from torch.func import functional_call, jacrev, stack_module_state, vmap
 from torch.nn import functional as F
 
 from meshloom.core.job import Job
-from tests.zoo import integers, job_of, normal, sgd, uniform
+from tests.zoo import job_of, normal, sgd
 
 SERIES = {"z": normal(381, 6, 3), "u": normal(382, 6, 2)}
 XY = {"x": normal(383, 4), "y": normal(384, 2)}

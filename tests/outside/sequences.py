@@ -262,7 +262,7 @@ def _self_critical(model: Any, b: Any) -> Any:
     words, log_p = model.decode(b["x"], sample=True)
     score = lambda ids: torch.tensor(
         [len(set(row) & set(ref)) for row, ref in zip(ids.tolist(), b["ref"].tolist(), strict=True)]
-    )  # noqa: E731
+    )
     reward = (score(words) - score(greedy)).to(log_p).unsqueeze(1)
     mask = (words > 0).to(log_p)
     mask = torch.cat([mask.new_ones(mask.size(0), 1), mask[:, :-1]], 1)

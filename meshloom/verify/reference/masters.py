@@ -1,0 +1,73 @@
+"""The parameters of a model in lower precision, and the copies that a plain loop updates in their place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+
+LOWERED = {"bf16": torch.bfloat16}  # precisions of plans -> of parameters
+
+
+class ReferenceMasters:
+    """What the optimizers of `model` update, by name: copies of its floating-point trained parameters, which are then rounded to
+    `dtype`, as its buffers and batches are; the parameters themselves if there is no such dtype. Layers with running
+    statistics stay as they are."""
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype | None) -> None:
+        self.dtype = dtype
+        self._parameters = dict(model.named_parameters())
+        layers = [each for each in model.modules() if getattr(each, "running_var", None) is not None]
+        kept = {id(each) for layer in layers for each in (*layer.parameters(), *layer.buffers())}
+        self.all: dict[str, nn.Parameter] = {
+            name: _copy(each)
+            if dtype and each.requires_grad and each.is_floating_point() and id(each) not in kept
+            else each
+            for name, each in self._parameters.items()
+        }
+        if dtype:
+            for tensor in (*model.parameters(), *model.buffers()):
+                if tensor.is_floating_point() and id(tensor) not in kept:
+                    tensor.data = tensor.data.to(dtype)
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """As of the model."""
+        yield from self.all.items()
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """As of the model."""
+        yield from self.all.values()
+
+    def values_before(self, initial: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Copies of all values before an update. initial: those at the start of the step, of what forwards may change."""
+        return {
+            name: initial[name] if name in initial else each.detach().clone()
+            for name, each in self.all.items()
+        }
+
+    def take_gradients(self) -> None:
+        """Each copy gets its parameter's gradient, in its own precision."""
+        for name, parameter in self._parameters.items():
+            copy, gradient = self.all[name], parameter.grad
+            if copy is not parameter:
+                copy.grad = None if gradient is None else gradient.to(copy.dtype)
+
+    def round(self) -> None:
+        """After an update: each parameter is its copy, rounded."""
+        for name, parameter in self._parameters.items():
+            copy = self.all[name]
+            if copy is not parameter:
+                copy.grad = None
+                parameter.data.copy_(copy.data)
+
+    def replace(self, name: str, value: Tensor) -> None:
+        """Continue with this value of a copy."""
+        self.all[name].detach().copy_(value)
+        if self.all[name] is not self._parameters[name]:
+            self._parameters[name].data.copy_(self.all[name].data)
+
+
+def _copy(parameter: nn.Parameter) -> nn.Parameter:
+    dtype = torch.promote_types(parameter.dtype, torch.float32)
+    return nn.Parameter(parameter.detach().to(dtype, copy=True), requires_grad=parameter.requires_grad)
