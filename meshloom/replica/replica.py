@@ -63,13 +63,7 @@ from meshloom.replica.loss_sums import LossSums
 from meshloom.replica.module_engine import ModuleEngine
 from meshloom.replica.program_engine import ProgramEngine
 from meshloom.replica.sharing import shares_copies, why_separate
-from meshloom.replica.step_checks import (
-    check_accumulation_hooks,
-    check_finite,
-    count_overflows,
-    frozen_kept,
-    memory_kept,
-)
+from meshloom.replica.step_checks import check_accumulation_hooks, check_finite, count_overflows, frozen_kept, memory_kept  # fmt: skip
 from meshloom.telemetry.timings import Timings
 from meshloom.telemetry.traffic import Traffic
 

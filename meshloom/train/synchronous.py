@@ -67,9 +67,7 @@ class SynchronousRun:
             first = self.replicas.first
             for replica in self.replicas.all:
                 # to stop; or for all to know that it could not save in the background
-                replica.asks = (
-                    (lambda: bool(self._stop_requests.received) or self._checkpoints.failed) if out else None
-                )
+                replica.asks = (lambda: bool(self._stop_requests.received) or self._checkpoints.failed) if out else None  # fmt: skip
             self._checkpoints = RunCheckpoints(
                 job, plan, shares, self.replicas, out, listener, resume=resume, overwrite=overwrite
             )
@@ -88,8 +86,11 @@ class SynchronousRun:
                 plan, self.replicas, out, start_step=self.next_step, steps=steps, main=world.main
             )
             listener.started(_beginning(plan, world, one_copy=first.exchange.one_copy))
-            notes = [*first.notes(), *idle_lines_of(first, plan, job.batch_size), *self.replicas.warnings]
-            for note in notes:
+            for note in (
+                *first.notes(),
+                *idle_lines_of(first, plan, job.batch_size),
+                *self.replicas.warnings,
+            ):
                 listener.note(note)
             self.replicas.enter("between steps", self.next_step)
             self._stack = building.pop_all()

@@ -194,8 +194,9 @@ class Reference:
 
     def run_forward(self, forward: ReferenceForward) -> ChunkResult:
         """Forward and backward of the last step's `forward`; gradients accumulate."""
-        result = self._chunk_run.run(forward, self.step, self._casts, len(self.samples))
-        self._divisor = result.divisor
+        self._divisor = (
+            result := self._chunk_run.run(forward, self.step, self._casts, len(self.samples))
+        ).divisor
         return result
 
     def records(self, forward: ReferenceForward, result: ChunkResult) -> Iterator[ChunkRecord]:
