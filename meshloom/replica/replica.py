@@ -53,6 +53,7 @@ from meshloom.pipeline.schedules.spans import SpanKind
 from meshloom.program.ir.written_parameters import frozen_parameters
 from meshloom.program.operators.limited_rows import functions_limited, limited, limits_of
 from meshloom.program.store.program_cache import ProgramCache
+from meshloom.replica import step_checks
 from meshloom.replica.buffers import batch_norm
 from meshloom.replica.buffers.row_limits import RowLimits
 from meshloom.replica.buffers.written_by_loss import mark_what_is_written
@@ -63,7 +64,6 @@ from meshloom.replica.loss_sums import LossSums
 from meshloom.replica.module_engine import ModuleEngine
 from meshloom.replica.program_engine import ProgramEngine
 from meshloom.replica.sharing import shares_copies, why_separate
-from meshloom.replica.step_checks import check_accumulation_hooks, check_finite, count_overflows, frozen_kept, memory_kept  # fmt: skip
 from meshloom.telemetry.timings import Timings
 from meshloom.telemetry.traffic import Traffic
 
@@ -146,7 +146,7 @@ class Replica:
         if plan.captures:
             make_dense(self.model)  # programs' gradients are
         self.named = trainable(self.model)
-        check_accumulation_hooks(self.named, plan)
+        step_checks.check_accumulation_hooks(self.named, plan)
         self.own = OwnGradients(job, self.model) if job.losses else None
         # evaluations of losses in steps so far; by loss, the newest result
         self.evaluations, self.newest = 0, dict[str, StepResult]()
@@ -245,11 +245,9 @@ class Replica:
         self.sums.wait()
         gradients = yield from _exchanged(self, chunks[0].batch)
         total, weight = self.sums.result()
-        if (
-            not self.updating
-        ):  # optimizers that evaluate the loss themselves turn back from what is not finite
+        if not self.updating:  # optimizers that evaluate the loss themselves turn back from infinite ones
             overflow = self.sums.scale if self.sums.overflowed else None
-            yield from check_finite(self.engine, self.scope, self.context.world, step, filled, total, weight, overflow)  # fmt: skip
+            yield from step_checks.check_finite(self.engine, self.scope, self.context.world, step, filled, total, weight, overflow)  # fmt: skip
         yield from self.scope.finish()
         return Gradients(
             step=step, samples=chunks[0].batch, chunks=chunks, of_owned=gradients, loss=total / weight, weight=weight,
@@ -320,7 +318,7 @@ def _exchanged(replica: Replica, batch: int) -> Steps[list[Tensor | None]]:
     with replica._span("exchange"):  # pyright: ignore[reportPrivateUsage]
         gradients = yield from replica.exchange.finish(divisor)
         if sums.scale is not None:
-            sums.send((yield from count_overflows(gradients, replica.engine, replica.replicas, replica.context.device)))  # fmt: skip
+            sums.send((yield from step_checks.count_overflows(gradients, replica.engine, replica.replicas, replica.context.device)))  # fmt: skip
     return gradients
 
 
@@ -367,7 +365,11 @@ def _around_chunks(replica: Replica) -> Iterator[None]:
     """The context of a step's chunks: what trains does, what is frozen stays, and parameters stay where they lie."""
     alone = replica.plan.num_chunks == 1 or replica.exchange.only_slices or replica.plan.captures
     settled = [each for name, each in replica.named if name in replica.settled]
-    with replica.modes.training(), frozen_kept(replica.frozen, alone=alone), memory_kept(settled):
+    with (
+        replica.modes.training(),
+        step_checks.frozen_kept(replica.frozen, alone=alone),
+        step_checks.memory_kept(settled),
+    ):
         yield
 
 

@@ -176,16 +176,9 @@ class Reference:
         self.model.zero_grad(set_to_none=True)
         self.scale.end()
         return StepRecord(
-            step=self.step,
-            loss=self.loss,
-            weight=self._weight,
-            gradient_norm=norm,
-            gradients=gradients,
-            chunks=self.chunks,
-            casts=tuple(dict.fromkeys(casts)),
-            turn=self.turn.name,
-            skipped=self.scale.overflowed,
-        )
+            step=self.step, loss=self.loss, weight=self._weight, gradient_norm=norm, gradients=gradients, chunks=self.chunks,
+            casts=tuple(dict.fromkeys(casts)), turn=self.turn.name, skipped=self.scale.overflowed,
+        )  # fmt: skip
 
     def forwards(self, synchronised: bool = True) -> Iterator[ReferenceForward]:
         """The forwards of the last step's batch."""
@@ -194,9 +187,8 @@ class Reference:
 
     def run_forward(self, forward: ReferenceForward) -> ChunkResult:
         """Forward and backward of the last step's `forward`; gradients accumulate."""
-        self._divisor = (
-            result := self._chunk_run.run(forward, self.step, self._casts, len(self.samples))
-        ).divisor
+        result = self._chunk_run.run(forward, self.step, self._casts, len(self.samples))
+        self._divisor = result.divisor
         return result
 
     def records(self, forward: ReferenceForward, result: ChunkResult) -> Iterator[ChunkRecord]:
