@@ -35,6 +35,7 @@ ORDER = [
     ["program.sizes"],
     ["program.capture"],
     ["launch.processes", "program.run"],
+    ["optimizer.bfloat16"],
     ["asynchronous.messaging", "launch", "optimizer", "program.recompute"],
     [
         "comm.torch",

@@ -20,6 +20,7 @@ from meshloom.core.units import format_bytes, format_count
 from meshloom.launch.devices import check_ranks
 from meshloom.launch.environment import opened_cache
 from meshloom.machine.machine import Machine, load, machine_file
+from meshloom.optimizer.bfloat16.lowered import lowered
 from meshloom.planner.describe import check_weights, describe
 from meshloom.planner.divided import divided
 from meshloom.planner.memory.memory import Memory, in_turn
@@ -52,7 +53,7 @@ def describe_job(arguments: argparse.Namespace, job: Job, records: Records) -> i
     stream = sys.stderr if arguments.json == "-" else sys.stdout
     cache = opened_cache(arguments.cache)
     described: list[tuple[Readings, Memory | None]] = []
-    for name, of_loss in jobs_of(in_precision(job, plan)).items():
+    for name, of_loss in jobs_of(lowered(in_precision(job, plan), plan)).items():
         if name:
             objective = job.losses[name]
             often = f"every {objective.every} steps" if objective.every > 1 else "every step"

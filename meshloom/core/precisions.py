@@ -3,8 +3,10 @@
     float32      as the job is: its own dtypes, and autocast where its loss opens it
     bf16-mixed   losses and metrics under autocast to bfloat16; parameters, gradients and the update as the job has them
     fp16-mixed   the same under autocast to float16, with a loss scale
+    bf16         parameters, activations and gradients are bfloat16; what is updated is float32 copies of them (masters)
+    bf16-stochastic  the same without masters: each update is made in float32 and rounded by chance
 
-What runs a loss in them is `core/losses/in_precision.py`.
+What runs a loss in them is `core/losses/in_precision.py`, and `optimizer/bfloat16/` where parameters are lowered.
 """
 
 from __future__ import annotations
@@ -23,16 +25,23 @@ class Precision:
 
     autocast: name of torch's dtype that losses and metrics are computed in under autocast; "": without one.
     scaled: whether gradients are those of a scaled loss, as small ones would be lost in that dtype.
+    parameters: name of torch's dtype that floating-point parameters, buffers and batches are converted to; "": the job's.
+    masters: whether copies in the job's own precision are kept, and updated; otherwise parameters that are converted are
+        rounded stochastically after an update.
     """
 
     autocast: str = ""
     scaled: bool = False
+    parameters: str = ""
+    masters: bool = False
 
 
 PRECISIONS: Mapping[str, Precision] = {
     "float32": Precision(),
     "bf16-mixed": Precision(autocast="bfloat16"),
     "fp16-mixed": Precision(autocast="float16", scaled=True),
+    "bf16": Precision(parameters="bfloat16", masters=True),
+    "bf16-stochastic": Precision(parameters="bfloat16"),
 }
 
 
@@ -61,4 +70,14 @@ def check_precision(plan: PrecisionSettings) -> None:
         raise PlanError(
             f"compress={plan.compress} adds to a step what it did not send of earlier ones, and with precision={plan.precision} these may have overflowed. "
             "Use compress=bf16 or none, or precision=bf16-mixed."
+        )
+
+
+def check_parameters(precision: str, exchange: str, *, sums: bool) -> None:
+    """Raise `PlanError` where parameters of lower precision do not go together with the exchange. sums: whether all replicas
+    update with the sum of their gradients."""
+    if PRECISIONS[precision].parameters and not sums:
+        raise PlanError(
+            f"precision={precision} updates the owner's copy of a parameter, and with exchange={exchange} parameters are exchanged or averaged in another way. Use "
+            "exchange=all_reduce, or precision=bf16-mixed."
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Collection, Mapping, MutableMapping
 from typing import Any
 
 import numpy
@@ -61,12 +61,12 @@ def to_device(tree: Any, device: torch.device | str, dtype: torch.dtype | None =
     return tree
 
 
-def convert_tensors(model: nn.Module, dtype: torch.dtype | None) -> None:
+def convert_tensors(model: nn.Module, dtype: torch.dtype | None, kept: Collection[int] = ()) -> None:
     """Converts the model's floating-point parameters and buffers to `dtype` in place, if given, and complex ones to parts
-    of it, of which `Module.to` would drop the imaginary one."""
+    of it, of which `Module.to` would drop the imaginary one. kept: `id` of tensors that stay as they are."""
     if dtype is None:
         return
-    for tensor in (*model.parameters(), *model.buffers()):
+    for tensor in (each for each in (*model.parameters(), *model.buffers()) if id(each) not in kept):
         tensor.data = tensor.data.to(lifted(tensor.dtype, dtype))
     own: dict[int, Tensor] = {}
     for module in model.modules():

@@ -9,6 +9,7 @@ import torch
 from torch.optim import Optimizer
 
 from meshloom.checkpoint.checkpoint import Piece
+from meshloom.checkpoint.format import MASTER
 from meshloom.checkpoint.json_values import from_json
 from meshloom.checkpoint.lending import Lender
 from meshloom.checkpoint.tensor_file import Stream
@@ -20,9 +21,12 @@ from meshloom.optimizer.average_state import average_state
 from meshloom.optimizer.gathered_state import gathered_pieces
 from meshloom.optimizer.offload.offloaded_state import OffloadedState
 from meshloom.optimizer.state_pieces import (
+    OwnedSlice,
     Read,
     StateShard,
+    load_masters,
     load_settings,
+    master_pieces,
     settings,
     state_loader,
     state_pieces,
@@ -37,7 +41,7 @@ class OptimizerState:
 
     user: the optimizers. assignment: what they update here. owners: the ranks along dp among which that is sliced; None:
     it is not. names: of this rank's parameters, if other ranks along pp have others; None: all. offloaded: where the
-    state is; None: in memory.
+    state is; None: in memory. `masters`: copies of parameters in another precision, which are saved with it.
     """
 
     def __init__(
@@ -50,6 +54,7 @@ class OptimizerState:
         self._schedulers, self._assignment = schedulers, assignment
         self._shards, self._owners, self._device, self._names = shards, owners, device, names
         self._offloaded, self._traffic = offloaded, Traffic()
+        self.masters: Sequence[OwnedSlice] = ()
 
     def save(
         self, world: Group, *, self_contained: bool = False, gather: bool = True
@@ -69,6 +74,8 @@ class OptimizerState:
             ready, sharded = state_pieces(optimizer, held, self_contained=self_contained)
             pieces += ready
             parts += sharded
+        ready, sharded = master_pieces(self.masters)
+        pieces, parts = pieces + ready, parts + sharded
         if not gather:
             pieces += [each.piece() for each in parts]
         elif self._shards.pieces:
@@ -137,7 +144,15 @@ class OptimizerState:
                 scheduler.load_state_dict(from_json(saved))
 
         placed = self._offloaded.keep if self._offloaded else None
-        return state_loader(list(zip(self._optimizers, self._assignment.held, strict=True)), placed), finish
+        take_state = state_loader(list(zip(self._optimizers, self._assignment.held, strict=True)), placed)
+
+        def take(path: str, shape: Sequence[int], read: Read) -> None:
+            if path.endswith(f"/{MASTER}"):
+                load_masters(self.masters, path, shape, read)
+            else:
+                take_state(path, shape, read)
+
+        return take, finish
 
     def expected_bytes(self) -> ExpectedBytes:
         """Of all that was saved and averaged so far."""

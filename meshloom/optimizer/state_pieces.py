@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from meshloom.checkpoint.checkpoint import Piece
+from meshloom.checkpoint.format import MASTER
 from meshloom.checkpoint.json_values import NotPlainError, from_json, to_json
 from meshloom.core.errors import CheckpointError, JobError
 from meshloom.parameters.shards import Shards
@@ -94,6 +95,31 @@ def state_pieces(
             elif each.start < each.stop and (self_contained or each.start == 0):
                 pieces.append(_whole(path, value))
     return pieces, parts
+
+
+def master_pieces(held: Sequence[OwnedSlice]) -> tuple[list[Piece], list[StateShard]]:
+    """As `state_pieces`, of the tensors themselves: copies of parameters in another precision, under the key `MASTER`."""
+    pieces: list[Piece] = []
+    parts: list[StateShard] = []
+    for each in held:
+        path, flat = master_key(each.name), each.tensor.detach()
+        if each.shards:
+            parts.append(StateShard(path, each, flat))
+        elif flat.numel():
+            pieces.append(Piece(path, flat, each.start, each.stop, each.shape))
+    return pieces, parts
+
+
+def master_key(name: str) -> str:
+    """The key of the copy of parameter `name`."""
+    return f"{STATE}{name}/{MASTER}"
+
+
+def load_masters(held: Sequence[OwnedSlice], path: str, shape: Sequence[int], read: Read) -> None:
+    """Restores what `master_pieces` gave of one key."""
+    for each in held:
+        if path == master_key(each.name):
+            each.tensor.data.copy_(_load(path, each, read, tuple(shape)))
 
 
 def state_loader(

@@ -34,7 +34,7 @@ class StartingModel:
     """The job's `model` on this rank.
 
     may_share: whether replicas may have one copy of the parameters. resumed: whether a checkpoint gives its state
-    before the first step, so that it need not be drawn. notes: for the user, before the first step.
+    before the first step (`is_resumed`), so that it need not be drawn. notes: for the user, before the first step.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class StartingModel:
         may_share: bool,
         resumed: bool = False,
     ) -> None:
-        self._job, self._context, self._is_resumed = job, context, resumed
+        self._job, self._context, self.is_resumed = job, context, resumed
         self._is_part = plan.tp > 1 or plan.pp > 1 or plan.zero == 3 or may_share
         self._unfilled: UnfilledModel | None = None
         self._generator_is_left = False
@@ -60,7 +60,7 @@ class StartingModel:
 
     @property
     def _needs_no_draws(self) -> bool:
-        return self._job.weights is not None or self._job.init == "keyed" or self._is_resumed
+        return self._job.weights is not None or self._job.init == "keyed" or self.is_resumed
 
     @property
     def unfilled(self) -> UnfilledModel | None:
@@ -74,7 +74,7 @@ class StartingModel:
         if self._is_part and (yield from self._fills_alone()):
             if weights and self._unfilled:
                 self._unfilled.values = FromFiles(weights, self._unfilled.values)
-            if self._is_resumed and self._unfilled:
+            if self.is_resumed and self._unfilled:
                 names = frozenset(self.model.state_dict(keep_vars=True))
                 self._unfilled.values = FromCheckpoint(names, self._unfilled.values)
             return copied

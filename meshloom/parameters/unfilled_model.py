@@ -109,6 +109,19 @@ class UnfilledModel:
         self.values.fill(held)
         self.lacks_parameters = False
 
+    def fill_copies(self, copies: Iterable[tuple[str, int, int, Tensor]], shards: Shards) -> None:
+        """Gives values to memory that is not the model's: as the slices of `fill_slices`, of what a rank has of each parameter
+        by `shards`. The model stays without memory."""
+        self._shards = shards
+        held: list[HeldTensor] = []
+        state = dict(self.model.named_parameters())
+        for name, start, stop, memory in copies:
+            if name in self._recorded.places:
+                held.append(self._held((name,), memory, (start, stop)))
+            else:
+                memory.copy_(shards.take(name, state[name].detach()).reshape(-1)[start:stop])
+        self.values.fill(held)
+
     @contextmanager
     def standing_in(self) -> Iterator[None]:
         """A context in which everything has values that are good for a comparison, in less memory."""

@@ -19,6 +19,7 @@ from meshloom.core.errors import CaptureError, MeshloomError, PlanError
 from meshloom.core.job import Job
 from meshloom.core.losses.in_precision import in_precision
 from meshloom.core.plan import Plan
+from meshloom.optimizer.bfloat16.lowered import lowered
 from meshloom.planner.amdahl import AmdahlWork
 from meshloom.planner.candidates import candidates, offloading
 from meshloom.planner.memory.memory import Memory
@@ -76,7 +77,11 @@ def advise(
     """
     given = None if plans is None else list(plans)
     precisions = dict.fromkeys(each.precision for each in given or [Plan()])
-    pricers = {each: Pricer(in_precision(job, Plan(precision=each)), devices, cache) for each in precisions}
+    pricers = {
+        name: Pricer(lowered(in_precision(job, each), each), devices, cache)
+        for name in precisions
+        for each in [Plan(precision=name)]
+    }
     pricer = next(iter(pricers.values()))
     factors = beside()
     for each in pricers.values():

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from meshloom.core.cache import Cache
@@ -15,6 +16,7 @@ from meshloom.core.job import Job, NamedParameters
 from meshloom.core.plan import Plan
 from meshloom.core.random import preserved_draws
 from meshloom.core.units import format_bytes, format_count
+from meshloom.optimizer.bfloat16.lowered import has_masters, updates_copies
 from meshloom.planner.divided import divided
 from meshloom.planner.memory.rank_memory import RankMemory
 from meshloom.planner.ranks import ranks_of
@@ -60,6 +62,12 @@ def state_bytes(job: Job, named: NamedParameters) -> int | None:
     trainable = [(name, _without_values(each)) for name, each in named if each.requires_grad]
     try:
         with preserved_draws():
+            masters: list[Tensor] = []
+            if has_masters(job.optimizer) or updates_copies(job.optimizer):
+                own = dict(trainable)
+                trainable = [(name, _master_of(each)) for name, each in trainable]
+                kept = has_masters(job.optimizer)
+                masters = [each for name, each in trainable if kept and each is not own[name]]
             made: Any = job.optimizer(list(trainable))
             optimizers: list[Any] = list(made) if isinstance(made, list | tuple) else [made]
             for _, each in trainable:
@@ -69,7 +77,7 @@ def state_bytes(job: Job, named: NamedParameters) -> int | None:
     except Exception:  # the user's optimizer may do anything
         return None
     states = [value for each in optimizers for state in each.state.values() for value in state.values()]
-    return sum(each.nbytes for each in states if isinstance(each, Tensor))
+    return sum(each.nbytes for each in [*states, *masters] if isinstance(each, Tensor))
 
 
 def too_much(needs: Sequence[Mapping[str, int]], limit: Limit) -> bool:
@@ -163,6 +171,10 @@ def nearby(plan: Plan) -> Iterator[Plan]:
             yield replace(plan, **change)
         except MeshloomError:  # settings that exclude each other
             continue
+
+
+def _master_of(parameter: nn.Parameter) -> nn.Parameter:
+    return nn.Parameter(parameter.float()) if parameter.dtype == torch.bfloat16 else parameter
 
 
 def _without_values(parameter: Tensor) -> nn.Parameter:

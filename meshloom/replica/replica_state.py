@@ -21,8 +21,9 @@ from meshloom.core.errors import CheckpointError, TrainingError
 from meshloom.core.losses.loss_scale import LossScale
 from meshloom.exchange.exchange import Emit, Slice
 from meshloom.exchange.zero_three import ZeroThree, slices_of
+from meshloom.optimizer.bfloat16.masters import WithMasters, masters_of, sum_of_parts
 from meshloom.optimizer.outer_state import OUTER, outer_loader, outer_pieces
-from meshloom.optimizer.state_pieces import STATE
+from meshloom.optimizer.state_pieces import STATE, master_key
 from meshloom.parameters.model import state_of
 from meshloom.parameters.pipeline_ownership import held
 from meshloom.parameters.replica_check import first_difference
@@ -152,15 +153,32 @@ def resume(replica: Replica, directory: Path, check: Callable[[Checkpoint], None
 
 def each_of_state(replica: Replica, take: Callable[[str, Tensor], None]) -> Steps[None]:
     """Gather every parameter and buffer, tied ones once; `take` receives the full tensors one after another
-    on the replica's first rank."""
+    on the replica's first rank. Of parameters that are updated as copies in another precision, those."""
+
+    exchange = replica.exchange
+    masters = exchange.masters if isinstance(exchange, WithMasters) else None
+    copied = masters.parts if masters else {}
 
     def mine(emit: Emit) -> Steps[None]:
         for name, tensor in replicated_state(replica).items():
-            yield from emit(name, tensor.detach())
-        if (sliced := slices_of(replica.exchange)) is not None:
-            yield from sliced.each_parameter(emit)
+            if name not in copied:
+                yield from emit(name, tensor.detach())
+        if (sliced := slices_of(exchange)) is not None:
+            yield from sliced.each_parameter(emit, lambda name: name not in copied)
+        if isinstance(exchange, WithMasters):
+            yield from exchange.each_master(emit)
 
-    yield from replica.engine.gather(mine, cast(Any, take))
+    parts: dict[str, list[Tensor]] = {}
+
+    def put_together(name: str, tensor: Tensor) -> None:
+        if name not in copied:
+            take(name, tensor)
+            return
+        parts.setdefault(name, []).append(tensor)
+        if len(parts[name]) == copied[name]:
+            take(name, sum_of_parts(parts.pop(name)))
+
+    yield from replica.engine.gather(mine, cast(Any, put_together))
 
 
 def replicated_state(replica: Replica) -> dict[str, Tensor]:
@@ -233,6 +251,7 @@ def loader_of(replica: Replica, checkpoint: Checkpoint) -> Loader:
     """What puts the checkpoint's tensors where this rank holds them, and restores its values."""
     take, finish_updater = replica.updater.state.loading(checkpoint.values["updater"])
     momentum: dict[str, Tensor] = {}
+    keys = set(checkpoint.keys())
     take_outer = outer_loader(replica.named, replica.shards, momentum)
 
     def state(key: str, shape: Sequence[int], read: Callable[[int, int], Tensor]) -> None:
@@ -242,6 +261,8 @@ def loader_of(replica: Replica, checkpoint: Checkpoint) -> Loader:
 
     def finish() -> None:
         finish_updater()
+        if (masters := masters_of(replica.exchange)) is not None:
+            masters.take_parameters({name for name in masters.parts if master_key(name) not in keys})
         if replica.exchange.state is not None:
             replica.exchange.load(momentum)
 

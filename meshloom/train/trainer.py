@@ -19,6 +19,7 @@ from meshloom.comm.steps import Steps
 from meshloom.core.errors import PlanError, TrainingError
 from meshloom.core.job import Job
 from meshloom.core.losses.turns import check_turns
+from meshloom.core.moments.bfloat16_products import emulation_note
 from meshloom.core.plan import Plan
 from meshloom.data.shares import Record, Shares
 from meshloom.launch.environment import launched_plan
@@ -122,17 +123,13 @@ class Trainer:
             with self.timings.of("joining"):
                 self.world: World = building.enter_context(
                     open_world(
-                        self.plan.mesh,
-                        devices,
-                        timeout_seconds,
-                        transport,
-                        self.plan.algorithm,
-                        oversubscribe=oversubscribe,
+                        self.plan.mesh, devices, timeout_seconds, transport, self.plan.algorithm, oversubscribe=oversubscribe,
                         saving=job.checkpoint == "background" and out is not None,
                     )
-                )
+                )  # fmt: skip
             for context in self.world.local:
                 context.activity.enter("setting up", 0)
+            _tell_of_emulation(self.plan, self.world, self.listener)
             if not self.plan.synchronous:
                 settings = AsynchronousSettings(
                     steps=self.steps, out=self.out, resume=earlier, overwrite=overwrite, dtype=dtype,
@@ -251,3 +248,10 @@ def _plan(plan: Plan | str | None) -> Plan:
             f"The program's own plan is {chosen} and the command line says --plan {given}. Leave one of them out, or make them equal."
         )
     return chosen
+
+
+def _tell_of_emulation(plan: Plan, world: World, listener: Listener) -> None:
+    """Before what would be slow."""
+    note = emulation_note(plan.precision, [each.device for each in world.local])
+    if note and world.main:
+        listener.note(note)

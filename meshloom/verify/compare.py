@@ -59,6 +59,11 @@ def rounds_partial_sums(plan: Plan) -> bool:
     return plan.tp > 1 or plan.compiles or (plan.sync_batch_norm and plan.dp > 1)
 
 
+def sums_in_other_orders(plan: Plan) -> bool:
+    """Whether gradients that one device adds up chunk by chunk are added up in another order."""
+    return plan.num_chunks > 2
+
+
 def tolerance_of(dtype: torch.dtype | None) -> float:
     """Of what is computed in this precision in other orders or pieces; None: 0."""
     return 0.0 if dtype is None else _TOLERANCES.get(dtype, 0.5)
@@ -109,18 +114,22 @@ class Comparison:
 
 @dataclass(kw_only=True)
 class Comparer:
-    """Compares step after step. precision: of the parameters. autocast: what the plan computes losses under."""
+    """Compares step after step. precision: of the parameters. autocast: what the plan computes losses under.
+    lowered: what the plan rounds parameters to, of which copies in `precision` are updated."""
 
     plan: Plan
     precision: torch.dtype
     autocast: torch.dtype | None = None
+    lowered: torch.dtype | None = None
     _casts: set[Cast] = field(default_factory=set[Cast])
 
     @property
     def casts(self) -> tuple[Cast, ...]:
         """All reductions of precision in the reference so far, but those of the plan's autocast."""
         own = [
-            each for each in self._casts if each.in_optimizer or getattr(torch, each.dtype) != self.autocast
+            each
+            for each in self._casts
+            if each.in_optimizer or getattr(torch, each.dtype) not in (self.autocast, self.lowered)
         ]
         return tuple(sorted(own, key=lambda cast: (cast.in_optimizer, cast.place, cast.dtype)))
 
@@ -132,7 +141,7 @@ class Comparer:
 
         Casts by the plan's autocast are of equal values wherever operators run on whole chunks, so they widen nothing
         (decision 40). Where partial sums are rounded, they do for losses and buffers; gradients there are judged by
-        how far rounding moves them.
+        how far rounding moves them. So it is with parameters of lower precision (decision 46).
         """
         self._casts |= set(reference)
         partial = rounds_partial_sums(self.plan) and not updated and not gradients
@@ -140,8 +149,11 @@ class Comparer:
             tolerance_of(dtype)
             for cast in self._casts
             for dtype in [getattr(torch, cast.dtype)]
-            if (updated or not cast.in_optimizer) and (partial or cast.in_optimizer or dtype != self.autocast)
+            if (updated or not cast.in_optimizer)
+            and (partial or cast.in_optimizer or dtype not in (self.autocast, self.lowered))
         ]
+        if partial and self.lowered:
+            lower.append(tolerance_of(self.lowered))
         return max([_TOLERANCES[self.precision], *lower])
 
     def compare(
@@ -188,7 +200,7 @@ class GradientErrors:
     reference: its gradients by name; one may be changed after it was compared. measure_rounding: called at
     most once, when an error exceeds the tolerance; returns by name how far the reference's gradients move
     when its parameters are perturbed by rounding. partial: what the plan rounds partial sums to; None: to nothing less
-    than a gradient's own precision.
+    than a gradient's own precision. precision: that of which some units are rounding; None: the gradient's own.
     """
 
     def __init__(
@@ -198,8 +210,10 @@ class GradientErrors:
         tolerance: float,
         measure_rounding: Callable[[], Mapping[str, float]] | None = None,
         partial: torch.dtype | None = None,
+        precision: torch.dtype | None = None,
     ) -> None:
         self._half_unit = 0.0 if partial is None else torch.finfo(partial).eps / 2
+        self._precision = precision
         self.norms = {name: norm(each) for name, each in reference.items() if each is not None}
         self._measure_rounding = measure_rounding
         self._effects: Mapping[str, float] | None = None
@@ -249,7 +263,7 @@ class GradientErrors:
         reference, size = self._reference.get(name), self._size(name)
         if reference is None or not size:
             return self._tolerance
-        rounding = max(ROUNDING_UNITS * torch.finfo(reference.dtype).eps, self._half_unit)
+        rounding = max(ROUNDING_UNITS * torch.finfo(self._precision or reference.dtype).eps, self._half_unit)
         return self._tolerance + rounding * self._largest / size
 
     def _rounding_effect(self, name: str) -> float:
@@ -276,7 +290,8 @@ class StateErrors:
     """The errors of one step's parameters, their updates, and buffers, which arrive one by one.
 
     parameters, buffers: the reference's after the step, by name. before: its parameters before the update,
-    which equal the plan's. tolerance: of buffers. updated: tolerance of what the optimizer computed.
+    which equal the plan's. tolerance: of buffers. updated: tolerance of what the optimizer computed. merged: what the plan
+    rounds buffers to, where they are merged from what several chunks have written; None: to nothing.
     """
 
     def __init__(
@@ -288,7 +303,9 @@ class StateErrors:
         step: int,
         tolerance: float,
         updated: float,
+        merged: torch.dtype | None = None,
     ) -> None:
+        self._merged = merged
         self._parameters = parameters
         self._buffers = buffers
         self._step = step
@@ -308,7 +325,7 @@ class StateErrors:
             self._compared[name] = self._parameter_errors(name, ours)
         elif name in self._buffers:
             error = self._buffer_error(name, ours)
-            self._compared[name] = [self._tensor_error(name, "buffer", error, self._tolerance)]
+            self._compared[name] = [self._tensor_error(name, "buffer", error, self._allowed(name))]
         return self._compared.get(name, [])
 
     def errors(self) -> list[TensorError]:
@@ -338,6 +355,10 @@ class StateErrors:
             self._tensor_error(name, "parameter", error, self._updated),
             self._tensor_error(name, "update", _error(ours, reference, size), self._updated + rounding),
         ]
+
+    def _allowed(self, name: str) -> float:
+        rounded = self._merged if self._buffers[name].dtype == self._merged else None
+        return max(self._tolerance, tolerance_of(rounded))
 
     def _buffer_error(self, name: str, ours: Tensor) -> float:
         reference = self._buffers[name]

@@ -28,6 +28,7 @@ from meshloom.verify.compare import (
     StateErrors,
     TensorError,
     rounds_partial_sums,
+    sums_in_other_orders,
     tolerance_of,
 )
 from meshloom.verify.diagnose import diagnose
@@ -57,7 +58,10 @@ class ComparisonRun:
         self._reference, self._against = reference, against
         self._from_float64: FromFloat64 | None = None
         self._comparer = Comparer(
-            plan=reference.plan, precision=reference.precision, autocast=reference.autocast
+            plan=reference.plan,
+            precision=torch.float32 if reference.updated.dtype else reference.precision,
+            autocast=reference.autocast,
+            lowered=reference.updated.dtype,
         )
         self._steps: list[Comparison] = []
         self._causes: list[Cause] = []
@@ -80,7 +84,10 @@ class ComparisonRun:
         if self._is_first:
             # the whole batch may not fit in memory, which may be why there are microbatches
             with suppress(torch.OutOfMemoryError):
-                self._whole = compare_whole_batch(reference, max(tolerance, tolerance_of(reference.autocast)))
+                self._whole = compare_whole_batch(
+                    reference,
+                    max(tolerance, *map(tolerance_of, (reference.autocast, reference.updated.dtype))),
+                )
         # after a difference the two have different parameters
         agreed = all(step.passed for step in self._steps)
         self._gradients = GradientErrors(
@@ -88,7 +95,8 @@ class ComparisonRun:
             reference.step,
             self._comparer.tolerance(gradients=True),
             partial(rounding_effect, reference) if agreed else None,
-            reference.autocast if rounds_partial_sums(reference.plan) else None,
+            _rounds_gradients(reference),
+            self._comparer.precision if self._comparer.lowered else None,
         )
         self.subsampled = {}
 
@@ -123,16 +131,15 @@ class ComparisonRun:
             self._evidence = full_evidence(reference, self._evidence)
         self._reference_record = reference.update()
         self._state = StateErrors(
-            reference.parameters, reference.before, dict(reference.model.named_buffers()), step=self._reference_record.step,
+            reference.updated.all, reference.before, dict(reference.model.named_buffers()), step=self._reference_record.step,
             tolerance=self._comparer.tolerance(self._reference_record.casts), updated=self._comparer.tolerance(updated=True),
+            merged=self._comparer.lowered if reference.plan.num_chunks > 1 else None,
         )  # fmt: skip
 
     def add_state(self, name: str, ours: Tensor) -> None:
         """Compare the plan's next parameter or buffer after the step, which is not kept."""
-        if (
-            all(error.passed for error in self._state.compare(name, ours))
-            and name in self._reference.parameters
-        ):
+        compared = self._state.compare(name, self._reference.updated.settled(name, ours))
+        if all(error.passed for error in compared) and name in self._reference.parameters:
             self._reference.replace_parameter(name, ours)
 
     def end(self, ours: StepRecord) -> None:
@@ -152,3 +159,11 @@ class ComparisonRun:
             steps=self._steps, causes=self._causes, whole=self._whole, comparer=self._comparer,
             from_float64=self._from_float64,
         )  # fmt: skip
+
+
+def _rounds_gradients(reference: Reference) -> torch.dtype | None:
+    """What gradients, or the parts that they are sums of, are rounded to where one device does it in another order."""
+    plan, lowered = reference.plan, reference.updated.dtype
+    if lowered and sums_in_other_orders(plan):
+        return lowered
+    return (lowered or reference.autocast) if rounds_partial_sums(plan) else None

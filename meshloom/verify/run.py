@@ -21,12 +21,13 @@ from meshloom.core.job import Job
 from meshloom.core.losses.turns import LossTurn, turns_of
 from meshloom.core.moments.numerics import numeric_settings
 from meshloom.core.plan import Plan
-from meshloom.core.precisions import PRECISIONS
+from meshloom.core.precisions import PRECISIONS, Precision
 from meshloom.data.chunks import Chunk
 from meshloom.data.samples import first_batches
 from meshloom.data.to_device import to_device
 from meshloom.launch.environment import launched_rank
 from meshloom.launch.one_at_a_time import working_alone
+from meshloom.optimizer.bfloat16.masters import masters_of
 from meshloom.parameters.digest import digest
 from meshloom.parameters.file_weights import build_filled_model
 from meshloom.replica.replica import Replica, StepResult
@@ -112,10 +113,10 @@ def verify(
         result = comparison.result()
         causes = list(result.causes)
         if not all(step.passed for step in result.steps):
-            causes += _wrong_operator(trainer, job, keyed, dtype)
+            causes += _wrong_operator(trainer, trainer.replicas[0].job, keyed, dtype)
         return Report(
             plan=str(plan), devices=trainer.world.why, precision=str(result.comparer.precision).removeprefix("torch."), owned=owned,
-            steps=result.steps, causes=causes, casts=result.comparer.casts, whole=result.whole, autocast=_of_autocast(keyed, result.comparer, dtype),
+            steps=result.steps, causes=causes, casts=result.comparer.casts, whole=result.whole, autocast=_of_precision(keyed, result.comparer, dtype),
             settings=numeric_settings(), from_float64=result.from_float64,
         )  # fmt: skip
 
@@ -124,15 +125,22 @@ def _name_of(dtype: torch.dtype | None) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _of_autocast(plan: Plan, comparer: Comparer, dtype: torch.dtype | None) -> str:
-    if comparer.autocast is None:
+def _of_precision(plan: Plan, comparer: Comparer, dtype: torch.dtype | None) -> str:
+    if dtype == torch.float64 and PRECISIONS[plan.precision] != Precision():
+        why = "autocast casts nothing in float64" if comparer.autocast else "both sides are in float64"
+        return f"precision={plan.precision} is left out on both sides, as {why}"
+    rounded = comparer.autocast or comparer.lowered
+    if rounded is None:
         return ""
-    name = _name_of(comparer.autocast)
-    if dtype == torch.float64:
-        return f"precision={plan.precision} is left out on both sides, as autocast casts nothing in float64"
-    what = f"losses are computed under autocast to {name}, on one device too"
-    if PRECISIONS[plan.precision].scaled:
-        what += ", and scaled, by each with a scale of its own"
+    name = _name_of(rounded)
+    if comparer.autocast:
+        what = f"losses are computed under autocast to {name}, on one device too"
+        if PRECISIONS[plan.precision].scaled:
+            what += ", and scaled, by each with a scale of its own"
+    elif PRECISIONS[plan.precision].masters:
+        what = f"parameters are {name}, each the rounding of a copy in {_name_of(comparer.precision)} that is updated and compared, on one device too"
+    else:
+        what = f"parameters are {name}, updated in {_name_of(comparer.precision)} and rounded by the same draws on one device"
     if not rounds_partial_sums(plan):
         return what
     if plan.compiles:
@@ -312,5 +320,8 @@ def _digests(replica: Replica) -> Steps[list[list[int]]]:
 def _inconsistencies(replica: Replica) -> Steps[list[str]]:
     """Differences between the ranks of a replica in replicated state."""
     mine = yield from replica.engine.check_replicated()
+    masters = masters_of(replica.exchange)
+    if masters and (name := masters.wrong()) is not None:
+        mine = f"{name} of rank {replica.context.rank} is not the rounding of the copy that is updated"
     of_ranks: list[str | None] = yield from collect(replica.context.world, mine)
     return list(dict.fromkeys(each for each in of_ranks if each))

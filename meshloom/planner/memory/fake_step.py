@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshloom.core.job import NamedParameters
+from meshloom.optimizer.bfloat16.lowered import has_masters, updates_copies
 from meshloom.planner.memory.fake_chunks import Gradient, chunks_of, worst, worst_of
 from meshloom.planner.memory.tensor_lifetimes import Life
 from meshloom.program.cost.cost_fake import (
@@ -29,7 +30,8 @@ class FakeStep:
     batch and optimizer state.
 
     optimizer: the job's function; None: no update is made. microbatches: chunks, one after another. bucketed: a
-    gradient is copied into an existing bucket as soon as it is computed. peaks, temporaries: phase -> most bytes
+    gradient is copied into an existing bucket as soon as it is computed. master_gradients: bytes of gradients in the precision of
+    masters during an update, and of copies that are there no longer than it; masters count as the optimizer's state. peaks, temporaries: phase -> most bytes
     at one time, and how many of them are neither saved activations nor gradients.
     """
 
@@ -42,6 +44,7 @@ class FakeStep:
         bucketed: bool = False,
     ) -> None:
         self._bucketed = bucketed
+        self.master_gradients = 0
         self.peaks: dict[str, int] = {}
         self.temporaries: dict[str, int] = {}
         with fake_tensors():
@@ -67,11 +70,14 @@ class FakeStep:
         self, optimizer: Callable[[NamedParameters], Any], trainable: list[tuple[str, Tensor]]
     ) -> int:
         """Runs two steps, of which the first creates the state. Returns the state's bytes."""
-        given: Any = trainable
+        kept, made_anew = has_masters(optimizer), updates_copies(optimizer)
+        masters = _masters_of(trainable) if kept or made_anew else {}
+        given: Any = [(name, masters.get(name, each)) for name, each in trainable]
         made = optimizer(list(given))
         optimizers: list[Any] = list(made) if isinstance(made, list | tuple) else [made]
         gradients = [each.grad for _, each in trainable if each.grad is not None]
         with _Numbers():
+            _take_gradients(masters, trainable)
             for each in optimizers:
                 each.step()
             states = {
@@ -80,17 +86,40 @@ class FakeStep:
                 for state in each.state.values()
                 for tensor in tensors_in(state)
             }
-            life = Life([*(each for _, each in trainable), *gradients, *states.values()])
+            copies = {id(each): each for each in masters.values()}
+            states |= copies if kept else {}
+            self.master_gradients = sum(each.nbytes for each in masters.values() if each.grad is not None)
+            for each in masters.values():
+                each.grad = None
+            life = Life([*(each for _, each in trainable), *gradients, *states.values(), *copies.values()])
             with life.noted(lambda: 0) as noted:
+                _take_gradients(masters, trainable)
                 for each in optimizers:
                     each.step()
         there = 0 if self._bucketed else self.gradient_bytes
+        if made_anew:
+            self.master_gradients += (anew := _bytes_of(copies.values()))
+            there += anew
         self._note("update", *worst((there, 0), (life.event(piece, set()) for _, piece in noted.log)))
         return _bytes_of(states.values())
 
     def _note(self, phase: str, peak: int, temporaries: int) -> None:
         if peak >= self.peaks.get(phase, 0):
             self.peaks[phase], self.temporaries[phase] = peak, temporaries
+
+
+def _masters_of(trainable: Sequence[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    return {
+        name: each.detach().float().requires_grad_()
+        for name, each in trainable
+        if each.dtype == torch.bfloat16
+    }
+
+
+def _take_gradients(masters: Mapping[str, Tensor], trainable: Sequence[tuple[str, Tensor]]) -> None:
+    for name, each in trainable:
+        if name in masters and each.grad is not None:
+            masters[name].grad = each.grad.to(masters[name].dtype)
 
 
 def _give(trainable: Mapping[str, Tensor], gradients: Sequence[Gradient]) -> None:

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 from meshloom.core.job import Job
 from meshloom.core.moments.current_step import at_step
 from meshloom.core.random import preserved_draws
+from meshloom.optimizer.bfloat16.lowered import has_masters
 from meshloom.optimizer.user_optimizer import takes_closure
 from meshloom.planner.memory.memory import Memory
 from meshloom.program.ir.leaves import leaves_of
@@ -34,14 +35,31 @@ def measure_memory(job: Job, chunks: Sequence[Any], *, device: torch.device | st
         model = build_model(job, None, training=True).to(where)
         chunks = [_moved(chunk, where) for chunk in chunks]
         named = [(name, each) for name, each in model.named_parameters() if each.requires_grad]
-        made = job.optimizer(list(named))
-        optimizers: list[Any] = list(made) if isinstance(made, list | tuple) else [made]
         parameters = [each for _, each in named]
+        masters: list[tuple[Tensor, Tensor]] = []  # with their parameters
+        if has_masters(job.optimizer):
+            copies = {
+                name: each.detach().float().requires_grad_()
+                for name, each in named
+                if each.dtype == torch.bfloat16
+            }
+            masters = [(copies[name], each) for name, each in named if name in copies]
+            named = [(name, copies.get(name, each)) for name, each in named]  # type: ignore[misc]
+        made: Any = job.optimizer(list(named))  # type: ignore[arg-type]
+        optimizers: list[Any] = list(made) if isinstance(made, list | tuple) else [made]
 
         def backward(loss: Any) -> None:
             (loss[0] if isinstance(loss, tuple) else loss).sum().backward()
 
         def step(optimizer: Any) -> None:
+            for master, parameter in masters:
+                master.grad = None if parameter.grad is None else parameter.grad.float()
+            update(optimizer)
+            for master, parameter in masters:
+                parameter.data.copy_(master.detach())
+                master.grad = None
+
+        def update(optimizer: Any) -> None:
             def evaluate() -> Tensor:
                 _forget(parameters)
                 losses = [job.loss(model, chunk) for chunk in chunks]
@@ -62,7 +80,7 @@ def measure_memory(job: Job, chunks: Sequence[Any], *, device: torch.device | st
             for each in optimizers
             for leaf in tree_leaves(list(each.state.values()))
             if isinstance(leaf, Tensor)
-        ]
+        ] + [master for master, _ in masters]
         standing = {
             "parameters": list(model.parameters()),
             "buffers": list(model.buffers()),

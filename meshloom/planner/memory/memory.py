@@ -156,6 +156,7 @@ def predict_memory(
         peaks["update"] += window_bytes(
             offloaded, largest, step.optimizer_bytes / max(step.parameter_bytes, 1)
         )
+        peaks["update"] -= step.master_gradients - -(-step.master_gradients // divided)  # of what it owns
     if divided > 1 and not one_copy and zero != 3:
         peaks["publish"] = standing + -(-step.parameter_bytes // dp)  # each rank's part is copied to be sent
     phase = max(peaks, key=lambda each: peaks[each])

@@ -111,7 +111,9 @@ def memory_of_rank(
     if held.full and microbatches == 1:  # slices of gradients are made as units complete theirs
         computing -= held.gradients + held.on_the_way // 2
     window = window_bytes(held.offloaded, facts.largest // plan.tp, facts.optimizer_factor)
-    updating = between + batch + max(facts.update // plan.tp + window, passing)
+    slices = plan.mesh.num_slices if plan.zero else plan.dp if one_copy else 1
+    masters = round(facts.master_gradients * share) // slices
+    updating = between + batch + max(facts.update // plan.tp + window + masters, passing)
     phases = {
         "start-up": _start(plan, held, facts, first=first, one_copy=one_copy),
         "step": max(computing, updating),

@@ -27,7 +27,7 @@ class StepFacts:
     trained: of trainable parameters. largest: of the largest parameter. batch: of one microbatch.
     kept: what a forward saves. chunks: most bytes of activations, gradients and temporaries at one time in
         forwards and backwards; temporaries: those of them that are neither saved nor gradients.
-    update: an optimizer's scratch. evaluation: most bytes of a forward that saves nothing.
+    update: an optimizer's scratch; master_gradients: gradients of masters besides. evaluation: most bytes of a forward that saves nothing.
     optimizer_factor: bytes of state per byte of trainable parameters. kept_share: of what is saved, what a plan's
         recomputation keeps; recomputed: most bytes that it computes again at one time.
     """
@@ -46,6 +46,7 @@ class StepFacts:
     optimizer_factor: float
     kept_share: float = 1.0
     recomputed: int = 0
+    master_gradients: int = 0
 
 
 def facts_of(
@@ -83,11 +84,12 @@ def facts_of(
         kept=step.kept_bytes,
         chunks=step.peaks.get(phase, 0),
         temporaries=step.temporaries.get(phase, 0),
-        update=max(0, step.peaks.get("update", 0) - there),
+        update=max(0, step.peaks.get("update", 0) - there - step.master_gradients),
         evaluation=forward_bytes(program),
         optimizer_factor=factor,
         kept_share=kept_share,
         recomputed=again,
+        master_gradients=step.master_gradients,
     )
 
 

@@ -34,7 +34,7 @@ class ChunkResult:
 
 class ChunkRun:
     """Runs chunks of `job` on `model`, in precision `dtype`; None: the job's own precision. autocast: what losses are
-    computed under."""
+    computed under. of_batches: what batches are converted to."""
 
     def __init__(
         self,
@@ -45,9 +45,10 @@ class ChunkRun:
         watch: ModuleWatch,
         autocast: torch.dtype | None,
         scale: ReferenceScale,
+        of_batches: torch.dtype | None,
     ) -> None:
         self._scale = scale
-        self._autocast = autocast
+        self._autocast, self._of_batches = autocast, of_batches
         self._job, self._model, self._device, self._dtype, self._watch = job, model, device, dtype, watch
         self.loss = job.loss  # of several the one whose turn it is
         self.draws = 0  # losses whose turn it was before in the step
@@ -58,7 +59,7 @@ class ChunkRun:
         batch_size: samples of the step. A loss that is a mean over samples enters backward as the chunk's share of
         the mean over all of them, which hooks on gradients see.
         """
-        batch = convert(self._collate(forward.samples, step, forward.key), self._device, self._dtype)
+        batch = convert(self._collate(forward.samples, step, forward.key), self._device, self._of_batches)
         seed = chunk_seed(self._job.seed, step, forward.key)
         seed_everything(derive(seed, "turn", self.draws) if self.draws else seed)
         draws: list[str] = []

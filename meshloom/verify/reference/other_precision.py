@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from meshloom.program.ir.sparse_constants import keep_as_constants
+from meshloom.verify.reference.masters import ReferenceMasters
 
 
 @contextmanager
@@ -81,7 +82,7 @@ def _wanted(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
     return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
 
 
-def most_precise(model: nn.Module) -> torch.dtype:
+def most_precise(model: nn.Module | ReferenceMasters) -> torch.dtype:
     """The most precise floating-point dtype among the parameters."""
     dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
     return max(dtypes, key=lambda dtype: torch.finfo(dtype).bits, default=torch.get_default_dtype())

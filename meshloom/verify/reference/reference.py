@@ -34,6 +34,7 @@ from meshloom.verify.reference.chunks_of_plan import ReferenceForward, forwards_
 from meshloom.verify.reference.float64_blocks import norm_of_all
 from meshloom.verify.reference.from_files import with_values
 from meshloom.verify.reference.loss_scaling import ReferenceScale
+from meshloom.verify.reference.masters import ReferenceMasters
 from meshloom.verify.reference.mistakes import subsample_each
 from meshloom.verify.reference.observers import CastWatch, ModuleWatch
 from meshloom.verify.reference.other_precision import convert_model, default_dtype, most_precise
@@ -73,9 +74,10 @@ class Reference:
             self.model = with_values(convert_model(built, self.device, dtype), job)
             if not self.model.training:  # the job returns the whole model in evaluation mode
                 self.model.train()
+            self.updated = ReferenceMasters(self.model, "" if dtype else plan.precision, job.seed)
             # single modules in evaluation mode stay in it
             self._modes = [(module, module.training) for module in self.model.modules()]
-            losses = trained_losses(job, self.model)
+            losses = trained_losses(job, self.updated)
             self._turns = turns(losses, read_batches(job))
         self.parameters: dict[str, nn.Parameter] = dict(self.model.named_parameters())
         self._buffers = BufferMerging(self.model)
@@ -83,7 +85,7 @@ class Reference:
         self._watch = ModuleWatch(self.model)
         self.autocast = AUTOCAST.get(plan.precision)  # around losses; float64 tensors are not cast
         self._casts, self.scale = CastWatch(self.precision, self._watch), ReferenceScale(plan)
-        self._chunk_run = ChunkRun(job, self.model, self.device, dtype, self._watch, self.autocast, self.scale)  # fmt: skip
+        self._chunk_run = ChunkRun(job, self.model, self.device, dtype, self._watch, self.autocast, self.scale, dtype or self.updated.dtype)  # fmt: skip
         self.turn = losses[0]  # the loss whose turn it is
         self.step = -1  # the last one
         self.samples: list[Any] = []
@@ -155,22 +157,21 @@ class Reference:
 
     def replace_parameter(self, name: str, value: Tensor) -> None:
         """Continue with this value in place of its own, which it equals up to rounding."""
-        self.parameters[name].detach().copy_(value)
+        self.updated.replace(name, value)
 
     def update(self) -> StepRecord:
         """The second half: clip, optimizer, scheduler. Returns the record of the whole step."""
         gradients = subsample_each(self.gradients)
-        self.before = {
-            name: self._initial[name] if name in self._initial else each.detach().clone()
-            for name, each in self.parameters.items()
-        }
+        self.before = self.updated.values_before(self._initial)
         # Of the replaced gradients: this compares the norms alone, not the gradients a second time.
         norm = None if self.scale.overflowed else norm_of_all(self.gradients)
+        self.updated.take_gradients()
         if self.turn.clip_grad_norm is not None and norm is not None:
-            _clip(self.model, self.turn.clip_grad_norm, norm)
+            _clip(self.updated, self.turn.clip_grad_norm, norm)
         casts = list(self._casts.casts)
         with preserved_draws(), default_dtype(self.dtype):
             casts += [] if self.scale.overflowed else _step_all(self)
+        self.updated.round(self.step)
         self.model.zero_grad(set_to_none=True)
         self.scale.end()
         return StepRecord(
@@ -282,7 +283,7 @@ def _rows_of(gradient: Tensor, like: Tensor) -> Tensor:
     return torch.sparse_coo_tensor(indices, values, like.shape, check_invariants=False).coalesce()
 
 
-def _clip(model: nn.Module, limit: float, norm: float) -> None:
+def _clip(model: nn.Module | ReferenceMasters, limit: float, norm: float) -> None:
     """As torch.nn.utils.clip_grad_norm_ does."""
     factor = min(1.0, limit / (norm + 1e-6))
     for parameter in model.parameters():
@@ -310,7 +311,7 @@ def _step_all(reference: Reference) -> list[Cast]:
     """The optimizers and schedulers of the turn; the casts in the former."""
     casts: list[Cast] = []
     for optimizer in reference.turn.optimizers:
-        casts += _step(optimizer, reference.precision, _closure(reference))
+        casts += _step(optimizer, most_precise(reference.updated), _closure(reference))
     for scheduler in reference.turn.schedulers:
         scheduler.step(reference.loss) if isinstance(scheduler, ReduceLROnPlateau) else scheduler.step()
     return casts

@@ -4,12 +4,13 @@ wrong. To be called between `Reference.run` and `Reference.update`."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
+from meshloom.core.plan import Plan
 from meshloom.core.random import derive
 from meshloom.verify.reference.chunks_of_plan import ReferenceForward
 from meshloom.verify.reference.float64_blocks import norm_of_all, rerun_distance
@@ -21,6 +22,9 @@ from meshloom.verify.reference.step_records import StepRecord
 # rare events that rounding causes, such as a ReLU that flips, occur often enough to be measured. In half
 # precisions products are summed in float32, so only the last rounding counts.
 _ROUNDING_UNITS = {torch.float64: 16, torch.float32: 16, torch.float16: 2, torch.bfloat16: 2}
+
+
+_OTHER_ORDERS = 3  # how much farther than in the opposite order a sum may be in another
 
 
 @contextmanager
@@ -46,26 +50,34 @@ def rounding_effect(reference: Reference) -> dict[str, float]:
     the least precise values in the model. To first order, rounding errors are such perturbations (backward
     error analysis).
     """
-    with reference.rerun() as gradients, _perturbed_parameters(reference):
+    forwards, times = list(reference.forwards()), 1
+    moved: AbstractContextManager[None] = _perturbed_parameters(reference)
+    if reference.updated.dtype and _is_whole(reference.plan):
+        forwards, times, moved = forwards[::-1], _OTHER_ORDERS, nullcontext()
+    with reference.rerun() as gradients, moved:
         weight = 0.0
-        for forward in reference.forwards():
+        for forward in forwards:
             reference.restore()
             weight += reference.run_forward(forward).weight
         reference.divide(weight)
         return {
-            name: rerun_distance(perturbed, gradient)
+            name: times * rerun_distance(perturbed, gradient)
             for name, perturbed in reference.gradients.items()
             if perturbed is not None and (gradient := gradients[name]) is not None
         }
+
+
+def _is_whole(plan: Plan) -> bool:
+    """Whether operators are of whole chunks."""
+    return plan.tp == 1 and not plan.sync_batch_norm and not plan.compiles
 
 
 @contextmanager
 def _perturbed_parameters(reference: Reference) -> Iterator[None]:
     """A context in which the trainable parameters are perturbed."""
     plan, low = reference.plan, [getattr(torch, cast.dtype) for cast in reference.casts]
-    if (
-        plan.tp == plan.pp == 1 and not plan.sync_batch_norm and not plan.compiles
-    ):  # operators of whole chunks, in one device's order
+    low += [reference.updated.dtype] if reference.updated.dtype else []
+    if _is_whole(plan) and plan.pp == 1:  # and in one device's order
         low = [dtype for dtype in low if dtype != reference.autocast]
     largest = max(
         _ROUNDING_UNITS.get(dtype, 1) * torch.finfo(dtype).eps for dtype in (reference.precision, *low)

@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from meshloom.core.job import Job
+from meshloom.verify.reference.masters import ReferenceMasters
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,8 +30,8 @@ class TrainedLoss:
     draws: int = 0
 
 
-def trained_losses(job: Job, model: nn.Module) -> list[TrainedLoss]:
-    """Those of a job, of its model."""
+def trained_losses(job: Job, model: nn.Module | ReferenceMasters) -> list[TrainedLoss]:
+    """Those of a job, of its model, or of what is updated in place of its parameters."""
     named = [(name, each) for name, each in model.named_parameters() if each.requires_grad]
     if not job.losses:
         made = job.optimizer(named)

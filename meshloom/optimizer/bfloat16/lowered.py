@@ -1,0 +1,114 @@
+"""A job whose model's floating-point parameters and buffers, and floating-point batches, are of a lower precision; but for
+normalization layers with running statistics.
+
+What runs a loss as it is, and what captures it as a program, is given the job that `lowered` returns, so programs,
+sizes and costs are those of the lower precision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase  # pyright: ignore[reportPrivateUsage]
+from torch.optim import Optimizer
+
+from meshloom.core.job import EachItsOwn, Job, Loss, LossFunction, NamedParameters
+from meshloom.core.modules.compiled import named_as_written
+from meshloom.core.plan import Plan
+from meshloom.core.precisions import PRECISIONS
+from meshloom.data.to_device import convert_tensors
+from meshloom.program.trace.precision import in_precision
+
+OptimizerFunction = Callable[[NamedParameters], Optimizer | list[Optimizer]]
+
+
+def lowered(job: Job, plan: Plan, instead: torch.dtype | None = None) -> Job:
+    """The job with parameters of the plan's precision; one that has them so already is itself. instead: in which all is computed
+    for verification.
+
+    >>> job = Job(model=lambda: nn.Linear(2, 1), loss=nn.Module, optimizer=torch.optim.SGD, data=list, batch_size=1, steps=1)
+    >>> lowered(job, Plan(precision="bf16")).model().weight.dtype
+    torch.bfloat16
+    >>> lowered(job, Plan(precision="bf16-mixed")) is job
+    True
+    """
+    precision = PRECISIONS[plan.precision]
+    if instead is not None or not precision.parameters or own_model(job) is not job.model:
+        return job
+    dtype: torch.dtype = getattr(torch, precision.parameters)
+    on_masters = partial(partial, _on_masters if precision.masters else _on_copies)
+    job = replace(job, model=partial(_built, job.model, dtype))
+    if job.evaluate:
+        metrics = {name: partial(_of_batch, metric, dtype) for name, metric in job.evaluate.metrics.items()}
+        job = replace(job, evaluate=replace(job.evaluate, metrics=metrics))
+    if not job.losses:
+        return replace(job, loss=partial(_of_batch, job.loss, dtype), optimizer=on_masters(job.optimizer))
+    losses = {
+        name: replace(each, loss=partial(_of_batch, each.loss, dtype), optimizer=on_masters(each.optimizer))
+        for name, each in job.losses.items()
+    }
+    return replace(job, losses=losses, loss=Job.loss, optimizer=Job.optimizer)
+
+
+def own_model(job: Job) -> Callable[[], nn.Module]:
+    """The job's model function as the user wrote it."""
+    function = job.model
+    return function.args[0] if isinstance(function, partial) and function.func is _built else function
+
+
+def has_masters(optimizer: OptimizerFunction) -> bool:
+    """Whether an optimizer function of a job updates float32 copies of its parameters."""
+    return _is(optimizer, _on_masters)
+
+
+def updates_copies(optimizer: OptimizerFunction) -> bool:
+    """Whether it updates float32 copies that are there during an update alone."""
+    return _is(optimizer, _on_copies)
+
+
+def master_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Of the copy from which a parameter is rounded that the job has in `dtype`.
+
+    >>> master_dtype(torch.float32), master_dtype(torch.float16), master_dtype(torch.float64)
+    (torch.float32, torch.float32, torch.float64)
+    """
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _is(optimizer: OptimizerFunction, function: Any) -> bool:
+    if isinstance(optimizer, EachItsOwn):
+        return any(_is(each.optimizer, function) for each in optimizer.losses.values())
+    return isinstance(optimizer, partial) and optimizer.func is function
+
+
+def _built(function: Callable[[], nn.Module], dtype: torch.dtype) -> nn.Module:
+    model = function()
+    if isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
+        model = named_as_written(model)
+        layers = [each for each in model.modules() if _has_statistics(each)]
+        tensors = (each for layer in layers for each in (*layer.parameters(), *layer.buffers()))
+        convert_tensors(model, dtype, {id(each) for each in tensors})
+    return model
+
+
+def _has_statistics(module: nn.Module) -> bool:
+    """Whether it is a normalization layer with running statistics, which a step changes by less than a digit of bfloat16;
+    its kernels take inputs in bfloat16 beside parameters and statistics in float32."""
+    return isinstance(module, _NormBase) and module.running_mean is not None
+
+
+def _of_batch(loss: LossFunction, dtype: torch.dtype, model: Any, batch: Any) -> Loss:
+    return loss(model, in_precision(batch, dtype))
+
+
+def _on_masters(function: OptimizerFunction, named: NamedParameters) -> Optimizer | list[Optimizer]:
+    return function(named)
+
+
+def _on_copies(function: OptimizerFunction, named: NamedParameters) -> Optimizer | list[Optimizer]:
+    return function(named)

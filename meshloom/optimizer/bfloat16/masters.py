@@ -1,0 +1,331 @@
+"""Masters: copies, in the job's own precision, of exactly what a rank updates of parameters in bfloat16.
+
+    finish     gradient of an owned slice, bfloat16 -> the master's precision
+    (the updater clips and updates the masters)
+    publish    slice = its master, rounded; then the exchange shows it to the other ranks
+
+They are an exchange around the plan's: all replicas' masters, or their slices, follow from who owns what there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor, nn
+
+from meshloom.comm.group import Group
+from meshloom.comm.objects import collect
+from meshloom.comm.steps import Steps
+from meshloom.core.errors import JobError
+from meshloom.core.job import NamedParameters
+from meshloom.exchange.exchange import Emit, Exchange, Slice
+from meshloom.optimizer.bfloat16.lowered import master_dtype
+from meshloom.optimizer.bfloat16.stochastic import StochasticRounding
+from meshloom.optimizer.state_pieces import OwnedSlice
+from meshloom.parameters.shards import Shards
+from meshloom.program.operators.fused_grad_accumulation import GradBuffer
+from meshloom.telemetry.traffic import ExpectedBytes, Traffic
+
+
+class Masters:
+    """What this rank updates in place of the slices that `exchange` says it owns; an `Ownership`.
+
+    named: the trainable parameters that this rank holds. whole: by the same names, those that the job's optimizer function
+    gets, of full shape in the job's precision. shards: how parameters are sharded over tp. local: what this rank holds of
+    `whole`, with memory where it owns all of it. rounding: none is kept between updates, after which values are rounded so;
+    None: to nearest. parts: of each parameter that has a master on some rank, the number of `parts_of` it.
+    """
+
+    def __init__(
+        self, exchange: Exchange, named: NamedParameters, whole: NamedParameters, shards: Shards, device: torch.device,
+        rounding: StochasticRounding | None = None,
+    ) -> None:  # fmt: skip
+        self.rounding, self._shards = rounding, shards
+        self.owners, self.num_owners, self.one_copy = exchange.owners, exchange.num_owners, False
+        self.only_slices = exchange.owners is not None
+        self.slices = list(exchange.owned)  # of the parameters themselves
+        self.named = named
+        full = dict(whole)
+        self.parts: dict[str, int] = {}
+        local = {name: _shell(name, each, full[name], shards, device, rounding) for name, each in named}
+        self.local: NamedParameters = list(local.items())
+        self.owned = [_copy(each, local[each.name]) for each in self.slices]
+        for master, slice_ in zip(self.owned, self.slices, strict=True) if exchange.owners is None else ():
+            unchanged = master.parameter.dtype == slice_.parameter.dtype
+            master.parameter.data = (
+                slice_.parameter.data if unchanged else master.data().view(master.parameter.shape)
+            )
+        self.held = [
+            OwnedSlice(
+                each.name, nn.Parameter(each.data(), requires_grad=False), each.start, each.stop,
+                tuple(full[each.name].shape), shards=shards if each.name in shards.pieces else None,
+            )
+            for each, _ in (self.copies() if rounding is None else ())
+        ]  # fmt: skip
+        if rounding:
+            self._release()
+
+    def copies(self) -> Iterator[tuple[Slice, Slice]]:
+        """Each master with the slice that is its rounding."""
+        for master, slice_ in zip(self.owned, self.slices, strict=True):
+            if master.data().dtype != slice_.parameter.dtype:
+                yield master, slice_
+
+    def begin_update(self) -> None:
+        """Where nothing is kept between updates: copies get memory, and the parameters' values."""
+        if self.rounding:
+            self.rounding.begin()
+            for master, slice_ in self.copies():
+                master.data().untyped_storage().resize_(master.data().nbytes)
+                master.data().copy_(_flat(slice_))
+
+    def publish(self) -> None:
+        """Parameters become their masters, rounded."""
+        for master, slice_ in self.copies():
+            if self.rounding:
+                value = self.rounding.rounded(master.data(), master, self._shards)
+                into = slice_.parameter.data if slice_.kept is None and slice_.is_full else slice_.data()
+                into.copy_(value.view(into.shape))
+            elif slice_.kept is None and slice_.is_full:  # whatever its memory's layout
+                slice_.parameter.data.copy_(master.data().view(slice_.parameter.shape))
+            else:
+                slice_.data().copy_(master.data())
+
+        if self.rounding:
+            self._release()
+
+    def _release(self) -> None:
+        for master, _ in self.copies():
+            master.data().untyped_storage().resize_(0)
+
+    def take_parameters(self, names: Collection[str]) -> None:
+        """The masters of these become what the parameters are."""
+        for master, slice_ in self.copies() if self.rounding is None else ():
+            if master.name in names:
+                master.data().copy_(_flat(slice_))
+
+    def wrong(self) -> str | None:
+        """The first parameter here that is not its master rounded."""
+        for master, slice_ in self.copies() if self.rounding is None else ():
+            if not torch.equal(master.data().to(slice_.parameter.dtype), _flat(slice_)):
+                return master.name
+        return None
+
+    def check_start(self) -> None:
+        """Raises `JobError` if parameters do not start as the rounding of their masters."""
+        if (name := self.wrong()) is not None:
+            raise JobError(
+                f"{name} has other values each time the model function builds the model, and in bfloat16 each rank builds it twice: once rounded, and once for the "
+                "float32 copies that it updates. Let the function's values depend on torch's, numpy's and Python's own generators alone, or on Job(weights=...)."
+            )
+
+
+class WithMasters(Exchange):
+    """`inner`, with gradients for masters and parameters from them. group: all replicas. copied: bytes, before the first step."""
+
+    def __init__(
+        self, inner: Exchange, masters: Masters, group: Group, control: Group, copied: Traffic
+    ) -> None:
+        self._copied = copied
+        self._inner, self.masters, self._group, self._control = inner, masters, group, control
+        self._inspected = Traffic()
+
+    @property
+    def owned(self) -> Sequence[Slice]:
+        return self.masters.slices
+
+    @property
+    def owners(self) -> Group | None:
+        return self._inner.owners
+
+    @property
+    def num_owners(self) -> int:
+        return self._inner.num_owners
+
+    @property
+    def one_copy(self) -> bool:
+        return self._inner.one_copy
+
+    @property
+    def only_slices(self) -> bool:
+        return self._inner.only_slices
+
+    def each_slice(self, *, borrowed: bool = False) -> list[Slice]:
+        return self._inner.each_slice(borrowed=borrowed)
+
+    @property
+    def inner(self) -> Exchange:
+        return self._inner
+
+    def open(self) -> Steps[None]:
+        yield from self._inner.open()
+
+    def turn_to(self, loss: int) -> None:
+        self._inner.turn_to(loss)
+
+    def begin_step(self) -> None:
+        self._inner.begin_step()
+
+    @property
+    def each_chunk(self) -> bool:
+        return self._inner.each_chunk
+
+    def wait_for_nothing(self) -> None:
+        self._inner.wait_for_nothing()
+
+    def chunk(self) -> AbstractContextManager[None]:
+        return self._inner.chunk()
+
+    def end_chunks(self) -> None:
+        self._inner.end_chunks()
+
+    def begin_last_chunk(self) -> None:
+        self._inner.begin_last_chunk()
+
+    def grad_buffer(self, parameter: Tensor) -> GradBuffer | None:
+        return self._inner.grad_buffer(parameter)
+
+    def gradient_ready(self, parameter: nn.Parameter) -> None:
+        self._inner.gradient_ready(parameter)
+
+    def finish(self, weight: float) -> Steps[list[Tensor | None]]:
+        gradients = yield from self._inner.finish(weight)
+        self.masters.begin_update()
+        return [
+            each if each is None else each.to(master.data().dtype)
+            for each, master in zip(gradients, self.masters.owned, strict=True)
+        ]
+
+    def publish(self) -> Steps[None]:
+        self.masters.publish()
+        yield from self._inner.publish()
+
+    def settle(self, *, early: bool) -> Steps[bool]:
+        """Whether rounding has made other values of what was updated."""
+        return self.masters.rounding is not None
+        yield
+
+    def each_gradient(self, gradients: list[Tensor | None], emit: Emit) -> Steps[None]:
+        lowered = [
+            each if each is None else each.to(slice_.parameter.dtype)
+            for each, slice_ in zip(gradients, self.masters.slices, strict=True)
+        ]
+        yield from self._inner.each_gradient(lowered, emit)
+
+    def each_master(self, emit: Emit) -> Steps[None]:
+        """Passes what this rank's replica has of every master to `emit`, as several tensors in the parameter's dtype whose sum it
+        is: what gathers parameters gathers these."""
+        here = [] if self.masters.rounding else [*self.masters.copies()]
+        full = {each.name: each.data() for each, _ in here}
+        if self._inner.owners is not None and self.masters.rounding is None:
+            full = yield from self._gathered([each for each, _ in here])
+        parameters = dict(self.masters.local)
+        dtypes = {name: parameter.dtype for name, parameter in self.masters.named}
+        for name, flat in full.items():
+            for part in parts_of(flat.view(parameters[name].shape), dtypes[name]):
+                yield from emit(name, part)
+
+    def _gathered(self, mine: Sequence[Slice]) -> Steps[dict[str, Tensor]]:
+        """What all replicas own of masters, as full flat tensors; one tensor of all is sent."""
+        spans = [[each.name, each.start, each.stop] for each in mine]
+        everyone: list[list[tuple[str, int, int]]] = yield from collect(self._control, spans)
+        local = dict(self.masters.local)
+        full: dict[str, Tensor] = {}
+        for name, parameter in self.masters.named:
+            if any(name == each[0] for rank in everyone for each in rank):
+                full[name] = torch.empty(parameter.numel(), dtype=local[name].dtype, device=parameter.device)
+        for dtype in dict.fromkeys(each.dtype for each in full.values()):
+            of_dtype = [[each for each in rank if full[each[0]].dtype == dtype] for rank in everyone]
+            longest = max(sum(stop - start for _, start, stop in rank) for rank in of_dtype)
+            device = next(iter(full.values())).device
+            flat = torch.zeros(longest, dtype=dtype, device=device)
+            sent = [each.data() for each in mine if each.data().dtype == dtype]
+            if sent:
+                torch.cat(sent, out=flat[: sum(each.numel() for each in sent)])
+            whole = torch.empty(longest * self._group.size, dtype=dtype, device=device)
+            self._inspected += Traffic.along("dp", all_gather=flat.nbytes)
+            work = self._group.all_gather(whole, flat)
+            yield
+            work.wait()
+            for rank, spans_of_rank in enumerate(of_dtype):
+                at = rank * longest
+                for name, start, stop in spans_of_rank:
+                    full[name][start:stop] = whole[at : at + stop - start]
+                    at += stop - start
+        return full
+
+    def expected_bytes(self) -> ExpectedBytes:
+        return self._inner.expected_bytes() + ExpectedBytes(once=self._copied, so_far=self._inspected)
+
+    def notes(self) -> list[str]:
+        return self._inner.notes()
+
+
+def masters_of(exchange: Exchange) -> Masters | None:
+    """Those of an exchange that has some."""
+    return exchange.masters if isinstance(exchange, WithMasters) else None
+
+
+def parts_of(value: Tensor, dtype: torch.dtype) -> list[Tensor]:
+    """Tensors in a lower precision whose sum is `value`, the largest first: each has the digits that those before leave.
+
+    >>> [each.item() for each in parts_of(torch.tensor(1.0001), torch.bfloat16)]
+    [1.0, 0.00010013580322265625, -7.450580596923828e-09]
+    """
+    parts: list[Tensor] = []
+    rest = value
+    for _ in range(num_parts(value.dtype)):
+        part = rest.to(dtype)
+        parts.append(part)
+        rest = torch.where(part.isfinite(), rest - part.to(value.dtype), 0.0)
+    return parts
+
+
+def num_parts(dtype: torch.dtype) -> int:
+    """Of a value in this precision: bfloat16 has 8 binary digits."""
+    return {torch.float32: 3, torch.float64: 7}[dtype]
+
+
+def sum_of_parts(parts: Sequence[Tensor]) -> Tensor:
+    """The inverse of `parts_of`.
+
+    >>> sum_of_parts(parts_of(torch.tensor([0.1, -3e7]), torch.bfloat16)).tolist() == torch.tensor([0.1, -3e7]).tolist()
+    True
+    """
+    total = parts[0].to(torch.float32 if len(parts) == 3 else torch.float64)
+    for part in parts[1:]:
+        total = total + part.to(total.dtype)
+    return total
+
+
+def _shell(
+    name: str, parameter: nn.Parameter, whole: nn.Parameter, shards: Shards, device: torch.device,
+    rounding: StochasticRounding | None,
+) -> nn.Parameter:  # fmt: skip
+    """What stands for this rank's part of a parameter in the job's precision, without memory: the parameter of full shape itself
+    where that is the part."""
+    dtype = parameter.dtype
+    if dtype == torch.bfloat16:
+        dtype = torch.float32 if rounding else master_dtype(whole.dtype)
+    memory = torch.empty(parameter.shape, dtype=dtype, device=device)
+    memory.untyped_storage().resize_(0)
+    if name in shards.pieces:
+        return nn.Parameter(memory, requires_grad=parameter.requires_grad)
+    whole.data = memory
+    return whole
+
+
+def _copy(slice_: Slice, master: nn.Parameter) -> Slice:
+    if master.dtype == slice_.parameter.dtype:
+        kept = _flat(slice_)
+    else:
+        kept = torch.empty(slice_.stop - slice_.start, dtype=master.dtype, device=slice_.parameter.device)
+    return Slice(slice_.name, master, slice_.start, slice_.stop, kept)
+
+
+def _flat(slice_: Slice) -> Tensor:
+    if slice_.kept is None and slice_.is_full:
+        return slice_.parameter.data.reshape(-1)
+    return slice_.data()
