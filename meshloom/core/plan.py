@@ -76,7 +76,7 @@ class Plan:
         speed).
 
     Computation:
-    precision: `float32` (as the job is), `bf16-mixed` or `fp16-mixed` (losses under autocast) or `bf16` (parameters, too) (docs/precision.md).
+    precision: `float32` (as the job is), `bf16-mixed`, `fp16-mixed` (losses under autocast), `bf16`, `bf16-stochastic` (docs/precision.md).
     sync_batch_norm: batch statistics over microbatch j of all replicas instead of over each replica's own.
     keyed_draws: key every random draw by (seed, step, chunk, n) instead of seeding once per chunk.
     recompute: activations that backward recomputes: `none`, `full` (by blocks) or `selective` (cheap ones).
@@ -279,6 +279,7 @@ def _check_combinations(plan: Plan) -> None:
     """Raise `PlanError` for a precision without what it needs, and for settings of plans that run the user's modules, where a
     captured program runs."""
     check_precision(plan)
+    check_parameters(plan.precision, plan.exchange, sums=EXCHANGES[plan.exchange].sums)
     if not plan.captures:
         return
     name = next(name for name in ("tp", "pp", "recompute") if getattr(plan, name) not in (1, "none"))

@@ -4,6 +4,7 @@
     bf16-mixed   losses and metrics under autocast to bfloat16; parameters, gradients and the update as the job has them
     fp16-mixed   the same under autocast to float16, with a loss scale
     bf16         parameters, activations and gradients are bfloat16; what is updated is float32 copies of them (masters)
+    bf16-stochastic  the same without masters: each update is made in float32 and rounded by chance
 
 What runs a loss in them is `core/losses/in_precision.py`, and `optimizer/bfloat16/` where parameters are lowered.
 """
@@ -25,7 +26,8 @@ class Precision:
     autocast: name of torch's dtype that losses and metrics are computed in under autocast; "": without one.
     scaled: whether gradients are those of a scaled loss, as small ones would be lost in that dtype.
     parameters: name of torch's dtype that floating-point parameters, buffers and batches are converted to; "": the job's.
-    masters: whether updates are made on copies in the job's own precision.
+    masters: whether copies in the job's own precision are kept, and updated; otherwise parameters that are converted are
+        rounded stochastically after an update.
     """
 
     autocast: str = ""
@@ -39,6 +41,7 @@ PRECISIONS: Mapping[str, Precision] = {
     "bf16-mixed": Precision(autocast="bfloat16"),
     "fp16-mixed": Precision(autocast="float16", scaled=True),
     "bf16": Precision(parameters="bfloat16", masters=True),
+    "bf16-stochastic": Precision(parameters="bfloat16"),
 }
 
 

@@ -41,7 +41,7 @@ from meshloom.exchange.units.unit_slices import UnitParameters
 from meshloom.optimizer.bfloat16.lowered import lowered
 from meshloom.optimizer.bfloat16.master_values import master_values
 from meshloom.optimizer.bfloat16.opening import open_updater
-from meshloom.optimizer.sparse_parameters import Sparse, make_dense, sparse_parameters, sparse_tables
+from meshloom.optimizer.sparse_parameters import make_dense, sparse_parameters, sparse_tables
 from meshloom.optimizer.updater import Updater
 from meshloom.optimizer.user_optimizer import UserOptimizers, make_optimizers
 from meshloom.parameters.file_weights import agree_on_weights
@@ -59,7 +59,7 @@ from meshloom.replica.buffers.row_limits import RowLimits
 from meshloom.replica.buffers.written_by_loss import mark_what_is_written
 from meshloom.replica.chunk_scope import ChunkScope
 from meshloom.replica.engine import Engine
-from meshloom.replica.exchanges.opening import check_limits, open_exchange
+from meshloom.replica.exchanges.opening import check_limits, open_exchange, watched
 from meshloom.replica.loss_sums import LossSums
 from meshloom.replica.module_engine import ModuleEngine
 from meshloom.replica.program_engine import ProgramEngine
@@ -123,8 +123,7 @@ class Replica:
         self, job: Job, plan: Plan, context: RankContext, *, dtype: torch.dtype | None = None, share: bool = False, updates: bool = True,
         timings: Timings | None = None, stored: ProgramCache | None = None, files: Path | None = None, resumed: bool = False,
     ) -> None:  # fmt: skip
-        job = in_precision(job, plan) if dtype else lowered(in_precision(job, plan), plan)
-        self.timings = timings or Timings()
+        self.timings, job = timings or Timings(), lowered(in_precision(job, plan), plan, dtype)
         self.job, self.plan, self.context, self.dtype, self._files = job, plan, context, dtype, files
         self.share, self.updates, self.updating = share, updates, False
         self.replicas = context.groups["dp"]
@@ -194,13 +193,12 @@ class Replica:
         self.frozen = frozen_parameters(self.model)
         with self.timings.of("optimizer and buffers"):
             values = yield from master_values(self.job, self.plan, self.context, self.start, self.dtype)
-            self.copied += values.copied if values else Traffic()
             made = (values or self.start).given(whole, partial(make_optimizers, self.job)) if self.updates else None  # fmt: skip
             yield from check_together(self.context.world, lambda: self._open_exchange(made, whole))
             if made:
                 self.exchange, self.updater = yield from open_updater(
                     self.job, self.plan, self.context, self.exchange, self.shards, made=made, whole=whole, local=self.named,
-                    stages=self.stage_group, values=values, refused=[self.tables, self.limits, self.settled],
+                    stages=self.stage_group, values=values, refused=[self.tables, self.limits, self.settled], scaled=self.sums.scale is not None,
                 )  # fmt: skip
                 self._undo.callback(self.updater.close)
                 yield from check_together(self.context.world, lambda: self.updater.open(self._files))
@@ -381,7 +379,7 @@ def _setup_of(replica: Replica, made: UserOptimizers, whole: NamedParameters) ->
     """What the exchange is opened with. whole: all trainable parameters, as the model was built with them."""
     engine, plan, context, named = replica.engine, replica.plan, replica.context, replica.named
     sparse = sparse_parameters(replica.tables, whole, made.optimizers)
-    engine.watch_rows(_watched(plan, [*replica.limits], sparse, whole), context.device, replica.limits)
+    engine.watch_rows(watched(plan, [*replica.limits], sparse, whole), context.device, replica.limits)
     here = sparse.names.intersection(name for name, _ in named)
 
     def units() -> Sequence[UnitParameters]:
@@ -394,9 +392,3 @@ def _setup_of(replica: Replica, made: UserOptimizers, whole: NamedParameters) ->
         units=units, slices=context.slices, control=context.readers, sparse=here, kept=sparse.kept, sparse_only=sparse.sparse_only,
         used_rows=engine.used_rows,
     )  # fmt: skip
-
-
-def _watched(plan: Plan, limited: list[str], sparse: Sparse, whole: NamedParameters) -> dict[str, int]:
-    """The tables of which the engine notes the rows that are used, with their numbers of rows."""
-    names = {*limited, *(sparse.names if plan.captures else ())}
-    return {name: len(each) for name, each in whole if name in names}

@@ -138,10 +138,8 @@ class ComparisonRun:
 
     def add_state(self, name: str, ours: Tensor) -> None:
         """Compare the plan's next parameter or buffer after the step, which is not kept."""
-        if (
-            all(error.passed for error in self._state.compare(name, ours))
-            and name in self._reference.parameters
-        ):
+        compared = self._state.compare(name, self._reference.updated.settled(name, ours))
+        if all(error.passed for error in compared) and name in self._reference.parameters:
             self._reference.replace_parameter(name, ours)
 
     def end(self, ours: StepRecord) -> None:

@@ -133,13 +133,14 @@ def _of_precision(plan: Plan, comparer: Comparer, dtype: torch.dtype | None) -> 
     if rounded is None:
         return ""
     name = _name_of(rounded)
-    what = (
-        f"losses are computed under autocast to {name}, on one device too"
-        if comparer.autocast
-        else f"parameters are {name}, each the rounding of a copy in {_name_of(comparer.precision)} that is updated and compared, on one device too"
-    )
-    if PRECISIONS[plan.precision].scaled:
-        what += ", and scaled, by each with a scale of its own"
+    if comparer.autocast:
+        what = f"losses are computed under autocast to {name}, on one device too"
+        if PRECISIONS[plan.precision].scaled:
+            what += ", and scaled, by each with a scale of its own"
+    elif PRECISIONS[plan.precision].masters:
+        what = f"parameters are {name}, each the rounding of a copy in {_name_of(comparer.precision)} that is updated and compared, on one device too"
+    else:
+        what = f"parameters are {name}, updated in {_name_of(comparer.precision)} and rounded by the same draws on one device"
     if not rounds_partial_sums(plan):
         return what
     if plan.compiles:

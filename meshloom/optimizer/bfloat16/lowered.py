@@ -27,8 +27,9 @@ from meshloom.program.trace.precision import in_precision
 OptimizerFunction = Callable[[NamedParameters], Optimizer | list[Optimizer]]
 
 
-def lowered(job: Job, plan: Plan) -> Job:
-    """The job with parameters of the plan's precision; one that has them so already is itself.
+def lowered(job: Job, plan: Plan, instead: torch.dtype | None = None) -> Job:
+    """The job with parameters of the plan's precision; one that has them so already is itself. instead: in which all is computed
+    for verification.
 
     >>> job = Job(model=lambda: nn.Linear(2, 1), loss=nn.Module, optimizer=torch.optim.SGD, data=list, batch_size=1, steps=1)
     >>> lowered(job, Plan(precision="bf16")).model().weight.dtype
@@ -37,10 +38,10 @@ def lowered(job: Job, plan: Plan) -> Job:
     True
     """
     precision = PRECISIONS[plan.precision]
-    if not precision.parameters or own_model(job) is not job.model:
+    if instead is not None or not precision.parameters or own_model(job) is not job.model:
         return job
     dtype: torch.dtype = getattr(torch, precision.parameters)
-    on_masters = partial(partial, _on_masters) if precision.masters else _unchanged
+    on_masters = partial(partial, _on_masters if precision.masters else _on_copies)
     job = replace(job, model=partial(_built, job.model, dtype))
     if job.evaluate:
         metrics = {name: partial(_of_batch, metric, dtype) for name, metric in job.evaluate.metrics.items()}
@@ -62,9 +63,12 @@ def own_model(job: Job) -> Callable[[], nn.Module]:
 
 def has_masters(optimizer: OptimizerFunction) -> bool:
     """Whether an optimizer function of a job updates float32 copies of its parameters."""
-    if isinstance(optimizer, EachItsOwn):
-        return any(has_masters(each.optimizer) for each in optimizer.losses.values())
-    return isinstance(optimizer, partial) and optimizer.func is _on_masters
+    return _is(optimizer, _on_masters)
+
+
+def updates_copies(optimizer: OptimizerFunction) -> bool:
+    """Whether it updates float32 copies that are there during an update alone."""
+    return _is(optimizer, _on_copies)
 
 
 def master_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -74,6 +78,12 @@ def master_dtype(dtype: torch.dtype) -> torch.dtype:
     (torch.float32, torch.float32, torch.float64)
     """
     return torch.promote_types(dtype, torch.float32)
+
+
+def _is(optimizer: OptimizerFunction, function: Any) -> bool:
+    if isinstance(optimizer, EachItsOwn):
+        return any(_is(each.optimizer, function) for each in optimizer.losses.values())
+    return isinstance(optimizer, partial) and optimizer.func is function
 
 
 def _built(function: Callable[[], nn.Module], dtype: torch.dtype) -> nn.Module:
@@ -100,5 +110,5 @@ def _on_masters(function: OptimizerFunction, named: NamedParameters) -> Optimize
     return function(named)
 
 
-def _unchanged(function: OptimizerFunction) -> OptimizerFunction:
-    return function
+def _on_copies(function: OptimizerFunction, named: NamedParameters) -> Optimizer | list[Optimizer]:
+    return function(named)

@@ -19,6 +19,7 @@ from meshloom.core.random import preserved_draws
 from meshloom.exchange.exchange import Exchange
 from meshloom.optimizer.bfloat16.lowered import master_dtype, own_model
 from meshloom.optimizer.bfloat16.masters import Masters, WithMasters, num_parts
+from meshloom.optimizer.bfloat16.stochastic import StochasticRounding
 from meshloom.optimizer.sparse_parameters import refuse_sparse_adam
 from meshloom.optimizer.user_optimizer import UserOptimizers, takes_closure
 from meshloom.parameters.file_weights import agree_on_weights
@@ -35,7 +36,7 @@ def master_values(
 ) -> Steps[MasterValues | None]:
     """The values of masters, equal on all ranks; None: the plan has none. start: the lowered model. dtype: in which all is
     computed instead."""
-    if dtype is not None or not PRECISIONS[plan.precision].masters:
+    if dtype is not None or not PRECISIONS[plan.precision].parameters:
         return None
     values = MasterValues(job, plan, context, is_resumed=start.is_resumed)
     yield from values.settle()
@@ -46,13 +47,14 @@ class MasterValues:
     """The job's model once more, in its own precision, without memory where its construction can be recorded.
 
     job: as lowered. whole: its trainable parameters, of full shape, which the job's optimizer function gets. is_resumed:
-    whether a checkpoint gives the values before the first step. copied: bytes, where ranks cannot fill alone.
+    whether a checkpoint gives the values before the first step.
     """
 
     def __init__(self, job: Job, plan: Plan, context: RankContext, *, is_resumed: bool) -> None:
         self._job = replace(job, model=own_model(job))
         self._context, self._is_resumed = context, is_resumed
-        self.copied = Traffic()
+        self._copied = Traffic()
+        self._has_masters = PRECISIONS[plan.precision].masters
         with preserved_draws():
             self._start = StartingModel(self._job, plan, context, None, may_share=True, resumed=is_resumed)
         self.whole: NamedParameters = trainable(self._start.model)
@@ -61,7 +63,7 @@ class MasterValues:
         """All ranks start with equal values, those of the job's files if it has some."""
         start = self._start
         weights = yield from agree_on_weights(self._job, start.model, self._context.world)
-        self.copied = yield from start.settle(weights)
+        self._copied = yield from start.settle(weights)
         if weights and start.unfilled is None:
             weights.fill(start.model)
 
@@ -79,28 +81,31 @@ class MasterValues:
         lowered: all trainable parameters of the job's model. refused: of `_check`.
         """
         context = self._context
-        masters = Masters(exchange, named, self.whole, shards, context.device)
+        rounding = (
+            None if self._has_masters else StochasticRounding(self._job.seed, lambda: context.activity.step)
+        )
+        masters = Masters(exchange, named, self.whole, shards, context.device, rounding)
         dtypes = {name: each.dtype for name, each in lowered}
         masters.parts = {
             name: num_parts(master_dtype(each.dtype))
             for name, each in self.whole
-            if dtypes[name] == torch.bfloat16
+            if dtypes[name] == torch.bfloat16 and self._has_masters
         }
 
         def start() -> None:
             _check({name for name, _ in lowered}, refused, made)
             self._fill(masters, shards)
-            if not self._is_resumed:
+            if not self._is_resumed and self._has_masters:
                 masters.check_start()
 
         for name, each in self.whole if any(reach != "element" for reach in made.reaches) else ():
             if name in shards.pieces:  # one that keeps all of it has it in memory
                 each.data = torch.empty(each.shape, dtype=master_dtype(each.dtype), device=context.device)
         yield from check_together(context.world, start)
-        return WithMasters(exchange, masters, context.groups["dp"], context.readers)
+        return WithMasters(exchange, masters, context.groups["dp"], context.readers, self._copied)
 
     def _fill(self, masters: Masters, shards: Shards) -> None:
-        if self._is_resumed:
+        if self._is_resumed or not self._has_masters:
             return
         copies = [(each.name, each.start, each.stop, each.data()) for each, _ in masters.copies()]
         if unfilled := self._start.unfilled:
@@ -123,12 +128,12 @@ def _check(trained: Collection[str], refused: Sequence[Collection[str]], made: U
         for name in names:
             if name in trained:
                 raise JobError(
-                    f"{name} {what}, and precision=bf16 updates a copy of it in float32, which does not see that. {instead}, or use precision=bf16-mixed."
+                    f"{name} {what}, and parameters in bfloat16 are updated as copies in float32, which do not see that. {instead}, or use precision=bf16-mixed."
                 )
-    refuse_sparse_adam(made.optimizers, "under precision=bf16")
+    refuse_sparse_adam(made.optimizers, "of parameters in bfloat16")
     for each in made.optimizers:
         if takes_closure(each):
             raise JobError(
-                f"{type(each).__name__} evaluates the loss several times in a step, and precision=bf16 rounds parameters to 8 binary digits before each. Use "
+                f"{type(each).__name__} evaluates the loss several times in a step, and parameters in bfloat16 are rounded to 8 binary digits before each. Use "
                 "precision=bf16-mixed."
             )

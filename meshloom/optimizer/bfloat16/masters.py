@@ -22,6 +22,7 @@ from meshloom.core.errors import JobError
 from meshloom.core.job import NamedParameters
 from meshloom.exchange.exchange import Emit, Exchange, Slice
 from meshloom.optimizer.bfloat16.lowered import master_dtype
+from meshloom.optimizer.bfloat16.stochastic import StochasticRounding
 from meshloom.optimizer.state_pieces import OwnedSlice
 from meshloom.parameters.shards import Shards
 from meshloom.program.operators.fused_grad_accumulation import GradBuffer
@@ -33,19 +34,22 @@ class Masters:
 
     named: the trainable parameters that this rank holds. whole: by the same names, those that the job's optimizer function
     gets, of full shape in the job's precision. shards: how parameters are sharded over tp. local: what this rank holds of
-    `whole`, with memory where it owns all of it. parts: of each parameter that has a master on some rank, the number of `parts_of` it.
+    `whole`, with memory where it owns all of it. rounding: none is kept between updates, after which values are rounded so;
+    None: to nearest. parts: of each parameter that has a master on some rank, the number of `parts_of` it.
     """
 
     def __init__(
-        self, exchange: Exchange, named: NamedParameters, whole: NamedParameters, shards: Shards, device: torch.device
+        self, exchange: Exchange, named: NamedParameters, whole: NamedParameters, shards: Shards, device: torch.device,
+        rounding: StochasticRounding | None = None,
     ) -> None:  # fmt: skip
+        self.rounding, self._shards = rounding, shards
         self.owners, self.num_owners, self.one_copy = exchange.owners, exchange.num_owners, False
         self.only_slices = exchange.owners is not None
         self.slices = list(exchange.owned)  # of the parameters themselves
         self.named = named
         full = dict(whole)
         self.parts: dict[str, int] = {}
-        local = {name: _shell(name, each, full[name], shards, device) for name, each in named}
+        local = {name: _shell(name, each, full[name], shards, device, rounding) for name, each in named}
         self.local: NamedParameters = list(local.items())
         self.owned = [_copy(each, local[each.name]) for each in self.slices]
         for master, slice_ in zip(self.owned, self.slices, strict=True) if exchange.owners is None else ():
@@ -58,8 +62,10 @@ class Masters:
                 each.name, nn.Parameter(each.data(), requires_grad=False), each.start, each.stop,
                 tuple(full[each.name].shape), shards=shards if each.name in shards.pieces else None,
             )
-            for each, _ in self.copies()
+            for each, _ in (self.copies() if rounding is None else ())
         ]  # fmt: skip
+        if rounding:
+            self._release()
 
     def copies(self) -> Iterator[tuple[Slice, Slice]]:
         """Each master with the slice that is its rounding."""
@@ -67,23 +73,42 @@ class Masters:
             if master.data().dtype != slice_.parameter.dtype:
                 yield master, slice_
 
+    def begin_update(self) -> None:
+        """Where nothing is kept between updates: copies get memory, and the parameters' values."""
+        if self.rounding:
+            self.rounding.begin()
+            for master, slice_ in self.copies():
+                master.data().untyped_storage().resize_(master.data().nbytes)
+                master.data().copy_(_flat(slice_))
+
     def publish(self) -> None:
         """Parameters become their masters, rounded."""
         for master, slice_ in self.copies():
-            if slice_.kept is None and slice_.is_full:  # whatever its memory's layout
+            if self.rounding:
+                value = self.rounding.rounded(master.data(), master, self._shards)
+                into = slice_.parameter.data if slice_.kept is None and slice_.is_full else slice_.data()
+                into.copy_(value.view(into.shape))
+            elif slice_.kept is None and slice_.is_full:  # whatever its memory's layout
                 slice_.parameter.data.copy_(master.data().view(slice_.parameter.shape))
             else:
                 slice_.data().copy_(master.data())
 
+        if self.rounding:
+            self._release()
+
+    def _release(self) -> None:
+        for master, _ in self.copies():
+            master.data().untyped_storage().resize_(0)
+
     def take_parameters(self, names: Collection[str]) -> None:
         """The masters of these become what the parameters are."""
-        for master, slice_ in self.copies():
+        for master, slice_ in self.copies() if self.rounding is None else ():
             if master.name in names:
                 master.data().copy_(_flat(slice_))
 
     def wrong(self) -> str | None:
         """The first parameter here that is not its master rounded."""
-        for master, slice_ in self.copies():
+        for master, slice_ in self.copies() if self.rounding is None else ():
             if not torch.equal(master.data().to(slice_.parameter.dtype), _flat(slice_)):
                 return master.name
         return None
@@ -98,9 +123,12 @@ class Masters:
 
 
 class WithMasters(Exchange):
-    """`inner`, with gradients for masters and parameters from them. group: all replicas."""
+    """`inner`, with gradients for masters and parameters from them. group: all replicas. copied: bytes, before the first step."""
 
-    def __init__(self, inner: Exchange, masters: Masters, group: Group, control: Group) -> None:
+    def __init__(
+        self, inner: Exchange, masters: Masters, group: Group, control: Group, copied: Traffic
+    ) -> None:
+        self._copied = copied
         self._inner, self.masters, self._group, self._control = inner, masters, group, control
         self._inspected = Traffic()
 
@@ -164,6 +192,7 @@ class WithMasters(Exchange):
 
     def finish(self, weight: float) -> Steps[list[Tensor | None]]:
         gradients = yield from self._inner.finish(weight)
+        self.masters.begin_update()
         return [
             each if each is None else each.to(master.data().dtype)
             for each, master in zip(gradients, self.masters.owned, strict=True)
@@ -172,6 +201,11 @@ class WithMasters(Exchange):
     def publish(self) -> Steps[None]:
         self.masters.publish()
         yield from self._inner.publish()
+
+    def settle(self, *, early: bool) -> Steps[bool]:
+        """Whether rounding has made other values of what was updated."""
+        return self.masters.rounding is not None
+        yield
 
     def each_gradient(self, gradients: list[Tensor | None], emit: Emit) -> Steps[None]:
         lowered = [
@@ -183,9 +217,9 @@ class WithMasters(Exchange):
     def each_master(self, emit: Emit) -> Steps[None]:
         """Passes what this rank's replica has of every master to `emit`, as several tensors in the parameter's dtype whose sum it
         is: what gathers parameters gathers these."""
-        here = [(master, slice_) for master, slice_ in self.masters.copies()]
+        here = [] if self.masters.rounding else [*self.masters.copies()]
         full = {each.name: each.data() for each, _ in here}
-        if self._inner.owners is not None:
+        if self._inner.owners is not None and self.masters.rounding is None:
             full = yield from self._gathered([each for each, _ in here])
         parameters = dict(self.masters.local)
         dtypes = {name: parameter.dtype for name, parameter in self.masters.named}
@@ -223,7 +257,7 @@ class WithMasters(Exchange):
         return full
 
     def expected_bytes(self) -> ExpectedBytes:
-        return self._inner.expected_bytes() + ExpectedBytes(so_far=self._inspected)
+        return self._inner.expected_bytes() + ExpectedBytes(once=self._copied, so_far=self._inspected)
 
     def notes(self) -> list[str]:
         return self._inner.notes()
@@ -267,11 +301,14 @@ def sum_of_parts(parts: Sequence[Tensor]) -> Tensor:
 
 
 def _shell(
-    name: str, parameter: nn.Parameter, whole: nn.Parameter, shards: Shards, device: torch.device
-) -> nn.Parameter:
+    name: str, parameter: nn.Parameter, whole: nn.Parameter, shards: Shards, device: torch.device,
+    rounding: StochasticRounding | None,
+) -> nn.Parameter:  # fmt: skip
     """What stands for this rank's part of a parameter in the job's precision, without memory: the parameter of full shape itself
     where that is the part."""
-    dtype = master_dtype(whole.dtype) if parameter.dtype == torch.bfloat16 else parameter.dtype
+    dtype = parameter.dtype
+    if dtype == torch.bfloat16:
+        dtype = torch.float32 if rounding else master_dtype(whole.dtype)
     memory = torch.empty(parameter.shape, dtype=dtype, device=device)
     memory.untyped_storage().resize_(0)
     if name in shards.pieces:

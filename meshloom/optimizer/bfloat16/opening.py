@@ -9,7 +9,6 @@ from meshloom.comm.rank_context import RankContext
 from meshloom.comm.steps import Steps
 from meshloom.core.job import Job, NamedParameters
 from meshloom.core.plan import Plan
-from meshloom.core.precisions import PRECISIONS
 from meshloom.exchange.exchange import Exchange
 from meshloom.optimizer.bfloat16.master_values import MasterValues
 from meshloom.optimizer.updater import Updater
@@ -20,21 +19,30 @@ from meshloom.parameters.shards import Shards
 def open_updater(
     job: Job, plan: Plan, context: RankContext, exchange: Exchange, shards: Shards, *, made: UserOptimizers, whole: NamedParameters,
     local: NamedParameters, stages: Group | None, values: MasterValues | None, refused: Sequence[Collection[str]],
+    scaled: bool,
 ) -> Steps[tuple[Exchange, Updater]]:  # fmt: skip
     """The exchange, around which masters are where `values` gives them, and the updater. Raises `JobError` on all ranks.
 
-    made, whole, local, stages: as of `Updater`, of the parameters themselves. refused: as of `MasterValues.open`.
+    made, whole, local, stages, scaled: as of `Updater`, of the parameters themselves. refused: as of `MasterValues.open`.
     """
     offload = plan.offload == "optimizer"
     if values is None:
-        scaled = PRECISIONS[plan.precision].scaled
         return exchange, Updater(
             job, whole, exchange, shards, local, stages, made, context.device, offload, scaled=scaled
         )
     around = yield from values.open(exchange, local, whole, shards, made, refused)
     masters = around.masters
     updater = Updater(
-        job, values.whole, masters, shards, masters.local, stages, made, context.device, offload
+        job,
+        values.whole,
+        masters,
+        shards,
+        masters.local,
+        stages,
+        made,
+        context.device,
+        offload,
+        scaled=scaled,
     )
     updater.state.masters = masters.held
     return around, updater

@@ -46,6 +46,7 @@ class ChunkRun:
         autocast: torch.dtype | None,
         of_batches: torch.dtype | None,
         scale: ReferenceScale,
+        of_batches: torch.dtype | None,
     ) -> None:
         self._scale = scale
         self._autocast, self._of_batches = autocast, of_batches

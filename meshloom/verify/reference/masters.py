@@ -7,16 +7,23 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
-LOWERED = {"bf16": torch.bfloat16}  # precisions of plans -> of parameters
+from meshloom.verify.reference.rounding_by_chance import rounded_by_chance
+
+LOWERED = {"bf16": torch.bfloat16, "bf16-stochastic": torch.bfloat16}  # precisions of plans -> of parameters
+BY_CHANCE = ("bf16-stochastic",)  # copies are not kept, and parameters rounded by chance
 
 
 class ReferenceMasters:
     """What the optimizers of `model` update, by name: copies of its floating-point trained parameters, which are then rounded to
     `dtype`, as its buffers and batches are; the parameters themselves if there is no such dtype. Layers with running
-    statistics stay as they are."""
+    statistics stay as they are. precision: of the plan; "": no copies. seed: of draws for rounding."""
 
-    def __init__(self, model: nn.Module, dtype: torch.dtype | None) -> None:
-        self.dtype = dtype
+    def __init__(self, model: nn.Module, precision: str, seed: int) -> None:
+        self.dtype = dtype = LOWERED.get(precision)
+        self._by_chance, self._seed = precision in BY_CHANCE, seed
+        self._step, self._update = -1, 0
+        self._exact: dict[str, Tensor] = {}  # before the newest rounding by chance
+        self._before: dict[str, Tensor] = {}
         self._parameters = dict(model.named_parameters())
         layers = [each for each in model.modules() if getattr(each, "running_var", None) is not None]
         kept = {id(each) for layer in layers for each in (*layer.parameters(), *layer.buffers())}
@@ -30,6 +37,9 @@ class ReferenceMasters:
             for tensor in (*model.parameters(), *model.buffers()):
                 if tensor.is_floating_point() and id(tensor) not in kept:
                     tensor.data = tensor.data.to(dtype)
+        for name, copy in self.all.items() if self._by_chance else ():
+            if copy is not self._parameters[name]:
+                copy.data = self._parameters[name].data.float()
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """As of the model."""
@@ -53,13 +63,34 @@ class ReferenceMasters:
             if copy is not parameter:
                 copy.grad = None if gradient is None else gradient.to(copy.dtype)
 
-    def round(self) -> None:
-        """After an update: each parameter is its copy, rounded."""
+    def round(self, step: int) -> None:
+        """After an update in this step: each parameter is its copy, rounded."""
+        self._update = self._update + 1 if step == self._step else 0
+        self._step = step
         for name, parameter in self._parameters.items():
             copy = self.all[name]
-            if copy is not parameter:
-                copy.grad = None
-                parameter.data.copy_(copy.data)
+            if copy is parameter:
+                continue
+            copy.grad = None
+            if self._by_chance:
+                self._before[name], self._exact[name] = parameter.detach().float(), copy.detach().clone()
+                copy.data.copy_(self._rounded(name, self._exact[name]))
+            parameter.data.copy_(copy.data)
+
+    def _rounded(self, name: str, exact: Tensor) -> Tensor:
+        return rounded_by_chance(exact, self._seed, self._step, self._update, name)
+
+    def settled(self, name: str, ours: Tensor) -> Tensor:
+        """A plan's value after an update, with this one's where the draw takes the same value, but for what float32 rounds, to
+        either."""
+        if name not in self._exact:
+            return ours
+        exact = self._exact[name]
+        slack = 1e-4 * (exact - self._before[name]).abs() + 2**-21 * exact.abs()
+        sides = self._rounded(name, exact - slack).float(), self._rounded(name, exact + slack).float()
+        value = ours.to(exact)
+        fits = (value >= torch.minimum(*sides)) & (value <= torch.maximum(*sides))
+        return torch.where(fits, self.all[name].detach(), value)
 
     def replace(self, name: str, value: Tensor) -> None:
         """Continue with this value of a copy."""

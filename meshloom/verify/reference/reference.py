@@ -34,7 +34,7 @@ from meshloom.verify.reference.chunks_of_plan import ReferenceForward, forwards_
 from meshloom.verify.reference.float64_blocks import norm_of_all
 from meshloom.verify.reference.from_files import with_values
 from meshloom.verify.reference.loss_scaling import ReferenceScale
-from meshloom.verify.reference.masters import LOWERED, ReferenceMasters
+from meshloom.verify.reference.masters import ReferenceMasters
 from meshloom.verify.reference.mistakes import subsample_each
 from meshloom.verify.reference.observers import CastWatch, ModuleWatch
 from meshloom.verify.reference.other_precision import convert_model, default_dtype, most_precise
@@ -74,7 +74,7 @@ class Reference:
             self.model = with_values(convert_model(built, self.device, dtype), job)
             if not self.model.training:  # the job returns the whole model in evaluation mode
                 self.model.train()
-            self.updated = ReferenceMasters(self.model, None if dtype else LOWERED.get(plan.precision))
+            self.updated = ReferenceMasters(self.model, "" if dtype else plan.precision, job.seed)
             # single modules in evaluation mode stay in it
             self._modes = [(module, module.training) for module in self.model.modules()]
             losses = trained_losses(job, self.updated)
@@ -85,8 +85,7 @@ class Reference:
         self._watch = ModuleWatch(self.model)
         self.autocast = AUTOCAST.get(plan.precision)  # around losses; float64 tensors are not cast
         self._casts, self.scale = CastWatch(self.precision, self._watch), ReferenceScale(plan)
-        of_batches = dtype or self.updated.dtype
-        self._chunk_run = ChunkRun(job, self.model, self.device, dtype, self._watch, self.autocast, of_batches, self.scale)  # fmt: skip
+        self._chunk_run = ChunkRun(job, self.model, self.device, dtype, self._watch, self.autocast, self.scale, dtype or self.updated.dtype)  # fmt: skip
         self.turn = losses[0]  # the loss whose turn it is
         self.step = -1  # the last one
         self.samples: list[Any] = []
@@ -172,7 +171,7 @@ class Reference:
         casts = list(self._casts.casts)
         with preserved_draws(), default_dtype(self.dtype):
             casts += [] if self.scale.overflowed else _step_all(self)
-        self.updated.round()
+        self.updated.round(self.step)
         self.model.zero_grad(set_to_none=True)
         self.scale.end()
         return StepRecord(
