@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from processes import on_ranks
+from torch import Tensor
 
 from meshloom.comm.group import Group
 from meshloom.comm.objects import agree, collect, scatter_objects, share
@@ -358,6 +359,30 @@ def test_a_killed_process_fails_operations_of_the_others_at_once():
         assert kind is PeerLostError
         assert text.startswith(f"rank {rank} (dp={rank}) lost one of rank ") and f" in {operation}: " in text
         assert seconds < 5
+
+
+def _one_asks_for_the_other() -> tuple[list[str | None], Tensor, str | None]:
+    """What is known of the other rank while it is there, a sum after that, and what is known once it was killed."""
+    group = _join()
+    assert isinstance(group, C10dGroup)
+    operations = group._operations
+    before = [operations.who_is_gone(polls) for polls in (1, 2, 3, 4)]
+    total = torch.ones(5)
+    group.all_reduce(total).wait()
+    if group.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    began, gone = time.monotonic(), None
+    while gone is None and time.monotonic() < began + 10:
+        assert operations.who_is_gone(3) is None  # it does not ask every second
+        gone = operations.who_is_gone(4)
+    return before, total, gone
+
+
+def test_a_rank_that_waits_learns_of_a_closed_connection_by_asking():
+    """Gloo's own waits do not always end: a message that could not be sent any more is forgotten."""
+    (before, total, gone), _ = on_ranks(_one_asks_for_the_other, 2, may_die=[1])
+    assert before == [None] * 4 and torch.equal(total, torch.full((5,), 2.0))
+    assert gone == "rank 1 (dp=1)"
 
 
 class _LateWork:

@@ -16,9 +16,11 @@ from test_cli import FILE, records
 from meshloom.cli.main import main
 from meshloom.comm.shm.native_engine import why_not
 from meshloom.core.errors import DeviceError, MachineError, PlanError
-from meshloom.machine.machine import machine_file, save
+from meshloom.machine.machine import DISK_RATE, machine_file, save
 from meshloom.measure import contention as companions
 from meshloom.measure.at_hand import Wish, devices_for
+from meshloom.planner.measure import disk_rate
+from meshloom.planner.pricing import Devices
 
 HERE = "gloo" if why_not() else "shm"
 
@@ -189,3 +191,31 @@ def test_a_machine_that_was_not_measured_is_measured_first(
     captured = capfd.readouterr()
     assert "this machine is not measured yet" in captured.err
     assert json.loads(machine_file("cpu").read_text())["transport"] == HERE
+
+
+def test_ranks_are_spread_evenly_over_hosts_whose_links_are_known(measured: Path, tmp_path: Path) -> None:
+    inside = machine(transport=HERE)
+    between = tuple(replace(each, place="between") for each in inside.links)
+    files = {"one": inside, "two": replace(inside, links=(*inside.links, *between))}
+    for name, each in files.items():
+        save(each, tmp_path / name)
+    found = devices_for(Wish(ranks=16, hosts=2, machine=tmp_path / "two"), 1, print)
+    assert isinstance(found, Devices)
+    assert (found.hosts, found.ranks_per_host, found.common_memory) == (2, 8, False)
+    assert found.limit(16) == found.limit(8) and found.threads_of(16) == found.threads_of(8)
+    with pytest.raises(MachineError, match="Nothing is known of links between hosts"):
+        devices_for(Wish(ranks=16, hosts=2, machine=tmp_path / "one"), 1, print)
+    with pytest.raises(PlanError, match="--hosts 3 cannot have as many ranks each of 16"):
+        Wish(ranks=16, hosts=3)
+
+
+def test_a_disk_is_measured_and_one_in_memory_is_not(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(disk_rate, "MOST", 2)
+    rate = disk_rate.measure_disk(tmp_path)
+    assert 1e5 < rate < 1e12 and not list(tmp_path.iterdir())
+    assert replace(machine(), disk_bytes_per_second=rate).disk_rate == rate
+    assert machine().disk_rate == DISK_RATE
+    monkeypatch.setattr(disk_rate, "keeps_in_memory", lambda _: True)
+    assert disk_rate.measure_disk(tmp_path) == 0.0
+    with pytest.raises(MachineError, match="A disk of -1.0 bytes per second was not measured"):
+        machine(disk_bytes_per_second=-1.0)

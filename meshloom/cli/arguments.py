@@ -134,6 +134,9 @@ def _add_plan(plan: argparse.ArgumentParser) -> None:
         "--ranks", type=int, metavar="N", help="plans of at most N ranks; they share cores if there are fewer"
     )
     plan.add_argument(
+        "--hosts", type=int, default=1, metavar="N", help="hosts over which the ranks are spread, as many on each (default: 1)"
+    )  # fmt: skip
+    plan.add_argument(
         "--memory", metavar="SIZE", help="memory limit of a rank, like 8GiB (default: its share of the host's memory)"
     )  # fmt: skip
     plan.add_argument(

@@ -31,17 +31,23 @@ def advise(arguments: argparse.Namespace, job: Job, records: Records) -> int:
     wish = Wish(
         devices=arguments.devices, ranks=arguments.ranks, memory_bytes=parse_bytes(arguments.memory) if arguments.memory else 0,
         transport=arguments.transport, machine=Path(arguments.machine) if arguments.machine else None,
+        hosts=arguments.hosts,
     )  # fmt: skip
     tries: int | None = vars(arguments)["try"]  # a word that is no attribute's
     if tries and wish.machine:
         raise PlanError(
             f"--try trains on this machine, and --machine {wish.machine} prices plans for another. Leave one of them out."
         )
+    if tries and wish.hosts > 1:
+        raise PlanError(
+            f"--try trains on this machine, and --hosts {wish.hosts} prices plans for several. Leave one of them out."
+        )
     plans = [Plan.parse(arguments.plan)] if arguments.plan else None
+    rehearsed = "simulated" if wish.machine or wish.hosts > 1 else "cpu"
     for plan in plans or ():
         check_plan(job, plan)
-        check_ranks(plan.mesh.size, "simulated" if wish.machine else "cpu", arguments.oversubscribe)
-    check_ranks(wish.num_ranks or 1, "simulated" if wish.machine else "cpu", arguments.oversubscribe)
+        check_ranks(plan.mesh.size, rehearsed, arguments.oversubscribe)
+    check_ranks(wish.num_ranks or 1, rehearsed, arguments.oversubscribe)
     devices = devices_for(wish, plans[0].mesh.size if plans else 1, lambda text: print(text, file=sys.stderr))
     if isinstance(devices, int):
         return devices

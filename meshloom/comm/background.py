@@ -26,12 +26,16 @@ class Patience:
     member: name of this rank in errors, like "rank 3 (dp=3)".
     activity: where it notes that it waits. After a wait that failed it still says so.
     who_left: the name of a rank that has aborted, or None; called once a second during a wait.
+    who_is_gone: the name of a rank whose connection is closed, or None; given the number of such calls in a wait.
     aborted: whether this rank has aborted its group.
     """
 
-    def __init__(self, member: str, activity: Activity | None, who_left: Callable[[], str | None]) -> None:
+    def __init__(
+        self, member: str, activity: Activity | None, who_left: Callable[[], str | None],
+        who_is_gone: Callable[[int], str | None] = lambda polls: None,
+    ) -> None:  # fmt: skip
         self.aborted = False
-        self.who_left = who_left
+        self.who_left, self._who_is_gone = who_left, who_is_gone
         self.member = member
         self._activity = activity or Activity()
 
@@ -44,10 +48,14 @@ class Patience:
         """Wait for an operation, checking once a second for a rank that left."""
         self.check(what)
         self._activity.waits()
+        polls = 0
         while not wait_for_futures([operation], _POLL_SECONDS).done:
             self.check(what)
+            polls += 1
             if left := self.who_left():
                 raise PeerLostError(f"{self.member} lost {left}, which has aborted, in {what}.")
+            if gone := self._who_is_gone(polls):
+                raise PeerLostError(f"{self.member} lost {gone} in {what}: connection closed.")
         if (error := operation.exception()) is not None:
             if self.aborted:
                 raise PeerLostError(f"{self.member} has aborted its group: {what} cannot run.") from error

@@ -26,6 +26,7 @@ class Wish:
 
     devices: auto, cpu, or a number of ranks. ranks: the most of them; None: one per core, up to `MOST_RANKS`.
     memory_bytes: of each rank; 0: its share of the host's. machine: the file of another machine.
+    hosts: over which the ranks are spread, as many on each.
     """
 
     devices: str = "auto"
@@ -33,6 +34,7 @@ class Wish:
     memory_bytes: int = 0
     transport: str = "auto"
     machine: Path | None = None
+    hosts: int = 1
 
     def __post_init__(self) -> None:
         if self.devices.isdecimal():
@@ -46,6 +48,10 @@ class Wish:
             )
         if self.num_ranks is not None and self.num_ranks < 1:
             raise PlanError(f"{self.num_ranks} ranks can run no plan. Use --ranks 1 or more.")
+        if self.hosts < 1 or (self.hosts > 1 and (self.num_ranks is None or self.num_ranks % self.hosts)):
+            raise PlanError(
+                f"--hosts {self.hosts} cannot have as many ranks each of {self.num_ranks or 'no given number'}. Give --ranks, a multiple of the hosts."
+            )
 
     @property
     def num_ranks(self) -> int | None:
@@ -65,6 +71,11 @@ def devices_for(wish: Wish, least: int, tell: Callable[[str], None]) -> Devices 
             "Plans are rehearsed on CPUs, and here are GPUs, which other plans are best for. Use --devices cpu to price plans for the CPU."
         )
     num_ranks = max(wish.num_ranks or min(cores(), MOST_RANKS), least)
+    if num_ranks % wish.hosts:
+        raise PlanError(
+            f"{num_ranks} ranks cannot be spread evenly over {wish.hosts} hosts. Give --ranks, a multiple of the hosts."
+        )
+    ranks_here = num_ranks // wish.hosts
     transport = "gloo" if wish.transport == "gloo" or why_not() else "shm"
     here = this_machine("cpu")
     if wish.machine is not None:
@@ -73,10 +84,10 @@ def devices_for(wish: Wish, least: int, tell: Callable[[str], None]) -> Devices 
         machine = here
     else:
         tell(
-            f"this machine is not measured yet; measuring it for up to {max(2, num_ranks)} ranks (half a minute), into {machine_file('cpu')}"
+            f"this machine is not measured yet; measuring it for up to {max(2, ranks_here)} ranks (half a minute), into {machine_file('cpu')}"
         )
         measured = measure_machine(
-            CalibrationRequest(devices="cpu", ranks=max(2, num_ranks), transport=wish.transport)
+            CalibrationRequest(devices="cpu", ranks=max(2, ranks_here), transport=wish.transport)
         )
         if isinstance(measured, int):
             return measured
@@ -90,8 +101,9 @@ def devices_for(wish: Wish, least: int, tell: Callable[[str], None]) -> Devices 
     return Devices(
         num_ranks=num_ranks,
         machine=machine,
-        threads_of=threads_per_rank,
-        common_memory=transport == "shm",
+        threads_of=lambda ranks: threads_per_rank(min(ranks, ranks_here)),
+        common_memory=transport == "shm" and wish.hosts == 1,
+        hosts=wish.hosts,
         memory_bytes=wish.memory_bytes,
         here=here,
     )
@@ -105,6 +117,11 @@ def _check(machine: Machine, transport: str, num_ranks: int, wish: Wish) -> None
     if num_ranks > 1 and not machine.links:
         raise MachineError(
             f"The machine {machine.name} was calibrated with one rank, so nothing is known of links. Run meshloom calibrate --ranks {num_ranks}."
+        )
+    if wish.hosts > 1 and not any(link.place == "between" for link in machine.links):
+        raise MachineError(
+            f"Nothing is known of links between hosts: {machine.name} was calibrated on one. Run meshloom calibrate under torchrun on {wish.hosts} hosts, and "
+            "give its file with --machine."
         )
     if num_ranks > 1 and machine.transport.partition("+")[0] != transport:
         option = " --transport gloo" if transport == "gloo" else ""

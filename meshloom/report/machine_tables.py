@@ -39,6 +39,9 @@ def print_machine(machine: Machine, console: Console) -> None:
     call, backward_call = map(format_seconds, (machine.call_seconds, machine.backward_call_seconds))
     table.add_row("call", "", call, "", backward_call, "", "")
     console.print(table)
+    if machine.disk_bytes_per_second:
+        rate = f"{format_number(machine.disk_bytes_per_second)}B/s"
+        print_line(console, f"disk for temporary files: {rate}, reading as much as writing")
     if not machine.links:
         print_line(console, "collectives: not measured, there was one rank")
         return

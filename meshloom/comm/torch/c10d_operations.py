@@ -14,6 +14,7 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import count
 
 import torch
 import torch.distributed as dist
@@ -56,7 +57,7 @@ class C10dOperations:
         self._members, self._member = members, members[process_group.rank()]
         self._activity = activity
         self._notes = Notes(process_group.get_group_store)
-        self._process_group, self._polls = process_group, 0
+        self._process_group = process_group
         self._aborted = False
         # under way, with what the backend or this rank holds for them in bytes
         self._holding: deque[tuple[Work, int]] = deque()
@@ -109,11 +110,10 @@ class C10dOperations:
         """The member that has aborted, if one has and its note can be read."""
         return self._notes.who_left()
 
-    def who_is_gone(self) -> str | None:
-        """The member whose connection is closed, if one is. Called once a second during waits; asks after 1, 2, 4, 8, ...
-        of them, because every question stays with Gloo."""
-        self._polls += 1
-        if self._polls & (self._polls - 1):
+    def who_is_gone(self, polls: int) -> str | None:
+        """The member whose connection is closed, if one is. polls: seconds of a wait; it asks after 1, 2, 4, 8, ... of
+        them, because every question stays with Gloo."""
+        if polls & (polls - 1):
             return None
         for rank, member in enumerate(self._members):
             if rank != self._process_group.rank():
@@ -136,8 +136,7 @@ class C10dOperations:
         self._holding.append((work, num_bytes))
 
     def _wait(self, work: dist.Work, what: str, poll: bool) -> None:
-        self._polls = 0
-        while poll:
+        for polls in count(1) if poll else ():
             self._check_aborted(what)
             try:
                 work.wait(_POLL)
@@ -148,7 +147,7 @@ class C10dOperations:
                     return
                 if left := self.who_left():
                     raise PeerLostError(f"{self._member} lost {left}, {ABORTED}, in {what}.") from None
-                if gone := self.who_is_gone():
+                if gone := self.who_is_gone(polls):
                     raise PeerLostError(f"{self._member} lost {gone} in {what}: connection closed.") from None
         self._check_aborted(what)
         work.wait()

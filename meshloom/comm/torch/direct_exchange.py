@@ -47,7 +47,7 @@ class DirectExchange:
     ) -> None:
         self._process_group, self._members, self._operations = process_group, members, operations
         self._rank, self._size = process_group.rank(), process_group.size()
-        self._patience = Patience(members[self._rank], activity, operations.who_left)
+        self._patience = Patience(members[self._rank], activity, operations.who_left, operations.who_is_gone)
         self._background: Background | None = None
         self._tags = cycle(_TAGS)  # ranks start the same operations in the same order
 

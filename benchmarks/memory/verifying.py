@@ -1,0 +1,90 @@
+"""The most memory that each rank has while its plan is verified, beside the same plan in training.
+
+    python benchmarks/memory/verifying.py --json -
+
+A GPT of about 50 million parameters in float32 with AdamW. Memory is the kernel's `Pss`, which this process reads of
+every rank while it runs; what a rank has at the end of its imports (`--imported`, in MiB) is in it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+sys.path += [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "step")]
+from gpt import GPT, Size, loss, make_data, make_optimizer
+from records import write_records
+
+import meshloom as ml
+
+SIZE = Size(vocabulary=8000, width=640, blocks=8, heads=10, length=128, tied=False)
+BATCH, MIB = 4, 2**20
+job = ml.Job(
+    model=lambda: GPT(SIZE),
+    loss=loss,
+    optimizer=make_optimizer,
+    data=lambda: make_data(4 * BATCH, SIZE),
+    batch_size=BATCH,
+    steps=2,
+)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--json", metavar="FILE", help="write one record per run to FILE; - is standard output"
+    )
+    parser.add_argument("--plans", nargs="+", default=["tp=2", "pp=2,microbatches=2", "dp=2,zero=3"])
+    parser.add_argument("--every", type=float, default=0.05, help="seconds between two looks")
+    arguments = parser.parse_args()
+    parameters = sum(each.nbytes for each in GPT(SIZE).parameters())
+    records: list[dict[str, Any]] = []
+    for plan in arguments.plans:
+        for verb, options in (("train", ["--transport", "gloo"]), ("verify", ["--steps", "2"])):
+            command = [sys.executable, "-m", "meshloom", verb, f"{__file__}:job", "--plan", plan, *options]
+            peaks = watched(command, arguments.every)
+            found = {str(rank): round(size / MIB) for rank, size in sorted(peaks.items())}
+            records.append({"plan": plan, "verb": verb, "parameters_mib": round(parameters / MIB), "peak_mib": found})
+    write_records(records, arguments.json)
+    return 0
+
+
+def watched(command: list[str], every: float) -> dict[int, int]:
+    """Rank -> the most bytes that it had while the command ran."""
+    peaks: dict[int, int] = {}
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
+        while process.poll() is None:
+            for pid in [int(each.name) for each in Path("/proc").iterdir() if each.name.isdecimal()]:
+                with suppress(OSError, ValueError):
+                    if (rank := rank_of(pid, process.pid)) is not None:
+                        peaks[rank] = max(peaks.get(rank, 0), proportional(pid))
+            time.sleep(every)
+    if process.returncode:
+        raise SystemExit(process.returncode)
+    return peaks
+
+
+def rank_of(pid: int, launcher: int) -> int | None:
+    """The rank that a child of the launcher is."""
+    parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]
+    if int(parent) != launcher:
+        return None
+    variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    return next((int(each[5:]) for each in variables if each.startswith(b"RANK=")), None)
+
+
+def proportional(pid: int) -> int:
+    """The `Pss` of a process, in bytes."""
+    for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+        if line.startswith("Pss:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
