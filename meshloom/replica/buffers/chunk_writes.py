@@ -106,7 +106,8 @@ class ChunkWrites:
         for one, other in self._maps.learn(list(changed.values()), chunk):
             self._tie(changed[one], changed[other])
         sizes = Counter(buffer.group for buffer in self._buffers)
-        self._varying.look([each for each in changed.values() if sizes[each.group] == 1], chunk)
+        untied = {each.name for each in changed.values() if sizes[each.group] == 1}
+        self._varying.look(list(changed.values()), untied, chunk)
         if len(self._chunks) == 1:  # the first one of the step
             written = [each for each in self._buffers if isinstance(each.original, nn.Parameter)]
             self._maps.learn_again([each for each in written if each.group == each.number], chunk)

@@ -8,7 +8,7 @@ the third one, and ever more rarely, by one run of the chunk on another value; i
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import compress
 
 import torch
@@ -29,12 +29,18 @@ class VaryingFactors:
     def __init__(self, model: nn.Module, *, every_chunk: bool, unite: Unite) -> None:
         self._model, self._every_chunk, self._unite = model, every_chunk, unite
 
-    def look(self, changed: Sequence[TrackedBuffer], chunk: ChunkEnds) -> None:
-        """Give a chunk its own factors, where they differ between chunks. changed: the recurrences that it writes."""
+    def look(self, changed: Sequence[TrackedBuffer], untied: Collection[str], chunk: ChunkEnds) -> None:
+        """Give a chunk its own factors, where they differ between chunks. changed: the buffers that it writes. untied: names
+        of those that say nothing about others."""
         due: list[TrackedBuffer] = []
         learned: list[TrackedBuffer] = []
         for each in changed:
-            if each.last or each.known is None or not each.start.is_floating_point():
+            if (
+                each.name not in untied
+                or each.last
+                or each.known is None
+                or not each.start.is_floating_point()
+            ):
                 continue
             if isinstance(each.original, nn.Parameter):  # whose factors are found in every step
                 continue
@@ -48,28 +54,35 @@ class VaryingFactors:
         if not due or chunk.rerun is None:
             return
         constant = [each for each in due if not each.varies]
-        moved = self._differ(constant, self._factors(constant, due, chunk), chunk)
+        moved = self._differ(constant, self._factors(constant, changed, chunk), chunk)
         for each in [*(each for each in due if each.varies), *compress(constant, moved)]:
-            alone = self._factors([each], due, chunk)
-            each.varies = each.varies or self._differ([each], alone, chunk)[0]
-            if each.varies:
-                chunk.factors |= alone
+            alone = self._factors([each], changed, chunk)
+            if not each.varies and self._differ([each], alone, chunk)[0]:
+                each.varies = True
+                others = [self._factors([each], changed, chunk, times) for times in (-1.5, 2.625)]
+                each.last = self._united([_disagree(each, [alone, *others])], each.start.device)[0]
+            chunk.factors |= alone
 
     def _factors(
-        self, shifted: Sequence[TrackedBuffer], due: Sequence[TrackedBuffer], chunk: ChunkEnds
+        self,
+        shifted: Sequence[TrackedBuffer],
+        changed: Sequence[TrackedBuffer],
+        chunk: ChunkEnds,
+        times: float = 1.0,
     ) -> dict[str, Tensor]:
-        """Factors [numel] of `shifted`, which get other values together; none if the chunk cannot be run on them."""
+        """Factors [numel] of `shifted`, which get other values together, so far away; none if the chunk cannot be run on
+        them."""
         if not shifted or chunk.rerun is None:
             return {}
-        points = {each.name: finite(each.start) for each in due}
-        values = dict(points)
+        points = {each.name: finite(each.start) for each in shifted}
+        values = {each.name: each.start for each in changed}
         for each in shifted:
             point = points[each.name]
-            values[each.name] = unflat(flat(point) + first_shift(point, point), point)
-        ends = None if self._every_chunk else {name: chunk.ends[name] for name in points}
+            values[each.name] = unflat(flat(point) + times * first_shift(point, point), point)
+        ends = None if self._every_chunk else {each.name: chunk.ends[each.name] for each in changed}
         try:
             with restored(self._model):
-                results, _ = Rerun(due, chunk.rerun, self._model, ends)(values)
+                results, _ = Rerun(changed, chunk.rerun, self._model, ends)(values)
         except PeerLostError:
             raise
         except Exception:  # it refuses values that it would never see
@@ -84,11 +97,15 @@ class VaryingFactors:
     def _differ(
         self, buffers: Sequence[TrackedBuffer], found: Mapping[str, Tensor], chunk: ChunkEnds
     ) -> list[bool]:
-        """Whether factors are not those that are known; logical or over ranks that run chunks together."""
+        """Whether factors are not those that are known, on any rank that runs a part of the chunk."""
         if not buffers:
             return []
         mine = [self._differs(each, found.get(each.name), chunk) for each in buffers]
-        flags = torch.tensor(mine, dtype=torch.int64, device=buffers[0].start.device)
+        return self._united(mine, buffers[0].start.device)
+
+    def _united(self, mine: Sequence[bool], device: torch.device) -> list[bool]:
+        """Logical or over ranks that run chunks together."""
+        flags = torch.tensor(mine, dtype=torch.int64, device=device)
         return [bool(each) for each in self._unite(flags).tolist()]
 
     def _differs(self, buffer: TrackedBuffer, found: Tensor | None, chunk: ChunkEnds) -> bool:
@@ -99,6 +116,14 @@ class VaryingFactors:
             where &= chunk.where[buffer.name]
         known = buffer.factor[where]
         return bool(((found[where] - known).abs() > _limit(buffer) * (1 + known.abs())).any())
+
+
+def _disagree(buffer: TrackedBuffer, runs: Sequence[Mapping[str, Tensor]]) -> bool:
+    """Whether what comes out is no multiple of what goes in: a histogram whose range grows is merged otherwise."""
+    found = [each[buffer.name] for each in runs if buffer.name in each]
+    finite = torch.isfinite(flat(buffer.start))
+    limit = _limit(buffer) * (1 + found[0].abs()) if found else 0.0
+    return len(found) < 2 or any(bool(((each - found[0]).abs() > limit)[finite].any()) for each in found[1:])
 
 
 def _is_due(buffer: TrackedBuffer) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -54,8 +55,10 @@ class ChunkRun:
         self.loss = job.loss  # of several the one whose turn it is
         self.draws = 0  # losses whose turn it was before in the step
 
-    def run(self, forward: ReferenceForward, step: int, casts: CastWatch, batch_size: int) -> ChunkResult:
-        """Forward and backward; gradients accumulate.
+    def run(
+        self, forward: ReferenceForward, step: int, casts: CastWatch | None, batch_size: int
+    ) -> ChunkResult:
+        """Forward and backward; gradients accumulate. casts: None: only what it leaves behind is wanted.
 
         batch_size: samples of the step. A loss that is a mean over samples enters backward as the chunk's share of
         the mean over all of them, which hooks on gradients see.
@@ -65,9 +68,11 @@ class ChunkRun:
         seed_everything(derive(seed, "turn", self.draws) if self.draws else seed)
         draws: list[str] = []
         initial_seed = torch.initial_seed()
-        self._watch.start()
+        if casts is not None:
+            self._watch.start()
         # Includes backward: activation checkpointing repeats forwards there and must draw the same numbers.
-        with default_dtype(self._dtype), casts, KeyedDraws(forward.rows, draws), at_step(step):
+        keyed = KeyedDraws(forward.rows, None if casts is None else draws)
+        with default_dtype(self._dtype), casts or nullcontext(), keyed, at_step(step):
             with torch.autocast(self._device.type, self._autocast, enabled=self._autocast is not None):
                 returned = self.loss(self._model, batch)
             loss_sum, weight = as_sum(returned, len(forward.samples))
@@ -77,7 +82,7 @@ class ChunkRun:
             else:
                 divisor = 1.0 if isinstance(returned, tuple) else float(batch_size)
                 (loss_sum / divisor).backward()
-        modules = self._watch.stop()
+        modules = () if casts is None else self._watch.stop()
         total = float(loss_sum.detach())
         return ChunkResult(
             loss_sum=total, weight=float(weight), seed=initial_seed, draws=tuple(draws), modules=modules, divisor=divisor

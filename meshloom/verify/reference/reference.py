@@ -201,7 +201,7 @@ class Reference:
         self._buffers.load(buffers)
         self.model.zero_grad(set_to_none=True)
         try:
-            self.run_forward(forward)
+            self._chunk_run.run(forward, self.step, None, len(self.samples))
             return self._buffers.snapshot()
         finally:
             with torch.no_grad():
