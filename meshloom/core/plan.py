@@ -72,6 +72,7 @@ class Plan:
     outer_learning_rate, outer_momentum: for diloco, of its outer step (Nesterov momentum on mean changes).
     compress: gradients sent as `bf16`, as factors of rank R (`powersgd:R`), or as the share X of elements
         that are largest (`topk:X`); `none`.
+    reduce: what gradients travel as between replicas: their own dtype (`own`), `float32` or `bf16`.
     shares: proportions in which a batch is split over replicas: `even`, given (`3+3+3+1`) or `measured` (by
         speed).
 
@@ -128,6 +129,7 @@ class Plan:
     outer_learning_rate: float = 0.7
     outer_momentum: float = 0.9
     compress: str = "none"
+    reduce: str = "own"
     shares: str = "even"
     precision: str = "float32"
 
