@@ -85,9 +85,9 @@ class Plan:
     memory_bytes: limit, in bytes, of what a rank holds of parameters, gradients, optimizer state and saved
         activations; cuts and sharding are chosen to fit, and a run that cannot is refused. 0: the device's memory,
         or the host's for all of its ranks. Text may have a unit: `memory_bytes=8GiB`.
-    tp_placements: pattern of module names -> how the parameters of matching modules, and of all modules
-        inside them, are sharded over tp: `column` (output features), `row` (input features), `vocabulary`,
-        `heads`, `channels`, `experts`, `dim0`, `dim1`, ..., or `replicated`. All others are chosen by cost.
+    tp_placements: pattern of module names -> how the parameters of matching modules, and of all modules inside them, are sharded
+        over tp: `column` (output features), `row` (input features), `vocabulary`, `heads`, `channels`, `experts`, `dim0`,
+        `dim1`, ..., or `replicated`. All others are chosen by cost.
     schedule: order in which the ranks along pp compute: `gpipe`, `1f1b`, `interleaved`, `zb-h1` or `zb-v`.
     virtual_stages: stages on each rank along pp; 0: the schedule's minimum.
     cuts: names of the modules that begin the stages after the first, in order. Empty: chosen so that the
