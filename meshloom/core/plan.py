@@ -62,8 +62,7 @@ class Plan:
         `ring`, `tree`, `halving` and `hierarchical` do so by that algorithm instead of the backend's own.
         `server`: some ranks update for all, once a step. `async`: servers update with every push.
         `local_sgd`, `diloco`: replicas take independent local steps and average parameters now and then.
-    servers: number of servers, over which elements are sharded evenly. With exchange=server they are the
-        first replicas.
+    servers: number of servers, over which elements are sharded evenly; with exchange=server the first replicas.
     staleness: for exchange=async, how many steps the fastest worker may be ahead of the slowest; None (in
         text `inf`) is unlimited. 0 turns exchange=async into exchange=server.
     rate_by_age: for exchange=async, divide the learning rate of a push by the number of updates made since
@@ -90,8 +89,7 @@ class Plan:
         `dim1`, ..., or `replicated`. All others are chosen by cost.
     schedule: order in which the ranks along pp compute: `gpipe`, `1f1b`, `interleaved`, `zb-h1` or `zb-v`.
     virtual_stages: stages on each rank along pp; 0: the schedule's minimum.
-    cuts: names of the modules that begin the stages after the first, in order. Empty: chosen so that the
-        slowest stage is as fast as possible.
+    cuts: names of the modules that begin the stages after the first, in order. Empty: those of the fastest slowest stage.
 
     >>> Plan(dp=4, microbatches=2)
     Plan('dp=4,microbatches=2')
