@@ -222,6 +222,9 @@ def _on_processes(plan: str) -> bool | None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("plan", ["dp=2,zero=1", pytest.param("dp=2", marks=pytest.mark.slow), pytest.param("dp=2,zero=2,microbatches=2", marks=pytest.mark.slow)])  # fmt: skip
+@pytest.mark.parametrize(
+    "plan",
+    ["dp=2,zero=1", *(pytest.param(plan, marks=pytest.mark.slow) for plan in ("dp=2", "dp=2,zero=2,microbatches=2"))],
+)  # fmt: skip
 def test_on_processes(plan: str):
     assert on_ranks(_on_processes, 2, plan, timeout_seconds=200.0) == [True, None]
