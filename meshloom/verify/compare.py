@@ -206,16 +206,10 @@ class GradientErrors:
     """
 
     def __init__(
-        self,
-        reference: Gradients,
-        step: int,
-        tolerance: float,
-        measure_rounding: Callable[[], Mapping[str, float]] | None = None,
-        partial: torch.dtype | None = None,
-        precision: torch.dtype | None = None,
-        travels: float = 0.0,
+        self, reference: Gradients, step: int, tolerance: float, measure_rounding: Callable[[], Mapping[str, float]] | None = None,
+        partial: torch.dtype | None = None, precision: torch.dtype | None = None, travels: float = 0.0,
         measure_travels: Callable[[], Mapping[str, float]] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._travels, self._measure_travels = travels, measure_travels
         self._of_travels: Mapping[str, float] | None = None
         self._half_unit = 0.0 if partial is None else torch.finfo(partial).eps / 2
