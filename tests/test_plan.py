@@ -70,6 +70,13 @@ exchanges = st.one_of(
         staleness=st.none() | counts,
         rate_by_age=st.booleans(),
     ),
+    st.builds(
+        Plan,
+        dp=several,
+        zero=st.integers(0, 3),
+        reduce=st.sampled_from(["own", "float32", "bf16"]),
+        precision=st.sampled_from(["float32", "fp16-mixed"]),
+    ),
     st.builds(Plan, dp=several, exchange=st.just("local_sgd"), local_steps=counts),
     st.builds(
         Plan,
@@ -138,6 +145,7 @@ def test_the_strategy_covers_every_field():
         "outer_learning_rate",
         "outer_momentum",
         "compress",
+        "reduce",
         "shares",
     }
 
@@ -242,7 +250,7 @@ def test_a_plan_knows_its_ranks_and_chunks():
             "color=2",
             "A plan has no setting 'color'. Known: dp, pp, tp, microbatches, zero, zero_within, offload, sync_batch_norm, overlap, bucket_bytes, keyed_draws, "
             "tp_placements, memory_bytes, schedule, virtual_stages, cuts, recompute, compile, exchange, servers, staleness, rate_by_age, local_steps, "
-            "outer_learning_rate, outer_momentum, compress, shares, precision.",
+            "outer_learning_rate, outer_momentum, compress, reduce, shares, precision.",
         ),
         ("dp=2,offload=optimiser", "offload=optimiser is not known. Did you mean optimizer?"),
         (

@@ -40,6 +40,8 @@ class ExchangeSettings(Protocol):
     def outer_momentum(self) -> float: ...
     @property
     def compress(self) -> str: ...
+    @property
+    def reduce(self) -> str: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,6 +163,9 @@ COMPRESSIONS: Mapping[str, CompressionEntry] = {
 }
 
 
+# What gradients travel as -> the name of torch's dtype; "": whatever they have.
+REDUCED_AS: Mapping[str, str] = {"own": "", "float32": "float32", "bf16": "bfloat16"}
+
 # What a rank holds only its slices of, along dp, under zero=1, 2, 3; each in addition to those before.
 ZERO_SLICES = ("the optimizer's state", "gradients", "parameters")
 
@@ -210,6 +215,7 @@ def check_exchange(plan: ExchangeSettings, defaults: Mapping[str, Any]) -> None:
             raise PlanError(
                 f"compress={plan.compress} compresses what replicas send each other, and dp=1. Use dp=2 or more, or leave compress out."
             )
+    _check_reduce(plan)
     if plan.dp == 1 and entry.synchronous and exchange != "all_reduce":
         raise PlanError(
             f"exchange={exchange} is between replicas, and dp=1. Use dp=2 or more, or leave exchange out."
@@ -225,6 +231,22 @@ def check_exchange(plan: ExchangeSettings, defaults: Mapping[str, Any]) -> None:
             f"sync_batch_norm=true joins the chunks of replicas that hold the same parameters, and with exchange={exchange} they do not. "
             "Use exchange=all_reduce or server, or sync_batch_norm=false."
         )
+
+
+def _check_reduce(plan: ExchangeSettings) -> None:
+    check_known("reduce", plan.reduce, REDUCED_AS)
+    entry, told = EXCHANGES[plan.exchange], f"reduce={plan.reduce} says what gradients travel as"
+    if plan.reduce == "own":
+        return
+    if entry.independent or not entry.synchronous:
+        what = "parameters travel" if entry.independent else "workers push theirs one by one"
+        raise PlanError(
+            f"{told}, and with exchange={plan.exchange} {what}. Use exchange=all_reduce or server, or leave reduce out."
+        )
+    if plan.compress != "none":
+        raise PlanError(f"{told}, and so does compress={plan.compress}. Leave one of them out.")
+    if plan.dp == 1:
+        raise PlanError(f"{told} between replicas, and dp=1. Use dp=2 or more, or leave reduce out.")
 
 
 def _check_ranges(plan: ExchangeSettings) -> None:

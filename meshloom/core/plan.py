@@ -62,8 +62,7 @@ class Plan:
         `ring`, `tree`, `halving` and `hierarchical` do so by that algorithm instead of the backend's own.
         `server`: some ranks update for all, once a step. `async`: servers update with every push.
         `local_sgd`, `diloco`: replicas take independent local steps and average parameters now and then.
-    servers: number of servers, over which elements are sharded evenly. With exchange=server they are the
-        first replicas.
+    servers: number of servers, over which elements are sharded evenly; with exchange=server the first replicas.
     staleness: for exchange=async, how many steps the fastest worker may be ahead of the slowest; None (in
         text `inf`) is unlimited. 0 turns exchange=async into exchange=server.
     rate_by_age: for exchange=async, divide the learning rate of a push by the number of updates made since
@@ -72,6 +71,7 @@ class Plan:
     outer_learning_rate, outer_momentum: for diloco, of its outer step (Nesterov momentum on mean changes).
     compress: gradients sent as `bf16`, as factors of rank R (`powersgd:R`), or as the share X of elements
         that are largest (`topk:X`); `none`.
+    reduce: what gradients travel as between replicas: their own dtype (`own`), `float32` or `bf16`.
     shares: proportions in which a batch is split over replicas: `even`, given (`3+3+3+1`) or `measured` (by
         speed).
 
@@ -84,13 +84,12 @@ class Plan:
     memory_bytes: limit, in bytes, of what a rank holds of parameters, gradients, optimizer state and saved
         activations; cuts and sharding are chosen to fit, and a run that cannot is refused. 0: the device's memory,
         or the host's for all of its ranks. Text may have a unit: `memory_bytes=8GiB`.
-    tp_placements: pattern of module names -> how the parameters of matching modules, and of all modules
-        inside them, are sharded over tp: `column` (output features), `row` (input features), `vocabulary`,
-        `heads`, `channels`, `experts`, `dim0`, `dim1`, ..., or `replicated`. All others are chosen by cost.
+    tp_placements: pattern of module names -> how the parameters of matching modules, and of all modules inside them, are sharded
+        over tp: `column` (output features), `row` (input features), `vocabulary`, `heads`, `channels`, `experts`, `dim0`,
+        `dim1`, ..., or `replicated`. All others are chosen by cost.
     schedule: order in which the ranks along pp compute: `gpipe`, `1f1b`, `interleaved`, `zb-h1` or `zb-v`.
     virtual_stages: stages on each rank along pp; 0: the schedule's minimum.
-    cuts: names of the modules that begin the stages after the first, in order. Empty: chosen so that the
-        slowest stage is as fast as possible.
+    cuts: names of the modules that begin the stages after the first, in order. Empty: those of the fastest slowest stage.
 
     >>> Plan(dp=4, microbatches=2)
     Plan('dp=4,microbatches=2')
@@ -128,6 +127,7 @@ class Plan:
     outer_learning_rate: float = 0.7
     outer_momentum: float = 0.9
     compress: str = "none"
+    reduce: str = "own"
     shares: str = "even"
     precision: str = "float32"
 

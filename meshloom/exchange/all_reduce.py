@@ -29,7 +29,8 @@ from meshloom.telemetry.traffic import ExpectedBytes
 def open_all_reduce(setup: Setup) -> Exchange:
     """The all-reduce of gradients or, with zero=1, 2 and where replicas share one copy of the parameters, the
     reduce-scatter to the owner of each slice."""
-    plan, windows, settings = setup.plan, setup.windows, setup.bucket_settings
+    plan, settings = setup.plan, setup.bucket_settings
+    windows = None if setup.travels else setup.windows  # a copy travels, not what lies there
     zero: Callable[..., Exchange] = ZeroOne
     if plan.zero == 2:
         zero = partial(ZeroTwo, rounds=plan.microbatches, late=setup.late)
@@ -44,7 +45,10 @@ def open_all_reduce(setup: Setup) -> Exchange:
     if plan.zero == 3:
         return open_zero_three(setup)
     setup.fill_parameters()
-    return (zero if plan.zero else AllReduce)(setup.dense, setup.group, windows=windows, **settings)
+    if not plan.zero:
+        exact = partial(Exact, travels=setup.travels)
+        return AllReduce(setup.dense, setup.group, windows=windows, reduction=exact, **settings)
+    return zero(setup.dense, setup.group, windows=windows, travels=setup.travels, **settings)
 
 
 class AllReduce(Exchange):

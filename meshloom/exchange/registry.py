@@ -7,12 +7,13 @@ from dataclasses import dataclass, field
 from pkgutil import resolve_name
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from meshloom.comm.group import Group
 from meshloom.comm.rank_context import SliceGroups
 from meshloom.comm.windows import Windows
-from meshloom.core.exchanges import COMPRESSIONS, EXCHANGES
+from meshloom.core.exchanges import COMPRESSIONS, EXCHANGES, REDUCED_AS
 from meshloom.core.plan import Plan
 from meshloom.exchange.alone import Alone
 from meshloom.exchange.buckets.reduction import Reduction
@@ -69,6 +70,12 @@ class Setup:
             "overlap": self.plan.overlap,
             "replicated": self.replicated,
         }
+
+    @property
+    def travels(self) -> torch.dtype | None:
+        """What gradients travel as; None: their own dtype."""
+        name = REDUCED_AS[self.plan.reduce]
+        return getattr(torch, name) if name else None
 
     def alone(self) -> Exchange:
         """The exchange of a single replica."""

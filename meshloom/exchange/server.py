@@ -17,11 +17,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
+import torch
 from torch import Tensor, nn
 
 from meshloom.comm.group import Group
 from meshloom.comm.steps import Steps
 from meshloom.exchange.buckets.buckets import Bucket, GradientBuckets
+from meshloom.exchange.buckets.travelling import TravellingSums
 from meshloom.exchange.copies import ParameterCopies
 from meshloom.exchange.exchange import Exchange
 from meshloom.exchange.registry import Setup
@@ -32,12 +34,18 @@ from meshloom.telemetry.traffic import ExpectedBytes, Traffic
 
 def open_server(setup: Setup) -> Exchange:
     """The exchange with the plan's number of servers."""
-    return Server(setup.dense, setup.group, num_servers=setup.plan.servers, **setup.bucket_settings)
+    return Server(
+        setup.dense,
+        setup.group,
+        num_servers=setup.plan.servers,
+        travels=setup.travels,
+        **setup.bucket_settings,
+    )
 
 
 class Server(Sharded):
     """The first `num_servers` ranks of `group` own all parameters, split evenly by bytes; the others own
-    none."""
+    none. travels: what gradients travel as; None: their own dtype."""
 
     def __init__(
         self,
@@ -48,6 +56,7 @@ class Server(Sharded):
         bucket_bytes: int,
         overlap: bool,
         replicated: Collection[str] = (),
+        travels: torch.dtype | None = None,
     ) -> None:
         gradients = GradientBuckets(
             named,
@@ -66,14 +75,17 @@ class Server(Sharded):
             for bucket in buckets
             if is_server
         ]
-        self._num_bytes = sum(bucket.num_bytes for bucket in buckets)
+        self._travelling = TravellingSums(group, travels)
+        self._num_bytes = sum(
+            self._travelling.num_bytes(each.flat.numel(), each.flat.dtype) for each in buckets
+        )
 
     def _start(self, bucket: Bucket) -> None:
         bucket.flat[bucket.length :].zero_()
         for server in range(self._num_owners):
             rows = list(self._pushed[bucket.number]) if server == self._group.rank else None
             self._works.append(
-                self._group.gather(rows, share_of(bucket.flat, server, self._num_owners), server)
+                self._travelling.gather(rows, share_of(bucket.flat, server, self._num_owners), server)
             )
 
     def _expected_bytes(self) -> ExpectedBytes:

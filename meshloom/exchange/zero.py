@@ -23,6 +23,7 @@ from meshloom.comm.group import Group
 from meshloom.comm.steps import Steps
 from meshloom.comm.windows import Windows, allocation
 from meshloom.exchange.buckets.buckets import Bucket, BucketLayout, GradientBuckets
+from meshloom.exchange.buckets.travelling import TravellingSums
 from meshloom.exchange.copies import OneEach, ParameterCopies, gather_shares, segment
 from meshloom.exchange.sharded import Sharded
 from meshloom.telemetry.traffic import ExpectedBytes, Traffic
@@ -34,7 +35,8 @@ class ZeroOne(Sharded):
     windows: `group`, if its ranks can share memory. In that case, and where the group works in place,
     gradients are summed in place.
 
-    copies: builds the storage of the parameters, from the gradients' buckets and the group.
+    copies: builds the storage of the parameters, from the gradients' buckets and the group. travels: what gradients travel as;
+    None: their own dtype.
     """
 
     def __init__(
@@ -45,6 +47,7 @@ class ZeroOne(Sharded):
         bucket_bytes: int,
         overlap: bool,
         replicated: Collection[str] = (),
+        travels: torch.dtype | None = None,
         windows: Windows | None = None,
         copies: Callable[[Sequence[BucketLayout], Group], ParameterCopies] = OneEach,
     ) -> None:
@@ -58,16 +61,19 @@ class ZeroOne(Sharded):
             allocate=allocation(windows, group.rank),
         )
         super().__init__(buckets, group, group.size, copies(buckets.buckets, group))
+        self._travelling = TravellingSums(group, travels)
         shares = [segment(bucket.flat, group) for bucket in buckets.buckets]
         self._gradients = (
             shares if windows or group.is_in_place else [torch.zeros_like(share) for share in shares]
         )
         self._mine.expect(self._gradients)
-        self._num_bytes = sum(bucket.num_bytes for bucket in buckets.buckets)
+        self._num_bytes = sum(
+            self._travelling.num_bytes(each.flat.numel(), each.flat.dtype) for each in buckets.buckets
+        )
 
     def _start(self, bucket: Bucket) -> None:
         bucket.flat[bucket.length :].zero_()
-        self._works.append(self._group.reduce_scatter(self._gradients[bucket.number], bucket.flat))
+        self._works.append(self._travelling.reduce_scatter(self._gradients[bucket.number], bucket.flat))
 
     def _expected_bytes(self) -> ExpectedBytes:
         return ExpectedBytes(per_step=Traffic.along("dp", reduce_scatter=self._num_bytes))

@@ -16,6 +16,7 @@ from meshloom.comm.group import Group, Work
 from meshloom.comm.steps import Steps
 from meshloom.core.losses.loss_scale import Divisor, divides
 from meshloom.exchange.buckets.flags import set_flags, used_anywhere
+from meshloom.exchange.buckets.travelling import TravellingSums
 from meshloom.exchange.exchange import Emit, Exchange, Slice
 from meshloom.exchange.registry import Setup
 from meshloom.exchange.units.unit_gathering import UnitGathering
@@ -48,6 +49,7 @@ def open_zero_three(setup: Setup) -> Exchange:
         elsewhere=setup.sparse,
         borrowed=[name for name, owns in setup.lent.items() if not owns],
         late=any(name in owned for name in late),
+        travels=setup.travels,
     )
     if setup.unfilled and setup.unfilled.lacks_parameters:
         setup.unfilled.fill_slices(
@@ -64,7 +66,8 @@ class ZeroThree(Exchange):
     replicas: `group`, or more ranks of which it is a part. equals: then those of them that keep the same slices as
         this one, in other parts; sums of gradients are added up over these once a step.
     borrowed: names of parameters of which another rank of the replica owns a copy; each is apart from others
-    (`together`). late: whether some gradients are complete only after the chunks.
+    (`together`). late: whether some gradients are complete only after the chunks. travels: what gradients travel as; None: their own
+    dtype.
     """
 
     def __init__(
@@ -80,14 +83,16 @@ class ZeroThree(Exchange):
         elsewhere: Collection[str] = (),
         borrowed: Collection[str] = (),
         late: bool = False,
+        travels: torch.dtype | None = None,
     ) -> None:
         self._group, self._late = group, late
+        self._sums = TravellingSums(equals or group, travels)
         self._replicas, self.equals = replicas, equals
         self.units = [
             Unit(number, each, group.rank, group.size, together, elsewhere)
             for number, each in enumerate(units)
         ]
-        self.gathering = UnitGathering(self.units, group, control, ahead=overlap)
+        self.gathering = UnitGathering(self.units, group, control, ahead=overlap, travels=travels)
         self._parts = [part for unit in self.units for part in unit.parts]
         self._owned = [part for part in self._parts if part.entries[0].name not in borrowed]
         self._trained = [part for part in self._owned if part.is_trainable]
@@ -155,7 +160,7 @@ class ZeroThree(Exchange):
         for part in self._trained:
             if part.summed is None:  # no chunk of this group of replicas has used it
                 part.summed = torch.zeros_like(part.kept)
-            works.append(self.equals.all_reduce(part.summed))
+            works.append(self._sums.all_reduce(part.summed))
         yield
         for work in works:
             work.wait()
@@ -205,7 +210,9 @@ class ZeroThree(Exchange):
         return place is not None
 
     def expected_bytes(self) -> ExpectedBytes:
-        sums = sum(part.kept.nbytes for part in self._trained) if self.equals is not None else 0
+        sums = 0
+        if self.equals is not None:
+            sums = sum(self._sums.num_bytes(part.kept.numel(), part.kept.dtype) for part in self._trained)
         flags = ExpectedBytes(per_step=Traffic.along("dp", all_reduce=self._used.numel() + sums))
         return flags + self.gathering.expected_bytes() + ExpectedBytes(so_far=self._inspected)
 

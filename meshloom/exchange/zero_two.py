@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 
+import torch
 from torch import Tensor, nn
 
 from meshloom.comm.group import Group
@@ -39,6 +40,7 @@ class ZeroTwo(Sharded):
         bucket_bytes: int,
         overlap: bool,
         replicated: Collection[str] = (),
+        travels: torch.dtype | None = None,
         late: Collection[str] = (),
         windows: Windows | None = None,
         copies: Callable[[Sequence[BucketLayout], Group], ParameterCopies] = OneEach,
@@ -52,6 +54,7 @@ class ZeroTwo(Sharded):
             replicated=replicated,
             late=late,
             windows=windows,
+            travels=travels,
         )
         super().__init__(self._scattered, group, group.size, copies(self._scattered.buckets, group))
 

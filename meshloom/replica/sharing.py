@@ -12,7 +12,7 @@ from meshloom.optimizer.user_optimizer import UserOptimizers
 
 def shares_copies(plan: Plan) -> bool:
     """Whether the plan's exchange can have one copy of the parameters for several replicas."""
-    return plan.dp > 1 and EXCHANGES[plan.exchange].sums and plan.compress == "none"
+    return plan.dp > 1 and EXCHANGES[plan.exchange].sums and plan.compress == "none" and plan.reduce == "own"
 
 
 def why_separate(made: UserOptimizers, named_parameters: NamedParameters) -> str:

@@ -201,17 +201,17 @@ class GradientErrors:
     most once, when an error exceeds the tolerance; returns by name how far the reference's gradients move
     when its parameters are perturbed by rounding. partial: what the plan rounds partial sums to; None: to nothing less
     than a gradient's own precision. precision: that of which some units are rounding; None: the gradient's own.
+    than a gradient's own precision. travels: how far rounding on the way between replicas moves gradients that do not cancel there, relative
+    to their size; measure_travels: called at most once; returns by name how far it may move those that do.
     """
 
     def __init__(
-        self,
-        reference: Gradients,
-        step: int,
-        tolerance: float,
-        measure_rounding: Callable[[], Mapping[str, float]] | None = None,
-        partial: torch.dtype | None = None,
-        precision: torch.dtype | None = None,
-    ) -> None:
+        self, reference: Gradients, step: int, tolerance: float, measure_rounding: Callable[[], Mapping[str, float]] | None = None,
+        partial: torch.dtype | None = None, precision: torch.dtype | None = None, travels: float = 0.0,
+        measure_travels: Callable[[], Mapping[str, float]] | None = None,
+    ) -> None:  # fmt: skip
+        self._travels, self._measure_travels = travels, measure_travels
+        self._of_travels: Mapping[str, float] | None = None
         self._half_unit = 0.0 if partial is None else torch.finfo(partial).eps / 2
         self._precision = precision
         self.norms = {name: norm(each) for name, each in reference.items() if each is not None}
@@ -228,6 +228,8 @@ class GradientErrors:
         """The error of the plan's next gradient."""
         error = self._error(name, ours, self._reference.get(name), self._size(name))
         tolerance = self._allowed(name)
+        if error > tolerance and self._travels:
+            tolerance = max(tolerance, self._travel_effect(name))
         effect = 0.0 if error <= tolerance or not math.isfinite(error) else self._rounding_effect(name)
         compared = self._tensor_error(name, error, max(tolerance, effect), moved=effect > tolerance)
         self._compared[name] = compared
@@ -264,7 +266,12 @@ class GradientErrors:
         if reference is None or not size:
             return self._tolerance
         rounding = max(ROUNDING_UNITS * torch.finfo(self._precision or reference.dtype).eps, self._half_unit)
-        return self._tolerance + rounding * self._largest / size
+        return self._tolerance + rounding * self._largest / size + self._travels
+
+    def _travel_effect(self, name: str) -> float:
+        if self._of_travels is None:
+            self._of_travels = self._measure_travels() if self._measure_travels else {}
+        return _ratio(self._of_travels.get(name, 0.0), self._size(name))
 
     def _rounding_effect(self, name: str) -> float:
         """The effect of rounding on this gradient, or the largest effect beyond a gradient's tolerance:

@@ -20,6 +20,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from meshloom.core.plan import Plan
 from meshloom.verify.against_float64 import AgainstFloat64, FromFloat64
 from meshloom.verify.compare import (
     Comparer,
@@ -34,7 +35,7 @@ from meshloom.verify.compare import (
 from meshloom.verify.diagnose import diagnose
 from meshloom.verify.reference.mistakes import Cause, Evidence, subsample
 from meshloom.verify.reference.reference import Gradients, Reference
-from meshloom.verify.reference.reruns import full_evidence, initial_evidence, rounding_effect
+from meshloom.verify.reference.reruns import full_evidence, initial_evidence, rounding_effect, travel_effect
 from meshloom.verify.reference.step_records import StepRecord
 from meshloom.verify.whole_batch import WholeBatch, compare_whole_batch
 
@@ -88,6 +89,7 @@ class ComparisonRun:
                     reference,
                     max(tolerance, *map(tolerance_of, (reference.autocast, reference.updated.dtype))),
                 )
+        travels = travels_at(reference.plan, reference.precision)
         # after a difference the two have different parameters
         agreed = all(step.passed for step in self._steps)
         self._gradients = GradientErrors(
@@ -97,6 +99,8 @@ class ComparisonRun:
             partial(rounding_effect, reference) if agreed else None,
             _rounds_gradients(reference),
             self._comparer.precision if self._comparer.lowered else None,
+            travels,
+            partial(travel_effect, reference, travels),
         )
         self.subsampled = {}
 
@@ -167,3 +171,11 @@ def _rounds_gradients(reference: Reference) -> torch.dtype | None:
     if lowered and sums_in_other_orders(plan):
         return lowered
     return (lowered or reference.autocast) if rounds_partial_sums(plan) else None
+
+
+def travels_at(plan: Plan, precision: torch.dtype) -> float:
+    """How far what gradients travel as may round their sum, as a share of it: each replica's gradient by half a unit, and so each sum on the
+    way. 0: they travel as they are. precision: of the parameters."""
+    if plan.reduce != "bf16" or precision not in (torch.float32, torch.float16):
+        return 0.0
+    return plan.dp * torch.finfo(torch.bfloat16).eps / 2

@@ -54,6 +54,7 @@ PLANS = (
     Rehearsed(kind="dp, unused parameters", plan="dp=2", model="unused_twice", waits=2),
     Rehearsed(kind="dp by messages", plan="dp=2,exchange=ring"),
     Rehearsed(kind="dp, bf16 gradients", plan="dp=2,compress=bf16"),
+    Rehearsed(kind="dp, gradients travel in bf16", plan="dp=2,reduce=bf16"),
     Rehearsed(kind="dp, powersgd", plan="dp=2,compress=powersgd:2"),
     Rehearsed(kind="dp, topk", plan="dp=2,compress=topk:0.1"),
     Rehearsed(kind="dp, local steps", plan="dp=2,exchange=local_sgd,local_steps=2"),

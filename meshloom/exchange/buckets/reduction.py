@@ -10,10 +10,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
+import torch
+
 from meshloom.comm.group import Group, Work
 from meshloom.comm.steps import Steps
 from meshloom.core.losses.loss_scale import Divisor, divides
 from meshloom.exchange.buckets.buckets import Bucket
+from meshloom.exchange.buckets.travelling import TravellingSums
 from meshloom.telemetry.traffic import ExpectedBytes, Traffic
 
 
@@ -35,14 +38,14 @@ class Reduction(ABC):
 
 
 class Exact(Reduction):
-    """All-reduces the bucket uncompressed, as soon as it is complete."""
+    """All-reduces the bucket uncompressed, as soon as it is complete. travels: what it does that as; None: its own dtype."""
 
-    def __init__(self, group: Group) -> None:
-        self._group = group
+    def __init__(self, group: Group, travels: torch.dtype | None = None) -> None:
+        self._sums = TravellingSums(group, travels)
         self._works: list[Work] = []
 
     def start(self, bucket: Bucket) -> None:
-        self._works.append(self._group.all_reduce(bucket.flat))
+        self._works.append(self._sums.all_reduce(bucket.flat))
 
     def finish(self, buckets: Sequence[Bucket], divisor: Divisor) -> Steps[None]:
         yield
@@ -53,5 +56,5 @@ class Exact(Reduction):
             bucket.flat[: bucket.length].div_(divisor)
 
     def expected_bytes(self, buckets: Sequence[Bucket]) -> ExpectedBytes:
-        num_bytes = sum(bucket.num_bytes for bucket in buckets)
+        num_bytes = sum(self._sums.num_bytes(each.flat.numel(), each.flat.dtype) for each in buckets)
         return ExpectedBytes(per_step=Traffic.along("dp", all_reduce=num_bytes))

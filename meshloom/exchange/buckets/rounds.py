@@ -17,6 +17,7 @@ from meshloom.comm.group import Group, Work
 from meshloom.comm.windows import Extent, Windows, allocation, separate, window_bytes
 from meshloom.exchange.buckets.buckets import BucketEntry
 from meshloom.exchange.buckets.pool import Pool
+from meshloom.exchange.buckets.travelling import TravellingSums
 
 POOL_BUCKETS = 4  # of the size that a plan names: one is filled while others are sent; buckets may be larger
 
@@ -88,13 +89,13 @@ class RoundsUnderWay:
     """The rounds that this rank has started over `group`, first in, first out.
 
     buckets: all. windows: `group`, if its ranks can share memory, where the pool then lies. waits: whether it
-    waits for earlier rounds where the pool is short, rather than take more memory.
+    waits for earlier rounds where the pool is short, rather than take more memory. sums: over `group`.
     """
 
     def __init__(
-        self, buckets: Sequence[ScatteredBucket], group: Group, windows: Windows | None, bucket_bytes: int
-    ) -> None:
-        self._group, self._windows = group, windows
+        self, buckets: Sequence[ScatteredBucket], group: Group, windows: Windows | None, bucket_bytes: int, sums: TravellingSums
+    ) -> None:  # fmt: skip
+        self._group, self._windows, self._sums = group, windows, sums
         self.pools = {
             device: Pool(allocation(windows, group.rank)([extent])[0])
             for device, extent in pool_extents([each.extent for each in buckets], bucket_bytes).items()
@@ -134,7 +135,7 @@ class RoundsUnderWay:
             out = flat[self._group.rank * share : (self._group.rank + 1) * share]
         else:
             out = torch.empty_like(bucket.sum) if bucket.sent else bucket.sum
-        work = self._group.reduce_scatter(out, flat)
+        work = self._sums.reduce_scatter(out, flat)
         self._started.append(_Round(bucket, flat, out, work, is_first=not bucket.sent))
         bucket.flat, bucket.views, bucket.sent = None, [], bucket.sent + 1
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 
+import torch
 from torch import Tensor, nn
 
 from meshloom.comm.group import Group
@@ -30,6 +31,7 @@ from meshloom.exchange.buckets.buckets import (
     order_of_rank_0,
 )
 from meshloom.exchange.buckets.rounds import BucketPlace, RoundsUnderWay, ScatteredBucket
+from meshloom.exchange.buckets.travelling import TravellingSums
 from meshloom.program.operators.fused_grad_accumulation import GradBuffer
 from meshloom.telemetry.traffic import ExpectedBytes, Traffic
 
@@ -40,6 +42,7 @@ class ScatteredBuckets:
     rounds: chunks of a step. overlap: reduce-scatter during backward; otherwise between backwards, and wait.
     replicated, bucket_bytes: as for `GradientBuckets`. late: names of parameters whose gradients are complete
     at the end of a step only. windows: `group`, if its ranks can share memory, where the pool then lies.
+    travels: what gradients travel as; None: their own dtype.
     """
 
     def __init__(
@@ -53,13 +56,15 @@ class ScatteredBuckets:
         replicated: Collection[str] = (),
         late: Collection[str] = (),
         windows: Windows | None = None,
+        travels: torch.dtype | None = None,
     ) -> None:
         self._group, self._overlap = group, overlap
+        self._travelling = TravellingSums(group, travels)
         self.buckets: list[ScatteredBucket] = []
         self._place: dict[int, BucketPlace] = {}
         for number, part in enumerate(group_parameters(named, bucket_bytes, replicated, late)):
             self._add_bucket(number, part, rounds, part[0][0] in late)
-        self._rounds = RoundsUnderWay(self.buckets, group, windows, bucket_bytes)
+        self._rounds = RoundsUnderWay(self.buckets, group, windows, bucket_bytes, self._travelling)
         self._chunk: int | None = None  # chunks that have begun, less one; None: the caller does not say
         self._order = [
             each.number for round_ in range(rounds) for each in self.buckets if round_ < each.rounds
@@ -157,7 +162,10 @@ class ScatteredBuckets:
 
     def expected_bytes(self) -> ExpectedBytes:
         """Bytes of all rounds, and of `share_order`."""
-        num_bytes = sum(bucket.rounds * bucket.num_bytes for bucket in self.buckets)
+        num_bytes = sum(
+            each.rounds * self._travelling.num_bytes(each.extent.num_elements, each.extent.dtype)
+            for each in self.buckets
+        )
         return ExpectedBytes(
             once=Traffic.along("dp", broadcast=8 * len(self._order)),
             per_step=Traffic.along("dp", reduce_scatter=num_bytes),

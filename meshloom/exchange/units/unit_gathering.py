@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from meshloom.comm.group import Group, Work
+from meshloom.exchange.buckets.travelling import TravellingSums
 from meshloom.exchange.units.unit_slices import Unit, UnitEntry, UnitFlat
 from meshloom.telemetry.traffic import ExpectedBytes, Traffic
 
@@ -65,11 +66,14 @@ class _Order:
 class UnitGathering:
     """Of `units`, over `group`. control: the same ranks, for what a round says.
 
-    ahead: whether the next unit is gathered while the rank computes with one.
+    ahead: whether the next unit is gathered while the rank computes with one. travels: what gradients travel as; None: their own
+    dtype.
     """
 
-    def __init__(self, units: Sequence[Unit], group: Group, control: Group, *, ahead: bool) -> None:
-        self.units = units
+    def __init__(
+        self, units: Sequence[Unit], group: Group, control: Group, *, ahead: bool, travels: torch.dtype | None = None
+    ) -> None:  # fmt: skip
+        self.units, self._travelling = units, TravellingSums(group, travels)
         # parameter -> where it is
         self.places: dict[int, tuple[Unit, UnitFlat, UnitEntry]] = {
             id(entry.parameter): (unit, part, entry)
@@ -208,8 +212,9 @@ class UnitGathering:
     def _add_up(self, part: UnitFlat) -> None:
         gradient = part.take_gradient()
         output = torch.empty_like(part.kept)
-        work = self._group.reduce_scatter(output, gradient)
-        self._traffic += Traffic.along("dp", reduce_scatter=gradient.nbytes)
+        work = self._travelling.reduce_scatter(output, gradient)
+        num_bytes = self._travelling.num_bytes(gradient.numel(), gradient.dtype)
+        self._traffic += Traffic.along("dp", reduce_scatter=num_bytes)
         self._summing.append((work, part, output, gradient))
 
     def _finish_sums(self) -> None:

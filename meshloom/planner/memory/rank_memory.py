@@ -198,6 +198,11 @@ def _of_exchange(plan: Plan, held: HeldBytes, *, one_copy: bool) -> tuple[int, i
         "topk": (owned, min(owned, plan.bucket_bytes)),  # errors; a bucket's
     }
     stays, passing = of_compression[name]
+    copies = owned // 2 if plan.reduce == "bf16" else 0  # of gradients in float32
+    if plan.zero >= 2:  # of what is on the way at one time
+        stays += min(copies, held.on_the_way // 2)
+    else:
+        passing += copies
     if plan.exchange == "server":
         stays += plan.dp * -(-owned // plan.servers)  # where a server receives everybody's gradients
     if plan.exchange in ("local_sgd", "diloco"):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from meshloom.core.plan import Plan
 from meshloom.core.random import derive
 from meshloom.verify.reference.chunks_of_plan import ReferenceForward
-from meshloom.verify.reference.float64_blocks import norm_of_all, rerun_distance
+from meshloom.verify.reference.float64_blocks import norm, norm_of_all, rerun_distance
 from meshloom.verify.reference.mistakes import ChunkGradients, Evidence, subsample_each
 from meshloom.verify.reference.reference import Gradients, Reference
 from meshloom.verify.reference.step_records import StepRecord
@@ -70,6 +70,34 @@ def rounding_effect(reference: Reference) -> dict[str, float]:
 def _is_whole(plan: Plan) -> bool:
     """Whether operators are of whole chunks."""
     return plan.tp == 1 and not plan.sync_batch_norm and not plan.compiles
+
+
+def travel_effect(reference: Reference, unit: float) -> dict[str, float]:
+    """By name, how far the averaged gradients move when each replica's, and each sum of them, is rounded by `unit` of its size on the way.
+
+    unit * (||g_0|| + ||g_1|| + ...), where g_r is replica r's part of the average: more than of the average itself, where parts cancel. Where
+    each chunk's gradients travel (zero=2, 3), of the chunks'.
+    """
+    plan, weight = reference.plan, sum(chunk.weight for chunk in reference.chunks)
+    sizes: dict[str, float] = {}
+
+    def add() -> None:
+        reference.divide(weight)
+        for name, each in reference.gradients.items():
+            sizes[name] = sizes.get(name, 0.0) + (0.0 if each is None else norm(each))
+        reference.model.zero_grad(set_to_none=True)
+
+    with reference.rerun():
+        replica = 0
+        for forward in reference.forwards():
+            now = forward.members[0][0] // plan.microbatches
+            if now != replica or plan.zero >= 2 or plan.sync_batch_norm:
+                add()
+            replica = now
+            reference.restore()
+            reference.run_forward(forward)
+        add()
+    return {name: unit * size for name, size in sizes.items()}
 
 
 @contextmanager
