@@ -69,7 +69,7 @@ class SAM(torch.optim.Optimizer):
     """Sharpness-aware: climbs, evaluates the closure again, and steps from where it was."""
 
     def __init__(self, params: Any, base: Any, rho: float = 0.05, **kwargs: Any) -> None:
-        super().__init__(params, dict(rho=rho, **kwargs))
+        super().__init__(params, {"rho": rho, **kwargs})
         self.base_optimizer = base(self.param_groups, **kwargs)
         self.param_groups = self.base_optimizer.param_groups
 

@@ -237,7 +237,7 @@ class Captioner(nn.Module):
         word = torch.ones(len(features), dtype=torch.long)
         words, log_probs = [], []
         unfinished = torch.ones(len(features), dtype=torch.bool)
-        for t in range(6):
+        for _ in range(6):
             h = self.cell(self.embed(word), h)
             log_p = F.log_softmax(self.out(h), 1)
             if sample:
@@ -260,9 +260,10 @@ def _self_critical(model: Any, b: Any) -> Any:
         greedy, _ = model.decode(b["x"], sample=False)
     model.train()
     words, log_p = model.decode(b["x"], sample=True)
-    score = lambda ids: torch.tensor(
-        [len(set(row) & set(ref)) for row, ref in zip(ids.tolist(), b["ref"].tolist(), strict=True)]
-    )
+
+    def score(ids: Tensor) -> Tensor:
+        return torch.tensor([len(set(row) & set(ref)) for row, ref in zip(ids.tolist(), b["ref"].tolist(), strict=True)])
+
     reward = (score(words) - score(greedy)).to(log_p).unsqueeze(1)
     mask = (words > 0).to(log_p)
     mask = torch.cat([mask.new_ones(mask.size(0), 1), mask[:, :-1]], 1)

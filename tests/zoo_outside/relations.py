@@ -255,7 +255,7 @@ class MemoryBank(nn.Module):
 
     def forward(self, x: Tensor, index: Tensor) -> Tensor:
         z = F.normalize(self.net(x), dim=1)
-        k, t, constant, momentum = self.params.tolist()
+        k, t, _, momentum = self.params.tolist()
         picks = torch.randint(0, SAMPLES, (len(x), int(k) + 1))
         picks.select(1, 0).copy_(index.data)
         weight = torch.index_select(self.memory, 0, picks.view(-1)).view(len(x), int(k) + 1, -1)
