@@ -165,7 +165,8 @@ class RGCN(nn.Module):
     def __init__(self, width: int = 6) -> None:
         super().__init__()
         self.embed = nn.ModuleDict({"user": nn.Linear(5, width), "item": nn.Linear(4, width)})
-        self.bases, self.comb = nn.Parameter(torch.randn(2, width, width) * 0.4), nn.ParameterDict({r: nn.Parameter(torch.randn(2)) for r in ("buys", "likes", "bought")})  # fmt: skip
+        self.bases = nn.Parameter(torch.randn(2, width, width) * 0.4)
+        self.comb = nn.ParameterDict({r: nn.Parameter(torch.randn(2)) for r in ("buys", "likes", "bought")})
         self.norms = nn.ModuleDict({t: nn.LayerNorm(width) for t in ("user", "item")})
 
     def forward(self, nodes: dict[str, dict[str, Tensor]], edges: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from meshloom.program.ir.leaves import leaves_of
 from meshloom.program.ir.written_parameters import named_buffers
@@ -31,7 +31,7 @@ def restored(model: nn.Module) -> Iterator[None]:
             yield
     finally:
         for module, own in buffers:
-            vars(module)["_buffers"].update(own)
+            put_buffers_back(module, own)
         with torch.no_grad():
             for buffer, value in values.values():
                 if buffer.shape != value.shape:  # resized in place
@@ -41,14 +41,29 @@ def restored(model: nn.Module) -> Iterator[None]:
             parameter.grad = gradient
 
 
+def put_buffers_back(module: nn.Module, own: Mapping[str, Tensor | None]) -> None:
+    """Gives a module the buffers that it had; those that a forward has registered since are gone, as on ranks without that
+    forward."""
+    now = vars(module)["_buffers"]
+    for name in [name for name in now if name not in own]:
+        del now[name]
+        vars(module)["_non_persistent_buffers_set"].discard(name)
+    now.update(own)
+
+
 @contextmanager
 def attributes_put_back(model: nn.Module) -> Iterator[None]:
-    """Restores plain attributes, and those that hold tensors, on exit."""
+    """Restores plain attributes, and those that hold tensors, on exit; whether modules train, too: a loss that fails half-way
+    may have called `eval()`."""
     plain = plain_values(model)
+    modes = [(module, module.training) for module in model.modules()]
     try:
         with attributes_restored(model):
             yield
     finally:
+        for module, mode in modes:
+            if module.training != mode:
+                module.training = mode
         for (path, name), value in plain.items():
             put_attribute(model, path, name, value)
 
