@@ -26,9 +26,17 @@ PLANS = ("dp=2", "dp=2,zero=3", *PARTED)
 REFUSED: dict[str, tuple[tuple[str, ...], str]] = {
     "habits: sharpness aware": (("dp=2,zero=3", "pp=2,microbatches=2", "dp=2,pp=2,tp=2"), "SAM looks at all parameters"),
     "vision: cut mix": (PARTED, "draws with random or numpy"),
+    "sequences: pyramid with ctc": (PARTED, "depends on the values in the batch"),
+    "words: albert with masked words": (PARTED, "depends on the values in the batch"),
+    "physics: adjoint ode": (PARTED, "The captured program differs from the model"),
 }  # fmt: skip
 # job -> plans under which it does not equal one device yet, and why
-WAITS: dict[str, tuple[tuple[str, ...], str]] = {}
+WAITS: dict[str, tuple[tuple[str, ...], str]] = {
+    "densities: preconditioned diffusion with average": (
+        ("pp=2,microbatches=2", "dp=2,pp=2,tp=2"), "a counter decides how fast an average moves, and the average is equal in the first step",
+    ),
+    "sequences: self critical captions": (PARTED, "a whole loss that draws as its values say has no gradients"),
+}  # fmt: skip
 # a job of each kind of difficulty, under each plan
 COVERING = {
     "agents: recurrent ppo": "pp=2,microbatches=2", "adversaries: style gan": "dp=2", "objects: fcos": "pp=2,microbatches=2",

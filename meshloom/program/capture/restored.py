@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from meshloom.program.ir.leaves import leaves_of
 from meshloom.program.ir.written_parameters import named_buffers
@@ -31,7 +31,7 @@ def restored(model: nn.Module) -> Iterator[None]:
             yield
     finally:
         for module, own in buffers:
-            put_buffers_back(module, own)
+            vars(module)["_buffers"].update(own)
         with torch.no_grad():
             for buffer, value in values.values():
                 if buffer.shape != value.shape:  # resized in place
@@ -41,22 +41,17 @@ def restored(model: nn.Module) -> Iterator[None]:
             parameter.grad = gradient
 
 
-def put_buffers_back(module: nn.Module, own: Mapping[str, Tensor | None]) -> None:
-    """Gives a module the buffers that it had; those that a forward has registered since are gone, as on ranks without that
-    forward."""
-    now = vars(module)["_buffers"]
-    for name in [name for name in now if name not in own]:
-        del now[name]
-        vars(module)["_non_persistent_buffers_set"].discard(name)
-    now.update(own)
-
-
 @contextmanager
 def attributes_put_back(model: nn.Module) -> Iterator[None]:
     """Restores plain attributes, and those that hold tensors, on exit; whether modules train, too: a loss that fails half-way
     may have called `eval()`."""
     plain = plain_values(model)
     modes = [(module, module.training) for module in model.modules()]
+    registered = [
+        (module, set(vars(module)["_buffers"]))
+        for module in model.modules()
+        if not isinstance(module, torch.jit.ScriptModule)
+    ]
     try:
         with attributes_restored(model):
             yield
@@ -64,8 +59,18 @@ def attributes_put_back(model: nn.Module) -> Iterator[None]:
         for module, mode in modes:
             if module.training != mode:
                 module.training = mode
+        for module, names in registered:
+            _drop_others(module, names)
         for (path, name), value in plain.items():
             put_attribute(model, path, name, value)
+
+
+def _drop_others(module: nn.Module, names: Collection[str]) -> None:
+    """Removes the buffers that a forward has registered since a module had these, as on ranks without that forward."""
+    now = vars(module)["_buffers"]
+    for name in [name for name in now if name not in names]:
+        del now[name]
+        vars(module)["_non_persistent_buffers_set"].discard(name)
 
 
 def cloned(batch: Any) -> Any:

@@ -159,7 +159,9 @@ class _Layer:
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             module = self.module
-            if self._counts and module.training and not module.track_running_stats:  # switched off for a while
+            if (
+                self._counts and module.training and not module.track_running_stats
+            ):  # switched off for a while
                 return original(*args, **kwargs)
             if not module.training:
                 self.evaluated += 1
