@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+import sys
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -54,9 +56,14 @@ def integers(seed: int, limit: int, *shape: int, least: int = 0) -> Tensor:
 
 def jobs() -> dict[str, Callable[[], Job]]:
     """All jobs: "field: name" -> a function that builds the job."""
+    return jobs_of(sys.modules[__name__])
+
+
+def jobs_of(package: ModuleType) -> dict[str, Callable[[], Job]]:
+    """The jobs in the modules of a package."""
     found: dict[str, Callable[[], Job]] = {}
-    for info in pkgutil.iter_modules(__path__):
-        module = importlib.import_module(f"{__name__}.{info.name}")
+    for info in pkgutil.iter_modules(package.__path__):
+        module = importlib.import_module(f"{package.__name__}.{info.name}")
         for name, each in vars(module).items():
             returns = getattr(each, "__annotations__", {}).get("return")
             if returns == "Job" and each.__module__ == module.__name__ and not name.startswith("_"):

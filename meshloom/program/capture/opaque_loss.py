@@ -23,8 +23,15 @@ from meshloom.program.ir.batch_values import ReadError
 from meshloom.program.ir.leaves import Leaves
 from meshloom.program.ir.nodes import submodule
 from meshloom.program.ir.written_parameters import named_buffers
-from meshloom.program.opaque.call import OpaqueCall, OpaqueCost, meta_of, split_arguments, state_of
-from meshloom.program.opaque.loss_code import LOSS, METHOD, WHOLE, PlayedCall, paths_of
+from meshloom.program.opaque.call import (
+    OpaqueCall,
+    OpaqueCost,
+    meta_of,
+    plain_text_of,
+    split_arguments,
+    state_of,
+)
+from meshloom.program.opaque.loss_code import LOSS, METHOD, WHOLE, PlayedCall, numbers_as_tensors, paths_of
 from meshloom.program.opaque.stand_ins import OpaqueError, intercepted, operated, put_together, taken_apart
 from meshloom.program.trace.frozen import equal_bits
 
@@ -120,7 +127,7 @@ def _recorded(
             if id(each) not in as_buffers
         ]
         with intercepted(model, () if whole else paths_of(model), handle), watch:
-            returned = loss(model, batch)
+            returned = numbers_as_tensors(loss(model, batch), operands)
         names, tensors = state_of(model)
         for (name, each), value in zip(buffers, values, strict=True):
             if each.shape != value.shape:
@@ -158,6 +165,7 @@ def _recorded(
             results=tuple(map(meta_of, made)),
             places=tuple(places),
             num_leaves=len(recalled),
+            returned=plain_text_of(tree_leaves(value)),
             num_draws=watch.num_draws,
             cost=watch.cost() if event is None else OpaqueCost(),
             played=tuple(each.text() for each in played),

@@ -25,6 +25,7 @@ from meshloom.core.errors import CaptureError, JobError
 from meshloom.core.job import Job
 from meshloom.program.capture.check import DiffersError
 from meshloom.program.capture.outside import ChangedWhileReadError
+from meshloom.program.capture.restored import attributes_put_back
 from meshloom.program.ir.lines import WAY_OUT, SourceLine, line_of_error
 from meshloom.program.ir.nodes import is_within, submodule
 from meshloom.program.ir.written_parameters import writing_modules
@@ -62,6 +63,7 @@ def read_in_parts(read: Callable[[Parts], T], model: nn.Module, asked: Parts) ->
     """
     parts: Parts | None = asked
     refused: Exception | None = None
+    read = _undone(read, model)
     for _ in range(MOST_TRIED):
         try:
             return read(parts)
@@ -117,6 +119,16 @@ def _hook_refusal(model: nn.Module) -> CaptureError:
         f"A hook on a parameter's gradient changes it ({_hooked(model)[0]}.register_hook), and a program computes gradients without such hooks. "
         f"Change the value in the forward, or the gradient in the optimizer. {WAY_OUT}"
     )
+
+
+def _undone(read: Callable[[Parts], T], model: nn.Module) -> Callable[[Parts], T]:
+    """`read` that leaves the model's attributes and modes as they were, also where it fails half-way through a loss."""
+
+    def attempt(parts: Parts) -> T:
+        with attributes_put_back(model):
+            return read(parts)
+
+    return attempt
 
 
 def _is_nowhere(error: CaptureError | ChangedCallError, model: nn.Module) -> bool:

@@ -23,7 +23,14 @@ from meshloom.program.ir.nodes import Meta
 from meshloom.program.ir.replaced import replaced
 from meshloom.program.ir.sparse_constants import memory_of, storage_of
 from meshloom.program.ir.written_parameters import settled_names
-from meshloom.program.opaque.call import OpaqueCall, OpaqueCost, meta_of, split_arguments, state_of
+from meshloom.program.opaque.call import (
+    OpaqueCall,
+    OpaqueCost,
+    meta_of,
+    plain_text_of,
+    split_arguments,
+    state_of,
+)
 from meshloom.program.opaque.stand_ins import OpaqueError, Recorded, RecordedCall, intercepted, taken_apart
 from meshloom.program.trace.frozen import equal_bits
 
@@ -161,6 +168,7 @@ def _record(
         results=tuple(map(meta_of, results)),
         places=tuple(leaf_places),
         num_leaves=len(recalled),
+        returned=plain_text_of(tree_leaves(returned)),
         attributes=tuple(place for place, _ in left),
         num_draws=counter.count,
         cost=cost,

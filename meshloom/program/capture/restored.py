@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -43,14 +43,34 @@ def restored(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def attributes_put_back(model: nn.Module) -> Iterator[None]:
-    """Restores plain attributes, and those that hold tensors, on exit."""
+    """Restores plain attributes, and those that hold tensors, on exit; whether modules train, too: a loss that fails half-way
+    may have called `eval()`."""
     plain = plain_values(model)
+    modes = [(module, module.training) for module in model.modules()]
+    registered = [
+        (module, set(vars(module)["_buffers"]))
+        for module in model.modules()
+        if not isinstance(module, torch.jit.ScriptModule)
+    ]
     try:
         with attributes_restored(model):
             yield
     finally:
+        for module, mode in modes:
+            if module.training != mode:
+                module.training = mode
+        for module, names in registered:
+            _drop_others(module, names)
         for (path, name), value in plain.items():
             put_attribute(model, path, name, value)
+
+
+def _drop_others(module: nn.Module, names: Collection[str]) -> None:
+    """Removes the buffers that a forward has registered since a module had these, as on ranks without that forward."""
+    now = vars(module)["_buffers"]
+    for name in [name for name in now if name not in names]:
+        del now[name]
+        vars(module)["_non_persistent_buffers_set"].discard(name)
 
 
 def cloned(batch: Any) -> Any:

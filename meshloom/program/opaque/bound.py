@@ -16,7 +16,7 @@ from meshloom.core.job import LossFunction
 from meshloom.program.ir.draws import CountDraws
 from meshloom.program.ir.nodes import Node, Ref, refs_in, submodule
 from meshloom.program.ir.program import Program
-from meshloom.program.opaque.call import ChangedCallError, OpaqueCall
+from meshloom.program.opaque.call import ChangedCallError, OpaqueCall, plain_text_of
 from meshloom.program.opaque.loss_code import LOSS, WHOLE, OpaqueLoss
 from meshloom.program.opaque.module_tensors import ModuleTensors
 from meshloom.program.opaque.operator import OPAQUE, is_opaque
@@ -145,6 +145,11 @@ class OpaqueModule:
             raise ChangedCallError(
                 self._path,
                 f"{self._name()} returned tensors of shapes {shapes} for this batch, and of {wanted} when the loss was captured: they depend on values. {INSTEAD}",
+            )
+        if plain_text_of(leaves) != call.returned:
+            raise ChangedCallError(
+                self._path,
+                f"{self._name()} returned other numbers besides tensors for this batch than when the loss was captured: they depend on values. {INSTEAD}",
             )
         return [
             value

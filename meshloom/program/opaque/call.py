@@ -92,6 +92,7 @@ class OpaqueCall:
     is_last_to_draw: bool = False
     units: HiddenUnits | None = None
     settled: tuple[int, ...] = ()
+    returned: str = ""
 
     def text(self) -> str:
         """The call as text, equal for equal calls."""
@@ -159,6 +160,11 @@ def split_arguments(
         )
     tensors = (each.tensor if isinstance(each, _Array) else each for each in leaves)
     return text, plain, [each for each in tensors if isinstance(each, Tensor)]
+
+
+def plain_text_of(leaves: Sequence[Any]) -> str:
+    """The plain values among what a call returns, which a program fixes; equal texts for equal values."""
+    return json.dumps([None if isinstance(each, Tensor) else [encoded(each)] for each in leaves])
 
 
 class _Array(NamedTuple):

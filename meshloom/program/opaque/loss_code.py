@@ -20,13 +20,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten, treespec_loads
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten, treespec_loads
 
 from meshloom.core.errors import CaptureError
 from meshloom.core.job import LossFunction
 from meshloom.program.ir.encoding import decoded, encoded, encoded_structure
 from meshloom.program.ir.nodes import Node
-from meshloom.program.opaque.call import ChangedCallError, OpaqueCall
+from meshloom.program.opaque.call import ChangedCallError, OpaqueCall, plain_text_of
 from meshloom.program.opaque.module_tensors import ModuleTensors
 from meshloom.program.opaque.operator import OPAQUE, is_opaque
 from meshloom.program.opaque.stand_ins import intercepted
@@ -88,6 +88,17 @@ class PlayedCall:
         return tree_unflatten(leaves, self.spec)
 
 
+def numbers_as_tensors(returned: Any, operands: Sequence[Tensor]) -> Any:
+    """What a loss function returns, with a tensor for each number: a weight that it has counted depends on values."""
+    device = operands[0].device if operands else None
+
+    def made(leaf: Any) -> Any:
+        is_number = isinstance(leaf, int | float) and not isinstance(leaf, bool)
+        return torch.tensor(float(leaf), dtype=torch.float64, device=device) if is_number else leaf
+
+    return tree_map(made, returned)
+
+
 def paths_of(model: nn.Module) -> list[str]:
     """The modules whose calls can be replaced."""
     return [path for path, each in model.named_modules() if not isinstance(each, torch.jit.ScriptModule)]
@@ -133,10 +144,16 @@ class OpaqueLoss:
 
         with self._tensors.running_on(state, call.written), intercepted(self._model, self._paths, handle):
             try:
-                found = self._loss(self._model, batch)
+                found = numbers_as_tensors(self._loss(self._model, batch), inputs)
             except ReachedCallError as reached:
                 found = reached.arguments
         leaves = tree_leaves(found)
+        if plain_text_of(leaves) != call.returned:
+            raise ChangedCallError(
+                LOSS,
+                "The loss function's own code gave a module other numbers for this batch than when it was captured: they depend on values. Give it a "
+                "tensor, or put the code into the model.",
+            )
         results = [leaves[place] for place in call.places if place < len(leaves)]
         shapes = [tuple(each.shape) if isinstance(each, Tensor) else None for each in results]
         wanted = [each.shape for each in call.results]

@@ -159,6 +159,10 @@ class _Layer:
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             module = self.module
+            if (
+                self._counts and module.training and not module.track_running_stats
+            ):  # switched off for a while
+                return original(*args, **kwargs)
             if not module.training:
                 self.evaluated += 1
                 return original(*args, **kwargs)
@@ -206,7 +210,7 @@ def _compiled_forward(module: Any, kept: Mapping[str, Tensor | None]) -> Callabl
     original = module.forward
 
     def forward(input: Tensor) -> Tensor:  # noqa: A002  # torch's own name
-        if module.training:
+        if module.training:  # which writes nothing where `track_running_stats` is switched off
             return original(input)
         return nn.functional.batch_norm(
             input, kept["running_mean"], kept["running_var"], module.weight, module.bias, eps=module.eps

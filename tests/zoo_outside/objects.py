@@ -20,7 +20,7 @@ SCENES = [
             "boxes": torch.cat([CORNERS[i], CORNERS[i] + SIZES[i]], -1)[: 1 + i % 2],
             "labels": torch.tensor([i % 3, (i + 1) % 3])[: 1 + i % 2],
         },
-    )  # fmt: skip
+    )
     for i in range(24)
 ]
 

@@ -41,9 +41,10 @@ class TD3(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        net = lambda i, o: nn.Sequential(
-            nn.Linear(i, 13), nn.ReLU(), nn.Linear(13, 9), nn.ReLU(), nn.Linear(9, o)
-        )
+
+        def net(i: int, o: int) -> nn.Sequential:
+            return nn.Sequential(nn.Linear(i, 13), nn.ReLU(), nn.Linear(13, 9), nn.ReLU(), nn.Linear(9, o))
+
         self.actor, self.q1, self.q2 = net(5, 2), net(7, 1), net(7, 1)
         self.targets = nn.ModuleDict(
             {name: copy.deepcopy(getattr(self, name)) for name in ("actor", "q1", "q2")}

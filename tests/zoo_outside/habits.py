@@ -2,31 +2,26 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 import warnings
-from collections import OrderedDict
-from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import weight_norm
 
-import meshloom as ml
 from meshloom.core.job import Job
-from tests.zoo import integers, job_of, normal, uniform
+from tests.zoo import integers, job_of, normal
 
 DATA = {"x": normal(431, 7), "y": integers(432, 5)}
 CALLS = itertools.count()
 STATISTICS: dict[str, list[float]] = {"loss": []}
 
 
-def _classify(model: Any, b: Any) -> Tensor:
+def classify(model: Any, b: Any) -> Tensor:
     return F.cross_entropy(model(b["x"]), b["y"])
 
 
@@ -62,14 +57,14 @@ class Tagged(nn.Module):
 
 
 def subclass_of_tensor() -> Job:
-    return job_of(Tagged, _classify, DATA)
+    return job_of(Tagged, classify, DATA)
 
 
 class SAM(torch.optim.Optimizer):
     """Sharpness-aware: climbs, evaluates the closure again, and steps from where it was."""
 
     def __init__(self, params: Any, base: Any, rho: float = 0.05, **kwargs: Any) -> None:
-        super().__init__(params, dict(rho=rho, **kwargs))
+        super().__init__(params, {"rho": rho, **kwargs})
         self.base_optimizer = base(self.param_groups, **kwargs)
         self.param_groups = self.base_optimizer.param_groups
 
@@ -102,14 +97,14 @@ class SAM(torch.optim.Optimizer):
 
 def sharpness_aware() -> Job:
     make = lambda named: SAM([p for _, p in named], torch.optim.SGD, lr=0.05, momentum=0.9)  # noqa: E731
-    return job_of(mlp, _classify, DATA, optimizer=make)
+    return job_of(mlp, classify, DATA, optimizer=make)
 
 
 class Lamb(torch.optim.Optimizer):
     """Trust ratios of layers, decay by groups, a state that is made when first stepped."""
 
     def __init__(self, params: Any, lr: float = 1e-2) -> None:
-        super().__init__(params, dict(lr=lr, weight_decay=0.0))
+        super().__init__(params, {"lr": lr, "weight_decay": 0.0})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -144,7 +139,8 @@ def _lamb(named: Any) -> torch.optim.Optimizer:
 
 
 def trust_ratios() -> Job:
-    return job_of(mlp, _classify, DATA, optimizer=_lamb, scheduler=lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.05, total_steps=4, cycle_momentum=False))  # fmt: skip
+    cycle = lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.05, total_steps=4, cycle_momentum=False)  # noqa: E731
+    return job_of(mlp, classify, DATA, optimizer=_lamb, scheduler=cycle)
 
 
 class Lookahead(torch.optim.Optimizer):
@@ -182,7 +178,7 @@ class Lookahead(torch.optim.Optimizer):
 def look_ahead() -> Job:
     return job_of(
         mlp,
-        _classify,
+        classify,
         DATA,
         optimizer=lambda named: Lookahead(torch.optim.AdamW([p for _, p in named], lr=1e-2)),
     )
@@ -222,7 +218,7 @@ def _lora_model() -> nn.Module:
 
 
 def low_rank_parametrizations() -> Job:
-    return job_of(_lora_model, _classify, DATA)
+    return job_of(_lora_model, classify, DATA)
 
 
 class Counts(nn.Module):
@@ -253,7 +249,7 @@ class Counts(nn.Module):
 
 
 def _with_features(model: Any, b: Any) -> Tensor:
-    loss = _classify(model, b) + 1e-2 * model.features.pow(2).mean()
+    loss = classify(model, b) + 1e-2 * model.features.pow(2).mean()
     if not math.isfinite(loss.item()):
         raise FloatingPointError(f"loss is {loss.item()}")
     STATISTICS["loss"].append(float(loss.detach()))
@@ -307,7 +303,7 @@ class UsesScripts(nn.Module):
 
 
 def scripted_functions_and_methods() -> Job:
-    return job_of(UsesScripts, _classify, {"x": normal(433, 6, 3), "y": DATA["y"]})
+    return job_of(UsesScripts, classify, {"x": normal(433, 6, 3), "y": DATA["y"]})
 
 
 class Conditional(nn.Module):
@@ -397,171 +393,3 @@ class FiniteScalar(nn.Module):
 
 def finite_scalar_quantisation() -> Job:
     return job_of(FiniteScalar, lambda m, b: m(b["x"]), DATA)
-
-
-class Kendall(nn.Module):
-    """Weights of several losses by learned variances, by gradients' norms on a shared layer; a step's weight that warms up."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.shared, self.a, self.b = nn.Linear(7, 11), nn.Linear(11, 5), nn.Linear(11, 1)
-        self.log_vars = nn.Parameter(torch.zeros(2))
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        h = torch.tanh(self.shared(x))
-        return self.a(h), self.b(h).squeeze(-1)
-
-
-def _uncertainties(model: Any, b: Any) -> Tensor:
-    a, r = model(b["x"])
-    losses = torch.stack([F.cross_entropy(a, b["y"]), F.huber_loss(r, b["x"].sum(-1))])
-    norms = torch.stack(
-        [torch.autograd.grad(each, model.shared.weight, retain_graph=True)[0].norm() for each in losses]
-    )
-    balance = (norms.mean() / (norms + 1e-8)).detach()
-    warm = min(1.0, (ml.step() + 1) / 2)
-    return (torch.exp(-model.log_vars) * losses * balance + model.log_vars).sum() * warm
-
-
-def balanced_by_gradients() -> Job:
-    return job_of(Kendall, _uncertainties, DATA)
-
-
-class Hooked(nn.Module):
-    """Grad-CAM in training: activations by a forward hook, their gradients by `autograd.grad`, a weight kept by a pre-hook (old spectral
-    norm), outputs changed by a hook with kwargs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv1, self.conv2 = (
-            nn.Conv2d(1, 5, 3, padding=1),
-            nn.utils.spectral_norm(nn.Conv2d(5, 6, 3, padding=1)),
-        )
-        self.fc, self.kept = nn.Linear(6, 5), OrderedDict()
-        self.conv2.register_forward_hook(functools.partial(self._keep, "conv2"))
-        self.conv1.register_forward_pre_hook(
-            lambda m, args, kwargs: ((args[0] - 0.5,), kwargs), with_kwargs=True
-        )
-
-    def _keep(self, name: str, module: nn.Module, args: Any, out: Tensor) -> None:
-        self.kept[name] = out
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fc(F.relu(self.conv2(F.relu(self.conv1(x)))).mean((2, 3)))
-
-
-def _attention_of_gradients(model: Any, b: Any) -> Tensor:
-    logits = model(b["x"])
-    act = model.kept["conv2"]
-    score = logits.gather(1, b["y"].view(-1, 1)).sum()
-    grads = torch.autograd.grad(score, act, create_graph=True)[0]
-    cam = F.relu((grads.mean((2, 3), keepdim=True) * act).sum(1))
-    cam = (cam - cam.amin((1, 2), keepdim=True)) / (cam.amax((1, 2), keepdim=True) + 1e-6)
-    return F.cross_entropy(logits, b["y"]) + 0.1 * cam.mean()
-
-
-def gradients_of_hooked_activations() -> Job:
-    return job_of(Hooked, _attention_of_gradients, {"x": uniform(434, 1, 6, 6), "y": DATA["y"]})
-
-
-class Hyper(nn.Module):
-    """Weights of a layer from a network, an embedding bag with weights of its samples, a head whose classes are masked."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bag, self.hyper = (
-            nn.EmbeddingBag(11, 4, mode="sum"),
-            nn.Sequential(nn.Linear(4, 9), nn.ReLU(), nn.Linear(9, 7 * 6 + 6)),
-        )
-        self.out, self.w = nn.Bilinear(6, 4, 5), nn.Parameter(torch.rand(11))
-
-    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
-        weights = self.w[ids].softmax(-1)
-        c = self.bag(ids, per_sample_weights=weights)
-        p = self.hyper(c)
-        w, bias = p[:, : 7 * 6].reshape(-1, 6, 7), p[:, 7 * 6 :]
-        return self.out(torch.baddbmm(bias.unsqueeze(-1), w, x.unsqueeze(-1)).squeeze(-1).tanh(), c)
-
-
-def hypernetwork_with_weighted_bags() -> Job:
-    data = {"x": normal(435, 7), "ids": integers(436, 11, 5), "y": DATA["y"]}
-    return job_of(Hyper, lambda m, b: F.cross_entropy(m(b["x"], b["ids"]), b["y"]), data)
-
-
-@contextmanager
-def frozen_statistics(model: nn.Module) -> Any:
-    """Virtual adversarial training's: batch norms keep their statistics for a while."""
-
-    def switch(m: nn.Module) -> None:
-        if isinstance(m, nn.BatchNorm1d):
-            m.track_running_stats ^= True
-
-    model.apply(switch)
-    yield
-    model.apply(switch)
-
-
-def _consistent(model: Any, b: Any) -> Tensor:
-    out = model(b["x"])
-    with frozen_statistics(model):
-        noisy = model(b["x"] + 0.1 * torch.randn_like(b["x"]))
-    l2 = sum(p.pow(2).sum() for n, p in model.named_parameters() if "bias" not in n)
-    entropy = -(out.softmax(-1) * out.log_softmax(-1)).sum(-1).mean()
-    return F.cross_entropy(out, b["y"]) + F.kl_div(noisy.log_softmax(-1), out.detach().softmax(-1), reduction="batchmean") + 1e-3 * l2 + 0.1 * entropy  # fmt: skip
-
-
-def statistics_frozen_for_a_while() -> Job:
-    model = lambda: nn.Sequential(nn.Linear(7, 11), nn.BatchNorm1d(11), nn.ReLU(), nn.Linear(11, 9), nn.BatchNorm1d(9), nn.ReLU(), nn.Linear(9, 5))  # noqa: E731  # fmt: skip
-    return job_of(model, _consistent, DATA)
-
-
-class Curriculum(nn.Module):
-    """Stochastic depth with a schedule of probabilities, blocks in a list with `None`s, a temperature annealed by a buffer's count."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem, self.blocks = (
-            nn.Linear(7, 9),
-            nn.ModuleList([nn.Sequential(nn.LayerNorm(9), nn.Linear(9, 9), nn.GELU()) for _ in range(3)]),
-        )
-        self.skips, self.head = [None, nn.Identity(), None], nn.Linear(9, 5)
-        self.register_buffer("seen", torch.tensor(0))
-        self.gamma = nn.ParameterList([nn.Parameter(0.1 * torch.ones(9)) for _ in range(3)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.training:
-            self.seen += 1
-        temperature = max(0.5, 1.0 - 0.01 * self.seen.item())
-        x = self.stem(x)
-        for i, (block, gamma) in enumerate(zip(self.blocks, self.gamma, strict=True)):
-            keep = 1 - 0.2 * (i + 1) / 3
-            y = block(x) * gamma
-            if self.training:
-                mask = x.new_empty((x.shape[0], 1)).bernoulli_(keep)
-                y = y * mask.div_(keep)
-            if self.skips[i] is not None:
-                y = self.skips[i](y) + y
-            x = x + y
-        return self.head(x) / temperature
-
-
-def annealed_stochastic_depth() -> Job:
-    return job_of(Curriculum, _classify, DATA)
-
-
-def _bootstrapped(model: Any, b: Any) -> Tensor:
-    """Labels that are smoothed, mixed with predictions, ignored where unsure; losses sorted, a share forgotten, by numpy's percentile."""
-    logits = model(b["x"])
-    with torch.no_grad():
-        p = logits.softmax(-1)
-        soft = torch.full_like(p, 0.1 / 4).scatter_(1, b["y"].unsqueeze(1), 0.9)
-        target = 0.8 * soft + 0.2 * p
-    losses = -(target * logits.log_softmax(-1)).sum(-1)
-    limit = np.percentile(losses.detach().cpu().numpy(), 75)
-    keep = losses <= float(limit)
-    losses[~keep] = 0
-    return losses.sum() / keep.sum().clamp(min=1)
-
-
-def bootstrapped_labels() -> Job:
-    return job_of(mlp, _bootstrapped, DATA)

@@ -165,7 +165,8 @@ class RGCN(nn.Module):
     def __init__(self, width: int = 6) -> None:
         super().__init__()
         self.embed = nn.ModuleDict({"user": nn.Linear(5, width), "item": nn.Linear(4, width)})
-        self.bases, self.comb = nn.Parameter(torch.randn(2, width, width) * 0.4), nn.ParameterDict({r: nn.Parameter(torch.randn(2)) for r in ("buys", "likes", "bought")})  # fmt: skip
+        self.bases = nn.Parameter(torch.randn(2, width, width) * 0.4)
+        self.comb = nn.ParameterDict({r: nn.Parameter(torch.randn(2)) for r in ("buys", "likes", "bought")})
         self.norms = nn.ModuleDict({t: nn.LayerNorm(width) for t in ("user", "item")})
 
     def forward(self, nodes: dict[str, dict[str, Tensor]], edges: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -255,7 +256,7 @@ class MemoryBank(nn.Module):
 
     def forward(self, x: Tensor, index: Tensor) -> Tensor:
         z = F.normalize(self.net(x), dim=1)
-        k, t, constant, momentum = self.params.tolist()
+        k, t, _, momentum = self.params.tolist()
         picks = torch.randint(0, SAMPLES, (len(x), int(k) + 1))
         picks.select(1, 0).copy_(index.data)
         weight = torch.index_select(self.memory, 0, picks.view(-1)).view(len(x), int(k) + 1, -1)

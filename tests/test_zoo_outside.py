@@ -1,0 +1,81 @@
+"""A second zoo (`tests/zoo_outside/`), written from outside: each job under each parallelism against one device.
+
+What has no meaning under a plan is refused, and docs/opaque.md says why; whatever else is refused, differs or fails
+otherwise fails here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from meshloom.core.errors import MeshloomError
+from meshloom.core.plan import Plan
+from meshloom.verify.run import verify
+from tests import zoo_outside
+from tests.zoo import jobs_of
+
+JOBS = jobs_of(zoo_outside)
+PARTED = ("tp=2", "pp=2,microbatches=2", "dp=2,pp=2,tp=2")
+PLANS = ("dp=2", "dp=2,zero=3", *PARTED)
+# job -> plans under which it is refused, and a part of the sentence; docs/opaque.md names each job
+REFUSED: dict[str, tuple[tuple[str, ...], str]] = {
+    "habits: sharpness aware": (("dp=2,zero=3", "pp=2,microbatches=2", "dp=2,pp=2,tp=2"), "SAM looks at all parameters"),
+    "vision: cut mix": (PARTED, "draws with random or numpy"),
+    "sequences: pyramid with ctc": (PARTED, "depends on the values in the batch"),
+    "words: albert with masked words": (PARTED, "depends on the values in the batch"),
+    "physics: adjoint ode": (PARTED, "The captured program differs from the model"),
+}  # fmt: skip
+# job -> plans under which it does not equal one device yet, and why
+WAITS: dict[str, tuple[tuple[str, ...], str]] = {
+    "densities: preconditioned diffusion with average": (
+        ("pp=2,microbatches=2", "dp=2,pp=2,tp=2"), "a counter decides how fast an average moves, and the average is equal in the first step",
+    ),
+    "sequences: self critical captions": (PARTED, "a whole loss that draws as its values say has no gradients"),
+}  # fmt: skip
+# a job of each kind of difficulty, under each plan
+COVERING = {
+    "agents: recurrent ppo": "pp=2,microbatches=2", "adversaries: style gan": "dp=2", "objects: fcos": "pp=2,microbatches=2",
+    "vision: net vlad with hardest triplets": "tp=2",
+}  # fmt: skip
+
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export", "dear_memory")]
+
+
+def _cases() -> Iterator[Any]:
+    for plan in PLANS:
+        for name in JOBS:
+            marks = [] if COVERING.get(name) == plan else [pytest.mark.slow]
+            plans, why = WAITS.get(name, ((), ""))
+            if plan in plans:
+                marks.append(pytest.mark.xfail(reason=why, strict=True))
+            yield pytest.param(name, plan, marks=marks, id=f"{name}-{plan}")
+
+
+@pytest.mark.parametrize(("name", "plan"), [*_cases()])
+def test_a_job_equals_one_device(name: str, plan: str) -> None:
+    def check() -> None:
+        report = verify(JOBS[name](), Plan.parse(plan), devices="simulated", steps=3, dtype=torch.float64)
+        assert report is not None
+        assert report.passed, str(report)
+
+    plans, sentence = REFUSED.get(name, ((), ""))
+    if plan in plans:
+        with pytest.raises(MeshloomError, match=sentence):
+            check()
+    else:
+        check()
+
+
+def test_there_are_many_jobs_and_each_that_is_named_is_there() -> None:
+    assert len(JOBS) >= 70
+    assert {*REFUSED, *WAITS, *COVERING} <= set(JOBS)
+
+
+def test_what_is_refused_stands_in_the_documents() -> None:
+    text = Path("docs/opaque.md").read_text(encoding="utf-8")
+    assert not [name for name in REFUSED if name not in text]
