@@ -74,10 +74,7 @@ class SynchronousRun:
             building.callback(self._checkpoints.close)
             self.replicas.together(lambda replica: prepare(replica, overcommit=overcommit, cache=cache))
             self._data = BatchReaders(job, plan, shares, self.replicas, timings, steps=steps)
-            simulated = world.kind == "simulated"
-            self._measurement = ShareMeasurement(
-                job, plan, shares, self.replicas, listener, simulated=simulated
-            )
+            self._measurement = ShareMeasurement(job, plan, shares, self.replicas, listener, simulated=world.kind == "simulated")  # fmt: skip
             if resume is not None:
                 self._resume(resume)
             self._checked = -1  # the step after which replicas were compared
@@ -85,11 +82,8 @@ class SynchronousRun:
             self._evaluation = TeamEvaluation(job, plan, shares, self.replicas, self._meter)
             self._recording = TimelineRecording(plan, self.replicas, out, start_step=self.next_step, steps=steps, main=world.main)  # fmt: skip
             listener.started(_beginning(plan, world, one_copy=first.exchange.one_copy))
-            for note in [
-                *first.notes(),
-                *idle_lines_of(first, plan, job.batch_size),
-                *self.replicas.warnings,
-            ]:
+            notes = [*first.notes(), *idle_lines_of(first, plan, job.batch_size), *self.replicas.warnings]
+            for note in notes:
                 listener.note(note)
             self.replicas.enter("between steps", self.next_step)
             self._stack = building.pop_all()
