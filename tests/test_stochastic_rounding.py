@@ -25,7 +25,7 @@ from meshloom.planner.memory.memory import predict_memory
 from meshloom.program.capture.capture import capture
 from meshloom.replica.replica_state import full_state
 from meshloom.train.trainer import Trainer
-from meshloom.verify.reference.rounding_by_chance import rounded_by_chance
+from meshloom.verify.reference.masters import rounded_by_chance
 from meshloom.verify.run import verify
 from tests.jobs import make_job
 from tests.precision_jobs import MODELS, job_of

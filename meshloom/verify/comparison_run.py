@@ -97,6 +97,7 @@ class ComparisonRun:
             partial(rounding_effect, reference) if agreed else None,
             _rounds_gradients(reference),
             self._comparer.precision if self._comparer.lowered else None,
+            2 if self._comparer.lowered and reference.plan.pp > 1 else 1,
         )
         self.subsampled = {}
 
