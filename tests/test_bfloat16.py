@@ -84,7 +84,7 @@ def test_optimizers_that_look_at_whole_parameters_get_whole_masters(optimizer: s
     "plan",
     [
         "dp=2,zero=1,offload=optimizer", "dp=2,exchange=ring", "dp=4,zero=3,zero_within=2", "dp=3,shares=2+1+1", "dp=2,compile=true",
-        "pp=2,microbatches=2,zero=1,dp=2,recompute=all",
+        "pp=2,microbatches=2,zero=1,dp=2,recompute=full",
     ],
 )  # fmt: skip
 def test_other_settings_go_together_with_it(plan: str):
