@@ -60,8 +60,9 @@ def rounds_partial_sums(plan: Plan) -> bool:
 
 
 def sums_in_other_orders(plan: Plan) -> bool:
-    """Whether gradients that one device adds up chunk by chunk are added up in another order."""
-    return plan.num_chunks > 2
+    """Whether gradients that one device adds up chunk by chunk are added up in another order; along pp also those of a
+    parameter that several stages use, stage by stage."""
+    return plan.num_chunks > 2 or (plan.num_chunks > 1 and plan.pp > 1)
 
 
 def tolerance_of(dtype: torch.dtype | None) -> float:
@@ -201,18 +202,18 @@ class GradientErrors:
     most once, when an error exceeds the tolerance; returns by name how far the reference's gradients move
     when its parameters are perturbed by rounding. partial: what the plan rounds partial sums to; None: to nothing less
     than a gradient's own precision. precision: that of which some units are rounding; None: the gradient's own.
-    than a gradient's own precision. travels: how far rounding on the way between replicas moves gradients that do not cancel there, relative
-    to their size; measure_travels: called at most once; returns by name how far it may move those that do.
+    travels: how far rounding on the way between replicas moves gradients that do not cancel there, relative
+    to their size; measure_travels: called at most once; returns by name how far it may move those that do. roundings: to `partial`, on the way to a gradient's sum.
     """
 
     def __init__(
         self, reference: Gradients, step: int, tolerance: float, measure_rounding: Callable[[], Mapping[str, float]] | None = None,
         partial: torch.dtype | None = None, precision: torch.dtype | None = None, travels: float = 0.0,
-        measure_travels: Callable[[], Mapping[str, float]] | None = None,
+        measure_travels: Callable[[], Mapping[str, float]] | None = None, roundings: int = 1,
     ) -> None:  # fmt: skip
         self._travels, self._measure_travels = travels, measure_travels
         self._of_travels: Mapping[str, float] | None = None
-        self._half_unit = 0.0 if partial is None else torch.finfo(partial).eps / 2
+        self._half_unit = 0.0 if partial is None else roundings * torch.finfo(partial).eps / 2
         self._precision = precision
         self.norms = {name: norm(each) for name, each in reference.items() if each is not None}
         self._measure_rounding = measure_rounding

@@ -101,6 +101,7 @@ class ComparisonRun:
             self._comparer.precision if self._comparer.lowered else None,
             travels,
             partial(travel_effect, reference, travels),
+            2 if self._comparer.lowered and reference.plan.pp > 1 else 1,
         )
         self.subsampled = {}
 

@@ -20,6 +20,7 @@ from meshloom.comm.objects import collect
 from meshloom.comm.steps import Steps
 from meshloom.core.errors import JobError
 from meshloom.core.job import NamedParameters
+from meshloom.core.losses.loss_scale import Divisor
 from meshloom.exchange.exchange import Emit, Exchange, Slice
 from meshloom.optimizer.bfloat16.lowered import master_dtype
 from meshloom.optimizer.bfloat16.stochastic import StochasticRounding
@@ -190,7 +191,7 @@ class WithMasters(Exchange):
     def gradient_ready(self, parameter: nn.Parameter) -> None:
         self._inner.gradient_ready(parameter)
 
-    def finish(self, weight: float) -> Steps[list[Tensor | None]]:
+    def finish(self, weight: Divisor) -> Steps[list[Tensor | None]]:
         gradients = yield from self._inner.finish(weight)
         self.masters.begin_update()
         return [
