@@ -49,7 +49,9 @@ def main() -> int:
             command = [sys.executable, "-m", "meshloom", verb, f"{__file__}:job", "--plan", plan, *options]
             peaks = watched(command, arguments.every)
             found = {str(rank): round(size / MIB) for rank, size in sorted(peaks.items())}
-            records.append({"plan": plan, "verb": verb, "parameters_mib": round(parameters / MIB), "peak_mib": found})
+            records.append(
+                {"plan": plan, "verb": verb, "parameters_mib": round(parameters / MIB), "peak_mib": found}
+            )
     write_records(records, arguments.json)
     return 0
 
