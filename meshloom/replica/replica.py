@@ -146,6 +146,7 @@ class Replica:
             make_dense(self.model)  # programs' gradients are
         self.named = trainable(self.model)
         step_checks.check_accumulation_hooks(self.named, plan)
+        step_checks.check_histograms(self.model, plan)
         self.own = OwnGradients(job, self.model) if job.losses else None
         # evaluations of losses in steps so far; by loss, the newest result
         self.evaluations, self.newest = 0, dict[str, StepResult]()

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from meshloom.comm.group import Group
 from meshloom.comm.objects import collect
@@ -30,6 +31,20 @@ def check_accumulation_hooks(named: NamedParameters, plan: Plan) -> None:
             f"{hooked[0]} has a hook that runs once its gradient is accumulated (register_post_accumulate_grad_hook), and a step of {plan} accumulates over its "
             "chunks before the gradient is the batch's. Change the gradient with register_hook, or in the optimizer."
         )
+
+
+def check_histograms(model: nn.Module, plan: Plan) -> None:
+    """Raise `JobError` for an observer whose histogram a chunk may spread over a wider range, under programs with several
+    chunks a step: neither of two chunks' histograms is the one after the other's."""
+    kind = getattr(sys.modules.get("torch.ao.quantization.observer"), "HistogramObserver", None)
+    if kind is None or not plan.captures or plan.num_chunks == 1:
+        return
+    for name, module in model.named_modules():
+        if isinstance(module, kind):
+            raise JobError(
+                f"{name} is a HistogramObserver, which spreads its histogram anew where values leave its range, so that what the {plan.num_chunks} chunks of a step "
+                "make of it cannot be merged. Use a MinMaxObserver or MovingAverageMinMaxObserver, a plan with dp alone, or one with one chunk per step (tp)."
+            )
 
 
 @contextmanager

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from meshloom.core.errors import PeerLostError
 from meshloom.replica.buffers.recurrence import (
-    Run,
     Unite,
     factor_of,
     find_recurrences,
@@ -42,19 +41,15 @@ class WriteMaps:
         fresh = [each for each in changed if not (each.last or each.varies) and self._has_new(each, chunk)]
         if not fresh:
             return []
-        every, starts = changed, {each.name: each.start for each in changed}
-        if not self._every_chunk:  # what has no value yet cannot have another one
-            changed = [each for each in changed if bool(_finite(each).any())]
         try:
             if chunk.rerun is None:
                 raise ValueError("it cannot be run again")
             with restored(self._model):
-                once = Rerun(every, chunk.rerun, self._model, ends)
+                run = Rerun(changed, chunk.rerun, self._model, ends)
+                starts = {buffer.name: buffer.start for buffer in changed}
                 modules = {buffer.name: buffer.module for buffer in changed}
                 parameters = [each.name for each in changed if isinstance(each.original, nn.Parameter)]
-                values = {buffer.name: buffer.start for buffer in changed}
-                run: Run = lambda shifted: once({**starts, **shifted})  # noqa: E731
-                written = find_recurrences(values, modules, run, self._unite, known_read=parameters)
+                written = find_recurrences(starts, modules, run, self._unite, known_read=parameters)
         except PeerLostError:
             raise
         except Exception:  # a forward that runs only once
