@@ -25,6 +25,7 @@ PLANS = ("dp=2", "dp=2,zero=3", *PARTED)
 # job -> plans under which it is refused, and a part of the sentence; docs/opaque.md names each job
 REFUSED: dict[str, tuple[tuple[str, ...], str]] = {
     "habits: sharpness aware": (("dp=2,zero=3", "pp=2,microbatches=2", "dp=2,pp=2,tp=2"), "SAM looks at all parameters"),
+    "habits: counters and caches": (PARTED, "depends on the values in the batch"),
     "vision: cut mix": (PARTED, "draws with random or numpy"),
     "sequences: pyramid with ctc": (PARTED, "depends on the values in the batch"),
     "words: albert with masked words": (PARTED, "depends on the values in the batch"),
@@ -32,6 +33,7 @@ REFUSED: dict[str, tuple[tuple[str, ...], str]] = {
 }  # fmt: skip
 # job -> plans under which it does not equal one device yet, and why
 WAITS: dict[str, tuple[tuple[str, ...], str]] = {
+    "habits: conditions and early exits": (PLANS, "torch.cond has no rule for the modes that watch operators"),
     "densities: preconditioned diffusion with average": (
         ("pp=2,microbatches=2", "dp=2,pp=2,tp=2"), "a counter decides how fast an average moves, and the average is equal in the first step",
     ),
