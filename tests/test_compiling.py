@@ -5,18 +5,22 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.overrides import BaseTorchFunctionMode, has_torch_function
 from tqdm import tqdm
 
 from meshloom.core.compiling import MOST_VARIANTS, Compiled
 from meshloom.core.errors import DeviceError, PlanError
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
+from meshloom.exchange.units.compiled_units import CompiledUnits
+from meshloom.exchange.units.find_units import find_units
 from meshloom.program.recompute.recompute import with_recomputation
 from meshloom.program.run.compiler import Compiler
 from meshloom.program.run.runner import compile_program
@@ -28,6 +32,7 @@ from tests.covering import in_turn
 from tests.jobs import Samples, make_job
 from tests.program_jobs import Recurrent
 from tests.test_recompute import SLOW_COMPUTING, differences, family
+from tests.zero_three_jobs import Again, Blocks, Recomputed, RecomputedReentrant, Shuffled
 
 # torch's own, of itself as it compiles
 pytestmark = [
@@ -37,7 +42,7 @@ pytestmark = [
 PLANS = [
     "dp=2", "dp=2,microbatches=2", "dp=2,zero=1", "dp=2,zero=2", "dp=2,sync_batch_norm=true", "tp=2", "pp=2,microbatches=2", "pp=2,microbatches=2,schedule=gpipe",
     "pp=2,microbatches=2,schedule=interleaved", "pp=2,microbatches=2,schedule=zb-h1", "pp=2,microbatches=2,schedule=zb-v", "dp=2,pp=2,tp=2,microbatches=2",
-    "dp=2,recompute=full", "tp=2,recompute=selective", "dp=2,exchange=server",
+    "dp=2,recompute=full", "tp=2,recompute=selective", "dp=2,exchange=server", "dp=2,zero=3", "dp=2,zero=3,microbatches=2",
 ]  # fmt: skip
 
 
@@ -125,6 +130,16 @@ def test_a_plan_is_that_of_one_device(model: str, plan: str):
     check_equal(model, plan, 3)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("model", [Blocks, Recomputed, RecomputedReentrant, Again, Shuffled])
+def test_units_that_are_used_in_other_ways_are_those_of_one_device(model: Callable[[], nn.Module]):
+    report = verify(
+        replace(make_job("mlp", "adamw"), model=model), Plan.parse("dp=2,zero=3,compile=true"), devices="simulated", steps=3, dtype=torch.float64
+    )  # fmt: skip
+    assert report is not None and report.passed
+
+
 class Uncompiled:
     """A stand-in for the compiler that leaves functions as they are, and counts them."""
 
@@ -135,6 +150,44 @@ class Uncompiled:
     def function(self, function: Callable[..., Any], *, dynamic: bool | None = None) -> Callable[..., Any]:
         self.given.append(dynamic)
         return function
+
+
+class UnwatchedCalls(Uncompiled):
+    """Also notes at every call whether a torch function mode would be traced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.watched: list[bool] = []
+
+    def function(self, function: Callable[..., Any], *, dynamic: bool | None = None) -> Callable[..., Any]:
+        given = super().function(function, dynamic=dynamic)
+
+        def called(*args: Any) -> Any:
+            self.watched.append(has_torch_function((None,)))
+            return given(*args)
+
+        return called
+
+
+def test_units_of_a_class_share_code_that_runs_in_chunks_alone_and_unwatched():
+    model, compiler = Blocks(), UnwatchedCalls()
+    expected = model(torch.ones(2, 7))
+    found = find_units(model, large_bytes=2**30)
+    units: Any = [SimpleNamespace(module=each.module) for each in found]
+    compiled = CompiledUnits(units, cast(Compiler, compiler))
+    assert len(compiled) == 4 and not CompiledUnits(units[:1], cast(Compiler, compiler))
+    with compiled.connect():
+        assert torch.equal(model(torch.ones(2, 7)), expected) and not compiler.watched
+        with compiled.computing(), BaseTorchFunctionMode():
+            assert torch.equal(model(torch.ones(2, 7)), expected)
+    assert compiler.watched == [False] * 4 and len(compiler.given) == 1
+    assert not any("forward" in vars(each) for each in model.modules())
+
+
+def test_a_unit_with_a_unit_in_it_runs_as_written():
+    model = Blocks()
+    units: Any = [SimpleNamespace(module=each) for each in (model.blocks[0], model.blocks[0].up, model.head)]
+    assert len(CompiledUnits(units, cast(Compiler, Uncompiled()))) == 2
 
 
 FAMILIES = ("gpt2", "conv2d", "mixtral", "recommendation")
@@ -164,7 +217,9 @@ def test_alike_regions_share_code_and_other_sizes_share_one_more():
     ("text", "words"),
     [
         ("compile=yes", "compile=yes is not known"),
-        ("dp=2,zero=3,compile=true", "Use zero=2, or compile=none"),
+        ("compile=graphs", "CUDA graphs, which is not built.*Use compile=true"),
+        ("dp=2,tp=2,zero=3,compile=true", "Use zero=2, compile=none, or dp alone"),
+        ("dp=2,zero=3,recompute=full,compile=true", "Use zero=2, compile=none, or dp alone"),
         ("dp=2,exchange=async,compile=true", "Use another exchange, or compile=none"),
     ],
 )

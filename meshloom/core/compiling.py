@@ -1,8 +1,8 @@
 """The setting `compile`: what of a step torch.compile compiles, and how that is told.
 
 compile=none    operators are run one by one (default)
-compile=true    forward and backward of the loss: the user's whole loss function, or, where a captured program runs,
-                its operators between collectives, in regions
+compile=true    forward and backward of the loss: the user's whole loss function; where a captured program runs, its
+                operators between collectives, in regions; under zero=3 the modules that are gathered, one by one
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from meshloom.core.plan_text import check_known
 from meshloom.core.units import format_count
 
 COMPILE = ("none", "true")
+GRAPHS = "graphs"  # CUDA graphs of whole stages, which is not built
 MOST_VARIANTS = 8  # of a function, for inputs of other kinds; further ones run uncompiled
 
 
@@ -27,6 +28,8 @@ class CompileSettings(Protocol):
     def exchange(self) -> str: ...
     @property
     def compile(self) -> str: ...
+    @property
+    def captures(self) -> bool: ...
 
 
 def complete_compile(value: object) -> object:
@@ -42,14 +45,20 @@ def complete_compile(value: object) -> object:
 
 def check_compile(plan: CompileSettings) -> None:
     """Raise `PlanError` for values that `compile` cannot have, alone or with other settings."""
+    if plan.compile == GRAPHS:
+        raise PlanError(
+            "compile=graphs would replay steps as CUDA graphs, which is not built: only a GPU can show that what it replays reads and writes the right memory. "
+            "Use compile=true."
+        )
     check_known("compile", plan.compile, COMPILE)
     if plan.compile != "none" and plan.exchange == "async":
         raise PlanError(
             "compile=true compiles what replicas compute that take steps together, and exchange=async has workers. Use another exchange, or compile=none."
         )
-    if plan.compile != "none" and plan.zero == 3:
+    if plan.compile != "none" and plan.zero == 3 and plan.captures:
         raise PlanError(
-            "zero=3 gathers parameters between operators, where compile=true leaves no place for it. Use zero=2, or compile=none."
+            "zero=3 with tp, pp or recompute gathers parameters between the operators of a program, where compile=true leaves no place for it. "
+            "Use zero=2, compile=none, or dp alone, where the units' modules are compiled."
         )
 
 

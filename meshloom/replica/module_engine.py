@@ -23,6 +23,7 @@ from meshloom.core.moments.current_step import Moment
 from meshloom.core.plan import Plan
 from meshloom.data.chunks import Chunk
 from meshloom.exchange.exchange import Emit, Exchange
+from meshloom.exchange.units.compiled_units import CompiledUnits, unwatched
 from meshloom.exchange.units.unit_access import UnitAccess
 from meshloom.exchange.units.unit_gathering import STEP
 from meshloom.exchange.zero_three import slices_of
@@ -50,6 +51,7 @@ class ModuleEngine(Engine):
         self._parameters: NamedParameters = []
         self._exchange: Exchange
         self._units: UnitAccess | None = None  # zero=3
+        self._compiled_units: CompiledUnits | None = None
         self.compiler = Compiler(context.device) if plan.compiles else None
         self._losses: dict[LossFunction, LossFunction] = {}  # as written -> compiled
         self._loss = job.loss  # whose turn it is
@@ -60,8 +62,7 @@ class ModuleEngine(Engine):
     ) -> Steps[None]:  # fmt: skip
         if self.compiler:
             yield from check_together(self._context.world, self.compiler.check)
-            of_job = [each.loss for each in self._job.losses.values()] or [self._job.loss]
-            self._losses = {each: self.compiler.function(each) for each in of_job}
+            self._compile_losses() if self._plan.zero < 3 else None
         yield from take_share(model, self.shards, unfilled, self._context.world)
         self._model, self._parameters = model, trainable(model)
         several, joined = self._plan.num_chunks > 1, self._plan.sync_batch_norm
@@ -85,6 +86,11 @@ class ModuleEngine(Engine):
         if (sliced := slices_of(exchange)) is not None:
             self._units = UnitAccess(sliced.gathering)
             undo.enter_context(self._units.connect())
+            if self.compiler and (compiled := CompiledUnits(sliced.units, self.compiler)):
+                self._compiled_units = compiled
+                undo.enter_context(compiled.connect())
+            elif self.compiler and all(unit.module is None for unit in sliced.units):
+                self._compile_losses()
         for _, parameter in self._parameters:
             undo.callback(parameter.register_post_accumulate_grad_hook(exchange.ready_hook(parameter)).remove)
         return undo
@@ -100,7 +106,8 @@ class ModuleEngine(Engine):
         recorder: Recorder | None = None,
     ) -> Steps[None]:
         self.rows.begin()
-        with self.computing(STEP, idle=not chunks):
+        compiled = self._compiled_units.computing() if self._compiled_units else nullcontext()
+        with self.computing(STEP, idle=not chunks), compiled:
             for chunk in chunks:
                 self._context.activity.enter("chunk", chunk.step, chunk.index)
                 data = scope.data(chunk)
@@ -175,6 +182,11 @@ class ModuleEngine(Engine):
     def check_replicated(self) -> Steps[str | None]:
         return None
         yield
+
+    def _compile_losses(self) -> None:
+        assert self.compiler
+        of_job = [each.loss for each in self._job.losses.values()] or [self._job.loss]
+        self._losses = {each: partial(unwatched, self.compiler.function(each)) for each in of_job}
 
     def _complete(self, loss_sums: LossSums) -> None:
         loss_sums.close()

@@ -121,12 +121,12 @@ class _Function:
         """Whether inputs of a further kind would run uncompiled."""
         return self._variants >= MOST_VARIANTS
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         compiler = self._compiler
         graphs, began = compiler.num_graphs, time.perf_counter()
         breaks = None if self._variants else _breaks()
         try:
-            result = self._run(*args)
+            result = self._run(*args, **kwargs)
         except Exception as error:
             from torch._dynamo.exc import TorchDynamoException
 
