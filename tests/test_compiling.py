@@ -26,6 +26,7 @@ from meshloom.program.run.compiler import Compiler
 from meshloom.program.run.runner import compile_program
 from meshloom.program.trace.precision import default_precision
 from meshloom.telemetry.progress import Listener
+from meshloom.telemetry.summary import Summary
 from meshloom.train.trainer import Trainer
 from meshloom.verify.run import verify
 from tests.covering import in_turn
@@ -138,6 +139,22 @@ def test_units_that_are_used_in_other_ways_are_those_of_one_device(model: Callab
         replace(make_job("mlp", "adamw"), model=model), Plan.parse("dp=2,zero=3,compile=true"), devices="simulated", steps=3, dtype=torch.float64
     )  # fmt: skip
     assert report is not None and report.passed
+
+
+@pytest.mark.slow
+def test_compiled_units_are_compiled_once_and_send_what_they_send_as_written():
+    job = replace(make_job("mlp", "adamw"), model=Blocks)
+    found: list[Summary] = []
+    for plan in ("dp=2,zero=3", "dp=2,zero=3,compile=true"):
+        with Trainer(job, Plan.parse(plan), devices="simulated", steps=3, dtype=torch.float64) as trainer:
+            found.append(trainer.fit())
+    written, compiled = found
+    assert compiled.counted == compiled.predicted == written.counted
+    assert compiled.last_loss == pytest.approx(written.last_loss, rel=1e-10)
+    assert compiled.compiled is not None and compiled.compiled.functions == 1  # of four blocks
+    assert (
+        compiled.compiled.graphs in (2, 3) and compiled.compiled.breaks == 0
+    )  # the short batch has other sizes
 
 
 class Uncompiled:

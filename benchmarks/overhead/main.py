@@ -1,5 +1,6 @@
-"""Python time of a step's own machinery on a CPU, without a device: of a program's run per operator, and of hooks and
-buckets per parameter.
+"""Python time of a step's own machinery on a CPU, without a device: of a program's run per operator, of hooks and
+buckets and of the update per parameter, and of what a step notes and counts: activity, collectives, the loss's sums,
+what Python draws.
 
     python benchmarks/overhead/main.py --json -
 
@@ -22,11 +23,20 @@ import torch
 from torch import Tensor, nn
 
 import meshloom as ml
+from meshloom.comm.liveness.activity import Activity
+from meshloom.comm.recording import RecordedGroup
+from meshloom.comm.steps import run_in_steps
+from meshloom.core.moments.current_step import Moment
+from meshloom.data.chunks import Chunk
 from meshloom.exchange.all_reduce import AllReduce
+from meshloom.exchange.zero import ZeroOne
+from meshloom.optimizer.updater import Updater
+from meshloom.pipeline.schedules.schedule import Action
 from meshloom.program.capture.capture import capture
 from meshloom.program.ir.leaves import leaves_of
 from meshloom.program.recompute.recompute import with_recomputation
 from meshloom.program.run.execute import run_flat
+from meshloom.replica.loss_sums import LossSums
 
 sys.path.append(str(Path(__file__).parents[1]))
 from records import write_records
@@ -57,8 +67,12 @@ class Nobody:
 
     size, rank = 2, 0
 
+    is_in_place = True
+
     def all_reduce(self, *_: Any) -> Nobody:
         return self
+
+    reduce_scatter = all_gather = all_reduce
 
     def wait(self) -> None:
         """Nothing is on its way."""
@@ -72,7 +86,12 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=40)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    records = [*time_programs(arguments.rounds), *time_buckets(arguments.rounds)]
+    records = [
+        *time_programs(arguments.rounds),
+        *time_buckets(arguments.rounds),
+        *time_update(arguments.rounds),
+        *time_notes(arguments.rounds),
+    ]
     for record in records:
         print("  ".join(f"{key} {value}" for key, value in record.items()), file=sys.stderr)
     write_records(records, arguments.json)
@@ -117,6 +136,7 @@ def time_buckets(num_rounds: int) -> list[dict[str, Any]]:
     named = [(f"p{number}", nn.Parameter(torch.randn(4))) for number in range(NUM_PARAMETERS)]
     group: Any = Nobody()
     exchange = AllReduce(named, group, bucket_bytes=25 * 2**20, overlap=False)
+    hooks = [(exchange.ready_hook(each), each) for _, each in named]
     buffers = [torch.zeros(4) for _ in named]
     reported, copied = list[float](), list[float]()
     for _ in range(num_rounds):
@@ -125,8 +145,8 @@ def time_buckets(num_rounds: int) -> list[dict[str, Any]]:
         for _, parameter in named:
             parameter.grad = torch.zeros(4)
         started = time.process_time()
-        for _, parameter in named:
-            exchange.gradient_ready(parameter)
+        for hook, parameter in hooks:
+            hook(parameter)
         reported.append(time.process_time() - started)
         gradients = [torch.zeros(4) for _ in named]
         started = time.process_time()
@@ -138,6 +158,86 @@ def time_buckets(num_rounds: int) -> list[dict[str, Any]]:
         "what": "hooks and buckets", "parameters": NUM_PARAMETERS, "us": round(all_, 3), "copy_us": round(copy, 3),
         "own_us_per_parameter": round(all_ - copy, 3),
     }]  # fmt: skip
+
+
+def time_update(num_rounds: int) -> list[dict[str, Any]]:
+    """An update of parameters that this rank owns slices of, beside the optimizer's own step on tensors of their
+    sizes."""
+    named = [(f"p{number}", nn.Parameter(torch.randn(4))) for number in range(NUM_PARAMETERS)]
+    group: Any = Nobody()
+    exchange = ZeroOne(named, group, bucket_bytes=25 * 2**20, overlap=False)
+    job = ml.Job(
+        model=Tiny, loss=mean_square, optimizer=lambda named: torch.optim.SGD([each for _, each in named], 0.1, foreach=True), data=list, batch_size=3,
+        steps=1,
+    )  # fmt: skip
+    updater = Updater(job, named, exchange)
+    bare = [nn.Parameter(each.data()) for each in exchange.owned]
+    alone = torch.optim.SGD(bare, 0.1, foreach=True)
+    for each in bare:
+        each.grad = torch.zeros_like(each)
+    gradients = [torch.zeros_like(each) for each in bare]
+
+    def update() -> None:
+        run_in_steps([updater.update(gradients, 0.0)])
+
+    seconds = [least(update, num_rounds), least(alone.step, num_rounds)]
+    return [{
+        "what": "an update of owned slices", "slices": len(bare), "us_per_slice": round(seconds[0] / len(bare) * 1e6, 3),
+        "own_us_per_slice": round((seconds[0] - seconds[1]) / len(bare) * 1e6, 3),
+    }]  # fmt: skip
+
+
+def time_notes(num_rounds: int) -> list[dict[str, Any]]:
+    """What a step does a few times, in microseconds each."""
+    activity, actions = Activity(), [Action(0, "F", 0), Action(0, "B", 0)]
+    group: Any = Nobody()
+    recorded, tensor = RecordedGroup(group, "dp"), torch.zeros(4)
+    sums, chunk = LossSums(torch.device("cpu")), Chunk(step=0, batch=8, index=0, samples=4, data=None)
+    loss, moment = torch.tensor(1.5, requires_grad=True) * 2, Moment(5, 0)
+
+    def act() -> None:
+        activity.follow(actions)
+        for action in actions:
+            activity.began(action)
+            activity.ended(action)
+
+    def add_up() -> None:
+        sums.begin()
+        sums.add(loss, chunk)
+        sums.close()
+
+    def enter() -> None:
+        with moment.entered():
+            pass
+
+    def several(do: Callable[[], object]) -> Callable[[], object]:
+        def done() -> None:
+            for _ in range(100):
+                do()
+
+        return done
+
+    found = {
+        "a phase of a step noted": lambda: activity.enter("chunk", 3, 1),
+        "two actions of a pipeline noted": act,
+        "a collective counted": lambda: recorded.all_reduce(tensor).wait(),
+        "a chunk's loss added up": add_up,
+        "a chunk's Python draws seeded": enter,
+    }
+    return [
+        {"what": what, "us": round(least(several(do), num_rounds) / 100 * 1e6, 3)}
+        for what, do in found.items()
+    ]
+
+
+def least(do: Callable[[], object], num_rounds: int) -> float:
+    """CPU seconds."""
+    found = list[float]()
+    for _ in range(num_rounds + 2):
+        started = time.process_time()
+        do()
+        found.append(time.process_time() - started)
+    return min(found)
 
 
 if __name__ == "__main__":

@@ -167,7 +167,10 @@ class GradientBuckets:
             if gradient is not None:
                 if bucket.started:
                     raise arrived_again(entry)
-                add_gradient(view, gradient, filled=entry.arrived)
+                if entry.arrived or gradient is view or gradient.layout is not torch.strided:
+                    add_gradient(view, gradient, filled=entry.arrived)
+                else:
+                    view.copy_(gradient)
                 parameter.grad = None
                 entry.arrived = True
             if self._last_chunk and entry.arrived and not entry.counted:
