@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -191,8 +191,8 @@ def test_units_of_a_class_share_code_that_runs_in_chunks_alone_and_unwatched():
     expected = model(torch.ones(2, 7))
     found = find_units(model, large_bytes=2**30)
     units: Any = [SimpleNamespace(module=each.module) for each in found]
-    compiled = CompiledUnits(units, cast(Compiler, compiler))
-    assert len(compiled) == 4 and not CompiledUnits(units[:1], cast(Compiler, compiler))
+    compiled = CompiledUnits(units, compiler)
+    assert len(compiled) == 4 and not CompiledUnits(units[:1], compiler)
     with compiled.connect():
         assert torch.equal(model(torch.ones(2, 7)), expected) and not compiler.watched
         with compiled.computing(), BaseTorchFunctionMode():
@@ -204,7 +204,7 @@ def test_units_of_a_class_share_code_that_runs_in_chunks_alone_and_unwatched():
 def test_a_unit_with_a_unit_in_it_runs_as_written():
     model = Blocks()
     units: Any = [SimpleNamespace(module=each) for each in (model.blocks[0], model.blocks[0].up, model.head)]
-    assert len(CompiledUnits(units, cast(Compiler, Uncompiled()))) == 2
+    assert len(CompiledUnits(units, Uncompiled())) == 2
 
 
 FAMILIES = ("gpt2", "conv2d", "mixtral", "recommendation")

@@ -14,19 +14,24 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from torch import nn
 from torch.overrides import handle_torch_function, has_torch_function
 
 from meshloom.exchange.units.unit_slices import Unit
-from meshloom.program.run.compiler import Compiler
+
+
+class CompilesFunctions(Protocol):
+    """What is used of a rank's compiler (`program/run/compiler.py`)."""
+
+    def function(self, function: Callable[..., Any]) -> Callable[..., Any]: ...
 
 
 class CompiledUnits:
     """Of one rank. compiler: of the rank."""
 
-    def __init__(self, units: Sequence[Unit], compiler: Compiler) -> None:
+    def __init__(self, units: Sequence[Unit], compiler: CompilesFunctions) -> None:
         modules = [unit.module for unit in units if unit.module is not None]
         here = set(map(id, modules))
         self._modules = [each for each in modules if not here.intersection(map(id, list(each.modules())[1:]))]
