@@ -45,7 +45,6 @@ class ChunkRun:
         dtype: torch.dtype | None,
         watch: ModuleWatch,
         autocast: torch.dtype | None,
-        of_batches: torch.dtype | None,
         scale: ReferenceScale,
         of_batches: torch.dtype | None,
     ) -> None:
