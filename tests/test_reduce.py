@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from meshloom.comm.collectives import travelling
+from meshloom.comm.collectives.travelling import TravellingSums
 from meshloom.core.errors import PlanError
 from meshloom.core.job import Evaluate, Job
 from meshloom.core.plan import Plan
-from meshloom.exchange.buckets import travelling
-from meshloom.exchange.buckets.travelling import TravellingSums
 from meshloom.telemetry.progress import QUIET
 from meshloom.train.trainer import Trainer
 from meshloom.verify.findings import Report

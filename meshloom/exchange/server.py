@@ -20,10 +20,10 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor, nn
 
+from meshloom.comm.collectives.travelling import TravellingSums
 from meshloom.comm.group import Group
 from meshloom.comm.steps import Steps
 from meshloom.exchange.buckets.buckets import Bucket, GradientBuckets
-from meshloom.exchange.buckets.travelling import TravellingSums
 from meshloom.exchange.copies import ParameterCopies
 from meshloom.exchange.exchange import Exchange
 from meshloom.exchange.registry import Setup

@@ -19,11 +19,11 @@ from collections.abc import Callable, Collection, Sequence
 import torch
 from torch import Tensor, nn
 
+from meshloom.comm.collectives.travelling import TravellingSums
 from meshloom.comm.group import Group
 from meshloom.comm.steps import Steps
 from meshloom.comm.windows import Windows, allocation
 from meshloom.exchange.buckets.buckets import Bucket, BucketLayout, GradientBuckets
-from meshloom.exchange.buckets.travelling import TravellingSums
 from meshloom.exchange.copies import OneEach, ParameterCopies, gather_shares, segment
 from meshloom.exchange.sharded import Sharded
 from meshloom.telemetry.traffic import ExpectedBytes, Traffic

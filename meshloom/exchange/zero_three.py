@@ -12,11 +12,11 @@ from collections.abc import Callable, Collection, Hashable, Sequence
 import torch
 from torch import Tensor, nn
 
+from meshloom.comm.collectives.travelling import TravellingSums
 from meshloom.comm.group import Group, Work
 from meshloom.comm.steps import Steps
 from meshloom.core.losses.loss_scale import Divisor, divides
 from meshloom.exchange.buckets.flags import set_flags, used_anywhere
-from meshloom.exchange.buckets.travelling import TravellingSums
 from meshloom.exchange.exchange import Emit, Exchange, Slice
 from meshloom.exchange.registry import Setup
 from meshloom.exchange.units.unit_gathering import UnitGathering

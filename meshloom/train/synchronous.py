@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -15,13 +15,13 @@ import torch
 from meshloom.checkpoint.checkpoint import passed_over
 from meshloom.core.errors import TrainingError
 from meshloom.core.job import Job
-from meshloom.core.losses.loss_scale import LossScale
 from meshloom.core.plan import Plan
 from meshloom.data.shares import Shares
 from meshloom.launch.events import send_event
 from meshloom.launch.failure import report_stop
 from meshloom.launch.processes.signals import StopRequests
 from meshloom.launch.world import World
+from meshloom.replica.replica import StepResult
 from meshloom.replica.replica_state import check_identical, check_team, settle, take_notes
 from meshloom.telemetry.progress import QUIET, Listener
 from meshloom.telemetry.summary import Summary
@@ -162,9 +162,7 @@ class SynchronousRun:
             replicas.enter("between steps", self.next_step)
         if recorded:
             self._recording.keep(self.next_step)
-        meter.came_to(result)
-        if result.skipped:
-            self._listener.note(_skipped(self.next_step, replicas.first.sums.scale))
+        _came_to(meter, result, self._listener, replicas)
         self.losses = dict(result.losses)
         if result.asked:
             self._checkpoints.finish()
@@ -175,8 +173,7 @@ class SynchronousRun:
             or self.next_step % CHECK_EVERY == 0
             or self._plan.mesh.size == self._plan.dp
         ):
-            for note in replicas.together(take_notes)[0]:
-                self._listener.note(note)
+            _tell(self._listener, replicas.together(take_notes)[0])
         if last and (told := replicas.first.engine.readings):
             self._listener.note(told)
         return result.loss
@@ -238,11 +235,18 @@ class SynchronousRun:
         self.next_step = checkpoint.step
 
 
-def _skipped(step: int, scale: LossScale | None) -> str:
-    assert scale is not None
-    return (
-        f"Step {step} was skipped: gradients overflowed float16. The loss is now scaled by {scale.scale:g}."
-    )
+def _tell(listener: Listener, notes: Sequence[str]) -> None:
+    for note in notes:
+        listener.note(note)
+
+
+def _came_to(meter: StepMeter, result: StepResult, listener: Listener, replicas: LocalReplicas) -> None:
+    meter.came_to(result)
+    scale = replicas.first.sums.scale
+    if result.skipped and scale is not None:
+        listener.note(
+            f"Step {result.step + 1} was skipped: gradients overflowed float16. The loss is now scaled by {scale.scale:g}."
+        )
 
 
 def _beginning(plan: Plan, world: World, *, one_copy: bool) -> str:

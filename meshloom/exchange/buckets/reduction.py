@@ -12,11 +12,11 @@ from collections.abc import Sequence
 
 import torch
 
+from meshloom.comm.collectives.travelling import TravellingSums
 from meshloom.comm.group import Group, Work
 from meshloom.comm.steps import Steps
 from meshloom.core.losses.loss_scale import Divisor, divides
 from meshloom.exchange.buckets.buckets import Bucket
-from meshloom.exchange.buckets.travelling import TravellingSums
 from meshloom.telemetry.traffic import ExpectedBytes, Traffic
 
 

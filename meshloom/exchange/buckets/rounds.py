@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from meshloom.comm.collectives.travelling import TravellingSums
 from meshloom.comm.group import Group, Work
 from meshloom.comm.windows import Extent, Windows, allocation, separate, window_bytes
 from meshloom.exchange.buckets.buckets import BucketEntry
 from meshloom.exchange.buckets.pool import Pool
-from meshloom.exchange.buckets.travelling import TravellingSums
 
 POOL_BUCKETS = 4  # of the size that a plan names: one is filled while others are sent; buckets may be larger
 

@@ -20,6 +20,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from meshloom.comm.collectives.travelling import TravellingSums
 from meshloom.comm.group import Group
 from meshloom.comm.steps import Steps
 from meshloom.comm.windows import Extent, Windows, separate
@@ -31,7 +32,6 @@ from meshloom.exchange.buckets.buckets import (
     order_of_rank_0,
 )
 from meshloom.exchange.buckets.rounds import BucketPlace, RoundsUnderWay, ScatteredBucket
-from meshloom.exchange.buckets.travelling import TravellingSums
 from meshloom.program.operators.fused_grad_accumulation import GradBuffer
 from meshloom.telemetry.traffic import ExpectedBytes, Traffic
 

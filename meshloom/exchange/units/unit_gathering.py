@@ -22,8 +22,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from meshloom.comm.collectives.travelling import TravellingSums
 from meshloom.comm.group import Group, Work
-from meshloom.exchange.buckets.travelling import TravellingSums
 from meshloom.exchange.units.unit_slices import Unit, UnitEntry, UnitFlat
 from meshloom.telemetry.traffic import ExpectedBytes, Traffic
 

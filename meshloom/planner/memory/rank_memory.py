@@ -15,6 +15,7 @@ from types import MappingProxyType
 
 from meshloom.core.exchanges import EXCHANGES
 from meshloom.core.plan import Plan
+from meshloom.core.precisions import PRECISIONS
 from meshloom.optimizer.offload.windows import WINDOW_BYTES
 from meshloom.planner.memory.step_facts import StepFacts
 
@@ -186,6 +187,13 @@ def copied_by(held: HeldBytes, plan: Plan, *, one_copy: bool = False) -> int:
     return parameters + state + held.buffers
 
 
+def _travelling(plan: Plan, gradients: int) -> int:
+    """Bytes of copies of gradients that travel in another dtype."""
+    if PRECISIONS[plan.precision].parameters == "bfloat16":
+        return 2 * gradients if plan.reduce == "float32" else 0
+    return gradients // 2 if plan.reduce == "bf16" else 0  # of float32
+
+
 def _of_exchange(plan: Plan, held: HeldBytes, *, one_copy: bool) -> tuple[int, int]:
     """What the exchange along dp holds besides buckets and units: all the time, and after a step's chunks."""
     if plan.dp == 1:
@@ -198,7 +206,7 @@ def _of_exchange(plan: Plan, held: HeldBytes, *, one_copy: bool) -> tuple[int, i
         "topk": (owned, min(owned, plan.bucket_bytes)),  # errors; a bucket's
     }
     stays, passing = of_compression[name]
-    copies = owned // 2 if plan.reduce == "bf16" else 0  # of gradients in float32
+    copies = _travelling(plan, owned)
     if plan.zero >= 2:  # of what is on the way at one time
         stays += min(copies, held.on_the_way // 2)
     else:
