@@ -202,8 +202,8 @@ class GradientErrors:
     most once, when an error exceeds the tolerance; returns by name how far the reference's gradients move
     when its parameters are perturbed by rounding. partial: what the plan rounds partial sums to; None: to nothing less
     than a gradient's own precision. precision: that of which some units are rounding; None: the gradient's own.
-    travels: how far rounding on the way between replicas moves gradients that do not cancel there, relative
-    to their size; measure_travels: called at most once; returns by name how far it may move those that do. roundings: to `partial`, on the way to a gradient's sum.
+    travels: how far rounding on the way between replicas moves gradients that do not cancel there, relative to their size;
+    measure_travels: called at most once; by name how far it moves those that do. roundings: to `partial`, of a gradient.
     """
 
     def __init__(
