@@ -42,7 +42,7 @@ WAITS: dict[str, tuple[tuple[str, ...], str]] = {
 # a job of each kind of difficulty, under each plan
 COVERING = {
     "agents: recurrent ppo": "pp=2,microbatches=2", "adversaries: style gan": "dp=2", "objects: fcos": "pp=2,microbatches=2",
-    "vision: net vlad with hardest triplets": "tp=2",
+    "pictures: net vlad with hardest triplets": "tp=2",
 }  # fmt: skip
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export", "dear_memory")]
