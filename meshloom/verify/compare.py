@@ -198,10 +198,9 @@ def _loss_errors(ours: StepRecord, reference: StepRecord, tolerance: float) -> I
 class GradientErrors:
     """The errors of one step's averaged gradients, which arrive one by one.
 
-    reference: its gradients by name; one may be changed after it was compared. measure_rounding: called at
-    most once, when an error exceeds the tolerance; returns by name how far the reference's gradients move
-    when its parameters are perturbed by rounding. partial: what the plan rounds partial sums to; None: to nothing less
-    than a gradient's own precision. precision: that of which some units are rounding; None: the gradient's own.
+    reference: its gradients by name; one may be changed after it was compared. measure_rounding: called at most once, when an
+    error exceeds the tolerance; by name how far they move when parameters are perturbed by rounding. partial: what the plan rounds
+    partial sums to; None: to nothing less than their precision. precision: that of which some units are rounding; None: theirs.
     travels: how far rounding on the way between replicas moves gradients that do not cancel there, relative to their size;
     measure_travels: called at most once; by name how far it moves those that do. roundings: to `partial`, of a gradient.
     """
