@@ -25,6 +25,7 @@ from meshloom.program.opaque.call import ChangedCallError
 from meshloom.program.opaque.operator import call_of_node, is_opaque
 from meshloom.program.store.captured_loss import CapturedLoss
 from meshloom.verify.run import verify
+from tests.covering import few
 from tests.opaque_jobs import LENGTH, PARTS, WIDTH, Net, Readable, Router, job_of, part_job
 from tests.processes import on_ranks
 
@@ -83,7 +84,7 @@ def test_the_smallest_module_is_found_in_each_kind(name: str) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("number", range(len(PARTS)))
+@pytest.mark.parametrize("number", few(range(len(PARTS)), 5, pytest.mark.slow))
 def test_parts_equal_one_device(number: int) -> None:
     name = sorted(PARTS)[number]
     assert equal(part_job(name), PLANS[number % len(PLANS)])
@@ -188,7 +189,9 @@ SHAPES_OF_MODELS = {
         ("twice with draws and buffers", "pp=2,microbatches=2"),
         ("tied", "dp=2,pp=2,tp=2"),
         ("shared", "tp=2"),
-        ("alone", "pp=2,tp=2,microbatches=4,schedule=zb-h1,recompute=full"),
+        pytest.param(
+            "alone", "pp=2,tp=2,microbatches=4,schedule=zb-h1,recompute=full", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_models_with_parts_equal_one_device(name: str, plan: str) -> None:

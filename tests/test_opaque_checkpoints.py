@@ -72,7 +72,7 @@ def trained(plan: str, out: Path, *, steps: int, resume: Path | None = None) -> 
     [
         ("tp=2,microbatches=2", "pp=2,microbatches=2"),
         ("dp=2,zero=3", "dp=2,pp=2,tp=2"),
-        ("dp=2,pp=2,tp=2", "dp=1,microbatches=2"),
+        pytest.param("dp=2,pp=2,tp=2", "dp=1,microbatches=2", marks=pytest.mark.slow),
     ],
 )
 def test_a_run_resumes_under_another_plan(first: str, second: str, tmp_path: Path):

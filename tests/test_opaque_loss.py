@@ -22,6 +22,7 @@ from meshloom.program.opaque.loss_code import LOSS, WHOLE
 from meshloom.program.store.captured_loss import CapturedLoss
 from meshloom.train.trainer import Trainer
 from meshloom.verify.run import verify
+from tests.covering import few
 from tests.opaque_jobs import Net, Router, job_of
 
 pytestmark = [pytest.mark.usefixtures("silent_export", "dear_memory")]
@@ -96,7 +97,7 @@ def test_modules_that_a_loss_calls_are_read() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("number", range(len(LOSSES)))
+@pytest.mark.parametrize("number", few(range(len(LOSSES)), 3, pytest.mark.slow))
 def test_losses_equal_one_device(number: int) -> None:
     loss = list(LOSSES.values())[number]
     assert equal(job_of(lambda: Net([], "rr"), loss=loss), PLANS[number % len(PLANS)])

@@ -142,7 +142,7 @@ def test_zb_v_is_never_longer_and_holds_no_more(p: int, m: int, times: tuple[flo
     assert max(most_in_flight(made)) <= 2 * p
 
 
-@pytest.mark.parametrize("model", PROFILED)
+@pytest.mark.parametrize("model", [*list(PROFILED)[:3], pytest.param("28.3B", marks=pytest.mark.slow)])
 def test_bubble_rates_of_the_zero_bubble_paper(model: str):
     """To half a thousandth: the paper's times are rounded."""
     p, m, *times, of_1f1b, of_zb_h1 = PROFILED[model]
