@@ -198,8 +198,8 @@ def test_each_rank_copies_what_it_writes_and_that_is_said(
     copied: list[int] = []
 
     class Counted(HostCopy):
-        def __init__(self, divided: DividedState, memory: CopyMemory) -> None:
-            super().__init__(divided, memory)
+        def __init__(self, divided: DividedState, memory: CopyMemory, lender: Any) -> None:
+            super().__init__(divided, memory, lender)
             copied.append(sum(part.nbytes for _, part in divided.parts))
 
     monkeypatch.setattr(run_checkpoints, "HostCopy", Counted)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,9 +20,15 @@ from torch import Tensor
 from meshloom.comm.chunked_moves import Waits
 from meshloom.comm.group import Group, ReduceOp, Work
 from meshloom.comm.reductions import combine
+from meshloom.comm.simulated_calls import (
+    Run,
+    SimulatedCall,
+    SimulatedMail,
+    SimulatedOperation,
+    poison_apart_from,
+)
 from meshloom.comm.steps import Turns
 from meshloom.core.errors import CollectiveError, PeerLostError
-from meshloom.core.units import plural
 
 
 def simulated_groups(size: int, turns: Turns | None = None) -> list[SimulatedGroup]:
@@ -40,56 +45,6 @@ def simulated_groups(size: int, turns: Turns | None = None) -> list[SimulatedGro
     return [SimulatedGroup(rendezvous, rank) for rank in range(size)]
 
 
-@dataclass(frozen=True)
-class _Call:
-    name: str
-    arguments: tuple[Any, ...]  # equal on all ranks, or the call is a mistake
-    tensors: Any  # this rank's own
-
-    def __str__(self) -> str:
-        return f"{self.name}({', '.join(str(argument) for argument in self.arguments)})"
-
-
-# Computes an operation from what all ranks passed, and changes none of it; fills one rank's outputs when called with it.
-Run = Callable[[list[Any]], Callable[[int], None]]
-
-
-class _Operation:
-    """A collective: started by one rank after another, computed once, delivered to each rank when that rank waits."""
-
-    def __init__(self, size: int) -> None:
-        self.calls: list[_Call | None] = [None] * size
-        self.run: Run | None = None  # of the last rank to start it
-        self._deliver: Callable[[int], None] | None = None
-        self._error: Exception | None = None
-
-    @property
-    def started(self) -> bool:
-        """Whether all ranks have started it."""
-        return self.run is not None
-
-    def compute(self) -> None:
-        """Read all ranks' inputs."""
-        assert self.run is not None
-        try:
-            self._deliver = self.run([call.tensors for call in self.calls if call])
-        except CollectiveError as error:  # of every rank
-            self._error = error
-
-    def deliver(self, rank: int) -> None:
-        """Fill the outputs of a rank."""
-        if self._error:
-            raise self._error
-        assert self._deliver is not None
-        self._deliver(rank)
-
-    def missing(self) -> str:
-        """What a rank says that waits in vain."""
-        here = next(call for call in self.calls if call)
-        absent = [rank for rank, call in enumerate(self.calls) if call is None]
-        return f"{here} waits for {plural('rank', len(absent))} {', '.join(map(str, absent))}, which will not come."
-
-
 class _Rendezvous:
     """The calls of all ranks, matched by their number."""
 
@@ -99,19 +54,19 @@ class _Rendezvous:
         self.aborted = False
         self.started = [0] * size
         # operations that are not computed yet, by number
-        self.open: dict[int, _Operation] = {}
+        self.open: dict[int, SimulatedOperation] = {}
         # (source, destination) -> messages
-        self.mail: dict[tuple[int, int], _Mail] = {}
+        self.mail: dict[tuple[int, int], SimulatedMail] = {}
         # operations of each rank, in the order of their start
         self.under_way: list[deque[_RunningSteps]] = [deque() for _ in range(size)]
 
-    def join(self, rank: int, call: _Call, run: Run) -> Work:
+    def join(self, rank: int, call: SimulatedCall, run: Run) -> Work:
         """Add a rank's next call."""
         if self.aborted:
             raise PeerLostError("Another rank of this group has aborted.")
         number = self.started[rank]
         self.started[rank] += 1
-        operation = self.open.setdefault(number, _Operation(self.size))
+        operation = self.open.setdefault(number, SimulatedOperation(self.size))
         operation.calls[rank] = call
         for other, theirs in enumerate(operation.calls):
             if theirs and (theirs.name, theirs.arguments) != (call.name, call.arguments):
@@ -145,36 +100,6 @@ class _Rendezvous:
                         moved = True
                         if line[0].over:
                             line.popleft()
-
-
-class _Mail:
-    """Messages from one rank to another, in order: numbers of those sent and of those received."""
-
-    def __init__(self) -> None:
-        self.num_sent = self.num_received = 0
-        self._messages: dict[int, Tensor] = {}
-
-    def send(self, tensor: Tensor) -> int:
-        """The message's number. It is read when either of the two waits."""
-        self._messages[self.num_sent] = tensor
-        self.num_sent += 1
-        return self.num_sent - 1
-
-    def keep(self, number: int) -> None:
-        """Read a message now, if nobody has: its sender may change it from now on."""
-        if number in self._messages:
-            self._messages[number] = self._messages[number].clone()
-
-    def receive(self) -> int:
-        """The number of the next message to receive."""
-        self.num_received += 1
-        return self.num_received - 1
-
-    def take(self, number: int) -> Tensor:
-        return self._messages.pop(number)
-
-    def has(self, number: int) -> bool:
-        return number in self._messages
 
 
 class _SimulatedWork(Work):
@@ -237,24 +162,26 @@ class SimulatedGroup(Group):
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
         def run(tensors: list[Tensor]) -> Callable[[int], None]:
-            total = _reduce(tensors, op)
-            return lambda rank: _fill(tensors[rank], total)
+            total, outputs = _reduce(tensors, op), dict(enumerate(tensors))
+            return lambda rank: _fill(outputs.pop(rank), total)
 
         return self._join("all_reduce", (tuple(tensor.shape), tensor.dtype, op), tensor, run)
 
     def reduce_scatter(self, output: Tensor, tensor: Tensor, op: ReduceOp = "sum") -> Work:
         def run(pairs: list[tuple[Tensor, Tensor]]) -> Callable[[int], None]:
             slices = _reduce([each for _, each in pairs], op).view(self.size, -1)
-            return lambda rank: _fill(pairs[rank][0].view(-1), slices[rank])
+            outputs = {rank: output for rank, (output, _) in enumerate(pairs)}
+            return lambda rank: _fill(outputs.pop(rank).view(-1), slices[rank])
 
         return self._join("reduce_scatter", (tensor.numel(), tensor.dtype, op), (output, tensor), run, output)
 
     def all_gather(self, output: Tensor, tensor: Tensor) -> Work:
         def run(pairs: list[tuple[Tensor, Tensor]]) -> Callable[[int], None]:
             slices = [theirs.flatten().clone() for _, theirs in pairs]
+            outputs = {rank: output for rank, (output, _) in enumerate(pairs)}
 
             def deliver(rank: int) -> None:
-                for target, slice_ in zip(pairs[rank][0].view(self.size, -1), slices, strict=True):
+                for target, slice_ in zip(outputs.pop(rank).view(self.size, -1), slices, strict=True):
                     target.copy_(slice_)
 
             return deliver
@@ -274,8 +201,10 @@ class SimulatedGroup(Group):
                         f"all_to_all: rank {rank} expects {list(expected)} elements and is sent {arriving}."
                     )
 
+            outputs = {rank: output for rank, (output, *_) in enumerate(calls)}
+
             def deliver(rank: int) -> None:
-                mine = calls[rank][0]
+                mine = outputs.pop(rank)
                 torch.cat(
                     [part.to(mine.device) for part in received[rank]], out=mine
                 ) if mine.numel() else None
@@ -286,10 +215,10 @@ class SimulatedGroup(Group):
 
     def gather(self, outputs: Sequence[Tensor] | None, tensor: Tensor, destination: int) -> Work:
         def run(calls: list[tuple[Sequence[Tensor] | None, Tensor]]) -> Callable[[int], None]:
-            gathered = [theirs.clone() for _, theirs in calls]
+            gathered, targets = [theirs.clone() for _, theirs in calls], calls[destination][0] or ()
 
             def deliver(rank: int) -> None:
-                for target, each in zip(calls[rank][0] or (), gathered, strict=rank == destination):
+                for target, each in zip(targets, gathered, strict=True) if rank == destination else ():
                     target.copy_(each)
 
             return deliver
@@ -302,7 +231,8 @@ class SimulatedGroup(Group):
     def scatter(self, output: Tensor, tensors: Sequence[Tensor] | None, source: int) -> Work:
         def run(calls: list[tuple[Tensor, Sequence[Tensor] | None]]) -> Callable[[int], None]:
             slices = [each.clone() for each in calls[source][1] or ()]
-            return lambda rank: _fill(calls[rank][0], slices[rank])
+            outputs = {rank: output for rank, (output, _) in enumerate(calls)}
+            return lambda rank: _fill(outputs.pop(rank), slices[rank])
 
         return self._join(
             "scatter", (tuple(output.shape), output.dtype, source), (output, tensors), run, output
@@ -311,7 +241,8 @@ class SimulatedGroup(Group):
     def broadcast(self, tensor: Tensor, source: int) -> Work:
         def run(tensors: list[Tensor]) -> Callable[[int], None]:
             sent = tensors[source].clone()
-            return lambda rank: None if rank == source else _fill(tensors[rank], sent)
+            outputs = {rank: output for rank, output in enumerate(tensors) if rank != source}
+            return lambda rank: None if rank == source else _fill(outputs.pop(rank), sent)
 
         early = () if self._rank == source else (tensor,)
         return self._join("broadcast", (tuple(tensor.shape), tensor.dtype, source), tensor, run, *early)
@@ -320,12 +251,12 @@ class SimulatedGroup(Group):
         return self._join("barrier", (), None, lambda _: lambda _: None)
 
     def send(self, tensor: Tensor, destination: int) -> Work:
-        mail = self._rendezvous.mail.setdefault((self._rank, destination), _Mail())
+        mail = self._rendezvous.mail.setdefault((self._rank, destination), SimulatedMail())
         number = mail.send(tensor)
         return _SimulatedWork(self._rendezvous.turns, lambda: True, str, lambda: mail.keep(number))
 
     def recv(self, tensor: Tensor, source: int) -> Work:
-        mail = self._rendezvous.mail.setdefault((source, self._rank), _Mail())
+        mail = self._rendezvous.mail.setdefault((source, self._rank), SimulatedMail())
         number = mail.receive()
         what = f"rank {self._rank} waits for a message that rank {source} will not send."
         return _SimulatedWork(
@@ -352,38 +283,9 @@ class SimulatedGroup(Group):
 
     def _join(self, name: str, arguments: tuple[Any, ...], tensors: Any, run: Run, *outputs: Tensor) -> Work:
         """outputs: of this rank, that hold nothing until it has waited."""
-        work = self._rendezvous.join(self._rank, _Call(name, arguments, tensors), run)
-        inputs = {_memory(each) for each in _flat(tensors) if not any(each is output for output in outputs)}
-        for output in outputs:
-            if _memory(output) not in inputs:
-                poison(output)
+        work = self._rendezvous.join(self._rank, SimulatedCall(name, arguments, tensors), run)
+        poison_apart_from(tensors, outputs)
         return work
-
-
-def poison(tensor: Tensor) -> None:
-    """Fill a tensor with values that nobody sends: NaN, or the largest integer.
-
-    >>> tensor = torch.zeros(2)
-    >>> poison(tensor)
-    >>> tensor
-    tensor([nan, nan])
-    """
-    with torch.no_grad():
-        if tensor.dtype == torch.bool:
-            tensor.fill_(True)
-        else:
-            is_integer = not (tensor.is_floating_point() or tensor.is_complex())
-            tensor.fill_(torch.iinfo(tensor.dtype).max if is_integer else torch.nan)
-
-
-def _flat(tensors: Any) -> list[Tensor]:
-    if isinstance(tensors, Tensor):
-        return [tensors]
-    return [each for part in tensors for each in _flat(part)] if isinstance(tensors, tuple | list) else []
-
-
-def _memory(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
 
 
 def _fill(output: Tensor, value: Tensor) -> None:

@@ -260,30 +260,37 @@ def counters_and_caches() -> Job:
     return job_of(Counts, _with_features, DATA, batch_size=7)
 
 
-@torch.jit.script
-def fused_gelu(x: Tensor, bias: Tensor) -> Tensor:
+def _gelu(x: Tensor, bias: Tensor) -> Tensor:
     x = x + bias
     return x * 0.5 * (1.0 + torch.tanh(0.79788456 * x * (1 + 0.044715 * x * x)))
 
 
-class ScriptedCell(torch.jit.ScriptModule):
-    """A recurrent cell whose loop is compiled."""
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", DeprecationWarning)
+    fused_gelu = torch.jit.script(_gelu)
 
-    def __init__(self, inputs: int, hidden: int) -> None:
-        super().__init__()
-        self.ih, self.hh = (
-            nn.Parameter(torch.randn(hidden, inputs) * 0.3),
-            nn.Parameter(torch.randn(hidden, hidden) * 0.3),
-        )
 
-    @torch.jit.script_method
-    def forward(self, x: Tensor) -> Tensor:
-        h = torch.zeros(x.size(0), self.hh.size(0), dtype=x.dtype)
-        outs: list[Tensor] = []
-        for t in range(x.size(1)):
-            h = torch.tanh(x[:, t] @ self.ih.t() + h @ self.hh.t())
-            outs += [h]
-        return torch.stack(outs, 1)
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", DeprecationWarning)
+
+    class ScriptedCell(torch.jit.ScriptModule):
+        """A recurrent cell whose loop is compiled."""
+
+        def __init__(self, inputs: int, hidden: int) -> None:
+            super().__init__()
+            self.ih, self.hh = (
+                nn.Parameter(torch.randn(hidden, inputs) * 0.3),
+                nn.Parameter(torch.randn(hidden, hidden) * 0.3),
+            )
+
+        @torch.jit.script_method
+        def forward(self, x: Tensor) -> Tensor:
+            h = torch.zeros(x.size(0), self.hh.size(0), dtype=x.dtype)
+            outs: list[Tensor] = []
+            for t in range(x.size(1)):
+                h = torch.tanh(x[:, t] @ self.ih.t() + h @ self.hh.t())
+                outs += [h]
+            return torch.stack(outs, 1)
 
 
 class UsesScripts(nn.Module):

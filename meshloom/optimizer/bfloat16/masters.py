@@ -273,7 +273,7 @@ def parts_of(value: Tensor, dtype: torch.dtype) -> list[Tensor]:
     """Tensors in a lower precision whose sum is `value`, the largest first: each has the digits that those before leave.
 
     >>> [each.item() for each in parts_of(torch.tensor(1.0001), torch.bfloat16)]
-    [1.0, 0.00010013580322265625, -7.450580596923828e-09]
+    [1.0, 0.00010013580322265625, -1.1920928955078125e-07]
     """
     parts: list[Tensor] = []
     rest = value

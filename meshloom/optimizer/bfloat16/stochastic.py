@@ -55,8 +55,8 @@ def rounded(value: Tensor, key: int, index: Tensor) -> Tensor:
 
     >>> values = torch.full((4096,), 1 + 2**-9)  # a quarter of the way from 1 to 1 + 2**-7
     >>> found = rounded(values, 7, torch.arange(4096))
-    >>> found.unique().tolist(), round((found == 1).double().mean().item(), 1)
-    ([1.0, 1.0078125], 0.8)
+    >>> found.unique().tolist(), round((found == 1).double().mean().item(), 2)
+    ([1.0, 1.0078125], 0.75)
     """
     bits = value.view(torch.int32)
     moved = (bits + draws(key, index)) & ~_MANTISSA
