@@ -37,11 +37,10 @@ WAITS: dict[str, tuple[tuple[str, ...], str]] = {
     "densities: preconditioned diffusion with average": (
         ("pp=2,microbatches=2", "dp=2,pp=2,tp=2"), "a counter decides how fast an average moves, and the average is equal in the first step",
     ),
-    "sequences: self critical captions": (PARTED, "a whole loss that draws as its values say has no gradients"),
 }  # fmt: skip
 # a job of each kind of difficulty, under each plan
 COVERING = {
-    "agents: recurrent ppo": "pp=2,microbatches=2", "adversaries: style gan": "dp=2", "objects: fcos": "pp=2,microbatches=2",
+    "agents: recurrent ppo": "pp=2,microbatches=2", "adversaries: style gan": "dp=2", "sequences: self critical captions": "pp=2,microbatches=2",
     "pictures: net vlad with hardest triplets": "tp=2",
 }  # fmt: skip
 

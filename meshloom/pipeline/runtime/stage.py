@@ -186,8 +186,9 @@ class StageRun:
 
     def _backward(self, microbatch: int) -> dict[str, Tensor]:
         live = self._live[microbatch]
-        edges = [live.edges[name] for name in live.gradients if name in live.edges]
-        gradients = list(live.gradients.values())
+        # A value that had a gradient at the capture may have none in this microbatch.
+        arrived = {name: gradient for name, gradient in live.gradients.items() if name in live.edges}
+        edges, gradients = [live.edges[name] for name in arrived], list(arrived.values())
         if live.root is not None:
             edges.append(live.root)
             gradients.append(torch.ones_like(live.root))
