@@ -17,7 +17,8 @@ import meshloom.optimizer.updater
 import meshloom.replica.chunk_scope
 from meshloom.core.plan import Plan
 from meshloom.exchange.all_reduce import AllReduce
-from meshloom.exchange.buckets.buckets import Bucket, GradientBuckets
+from meshloom.exchange.buckets.buckets import Bucket, BucketEntry, GradientBuckets
+from meshloom.exchange.buckets.reduction import Exact
 from meshloom.exchange.zero import ZeroOne
 from meshloom.optimizer.updater import Updater
 from meshloom.verify.findings import Report
@@ -61,13 +62,18 @@ def mean_of_means(monkeypatch: pytest.MonkeyPatch, plan: Plan) -> None:
 
 
 def last_microbatch_only(monkeypatch: pytest.MonkeyPatch, plan: Plan) -> None:
-    ready = GradientBuckets.gradient_ready
+    ready_of = GradientBuckets._ready_of
 
-    def overwrite(self: GradientBuckets, parameter: Any) -> None:
-        self._place[id(parameter)][1].arrived = False
-        ready(self, parameter)
+    def overwriting(self: GradientBuckets, bucket: Bucket, entry: BucketEntry, view: Tensor) -> Any:
+        ready = ready_of(self, bucket, entry, view)
 
-    monkeypatch.setattr(GradientBuckets, "gradient_ready", overwrite)
+        def overwrite(parameter: Any) -> None:
+            entry.arrived = False
+            ready(parameter)
+
+        return overwrite
+
+    monkeypatch.setattr(GradientBuckets, "_ready_of", overwriting)
 
 
 def never_reduced(monkeypatch: pytest.MonkeyPatch, plan: Plan) -> None:
@@ -83,14 +89,15 @@ def never_reduced(monkeypatch: pytest.MonkeyPatch, plan: Plan) -> None:
 
 
 def reduced_twice(monkeypatch: pytest.MonkeyPatch, plan: Plan) -> None:
-    start = AllReduce._start
+    finish = Exact.finish
 
-    def again(self: AllReduce, bucket: Bucket) -> None:
-        start(self, bucket)
-        if bucket is self._buckets.buckets[1]:
-            self._reduction.start(bucket)
+    def again(self: Exact, buckets: Any, divisor: Any) -> Any:
+        yield from finish(self, buckets, divisor)
+        work = self._sums.all_reduce(buckets[1].flat)
+        yield
+        work.wait()
 
-    monkeypatch.setattr(AllReduce, "_start", again)
+    monkeypatch.setattr(Exact, "finish", again)
 
 
 def clip_before_averaging(monkeypatch: pytest.MonkeyPatch, plan: Plan) -> None:
@@ -109,14 +116,18 @@ def clip_before_averaging(monkeypatch: pytest.MonkeyPatch, plan: Plan) -> None:
 
 
 def tied_twice(monkeypatch: pytest.MonkeyPatch, plan: Plan) -> None:
-    ready = GradientBuckets.gradient_ready
+    ready_of = GradientBuckets._ready_of
 
-    def twice(self: GradientBuckets, parameter: Any) -> None:
-        if self._place[id(parameter)][1].name == "embed.weight":
+    def doubling(self: GradientBuckets, bucket: Bucket, entry: BucketEntry, view: Tensor) -> Any:
+        ready = ready_of(self, bucket, entry, view)
+
+        def twice(parameter: Any) -> None:
             parameter.grad *= 2
-        ready(self, parameter)
+            ready(parameter)
 
-    monkeypatch.setattr(GradientBuckets, "gradient_ready", twice)
+        return twice if entry.name == "embed.weight" else ready
+
+    monkeypatch.setattr(GradientBuckets, "_ready_of", doubling)
 
 
 def tied_twice_in_the_norm(monkeypatch: pytest.MonkeyPatch, plan: Plan) -> None:
