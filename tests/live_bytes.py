@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from meshloom.comm.simulated import SimulatedGroup
+from meshloom.comm.simulated_calls import Run
 from meshloom.comm.steps import Steps, Turns
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
@@ -79,13 +80,20 @@ def _unseen_sums() -> Iterator[None]:
     join = SimulatedGroup._join
 
     def unseen(
-        self: SimulatedGroup, name: str, arguments: Any, tensors: Any, run: Callable[[list[Any]], None]
+        self: SimulatedGroup, name: str, arguments: Any, tensors: Any, run: Run, *outputs: Tensor
     ) -> Any:
-        def apart(given: list[Any]) -> None:
+        def apart(given: list[Any]) -> Callable[[int], None]:
             with _disable_current_modes():
-                run(given)
+                deliver = run(given)
 
-        return join(self, name, arguments, tensors, apart)
+            def delivered(rank: int) -> None:
+                with _disable_current_modes():
+                    deliver(rank)
+
+            return delivered
+
+        with _disable_current_modes():
+            return join(self, name, arguments, tensors, apart, *outputs)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SimulatedGroup, "_join", unseen)

@@ -16,7 +16,7 @@ from meshloom.core.job import Evaluate, Job
 from meshloom.core.losses.loss_scale import Divisor, LossScale
 from meshloom.core.plan import Plan
 from meshloom.optimizer.updater import Updater
-from meshloom.replica import replica
+from meshloom.replica import step_checks
 from meshloom.replica.engine import Engine
 from meshloom.replica.loss_sums import LossSums
 from meshloom.replica.program_engine import ProgramEngine
@@ -139,7 +139,7 @@ def not_agreed(monkeypatch: pytest.MonkeyPatch) -> None:
         return torch.tensor([float(bad)], dtype=torch.float64)
         yield
 
-    monkeypatch.setattr(replica, "count_overflows", alone)
+    monkeypatch.setattr(step_checks, "count_overflows", alone)
 
 
 def other_stages_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,7 +156,7 @@ def never_looked(monkeypatch: pytest.MonkeyPatch) -> None:
         return torch.zeros(1, dtype=torch.float64)
         yield
 
-    monkeypatch.setattr(replica, "count_overflows", none)
+    monkeypatch.setattr(step_checks, "count_overflows", none)
 
 
 def not_halved(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,9 @@
 """The group of simulated ranks in one process, whose operations finish as late as the contract of groups permits.
 
 An operation reads its inputs when the first rank waits for it and fills a rank's outputs when that rank waits. Until
-then the outputs of collectives hold NaN, and those of messages what they held. So whoever reads an output too early, changes an input too early or never waits gets other
-values here, in every run, and not just now and then on a fast network.
+then outputs hold NaN, but for the messages of a collective that is made of some. So whoever reads an
+output too early, changes an input too early or never waits gets other values here, in every run, and not just now and
+then on a fast network.
 
 Tensors of different ranks may be on different devices (one process with several GPUs). Sums are computed in
 rank order on the first rank's device.
@@ -25,6 +26,7 @@ from meshloom.comm.simulated_calls import (
     SimulatedCall,
     SimulatedMail,
     SimulatedOperation,
+    poison,
     poison_apart_from,
 )
 from meshloom.comm.steps import Turns
@@ -51,7 +53,7 @@ class _Rendezvous:
     def __init__(self, size: int, turns: Turns) -> None:
         self.size = size
         self.turns = turns
-        self.aborted = False
+        self.aborted = self.advancing = False
         self.started = [0] * size
         # operations that are not computed yet, by number
         self.open: dict[int, SimulatedOperation] = {}
@@ -91,7 +93,7 @@ class _Rendezvous:
 
     def advance(self) -> None:
         """Advance the first operation of several messages of each rank, until none of them can advance."""
-        moved = True
+        moved = self.advancing = True
         with torch.no_grad():
             while moved:
                 moved = False
@@ -100,6 +102,7 @@ class _Rendezvous:
                         moved = True
                         if line[0].over:
                             line.popleft()
+        self.advancing = False
 
 
 class _SimulatedWork(Work):
@@ -258,6 +261,10 @@ class SimulatedGroup(Group):
     def recv(self, tensor: Tensor, source: int) -> Work:
         mail = self._rendezvous.mail.setdefault((source, self._rank), SimulatedMail())
         number = mail.receive()
+        if (
+            not self._rendezvous.advancing
+        ):  # it may hold what is still to be sent, before what arrives was computed
+            poison(tensor)
         what = f"rank {self._rank} waits for a message that rank {source} will not send."
         return _SimulatedWork(
             self._rendezvous.turns,

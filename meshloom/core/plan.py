@@ -257,8 +257,6 @@ def _take_types(plan: Plan) -> None:
 
 
 def _check_computation(plan: Plan) -> None:
-    if plan.exchange in EXCHANGES:
-        check_parameters(plan.precision, plan.exchange, sums=EXCHANGES[plan.exchange].sums)
     for name in ("dp", "pp", "tp", "microbatches", "bucket_bytes"):
         if getattr(plan, name) < 1:
             raise PlanError(f"{name}={getattr(plan, name)} must be 1 or more.")

@@ -31,7 +31,7 @@ def open_all_reduce(setup: Setup) -> Exchange:
     reduce-scatter to the owner of each slice."""
     plan, settings = setup.plan, setup.bucket_settings
     windows = None if setup.travels else setup.windows  # a copy travels, not what lies there
-    zero: Callable[..., Exchange] = ZeroOne
+    zero: Callable[..., Exchange] = partial(ZeroOne, in_order=plan.tp > 1)
     if plan.zero == 2:
         zero = partial(ZeroTwo, rounds=plan.microbatches, late=setup.late)
     if plan.compress != "none":

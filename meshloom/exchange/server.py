@@ -39,13 +39,14 @@ def open_server(setup: Setup) -> Exchange:
         setup.group,
         num_servers=setup.plan.servers,
         travels=setup.travels,
+        in_order=setup.plan.tp > 1,
         **setup.bucket_settings,
     )
 
 
 class Server(Sharded):
     """The first `num_servers` ranks of `group` own all parameters, split evenly by bytes; the others own
-    none. travels: what gradients travel as; None: their own dtype."""
+    none. in_order: as of `GradientBuckets`. travels: what gradients travel as; None: their own dtype."""
 
     def __init__(
         self,
@@ -56,6 +57,7 @@ class Server(Sharded):
         bucket_bytes: int,
         overlap: bool,
         replicated: Collection[str] = (),
+        in_order: bool = False,
         travels: torch.dtype | None = None,
     ) -> None:
         gradients = GradientBuckets(
@@ -65,6 +67,7 @@ class Server(Sharded):
             overlap=overlap,
             multiple=num_servers,
             replicated=replicated,
+            in_order=in_order,
         )
         buckets = gradients.buckets
         super().__init__(gradients, group, num_servers, _FromServers(buckets, group, num_servers))

@@ -35,7 +35,7 @@ class ZeroOne(Sharded):
     windows: `group`, if its ranks can share memory. In that case, and where the group works in place,
     gradients are summed in place.
 
-    copies: builds the storage of the parameters, from the gradients' buckets and the group. travels: what gradients travel as;
+    in_order: as of `GradientBuckets`. copies: builds the storage of the parameters, from the gradients' buckets and the group. travels: what gradients travel as;
     None: their own dtype.
     """
 
@@ -47,6 +47,7 @@ class ZeroOne(Sharded):
         bucket_bytes: int,
         overlap: bool,
         replicated: Collection[str] = (),
+        in_order: bool = False,
         travels: torch.dtype | None = None,
         windows: Windows | None = None,
         copies: Callable[[Sequence[BucketLayout], Group], ParameterCopies] = OneEach,
@@ -58,6 +59,7 @@ class ZeroOne(Sharded):
             overlap=overlap,
             multiple=group.size,
             replicated=replicated,
+            in_order=in_order,
             allocate=allocation(windows, group.rank),
         )
         super().__init__(buckets, group, group.size, copies(buckets.buckets, group))

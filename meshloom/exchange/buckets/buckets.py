@@ -92,7 +92,8 @@ class GradientBuckets:
     the exchange's own use. overlap: start buckets during the last chunk's backward, not only in `start_rest`.
     replicated: names of parameters that are replicated over other groups of ranks. They share no bucket with
     others, so that their buckets have the same layout in all groups and sums and updates have the same bits.
-    allocate: allocates the buckets' flat tensors, filled with zeros.
+    in_order: parameters are in the order of `named`, as ranks along tp need it, which gather them together and have shards of
+    other sizes. allocate: allocates the buckets' flat tensors, filled with zeros.
     """
 
     def __init__(
@@ -105,10 +106,11 @@ class GradientBuckets:
         multiple: int = 1,
         num_extra: Callable[[int], int] = lambda num_entries: 0,
         replicated: Collection[str] = (),
+        in_order: bool = False,
         allocate: Callable[[Sequence[Extent]], list[Tensor]] = separate,
     ) -> None:
         grouped = group_parameters(named, bucket_bytes, replicated)
-        if multiple > 1:  # ranks own shares of buckets
+        if multiple > 1 and not in_order:  # ranks own shares of buckets
             grouped = list(map(spread, grouped))
         flats = allocate([extent_of(each, multiple, num_extra(len(each))) for each in grouped])
         self.buckets = [
