@@ -133,7 +133,9 @@ def test_twins_have_memory_in_an_update_alone(monkeypatch: pytest.MonkeyPatch) -
         assert len(states[0]._rooms) == 2 and states[0]._rooms[0].nbytes <= 2 * (100 + largest + 6 * 64)
 
 
-@pytest.mark.parametrize("plan", few(["dp=2,zero=1", "dp=2,zero=3", "tp=2"]))
+@pytest.mark.parametrize(
+    "plan", few(["dp=2,zero=1", "dp=2,zero=3", pytest.param("tp=2", marks=pytest.mark.slow)])
+)
 def test_checkpoints_have_the_same_bytes_and_each_resumes_the_other(
     plan: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
