@@ -227,3 +227,74 @@ class Exchange(ABC):
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Restores `state`."""
         raise AssertionError("this exchange has no state")
+
+
+class AroundExchange(Exchange):
+    """An exchange around `inner`, to which it leaves how gradients arrive and who owns what. Its own are `owned`, `finish`,
+    `publish` and `each_gradient`."""
+
+    def __init__(self, inner: Exchange) -> None:
+        self._inner = inner
+
+    @property
+    def inner(self) -> Exchange:
+        return self._inner
+
+    @property
+    def owners(self) -> Group | None:
+        return self._inner.owners
+
+    @property
+    def num_owners(self) -> int:
+        return self._inner.num_owners
+
+    @property
+    def one_copy(self) -> bool:
+        return self._inner.one_copy
+
+    @property
+    def only_slices(self) -> bool:
+        return self._inner.only_slices
+
+    def each_slice(self, *, borrowed: bool = False) -> list[Slice]:
+        return self._inner.each_slice(borrowed=borrowed)
+
+    def open(self) -> Steps[None]:
+        yield from self._inner.open()
+
+    def turn_to(self, loss: int) -> None:
+        self._inner.turn_to(loss)
+
+    def begin_step(self) -> None:
+        self._inner.begin_step()
+
+    @property
+    def each_chunk(self) -> bool:
+        return self._inner.each_chunk
+
+    def wait_for_nothing(self) -> None:
+        self._inner.wait_for_nothing()
+
+    def chunk(self) -> AbstractContextManager[None]:
+        return self._inner.chunk()
+
+    def end_chunks(self) -> None:
+        self._inner.end_chunks()
+
+    def begin_last_chunk(self) -> None:
+        self._inner.begin_last_chunk()
+
+    def grad_buffer(self, parameter: Tensor) -> GradBuffer | None:
+        return self._inner.grad_buffer(parameter)
+
+    def gradient_ready(self, parameter: nn.Parameter) -> None:
+        self._inner.gradient_ready(parameter)
+
+    def ready_hook(self, parameter: nn.Parameter) -> Callable[[nn.Parameter], None]:
+        return self._inner.ready_hook(parameter)
+
+    def expected_bytes(self) -> ExpectedBytes:
+        return self._inner.expected_bytes()
+
+    def notes(self) -> list[str]:
+        return self._inner.notes()

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor, nn
@@ -23,14 +22,14 @@ from meshloom.comm.group import Group, Work
 from meshloom.comm.steps import Steps
 from meshloom.core.errors import TrainingError
 from meshloom.core.losses.loss_scale import Divisor, divides
-from meshloom.exchange.exchange import Emit, Exchange, Slice
+from meshloom.exchange.exchange import AroundExchange, Emit, Exchange, Slice
 from meshloom.program.operators.fused_grad_accumulation import GradBuffer
 from meshloom.telemetry.traffic import ExpectedBytes, Traffic
 
 NOT_USED = -1
 
 
-class WithSparse(Exchange):
+class WithSparse(AroundExchange):
     """`inner` for dense gradients; those of `named` are sparse, with one sparse dim, the first.
 
     group: the replicas; None: there is one. Where `inner` has owners, each also owns an even share of the
@@ -50,7 +49,8 @@ class WithSparse(Exchange):
         sparse_only: Collection[str],
         used_rows: Callable[[str], Tensor | None] = lambda name: None,
     ) -> None:
-        self._inner, self._named, self._group = inner, list(named), group
+        super().__init__(inner)
+        self._named, self._group = list(named), group
         self._kept, self._sparse_only = frozenset(kept), frozenset(sparse_only)
         self._used_rows = used_rows
         self._num_owners = inner.num_owners
@@ -75,10 +75,6 @@ class WithSparse(Exchange):
         return [*self._inner.owned, *self._mine]
 
     @property
-    def owners(self) -> Group | None:
-        return self._inner.owners
-
-    @property
     def num_owners(self) -> int:
         return self._num_owners
 
@@ -87,44 +83,11 @@ class WithSparse(Exchange):
         assert not self._inner.one_copy, "parameters with sparse gradients are not shared"
         return False
 
-    @property
-    def only_slices(self) -> bool:
-        return self._inner.only_slices
-
-    def each_slice(self, *, borrowed: bool = False) -> list[Slice]:
-        return self._inner.each_slice(borrowed=borrowed)
-
-    @property
-    def inner(self) -> Exchange:
-        return self._inner
-
-    def open(self) -> Steps[None]:
-        yield from self._inner.open()
-
-    def turn_to(self, loss: int) -> None:
-        self._inner.turn_to(loss)
-
     def begin_step(self) -> None:
         self._inner.begin_step()
         self._arrived = {id(parameter): [] for _, parameter in self._named}
         for _, parameter in self._named:
             parameter.grad = None
-
-    @property
-    def each_chunk(self) -> bool:
-        return self._inner.each_chunk
-
-    def wait_for_nothing(self) -> None:
-        self._inner.wait_for_nothing()
-
-    def chunk(self) -> AbstractContextManager[None]:
-        return self._inner.chunk()
-
-    def end_chunks(self) -> None:
-        self._inner.end_chunks()
-
-    def begin_last_chunk(self) -> None:
-        self._inner.begin_last_chunk()
 
     def grad_buffer(self, parameter: Tensor) -> GradBuffer | None:
         return None if id(parameter) in self._ids else self._inner.grad_buffer(parameter)
@@ -139,6 +102,9 @@ class WithSparse(Exchange):
             else:
                 arrived.append(gradient)
             parameter.grad = None
+
+    def ready_hook(self, parameter: nn.Parameter) -> Callable[[nn.Parameter], None]:
+        return self.gradient_ready if id(parameter) in self._ids else self._inner.ready_hook(parameter)
 
     def finish(self, weight: Divisor) -> Steps[list[Tensor | None]]:
         for _, parameter in self._named:

@@ -10,7 +10,6 @@ They are an exchange around the plan's: all replicas' masters, or their slices, 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor, nn
@@ -21,12 +20,11 @@ from meshloom.comm.steps import Steps
 from meshloom.core.errors import JobError
 from meshloom.core.job import NamedParameters
 from meshloom.core.losses.loss_scale import Divisor
-from meshloom.exchange.exchange import Emit, Exchange, Slice
+from meshloom.exchange.exchange import AroundExchange, Emit, Exchange, Slice
 from meshloom.optimizer.bfloat16.lowered import master_dtype
 from meshloom.optimizer.bfloat16.stochastic import StochasticRounding
 from meshloom.optimizer.state_pieces import OwnedSlice
 from meshloom.parameters.shards import Shards
-from meshloom.program.operators.fused_grad_accumulation import GradBuffer
 from meshloom.telemetry.traffic import ExpectedBytes, Traffic
 
 
@@ -123,73 +121,20 @@ class Masters:
             )
 
 
-class WithMasters(Exchange):
+class WithMasters(AroundExchange):
     """`inner`, with gradients for masters and parameters from them. group: all replicas. copied: bytes, before the first step."""
 
     def __init__(
         self, inner: Exchange, masters: Masters, group: Group, control: Group, copied: Traffic
     ) -> None:
         self._copied = copied
-        self._inner, self.masters, self._group, self._control = inner, masters, group, control
+        super().__init__(inner)
+        self.masters, self._group, self._control = masters, group, control
         self._inspected = Traffic()
 
     @property
     def owned(self) -> Sequence[Slice]:
         return self.masters.slices
-
-    @property
-    def owners(self) -> Group | None:
-        return self._inner.owners
-
-    @property
-    def num_owners(self) -> int:
-        return self._inner.num_owners
-
-    @property
-    def one_copy(self) -> bool:
-        return self._inner.one_copy
-
-    @property
-    def only_slices(self) -> bool:
-        return self._inner.only_slices
-
-    def each_slice(self, *, borrowed: bool = False) -> list[Slice]:
-        return self._inner.each_slice(borrowed=borrowed)
-
-    @property
-    def inner(self) -> Exchange:
-        return self._inner
-
-    def open(self) -> Steps[None]:
-        yield from self._inner.open()
-
-    def turn_to(self, loss: int) -> None:
-        self._inner.turn_to(loss)
-
-    def begin_step(self) -> None:
-        self._inner.begin_step()
-
-    @property
-    def each_chunk(self) -> bool:
-        return self._inner.each_chunk
-
-    def wait_for_nothing(self) -> None:
-        self._inner.wait_for_nothing()
-
-    def chunk(self) -> AbstractContextManager[None]:
-        return self._inner.chunk()
-
-    def end_chunks(self) -> None:
-        self._inner.end_chunks()
-
-    def begin_last_chunk(self) -> None:
-        self._inner.begin_last_chunk()
-
-    def grad_buffer(self, parameter: Tensor) -> GradBuffer | None:
-        return self._inner.grad_buffer(parameter)
-
-    def gradient_ready(self, parameter: nn.Parameter) -> None:
-        self._inner.gradient_ready(parameter)
 
     def finish(self, weight: Divisor) -> Steps[list[Tensor | None]]:
         gradients = yield from self._inner.finish(weight)
@@ -259,9 +204,6 @@ class WithMasters(Exchange):
 
     def expected_bytes(self) -> ExpectedBytes:
         return self._inner.expected_bytes() + ExpectedBytes(once=self._copied, so_far=self._inspected)
-
-    def notes(self) -> list[str]:
-        return self._inner.notes()
 
 
 def masters_of(exchange: Exchange) -> Masters | None:
