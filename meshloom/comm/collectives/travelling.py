@@ -7,7 +7,7 @@ Of gradients of a dtype that is already that one, and in float64, nothing is cas
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -18,10 +18,13 @@ NEVER_CAST = (torch.float64, torch.complex128)
 
 
 class TravellingSums:
-    """Sums of gradients over `group`. dtype: what they travel as; None: their own. Results are there after `wait`."""
+    """Sums of gradients over `group`. dtype: what they travel as; None: their own. never_cast: gradients of these dtypes travel as
+    they are. Results are there after `wait`."""
 
-    def __init__(self, group: Group, dtype: torch.dtype | None) -> None:
-        self._group, self._dtype = group, dtype
+    def __init__(
+        self, group: Group, dtype: torch.dtype | None, never_cast: Collection[torch.dtype] = NEVER_CAST
+    ) -> None:
+        self._group, self._dtype, self._never_cast = group, dtype, never_cast
 
     def num_bytes(self, num_elements: int, dtype: torch.dtype) -> int:
         """Of so many elements of gradients of `dtype` on the way."""
@@ -63,7 +66,7 @@ class TravellingSums:
         return _CastBack(self._group.gather(received, sent, root), back)
 
     def _casts(self, dtype: torch.dtype) -> bool:
-        return self._dtype is not None and dtype != self._dtype and dtype not in NEVER_CAST
+        return self._dtype is not None and dtype != self._dtype and dtype not in self._never_cast
 
     def _cast(self, flat: Tensor) -> Tensor:
         return _real(flat).to(self._dtype, copy=True)

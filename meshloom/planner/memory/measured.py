@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -39,13 +39,13 @@ def measure_memory(job: Job, chunks: Sequence[Any], *, device: torch.device | st
         masters: list[tuple[Tensor, Tensor]] = []  # with their parameters
         if has_masters(job.optimizer):
             copies = {
-                name: each.detach().float().requires_grad_()
+                name: nn.Parameter(each.detach().float())
                 for name, each in named
                 if each.dtype == torch.bfloat16
             }
             masters = [(copies[name], each) for name, each in named if name in copies]
-            named = [(name, copies.get(name, each)) for name, each in named]  # type: ignore[misc]
-        made: Any = job.optimizer(list(named))  # type: ignore[arg-type]
+            named = [(name, copies.get(name, each)) for name, each in named]
+        made: Any = job.optimizer(named)
         optimizers: list[Any] = list(made) if isinstance(made, list | tuple) else [made]
 
         def backward(loss: Any) -> None:
