@@ -315,3 +315,10 @@ RESOURCES: dict[str, tuple[Callable[[], set[Any]], Callable[[set[Any]], set[Any]
     "temporary files": (_temporary_files, _left_files),
     "files in the working directory": (_working_files, _left_files),
 }
+
+
+@pytest.fixture
+def kernels(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """oneDNN has no LSTM of bfloat16 operands on CPUs without instructions for them."""
+    if model == "lstm":
+        monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)

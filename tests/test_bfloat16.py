@@ -50,13 +50,6 @@ def bf16(plan: str) -> Plan:
     return Plan.parse(f"{plan},precision=bf16")
 
 
-@pytest.fixture
-def kernels(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """oneDNN has no LSTM of bfloat16 operands on CPUs without instructions for them."""
-    if model == "lstm":
-        monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
-
-
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize(("model", "plan"), CASES)
 def test_a_plan_is_one_device_at_the_same_precision(model: str, plan: str):

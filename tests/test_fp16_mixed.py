@@ -28,7 +28,7 @@ from tests import test_planted_bugs, test_planted_in_pipelines
 from tests.jobs import make_job
 from tests.loss_scale_jobs import BAD, BATCH, OVERFLOW, Samples, overflowing_job
 from tests.precision_jobs import MODELS, job_of
-from tests.test_mixed_precision import PLANS
+from tests.test_mixed_precision import PIPELINE_BUGS, PLANS
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export")]
 
@@ -252,20 +252,8 @@ def test_a_planted_bug_is_caught_and_named(plant: Any, kind: str, model: str, op
     assert [cause.kind for cause in report.causes][:1] == [kind], report.causes
 
 
-# As in test_mixed_precision.py.
-WITHOUT_EFFECT = {"weights_of_one_microbatch_lost": "", "last_gradient_only": "pp=6,microbatches=2"}
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("plant", "model", "optimizer", "plan"),
-    [
-        pytest.param(plant, *job, plan, id=f"{plant.__name__}-{'-'.join(job)}-{plan}")
-        for plant, cases in test_planted_in_pipelines.BUGS
-        for job, plan in cases
-        if WITHOUT_EFFECT.get(plant.__name__) not in ("", plan)
-    ],
-)
+@pytest.mark.parametrize(("plant", "model", "optimizer", "plan"), PIPELINE_BUGS)
 def test_a_bug_planted_in_pipelines_is_caught(plant: Any, model: str, optimizer: str, plan: str, monkeypatch: Any):  # fmt: skip
     monkeypatch.setattr(
         test_planted_in_pipelines,

@@ -51,13 +51,6 @@ CASES = [
 ]
 
 
-@pytest.fixture
-def kernels(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """oneDNN has no LSTM of bfloat16 operands on CPUs without instructions for them."""
-    if model == "lstm":
-        monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
-
-
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize(("model", "plan"), CASES)
 def test_a_plan_is_one_device_at_the_same_precision(model: str, plan: str):
@@ -277,18 +270,16 @@ def test_a_planted_bug_is_caught_and_named(plant: Any, kind: str, model: str, op
 
 # Weights' gradients do not wait under autocast, and other stages use other values: these bugs then have no effect.
 WITHOUT_EFFECT = {"weights_of_one_microbatch_lost": "", "last_gradient_only": "pp=6,microbatches=2"}
+PIPELINE_BUGS = [
+    pytest.param(plant, *job, plan, id=f"{plant.__name__}-{'-'.join(job)}-{plan}")
+    for plant, cases in test_planted_in_pipelines.BUGS
+    for job, plan in cases
+    if WITHOUT_EFFECT.get(plant.__name__) not in ("", plan)
+]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("plant", "model", "optimizer", "plan"),
-    [
-        pytest.param(plant, *job, plan, id=f"{plant.__name__}-{'-'.join(job)}-{plan}")
-        for plant, cases in test_planted_in_pipelines.BUGS
-        for job, plan in cases
-        if WITHOUT_EFFECT.get(plant.__name__) not in ("", plan)
-    ],
-)
+@pytest.mark.parametrize(("plant", "model", "optimizer", "plan"), PIPELINE_BUGS)
 def test_a_bug_planted_in_pipelines_is_caught(plant: Any, model: str, optimizer: str, plan: str, monkeypatch: Any):  # fmt: skip
     monkeypatch.setattr(
         test_planted_in_pipelines,
