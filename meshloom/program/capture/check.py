@@ -34,16 +34,21 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2e-2, to
 class Difference:
     """The largest error of a program against eager, of the loss, a gradient or a buffer.
 
-    what: where it is. telling: whether losses were finite, and each gradient was nonzero in some batch.
+    what: where it is. parameter: the name of that whose gradient it is; "": it is of something else. telling: whether losses were
+    finite, and each gradient was nonzero in some batch.
     """
 
     error: float
     what: str
+    parameter: str = ""
     telling: bool = True
 
 
 class DiffersError(CaptureError):
-    """A program that computes other numbers than eager. path: the first module that does; None: unknown."""
+    """A program that computes other numbers than eager. path: the first module that does; None: unknown. parameter: the name
+    of that whose gradient differs most; "": something else does."""
+
+    parameter: str = ""
 
 
 @dataclass(frozen=True)
@@ -114,9 +119,11 @@ def check_against_module(
                     if path is None
                     else f"the first module whose output differs is {path or 'the model'}"
                 )
-                raise DiffersError(
+                differs = DiffersError(
                     f"The captured program differs from the model: {difference.what} differs by {difference.error:.1e} (limit {limit:.0e}); {where}. {WAY_OUT}"
-                ).at(path)
+                )
+                differs.parameter = difference.parameter
+                raise differs.at(path)
     return replace(worst, telling=finite and all(moved.values()))
 
 
@@ -220,7 +227,7 @@ def _differences(found: _Ran, expected: _Ran, floor: float) -> Iterator[Differen
             yield Difference(math.inf, f"whether {name} has a gradient")
         else:
             error = _relative(mine.distance(theirs), max(theirs.norm(), floor))
-            yield Difference(error, f"the gradient of {name}")
+            yield Difference(error, f"the gradient of {name}", parameter=name)
     for name, theirs in expected.buffers.items():
         yield Difference(_error(found.buffers[name], theirs), f"buffer {name}")
 
