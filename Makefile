@@ -3,6 +3,7 @@
 # make test       the covering subset of all tests
 # make test-all   every family, every three settings that go together, kills; AREA=launch limits it to tests/test_launch*.py
 # make campaigns  faults and random choices with hundreds of further seeds
+# make browser    pages in a real browser: installs Debian's chromium where there is none
 # make gpu        what only a GPU can show, as JSON and a page in runs/gpu; PART="losses memory" picks, WHEELS=DIR has missing packages, DEVICE=cpu rehearses
 
 PYTHON := .venv/bin/python
@@ -25,7 +26,7 @@ GPU_PYTHON := .venv-gpu/bin/python
 GPU_READY := .venv-gpu/.meshloom-ready
 GPU_PACKAGES := numpy rich safetensors scipy pyzmq scikit-learn transformers pytest pytest-timeout pytest-xdist hypothesis psutil expecttest pyyaml setuptools
 
-.PHONY: train check types quick test test-all all-without-processes all-with-processes campaigns gpu
+.PHONY: train check types quick test test-all all-without-processes all-with-processes campaigns browser gpu
 .DELETE_ON_ERROR:
 
 train: $(READY)
@@ -55,13 +56,18 @@ test-all: $(READY)
 	$(MAKE) --keep-going all-without-processes all-with-processes
 
 all-without-processes: $(READY)
-	$(PYTHON) -m pytest $(BOTH_CORES) -m "not processes and not campaign" $(if $(AREA),$(AREA_FILES)) || test $$? = $(NONE)
+	$(PYTHON) -m pytest $(BOTH_CORES) -m "not processes and not campaign and not browser" $(if $(AREA),$(AREA_FILES)) || test $$? = $(NONE)
 
 all-with-processes: $(READY)
 	$(if $(WITH_PROCESSES),$(PYTHON) -m pytest -m "processes and not campaign" $(WITH_PROCESSES))
 
 campaigns: $(READY)
 	$(PYTHON) -m pytest -m campaign
+
+browser: $(READY)
+	command -v chromium >/dev/null || { apt-get update && apt-get install --yes --no-install-recommends chromium; }
+	$(PYTHON) -m pip install --quiet --constraint constraints.txt --editable '.[dev,browser]'
+	$(PYTHON) -m pytest -m browser
 
 gpu: $(if $(filter cuda,$(DEVICE)),$(GPU_READY),$(READY))
 	PYTHONPATH=. $(if $(filter cuda,$(DEVICE)),$(GPU_PYTHON),$(PYTHON)) benchmarks/gpu/main.py --device $(DEVICE) --parts $(PART)

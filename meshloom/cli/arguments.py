@@ -43,7 +43,9 @@ def parser() -> argparse.ArgumentParser:
         epilog="What follows -- is for the job file, which finds it in sys.argv: meshloom train job.py --plan dp=2 -- --lr 0.5",
     )
     verbs = built.add_subparsers(
-        dest="verb", required=True, metavar="train | verify | plan | describe | calibrate | report | export"
+        dest="verb",
+        required=True,
+        metavar="train | verify | plan | describe | calibrate | report | watch | export",
     )
     _add_runs(
         verbs.add_parser("train", help="train a job under a plan"),
@@ -61,6 +63,8 @@ def parser() -> argparse.ArgumentParser:
     _add_report(
         verbs.add_parser("report", help="list what a run has written to its directory, or draw a step of it")
     )
+    watch = verbs.add_parser("watch", help="follow a run that goes on elsewhere, in the terminal")
+    watch.add_argument("run", metavar="RUN", help="the directory that the run was given as --out")
     _add_export(
         verbs.add_parser(
             "export", help="write the weights of a checkpoint, and the optimizer's state, for other programs"
@@ -203,6 +207,14 @@ def _add_report(report: argparse.ArgumentParser) -> None:
     report.add_argument(
         "--step", type=int, metavar="N", help="the timeline of step N (default: the newest that was recorded)"
     )
+    report.add_argument(
+        "--html", metavar="FILE",
+        help="one page for a browser: loss and metrics, throughput, time, memory, bytes, the division of the model; it opens without a network",
+    )  # fmt: skip
+    report.add_argument("--beside", metavar="RUN", help="another run's directory, shown beside in the page")
+    report.add_argument(
+        "--plans", metavar="FILE", help="what meshloom plan --json FILE wrote: the page shows the plan among its runners-up"
+    )  # fmt: skip
     _add_common(report)
 
 

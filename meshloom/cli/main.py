@@ -47,6 +47,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             from meshloom.cli.verb_report import report
 
             return report(arguments)
+        if arguments.verb == "watch":
+            from meshloom.cli.verb_watch import watch
+
+            return watch(arguments)
         if arguments.verb == "export":
             from meshloom.cli.verb_export import export
 

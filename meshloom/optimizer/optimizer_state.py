@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from meshloom.checkpoint.checkpoint import Piece
@@ -102,6 +103,12 @@ class OptimizerState:
         for optimizer, held in zip(self._optimizers, self._assignment.held, strict=True):
             self._traffic += yield from average_state(optimizer, held, group, talk, self._device)
         self.give_back()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the state that is in this rank's memory; what is offloaded is not."""
+        states = [state for each in self._optimizers for state in each.state.values()]
+        return sum(value.nbytes for state in states for value in state.values() if isinstance(value, Tensor))
 
     def give_back(self) -> None:
         """Of what is offloaded, let go of what reading or changing it has brought into memory."""

@@ -16,6 +16,7 @@ from meshloom.core.plan import Plan
 from meshloom.core.units import format_count
 from meshloom.report.terminal import Terminal, progress_text
 from meshloom.telemetry.progress import Listener, Progress
+from meshloom.telemetry.run_log import summary_values
 from meshloom.telemetry.summary import Summary
 
 
@@ -102,12 +103,7 @@ def tell_summary(summary: Summary, terminal: Terminal, records: Records) -> None
         terminal.event(
             f"{format_count(summary.scale.skipped, 'step')} skipped, as gradients overflowed float16; at the end the loss is scaled by {summary.scale.scale:g}"
         )
-    records.write(
-        "end", steps=summary.steps, seconds=summary.seconds, first_loss=summary.first_loss, last_loss=summary.last_loss, evaluation=summary.evaluation,
-        bytes={"predicted": summary.predicted.bytes, "counted": summary.counted.bytes}, time=asdict(summary.shares),
-        checkpoint=str(summary.checkpoint) if summary.checkpoint else None, **({"compiled": asdict(summary.compiled)} if summary.compiled else {}),
-        **({"loss_scale": summary.scale.to_dict()} if summary.scale else {}),
-    )  # fmt: skip
+    records.write("end", **summary_values(summary))
 
 
 def _progress(progress: Progress, terminal: Terminal, records: Records) -> None:

@@ -28,10 +28,12 @@ from meshloom.launch.opening import open_world
 from meshloom.launch.world import World
 from meshloom.replica.replica import Replica
 from meshloom.telemetry.progress import Listener
+from meshloom.telemetry.run_log import RunLog
 from meshloom.telemetry.summary import Summary
 from meshloom.telemetry.timings import Timings
 from meshloom.train.checked_arguments import check_arguments
 from meshloom.train.contract import Batch, TrainingRun
+from meshloom.train.run_start import division_values, memory_values, start_values
 from meshloom.train.synchronous import SynchronousRun
 
 T = TypeVar("T")
@@ -129,6 +131,11 @@ class Trainer:
                 )  # fmt: skip
             for context in self.world.local:
                 context.activity.enter("setting up", 0)
+            self._log: RunLog | None = None
+            if self.out is not None and self.world.main:
+                self._log = RunLog(self.out, goes_on=earlier is not None)
+                self.listener = self._log.listening(self.listener)
+                building.callback(self._log.close)
             _tell_of_emulation(self.plan, self.world, self.listener)
             if not self.plan.synchronous:
                 settings = AsynchronousSettings(
@@ -142,6 +149,12 @@ class Trainer:
                     overwrite=overwrite, dtype=dtype, share=share, cache=str(cache), overcommit=overcommit, leave=self.close,
                 )  # fmt: skip
             building.callback(self._run.close)
+            if self._log:
+                self._log.start(
+                    **start_values(job, self.plan, self.world, steps=self.steps, step=self.next_step)
+                )
+                if self.replicas:
+                    self._log.write("division", **division_values(self.replicas[0]))
             self._stack = building.pop_all()
 
     @property
@@ -200,7 +213,12 @@ class Trainer:
     def fit(self) -> Summary:
         """Train to the last step, evaluating and saving when due."""
         self._check_open("fit()")
-        return self._run.fit()
+        summary = self._run.fit()
+        if self._log:
+            if self.replicas and summary.steps:
+                self._log.write("memory", **memory_values(self.replicas[0]))
+            self._log.end(summary)
+        return summary
 
     def summary(self, seconds: float, evaluation: dict[str, float], checkpoint: Path | None) -> Summary:
         """Bytes and seconds of the steps taken so far, of this process's first rank."""
