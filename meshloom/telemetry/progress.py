@@ -20,7 +20,8 @@ class Progress:
 
     age: in asynchronous runs, the mean number of updates since the parameters of the newest gradients.
         virtual_seconds: the virtual clock, if there is one. losses: of a job of several, the newest of each by name;
-        `loss` is that of the first. loss_scale: of the next step, if the plan's precision has one.
+        `loss` is that of the first. loss_scale: of the next step, if the plan's precision has one. logged: by the loss
+        (`meshloom.log`), means over the global batch by name.
     """
 
     step: int
@@ -36,6 +37,7 @@ class Progress:
     virtual_seconds: float | None = None
     losses: Mapping[str, float] = field(default_factory=dict[str, float])
     loss_scale: LossScale | None = None
+    logged: Mapping[str, float] = field(default_factory=dict[str, float])
 
 
 @dataclass
