@@ -6,7 +6,6 @@ from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 

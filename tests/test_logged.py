@@ -24,7 +24,14 @@ def logged_under(job: ml.Job, plan: str) -> list[Progress]:
 
 @pytest.mark.parametrize(
     "plan",
-    ["dp=2,microbatches=2", "dp=2,zero=3", "dp=2,exchange=local_sgd,local_steps=2", "tp=2", "pp=2,microbatches=2", "dp=2,pp=2,tp=2"],
+    [
+        "dp=2,microbatches=2",
+        "dp=2,zero=3",
+        "dp=2,exchange=local_sgd,local_steps=2",
+        "tp=2",
+        "pp=2,microbatches=2",
+        "dp=2,pp=2,tp=2",
+    ],
 )
 def test_means_are_those_of_one_device(plan: str):
     """Also of batches of 6 samples over four chunks, whose weights differ."""

@@ -29,6 +29,8 @@ class Evaluate:
     metrics: name -> function of (model, batch) that returns what a loss function may return. A metric is the
         exact mean over all of the data.
     every: steps between evaluations; there is one after the last step too.
+    best: a metric and which of its values is best, like "accuracy:max": `fit()` keeps the best evaluation's checkpoint
+        in best/. patience: evaluations in a row without a better value after which it stops.
 
     >>> accuracy = lambda model, batch: (model(batch["x"]).argmax(1) == batch["y"]).float().mean()
     >>> Evaluate(data=lambda: range(100), metrics={"accuracy": accuracy}, every=50).every
@@ -38,22 +40,28 @@ class Evaluate:
     data: Callable[[], Any]
     metrics: Mapping[str, LossFunction]
     every: int
+    best: str | None = None
+    patience: int | None = None
 
     def __post_init__(self) -> None:
         if not callable(self.data):
             raise JobError(
                 "Evaluate(data=...) must be a function that builds a dataset, like data=lambda: Digits(train=False)."
             )
-        if (
-            not isinstance(self.metrics, Mapping)
-            or not self.metrics
-            or not all(callable(metric) for metric in self.metrics.values())
-        ):
+        given = isinstance(self.metrics, Mapping) and self.metrics
+        if not given or not all(callable(metric) for metric in self.metrics.values()):
             raise JobError(
                 'Evaluate(metrics=...) must be functions by name, like metrics={"accuracy": accuracy}.'
             )
         if not _is_count(self.every, 1):
             raise JobError(f"Evaluate(every={self.every!r}) must be a whole number of steps, 1 or more.")
+        known = [f"{name}:{which}" for name in self.metrics for which in ("max", "min")]
+        if self.best is not None and self.best not in known:
+            raise JobError(f"Evaluate(best={self.best!r}) must be one of {', '.join(map(repr, known))}.")
+        if self.patience is not None and not (self.best and _is_count(self.patience, 1)):
+            raise JobError(
+                f"Evaluate(patience={self.patience!r}) must be a whole number of evaluations, 1 or more, beside best=."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -262,15 +270,8 @@ class Job:
             raise JobError(
                 "Job(model=...) must be a function that builds the module, like model=lambda: GPT(), not a module: every rank builds its own."
             )
-        counts = {
-            "batch_size": 1,
-            "steps": 1,
-            "num_workers": 0,
-            "keep_checkpoints": 1,
-            "tokens_per_sample": 1,
-            "checkpoint_every": 1,
-            "seed": 0,
-        }
+        ones = ("batch_size", "steps", "keep_checkpoints", "tokens_per_sample", "checkpoint_every")
+        counts = {**dict.fromkeys(ones, 1), "num_workers": 0, "seed": 0}
         for name, least in counts.items():
             value = getattr(self, name)
             if not _is_count(value, least) and not (

@@ -178,7 +178,9 @@ class LossSums:
     def result(self) -> tuple[float, float]:
         """The global loss and weight, after `wait`. Waits for them to arrive."""
         assert self._global
-        total, weight, num_chunks, num_means, num_asking, num_unknown, *others = self._global.values().tolist()
+        total, weight, num_chunks, num_means, num_asking, num_unknown, *others = (
+            self._global.values().tolist()
+        )
         named, overflowed = others[: 2 * len(self.names)], others[2 * len(self.names) :]
         self.asked, self.unknown, self.overflowed = num_asking > 0, num_unknown > 0, any(overflowed)
         pairs = zip(self.names, named[::2], named[1::2], strict=True)
@@ -199,7 +201,9 @@ class LossSums:
             start = _LOGGED_FROM + 2 * self.names.index(name)
             pair: Any = self.sums[start : start + 2].unbind()
         else:
-            pair = self._new.setdefault(name, [torch.zeros_like(self.sums[0]), torch.zeros_like(self.sums[0])])
+            pair = self._new.setdefault(
+                name, [torch.zeros_like(self.sums[0]), torch.zeros_like(self.sums[0])]
+            )
         pair[0].add_(value * weight)
         pair[1].add_(weight)
 

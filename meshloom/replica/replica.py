@@ -135,8 +135,7 @@ class Replica:
         # whether this rank asks for something between steps (to stop), if ranks agree on that
         self.asks: Callable[[], bool] | None = None
         self.recorder: Recorder | None = None  # of a pipeline's timeline
-        # when the newest steps ended their computation and waited for the exchange
-        self.arrivals: deque[float] = deque(maxlen=1000)
+        self.arrivals: deque[float] = deque(maxlen=1000)  # when the newest steps waited for the exchange
         self.pace = Pace([self.replicas, context.statistics], context.device) if plan.shares == "measured" else None  # fmt: skip
         self.windows = windows_of(self.replicas) if context.device.type == "cpu" else None
         self.may_share = share and self.windows is not None and shares_copies(plan)
@@ -151,8 +150,10 @@ class Replica:
         step_checks.check_accumulation_hooks(self.named, plan)
         step_checks.check_histograms(self.model, plan)
         self.own = OwnGradients(job, self.model) if job.losses else None
-        # evaluations of losses in steps so far; by loss, the newest result
-        self.evaluations, self.newest = 0, dict[str, StepResult]()
+        self.evaluations, self.newest = (
+            0,
+            dict[str, StepResult](),
+        )  # of losses in steps so far; by loss, the newest
         self.num_parameters = sum(each.numel() for each in self.model.parameters())
         self.num_trainable = sum(each.numel() for _, each in self.named)
         self._undo = ExitStack()
@@ -165,10 +166,9 @@ class Replica:
         self.scope = ChunkScope(job, plan, context, self.model, dtype=dtype)
         self.frozen: NamedParameters = []
         self.settled: Mapping[str, str | None] = {}  # trained, written by forwards
-        self.copied = Traffic()  # parameters and buffers, at the start
+        self.copied, self.saved = Traffic(), Traffic()  # at the start; the exchange's state in checkpoints
         self._notes = list(self.start.notes)
         self.units: list[UnitParameters] = []  # of the full model, where ranks hold different parts of it
-        self.saved = Traffic()  # the exchange's state in checkpoints so far
         self.exchange: Exchange
         self.updater: Updater
 
@@ -275,8 +275,7 @@ class Replica:
         doing.enter("between steps", step + 1)
         return StepResult(
             step=step, loss=found.loss, weight=found.weight, samples=found.samples, asked=self.sums.asked,
-            norm=None if norm is None else self.sums.readbacks.read(norm), skipped=found.overflowed,
-            logged=found.logged,
+            norm=None if norm is None else self.sums.readbacks.read(norm), skipped=found.overflowed, logged=found.logged,
         )  # fmt: skip
 
     @property
@@ -345,7 +344,9 @@ def _in_turn(replica: Replica, step: int, chunks: Sequence[Chunk]) -> Steps[Step
     first = replica.newest.get(next(iter(replica.job.losses))) or replace(
         next(iter(replica.newest.values())), loss=math.nan
     )
-    return replace(first, step=step, samples=chunks[0].batch, asked=asked, losses=losses, skipped=skipped, logged=logged)
+    return replace(
+        first, step=step, samples=chunks[0].batch, asked=asked, losses=losses, skipped=skipped, logged=logged
+    )
 
 
 def _find_written(replica: Replica, undo: ExitStack) -> Steps[list[str]]:
@@ -355,9 +356,7 @@ def _find_written(replica: Replica, undo: ExitStack) -> Steps[list[str]]:
         found, notes = yield from mark_what_is_written(job, plan, context, start, replica.dtype)
     replica.limits |= found.limits
     replica.settled = found.settled
-    tables = {
-        id(each): partial(_note_rows, replica, name) for name, each in replica.named if name in found.limits
-    }
+    tables = {id(each): partial(_note_rows, replica, name) for name, each in replica.named if name in found.limits}  # fmt: skip
     if tables:
         undo.enter_context(functions_limited(tables))
     return notes

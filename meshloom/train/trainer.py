@@ -3,7 +3,7 @@ asynchronous."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +27,7 @@ from meshloom.launch.one_at_a_time import working_alone
 from meshloom.launch.opening import open_world
 from meshloom.launch.world import World
 from meshloom.replica.replica import Replica
-from meshloom.telemetry.progress import Listener
+from meshloom.telemetry.progress import Listener, all_of
 from meshloom.telemetry.summary import Summary
 from meshloom.telemetry.timings import Timings
 from meshloom.train.checked_arguments import check_arguments
@@ -54,7 +54,8 @@ class Trainer:
         its first.
     timeout_seconds: how long to wait for another rank. transport: what processes on CPUs talk through: auto,
         or gloo.
-    dtype: of parameters and floating-point data, for verification.
+    dtype: of parameters and floating-point data, for verification. listener: what is called at the run's events, one or
+    several of them.
     share: whether the replicas of a host may have one copy of parameters and optimizer state, on CPUs that
         talk through shared memory. Only the optimizer may change parameters then: what a loop of one's own
         does to them in place would be done by each replica to the one copy, and is an error where it is seen.
@@ -87,7 +88,7 @@ class Trainer:
         transport: str = "auto",
         dtype: torch.dtype | None = None,
         share: bool = False,
-        listener: Listener | None = None,
+        listener: Listener | Sequence[Listener] | None = None,
         circumstances: Circumstances | None = None,
         snapshot_every: int | None = None,
         recorded_shares: Record = (),
@@ -107,7 +108,7 @@ class Trainer:
         check_turns(job, self.plan)
         self.steps = steps if steps is not None else job.steps
         self.out = Path(out) if out is not None else None
-        self.listener = listener or Listener()
+        self.listener = _one_listener(listener)
         if circumstances is not None and self.plan.synchronous:
             raise PlanError(
                 f"circumstances are of a virtual clock, which only exchange=async has, and the plan is {self.plan}. Leave them out."
@@ -233,6 +234,12 @@ class Trainer:
             raise TrainingError(
                 f"This Trainer is closed, so {call} cannot run any more. Call it inside of `with ml.Trainer(...) as trainer:`."
             )
+
+
+def _one_listener(given: Listener | Sequence[Listener] | None) -> Listener:
+    if given is None:
+        return Listener()
+    return given if isinstance(given, Listener) else all_of(given)
 
 
 def _plan(plan: Plan | str | None) -> Plan:

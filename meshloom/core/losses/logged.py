@@ -8,7 +8,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from meshloom.core.errors import JobError
@@ -62,7 +61,9 @@ def with_logs(job: Job) -> Job:
     """The job whose losses return what they log as well, as programs that are captured from them must."""
     if not job.losses:
         return replace(job, loss=partial(computed_with_logs, job.loss))
-    losses = {name: replace(each, loss=partial(computed_with_logs, each.loss)) for name, each in job.losses.items()}
+    losses = {
+        name: replace(each, loss=partial(computed_with_logs, each.loss)) for name, each in job.losses.items()
+    }
     return replace(job, losses=losses, loss=Job.loss, optimizer=Job.optimizer)
 
 
@@ -75,13 +76,24 @@ def taken_apart(returned: Any) -> tuple[Any, Mapping[str, Tensor | float]]:
 
 def _checked_name(name: object) -> str:
     if not isinstance(name, str) or not name:
-        raise JobError(f'meshloom.log({name!r}, ...) takes a name first, like meshloom.log("accuracy", value).')
+        raise JobError(
+            f'meshloom.log({name!r}, ...) takes a name first, like meshloom.log("accuracy", value).'
+        )
     if name in _TAKEN:
         raise JobError(f"meshloom.log({name!r}, ...): a step reports {name!r} of its own. Use another name.")
     return name
 
 
-_TAKEN = ("step", "steps", "loss", "gradient_norm", "learning_rate", "samples_per_second", "tokens_per_second", "loss_scale")
+_TAKEN = (
+    "step",
+    "steps",
+    "loss",
+    "gradient_norm",
+    "learning_rate",
+    "samples_per_second",
+    "tokens_per_second",
+    "loss_scale",
+)
 
 
 def _checked_value(name: str, value: Any) -> Any:
@@ -89,5 +101,9 @@ def _checked_value(name: str, value: Any) -> Any:
         return value.detach().reshape(())
     if isinstance(value, int | float):
         return float(value)
-    what = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
-    raise JobError(f"meshloom.log({name!r}, ...) got {what}. Give one number, the mean over the batch's items.")
+    what = (
+        f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+    )
+    raise JobError(
+        f"meshloom.log({name!r}, ...) got {what}. Give one number, the mean over the batch's items."
+    )

@@ -49,8 +49,13 @@ def turns_of(job: Job, step: int) -> Sequence[LossTurn]:
 
 
 def check_turns(job: Job, plan: Plan) -> None:
-    """Raises `PlanError` for plans under which several losses have no turns."""
+    """Raises `PlanError` for plans under which several losses have no turns, or evaluations do not decide when to stop."""
     entry = EXCHANGES[plan.exchange]
+    if job.evaluate and job.evaluate.best and not entry.synchronous:
+        raise PlanError(
+            f"exchange={plan.exchange} evaluates snapshots while workers go on, and keeps no best one: Evaluate(best=..., patience=...) are for ranks that step "
+            "together. Leave them out, or use another exchange."
+        )
     if job.losses and (entry.independent or not entry.synchronous):
         raise PlanError(
             f"exchange={plan.exchange} is for jobs of one loss, and this one has {len(job.losses)} ({', '.join(job.losses)}), which steps take in turn: "
