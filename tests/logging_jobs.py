@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import meshloom as ml
-from tests.jobs import make_job
+from tests.jobs import make_job, vectors
 
 
 def logging_loss(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -43,3 +43,8 @@ def in_a_plain_loop(job: ml.Job, after: Callable[[nn.Module, dict[str, Tensor]],
             optimizer.step()
             trainer.step(batch)
     return model
+
+
+def evaluated_job() -> ml.Job:
+    metrics = {"mean": lambda model, batch: model(batch["x"]).mean()}
+    return logging_job(evaluate=ml.Evaluate(data=vectors, metrics=metrics, every=2))

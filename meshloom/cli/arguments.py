@@ -10,6 +10,7 @@ from meshloom.core.job import CHECKPOINTS
 from meshloom.launch.devices import MOST_SIMULATED, PROCESSES_PER_CORE
 from meshloom.launch.processes.hang import DEFAULT_SECONDS
 from meshloom.launch.transport import TRANSPORTS
+from meshloom.report.dashboards import DASHBOARDS
 
 CACHE_HELP = "where captured losses are kept for later starts of the same job; off: nowhere (default: MESHLOOM_CACHE, else ~/.cache/meshloom/readings)"
 
@@ -94,7 +95,7 @@ def _add_runs(train: argparse.ArgumentParser, verify: argparse.ArgumentParser) -
             help=f"end the run when a rank of this machine hangs in a pipeline's action for so long; 0: never (default: {DEFAULT_SECONDS:g})",
         )  # fmt: skip
     train.add_argument("--steps", type=int, help="steps of the whole run, instead of the job's")
-    train.add_argument("--out", metavar="DIR", help="write checkpoints here")
+    train.add_argument("--out", metavar="DIR", help="write checkpoints and metrics.csv here")
     train.add_argument(
         "--checkpoint", choices=CHECKPOINTS,
         help="whether training stands still while one is written, or only while its state is copied, instead of what the job says",
@@ -105,6 +106,10 @@ def _add_runs(train: argparse.ArgumentParser, verify: argparse.ArgumentParser) -
     train.add_argument(
         "--overwrite", action="store_true", default=None,
         help="begin anew although DIR holds an earlier run's checkpoints; they go once this run has saved its first",
+    )  # fmt: skip
+    train.add_argument(
+        "--log", action="append", choices=DASHBOARDS,
+        help="show the run's numbers there, too, by its own library where that is installed; several may be given (metrics.csv in --out always has them)",
     )  # fmt: skip
     train.add_argument("--cache", default="auto", metavar="DIR", help=CACHE_HELP)
     train.add_argument(

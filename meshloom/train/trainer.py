@@ -27,6 +27,7 @@ from meshloom.launch.one_at_a_time import working_alone
 from meshloom.launch.opening import open_world
 from meshloom.launch.world import World
 from meshloom.replica.replica import Replica
+from meshloom.telemetry.metrics_file import metrics_listener
 from meshloom.telemetry.progress import Listener, all_of
 from meshloom.telemetry.summary import Summary
 from meshloom.telemetry.timings import Timings
@@ -49,7 +50,7 @@ class Trainer:
     plan: a `Plan` or its text; None: the plan given on the command line, or dp=1.
     devices: auto, cuda, cpu, simulated, or simulated:cuda (all replicas in this process, on its GPUs).
     steps: the whole run's number of steps, instead of the job's.
-    out: directory for checkpoints; None writes none. resume: a checkpoint, or a directory that holds some.
+    out: directory for checkpoints and metrics.csv; None writes none. resume: a checkpoint, or a directory that holds some.
     overwrite: begin anew although `out` holds an earlier run's checkpoints; they go once this run has saved
         its first.
     timeout_seconds: how long to wait for another rank. transport: what processes on CPUs talk through: auto,
@@ -109,6 +110,8 @@ class Trainer:
         self.steps = steps if steps is not None else job.steps
         self.out = Path(out) if out is not None else None
         self.listener = _one_listener(listener)
+        if self.out is not None:
+            self.listener = all_of([self.listener, metrics_listener(self.out, self.listener.note)])
         if circumstances is not None and self.plan.synchronous:
             raise PlanError(
                 f"circumstances are of a virtual clock, which only exchange=async has, and the plan is {self.plan}. Leave them out."
