@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import meshloom as ml
-from tests.jobs import make_job, vectors
+from tests.jobs import class_loss, make_job, vectors
 
 
 def logging_loss(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -48,3 +48,8 @@ def in_a_plain_loop(job: ml.Job, after: Callable[[nn.Module, dict[str, Tensor]],
 def evaluated_job() -> ml.Job:
     metrics = {"mean": lambda model, batch: model(batch["x"]).mean()}
     return logging_job(evaluate=ml.Evaluate(data=vectors, metrics=metrics, every=2))
+
+
+def averaged_job() -> ml.Job:
+    evaluate = ml.Evaluate(data=vectors, metrics={"loss": class_loss}, every=2)
+    return logging_job(loss=class_loss, average=0.75, evaluate=evaluate)

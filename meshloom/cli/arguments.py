@@ -221,6 +221,9 @@ def _add_export(export: argparse.ArgumentParser) -> None:
     export.add_argument(
         "--optimizer", action="store_true", help="the optimizer's state, too: three times as much with Adam"
     )
+    export.add_argument(
+        "--average", action="store_true", help="the moving averages of the parameters (Job(average=...)) in their place"
+    )  # fmt: skip
     export.add_argument("--overwrite", action="store_true", help="replace weights that PATH holds")
 
 

@@ -59,9 +59,7 @@ class Evaluate:
         if self.best is not None and self.best not in known:
             raise JobError(f"Evaluate(best={self.best!r}) must be one of {', '.join(map(repr, known))}.")
         if self.patience is not None and not (self.best and _is_count(self.patience, 1)):
-            raise JobError(
-                f"Evaluate(patience={self.patience!r}) must be a whole number of evaluations, 1 or more, beside best=."
-            )
+            raise JobError(f"Evaluate(patience={self.patience!r}) must be a whole number of evaluations, 1 or more, beside best=.")  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,9 +126,7 @@ def owners_of(losses: Mapping[str, Objective], names: Sequence[str]) -> dict[str
             )
         for name in filter(objective.trains, names):
             if owners.setdefault(name, loss) != loss:
-                raise JobError(
-                    f"{name} belongs to two losses, {owners[name]!r} and {loss!r}. Let the parameters=... of one of them name it."
-                )
+                raise JobError(f"{name} belongs to two losses, {owners[name]!r} and {loss!r}. Let the parameters=... of one of them name it.")  # fmt: skip
     left = [name for name in names if name not in owners]
     if left:
         raise JobError(
@@ -199,6 +195,8 @@ class Job:
     elementwise: whether the optimizer updates each element from the history of that element alone (Adam does,
         Muon does not); None: determined by a trial on small tensors. True for an optimizer that does not
         gives wrong updates.
+    average: decay of an exponential moving average of the trainable parameters, like 0.999: after each step it becomes
+        decay * average + (1 - decay) * parameters, beginning with those after the first. Evaluations are of it.
     weights: where parameters and buffers start from: a .safetensors file, a directory with
         model.safetensors or model.safetensors.index.json, or a meshloom checkpoint or run directory
         (docs/weights.md). Buffers that are not persistent stay as `model` built them. A resumed checkpoint
@@ -252,6 +250,7 @@ class Job:
     checkpoint: str = "foreground"
     keep_checkpoints: int = 2
     elementwise: bool | None = None
+    average: float | None = None
     weights: str | PathLike[str] | None = None
     weight_names: Mapping[str, str | None] | Callable[[str], str | None] | None = None
     units: Sequence[str | type[nn.Module]] | None = None
@@ -263,9 +262,7 @@ class Job:
         for name, example in _EXAMPLES.items():
             value = getattr(self, name)
             if not callable(value) and not (value is None and name in ("collate", "scheduler")):
-                raise JobError(
-                    f"Job({name}=...) must be a function, like {name}={example}, not {type(value).__name__}."
-                )
+                raise JobError(f"Job({name}=...) must be a function, like {name}={example}, not {type(value).__name__}.")  # fmt: skip
         if isinstance(self.model, nn.Module):
             raise JobError(
                 "Job(model=...) must be a function that builds the module, like model=lambda: GPT(), not a module: every rank builds its own."
@@ -283,6 +280,10 @@ class Job:
                 f"Job(checkpoint={self.checkpoint!r}) must be {' or '.join(map(repr, CHECKPOINTS))}: whether training stands still while a checkpoint is written."
             )
         _check_clip("Job", self.clip_grad_norm)
+        if self.average is not None and not (isinstance(self.average, float) and 0 < self.average < 1):
+            raise JobError(
+                f"Job(average={self.average!r}) must be a number between 0 and 1, like 0.999, or None."
+            )
         if self.evaluate is not None and not isinstance(self.evaluate, Evaluate):
             raise JobError("Job(evaluate=...) must be an Evaluate(data, metrics, every).")
         if self.init not in INITS:
@@ -308,9 +309,7 @@ class Job:
         if not losses:
             missing = [name for name in ("loss", "optimizer") if getattr(self, name) is _given_by_losses]
             if missing:
-                raise JobError(
-                    f"Job({missing[0]}=...) is missing. Give it, or several losses by name, as Job(losses=...)."
-                )
+                raise JobError(f"Job({missing[0]}=...) is missing. Give it, or several losses by name, as Job(losses=...).")  # fmt: skip
             return
         derived = isinstance(self.optimizer, EachItsOwn) and self.optimizer.losses is losses  # by `replace`
         given = not derived and own != (_given_by_losses, _given_by_losses)

@@ -42,12 +42,12 @@ from meshloom.exchange.units.unit_slices import UnitParameters
 from meshloom.optimizer.bfloat16.lowered import lowered
 from meshloom.optimizer.bfloat16.master_values import master_values
 from meshloom.optimizer.bfloat16.opening import open_updater
-from meshloom.optimizer.sparse_parameters import make_dense, sparse_parameters, sparse_tables
 from meshloom.optimizer.updater import Updater
 from meshloom.optimizer.user_optimizer import UserOptimizers, make_optimizers
 from meshloom.parameters.file_weights import agree_on_weights
 from meshloom.parameters.model import facts, trainable
 from meshloom.parameters.shards import Shards
+from meshloom.parameters.sparse_parameters import make_dense, sparse_parameters, sparse_tables
 from meshloom.parameters.starting_model import StartingModel
 from meshloom.pipeline.runtime.recorder import Recorder
 from meshloom.pipeline.schedules.spans import SpanKind
@@ -270,6 +270,7 @@ class Replica:
                 self.updater.parameters_changed()
             with self._own_gradients():
                 yield from self.engine.refresh_borrowed()
+        self.updater.state.average_parameters(skipped=found.overflowed)
         self.updating = False
         self.sums.end_update()
         doing.enter("between steps", step + 1)

@@ -68,9 +68,7 @@ class SynchronousRun:
             for replica in self.replicas.all:
                 # to stop; or for all to know that it could not save in the background
                 replica.asks = (lambda: bool(self._stop_requests.received) or self._checkpoints.failed) if out else None  # fmt: skip
-            self._checkpoints = RunCheckpoints(
-                job, plan, shares, self.replicas, out, listener, resume=resume, overwrite=overwrite
-            )
+            self._checkpoints = RunCheckpoints(job, plan, shares, self.replicas, out, listener, resume=resume, overwrite=overwrite)  # fmt: skip
             building.callback(self._checkpoints.close)
             self.replicas.together(lambda replica: prepare(replica, overcommit=overcommit, cache=cache))
             self._data = BatchReaders(job, plan, shares, self.replicas, timings, steps=steps)
@@ -136,9 +134,7 @@ class SynchronousRun:
                 self._stop_requests.open()
             self._data.open(self.next_step)
             while self.next_step < self._steps:
-                if self._asked or (
-                    self._stop_requests.received and len(self.replicas.all) == self._plan.mesh.size
-                ):
+                if self._asked or (self._stop_requests.received and len(self.replicas.all) == self._plan.mesh.size):  # fmt: skip
                     self._stop()
                 with self._meter.reading():
                     batch = self._data.read(self.next_step)
