@@ -43,9 +43,10 @@ def parser() -> argparse.ArgumentParser:
         description="Train a single-device PyTorch job on many devices, and prove that the result is the same.",
         epilog="What follows -- is for the job file, which finds it in sys.argv: meshloom train job.py --plan dp=2 -- --lr 0.5",
     )
+    built.add_argument("--version", action=_Version, nargs=0, help="print the version and end")
     verbs = built.add_subparsers(
-        dest="verb", required=True, metavar="train | verify | plan | describe | calibrate | report | export"
-    )
+        dest="verb", required=True, metavar="train | verify | plan | describe | calibrate | report | export | doctor | completion"
+    )  # fmt: skip
     _add_runs(
         verbs.add_parser("train", help="train a job under a plan"),
         verbs.add_parser("verify", help="run a job under a plan and on one device, and compare"),
@@ -67,7 +68,22 @@ def parser() -> argparse.ArgumentParser:
             "export", help="write the weights of a checkpoint, and the optimizer's state, for other programs"
         )
     )
+    _add_common(
+        verbs.add_parser("doctor", help="print what is installed and what the machine has, for a bug report")
+    )
+    completion = verbs.add_parser("completion", help="print a script that completes words in a shell")
+    completion.add_argument("shell", choices=("bash", "zsh", "tcsh"), help="the shell that reads it")
     return built
+
+
+class _Version(argparse.Action):
+    """Imports the package's face only where its version is asked for."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        from meshloom import __version__
+
+        print(f"meshloom {__version__}")
+        parser.exit()
 
 
 def _add_runs(train: argparse.ArgumentParser, verify: argparse.ArgumentParser) -> None:
