@@ -79,8 +79,9 @@ def try_installed(package: Path, directory: Path, *, compiled: bool) -> None:
     assert ("communicating through shared memory" in text) == compiled, text
     assert "EQUAL to one device" in meshloom("verify", "job.py", "--plan", "tp=2", "--devices", "simulated")
     assert (directory / "run/metrics.csv").exists()
+    check_types(python, directory)
     print(
-        f"{package.name}: installed, trained and verified, {'with' if compiled else 'without'} the compiled engine"
+        f"{package.name}: installed, trained, verified and type-checked, {'with' if compiled else 'without'} the compiled engine"
     )
 
 

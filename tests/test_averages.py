@@ -25,14 +25,10 @@ from meshloom.verify.run import verify
 from tests.jobs import class_loss, make_job, vectors
 from tests.logging_jobs import in_a_plain_loop, logging_job
 
+TP = "tp=2,tp_placements=first:column+second:row"  # the model is too small to be divided for speed
 PLANS = [
-    "dp=2",
-    "dp=2,zero=1",
-    "dp=2,zero=2",
-    "dp=2,zero=3",
-    "tp=2",
-    "pp=2,microbatches=2",
-    "dp=2,tp=2,zero=3",
+    *("dp=2,zero=1", "dp=2,zero=3", TP, "pp=2,microbatches=2"),
+    *(pytest.param(each, marks=pytest.mark.slow) for each in ("dp=2", "dp=2,zero=2", f"dp=2,{TP},zero=3")),
 ]
 QUIET = Listener(started=str, note=str)
 
@@ -88,9 +84,7 @@ def test_averages_are_evaluated_saved_and_those_of_one_device(
         torch.testing.assert_close(value, averaged.module.state_dict()[name], rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize(
-    ("before", "after"), [("dp=2,zero=1", "pp=2,microbatches=2"), ("tp=2", "dp=2,zero=3")]
-)
+@pytest.mark.parametrize(("before", "after"), [("dp=2,zero=1", "pp=2,microbatches=2"), (TP, "dp=2,zero=3")])
 def test_averages_go_on_under_another_plan(
     before: str, after: str, expected: tuple[AveragedModel, list[float]], tmp_path: Path
 ):
@@ -118,12 +112,12 @@ def test_a_run_without_averages_takes_a_checkpoint_with_them_and_the_other_way(t
         assert torch.equal(value, now[name])
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("optimizer", [pytest.param("adamw", marks=pytest.mark.slow), "muon"])
 def test_other_optimizers_have_averages_too(optimizer: str, tmp_path: Path):
     """Muon updates whole matrices, on one rank each: equal under dp=1 and a division."""
     small = make_job("mlp", optimizer, average=0.5, steps=3)
     found: list[dict[str, Tensor]] = []
-    for number, plan in enumerate(["dp=1", "dp=2,zero=1,tp=2"]):
+    for number, plan in enumerate(["dp=1", f"dp=2,zero=1,{TP}"]):
         with ml.Trainer(small, plan, out=tmp_path / str(number), listener=QUIET) as trainer:
             trainer.fit()
         found.append(averages_in(tmp_path / str(number)))
@@ -142,7 +136,7 @@ def test_what_has_no_average_is_refused():
             ml.Trainer(job(), plan, listener=QUIET)
 
 
-@pytest.mark.parametrize("plan", ["dp=2,zero=1", "tp=2", "pp=2,microbatches=2"])
+@pytest.mark.parametrize("plan", ["dp=2,zero=1", TP, "pp=2,microbatches=2"])
 def test_verify_compares_averages(plan: str):
     report = verify(job(evaluate=None), Plan.parse(plan), devices="simulated")
     assert report is not None and report.passed

@@ -28,9 +28,9 @@ def logged_under(job: ml.Job, plan: str) -> list[Progress]:
         "dp=2,microbatches=2",
         "dp=2,zero=3",
         "dp=2,exchange=local_sgd,local_steps=2",
-        "tp=2",
+        "tp=2,tp_placements=first:column+second:row+head:column",
         "pp=2,microbatches=2",
-        "dp=2,pp=2,tp=2",
+        "dp=2,pp=2,tp=2,tp_placements=first:column+head:row",
     ],
 )
 def test_means_are_those_of_one_device(plan: str):
