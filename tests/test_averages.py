@@ -184,3 +184,20 @@ def test_memory_of_averages_is_predicted():
     plan = Plan.parse("dp=2,zero=1")
     shares = [step_facts(each, plan) for each in found]
     assert shares[1].optimizer_factor - shares[0].optimizer_factor == 1.0
+
+
+def test_a_tied_parameter_has_one_average_under_both_names(tmp_path: Path):
+    """The embedding is also the output projection, in another stage."""
+    small = make_job("gpt", "adamw", average=0.5, steps=2)
+    found: list[dict[str, Tensor]] = []
+    for number, plan in enumerate(["dp=1,keyed_draws=true", "pp=2,keyed_draws=true"]):
+        with ml.Trainer(small, plan, out=tmp_path / str(number), listener=QUIET) as trainer:
+            trainer.fit()
+            now = {name: each.detach().clone() for name, each in trainer.replicas[0].model.named_parameters()}
+        found.append(averages_in(tmp_path / str(number)))
+    assert torch.equal(found[1]["embed.weight"], found[1]["head.weight"])
+    assert not torch.equal(found[1]["embed.weight"], now["embed.weight"])
+    for name, value in found[0].items():
+        torch.testing.assert_close(
+            found[1][name], value, rtol=1e-4, atol=1e-6
+        )  # Adam divides small gradients
