@@ -4,6 +4,7 @@
 # make test-all   every family, every three settings that go together, kills; AREA=launch limits it to tests/test_launch*.py
 # make campaigns  faults and random choices with hundreds of further seeds
 # make browser    pages in a real browser: installs Debian's chromium where there is none
+# make dist       sdist and wheel in dist/, each installed into an environment of its own, the sdist without a compiler, and tried there
 # make gpu        what only a GPU can show, as JSON and a page in runs/gpu; PART="losses memory" picks, WHEELS=DIR has missing packages, DEVICE=cpu rehearses
 
 PYTHON := .venv/bin/python
@@ -26,7 +27,7 @@ GPU_PYTHON := .venv-gpu/bin/python
 GPU_READY := .venv-gpu/.meshloom-ready
 GPU_PACKAGES := numpy rich safetensors scipy pyzmq scikit-learn transformers pytest pytest-timeout pytest-xdist hypothesis psutil expecttest pyyaml setuptools
 
-.PHONY: train check types quick test test-all all-without-processes all-with-processes campaigns browser gpu
+.PHONY: dist train check types quick test test-all all-without-processes all-with-processes campaigns browser gpu
 .DELETE_ON_ERROR:
 
 train: $(READY)
@@ -68,6 +69,13 @@ browser: $(READY)
 	command -v chromium >/dev/null || { apt-get update && apt-get install --yes --no-install-recommends chromium; }
 	$(PYTHON) -m pip install --quiet --constraint constraints.txt --editable '.[dev,browser]'
 	$(PYTHON) -m pytest -m browser
+
+# The wheel is built from the sdist, so that this has all that it takes.
+dist: $(READY)
+	rm -rf dist
+	$(PYTHON) -m build --outdir dist
+	$(PYTHON) tests/installing.py dist/*.whl --compiled
+	CC=/bin/false $(PYTHON) tests/installing.py dist/*.tar.gz
 
 gpu: $(if $(filter cuda,$(DEVICE)),$(GPU_READY),$(READY))
 	PYTHONPATH=. $(if $(filter cuda,$(DEVICE)),$(GPU_PYTHON),$(PYTHON)) benchmarks/gpu/main.py --device $(DEVICE) --parts $(PART)

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 from meshloom.asynchronous.protocol.circumstances import Circumstances
 from meshloom.core.errors import MeshloomError
 from meshloom.core.job import Evaluate, Job, Objective
+from meshloom.core.losses.logged import log
 from meshloom.core.mesh import Mesh
 from meshloom.core.moments.current_step import step
 from meshloom.core.plan import Plan
@@ -24,9 +25,10 @@ __all__ = [
     "Plan",
     "Progress",
     "Trainer",
+    "log",
     "step",
 ]
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
 
 
 def __getattr__(name: str) -> Any:

@@ -17,11 +17,13 @@ SOURCES = sorted(ROOT.rglob("*.py"))
 ORDER = [
     ["__main__"],
     ["cli"],
+    ["report.page"],
     ["report"],
     ["__init__"],
     ["measure", "verify"],
     ["verify.reference"],
     ["train"],
+    ["train.log"],
     ["asynchronous"],
     ["asynchronous.roles"],
     ["planner"],

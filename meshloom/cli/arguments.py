@@ -10,6 +10,7 @@ from meshloom.core.job import CHECKPOINTS
 from meshloom.launch.devices import MOST_SIMULATED, PROCESSES_PER_CORE
 from meshloom.launch.processes.hang import DEFAULT_SECONDS
 from meshloom.launch.transport import TRANSPORTS
+from meshloom.report.dashboards import DASHBOARDS
 
 CACHE_HELP = "where captured losses are kept for later starts of the same job; off: nowhere (default: MESHLOOM_CACHE, else ~/.cache/meshloom/readings)"
 
@@ -42,11 +43,10 @@ def parser() -> argparse.ArgumentParser:
         description="Train a single-device PyTorch job on many devices, and prove that the result is the same.",
         epilog="What follows -- is for the job file, which finds it in sys.argv: meshloom train job.py --plan dp=2 -- --lr 0.5",
     )
+    built.add_argument("--version", action=_Version, nargs=0, help="print the version and end")
     verbs = built.add_subparsers(
-        dest="verb",
-        required=True,
-        metavar="train | verify | plan | describe | calibrate | report | watch | export",
-    )
+        dest="verb", required=True, metavar="train | verify | plan | describe | calibrate | report | watch | export | doctor | completion"
+    )  # fmt: skip
     _add_runs(
         verbs.add_parser("train", help="train a job under a plan"),
         verbs.add_parser("verify", help="run a job under a plan and on one device, and compare"),
@@ -70,7 +70,22 @@ def parser() -> argparse.ArgumentParser:
             "export", help="write the weights of a checkpoint, and the optimizer's state, for other programs"
         )
     )
+    _add_common(
+        verbs.add_parser("doctor", help="print what is installed and what the machine has, for a bug report")
+    )
+    completion = verbs.add_parser("completion", help="print a script that completes words in a shell")
+    completion.add_argument("shell", choices=("bash", "zsh", "tcsh"), help="the shell that reads it")
     return built
+
+
+class _Version(argparse.Action):
+    """Imports the package's face only where its version is asked for."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        from meshloom import __version__
+
+        print(f"meshloom {__version__}")
+        parser.exit()
 
 
 def _add_runs(train: argparse.ArgumentParser, verify: argparse.ArgumentParser) -> None:
@@ -98,7 +113,7 @@ def _add_runs(train: argparse.ArgumentParser, verify: argparse.ArgumentParser) -
             help=f"end the run when a rank of this machine hangs in a pipeline's action for so long; 0: never (default: {DEFAULT_SECONDS:g})",
         )  # fmt: skip
     train.add_argument("--steps", type=int, help="steps of the whole run, instead of the job's")
-    train.add_argument("--out", metavar="DIR", help="write checkpoints here")
+    train.add_argument("--out", metavar="DIR", help="write checkpoints and metrics.csv here")
     train.add_argument(
         "--checkpoint", choices=CHECKPOINTS,
         help="whether training stands still while one is written, or only while its state is copied, instead of what the job says",
@@ -109,6 +124,10 @@ def _add_runs(train: argparse.ArgumentParser, verify: argparse.ArgumentParser) -
     train.add_argument(
         "--overwrite", action="store_true", default=None,
         help="begin anew although DIR holds an earlier run's checkpoints; they go once this run has saved its first",
+    )  # fmt: skip
+    train.add_argument(
+        "--log", action="append", choices=DASHBOARDS,
+        help="show the run's numbers there, too, by its own library where that is installed; several may be given (metrics.csv in --out always has them)",
     )  # fmt: skip
     train.add_argument("--cache", default="auto", metavar="DIR", help=CACHE_HELP)
     train.add_argument(
@@ -228,6 +247,9 @@ def _add_export(export: argparse.ArgumentParser) -> None:
     export.add_argument(
         "--optimizer", action="store_true", help="the optimizer's state, too: three times as much with Adam"
     )
+    export.add_argument(
+        "--average", action="store_true", help="the moving averages of the parameters (Job(average=...)) in their place"
+    )  # fmt: skip
     export.add_argument("--overwrite", action="store_true", help="replace weights that PATH holds")
 
 

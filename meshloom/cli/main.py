@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from meshloom.asynchronous.options import check_asynchronous
-from meshloom.cli.arguments import parse
+from meshloom.cli.arguments import parse, parser
 from meshloom.cli.plan_lines import plan_of
 from meshloom.core.errors import PlanError
 from meshloom.core.jobfile import as_program, check_target, load_job
@@ -55,6 +55,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             from meshloom.cli.verb_export import export
 
             return export(arguments)
+        if arguments.verb == "doctor":
+            from meshloom.cli.verb_doctor import doctor
+
+            return doctor(arguments)
+        if arguments.verb == "completion":
+            from meshloom.cli.verb_doctor import completion
+
+            return completion(arguments, parser())
         check_target(arguments.target)
         if getattr(arguments, "hang_seconds", 0) < 0:
             raise PlanError(

@@ -18,13 +18,14 @@ from meshloom.comm.torch.checkpoint_directory import save_directory
 def export(arguments: argparse.Namespace) -> int:
     """Exit code 0."""
     checkpoint, out = Checkpoint.open(Path(arguments.run)), Path(arguments.out)
-    optimizer: bool = arguments.optimizer
+    what = {"optimizer": arguments.optimizer, "average": arguments.average}
     writers = {
-        "safetensors": lambda path: copy_weight_files(checkpoint, path, optimizer=optimizer),
-        "torch": lambda path: save_with_torch(checkpoint, path, optimizer=optimizer),
-        "dcp": lambda path: save_directory(nested_state(checkpoint, optimizer=optimizer), path),
+        "safetensors": lambda path: copy_weight_files(checkpoint, path, **what),
+        "torch": lambda path: save_with_torch(checkpoint, path, **what),
+        "dcp": lambda path: save_directory(nested_state(checkpoint, **what), path),
     }
     put_in_place(checkpoint, out, writers[arguments.to], overwrite=arguments.overwrite)
-    what = "weights and the optimizer's state" if optimizer else "weights"
-    print(f"{out} holds the {what} of {checkpoint.path} (step {checkpoint.step}) as {arguments.to}.")
+    said = "averaged weights" if arguments.average else "weights"
+    said += " and the optimizer's state" if arguments.optimizer else ""
+    print(f"{out} holds the {said} of {checkpoint.path} (step {checkpoint.step}) as {arguments.to}.")
     return 0

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import time
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from torch import nn
@@ -20,10 +21,12 @@ from meshloom.launch.devices import choose_for_workers
 from meshloom.launch.environment import is_rank
 from meshloom.planner.staged_plan import stage_plan
 from meshloom.replica.program_engine import ProgramEngine
+from meshloom.report.dashboards import check_dashboards, dashboards_listener
 from meshloom.report.records import Records, RunStart, listener_for, tell_summary
 from meshloom.report.stages import lines_of, stages_record
 from meshloom.report.terminal import Terminal
-from meshloom.telemetry.progress import Listener
+from meshloom.telemetry.metrics_file import metrics_listener
+from meshloom.telemetry.progress import Listener, all_of
 from meshloom.telemetry.timings import Timings
 from meshloom.train.trainer import Trainer
 
@@ -41,17 +44,24 @@ def train(arguments: argparse.Namespace, job: Job, records: Records, timings: Ti
     check_turns(job, plan)
     terminal = Terminal(Console(stderr=arguments.json == "-"))
     listener = listener_for(terminal, records)
+    logs = arguments.log or []
+    check_dashboards(logs, arguments.out)
     if not plan.synchronous and not is_rank():
         kind, why = choose_for_workers(
             plan.servers, plan.dp, arguments.devices, virtual=circumstances_of(arguments) is not None,
             ranks_per_worker=plan.pp * plan.tp, oversubscribe=arguments.oversubscribe,
         )  # fmt: skip
         if kind == "cpu":
-            return _train_on_processes(arguments, job, plan, why, listener, terminal, records)
+            with ExitStack() as stack:
+                out = Path(arguments.out) if arguments.out else None
+                both = [listener, *([metrics_listener(out, listener.note)] if out else [])]
+                both += [dashboards_listener(logs, out, _facts(arguments, job, plan), stack)] if logs else []
+                return _train_on_processes(arguments, job, plan, why, all_of(both), terminal, records)
         arguments.devices = arguments.devices if arguments.devices != "auto" else kind
-    with Trainer(
+    with ExitStack() as stack, Trainer(
         job, plan, devices=arguments.devices, steps=arguments.steps, out=arguments.out, resume=arguments.resume, overwrite=bool(arguments.overwrite),
-        timeout_seconds=arguments.timeout, transport=arguments.transport, oversubscribe=arguments.oversubscribe, share=True, listener=listener,
+        timeout_seconds=arguments.timeout, transport=arguments.transport, oversubscribe=arguments.oversubscribe, share=True,
+        listener=[listener, dashboards_listener(logs, Path(arguments.out) if arguments.out else None, _facts(arguments, job, plan), stack)],
         circumstances=circumstances_of(arguments), snapshot_every=arguments.snapshot_every, cache=arguments.cache, timings=timings,
         overcommit=arguments.overcommit,
     ) as trainer:  # fmt: skip
@@ -122,6 +132,17 @@ def _announce(trainer: Trainer, terminal: Terminal, records: Records) -> None:
             terminal.event(line)
         records.write("stages", **stages_record(found))
     start.record(records)
+
+
+def _facts(arguments: argparse.Namespace, job: Job, plan: Plan) -> dict[str, Any]:
+    """What a dashboard shows of the run beside its numbers."""
+    return {
+        "job": arguments.target,
+        "plan": str(plan),
+        "batch_size": job.batch_size,
+        "steps": arguments.steps or job.steps,
+        "seed": job.seed,
+    }
 
 
 def _elements(model: nn.Module) -> int:

@@ -29,6 +29,8 @@ class Evaluate:
     metrics: name -> function of (model, batch) that returns what a loss function may return. A metric is the
         exact mean over all of the data.
     every: steps between evaluations; there is one after the last step too.
+    best: a metric and which of its values is best, like "accuracy:max": `fit()` keeps the best evaluation's checkpoint
+        in best/. patience: evaluations in a row without a better value after which it stops.
 
     >>> accuracy = lambda model, batch: (model(batch["x"]).argmax(1) == batch["y"]).float().mean()
     >>> Evaluate(data=lambda: range(100), metrics={"accuracy": accuracy}, every=50).every
@@ -38,22 +40,26 @@ class Evaluate:
     data: Callable[[], Any]
     metrics: Mapping[str, LossFunction]
     every: int
+    best: str | None = None
+    patience: int | None = None
 
     def __post_init__(self) -> None:
         if not callable(self.data):
             raise JobError(
                 "Evaluate(data=...) must be a function that builds a dataset, like data=lambda: Digits(train=False)."
             )
-        if (
-            not isinstance(self.metrics, Mapping)
-            or not self.metrics
-            or not all(callable(metric) for metric in self.metrics.values())
-        ):
+        given = isinstance(self.metrics, Mapping) and self.metrics
+        if not given or not all(callable(metric) for metric in self.metrics.values()):
             raise JobError(
                 'Evaluate(metrics=...) must be functions by name, like metrics={"accuracy": accuracy}.'
             )
         if not _is_count(self.every, 1):
             raise JobError(f"Evaluate(every={self.every!r}) must be a whole number of steps, 1 or more.")
+        known = [f"{name}:{which}" for name in self.metrics for which in ("max", "min")]
+        if self.best is not None and self.best not in known:
+            raise JobError(f"Evaluate(best={self.best!r}) must be one of {', '.join(map(repr, known))}.")
+        if self.patience is not None and not (self.best and _is_count(self.patience, 1)):
+            raise JobError(f"Evaluate(patience={self.patience!r}) must be a whole number of evaluations, 1 or more, beside best=.")  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,9 +126,7 @@ def owners_of(losses: Mapping[str, Objective], names: Sequence[str]) -> dict[str
             )
         for name in filter(objective.trains, names):
             if owners.setdefault(name, loss) != loss:
-                raise JobError(
-                    f"{name} belongs to two losses, {owners[name]!r} and {loss!r}. Let the parameters=... of one of them name it."
-                )
+                raise JobError(f"{name} belongs to two losses, {owners[name]!r} and {loss!r}. Let the parameters=... of one of them name it.")  # fmt: skip
     left = [name for name in names if name not in owners]
     if left:
         raise JobError(
@@ -191,6 +195,8 @@ class Job:
     elementwise: whether the optimizer updates each element from the history of that element alone (Adam does,
         Muon does not); None: determined by a trial on small tensors. True for an optimizer that does not
         gives wrong updates.
+    average: decay of an exponential moving average of the trainable parameters, like 0.999: after each step it becomes
+        decay * average + (1 - decay) * parameters, beginning with those after the first. Evaluations are of it.
     weights: where parameters and buffers start from: a .safetensors file, a directory with
         model.safetensors or model.safetensors.index.json, or a meshloom checkpoint or run directory
         (docs/weights.md). Buffers that are not persistent stay as `model` built them. A resumed checkpoint
@@ -244,6 +250,7 @@ class Job:
     checkpoint: str = "foreground"
     keep_checkpoints: int = 2
     elementwise: bool | None = None
+    average: float | None = None
     weights: str | PathLike[str] | None = None
     weight_names: Mapping[str, str | None] | Callable[[str], str | None] | None = None
     units: Sequence[str | type[nn.Module]] | None = None
@@ -255,22 +262,13 @@ class Job:
         for name, example in _EXAMPLES.items():
             value = getattr(self, name)
             if not callable(value) and not (value is None and name in ("collate", "scheduler")):
-                raise JobError(
-                    f"Job({name}=...) must be a function, like {name}={example}, not {type(value).__name__}."
-                )
+                raise JobError(f"Job({name}=...) must be a function, like {name}={example}, not {type(value).__name__}.")  # fmt: skip
         if isinstance(self.model, nn.Module):
             raise JobError(
                 "Job(model=...) must be a function that builds the module, like model=lambda: GPT(), not a module: every rank builds its own."
             )
-        counts = {
-            "batch_size": 1,
-            "steps": 1,
-            "num_workers": 0,
-            "keep_checkpoints": 1,
-            "tokens_per_sample": 1,
-            "checkpoint_every": 1,
-            "seed": 0,
-        }
+        ones = ("batch_size", "steps", "keep_checkpoints", "tokens_per_sample", "checkpoint_every")
+        counts = {**dict.fromkeys(ones, 1), "num_workers": 0, "seed": 0}
         for name, least in counts.items():
             value = getattr(self, name)
             if not _is_count(value, least) and not (
@@ -282,6 +280,10 @@ class Job:
                 f"Job(checkpoint={self.checkpoint!r}) must be {' or '.join(map(repr, CHECKPOINTS))}: whether training stands still while a checkpoint is written."
             )
         _check_clip("Job", self.clip_grad_norm)
+        if self.average is not None and not (isinstance(self.average, float) and 0 < self.average < 1):
+            raise JobError(
+                f"Job(average={self.average!r}) must be a number between 0 and 1, like 0.999, or None."
+            )
         if self.evaluate is not None and not isinstance(self.evaluate, Evaluate):
             raise JobError("Job(evaluate=...) must be an Evaluate(data, metrics, every).")
         if self.init not in INITS:
@@ -307,9 +309,7 @@ class Job:
         if not losses:
             missing = [name for name in ("loss", "optimizer") if getattr(self, name) is _given_by_losses]
             if missing:
-                raise JobError(
-                    f"Job({missing[0]}=...) is missing. Give it, or several losses by name, as Job(losses=...)."
-                )
+                raise JobError(f"Job({missing[0]}=...) is missing. Give it, or several losses by name, as Job(losses=...).")  # fmt: skip
             return
         derived = isinstance(self.optimizer, EachItsOwn) and self.optimizer.losses is losses  # by `replace`
         given = not derived and own != (_given_by_losses, _given_by_losses)

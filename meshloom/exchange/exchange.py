@@ -30,7 +30,7 @@ from meshloom.comm.group import Group
 from meshloom.comm.steps import Steps
 from meshloom.core.losses.loss_scale import Divisor
 from meshloom.program.operators.fused_grad_accumulation import GradBuffer
-from meshloom.telemetry.traffic import ExpectedBytes
+from meshloom.telemetry.traffic import ExpectedBytes, Traffic
 
 # receives the tensor of a parameter, by name; None: the parameter was not used
 Emit = Callable[[str, Tensor | None], Steps[None]]
@@ -181,6 +181,10 @@ class Exchange(ABC):
         """Makes the owners' updated parameters visible on all ranks."""
         return
         yield
+
+    def publish_bytes(self) -> Traffic:
+        """What this rank hands to collectives in a `publish`, where that is always the same."""
+        return Traffic()
 
     @abstractmethod
     def each_gradient(self, gradients: list[Tensor | None], emit: Emit) -> Steps[None]:

@@ -98,6 +98,9 @@ class Sharded(Exchange):
     def publish(self) -> Steps[None]:
         yield from self._copies.publish()
 
+    def publish_bytes(self) -> Traffic:
+        return self._copies.expected_bytes().per_step
+
     def each_gradient(self, gradients: list[Tensor | None], emit: Emit) -> Steps[None]:
         is_used = iter(self._is_used)
         # a rank that owns nothing has no shares

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from meshloom.checkpoint.checkpoint import Piece
-from meshloom.checkpoint.format import MASTER
+from meshloom.checkpoint.format import AVERAGE, MASTER
 from meshloom.checkpoint.json_values import from_json
 from meshloom.checkpoint.lending import Lender
 from meshloom.checkpoint.tensor_file import Stream
@@ -19,15 +19,16 @@ from meshloom.comm.steps import Steps
 from meshloom.core.errors import CheckpointError
 from meshloom.optimizer.assignment import UpdatedParameters
 from meshloom.optimizer.average_state import average_state
+from meshloom.optimizer.averages import ParameterAverages
 from meshloom.optimizer.gathered_state import gathered_pieces
 from meshloom.optimizer.offload.offloaded_state import OffloadedState
 from meshloom.optimizer.state_pieces import (
     OwnedSlice,
     Read,
     StateShard,
-    load_masters,
+    copy_pieces,
+    load_copies,
     load_settings,
-    master_pieces,
     settings,
     state_loader,
     state_pieces,
@@ -43,6 +44,7 @@ class OptimizerState:
     user: the optimizers. assignment: what they update here. owners: the ranks along dp among which that is sliced; None:
     it is not. names: of this rank's parameters, if other ranks along pp have others; None: all. offloaded: where the
     state is; None: in memory. `masters`: copies of parameters in another precision, which are saved with it.
+    `averages`: of parameters, if the job keeps some, likewise.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class OptimizerState:
         self._shards, self._owners, self._device, self._names = shards, owners, device, names
         self._offloaded, self._traffic = offloaded, Traffic()
         self.masters: Sequence[OwnedSlice] = ()
+        self.averages: ParameterAverages | None = None
 
     def save(
         self, world: Group, *, self_contained: bool = False, gather: bool = True
@@ -75,8 +78,10 @@ class OptimizerState:
             ready, sharded = state_pieces(optimizer, held, self_contained=self_contained)
             pieces += ready
             parts += sharded
-        ready, sharded = master_pieces(self.masters)
-        pieces, parts = pieces + ready, parts + sharded
+        averages = self.averages.held if self.averages else ()
+        for kind, held in ((MASTER, self.masters), (AVERAGE, averages)):
+            ready, sharded = copy_pieces(held, kind)
+            pieces, parts = pieces + ready, parts + sharded
         if not gather:
             pieces += [each.piece() for each in parts]
         elif self._shards.pieces:
@@ -109,6 +114,11 @@ class OptimizerState:
         """Bytes of the state that is in this rank's memory; what is offloaded is not."""
         states = [state for each in self._optimizers for state in each.state.values()]
         return sum(value.nbytes for state in states for value in state.values() if isinstance(value, Tensor))
+
+    def average_parameters(self, *, skipped: bool) -> None:
+        """After a step's parameters are known: move their averages, unless the step was skipped."""
+        if self.averages and not skipped:
+            self.averages.update()
 
     def give_back(self) -> None:
         """Of what is offloaded, let go of what reading or changing it has brought into memory."""
@@ -155,7 +165,9 @@ class OptimizerState:
 
         def take(path: str, shape: Sequence[int], read: Read) -> None:
             if path.endswith(f"/{MASTER}"):
-                load_masters(self.masters, path, shape, read)
+                load_copies(self.masters, path, shape, read, MASTER)
+            elif path.endswith(f"/{AVERAGE}"):
+                self.averages.load(path, shape, read) if self.averages else None
             else:
                 take_state(path, shape, read)
 
@@ -163,4 +175,5 @@ class OptimizerState:
 
     def expected_bytes(self) -> ExpectedBytes:
         """Of all that was saved and averaged so far."""
-        return ExpectedBytes(so_far=self._traffic)
+        averages = self.averages.expected_bytes() if self.averages else ExpectedBytes()
+        return ExpectedBytes(so_far=self._traffic) + averages

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from meshloom.checkpoint.checkpoint import Piece
-from meshloom.checkpoint.format import MASTER
 from meshloom.checkpoint.json_values import NotPlainError, from_json, to_json
 from meshloom.core.errors import CheckpointError, JobError
 from meshloom.parameters.shards import Shards
@@ -97,12 +96,13 @@ def state_pieces(
     return pieces, parts
 
 
-def master_pieces(held: Sequence[OwnedSlice]) -> tuple[list[Piece], list[StateShard]]:
-    """As `state_pieces`, of the tensors themselves: copies of parameters in another precision, under the key `MASTER`."""
+def copy_pieces(held: Sequence[OwnedSlice], kind: str) -> tuple[list[Piece], list[StateShard]]:
+    """As `state_pieces`, of the tensors themselves: copies of parameters, under the key `kind`: in another precision
+    (`MASTER`), or averages (`AVERAGE`)."""
     pieces: list[Piece] = []
     parts: list[StateShard] = []
     for each in held:
-        path, flat = master_key(each.name), each.tensor.detach()
+        path, flat = copy_key(each.name, kind), each.tensor.detach()
         if each.shards:
             parts.append(StateShard(path, each, flat))
         elif flat.numel():
@@ -110,15 +110,15 @@ def master_pieces(held: Sequence[OwnedSlice]) -> tuple[list[Piece], list[StateSh
     return pieces, parts
 
 
-def master_key(name: str) -> str:
+def copy_key(name: str, kind: str) -> str:
     """The key of the copy of parameter `name`."""
-    return f"{STATE}{name}/{MASTER}"
+    return f"{STATE}{name}/{kind}"
 
 
-def load_masters(held: Sequence[OwnedSlice], path: str, shape: Sequence[int], read: Read) -> None:
-    """Restores what `master_pieces` gave of one key."""
+def load_copies(held: Sequence[OwnedSlice], path: str, shape: Sequence[int], read: Read, kind: str) -> None:
+    """Restores what `copy_pieces` gave of one key."""
     for each in held:
-        if path == master_key(each.name):
+        if path == copy_key(each.name, kind):
             each.tensor.data.copy_(_load(path, each, read, tuple(shape)))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -64,6 +64,7 @@ def describe(
     program = reading.program
     with readings.timings.of("memory of a step"):
         memory, no_memory = _memory_of(program, readings)
+        memory = _with_averages(memory, program) if memory and job.average is not None else memory
     with readings.timings.of("blocks"):
         whole = blocks_of(program, reading.costs, reading.kinds, machine)
     used = {ref.name for node in program.nodes for ref in node.operands()}
@@ -109,6 +110,14 @@ def _memory_of(program: Program, readings: Readings) -> tuple[Memory | None, str
     except Exception as error:  # the user's optimizer may raise anything, and only the memory is lost
         first = (str(error).strip() or "no message").splitlines()[0]
         return None, f"the optimizer cannot be stepped without values ({type(error).__name__}: {first})"
+
+
+def _with_averages(memory: Memory, program: Program) -> Memory:
+    """With the averages of trained parameters, which lie beside the optimizer's state."""
+    more = sum(each.meta.num_bytes for each in program.parameters.values() if each.meta.requires_grad)
+    copied = more if memory.copied else 0
+    peaks = {phase: peak + more + copied for phase, peak in memory.peaks.items()}
+    return replace(memory, optimizer=memory.optimizer + more, copied=memory.copied + copied, peaks=peaks)
 
 
 def _is_foreign(node: Node) -> bool:

@@ -77,7 +77,8 @@ def state_bytes(job: Job, named: NamedParameters) -> int | None:
     except Exception:  # the user's optimizer may do anything
         return None
     states = [value for each in optimizers for state in each.state.values() for value in state.values()]
-    return sum(each.nbytes for each in [*states, *masters] if isinstance(each, Tensor))
+    averages = [each for _, each in trainable] if job.average is not None else []
+    return sum(each.nbytes for each in [*states, *masters, *averages] if isinstance(each, Tensor))
 
 
 def too_much(needs: Sequence[Mapping[str, int]], limit: Limit) -> bool:

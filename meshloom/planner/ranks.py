@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from meshloom.comm.shm.native_engine import why_not
 from meshloom.core.errors import PlanError
 from meshloom.core.exchanges import holds_only_buckets
+from meshloom.core.job import Job
 from meshloom.core.mesh import Axis
 from meshloom.core.plan import Plan
 from meshloom.exchange.buckets.gradient_bytes import held_gradients
@@ -249,10 +250,17 @@ def step_facts(readings: Readings, plan: Plan, *, batch_size: int | None = None)
         try:
             parts = function_fingerprint(job.optimizer, "optimizer") if readings.stored else {}
         except Exception:  # of the job's objects, when they are inspected
-            return make()
+            return _with_averages(make(), job)
         depends = {**parts, **settings}
-        return (
+        facts = (
             readings.stored.value("facts", reading.program, depends, StepFacts, make)
             if readings.stored
             else make()
         )
+    return _with_averages(facts, job)
+
+
+def _with_averages(facts: StepFacts, job: Job) -> StepFacts:
+    """With as many bytes again as there are trained parameters, if the job keeps their averages."""
+    averages = 0.0 if job.average is None else 1.0
+    return replace(facts, optimizer_factor=facts.optimizer_factor + averages)

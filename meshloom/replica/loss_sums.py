@@ -1,8 +1,9 @@
-"""A step's loss as sums over chunks, which add up over ranks."""
+"""A step's loss, and what it logs, as sums over chunks, which add up over ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -10,9 +11,12 @@ import torch
 from torch import Tensor
 
 from meshloom.comm.group import Group, Work
+from meshloom.comm.objects import collect
+from meshloom.comm.steps import Steps
 from meshloom.core.device.readback import Readback, Readbacks
 from meshloom.core.errors import JobError
 from meshloom.core.exchanges import EXCHANGES
+from meshloom.core.losses.logged import taken_apart
 from meshloom.core.losses.loss_scale import Divisor, LossScale
 from meshloom.core.losses.loss_sum import as_sum
 from meshloom.core.plan import Plan
@@ -22,8 +26,9 @@ from meshloom.telemetry.traffic import ExpectedBytes, Traffic
 
 
 class LossSums:
-    """sums: float64 [5]: loss, weight, number of chunks, of chunks whose loss was a mean over samples, of
-    ranks that ask for something between steps.
+    """sums: float64 [6 + 2n]: loss, weight, number of chunks, of chunks whose loss was a mean over samples, of
+    ranks that ask for something between steps, of ranks with names that others do not know; and of each of the
+    n names that all know to be logged, the sum and the weight.
 
     asked: whether some rank asks, once the sums are global. keeps_own: whether `own_divisor`
         is needed. loss: the name of that whose turn it is, if there are several.
@@ -36,8 +41,12 @@ class LossSums:
     def __init__(
         self, device: torch.device, *, keeps_own: bool = False, scale: LossScale | None = None
     ) -> None:
-        self.sums = torch.zeros(5, dtype=torch.float64, device=device)
-        self._parts = self.sums[0], self.sums[1], self.sums[2:4]
+        self.names: tuple[str, ...] = ()  # logged, as all ranks know
+        self.unknown = False  # whether some rank has others
+        self._new: dict[str, list[Any]] = {}  # those of this rank: sum and weight
+        self._named_bytes = 0  # of sums of names so far
+        self.logged: Mapping[str, float] = {}  # the newest step's means
+        self._clear(device)
         self.asked = self.overflowed = False
         self.scale = scale
         self.loss = ""
@@ -68,8 +77,7 @@ class LossSums:
     def begin(self, asks: Callable[[], bool] | None = None) -> None:
         """Start a step. asks: whether this rank asks for something between steps; None: ranks do not agree on
         that."""
-        self.sums = torch.zeros_like(self.sums)
-        self._parts = self.sums[0], self.sums[1], self.sums[2:4]
+        self._clear(self.sums.device)
         self._asks = asks
         self._ready = self.started = False
         self._global = self._of_own = None
@@ -81,7 +89,10 @@ class LossSums:
         For a mean over samples the global weight is known in advance, and dividing the loss is cheaper than
         dividing the gradients. A scale is that of the mean, as far as it is known: of a sum it would be too large.
         """
+        returned, logged = taken_apart(returned)
         loss, weight = as_sum(returned, chunk.samples, of=self.loss)
+        for name, value in logged.items():
+            self._add_logged(name, value, weight)
         is_mean = not isinstance(returned, tuple)
         total, of_weights, counts = self._parts  # `sums[0] += ...` would copy the sum to its place once more
         total.add_(loss.detach())
@@ -96,10 +107,13 @@ class LossSums:
         same step."""
         if self._asks is not None and self._asks():
             self.sums[4] = 1
+        if self._new:
+            self.sums[5] = 1
 
     def start(self, group: Group) -> None:
         """Start the all-reduce of this replica's sums over `group`, the replicas."""
         self.started = True
+        self._named_bytes += self.sums.nbytes - _LOGGED_FROM * self.sums.itemsize
         if self._keeps_own:
             self._own = self.sums.clone()
         self._work = group.all_reduce(self.sums) if group.size > 1 else None
@@ -128,7 +142,21 @@ class LossSums:
     def expected_bytes(self) -> ExpectedBytes:
         """Bytes of a step of several replicas."""
         overflowed = self.sums.itemsize if self.scale is not None else 0
-        return ExpectedBytes(per_step=Traffic.along("dp", all_reduce=self.sums.nbytes + overflowed))
+        always = _LOGGED_FROM * self.sums.itemsize + overflowed
+        so_far = Traffic.along("dp", all_reduce=self._named_bytes)
+        return ExpectedBytes(per_step=Traffic.along("dp", all_reduce=always), so_far=so_far)
+
+    def agree_on_names(self, world: Group, *, speaks: bool) -> Steps[None]:
+        """After `result`, where some rank has logged names that others do not know: add these up, so that all know
+        them. Collective over all ranks. speaks: whether this rank is the one of those with equal values that counts."""
+        mine = {name: [float(each) for each in pair] for name, pair in self._new.items()} if speaks else {}
+        everyone = yield from collect(world, mine)
+        totals: dict[str, list[float]] = {}
+        for name, (total, weight) in (pair for each in everyone for pair in each.items()):
+            known = totals.setdefault(name, [0.0, 0.0])
+            known[0], known[1] = known[0] + total, known[1] + weight
+        self.logged = {**self.logged, **{name: _mean(*pair) for name, pair in totals.items()}}
+        self.names = (*self.names, *totals)
 
     def divisor(self, batch: int) -> Divisor:
         """The number to divide gradients by, after `wait`; where `own` is kept, for the mean over this replica's own share, 1 if that has no weight.
@@ -150,10 +178,38 @@ class LossSums:
     def result(self) -> tuple[float, float]:
         """The global loss and weight, after `wait`. Waits for them to arrive."""
         assert self._global
-        total, weight, num_chunks, num_means, num_asking, *overflowed = self._global.values().tolist()
-        self.asked, self.overflowed = num_asking > 0, any(overflowed)
+        total, weight, num_chunks, num_means, num_asking, num_unknown, *others = (
+            self._global.values().tolist()
+        )
+        named, overflowed = others[: 2 * len(self.names)], others[2 * len(self.names) :]
+        self.asked, self.unknown, self.overflowed = num_asking > 0, num_unknown > 0, any(overflowed)
+        pairs = zip(self.names, named[::2], named[1::2], strict=True)
+        self.logged = {name: _mean(*pair) for name, *pair in pairs if pair[1]}
         if num_means not in (0, num_chunks):
             raise JobError(
                 f"The loss function returned a mean for {num_means:g} of {num_chunks:g} chunks and (sum, weight) for the others. Return one kind always."
             )
         return total, weight
+
+    def _clear(self, device: torch.device) -> None:
+        self.sums = torch.zeros(_LOGGED_FROM + 2 * len(self.names), dtype=torch.float64, device=device)
+        self._parts = self.sums[0], self.sums[1], self.sums[2:4]
+        self._new = {}
+
+    def _add_logged(self, name: str, value: Tensor | float, weight: Tensor | float) -> None:
+        if name in self.names:
+            start = _LOGGED_FROM + 2 * self.names.index(name)
+            pair: Any = self.sums[start : start + 2].unbind()
+        else:
+            pair = self._new.setdefault(
+                name, [torch.zeros_like(self.sums[0]), torch.zeros_like(self.sums[0])]
+            )
+        pair[0].add_(value * weight)
+        pair[1].add_(weight)
+
+
+_LOGGED_FROM = 6  # place of the first logged name's sum
+
+
+def _mean(total: float, weight: float) -> float:
+    return total / weight if weight else math.nan

@@ -23,11 +23,21 @@ from meshloom.telemetry.traffic import ExpectedBytes, Traffic
 
 
 def evaluate(replica: Replica, chunks: Iterable[Chunk], updates: int) -> Steps[dict[str, float]]:
-    """Mean of every metric over all replicas' chunks, in evaluation mode, after `updates` updates.
+    """Mean of every metric over all replicas' chunks, in evaluation mode, after `updates` updates. If the job keeps averages
+    of its parameters, these are evaluated.
 
     Within a round of local steps the mean of the replicas' parameters is evaluated; afterwards each replica
     continues from its own.
     """
+    averages = replica.updater.state.averages if replica.updates else None
+    if averages and averages.started:
+        put_back = yield from averages.show()
+        yield from replica.engine.refresh_borrowed()
+        values = yield from _evaluate(replica, chunks, updates)
+        put_back()
+        yield from averages.publish()
+        yield from replica.engine.refresh_borrowed()
+        return values
     if replica.exchange.settled:
         return (yield from _evaluate(replica, chunks, updates))
     put_back = yield from replica.exchange.show_mean()

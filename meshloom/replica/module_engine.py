@@ -16,6 +16,7 @@ from meshloom.checkpoint.tensor_file import Stream
 from meshloom.comm.rank_context import RankContext
 from meshloom.comm.steps import Steps
 from meshloom.core.job import Job, LossFunction, NamedParameters
+from meshloom.core.losses.logged import computed_with_logs, taken_apart
 from meshloom.core.losses.loss_sum import as_sum
 from meshloom.core.losses.turns import LossTurn, OwnGradients
 from meshloom.core.mesh import Axis
@@ -195,7 +196,7 @@ class ModuleEngine(Engine):
 
     def _computed(self, data: Any) -> Any:
         """What the loss returns for a chunk."""
-        return self._losses.get(self._loss, self._loss)(self._model, data)
+        return computed_with_logs(self._losses.get(self._loss, self._loss), self._model, data)
 
     def _rerun(self, chunk: Chunk, data: Any) -> Tensor:
         return as_sum(self._loss(self._model, data), chunk.samples, needs_gradient=False)[0]
@@ -203,4 +204,4 @@ class ModuleEngine(Engine):
     def _rerun_alone(self, chunk: Chunk, data: Any) -> Tensor:
         """The same without synchronising batch statistics with other replicas."""
         with unsynchronised(self._model) if self._plan.sync_batch_norm else nullcontext():
-            return as_sum(self._computed(data), chunk.samples, needs_gradient=False)[0]
+            return as_sum(taken_apart(self._computed(data))[0], chunk.samples, needs_gradient=False)[0]

@@ -274,7 +274,7 @@ def _begin_sums(sums: LossSums, statistics: Group, team: TeamSums) -> Steps[None
     """Ends the chunks of `sums`, adds them up over the replica, and starts their sum over replicas."""
     sums.close()
     if sums.are_asked:
-        yield from team.add_up("tp", sums.sums[4:])
+        yield from team.add_up("tp", sums.sums[4:5])
     yield from team.add_up("pp", sums.sums)  # known to the last stage's rank, zeros on the others
     sums.start(statistics)
 

@@ -29,6 +29,7 @@ from meshloom.comm.windows import windows_of
 from meshloom.core.device.readback import Readback
 from meshloom.core.job import Job, NamedParameters
 from meshloom.core.losses.in_precision import in_precision
+from meshloom.core.losses.logged import with_logs
 from meshloom.core.losses.turns import LossTurn, OwnGradients, turns_of
 from meshloom.core.moments.modes import Modes
 from meshloom.core.plan import Plan
@@ -41,12 +42,12 @@ from meshloom.exchange.units.unit_slices import UnitParameters
 from meshloom.optimizer.bfloat16.lowered import lowered
 from meshloom.optimizer.bfloat16.master_values import master_values
 from meshloom.optimizer.bfloat16.opening import open_updater
-from meshloom.optimizer.sparse_parameters import make_dense, sparse_parameters, sparse_tables
 from meshloom.optimizer.updater import Updater
 from meshloom.optimizer.user_optimizer import UserOptimizers, make_optimizers
 from meshloom.parameters.file_weights import agree_on_weights
 from meshloom.parameters.model import facts, trainable
 from meshloom.parameters.shards import Shards
+from meshloom.parameters.sparse_parameters import make_dense, sparse_parameters, sparse_tables
 from meshloom.parameters.starting_model import StartingModel
 from meshloom.pipeline.runtime.recorder import Recorder
 from meshloom.pipeline.schedules.spans import SpanKind
@@ -74,7 +75,8 @@ class Gradients:
 
     of_owned: gradient of each slice that this rank owns in the exchange; None: unused. loss: mean over the
         global batch of `samples` samples, of which this replica has `chunks`. weight: of the batch. overflowed: whether
-        some rank's gradients are not finite, with a loss scale: the step is skipped on all.
+        some rank's gradients are not finite, with a loss scale: the step is skipped on all. logged: by the loss,
+        means over the global batch by name.
     """
 
     step: int
@@ -84,6 +86,7 @@ class Gradients:
     loss: float
     weight: float
     overflowed: bool = False
+    logged: Mapping[str, float] = field(default_factory=dict[str, float])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +95,7 @@ class StepResult:
     if clipping is on, which may still be on its way.
 
     asked: whether some rank asks for something between steps; equal on all. losses: of several, the newest of each by
-        name; the rest is of the first one. skipped: whether nothing was updated, as gradients overflowed.
+        name; the rest is of the first one, but for what is `logged`. skipped: whether nothing was updated, as gradients overflowed.
     """
 
     step: int
@@ -103,6 +106,7 @@ class StepResult:
     asked: bool = False
     losses: Mapping[str, float] = field(default_factory=dict[str, float])
     skipped: bool = False
+    logged: Mapping[str, float] = field(default_factory=dict[str, float])
 
     @property
     def gradient_norm(self) -> float | None:
@@ -124,17 +128,15 @@ class Replica:
         timings: Timings | None = None, stored: ProgramCache | None = None, files: Path | None = None, resumed: bool = False,
     ) -> None:  # fmt: skip
         self.timings, job = timings or Timings(), lowered(in_precision(job, plan), plan, dtype)
+        job = with_logs(job) if plan.captures else job
         self.job, self.plan, self.context, self.dtype, self._files = job, plan, context, dtype, files
         self.share, self.updates, self.updating = share, updates, False
         self.replicas = context.groups["dp"]
         # whether this rank asks for something between steps (to stop), if ranks agree on that
         self.asks: Callable[[], bool] | None = None
         self.recorder: Recorder | None = None  # of a pipeline's timeline
-        # when the newest steps ended their computation and waited for the exchange
-        self.arrivals: deque[float] = deque(maxlen=1000)
-        self.pace = (
-            Pace([self.replicas, context.statistics], context.device) if plan.shares == "measured" else None
-        )
+        self.arrivals: deque[float] = deque(maxlen=1000)  # when the newest steps waited for the exchange
+        self.pace = Pace([self.replicas, context.statistics], context.device) if plan.shares == "measured" else None  # fmt: skip
         self.windows = windows_of(self.replicas) if context.device.type == "cpu" else None
         self.may_share = share and self.windows is not None and shares_copies(plan)
         with self.timings.of("building the model"):
@@ -148,8 +150,10 @@ class Replica:
         step_checks.check_accumulation_hooks(self.named, plan)
         step_checks.check_histograms(self.model, plan)
         self.own = OwnGradients(job, self.model) if job.losses else None
-        # evaluations of losses in steps so far; by loss, the newest result
-        self.evaluations, self.newest = 0, dict[str, StepResult]()
+        self.evaluations, self.newest = (
+            0,
+            dict[str, StepResult](),
+        )  # of losses in steps so far; by loss, the newest
         self.num_parameters = sum(each.numel() for each in self.model.parameters())
         self.num_trainable = sum(each.numel() for _, each in self.named)
         self._undo = ExitStack()
@@ -157,18 +161,14 @@ class Replica:
         if plan.sync_batch_norm and plan.dp > 1:
             self._undo.enter_context(batch_norm.synchronise_batch_norm(self.model, context.statistics, compiled=plan.compiles))  # fmt: skip
         self.sums = LossSums.of(plan, context.device)
-        self.engine: Engine = (
-            ProgramEngine(job, plan, context, dtype=dtype, timings=self.timings, stored=stored)
-            if plan.captures
-            else ModuleEngine(job, plan, context)
-        )
+        program = partial(ProgramEngine, dtype=dtype, timings=self.timings, stored=stored)
+        self.engine: Engine = (program if plan.captures else ModuleEngine)(job, plan, context)
         self.scope = ChunkScope(job, plan, context, self.model, dtype=dtype)
         self.frozen: NamedParameters = []
         self.settled: Mapping[str, str | None] = {}  # trained, written by forwards
-        self.copied = Traffic()  # parameters and buffers, at the start
+        self.copied, self.saved = Traffic(), Traffic()  # at the start; the exchange's state in checkpoints
         self._notes = list(self.start.notes)
         self.units: list[UnitParameters] = []  # of the full model, where ranks hold different parts of it
-        self.saved = Traffic()  # the exchange's state in checkpoints so far
         self.exchange: Exchange
         self.updater: Updater
 
@@ -244,13 +244,15 @@ class Replica:
         self.sums.wait()
         gradients = yield from _exchanged(self, chunks[0].batch)
         total, weight = self.sums.result()
+        if self.sums.unknown:
+            yield from self.sums.agree_on_names(self.context.world, speaks=self.context.place.tp == 0)
         if not self.updating:  # optimizers that evaluate the loss themselves turn back from infinite ones
             overflow = self.sums.scale if self.sums.overflowed else None
             yield from step_checks.check_finite(self.engine, self.scope, self.context.world, step, filled, total, weight, overflow)  # fmt: skip
         yield from self.scope.finish()
         return Gradients(
             step=step, samples=chunks[0].batch, chunks=chunks, of_owned=gradients, loss=total / weight, weight=weight,
-            overflowed=self.sums.overflowed,
+            overflowed=self.sums.overflowed, logged=self.sums.logged,
         )  # fmt: skip
 
     def update(self, found: Gradients) -> Steps[StepResult]:
@@ -268,12 +270,13 @@ class Replica:
                 self.updater.parameters_changed()
             with self._own_gradients():
                 yield from self.engine.refresh_borrowed()
+        self.updater.state.average_parameters(skipped=found.overflowed)
         self.updating = False
         self.sums.end_update()
         doing.enter("between steps", step + 1)
         return StepResult(
             step=step, loss=found.loss, weight=found.weight, samples=found.samples, asked=self.sums.asked,
-            norm=None if norm is None else self.sums.readbacks.read(norm), skipped=found.overflowed,
+            norm=None if norm is None else self.sums.readbacks.read(norm), skipped=found.overflowed, logged=found.logged,
         )  # fmt: skip
 
     @property
@@ -338,10 +341,13 @@ def _in_turn(replica: Replica, step: int, chunks: Sequence[Chunk]) -> Steps[Step
         asked, skipped, replica.recorder = asked or newest.asked, skipped or newest.skipped, None
     replica.recorder = recorder
     losses = {name: each.loss for name, each in replica.newest.items()}
+    logged = {name: value for each in replica.newest.values() for name, value in each.logged.items()}
     first = replica.newest.get(next(iter(replica.job.losses))) or replace(
         next(iter(replica.newest.values())), loss=math.nan
     )
-    return replace(first, step=step, samples=chunks[0].batch, asked=asked, losses=losses, skipped=skipped)
+    return replace(
+        first, step=step, samples=chunks[0].batch, asked=asked, losses=losses, skipped=skipped, logged=logged
+    )
 
 
 def _find_written(replica: Replica, undo: ExitStack) -> Steps[list[str]]:
@@ -351,9 +357,7 @@ def _find_written(replica: Replica, undo: ExitStack) -> Steps[list[str]]:
         found, notes = yield from mark_what_is_written(job, plan, context, start, replica.dtype)
     replica.limits |= found.limits
     replica.settled = found.settled
-    tables = {
-        id(each): partial(_note_rows, replica, name) for name, each in replica.named if name in found.limits
-    }
+    tables = {id(each): partial(_note_rows, replica, name) for name, each in replica.named if name in found.limits}  # fmt: skip
     if tables:
         undo.enter_context(functions_limited(tables))
     return notes

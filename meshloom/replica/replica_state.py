@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from meshloom.checkpoint.checkpoint import Checkpoint, Piece
+from meshloom.checkpoint.format import MASTER
 from meshloom.checkpoint.resuming import Loader, check_together, load_together, open_together
 from meshloom.checkpoint.tensor_file import Stream, TensorEntry
 from meshloom.comm.group import Group
@@ -23,7 +24,7 @@ from meshloom.exchange.exchange import Emit, Slice
 from meshloom.exchange.zero_three import ZeroThree, slices_of
 from meshloom.optimizer.bfloat16.masters import WithMasters, masters_of, sum_of_parts
 from meshloom.optimizer.outer_state import OUTER, outer_loader, outer_pieces
-from meshloom.optimizer.state_pieces import STATE, master_key
+from meshloom.optimizer.state_pieces import STATE, copy_key
 from meshloom.parameters.model import state_of
 from meshloom.parameters.pipeline_ownership import held
 from meshloom.parameters.replica_check import first_difference
@@ -181,6 +182,16 @@ def each_of_state(replica: Replica, take: Callable[[str, Tensor], None]) -> Step
     yield from replica.engine.gather(mine, cast(Any, put_together))
 
 
+def each_average(replica: Replica, take: Callable[[str, Tensor], None]) -> Steps[None]:
+    """As `each_of_state`, with the averages of parameters that the job keeps in their place, once there are any."""
+    averages = replica.updater.state.averages
+    if averages and averages.started:
+        put_back = yield from averages.show()
+        yield from each_of_state(replica, take)
+        put_back()
+        yield from averages.publish()
+
+
 def replicated_state(replica: Replica) -> dict[str, Tensor]:
     """The parameters and buffers of which every replica has a copy on this rank, tied ones once."""
     sliced = replica.exchange.only_slices
@@ -262,7 +273,7 @@ def loader_of(replica: Replica, checkpoint: Checkpoint) -> Loader:
     def finish() -> None:
         finish_updater()
         if (masters := masters_of(replica.exchange)) is not None:
-            masters.take_parameters({name for name in masters.parts if master_key(name) not in keys})
+            masters.take_parameters({name for name in masters.parts if copy_key(name, MASTER) not in keys})
         if replica.exchange.state is not None:
             replica.exchange.load(momentum)
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
 
 from meshloom.core.errors import ReportError
-from meshloom.telemetry.progress import Listener, Progress
+from meshloom.telemetry.progress import Listener
 from meshloom.telemetry.summary import Summary
 
 FILE = "events.jsonl"
@@ -52,30 +52,15 @@ class RunLog:
         self._stream.writelines(self._before)
         self._before.clear()
 
-    def listening(self, listener: Listener) -> Listener:
-        """A listener that writes what it hears and hands it on."""
-
-        def started(text: str) -> None:
-            self.write("started", text=text)
-            listener.started(text)
-
-        def step(progress: Progress) -> None:
-            self.write("step", **asdict(progress))
-            listener.step(progress)
-
-        def evaluated(step: int, metrics: dict[str, float]) -> None:
-            self.write("evaluation", step=step, metrics=metrics)
-            listener.evaluated(step, metrics)
-
-        def saved(step: int, path: Path) -> None:
-            self.write("checkpoint", step=step, path=str(path))
-            listener.saved(step, path)
-
-        def note(text: str) -> None:
-            self.write("note", text=text)
-            listener.note(text)
-
-        return replace(listener, started=started, step=step, evaluated=evaluated, saved=saved, note=note)
+    def listener(self) -> Listener:
+        """What writes all that it hears but the end."""
+        return Listener(
+            started=lambda text: self.write("started", text=text),
+            step=lambda progress: self.write("step", **asdict(progress)),
+            evaluated=lambda step, metrics: self.write("evaluation", step=step, metrics=metrics),
+            saved=lambda step, path: self.write("checkpoint", step=step, path=str(path)),
+            note=lambda text: self.write("note", text=text),
+        )
 
     def end(self, summary: Summary) -> None:
         """The last line of a run that came to its end."""

@@ -40,15 +40,23 @@ def check_arguments(
             else "dtype=torch.float64"
         )
         raise JobError(f"dtype={dtype!r} must be a floating-point dtype of torch, like {said}.")
-    if listener is not None and not isinstance(listener, Listener):
+    if isinstance(listener, list | tuple) and listener:
+        for one in listener:
+            _check_listener(one)
+    elif listener is not None:
+        _check_listener(listener)
+    if circumstances is not None and not isinstance(circumstances, Circumstances):
+        raise JobError(f"circumstances must be ml.Circumstances(...), not a {type(circumstances).__name__}.")
+
+
+def _check_listener(listener: object) -> None:
+    if not isinstance(listener, Listener):
         name = getattr(listener, "__name__", repr(listener))
         raise JobError(
             f"listener={name} must be a Listener of functions, like listener=ml.Listener(step=print), not a {type(listener).__name__}."
         )
-    for each in fields(Listener) if isinstance(listener, Listener) else ():
+    for each in fields(Listener):
         if not callable(getattr(listener, each.name)):
             raise JobError(
                 f"Listener({each.name}=...) must be a function, not a {type(getattr(listener, each.name)).__name__}."
             )
-    if circumstances is not None and not isinstance(circumstances, Circumstances):
-        raise JobError(f"circumstances must be ml.Circumstances(...), not a {type(circumstances).__name__}.")

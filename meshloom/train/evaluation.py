@@ -11,18 +11,22 @@ from meshloom.core.plan import Plan
 from meshloom.data.job_data import build_dataset, evaluation_chunks
 from meshloom.data.shares import Shares
 from meshloom.replica.metrics import evaluate, untouched
+from meshloom.telemetry.best_metric import BestMetric
 from meshloom.train.local_replicas import LocalReplicas
 from meshloom.train.step_meter import StepMeter
 
 
 class TeamEvaluation:
-    """Replicas read the evaluation data in the proportions of their shares of a batch."""
+    """Replicas read the evaluation data in the proportions of their shares of a batch. best: of the metric that the job
+    goes by, as far as `fit()` has come."""
 
     def __init__(
         self, job: Job, plan: Plan, shares: Shares, replicas: LocalReplicas, meter: StepMeter
     ) -> None:
         self._job, self._plan, self._shares, self._replicas, self._meter = job, plan, shares, replicas, meter
         self._data: Any = None
+        given = job.evaluate
+        self.best = BestMetric.of(given.best, given.patience) if given and given.best else None
         self._tried = False
 
     def evaluate(self, next_step: int, num_batches: int | None = None) -> dict[str, float]:

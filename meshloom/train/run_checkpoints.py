@@ -8,6 +8,7 @@ from contextlib import suppress
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from meshloom.checkpoint.checkpoint import Checkpoint
 from meshloom.checkpoint.format import step_name
@@ -37,10 +38,12 @@ from meshloom.train.local_replicas import LocalReplicas
 from meshloom.train.torch_checkpoint import is_torch_checkpoint
 from meshloom.train.torch_resuming import resume_from_torch
 
+BEST = "best"  # directory of the checkpoint whose evaluation was best
+
 
 class RunCheckpoints:
     """In directory `out`, if any; opened by all ranks. `newest`: step and path of the newest one of this
-    run that is whole."""
+    run that is whole. `also`: what else is in their values, equal on all ranks."""
 
     def __init__(
         self,
@@ -56,6 +59,7 @@ class RunCheckpoints:
     ) -> None:
         self._job, self._plan, self._shares, self._replicas, self._out = job, plan, shares, replicas, out
         self.newest: tuple[int, Path] | None = None
+        self.also: dict[str, Any] = {}
         self._listener, self._told, self._has_waited = listener, False, False
         self._under_way: BackgroundSave | None = None
         self._memory = {replica.context.rank: CopyMemory() for replica in replicas.all}
@@ -93,9 +97,10 @@ class RunCheckpoints:
         checkpoint.check(replica.shards.fingerprint(replica.model))
         checkpoint.check_steps_left(steps)
 
-    def save(self, step: int, *, wait: bool = True) -> Path:
+    def save(self, step: int, *, wait: bool = True, best: bool = False) -> Path:
         """Write the state after `step`; returns the path. wait: until the checkpoint is whole; otherwise, if the
-        job saves in the background and its copy fits into memory, until the state is copied.
+        job saves in the background and its copy fits into memory, until the state is copied. best: as the one in
+        best/, beside the others.
 
         Waits for an earlier save that is under way, and raises what that raises.
         """
@@ -103,7 +108,7 @@ class RunCheckpoints:
             raise CheckpointError(
                 "There is nowhere to save to. Give Trainer(out=DIRECTORY), or --out DIRECTORY."
             )
-        out = self._out
+        out = self._out / BEST if best else self._out
         self._replicas.enter("saving", step)
         self._wait_before(step)
         background = self._background and not wait
@@ -122,13 +127,14 @@ class RunCheckpoints:
                         "seed": self._job.seed,
                         "batch_size": self._job.batch_size,
                         "shares": self._shares.record,
+                        **self.also,
                         **scale_values(replica),
                     }
                 ),
                 fingerprint=replica.shards.fingerprint(replica.model),
                 plan_text=str(self._plan),
-                keep=self._job.keep_checkpoints,
-                replaced=self._replaced,
+                keep=1 if best else self._job.keep_checkpoints,
+                replaced=[] if best else self._replaced,
                 config_files=config_files_of(replica.model),
             )
             world = replica.context.world
@@ -153,10 +159,17 @@ class RunCheckpoints:
             replica.updater.state.give_back()
         if copies:
             self._under_way = BackgroundSave(step, partial(_carry_out, copies))
+        elif best:
+            self._saved.append((step, path))
         else:
             self._came_to(step, path)
         self._replicas.enter("between steps", step)
         return path
+
+    @property
+    def saves(self) -> bool:
+        """Whether there is a directory to save to."""
+        return self._out is not None
 
     @property
     def failed(self) -> bool:

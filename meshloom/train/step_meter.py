@@ -103,6 +103,7 @@ class StepMeter:
             seconds_left=seconds / self.num_steps * (steps - step),
             memory_bytes=memory_bytes,
             losses=self._results[-1].losses,
+            logged=self._results[-1].logged,
             loss_scale=self._replicas.first.sums.scale,
         )
 

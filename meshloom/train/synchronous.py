@@ -12,8 +12,8 @@ from typing import NoReturn
 
 import torch
 
-from meshloom.checkpoint.checkpoint import passed_over
-from meshloom.core.errors import TrainingError
+from meshloom.checkpoint.checkpoint import Checkpoint, passed_over
+from meshloom.core.errors import CheckpointError, TrainingError
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
 from meshloom.data.shares import Shares
@@ -68,18 +68,16 @@ class SynchronousRun:
             for replica in self.replicas.all:
                 # to stop; or for all to know that it could not save in the background
                 replica.asks = (lambda: bool(self._stop_requests.received) or self._checkpoints.failed) if out else None  # fmt: skip
-            self._checkpoints = RunCheckpoints(
-                job, plan, shares, self.replicas, out, listener, resume=resume, overwrite=overwrite
-            )
+            self._checkpoints = RunCheckpoints(job, plan, shares, self.replicas, out, listener, resume=resume, overwrite=overwrite)  # fmt: skip
             building.callback(self._checkpoints.close)
             self.replicas.together(lambda replica: prepare(replica, overcommit=overcommit, cache=cache))
             self._data = BatchReaders(job, plan, shares, self.replicas, timings, steps=steps)
             self._measurement = ShareMeasurement(job, plan, shares, self.replicas, listener, simulated=world.kind == "simulated")  # fmt: skip
-            if resume is not None:
-                self._resume(resume)
             self._checked = -1  # the step after which replicas were compared
             self._meter = StepMeter(job, plan, self.replicas)
             self._evaluation = TeamEvaluation(job, plan, shares, self.replicas, self._meter)
+            if resume is not None:
+                self._resume(resume)
             self._recording = TimelineRecording(plan, self.replicas, out, start_step=self.next_step, steps=steps, main=world.main)  # fmt: skip
             listener.started(_beginning(plan, world, one_copy=first.exchange.one_copy))
             notes = [*first.notes(), *idle_lines_of(first, plan, job.batch_size), *self.replicas.warnings]
@@ -110,12 +108,22 @@ class SynchronousRun:
                     lines.tell()
                     evaluation = self.evaluate()
                     self._listener.evaluated(self.next_step, evaluation)
+                    if (
+                        _keep_best(self._evaluation, self._checkpoints, self.next_step, evaluation)
+                        and not last
+                    ):
+                        self._listener.note(
+                            f"Training ends after step {self.next_step} of {self._steps}: {self._evaluation.best}."
+                        )
+                        self._steps, last = self.next_step, True
                 every = self._job.checkpoint_every
                 if self._out and (last or (every and self.next_step % every == 0)):
                     lines.tell()
                     saved = self.save(wait=last)
                 self._checkpoints.tell_saved()
-        return self.summary(time.monotonic() - began, evaluation, saved)
+        summary = self.summary(time.monotonic() - began, evaluation, saved)
+        self._listener.ended(summary)
+        return summary
 
     def batches(self) -> Iterator[Batch]:
         """This process's share of every remaining global batch; see `Trainer.batches`."""
@@ -126,9 +134,7 @@ class SynchronousRun:
                 self._stop_requests.open()
             self._data.open(self.next_step)
             while self.next_step < self._steps:
-                if self._asked or (
-                    self._stop_requests.received and len(self.replicas.all) == self._plan.mesh.size
-                ):
+                if self._asked or (self._stop_requests.received and len(self.replicas.all) == self._plan.mesh.size):  # fmt: skip
                     self._stop()
                 with self._meter.reading():
                     batch = self._data.read(self.next_step)
@@ -233,6 +239,32 @@ class SynchronousRun:
             self._listener.note(said)
         self._measurement.go_on_with(checkpoint)
         self.next_step = checkpoint.step
+        _go_on_with_best(self._evaluation, self._checkpoints, checkpoint)
+
+
+def _keep_best(
+    evaluation: TeamEvaluation, checkpoints: RunCheckpoints, step: int, metrics: dict[str, float]
+) -> bool:
+    """After an evaluation: save it if it is the best so far. Returns whether training stops."""
+    if evaluation.best is None:
+        return False
+    evaluation.best = best = evaluation.best.after(step, metrics)
+    checkpoints.also["best"] = best.to_dict()
+    if checkpoints.saves and best.step == step:
+        checkpoints.save(step, best=True)
+    return best.stops
+
+
+def _go_on_with_best(evaluation: TeamEvaluation, checkpoints: RunCheckpoints, checkpoint: Checkpoint) -> None:
+    """Raises `CheckpointError` where there is nothing left to train."""
+    if evaluation.best is None:
+        return
+    evaluation.best = best = evaluation.best.going_on(checkpoint.values.get("best"))
+    checkpoints.also["best"] = best.to_dict()
+    if best.stops:
+        raise CheckpointError(
+            f"{checkpoint.path} is of a run that has ended: {best}. Give Evaluate a larger patience to go on."
+        )
 
 
 def _tell(listener: Listener, notes: Sequence[str]) -> None:

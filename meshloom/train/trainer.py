@@ -3,7 +3,7 @@ asynchronous."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -27,13 +27,13 @@ from meshloom.launch.one_at_a_time import working_alone
 from meshloom.launch.opening import open_world
 from meshloom.launch.world import World
 from meshloom.replica.replica import Replica
-from meshloom.telemetry.progress import Listener
-from meshloom.telemetry.run_log import RunLog
+from meshloom.telemetry.metrics_file import metrics_listener
+from meshloom.telemetry.progress import Listener, all_of
 from meshloom.telemetry.summary import Summary
 from meshloom.telemetry.timings import Timings
 from meshloom.train.checked_arguments import check_arguments
 from meshloom.train.contract import Batch, TrainingRun
-from meshloom.train.run_start import division_values, memory_values, start_values
+from meshloom.train.log.training_log import TrainingLog
 from meshloom.train.synchronous import SynchronousRun
 
 T = TypeVar("T")
@@ -51,12 +51,13 @@ class Trainer:
     plan: a `Plan` or its text; None: the plan given on the command line, or dp=1.
     devices: auto, cuda, cpu, simulated, or simulated:cuda (all replicas in this process, on its GPUs).
     steps: the whole run's number of steps, instead of the job's.
-    out: directory for checkpoints; None writes none. resume: a checkpoint, or a directory that holds some.
+    out: directory for checkpoints and metrics.csv; None writes none. resume: a checkpoint, or a directory that holds some.
     overwrite: begin anew although `out` holds an earlier run's checkpoints; they go once this run has saved
         its first.
     timeout_seconds: how long to wait for another rank. transport: what processes on CPUs talk through: auto,
         or gloo.
-    dtype: of parameters and floating-point data, for verification.
+    dtype: of parameters and floating-point data, for verification. listener: what is called at the run's events, one or
+    several of them.
     share: whether the replicas of a host may have one copy of parameters and optimizer state, on CPUs that
         talk through shared memory. Only the optimizer may change parameters then: what a loop of one's own
         does to them in place would be done by each replica to the one copy, and is an error where it is seen.
@@ -89,7 +90,7 @@ class Trainer:
         transport: str = "auto",
         dtype: torch.dtype | None = None,
         share: bool = False,
-        listener: Listener | None = None,
+        listener: Listener | Sequence[Listener] | None = None,
         circumstances: Circumstances | None = None,
         snapshot_every: int | None = None,
         recorded_shares: Record = (),
@@ -109,7 +110,9 @@ class Trainer:
         check_turns(job, self.plan)
         self.steps = steps if steps is not None else job.steps
         self.out = Path(out) if out is not None else None
-        self.listener = listener or Listener()
+        self.listener = _one_listener(listener)
+        if self.out is not None:
+            self.listener = all_of([self.listener, metrics_listener(self.out, self.listener.note)])
         if circumstances is not None and self.plan.synchronous:
             raise PlanError(
                 f"circumstances are of a virtual clock, which only exchange=async has, and the plan is {self.plan}. Leave them out."
@@ -131,11 +134,9 @@ class Trainer:
                 )  # fmt: skip
             for context in self.world.local:
                 context.activity.enter("setting up", 0)
-            self._log: RunLog | None = None
-            if self.out is not None and self.world.main:
-                self._log = RunLog(self.out, goes_on=earlier is not None)
-                self.listener = self._log.listening(self.listener)
-                building.callback(self._log.close)
+            log = TrainingLog(self.out, self.world, goes_on=earlier is not None)
+            building.callback(log.close)
+            self.listener = log.beside(self.listener)
             _tell_of_emulation(self.plan, self.world, self.listener)
             if not self.plan.synchronous:
                 settings = AsynchronousSettings(
@@ -149,12 +150,7 @@ class Trainer:
                     overwrite=overwrite, dtype=dtype, share=share, cache=str(cache), overcommit=overcommit, leave=self.close,
                 )  # fmt: skip
             building.callback(self._run.close)
-            if self._log:
-                self._log.start(
-                    **start_values(job, self.plan, self.world, steps=self.steps, step=self.next_step)
-                )
-                if self.replicas:
-                    self._log.write("division", **division_values(self.replicas[0]))
+            log.start(job, self.plan, self.replicas, steps=self.steps, step=self.next_step)
             self._stack = building.pop_all()
 
     @property
@@ -213,12 +209,7 @@ class Trainer:
     def fit(self) -> Summary:
         """Train to the last step, evaluating and saving when due."""
         self._check_open("fit()")
-        summary = self._run.fit()
-        if self._log:
-            if self.replicas and summary.steps:
-                self._log.write("memory", **memory_values(self.replicas[0]))
-            self._log.end(summary)
-        return summary
+        return self._run.fit()
 
     def summary(self, seconds: float, evaluation: dict[str, float], checkpoint: Path | None) -> Summary:
         """Bytes and seconds of the steps taken so far, of this process's first rank."""
@@ -251,6 +242,12 @@ class Trainer:
             raise TrainingError(
                 f"This Trainer is closed, so {call} cannot run any more. Call it inside of `with ml.Trainer(...) as trainer:`."
             )
+
+
+def _one_listener(given: Listener | Sequence[Listener] | None) -> Listener:
+    if given is None:
+        return Listener()
+    return given if isinstance(given, Listener) else all_of(given)
 
 
 def _plan(plan: Plan | str | None) -> Plan:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from meshloom.core.plan import Plan
 from meshloom.verify.against_float64 import AgainstFloat64, FromFloat64
+from meshloom.verify.averages import AverageErrors
 from meshloom.verify.compare import (
     Comparer,
     Comparison,
@@ -67,6 +68,7 @@ class ComparisonRun:
         self._steps: list[Comparison] = []
         self._causes: list[Cause] = []
         self._whole: WholeBatch | None = None
+        self._averages = AverageErrors(reference.job.average) if reference.job.average is not None else None
         self._previous: Gradients | None = None  # subsampled
         self._gradients: GradientErrors
         self._state: StateErrors
@@ -147,9 +149,21 @@ class ComparisonRun:
         if all(error.passed for error in compared) and name in self._reference.parameters:
             self._reference.replace_parameter(name, ours)
 
+    def begin_averages(self) -> None:
+        """After `add_state` of everything."""
+        if self._averages and not self._reference_skips:
+            self._averages.begin(self._reference.parameters)
+
+    def add_average(self, name: str, ours: Tensor) -> None:
+        """Compare the plan's average of a parameter, or any other tensor in its place."""
+        if self._averages:
+            step = self._reference_record.step
+            self._averages.compare(name, ours, step, self._comparer.tolerance(updated=True))
+
     def end(self, ours: StepRecord) -> None:
         """Compare the rest of the step. ours: the plan's record."""
-        of_tensors = [*self._gradient_errors(), *self._state.errors()]
+        averages = self._averages.errors if self._averages else []
+        of_tensors = [*self._gradient_errors(), *self._state.errors(), *averages]
         comparison = self._comparer.compare(ours, self._reference_record, of_tensors)
         if self._against and not self._reference_skips:
             self._from_float64, self._against = self._against.result(*comparison.loss), None

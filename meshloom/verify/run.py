@@ -31,7 +31,7 @@ from meshloom.optimizer.bfloat16.masters import masters_of
 from meshloom.parameters.digest import digest
 from meshloom.parameters.file_weights import build_filled_model
 from meshloom.replica.replica import Replica, StepResult
-from meshloom.replica.replica_state import each_gradient, each_of_state, replicated_state
+from meshloom.replica.replica_state import each_average, each_gradient, each_of_state, replicated_state
 from meshloom.telemetry.progress import Listener
 from meshloom.train.contract import Batch
 from meshloom.train.trainer import Trainer
@@ -230,6 +230,13 @@ def _compare_turn(
             replica, comparison.add_state if comparison and replica is first else _ignore
         )
     )
+    if trainer.job.average is not None:
+        comparison.begin_averages() if comparison else None
+        trainer.together(
+            lambda replica: each_average(
+                replica, comparison.add_average if comparison and replica is first else _ignore
+            )
+        )
     record = _record(trainer, result, observers, comparison.subsampled if comparison else {})
     if comparison:
         comparison.end(record)

@@ -22,11 +22,11 @@ from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.steps import run_in_steps
 from meshloom.core.job import Job
 from meshloom.exchange.exchange import Slice
-from meshloom.optimizer.sparse_parameters import refuse_sparse_adam
 from meshloom.optimizer.updater import Updater
 from meshloom.optimizer.user_optimizer import make_optimizers
 from meshloom.parameters.file_weights import fill_from_files
 from meshloom.parameters.model import build_model
+from meshloom.parameters.sparse_parameters import refuse_sparse_adam
 
 
 @dataclass(frozen=True, kw_only=True)

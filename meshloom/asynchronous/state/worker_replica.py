@@ -165,6 +165,11 @@ class WorkerReplica:
         if command.what == "compute":
             chunks: Any = command.chunks
             found = yield from replica.gradients(chunks[0].step, chunks)
+            if found.logged:
+                raise JobError(
+                    f"The loss logs {', '.join(found.logged)}, and with exchange=async no step has one mean over a global batch. "
+                    "Take meshloom.log out, or measure it by Evaluate(metrics=...)."
+                )
             loss, gradients = found.loss, (yield from full_gradients(replica, found))
             names = {name for name, _ in replica.model.named_buffers()}
             whole: Mapping[str, Tensor | None] = yield from full_state(replica)

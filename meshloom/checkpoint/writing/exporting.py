@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from meshloom.checkpoint.checkpoint import Checkpoint
-from meshloom.checkpoint.format import INDEX, SAVING, weight_files
+from meshloom.checkpoint.format import AVERAGE, INDEX, MODEL, SAVING, weight_files
 from meshloom.checkpoint.json_values import to_json
 from meshloom.checkpoint.optimizer_export import by_name, optimizer_states
 from meshloom.checkpoint.tensor_file import write_tensors
@@ -55,13 +55,50 @@ def put_in_place(
         _remove(temporary)
 
 
-def copy_weight_files(checkpoint: Checkpoint, path: Path, *, optimizer: bool) -> None:
+def averaged_weights(checkpoint: Checkpoint) -> dict[str, Tensor]:
+    """The model's state_dict with the moving averages of parameters in their place, under all their names. Raises
+    `CheckpointError` for a checkpoint without them."""
+    weights = checkpoint.weights()
+    ending = f"/{AVERAGE}"
+    keys = {
+        each.removeprefix("optimizer/").removesuffix(ending): each
+        for each in checkpoint.keys()  # noqa: SIM118
+        if each.endswith(ending)
+    }
+    if not keys:
+        raise CheckpointError(
+            f"{checkpoint.path} has no averages of parameters. Train with Job(average=0.999), or export without --average."
+        )
+    averages = {
+        name: checkpoint.read(key, 0, weights[name].numel()).view(weights[name].shape)
+        for name, key in keys.items()
+    }
+    trained = {name: weights[name] for name in averages}
+    for name, own in weights.items():
+        # a tied parameter has an average under its first name
+        same = (
+            name
+            if name in averages
+            else next((each for each, value in trained.items() if _are_equal(own, value)), None)
+        )
+        weights[name] = averages[same] if same else own
+    return weights
+
+
+def _are_equal(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
+
+
+def copy_weight_files(checkpoint: Checkpoint, path: Path, *, optimizer: bool, average: bool = False) -> None:
     """A directory with the files of weights, their index, and a transformers model's configuration; optimizer: the
-    state's tensors as optimizer.safetensors, name/key, and everything else of it as optimizer.json."""
+    state's tensors as optimizer.safetensors, name/key, and everything else of it as optimizer.json. average: one file of
+    weights, with averages of parameters."""
     path.mkdir()
-    configurations = [INDEX, "config.json", "generation_config.json"]
+    configurations = ["config.json", "generation_config.json"]
+    if average:
+        write_tensors(path / MODEL, averaged_weights(checkpoint))
     for name in [
-        *weight_files(checkpoint.meta),
+        *([] if average else [*weight_files(checkpoint.meta), *({INDEX} & checkpoint.meta["files"].keys())]),
         *(each for each in configurations if each in checkpoint.meta["files"]),
     ]:
         shutil.copyfile(checkpoint.path / name, path / name)
@@ -86,10 +123,10 @@ def copy_weight_files(checkpoint: Checkpoint, path: Path, *, optimizer: bool) ->
         (path / "optimizer.json").write_text(json.dumps(content, indent=1) + "\n")
 
 
-def save_with_torch(checkpoint: Checkpoint, path: Path, *, optimizer: bool) -> None:
+def save_with_torch(checkpoint: Checkpoint, path: Path, *, optimizer: bool, average: bool = False) -> None:
     """A file for `torch.load`: the model's state_dict. optimizer: under "model", beside "optimizer", what its
     `load_state_dict` takes (a list for several), and "step"."""
-    content: dict[str, Any] = checkpoint.weights()
+    content: dict[str, Any] = averaged_weights(checkpoint) if average else checkpoint.weights()
     if optimizer:
         states = [each.numbered() for each in optimizer_states(checkpoint)]
         content = {
@@ -101,10 +138,10 @@ def save_with_torch(checkpoint: Checkpoint, path: Path, *, optimizer: bool) -> N
         torch.save(content, file)
 
 
-def nested_state(checkpoint: Checkpoint, *, optimizer: bool) -> dict[str, Any]:
+def nested_state(checkpoint: Checkpoint, *, optimizer: bool, average: bool = False) -> dict[str, Any]:
     """For `torch.distributed.checkpoint`: "model"; optimizer: and "optimizer" by parameters' names, and what it takes
     to go on from here, under "meshloom"."""
-    content: dict[str, Any] = {"model": checkpoint.weights()}
+    content: dict[str, Any] = {"model": averaged_weights(checkpoint) if average else checkpoint.weights()}
     if optimizer:
         content["optimizer"] = by_name(checkpoint)
         content["meshloom"] = json.dumps({"step": checkpoint.step, "values": checkpoint.values})

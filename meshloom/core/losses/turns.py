@@ -20,6 +20,7 @@ from meshloom.core.exchanges import EXCHANGES
 from meshloom.core.job import Job, owners_of
 from meshloom.core.modules.compiled import named_as_written
 from meshloom.core.plan import Plan
+from meshloom.core.precisions import PRECISIONS
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,16 @@ class LossTurn:
 
 
 ONE_LOSS = (LossTurn(),)
+
+
+def _no_average(job: Job, plan: Plan) -> str:
+    if job.losses:
+        return "of several losses, which update different parameters at different times"
+    if plan.exchange != "all_reduce":
+        return f"with exchange={plan.exchange}, where replicas have parameters of their own or none"
+    if PRECISIONS[plan.precision].parameters:
+        return f"with precision={plan.precision}, whose digits are too few for it"
+    return ""
 
 
 def turns_of(job: Job, step: int) -> Sequence[LossTurn]:
@@ -49,8 +60,16 @@ def turns_of(job: Job, step: int) -> Sequence[LossTurn]:
 
 
 def check_turns(job: Job, plan: Plan) -> None:
-    """Raises `PlanError` for plans under which several losses have no turns."""
+    """Raises `PlanError` for plans under which several losses have no turns, evaluations do not decide when to
+    stop, or parameters have no average."""
     entry = EXCHANGES[plan.exchange]
+    if job.evaluate and job.evaluate.best and not entry.synchronous:
+        raise PlanError(
+            f"exchange={plan.exchange} evaluates snapshots while workers go on, and keeps no best one: Evaluate(best=..., patience=...) are for ranks that step "
+            "together. Leave them out, or use another exchange."
+        )
+    if job.average is not None and (why := _no_average(job, plan)):
+        raise PlanError(f"Job(average=...) is not kept {why}. Leave one of them out.")
     if job.losses and (entry.independent or not entry.synchronous):
         raise PlanError(
             f"exchange={plan.exchange} is for jobs of one loss, and this one has {len(job.losses)} ({', '.join(job.losses)}), which steps take in turn: "

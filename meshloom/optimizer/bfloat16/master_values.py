@@ -20,11 +20,11 @@ from meshloom.exchange.exchange import Exchange
 from meshloom.optimizer.bfloat16.lowered import master_dtype, own_model
 from meshloom.optimizer.bfloat16.masters import Masters, WithMasters, num_parts
 from meshloom.optimizer.bfloat16.stochastic import StochasticRounding
-from meshloom.optimizer.sparse_parameters import refuse_sparse_adam
 from meshloom.optimizer.user_optimizer import UserOptimizers, takes_closure
 from meshloom.parameters.file_weights import agree_on_weights
 from meshloom.parameters.model import state_of, trainable
 from meshloom.parameters.shards import Shards
+from meshloom.parameters.sparse_parameters import refuse_sparse_adam
 from meshloom.parameters.starting_model import StartingModel
 from meshloom.telemetry.traffic import Traffic
 

@@ -7,9 +7,12 @@ from collections.abc import Collection, Sequence
 from meshloom.comm.group import Group
 from meshloom.comm.rank_context import RankContext
 from meshloom.comm.steps import Steps
+from meshloom.core.errors import JobError
 from meshloom.core.job import Job, NamedParameters
 from meshloom.core.plan import Plan
 from meshloom.exchange.exchange import Exchange
+from meshloom.exchange.sparse_gradients import WithSparse
+from meshloom.optimizer.averages import ParameterAverages
 from meshloom.optimizer.bfloat16.master_values import MasterValues
 from meshloom.optimizer.updater import Updater
 from meshloom.optimizer.user_optimizer import UserOptimizers
@@ -27,9 +30,16 @@ def open_updater(
     """
     offload = plan.offload == "optimizer"
     if values is None:
-        return exchange, Updater(
+        updater = Updater(
             job, whole, exchange, shards, local, stages, made, context.device, offload, scaled=scaled
         )
+        if job.average is not None:
+            if isinstance(exchange, WithSparse):
+                raise JobError(
+                    "Job(average=...) is of parameters with dense gradients, and an embedding has sparse ones, of which only used rows are sent. Use sparse=False."
+                )
+            updater.state.averages = ParameterAverages(job.average, exchange, shards)
+        return exchange, updater
     around = yield from values.open(exchange, local, whole, shards, made, refused)
     masters = around.masters
     updater = Updater(

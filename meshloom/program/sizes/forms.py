@@ -273,7 +273,9 @@ def _walk(values: Sequence[Any], number: Callable[[Sequence[int]], Any]) -> Any:
         raise UnlikeError(f"{first} and {values[1]}")
     if kind is int:
         return number(values)
-    if kind in (str, bool, float) or first is None or all(each is first for each in values):
+    if kind not in (str, bool, float) and all(each is first for each in values):
+        return first
+    if kind in (str, bool, float):
         if any(each != first for each in values):
             raise UnlikeError(f"{first} and {values[1]}")
         return first

@@ -11,7 +11,7 @@ from meshloom.core.losses.turns import OwnGradients
 from meshloom.core.plan import Plan
 from meshloom.exchange.exchange import Exchange
 from meshloom.exchange.registry import Setup
-from meshloom.optimizer.sparse_parameters import Sparse
+from meshloom.parameters.sparse_parameters import Sparse
 from meshloom.replica.exchanges.in_turn import InTurn
 
 

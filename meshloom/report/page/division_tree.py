@@ -24,7 +24,7 @@ class _Module:
 
 
 def division_tree(division: Mapping[str, Any]) -> str:
-    """HTML. division: as `train/run_start.py` writes it."""
+    """HTML. division: as `train/log/run_start.py` writes it."""
     root = _Module()
     rows: Sequence[Mapping[str, Any]] = division["rows"]
     for row in rows:

@@ -34,6 +34,12 @@ def charts(runs: Sequence[RunHistory]) -> Iterator[tuple[str, Chart]]:
         found = [name for name in _names(runs) if names(name)]
         if found:
             yield heading, _lines(title, runs, found)
+    for name in _names(runs):
+        if name.startswith("logged: "):
+            yield (
+                "Loss and metrics",
+                _lines(f"Logged by the loss: {name.removeprefix('logged: ')}", runs, [name]),
+            )
     for name in dict.fromkeys(name for run in runs for name in run.metrics):
         yield "Loss and metrics", _metric(name, runs)
     if any(run.end for run in runs):

@@ -19,7 +19,7 @@ Points = list[tuple[int, float]]  # (step, value), by step
 class RunHistory:
     """name: of the directory. start: what the run began with; of one that was resumed, the last time. steps: what was
     measured after each step, by what it is. metrics: of evaluations, likewise. division, memory, end: as
-    `train/run_start.py` and `telemetry/run_log.py` write them; {}: there is none yet."""
+    `train/log/run_start.py` and `telemetry/run_log.py` write them; {}: there is none yet."""
 
     name: str
     start: Mapping[str, Any]
@@ -93,3 +93,5 @@ def _measured(event: Mapping[str, Any]) -> Iterable[tuple[str, float | None]]:
     yield "tokens per second", event.get("tokens_per_second")
     yield "memory", event.get("memory_bytes")
     yield "age", event.get("age")
+    logged: Mapping[str, float | None] = event.get("logged") or {}
+    yield from ((f"logged: {name}", value) for name, value in logged.items())

@@ -1,0 +1,54 @@
+"""The log of a Trainer's run: what its listener hears, and what only the run itself knows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from meshloom.core.job import Job
+from meshloom.core.plan import Plan
+from meshloom.launch.world import World
+from meshloom.replica.replica import Replica
+from meshloom.telemetry.progress import Listener, all_of
+from meshloom.telemetry.run_log import RunLog
+from meshloom.telemetry.summary import Summary
+from meshloom.train.log.run_start import division_values, memory_values, start_values
+
+
+class TrainingLog:
+    """In directory `out`, of the process that reports; of others, and without a directory, it is silent.
+
+    goes_on: whether the run resumes an earlier one.
+    """
+
+    def __init__(self, out: Path | None, world: World, *, goes_on: bool) -> None:
+        self._world, self._replicas = world, list[Replica]()
+        self._log = RunLog(out, goes_on=goes_on) if out is not None and world.main else None
+
+    def beside(self, listener: Listener) -> Listener:
+        """A listener that also writes what it hears."""
+        if self._log is None:
+            return listener
+        log = self._log.listener()
+        log.ended = self._end
+        return all_of([log, listener])
+
+    def start(self, job: Job, plan: Plan, replicas: Sequence[Replica], *, steps: int, step: int) -> None:
+        """Once the run is ready. steps: of the whole run. step: those that were done before. Raises `ReportError`."""
+        if self._log is None:
+            return
+        self._replicas = list(replicas)
+        self._log.start(**start_values(job, plan, self._world, steps=steps, step=step))
+        if replicas:
+            self._log.write("division", **division_values(replicas[0]))
+
+    def close(self) -> None:
+        """Idempotent."""
+        if self._log is not None:
+            self._log.close()
+
+    def _end(self, summary: Summary) -> None:
+        assert self._log is not None
+        if self._replicas and summary.steps:
+            self._log.write("memory", **memory_values(self._replicas[0]))
+        self._log.end(summary)

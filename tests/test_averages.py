@@ -1,0 +1,203 @@
+"""Moving averages of parameters: torch's own `AveragedModel` on one device, under every plan."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import meshloom as ml
+from meshloom.cli.main import main
+from meshloom.core.errors import JobError, PlanError
+from meshloom.core.job import Evaluate, Job
+from meshloom.core.plan import Plan
+from meshloom.optimizer.averages import ParameterAverages
+from meshloom.planner.describe import describe
+from meshloom.planner.ranks import step_facts
+from meshloom.planner.readings import Readings
+from meshloom.telemetry.progress import Listener
+from meshloom.verify.run import verify
+from tests.jobs import class_loss, make_job, vectors
+from tests.logging_jobs import in_a_plain_loop, logging_job
+
+TP = "tp=2,tp_placements=first:column+second:row"  # the model is too small to be divided for speed
+PLANS = [
+    *("dp=2,zero=1", "dp=2,zero=3", TP, "pp=2,microbatches=2"),
+    *(pytest.param(each, marks=pytest.mark.slow) for each in ("dp=2", "dp=2,zero=2", f"dp=2,{TP},zero=3")),
+]
+QUIET = Listener(started=str, note=str)
+
+
+def job(**overrides: Any) -> Job:
+    evaluate = Evaluate(data=vectors, metrics={"loss": class_loss}, every=2)
+    return logging_job(**{"loss": class_loss, "average": 0.75, "evaluate": evaluate, **overrides})
+
+
+def on_one_device(steps: int) -> tuple[AveragedModel, list[float]]:
+    """The averages, and the mean loss of all data under them, after every step."""
+    averaged: list[AveragedModel] = []
+    losses: list[float] = []
+    data = vectors().fields
+
+    def after(model: nn.Module, batch: dict[str, Tensor]) -> None:
+        """Before the next step is taken."""
+        if not averaged:
+            averaged.append(AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.75)))
+        else:
+            averaged[0].update_parameters(model)
+            losses.append(class_loss(averaged[0].module, data).item())
+
+    plain = job(average=None, evaluate=None, steps=steps)
+    model = in_a_plain_loop(plain, after)
+    after(model, data)
+    return averaged[0], losses
+
+
+@pytest.fixture(scope="module")
+def expected() -> tuple[AveragedModel, list[float]]:
+    return on_one_device(4)
+
+
+def averages_in(path: Path) -> dict[str, Tensor]:
+    out = path / "exported"
+    assert main(["export", str(path), "--to", "torch", "--out", str(out), "--average", "--overwrite"]) == 0
+    return torch.load(out)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_averages_are_evaluated_saved_and_those_of_one_device(
+    plan: str, expected: tuple[AveragedModel, list[float]], tmp_path: Path
+):
+    averaged, losses = expected
+    found: list[float] = []
+    listener = Listener(started=str, note=str, evaluated=lambda step, metrics: found.append(metrics["loss"]))
+    with ml.Trainer(job(), plan, out=tmp_path, listener=listener) as trainer:
+        summary = trainer.fit()
+        assert summary.predicted.bytes == summary.counted.bytes
+    assert found == pytest.approx([losses[1], losses[3]], rel=1e-6)  # sum order: ranks
+    for name, value in averages_in(tmp_path).items():
+        torch.testing.assert_close(value, averaged.module.state_dict()[name], rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize(("before", "after"), [("dp=2,zero=1", "pp=2,microbatches=2"), (TP, "dp=2,zero=3")])
+def test_averages_go_on_under_another_plan(
+    before: str, after: str, expected: tuple[AveragedModel, list[float]], tmp_path: Path
+):
+    with ml.Trainer(job(), before, steps=2, out=tmp_path, listener=QUIET) as trainer:
+        trainer.fit()
+    with ml.Trainer(job(), after, out=tmp_path, resume=tmp_path, listener=QUIET) as trainer:
+        trainer.fit()
+    for name, value in averages_in(tmp_path).items():
+        torch.testing.assert_close(value, expected[0].module.state_dict()[name], rtol=1e-5, atol=1e-7)
+
+
+def test_a_run_without_averages_takes_a_checkpoint_with_them_and_the_other_way(tmp_path: Path):
+    """They begin with the parameters after the first step that keeps them."""
+    with ml.Trainer(job(), "dp=2", steps=1, out=tmp_path, listener=QUIET) as trainer:
+        trainer.fit()
+    with ml.Trainer(
+        job(average=None), "dp=2", steps=2, out=tmp_path, resume=tmp_path, listener=QUIET
+    ) as trainer:
+        trainer.fit()
+    assert main(["export", str(tmp_path), "--to", "torch", "--out", str(tmp_path / "none"), "--average"]) == 2
+    with ml.Trainer(job(), "dp=2", steps=3, out=tmp_path, resume=tmp_path, listener=QUIET) as trainer:
+        trainer.fit()
+        now = {name: value.clone() for name, value in trainer.replicas[0].model.named_parameters()}
+    for name, value in averages_in(tmp_path).items():
+        assert torch.equal(value, now[name])
+
+
+@pytest.mark.parametrize("optimizer", [pytest.param("adamw", marks=pytest.mark.slow), "muon"])
+def test_other_optimizers_have_averages_too(optimizer: str, tmp_path: Path):
+    """Muon updates whole matrices, on one rank each: equal under dp=1 and a division."""
+    small = make_job("mlp", optimizer, average=0.5, steps=3)
+    found: list[dict[str, Tensor]] = []
+    for number, plan in enumerate(["dp=1", f"dp=2,zero=1,{TP}"]):
+        with ml.Trainer(small, plan, out=tmp_path / str(number), listener=QUIET) as trainer:
+            trainer.fit()
+        found.append(averages_in(tmp_path / str(number)))
+    for name, value in found[0].items():
+        torch.testing.assert_close(found[1][name], value, rtol=1e-4, atol=1e-5)  # Muon's iterations round
+
+
+def test_what_has_no_average_is_refused():
+    with pytest.raises(JobError, match=r"average=1\) must be a number between 0 and 1"):
+        job(average=1)
+    for plan, why in {
+        "dp=2,exchange=local_sgd,local_steps=2": "where replicas have parameters of their own",
+        "dp=2,precision=bf16": "whose digits are too few",
+    }.items():
+        with pytest.raises(PlanError, match=why):
+            ml.Trainer(job(), plan, listener=QUIET)
+
+
+@pytest.mark.parametrize("plan", ["dp=2,zero=1", TP, "pp=2,microbatches=2"])
+def test_verify_compares_averages(plan: str):
+    report = verify(job(evaluate=None), Plan.parse(plan), devices="simulated")
+    assert report is not None and report.passed
+    for step in report.steps:
+        compared = {each.name for each in step.errors if each.kind == "average"}
+        assert compared == set(dict(make_job("mlp", "sgd").model().named_parameters()))
+
+
+def test_verify_names_a_wrong_average(monkeypatch: pytest.MonkeyPatch):
+    """A rank whose average moves half as far."""
+    update = ParameterAverages.update
+
+    def half(self: ParameterAverages) -> None:
+        before = [each.tensor.detach().clone() for each in self.held]
+        update(self)
+        for each, old in zip(self.held[1:], before[1:], strict=False):
+            each.tensor.data.lerp_(old, 0.5)
+
+    monkeypatch.setattr(ParameterAverages, "update", half)
+    report = verify(job(evaluate=None), Plan.parse("dp=2,zero=1"), devices="simulated")
+    assert report is not None and report.first_wrong is not None and report.first_wrong.step == 1
+    assert {each.kind for each in report.first_wrong.errors if not each.passed} == {"average"}
+
+
+@pytest.mark.processes
+def test_processes_with_one_copy_evaluate_averages(
+    expected: tuple[AveragedModel, list[float]], capsys: pytest.CaptureFixture[str], tmp_path: Path
+):
+    file = f"{Path(__file__).with_name('logging_jobs.py')}:averaged_job"
+    out = tmp_path / "records.jsonl"
+    assert main(["train", file, "--plan", "dp=2", "--devices", "cpu", "--json", str(out)]) == 0
+    records = [json.loads(line) for line in out.read_text().splitlines()]
+    found = [each["metrics"]["loss"] for each in records if each["event"] == "evaluation"]
+    assert found == pytest.approx([expected[1][1], expected[1][3]], rel=1e-6)  # sum order: ranks
+
+
+def test_memory_of_averages_is_predicted():
+    """As many bytes as there are trained parameters, on one device and in shares."""
+    found = [Readings(each) for each in (job(average=None), job())]
+    trained = sum(each.nbytes for each in make_job("mlp", "sgd").model().parameters())
+    memories = [describe(each).memory for each in found]
+    assert memories[0] and memories[1]
+    assert memories[1].optimizer - memories[0].optimizer == trained
+    assert memories[1].peak - memories[0].peak == trained
+    plan = Plan.parse("dp=2,zero=1")
+    shares = [step_facts(each, plan) for each in found]
+    assert shares[1].optimizer_factor - shares[0].optimizer_factor == 1.0
+
+
+def test_a_tied_parameter_has_one_average_under_both_names(tmp_path: Path):
+    """The embedding is also the output projection, in another stage."""
+    small = make_job("gpt", "adamw", average=0.5, steps=2)
+    found: list[dict[str, Tensor]] = []
+    for number, plan in enumerate(["dp=1,keyed_draws=true", "pp=2,keyed_draws=true"]):
+        with ml.Trainer(small, plan, out=tmp_path / str(number), listener=QUIET) as trainer:
+            trainer.fit()
+            now = {name: each.detach().clone() for name, each in trainer.replicas[0].model.named_parameters()}
+        found.append(averages_in(tmp_path / str(number)))
+    assert torch.equal(found[1]["embed.weight"], found[1]["head.weight"])
+    assert not torch.equal(found[1]["embed.weight"], now["embed.weight"])
+    for name, value in found[0].items():
+        torch.testing.assert_close(
+            found[1][name], value, rtol=1e-4, atol=1e-6
+        )  # Adam divides small gradients
