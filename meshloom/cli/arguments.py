@@ -216,6 +216,9 @@ def _add_export(export: argparse.ArgumentParser) -> None:
     export.add_argument(
         "--optimizer", action="store_true", help="the optimizer's state, too: three times as much with Adam"
     )
+    export.add_argument(
+        "--masters", action="store_true", help="of a run with precision=bf16: weights as the float32 copies that were updated"
+    )  # fmt: skip
     export.add_argument("--overwrite", action="store_true", help="replace weights that PATH holds")
 
 

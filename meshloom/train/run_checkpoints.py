@@ -11,6 +11,7 @@ from pathlib import Path
 
 from meshloom.checkpoint.checkpoint import Checkpoint
 from meshloom.checkpoint.format import step_name
+from meshloom.checkpoint.master_weights import tied_names
 from meshloom.checkpoint.writing.background_save import BackgroundSave
 from meshloom.checkpoint.writing.config_files import config_files_of
 from meshloom.checkpoint.writing.host_copy import CopyMemory, HostCopy
@@ -123,6 +124,7 @@ class RunCheckpoints:
                         "batch_size": self._job.batch_size,
                         "shares": self._shares.record,
                         **scale_values(replica),
+                        **tied_names(replica.model),
                     }
                 ),
                 fingerprint=replica.shards.fingerprint(replica.model),
