@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn import functional as F
 from torch.overrides import BaseTorchFunctionMode, has_torch_function
-from tqdm import tqdm
 
 from meshloom.core.compiling import MOST_VARIANTS, Compiled
 from meshloom.core.errors import DeviceError, PlanError
@@ -22,6 +20,7 @@ from meshloom.core.plan import Plan
 from meshloom.exchange.units.compiled_units import CompiledUnits
 from meshloom.exchange.units.find_units import find_units
 from meshloom.program.recompute.recompute import with_recomputation
+from meshloom.program.run import regions
 from meshloom.program.run.compiler import Compiler
 from meshloom.program.run.runner import compile_program
 from meshloom.program.trace.precision import default_precision
@@ -37,6 +36,7 @@ from tests.zero_three_jobs import Again, Blocks, Recomputed, RecomputedReentrant
 
 # torch's own, of itself as it compiles
 pytestmark = [
+    pytest.mark.usefixtures("compiler"),
     pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::UserWarning"),
 ]
@@ -47,15 +47,10 @@ PLANS = [
 ]  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def _what_the_compiler_leaves() -> Iterator[None]:
-    """Torch's compiler leaves a variable and a thread of tqdm."""
-    yield
-    os.environ.pop("_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR", None)
-    monitor: Any = tqdm.monitor
-    if monitor is not None:
-        monitor.exit()
-        tqdm.monitor = None
+@pytest.fixture
+def small_regions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regions of two operators are compiled, too: those of tiny models."""
+    monkeypatch.setattr(regions, "LEAST_OPERATORS", 2)
 
 
 class Experts(nn.Module):
@@ -110,6 +105,7 @@ def check_equal(model: str, plan: str, steps: int) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.usefixtures("small_regions")
 @pytest.mark.parametrize("plan", ["dp=2", "tp=2"])
 def test_an_mlp_is_that_of_one_device(plan: str):
     check_equal("mlp", plan, 1)
@@ -117,6 +113,7 @@ def test_an_mlp_is_that_of_one_device(plan: str):
 
 # An LSTM draws its dropout by time steps first, of which replicas that join their chunks hold no rows, compiled or not.
 @pytest.mark.slow
+@pytest.mark.usefixtures("small_regions")
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
     ("model", "plan"),
@@ -168,6 +165,9 @@ class Uncompiled:
         self.given.append(dynamic)
         return function
 
+    def graph(self, build: Callable[[], fx.GraphModule]) -> Callable[..., Any]:
+        return self.function(build().forward)
+
 
 class UnwatchedCalls(Uncompiled):
     """Also notes at every call whether a torch function mode would be traced."""
@@ -210,6 +210,7 @@ def test_a_unit_with_a_unit_in_it_runs_as_written():
 FAMILIES = ("gpt2", "conv2d", "mixtral", "recommendation")
 
 
+@pytest.mark.usefixtures("small_regions")
 @pytest.mark.parametrize(("name", "how"), in_turn(FAMILIES, ("none", "full", "selective")))
 def test_regions_are_the_operators_in_them_bit_for_bit(name: str, how: str):
     program, build, batches = family(name)
@@ -220,6 +221,18 @@ def test_regions_are_the_operators_in_them_bit_for_bit(name: str, how: str):
     assert compiler.given
 
 
+def test_regions_of_few_operators_are_left_as_they_are(monkeypatch: pytest.MonkeyPatch):
+    program, _, _ = family("conv2d")
+    counted: list[int] = []
+    for least in (2, 6, 1000):
+        monkeypatch.setattr(regions, "LEAST_OPERATORS", least)
+        compiler = Uncompiled()
+        joined = regions.Regions(program, compiler, lambda value: value).joined(program.nodes, ())  # pyright: ignore[reportArgumentType]
+        counted.append(len(joined))
+    assert counted[0] < counted[1] < counted[2] == len(program.nodes)
+
+
+@pytest.mark.usefixtures("small_regions")
 def test_alike_regions_share_code_and_other_sizes_share_one_more():
     program, _, _ = family("gpt2")
     compiler, device = Uncompiled(), torch.device("cpu")
