@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import BaseTorchFunctionMode, has_torch_function
 
@@ -164,9 +164,6 @@ class Uncompiled:
     def function(self, function: Callable[..., Any], *, dynamic: bool | None = None) -> Callable[..., Any]:
         self.given.append(dynamic)
         return function
-
-    def graph(self, build: Callable[[], fx.GraphModule]) -> Callable[..., Any]:
-        return self.function(build().forward)
 
 
 class UnwatchedCalls(Uncompiled):

@@ -1,4 +1,4 @@
-"""The compiler of a rank under `compile=true`: torch.compile, or what is behind it, with the draws of eager, its work counted.
+"""The compiler of a rank under `compile=true`: torch.compile with the draws of eager, its work counted.
 
 On CPUs inductor's own random numbers are others than eager's, so operators that draw are left to eager
 (`fallback_random`). Every function has code of its own for each kind of inputs, up to a limit, and kinds that differ
@@ -8,11 +8,10 @@ in sizes alone share code in which these sizes are variables.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, fx
 from torch.utils._python_dispatch import (
     _disable_current_modes,  # pyright: ignore[reportPrivateUsage, reportUnknownVariableType]
 )
@@ -37,7 +36,7 @@ class Compiler:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.known: dict[Any, Any] = {}
-        self._functions: list[_Function | _Graph] = []
+        self._functions: list[_Function] = []
         self._graphs, self._seconds, self._told = 0, 0.0, False
         self._before = _counted()
         self._reasons: dict[str, int] = {}
@@ -54,7 +53,7 @@ class Compiler:
         try:
             if self._device.type == "cpu":
                 get_cpp_compiler()  # what is kept from before would need none
-            _compile(_probe, backend=self.lowered, isolate_recompiles=True)(x)
+            _compile(_probe, backend=self._backend, isolate_recompiles=True)(x)
         except (TorchDynamoException, InvalidCxxCompiler, OSError) as error:
             needs = "a C++ compiler" if self._device.type == "cpu" else "Triton"
             raise DeviceError(
@@ -67,14 +66,7 @@ class Compiler:
     def function(self, function: Function, *, dynamic: bool | None = None) -> Function:
         """`function`, compiled when it is called. dynamic: its sizes are variables from the start. Calls raise
         `JobError` for what cannot be compiled."""
-        made = _Function(self, function, self.lowered, dynamic)
-        self._functions.append(made)
-        return made
-
-    def graph(self, build: Callable[[], fx.GraphModule]) -> Function:
-        """The pure operators that `build` gives, on tensors of always the same shapes and dtypes, compiled when they are called. There is
-        nothing for dynamo to look at, whose guards take a third of a call of few operators. Calls raise `JobError` likewise."""
-        made = _Graph(self, build)
+        made = _Function(self, function, self._backend, dynamic)
         self._functions.append(made)
         return made
 
@@ -108,8 +100,7 @@ class Compiler:
         for reason, count in breaks.items():
             self._reasons[reason] = self._reasons.get(reason, 0) + count
 
-    def lowered(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Function:
-        """A graph with its backward, compiled for such inputs."""
+    def _backend(self, graph: Any, inputs: Any) -> Any:
         from torch._inductor.compile_fx import compile_fx
 
         self._graphs += 1
@@ -118,8 +109,7 @@ class Compiler:
         if self._device.type == "cpu":
             options["compile_threads"] = 1
         with _disable_current_modes():  # keyed draws are of what runs, not of what is traced
-            compiled: Any = compile_fx(graph, inputs, config_patches=options)
-        return compiled
+            return compile_fx(graph, inputs, config_patches=options)
 
 
 class _Function:
@@ -148,7 +138,10 @@ class _Function:
 
             if not isinstance(error, TorchDynamoException):
                 raise
-            raise _failed(error) from error
+            raise JobError(
+                f"compile=true: torch.compile failed on what the loss computes: {_first_line(error)}. Use compile=none, or keep that part out of it with "
+                "torch.compiler.disable."
+            ) from error
         if compiler.num_graphs != graphs:
             self._variants += 1
             now, before = _breaks(), breaks or {}
@@ -159,46 +152,6 @@ class _Function:
             )
             compiler.compiled(time.perf_counter() - began, {each: n for each, n in found.items() if n})
         return result
-
-
-class _Graph:
-    """A graph that is compiled for each layout of its inputs, up to `MOST_VARIANTS`; in further ones it runs uncompiled."""
-
-    def __init__(self, compiler: Compiler, build: Callable[[], fx.GraphModule]) -> None:
-        self._compiler, self._build = compiler, build
-        self._variants: dict[Any, Function] = {}
-
-    @property
-    def is_full(self) -> bool:
-        """Whether inputs of a further layout would run uncompiled."""
-        return len(self._variants) >= MOST_VARIANTS
-
-    def __call__(self, *args: Any) -> Any:
-        layout = (
-            torch.is_grad_enabled(),
-            *[(each.requires_grad, each.stride()) if isinstance(each, Tensor) else each for each in args],
-        )
-        run = self._variants.get(layout) or self._compiled(layout, args)
-        return run(*args)
-
-    def _compiled(self, layout: Any, args: Sequence[Any]) -> Function:
-        if self.is_full:
-            return self._build().forward
-        began = time.perf_counter()
-        try:
-            run = self._compiler.lowered(self._build(), args)
-        except Exception as error:
-            raise _failed(error) from error
-        self._compiler.compiled(time.perf_counter() - began, {})
-        self._variants[layout] = run
-        return run
-
-
-def _failed(error: Exception) -> JobError:
-    return JobError(
-        f"compile=true: torch.compile failed on what the loss computes: {_first_line(error)}. Use compile=none, or keep that part out of it with "
-        "torch.compiler.disable."
-    )
 
 
 def _probe(x: torch.Tensor) -> torch.Tensor:

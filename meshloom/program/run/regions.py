@@ -30,7 +30,7 @@ from meshloom.program.recompute.segments import is_view
 from meshloom.program.run.compiler import Compiler
 
 Place = Callable[[Any], Any]  # a constant operand, for the device and dtype of the run
-# that compute: a region's call, forward and backward, takes as long as the calls of about six small ones (docs/compiling.md)
+# that compute; what a region's call costs and saves: docs/decisions/0051-small-regions-are-not-compiled.md
 LEAST_OPERATORS = 6
 _VARYING = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
 
@@ -117,7 +117,7 @@ class Regions:
         family = known.setdefault((source.skeleton, alike.index(sizes)), _Family(source.integers))
         if family.is_new:
             family.is_new = False
-            known[key] = compiler.graph(source.module)
+            known[key] = compiler.function(source.function())
             return known[key], ()
         return family.function(source, compiler)
 
@@ -139,8 +139,8 @@ class _Family:
             if set(differ) == set(places):
                 return function, [source.integers[at] for at in places]
         if len(self._functions) >= MOST_VARIANTS:
-            return source.module().forward, ()
-        function = self._functions[differ] = compiler.function(source.module(differ).forward, dynamic=True)
+            return source.function(), ()
+        function = self._functions[differ] = compiler.function(source.function(differ), dynamic=True)
         return function, [source.integers[at] for at in differ]
 
 
@@ -176,8 +176,8 @@ class _Source:
         lines.append(f"{len(given)} -> {[numbers[name] for name in results]}, {nodes[0].context}")
         self.skeleton, self.integers = "\n".join(lines), tuple(integers)
 
-    def module(self, open_places: Collection[int] = ()) -> fx.GraphModule:
-        """The region as a graph: (given..., the integers at these places...) -> results."""
+    def function(self, open_places: Collection[int] = ()) -> Callable[..., tuple[Any, ...]]:
+        """The region in Python: (given..., the integers at these places...) -> results."""
         graph = fx.Graph()
         made: dict[str, fx.Node] = {
             name: graph.placeholder(f"given_{at}") for at, name in enumerate(self.given)
@@ -202,7 +202,7 @@ class _Source:
                 target, args = args[0], (graph.call_method("clone", (args[1],)), *args[2:])
             made[node.name] = graph.call_function(target, args, kwargs)
         graph.output(tuple(made[name] for name in self.results))
-        return fx.GraphModule(nn.Module(), graph)
+        return fx.GraphModule(nn.Module(), graph).forward
 
 
 def _runs(nodes: Sequence[Node], kept: Collection[str]) -> Iterator[tuple[list[Node], bool]]:
