@@ -126,7 +126,8 @@ def test_one_device_is_the_loop_that_people_write():
     ],
 )
 def test_a_resumed_run_goes_on_with_the_same_bits(saved: str, resumed: str, tmp_path: Path):
-    job = job_of("mlp", steps=4, checkpoint_every=2)
+    # under tp zero=3 adds up the norm that clips in another order
+    job = job_of("mlp", steps=4, checkpoint_every=2, clip_grad_norm=None if "tp" in saved else 1.0)
     whole = masters_after(job, saved, out=tmp_path)
     half = tmp_path / "step-00000002"
     again = masters_after(job, resumed, resume=half)

@@ -52,7 +52,7 @@ def test_orders_of_sums_in_bfloat16_differ_by_half_of_what_is_allowed(num_chunks
 
     one = added([added(chunk) for chunk in terms])
     stages = added([added([chunk[use] for chunk in terms]) for use in range(2)])
-    exact = sum(each.double() for chunk in terms for each in chunk)
+    exact = torch.stack([each.double() for chunk in terms for each in chunk]).sum(0)
     half_units = distance(one, stages) / norm(exact) / 2**-8
     assert 0.35 < half_units / comparison_run.sum_roundings(num_chunks) < 0.6
 
