@@ -17,8 +17,10 @@ from meshloom.core.compiling import MOST_VARIANTS, Compiled
 from meshloom.core.errors import DeviceError, PlanError
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
+from meshloom.data.samples import first_batches
 from meshloom.exchange.units.compiled_units import CompiledUnits
 from meshloom.exchange.units.find_units import find_units
+from meshloom.program.capture.capture import capture
 from meshloom.program.recompute.recompute import with_recomputation
 from meshloom.program.run import regions
 from meshloom.program.run.compiler import Compiler
@@ -218,15 +220,19 @@ def test_regions_are_the_operators_in_them_bit_for_bit(name: str, how: str):
     assert compiler.given
 
 
-def test_regions_of_few_operators_are_left_as_they_are(monkeypatch: pytest.MonkeyPatch):
-    program, _, _ = family("conv2d")
-    counted: list[int] = []
-    for least in (2, 6, 1000):
-        monkeypatch.setattr(regions, "LEAST_OPERATORS", least)
-        compiler = Uncompiled()
-        joined = regions.Regions(program, compiler, lambda value: value).joined(program.nodes, ())  # pyright: ignore[reportArgumentType]
-        counted.append(len(joined))
-    assert counted[0] < counted[1] < counted[2] == len(program.nodes)
+@pytest.mark.parametrize(("count", "is_compiled"), [(5, False), (6, True)])
+def test_a_region_of_few_operators_is_left_as_it_is(count: int, is_compiled: bool):
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        x = model(batch["x"]).view(-1)  # a view does not count
+        for _ in range(count - 2):
+            x = x.sin()
+        return x.sum()
+
+    job = replace(make_job("mlp", "sgd"), model=lambda: nn.Linear(7, 3), loss=loss)
+    compiler = Uncompiled()
+    program = capture(job, first_batches(job, 2))
+    compile_program(replace(program, compiler=compiler), torch.device("cpu"), None)
+    assert len(compiler.given) == is_compiled
 
 
 @pytest.mark.usefixtures("small_regions")
