@@ -58,6 +58,6 @@ AT_FLOAT16 = ["gpt2", "llama", "bert", "bart", "vit", "resnet", "mamba", "mixtra
 @pytest.mark.parametrize(("name", "plan"), in_turn(AT_FLOAT16, PLANS))
 def test_a_family_at_float16_equals_one_device(name: str, plan: str):
     job = replace(FAMILIES[name].make_job(True), batch_size=5)
-    report = verify(job, Plan.parse(f"{plan},precision=fp16-mixed"), devices="simulated", steps=4)
+    report = verify(job, Plan.parse(f"{plan},precision=fp16-mixed"), devices="simulated", steps=6)
     assert report and report.passed, [str(each) for each in report.worst()] if report else ""
     assert any(not step.skipped for step in report.steps)  # gradients of some overflow at 65536
