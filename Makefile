@@ -80,7 +80,7 @@ dist: $(READY)
 gpu: $(if $(filter cuda,$(DEVICE)),$(GPU_READY),$(READY))
 	PYTHONPATH=. $(if $(filter cuda,$(DEVICE)),$(GPU_PYTHON),$(PYTHON)) benchmarks/gpu/main.py --device $(DEVICE) --parts $(PART)
 
-# Beside the system's packages, torch among them; nothing is downloaded. Without a compiler there is no transport through memory, which no part needs.
+# Beside the system's packages, torch among them; nothing is downloaded. Without a compiler there is no transport through memory, and the part host_memory is not run.
 $(GPU_READY): pyproject.toml $(NATIVE)
 	python3 -m venv --system-site-packages --without-pip .venv-gpu
 	python3 -m pip --python $(GPU_PYTHON) install --quiet --no-index $(if $(WHEELS),--find-links $(WHEELS)) $(GPU_PACKAGES) || \

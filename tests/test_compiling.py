@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -13,15 +12,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import BaseTorchFunctionMode, has_torch_function
-from tqdm import tqdm
 
 from meshloom.core.compiling import MOST_VARIANTS, Compiled
 from meshloom.core.errors import DeviceError, PlanError
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
+from meshloom.data.samples import first_batches
 from meshloom.exchange.units.compiled_units import CompiledUnits
 from meshloom.exchange.units.find_units import find_units
+from meshloom.program.capture.capture import capture
 from meshloom.program.recompute.recompute import with_recomputation
+from meshloom.program.run import regions
 from meshloom.program.run.compiler import Compiler
 from meshloom.program.run.runner import compile_program
 from meshloom.program.trace.precision import default_precision
@@ -37,6 +38,7 @@ from tests.zero_three_jobs import Again, Blocks, Recomputed, RecomputedReentrant
 
 # torch's own, of itself as it compiles
 pytestmark = [
+    pytest.mark.usefixtures("compiler"),
     pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::UserWarning"),
 ]
@@ -47,15 +49,10 @@ PLANS = [
 ]  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def _what_the_compiler_leaves() -> Iterator[None]:
-    """Torch's compiler leaves a variable and a thread of tqdm."""
-    yield
-    os.environ.pop("_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR", None)
-    monitor: Any = tqdm.monitor
-    if monitor is not None:
-        monitor.exit()
-        tqdm.monitor = None
+@pytest.fixture
+def small_regions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regions of two operators are compiled, too: those of tiny models."""
+    monkeypatch.setattr(regions, "LEAST_OPERATORS", 2)
 
 
 class Experts(nn.Module):
@@ -110,6 +107,7 @@ def check_equal(model: str, plan: str, steps: int) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.usefixtures("small_regions")
 @pytest.mark.parametrize("plan", ["dp=2", "tp=2"])
 def test_an_mlp_is_that_of_one_device(plan: str):
     check_equal("mlp", plan, 1)
@@ -117,6 +115,7 @@ def test_an_mlp_is_that_of_one_device(plan: str):
 
 # An LSTM draws its dropout by time steps first, of which replicas that join their chunks hold no rows, compiled or not.
 @pytest.mark.slow
+@pytest.mark.usefixtures("small_regions")
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
     ("model", "plan"),
@@ -210,6 +209,7 @@ def test_a_unit_with_a_unit_in_it_runs_as_written():
 FAMILIES = ("gpt2", "conv2d", "mixtral", "recommendation")
 
 
+@pytest.mark.usefixtures("small_regions")
 @pytest.mark.parametrize(("name", "how"), in_turn(FAMILIES, ("none", "full", "selective")))
 def test_regions_are_the_operators_in_them_bit_for_bit(name: str, how: str):
     program, build, batches = family(name)
@@ -220,6 +220,22 @@ def test_regions_are_the_operators_in_them_bit_for_bit(name: str, how: str):
     assert compiler.given
 
 
+@pytest.mark.parametrize(("count", "is_compiled"), [(5, False), (6, True)])
+def test_a_region_of_few_operators_is_left_as_it_is(count: int, is_compiled: bool):
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        x = model(batch["x"]).view(-1)  # a view does not count
+        for _ in range(count - 2):
+            x = x.sin()
+        return x.sum()
+
+    job = replace(make_job("mlp", "sgd"), model=lambda: nn.Linear(7, 3), loss=loss)
+    compiler = Uncompiled()
+    program = capture(job, first_batches(job, 2))
+    compile_program(replace(program, compiler=compiler), torch.device("cpu"), None)
+    assert len(compiler.given) == is_compiled
+
+
+@pytest.mark.usefixtures("small_regions")
 def test_alike_regions_share_code_and_other_sizes_share_one_more():
     program, _, _ = family("gpt2")
     compiler, device = Uncompiled(), torch.device("cpu")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,14 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from meshloom.checkpoint.weights import open_weights
 from meshloom.cli.main import main
+from meshloom.train.trainer import Trainer
+from tests.precision_jobs import job_of
 from tests.saving_jobs import names_in, save_step, weights_of, written_in_parallel
+from tests.test_bfloat16 import masters_after
 
 
 def equal(found: dict[str, Tensor], step: int = 7) -> bool:
@@ -88,3 +92,53 @@ def test_a_damaged_checkpoint_is_not_exported(tmp_path: Path, capsys: pytest.Cap
     file.write_bytes(file.read_bytes()[:-1] + b"x")
     assert export(tmp_path / "run", "torch", tmp_path / "out") == 2
     assert "is damaged" in capsys.readouterr().err and names_in(tmp_path) == ["run"]
+
+
+class Tied(nn.Module):
+    """Tokens [batch, length] -> logits; the table is the last layer's weight, and a scale is not trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norm, self.head = nn.Embedding(29, 16), nn.LayerNorm(16), nn.Linear(16, 29)
+        self.head.weight = self.embed.weight
+        self.scale = nn.Parameter(torch.rand(16), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(self.embed(x)) * self.scale)
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("silent_export")
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # one process reads
+@pytest.mark.parametrize("plan", ["dp=2,zero=1", *(pytest.param(plan, marks=pytest.mark.slow) for plan in ("dp=2,zero=3", "pp=2,microbatches=2", "tp=2"))])  # fmt: skip
+def test_masters_are_exported_as_weights(plan: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    run, out = tmp_path / "run", tmp_path / "out"
+    job = replace(job_of("gpt"), model=Tied)
+    masters = masters_after(job, plan, out=run)
+    masters["head.weight"] = masters["embed.weight"]
+    found: list[dict[str, Tensor]] = []
+    for kind in ("safetensors", "torch", "dcp"):
+        words = ["export", str(run), "--to", kind, "--out", str(out / kind), "--masters", "--optimizer"]
+        assert main(words) == 0
+        assert "scale" in (said := capsys.readouterr().out) and "1 tensor without a master" in said
+    found.append(load_file(out / "safetensors/model.safetensors"))
+    found.append(torch.load(out / "torch", weights_only=True)["model"])
+    read = {"model": {name: torch.zeros_like(each) for name, each in found[0].items()}}
+    dcp.load(read, checkpoint_id=str(out / "dcp"), no_dist=True)
+    found.append(read["model"])
+    for each in found:
+        assert each.keys() == masters.keys() and each["scale"].dtype == torch.bfloat16
+        assert all(torch.equal(each[name], masters[name]) for name in masters)
+    assert not torch.equal(masters["embed.weight"].to(torch.bfloat16).float(), masters["embed.weight"])
+    with Trainer(replace(job, weights=out / "safetensors"), "dp=1,precision=bf16-mixed", devices="simulated") as trainer:  # fmt: skip
+        assert torch.equal(trainer.replicas[0].model.state_dict()["embed.weight"], masters["embed.weight"])
+
+
+@pytest.mark.long
+def test_a_run_without_masters_exports_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    with Trainer(
+        job_of("mlp"), "dp=1,precision=bf16-stochastic", devices="simulated", out=tmp_path / "run"
+    ) as trainer:
+        trainer.fit()
+    assert main(["export", str(tmp_path / "run"), "--to", "torch", "--out", str(tmp_path / "out"), "--masters"]) == 2  # fmt: skip
+    assert "dp=1,precision=bf16-stochastic, has no masters" in capsys.readouterr().err

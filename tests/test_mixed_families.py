@@ -1,4 +1,5 @@
-"""Families under precision=bf16-mixed equal one device at that precision; each under one of the kinds of plans, in turn."""
+"""Families under precision=bf16-mixed, and some of them under fp16-mixed, equal one device at that precision; each under one of the kinds of plans,
+in turn."""
 
 from __future__ import annotations
 
@@ -47,3 +48,16 @@ def test_a_family_equals_one_device(family: Family, plan: str, monkeypatch: pyte
     job = replace(family.make_job(True), batch_size=5)
     report = verify(job, Plan.parse(f"{plan},precision=bf16-mixed"), devices="simulated", steps=2)
     assert report and report.passed, [str(each) for each in report.worst()] if report else ""
+
+
+# of every kind: language models, an encoder, pictures, sound, a state space, experts, several towers, convolutions
+AT_FLOAT16 = ["gpt2", "llama", "bert", "bart", "vit", "resnet", "mamba", "mixtral", "clip", "u_net"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "plan"), in_turn(AT_FLOAT16, PLANS))
+def test_a_family_at_float16_equals_one_device(name: str, plan: str):
+    job = replace(FAMILIES[name].make_job(True), batch_size=5)
+    report = verify(job, Plan.parse(f"{plan},precision=fp16-mixed"), devices="simulated", steps=6)
+    assert report and report.passed, [str(each) for each in report.worst()] if report else ""
+    assert any(not step.skipped for step in report.steps)  # gradients of some overflow at 65536

@@ -35,6 +35,28 @@ from tests.test_verify import text
 ONE = Plan(keyed_draws=True)
 
 
+@pytest.mark.parametrize("num_chunks", [2, 3, 4, 8, 16, 64])
+def test_orders_of_sums_in_bfloat16_differ_by_half_of_what_is_allowed(num_chunks: int):
+    """Two uses of a parameter in each chunk, added up chunk by chunk, and use by use as stages do."""
+    generator = torch.Generator().manual_seed(num_chunks)
+    common = torch.randn(20000, generator=generator)
+    terms = [
+        [(common + torch.randn(20000, generator=generator)).bfloat16() for _ in range(2)] for _ in range(num_chunks)
+    ]  # fmt: skip
+
+    def added(parts: list[Tensor]) -> Tensor:
+        total = parts[0]
+        for part in parts[1:]:
+            total = total + part
+        return total
+
+    one = added([added(chunk) for chunk in terms])
+    stages = added([added([chunk[use] for chunk in terms]) for use in range(2)])
+    exact = torch.stack([each.double() for chunk in terms for each in chunk]).sum(0)
+    half_units = distance(one, stages) / norm(exact) / 2**-8
+    assert 0.35 < half_units / comparison_run.sum_roundings(num_chunks) < 0.6
+
+
 def deep() -> Job:
     """Sixteen layers, each with statistics of five samples and a relu: what rounds in the first of them is a
     thousand times as large in the last."""

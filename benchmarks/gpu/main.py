@@ -43,7 +43,7 @@ NEEDED = (
 )
 PARTS = (
     "losses", "schedules", "compiled", "waits", "speed_gpt", "speed_resnet", "processes", "verify_gpt", "verify_small", "tests", "checkpoints",
-    "memory", "offload", "second_device",
+    "memory", "memory_gpt", "timeline", "host_memory", "offload", "second_device",
 )  # fmt: skip
 
 

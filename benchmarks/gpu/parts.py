@@ -13,6 +13,9 @@
     speed_resnet  ResNet-50, likewise
     processes     one process for each GPU (NCCL), where there are two
     second_device what a device written in Python shows without a GPU, where this torch can have one
+    memory_gpt    the memory of a step of the large GPT, which is to be predicted within 5%
+    timeline      a pipeline's timeline as events of the GPU record it, beside the step on the clock
+    host_memory   ranks that share a GPU, or of which one has none, over shared memory of the host
     offload       updates where the optimizer's state is, in host memory, beside updates on the device
 
 A part runs on the CPU as well: then all of its code has run, and nothing has been found out about a GPU.
@@ -35,8 +38,10 @@ from xml.etree import ElementTree
 
 import speed
 import torch
-from device_memory import memory, offload
+from device_memory import memory, memory_gpt, offload
+from host_memory import host_memory
 from rows import MAIN, ROOT, Row, job_of, simulated, status_of, trained, tried
+from timelines import timeline
 
 import meshloom as ml
 from meshloom.core.schedules import SCHEDULES
@@ -225,6 +230,9 @@ PARTS: dict[str, Callable[[str], Iterator[Row]]] = {
     "tests": tests,
     "checkpoints": checkpoints,
     "memory": memory,
+    "memory_gpt": memory_gpt,
+    "timeline": timeline,
+    "host_memory": host_memory,
     "offload": offload,
     "schedules": schedules,
     "compiled": compiled,

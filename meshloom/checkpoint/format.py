@@ -34,6 +34,7 @@ VERSIONS = (1, 2)  # 2: weights in several files, which meta.json names
 MODEL = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 META = "meta.json"
+STATE = "optimizer/"  # what keys of the optimizer's state begin with
 MASTER = "master of bfloat16"  # key in the state of a parameter: its copy in the precision of its updates
 AVERAGE = "average of the parameter"  # the same: its moving average
 SAVING = ".saving-"

@@ -11,11 +11,10 @@ from typing import Any
 from torch import Tensor
 
 from meshloom.checkpoint.checkpoint import Checkpoint
-from meshloom.checkpoint.format import AVERAGE, MASTER
+from meshloom.checkpoint.format import AVERAGE, MASTER, STATE
 from meshloom.checkpoint.json_values import from_json
 from meshloom.core.errors import CheckpointError
 
-_KEYS = "optimizer/"
 _JSON = ".json"
 
 
@@ -54,8 +53,8 @@ def optimizer_states(checkpoint: Checkpoint) -> list[ExportedState]:
         )
     by_name: dict[str, dict[str, Any]] = {}
     for path in checkpoint.keys():  # noqa: SIM118
-        if path.startswith(_KEYS) and not path.endswith((f"/{MASTER}", f"/{AVERAGE}")):
-            name, key = path.removeprefix(_KEYS).rsplit("/", 1)
+        if path.startswith(STATE) and not path.endswith((f"/{MASTER}", f"/{AVERAGE}")):
+            name, key = path.removeprefix(STATE).rsplit("/", 1)
             by_name.setdefault(name, {})[key.removesuffix(_JSON)] = _value(checkpoint, path)
     found: list[ExportedState] = []
     for saved in updater["optimizers"]:

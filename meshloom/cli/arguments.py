@@ -250,6 +250,9 @@ def _add_export(export: argparse.ArgumentParser) -> None:
     export.add_argument(
         "--average", action="store_true", help="the moving averages of the parameters (Job(average=...)) in their place"
     )  # fmt: skip
+    export.add_argument(
+        "--masters", action="store_true", help="of a run with precision=bf16: weights as the float32 copies that were updated"
+    )  # fmt: skip
     export.add_argument("--overwrite", action="store_true", help="replace weights that PATH holds")
 
 

@@ -6,26 +6,35 @@ import argparse
 from pathlib import Path
 
 from meshloom.checkpoint.checkpoint import Checkpoint
+from meshloom.checkpoint.master_weights import MasterWeights
 from meshloom.checkpoint.writing.exporting import (
-    copy_weight_files,
     nested_state,
     put_in_place,
+    save_weight_files,
     save_with_torch,
 )
 from meshloom.comm.torch.checkpoint_directory import save_directory
+from meshloom.core.errors import CheckpointError
+from meshloom.core.units import format_count
 
 
 def export(arguments: argparse.Namespace) -> int:
     """Exit code 0."""
     checkpoint, out = Checkpoint.open(Path(arguments.run)), Path(arguments.out)
-    what = {"optimizer": arguments.optimizer, "average": arguments.average}
+    if arguments.masters and arguments.average:
+        raise CheckpointError("--masters and --average give other weights. Export once with each.")
+    masters = MasterWeights(checkpoint) if arguments.masters else None
+    what = {"optimizer": arguments.optimizer, "masters": masters, "average": arguments.average}
     writers = {
-        "safetensors": lambda path: copy_weight_files(checkpoint, path, **what),
+        "safetensors": lambda path: save_weight_files(checkpoint, path, **what),
         "torch": lambda path: save_with_torch(checkpoint, path, **what),
         "dcp": lambda path: save_directory(nested_state(checkpoint, **what), path),
     }
     put_in_place(checkpoint, out, writers[arguments.to], overwrite=arguments.overwrite)
-    said = "averaged weights" if arguments.average else "weights"
+    said = "masters" if masters else "averaged weights" if arguments.average else "weights"
     said += " and the optimizer's state" if arguments.optimizer else ""
     print(f"{out} holds the {said} of {checkpoint.path} (step {checkpoint.step}) as {arguments.to}.")
+    if masters and masters.kept:
+        names = ", ".join(masters.kept[:3]) + (", ..." if masters.kept[3:] else "")
+        print(f"{format_count(len(masters.kept), 'tensor')} without a master stayed bfloat16: {names}.")
     return 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
@@ -36,31 +36,62 @@ class Pieces:
         >>> Pieces((4, 5), ((None, ((0, 3),)), (None, ((3, 5),)))).local_shape(1)
         (4, 2)
         """
-        if self.ends is not None:
-            return tuple(
-                ends[-1] if runs is None else sum(ends[stop] - ends[start] for start, stop in runs)
-                for ends, runs in zip(self.ends, self.held[rank], strict=True)
-            )
-        return tuple(
-            size if runs is None else sum(stop - start for start, stop in runs)
-            for size, runs in zip(self.shape, self.held[rank], strict=True)
-        )
+        return self._local_shapes[rank]
 
     def num_elements(self, rank: int) -> int:
         """Number of elements of a rank's piece."""
-        return math.prod(self.local_shape(rank))
+        return self._counts[rank]
+
+    @cached_property
+    def most_elements(self) -> int:
+        """Number of elements of the largest piece."""
+        return max(self._counts)
+
+    @cached_property
+    def equal_dim(self) -> int | None:
+        """The dim that ranks hold equal parts of, one run of indices each, in their order, and all of the other dims; None: they do
+        not.
+
+        >>> Pieces((4, 6), ((None, ((0, 3),)), (None, ((3, 6),)))).equal_dim
+        1
+        """
+        dims = [dim for dim in range(len(self.shape)) if any(row[dim] is not None for row in self.held)]
+        if len(dims) != 1 or self.ends is not None or self.shape[dims[0]] % self.num_ranks:
+            return None
+        part = self.shape[dims[0]] // self.num_ranks
+        rows = [((rank * part, (rank + 1) * part),) for rank in range(self.num_ranks)]
+        return dims[0] if part and [row[dims[0]] for row in self.held] == rows else None
+
+    @cached_property
+    def _local_shapes(self) -> list[tuple[int, ...]]:
+        return [self._shape_of(row) for row in self.held]
+
+    @cached_property
+    def _counts(self) -> list[int]:
+        return [math.prod(shape) for shape in self._local_shapes]
+
+    def _shape_of(self, row: tuple[Runs | None, ...]) -> tuple[int, ...]:
+        if self.ends is not None:
+            return tuple(
+                ends[-1] if runs is None else sum(ends[stop] - ends[start] for start, stop in runs)
+                for ends, runs in zip(self.ends, row, strict=True)
+            )
+        return tuple(
+            size if runs is None else sum(stop - start for start, stop in runs)
+            for size, runs in zip(self.shape, row, strict=True)
+        )
 
     @property
     def size(self) -> int:
         """Number of elements of the tensor."""
         return math.prod(self.shape if self.ends is None else (ends[-1] for ends in self.ends))
 
-    @property
+    @cached_property
     def is_whole(self) -> bool:
         """Whether every rank holds the full tensor."""
         return all(runs is None for row in self.held for runs in row)
 
-    @property
+    @cached_property
     def is_shared(self) -> bool:
         """Whether several ranks hold the same element."""
         return _is_shared(self)

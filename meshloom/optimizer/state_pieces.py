@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from meshloom.checkpoint.checkpoint import Piece
+from meshloom.checkpoint.format import STATE
 from meshloom.checkpoint.json_values import NotPlainError, from_json, to_json
 from meshloom.core.errors import CheckpointError, JobError
 from meshloom.parameters.shards import Shards
 
-STATE = "optimizer/"  # what all its keys begin with
 _JSON, _STACKED = ".json", ".stacked"  # a plain value; a list of tensors of one shape
 Read = Callable[[str, int, int], Tensor]  # of a key, elements from here to there, flat
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from meshloom.checkpoint.checkpoint import Checkpoint, Piece
-from meshloom.checkpoint.format import MASTER
+from meshloom.checkpoint.format import MASTER, STATE
 from meshloom.checkpoint.resuming import Loader, check_together, load_together, open_together
 from meshloom.checkpoint.tensor_file import Stream, TensorEntry
 from meshloom.comm.group import Group
@@ -24,7 +24,7 @@ from meshloom.exchange.exchange import Emit, Slice
 from meshloom.exchange.zero_three import ZeroThree, slices_of
 from meshloom.optimizer.bfloat16.masters import WithMasters, masters_of, sum_of_parts
 from meshloom.optimizer.outer_state import OUTER, outer_loader, outer_pieces
-from meshloom.optimizer.state_pieces import STATE, copy_key
+from meshloom.optimizer.state_pieces import copy_key
 from meshloom.parameters.model import state_of
 from meshloom.parameters.pipeline_ownership import held
 from meshloom.parameters.replica_check import first_difference

@@ -12,6 +12,7 @@ from typing import Any
 
 from meshloom.checkpoint.checkpoint import Checkpoint
 from meshloom.checkpoint.format import step_name
+from meshloom.checkpoint.master_weights import tied_names
 from meshloom.checkpoint.writing.background_save import BackgroundSave
 from meshloom.checkpoint.writing.config_files import config_files_of
 from meshloom.checkpoint.writing.host_copy import CopyMemory, HostCopy
@@ -129,6 +130,7 @@ class RunCheckpoints:
                         "shares": self._shares.record,
                         **self.also,
                         **scale_values(replica),
+                        **tied_names(replica.model),
                     }
                 ),
                 fingerprint=replica.shards.fingerprint(replica.model),

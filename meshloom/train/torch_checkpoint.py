@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from meshloom.checkpoint.checkpoint import Checkpoint
+from meshloom.checkpoint.format import STATE
 from meshloom.checkpoint.json_values import to_json
 from meshloom.comm.torch.checkpoint_directory import METADATA, Place, TorchDirectory
 from meshloom.core.errors import CheckpointError
 
 MODEL, OPTIMIZER, OURS = "model", "optimizer", "meshloom"
-_STATE = "optimizer/"
 _JSON = ".json"
 
 
@@ -58,7 +58,7 @@ class TorchCheckpoint:
         self.keys: dict[str, tuple[int, ...]] = {}
         for place in (*self._directory.tensors, *self._directory.others):
             if len(place) == 4 and place[:2] == (OPTIMIZER, "state"):
-                key = f"{_STATE}{place[2]}/{place[3]}"
+                key = f"{STATE}{place[2]}/{place[3]}"
                 if place in self._directory.tensors:
                     self.keys[key] = tuple(self._directory.tensors[place].shape)
                 else:

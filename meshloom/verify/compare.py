@@ -202,13 +202,13 @@ class GradientErrors:
     error exceeds the tolerance; by name how far they move when parameters are perturbed by rounding. partial: what the plan rounds
     partial sums to; None: to nothing less than their precision. precision: that of which some units are rounding; None: theirs.
     travels: how far rounding on the way between replicas moves gradients that do not cancel there, relative to their size;
-    measure_travels: called at most once; by name how far it moves those that do. roundings: to `partial`, of a gradient.
+    measure_travels: called at most once; by name how far it moves those that do. roundings: half units of `partial` that a gradient may be off by.
     """
 
     def __init__(
         self, reference: Gradients, step: int, tolerance: float, measure_rounding: Callable[[], Mapping[str, float]] | None = None,
         partial: torch.dtype | None = None, precision: torch.dtype | None = None, travels: float = 0.0,
-        measure_travels: Callable[[], Mapping[str, float]] | None = None, roundings: int = 1,
+        measure_travels: Callable[[], Mapping[str, float]] | None = None, roundings: float = 1.0,
     ) -> None:  # fmt: skip
         self._travels, self._measure_travels = travels, measure_travels
         self._of_travels: Mapping[str, float] | None = None

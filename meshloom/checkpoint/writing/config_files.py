@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import nn
 
+CONFIG = "config.json"
+
 
 def config_files_of(model: nn.Module) -> dict[str, bytes]:
     """config.json and, of a model that generates, generation_config.json, as `save_pretrained` writes them;
@@ -20,7 +22,7 @@ def config_files_of(model: nn.Module) -> dict[str, bytes]:
     kinds = {parameter.dtype for parameter in model.parameters()}
     if len(kinds) == 1:
         content["dtype"] = str(kinds.pop()).removeprefix("torch.")
-    found = {"config.json": (json.dumps(content, indent=2, sort_keys=True) + "\n").encode()}
+    found = {CONFIG: (json.dumps(content, indent=2, sort_keys=True) + "\n").encode()}
     generation: Any = getattr(model, "generation_config", None)
     if callable(getattr(generation, "to_json_string", None)):
         found["generation_config.json"] = generation.to_json_string().encode()

@@ -14,8 +14,12 @@ from torch import Tensor
 from meshloom.checkpoint.checkpoint import Checkpoint
 from meshloom.checkpoint.format import AVERAGE, INDEX, MODEL, SAVING, weight_files
 from meshloom.checkpoint.json_values import to_json
+from meshloom.checkpoint.master_weights import MasterWeights
 from meshloom.checkpoint.optimizer_export import by_name, optimizer_states
 from meshloom.checkpoint.tensor_file import write_tensors
+from meshloom.checkpoint.writing.config_files import CONFIG
+from meshloom.checkpoint.writing.file_layout import HeldSpan, layout_of
+from meshloom.checkpoint.writing.parallel import create_files, write_parts
 from meshloom.core.errors import CheckpointError
 
 _OWN = ("*.safetensors", "*.json", "*.distcp", ".metadata")  # what directories hold that are written here
@@ -89,19 +93,29 @@ def _are_equal(one: Tensor, other: Tensor) -> bool:
     return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
 
 
-def copy_weight_files(checkpoint: Checkpoint, path: Path, *, optimizer: bool, average: bool = False) -> None:
+def save_weight_files(
+    checkpoint: Checkpoint, path: Path, *, optimizer: bool, masters: MasterWeights | None, average: bool = False
+) -> None:  # fmt: skip
     """A directory with the files of weights, their index, and a transformers model's configuration; optimizer: the
-    state's tensors as optimizer.safetensors, name/key, and everything else of it as optimizer.json. average: one file of
-    weights, with averages of parameters."""
+    state's tensors as optimizer.safetensors, name/key, and everything else of it as optimizer.json.
+
+    masters: the weights, in files of their own; None: the checkpoint's files. average: one file, with averages of parameters.
+    """
     path.mkdir()
-    configurations = ["config.json", "generation_config.json"]
+    own = masters is not None or average
+    configurations = [CONFIG, "generation_config.json", *([] if own else [INDEX])]
     if average:
         write_tensors(path / MODEL, averaged_weights(checkpoint))
     for name in [
-        *([] if average else [*weight_files(checkpoint.meta), *({INDEX} & checkpoint.meta["files"].keys())]),
+        *([] if own else weight_files(checkpoint.meta)),
         *(each for each in configurations if each in checkpoint.meta["files"]),
     ]:
         shutil.copyfile(checkpoint.path / name, path / name)
+    if masters:
+        _write_weights(masters, path)
+    if masters and (path / CONFIG).exists():
+        content = json.loads((path / CONFIG).read_text()) | {"dtype": "float32"}
+        (path / CONFIG).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
     if optimizer:
         states = optimizer_states(checkpoint)
         values = {
@@ -123,10 +137,12 @@ def copy_weight_files(checkpoint: Checkpoint, path: Path, *, optimizer: bool, av
         (path / "optimizer.json").write_text(json.dumps(content, indent=1) + "\n")
 
 
-def save_with_torch(checkpoint: Checkpoint, path: Path, *, optimizer: bool, average: bool = False) -> None:
-    """A file for `torch.load`: the model's state_dict. optimizer: under "model", beside "optimizer", what its
-    `load_state_dict` takes (a list for several), and "step"."""
-    content: dict[str, Any] = averaged_weights(checkpoint) if average else checkpoint.weights()
+def save_with_torch(
+    checkpoint: Checkpoint, path: Path, *, optimizer: bool, masters: MasterWeights | None, average: bool = False
+) -> None:  # fmt: skip
+    """A file for `torch.load`: the model's state_dict, with masters if given, or averages of parameters. optimizer: under
+    "model", beside "optimizer", what its `load_state_dict` takes (a list for several), and "step"."""
+    content: dict[str, Any] = _whole_weights(checkpoint, masters, average=average)
     if optimizer:
         states = [each.numbered() for each in optimizer_states(checkpoint)]
         content = {
@@ -138,14 +154,35 @@ def save_with_torch(checkpoint: Checkpoint, path: Path, *, optimizer: bool, aver
         torch.save(content, file)
 
 
-def nested_state(checkpoint: Checkpoint, *, optimizer: bool, average: bool = False) -> dict[str, Any]:
-    """For `torch.distributed.checkpoint`: "model"; optimizer: and "optimizer" by parameters' names, and what it takes
-    to go on from here, under "meshloom"."""
-    content: dict[str, Any] = {"model": averaged_weights(checkpoint) if average else checkpoint.weights()}
+def _whole_weights(
+    checkpoint: Checkpoint, masters: MasterWeights | None, *, average: bool
+) -> dict[str, Tensor]:
+    if masters:
+        return masters.whole()
+    return averaged_weights(checkpoint) if average else checkpoint.weights()
+
+
+def nested_state(
+    checkpoint: Checkpoint, *, optimizer: bool, masters: MasterWeights | None, average: bool = False
+) -> dict[str, Any]:  # fmt: skip
+    """For `torch.distributed.checkpoint`: "model", with masters if given, or averages of parameters; optimizer: and
+    "optimizer" by parameters' names, and what it takes to go on from here, under "meshloom"."""
+    content: dict[str, Any] = {"model": _whole_weights(checkpoint, masters, average=average)}
     if optimizer:
         content["optimizer"] = by_name(checkpoint)
         content["meshloom"] = json.dumps({"step": checkpoint.step, "values": checkpoint.values})
     return content
+
+
+def _write_weights(weights: MasterWeights, path: Path) -> None:
+    """As safetensors, in files as large as a checkpoint's, with one tensor at a time in memory."""
+    spans = {name: HeldSpan.whole("weight", entry) for name, entry in weights.entries.items()}
+    layout = layout_of(spans.values())
+    create_files(path, layout)
+    for name, span in spans.items():
+        write_parts(path, layout, [(span, weights.tensor(name).reshape(-1))])
+    for name, content in layout.index().items():
+        (path / name).write_bytes(content)
 
 
 def _remove(path: Path) -> None:

@@ -45,6 +45,11 @@ class HeldSpan:
     def of(kind: Kind, piece: Piece) -> HeldSpan:
         return HeldSpan(kind, piece.key, piece.start, piece.stop, piece.shape, piece.tensor.dtype, piece.held)
 
+    @staticmethod
+    def whole(kind: Kind, entry: TensorEntry) -> HeldSpan:
+        """All of a tensor."""
+        return HeldSpan(kind, entry.name, 0, math.prod(entry.shape), entry.shape, entry.dtype, None)
+
     def to_json(self) -> list[Any]:
         dtype = str(self.dtype).removeprefix("torch.")
         return [self.kind, self.key, self.start, self.stop, self.shape, dtype, self.held]

@@ -222,20 +222,27 @@ def start_sum(after: Pieces, group: Group, value: Tensor, *, ours: bool = False)
             return total if after.is_whole else take(after, group.rank, total).clone()
 
         return all_of_it
-    longest = _longest(after)
-    rows = value.new_empty(group.size, longest)
-    for rank in range(group.size):
-        count = after.num_elements(rank)
-        rows[rank, :count].view(after.local_shape(rank)).copy_(take(after, rank, value))
-        rows[rank, count:] = 0
-    mine = value.new_empty(longest)
-    scattering = group.reduce_scatter(mine, rows.view(-1))
+    rows = _rows_of(after, value, group.size)
+    mine = value.new_empty(after.most_elements)
+    scattering = group.reduce_scatter(mine, rows.reshape(-1))
 
     def part_of_it() -> Tensor:
         scattering.wait()
         return mine[: after.num_elements(group.rank)].reshape(after.local_shape(group.rank))
 
     return part_of_it
+
+
+def _rows_of(after: Pieces, value: Tensor, size: int) -> Tensor:
+    """What each rank gets of `value`: [rank, elements of the largest piece], with zeros after smaller ones."""
+    if after.equal_dim is not None:
+        return torch.stack(value.chunk(size, after.equal_dim))
+    rows = value.new_empty(size, after.most_elements)
+    for rank in range(size):
+        count = after.num_elements(rank)
+        rows[rank, :count].view(after.local_shape(rank)).copy_(take(after, rank, value))
+        rows[rank, count:] = 0
+    return rows
 
 
 def _gathered(before: Pieces, after: Pieces, group: Group, value: Tensor) -> Tensor:
@@ -261,7 +268,7 @@ def start_gather(before: Pieces, group: Group, value: Tensor) -> Callable[[], Te
     """Start gathering all ranks' parts everywhere; the returned function waits for the full value."""
     source = owned(before)
     mine = take_within(source, before, group.rank, value) if before.is_shared else value
-    longest = _longest(source)
+    longest = source.most_elements
     if mine.numel() == longest and mine.is_contiguous():
         row = mine.detach().reshape(-1)
     else:
@@ -272,6 +279,8 @@ def start_gather(before: Pieces, group: Group, value: Tensor) -> Callable[[], Te
 
     def finish() -> Tensor:
         gathering.wait()
+        if source.equal_dim is not None:
+            return torch.cat(rows.view(group.size, *source.local_shape(0)).unbind(), source.equal_dim)
         parts = [
             rows[rank * longest : rank * longest + source.num_elements(rank)].view(source.local_shape(rank))
             for rank in range(group.size)
@@ -308,18 +317,14 @@ def elements_of_sum(after: Pieces) -> tuple[Collective, int]:
     """The collective that sums all ranks' values, and returns each rank's part in `after`."""
     if after.is_whole or after.is_shared:
         return "all_reduce", after.size
-    return "reduce_scatter", after.num_ranks * _longest(after)
+    return "reduce_scatter", after.num_ranks * after.most_elements
 
 
 def elements_of_gather(before: Pieces, after: Pieces, rank: int) -> tuple[Collective, int]:
     """The collective that gathers parts, and returns each rank's part in `after`."""
     source = owned(before)
     if after.is_whole:
-        return "all_gather", _longest(source)
+        return "all_gather", source.most_elements
     return "all_to_all", sum(
         source.intersection(rank, after, other).num_elements(rank) for other in range(source.num_ranks)
     )
-
-
-def _longest(pieces: Pieces) -> int:
-    return max(pieces.num_elements(rank) for rank in range(pieces.num_ranks))

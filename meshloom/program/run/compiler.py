@@ -19,6 +19,10 @@ from torch.utils._python_dispatch import (
 from meshloom.core.compiling import MOST_VARIANTS, Compiled
 from meshloom.core.errors import DeviceError, JobError
 
+NOTHING = (
+    "compile=true compiles nothing on rank 0: between collectives, opaque parts and draws there are too few operators in a row for a compiled function to cost less "
+    "than it saves."
+)
 Function = Callable[..., Any]
 _compile: Any = torch.compile
 
@@ -78,8 +82,10 @@ class Compiler:
         )  # fmt: skip
 
     def take_notes(self) -> list[str]:
-        """The report, as soon as something was compiled, and once."""
+        """The report, as soon as something was compiled, and once; after a step in which nothing can be, that."""
         notes = [str(self.report)] if self._graphs and not self._told else []
+        if not self._functions and not self._told:
+            notes = [NOTHING]
         self._told = self._told or bool(notes)
         return notes
 

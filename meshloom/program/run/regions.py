@@ -30,6 +30,8 @@ from meshloom.program.recompute.segments import is_view
 from meshloom.program.run.compiler import Compiler
 
 Place = Callable[[Any], Any]  # a constant operand, for the device and dtype of the run
+# that compute; what a region's call costs and saves: docs/decisions/0051-small-regions-are-not-compiled.md
+LEAST_OPERATORS = 6
 _VARYING = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
 
 
@@ -229,5 +231,5 @@ def _can_compile(node: Node) -> bool:
 
 
 def _is_worth_it(nodes: Sequence[Node]) -> bool:
-    """Whether more than one of the operators computes."""
-    return sum(not is_view(node.target) for node in nodes) > 1
+    """Whether enough of the operators compute for the call of a region to cost less than it saves."""
+    return sum(not is_view(node.target) for node in nodes) >= LEAST_OPERATORS
