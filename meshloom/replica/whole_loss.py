@@ -42,6 +42,9 @@ from meshloom.replica.program_engine import ProgramEngine
 from meshloom.telemetry.timings import Timings
 
 
+MOST_SHOWN = 400  # characters of why a loss cannot be read: torch's own errors are long
+
+
 @dataclass(frozen=True, kw_only=True)
 class OpenedEngine:
     """plan: what the rank's parts run under; without tp and pp where the loss runs whole. units: of the full model, where
@@ -125,6 +128,7 @@ def _why_unread(opened: Steps[str], context: RankContext) -> Steps[str]:
 
 def _unread_note(plan: Plan, why: str) -> str:
     why = why.removesuffix(WAY_OUT).strip().removesuffix(".")
+    why = why if len(why) <= MOST_SHOWN else f"{why[:MOST_SHOWN]}..."
     return (
         f"The loss cannot be read, so it runs as written, whole, on every rank of a replica: {_axes(plan)} nothing of it, neither parameters nor work. "
         f"Use dp instead, or change what cannot be read: {why}."

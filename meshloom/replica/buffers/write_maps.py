@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import compress
 
 import torch
 from torch import Tensor, nn
@@ -38,7 +39,10 @@ class WriteMaps:
         where, ends = chunk.where, chunk.ends
         if self._every_chunk:  # all elements count, so that all ranks do the same
             where, ends = {name: torch.ones_like(each) for name, each in where.items()}, None
-        fresh = [each for each in changed if not (each.last or each.varies) and self._has_new(each, chunk)]
+        fresh = self._fresh(changed, chunk)
+        if fresh and self._every_chunk:  # what still has the value that it is given (a teacher's, at first) tells nothing
+            changed = self._moved(changed, chunk)
+            fresh = self._fresh(changed, chunk)
         if not fresh:
             return []
         try:
@@ -88,6 +92,15 @@ class WriteMaps:
             shift = flat(shifted[each.name]) - flat(points[each.name])
             each.factor = factor_of(flat(results[each.name]) - flat(end), shift, each.start.dtype)
             each.known = _finite(each)
+
+    def _fresh(self, changed: Sequence[TrackedBuffer], chunk: ChunkEnds) -> list[TrackedBuffer]:
+        return [each for each in changed if not (each.last or each.varies) and self._has_new(each, chunk)]
+
+    def _moved(self, buffers: Sequence[TrackedBuffer], chunk: ChunkEnds) -> list[TrackedBuffer]:
+        """Those whose values the chunk has changed, on any rank that runs a part of it."""
+        mine = [bool(chunk.where[each.name].any()) for each in buffers]
+        flags = self._unite(torch.tensor(mine, dtype=torch.int64, device=buffers[0].start.device))
+        return list(compress(buffers, flags.tolist()))
 
     def _has_new(self, buffer: TrackedBuffer, chunk: ChunkEnds) -> bool:
         """Whether the chunk has changed elements whose factor is not known; on all ranks or on none."""
