@@ -41,7 +41,6 @@ from meshloom.replica.module_engine import ModuleEngine
 from meshloom.replica.program_engine import ProgramEngine
 from meshloom.telemetry.timings import Timings
 
-
 MOST_SHOWN = 400  # characters of why a loss cannot be read: torch's own errors are long
 
 

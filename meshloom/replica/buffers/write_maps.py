@@ -40,7 +40,9 @@ class WriteMaps:
         if self._every_chunk:  # all elements count, so that all ranks do the same
             where, ends = {name: torch.ones_like(each) for name, each in where.items()}, None
         fresh = self._fresh(changed, chunk)
-        if fresh and self._every_chunk:  # what still has the value that it is given (a teacher's, at first) tells nothing
+        if (
+            fresh and self._every_chunk
+        ):  # what still has the value that it is given (a teacher's, at first) tells nothing
             changed = self._moved(changed, chunk)
             fresh = self._fresh(changed, chunk)
         if not fresh:

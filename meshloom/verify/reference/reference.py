@@ -28,7 +28,7 @@ from meshloom.core.modules.compiled import named_as_written
 from meshloom.core.plan import Plan
 from meshloom.core.random import model_seed, preserved_draws, seed_everything
 from meshloom.parameters.keyed_init import call_model
-from meshloom.verify.reference.buffer_merging import BufferMerging
+from meshloom.verify.reference.buffer_merging import BufferMerging, Numbers, plain_numbers, put_numbers
 from meshloom.verify.reference.chunk_run import ChunkResult, ChunkRun
 from meshloom.verify.reference.chunks_of_plan import ReferenceForward, forwards_of
 from meshloom.verify.reference.float64_blocks import norm_of_all
@@ -92,6 +92,7 @@ class Reference:
         self.chunks: list[ChunkRecord] = []
         self._loss_sum = self._weight = 0.0
         self._divisor = 1.0  # of `ChunkResult`
+        self._numbers: Numbers = {}  # at the start of the last step
         # buffers and untrained parameters at the start of the last step
         self._initial: dict[str, Tensor] = {}
         self.before: dict[str, Tensor] = {}  # parameters before the last update, until the next step
@@ -132,6 +133,7 @@ class Reference:
         chunks: list[ChunkRecord] = []
         loss = weight = 0.0
         self.model.zero_grad(set_to_none=True)
+        self._numbers, latest = plain_numbers(self.model), dict[tuple[str, str], float]()
         if not self.chunks and self._initial.keys() & self.parameters.keys():  # there may be a teacher
             _look_for_copies(self, self._buffers)
         start = self._buffers.snapshot()
@@ -139,11 +141,18 @@ class Reference:
         for forward in self.forwards():
             self._buffers.load(start)
             result = self.run_forward(forward)
+            now = plain_numbers(self.model)
+            latest |= {
+                place: now.get(place, was)
+                for place, was in self._numbers.items()
+                if now.get(place, was) != was
+            }
             written.append((forward, self._buffers.snapshot(start)))
             loss, weight = loss + result.loss_sum, weight + result.weight
             chunks += self.records(forward, result)
         self.divide(weight)
         self._buffers.load(self._buffers.merge(start, written, self._rerun_forward))
+        put_numbers(self.model, self._numbers | latest)
         return loss, weight, chunks
 
     def replace_gradient(self, name: str, gradient: Tensor | None) -> None:
@@ -186,6 +195,7 @@ class Reference:
 
     def run_forward(self, forward: ReferenceForward) -> ChunkResult:
         """Forward and backward of the last step's `forward`; gradients accumulate."""
+        put_numbers(self.model, self._numbers)
         result = self._chunk_run.run(forward, self.step, self._casts, len(self.samples))
         self._divisor = result.divisor
         return result
@@ -199,6 +209,7 @@ class Reference:
         current = {name: value.detach().clone() for name, value in _untrained(self.model)}
         gradients = [(parameter, parameter.grad) for parameter in self.model.parameters()]
         self._buffers.load(buffers)
+        put_numbers(self.model, self._numbers)
         self.model.zero_grad(set_to_none=True)
         try:
             self._chunk_run.run(forward, self.step, None, len(self.samples))
@@ -224,13 +235,14 @@ class Reference:
     def restore(self) -> None:
         """Restore buffers and untrained parameters as they were at the start of the last step."""
         _put(self._initial, _untrained(self.model), self._buffers)
+        put_numbers(self.model, self._numbers)
 
     @contextmanager
     def rerun(self) -> Iterator[Gradients]:
         """A context with the state before the last step's forward, and its gradients set aside; the state
         after the step is restored at the end."""
         after = {name: value.detach().clone() for name, value in _untrained(self.model)}
-        gradients = self.gradients
+        gradients, numbers = self.gradients, plain_numbers(self.model)
         with preserved_draws(), self._watch.attached():
             try:
                 self.restore()
@@ -238,6 +250,7 @@ class Reference:
                 yield gradients
             finally:
                 _put(after, _untrained(self.model), self._buffers)
+                put_numbers(self.model, numbers)
                 for name, gradient in gradients.items():
                     self.parameters[name].grad = gradient
 
