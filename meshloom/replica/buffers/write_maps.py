@@ -18,7 +18,7 @@ from meshloom.replica.buffers.recurrence import (
     flat,
     unflat,
 )
-from meshloom.replica.buffers.rerun import Rerun, restored
+from meshloom.replica.buffers.rerun import Rerun
 from meshloom.replica.buffers.tracked_buffer import ChunkEnds, TrackedBuffer
 
 
@@ -50,12 +50,11 @@ class WriteMaps:
         try:
             if chunk.rerun is None:
                 raise ValueError("it cannot be run again")
-            with restored(self._model):
-                run = Rerun(changed, chunk.rerun, self._model, ends)
-                starts = {buffer.name: buffer.start for buffer in changed}
-                modules = {buffer.name: buffer.module for buffer in changed}
-                parameters = [each.name for each in changed if isinstance(each.original, nn.Parameter)]
-                written = find_recurrences(starts, modules, run, self._unite, known_read=parameters)
+            run = Rerun(changed, chunk.rerun, self._model, ends)
+            starts = {buffer.name: buffer.start for buffer in changed}
+            modules = {buffer.name: buffer.module for buffer in changed}
+            parameters = [each.name for each in changed if isinstance(each.original, nn.Parameter)]
+            written = find_recurrences(starts, modules, run, self._unite, known_read=parameters)
         except PeerLostError:
             raise
         except Exception:  # a forward that runs only once
@@ -87,8 +86,7 @@ class WriteMaps:
         shifted = {
             name: unflat(flat(point) + first_shift(point, point), point) for name, point in points.items()
         }
-        with restored(self._model):
-            results, _ = Rerun(found, chunk.rerun, self._model, None)(shifted)
+        results, _ = Rerun(found, chunk.rerun, self._model, None)(shifted)
         for each in found:
             end = chunk.ends.get(each.name, each.start)
             shift = flat(shifted[each.name]) - flat(points[each.name])
@@ -170,8 +168,7 @@ class WriteMaps:
         point = finite(buffer.start)
         shifted = unflat(flat(point) + first_shift(point, point), point)
         try:
-            with restored(self._model):
-                results, _ = Rerun([buffer], chunk.rerun, self._model, None)({buffer.name: shifted})
+            results, _ = Rerun([buffer], chunk.rerun, self._model, None)({buffer.name: shifted})
         except PeerLostError:
             raise
         except Exception:  # it refuses a value that it would never see
