@@ -282,7 +282,7 @@ class Replica:
 
 def _open_engine(replica: Replica) -> Steps[None]:
     opened = yield from open_engine(
-        replica.job, replica.plan, replica.context, replica.start, replica.own, dtype=replica.dtype, timings=replica.timings,
+        replica.job, replica.inner, replica.context, replica.start, replica.own, dtype=replica.dtype, timings=replica.timings,
         stored=replica.stored, updates=replica.updates,
     )  # fmt: skip
     replica.engine, replica.scope, replica.inner, replica.units = (
@@ -335,6 +335,8 @@ def _find_written(replica: Replica, undo: ExitStack) -> Steps[list[str]]:
         found, notes = yield from mark_what_is_written(job, plan, context, start, replica.dtype)
     replica.limits |= found.limits
     replica.settled = found.settled
+    if found.settled and plan.zero == 3:  # a forward writes to copies that stay
+        replica.inner = replace(plan, zero=2, zero_within=0)
     tables = {
         id(each): partial(_note_rows, replica, name) for name, each in replica.named if name in found.limits
     }

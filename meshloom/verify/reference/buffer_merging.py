@@ -35,6 +35,12 @@ def plain_numbers(model: nn.Module) -> Numbers:
     }
 
 
+def changed_numbers(model: nn.Module, before: Numbers) -> Numbers:
+    """Those that differ from `before`, of the same attributes."""
+    now = plain_numbers(model)
+    return {place: now[place] for place, was in before.items() if place in now and now[place] != was}
+
+
 def put_numbers(model: nn.Module, numbers: Numbers) -> None:
     """Set these attributes."""
     for (path, name), value in numbers.items():

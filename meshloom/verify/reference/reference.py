@@ -28,7 +28,13 @@ from meshloom.core.modules.compiled import named_as_written
 from meshloom.core.plan import Plan
 from meshloom.core.random import model_seed, preserved_draws, seed_everything
 from meshloom.parameters.keyed_init import call_model
-from meshloom.verify.reference.buffer_merging import BufferMerging, Numbers, plain_numbers, put_numbers
+from meshloom.verify.reference.buffer_merging import (
+    BufferMerging,
+    Numbers,
+    changed_numbers,
+    plain_numbers,
+    put_numbers,
+)
 from meshloom.verify.reference.chunk_run import ChunkResult, ChunkRun
 from meshloom.verify.reference.chunks_of_plan import ReferenceForward, forwards_of
 from meshloom.verify.reference.float64_blocks import norm_of_all
@@ -92,9 +98,8 @@ class Reference:
         self.chunks: list[ChunkRecord] = []
         self._loss_sum = self._weight = 0.0
         self._divisor = 1.0  # of `ChunkResult`
-        self._numbers: Numbers = {}  # at the start of the last step
-        # buffers and untrained parameters at the start of the last step
-        self._initial: dict[str, Tensor] = {}
+        # at the start of the last step: numbers in attributes; buffers and untrained parameters
+        self._numbers, self._initial = Numbers(), dict[str, Tensor]()
         self.before: dict[str, Tensor] = {}  # parameters before the last update, until the next step
 
     @property
@@ -133,7 +138,7 @@ class Reference:
         chunks: list[ChunkRecord] = []
         loss = weight = 0.0
         self.model.zero_grad(set_to_none=True)
-        self._numbers, latest = plain_numbers(self.model), dict[tuple[str, str], float]()
+        self._numbers, latest = plain_numbers(self.model), Numbers()
         if not self.chunks and self._initial.keys() & self.parameters.keys():  # there may be a teacher
             _look_for_copies(self, self._buffers)
         start = self._buffers.snapshot()
@@ -141,12 +146,7 @@ class Reference:
         for forward in self.forwards():
             self._buffers.load(start)
             result = self.run_forward(forward)
-            now = plain_numbers(self.model)
-            latest |= {
-                place: now.get(place, was)
-                for place, was in self._numbers.items()
-                if now.get(place, was) != was
-            }
+            latest |= changed_numbers(self.model, self._numbers)
             written.append((forward, self._buffers.snapshot(start)))
             loss, weight = loss + result.loss_sum, weight + result.weight
             chunks += self.records(forward, result)
@@ -209,9 +209,9 @@ class Reference:
         current = {name: value.detach().clone() for name, value in _untrained(self.model)}
         gradients = [(parameter, parameter.grad) for parameter in self.model.parameters()]
         self._buffers.load(buffers)
-        put_numbers(self.model, self._numbers)
         self.model.zero_grad(set_to_none=True)
         try:
+            put_numbers(self.model, self._numbers)
             self._chunk_run.run(forward, self.step, None, len(self.samples))
             return self._buffers.snapshot()
         finally:
