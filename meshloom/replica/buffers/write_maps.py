@@ -117,7 +117,7 @@ class WriteMaps:
         if tied:
             wrote = any(bool(chunk.where[name].any()) for name in tied if name in chunk.where)
             a = torch.zeros_like(start) if wrote else torch.ones_like(start)
-        elif buffer.last:
+        elif buffer.last or (self._every_chunk and buffer.name not in chunk.ends):
             a = torch.where(where, 0, torch.ones_like(start))
         elif buffer.varies and buffer.name in chunk.factors:
             a = torch.where(where | torch.isfinite(start), chunk.factors[buffer.name], 1.0)
