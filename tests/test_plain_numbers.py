@@ -21,6 +21,8 @@ DATA = {"x": normal(1, 7), "y": integers(2, 5)}
 class Annealed(nn.Module):
     """A temperature that falls with every forward, every other of which is scaled, and the most that it has seen."""
 
+    average: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.one, self.two = nn.Linear(7, 9), nn.Linear(9, 5)
