@@ -184,17 +184,38 @@ def test_lbfgs_may_train_one_of_several_losses():
 @pytest.mark.parametrize(
     ("plan", "sentence"),
     [
-        ("dp=2,zero=1", "LBFGS looks at all parameters and at its history of them"),
-        ("dp=2,zero=3", "Use zero=0, exchange=all_reduce and offload=none."),
+        ("dp=2,exchange=server", "LBFGS looks at all parameters and at its history of them"),
         ("dp=2,exchange=server", "Use zero=0, exchange=all_reduce and offload=none."),
         ("dp=2,exchange=local_sgd,local_steps=2", "Use zero=0, exchange=all_reduce and offload=none."),
         ("dp=1,offload=optimizer", "Use zero=0, exchange=all_reduce and offload=none."),
-        ("pp=2,microbatches=2", "LBFGS looks at all parameters at once, and with pp=2 no rank has them all."),
     ],
 )
 def test_plans_that_divide_its_history_are_refused(plan: str, sentence: str):
     with pytest.raises(ml.MeshloomError, match=re.escape(sentence)):
         ml.Trainer(closure_job(), plan, devices="simulated", listener=QUIET)
+
+
+@pytest.mark.parametrize(
+    ("plan", "note"),
+    [
+        ("dp=2,zero=1", "so every rank keeps all of them: zero=1 divides nothing."),
+        ("dp=2,zero=3", "so every rank keeps all of them: zero=3 divides nothing."),
+        (
+            "pp=2,microbatches=2",
+            "so the loss runs whole on every rank of a replica: pp=2 divides neither parameters nor work.",
+        ),
+        pytest.param(
+            "dp=2,pp=2,tp=2", "tp=2 and pp=2 divide neither parameters nor work.", marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_where_its_history_cannot_be_divided_every_rank_keeps_all(
+    plan: str, note: str, capsys: pytest.CaptureFixture[str]
+):
+    report = verify(closure_job(), ml.Plan.parse(plan), devices="simulated", dtype=torch.float64)
+    assert report is not None
+    assert report.passed, report.causes
+    assert note in capsys.readouterr().err
 
 
 def test_lbfgs_beside_another_optimizer_is_refused():

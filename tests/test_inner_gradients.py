@@ -110,7 +110,10 @@ def test_what_a_loss_adds_to_gradients_of_parameters_is_refused_with_its_line():
 
     lines, first = inspect.getsourcelines(loss)
     line = first + next(number for number, text in enumerate(lines) if "# here" in text)
-    with pytest.raises(CaptureError) as refused, Trainer(job_of(loss), "tp=2", devices="simulated"):
+    with (
+        pytest.raises(CaptureError) as refused,
+        Trainer(job_of(loss), "tp=2,recompute=full", devices="simulated"),
+    ):
         pass
     assert "The loss adds to the gradient of 0.weight" in str(refused.value)
     assert f"test_inner_gradients.py:{line}" in str(refused.value)

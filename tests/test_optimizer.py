@@ -206,7 +206,7 @@ def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor], kind: st
             )
 
 
-LOOK_AT_ALL = ("together", "own list")  # which one copy is not for: see replica/sharing.py
+LOOK_AT_ALL = ("together", "own list")  # which one copy is not for: see replica/exchanges/sharing.py
 
 
 # one that can work on slices, groups of its own, and one that needs whole parameters

@@ -206,7 +206,7 @@ def test_ranks_that_drift_apart_are_found():
 
 def test_mistakes_are_one_sentence():
     with pytest.raises(CaptureError, match=r"jobs.py:\d+ .*Plans with dp alone run the module as it is"):
-        keyed(make_job("mlp", "sgd", loss=adding_loss), "pp=2")
+        keyed(make_job("mlp", "sgd", loss=adding_loss), "pp=2,recompute=full")
     with pytest.raises(PlanError, match=r"cuts=nowhere: no module of that name runs in the forward"):
         keyed(make_job("gpt", "sgd"), "pp=2,cuts=nowhere")
     with pytest.raises(
@@ -220,7 +220,7 @@ def test_mistakes_are_one_sentence():
     with pytest.raises(
         JobError, match=r"looks at all parameters at once, and with pp=2 no rank has them all"
     ):
-        keyed(replace(make_job("mlp", "sgd"), optimizer=_All, scheduler=None), "pp=2")
+        keyed(replace(make_job("mlp", "sgd"), optimizer=_All, scheduler=None), "pp=2,recompute=full")
 
 
 def _log_loss(model: torch.nn.Module, batch: Any) -> Tensor:

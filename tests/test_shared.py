@@ -21,7 +21,7 @@ from meshloom.exchange.shared import OneForAll
 from meshloom.exchange.zero import ZeroOne
 from meshloom.optimizer.updater import Updater
 from meshloom.optimizer.user_optimizer import make_optimizers
-from meshloom.replica.sharing import why_separate
+from meshloom.replica.exchanges.sharing import why_separate
 from meshloom.telemetry.progress import Listener
 from meshloom.train.trainer import Trainer
 from meshloom.verify.findings import Report

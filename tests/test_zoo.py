@@ -22,16 +22,7 @@ JOBS = jobs()
 WHOLE, PARTED = ("dp=2", "dp=2,zero=3"), ("tp=2", "pp=2,microbatches=2", "dp=2,pp=2,tp=2")
 PLANS = (*WHOLE, *PARTED)
 # job -> plans under which it is refused, and a part of the sentence; docs/opaque.md names each job
-REFUSED: dict[str, tuple[tuple[str, ...], str]] = {
-    "libraries: quasi newton": (
-        ("dp=2,zero=3", "pp=2,microbatches=2", "dp=2,pp=2,tp=2"), "LBFGS looks at all parameters",
-    ),
-    "generative: pixel cnn": (("dp=2,zero=3",), "The loss writes .* which is trained. With zero=3"),
-}  # fmt: skip
-# job -> plans under which it does not equal one device yet, and why
-WAITS: dict[str, tuple[tuple[str, ...], str]] = {
-    "speech: spans by numpy": (PARTED, "what numpy draws is indexed in Python"),
-}  # fmt: skip
+REFUSED: dict[str, tuple[tuple[str, ...], str]] = {}
 # a job of each kind of difficulty, under each plan
 COVERING = {
     "contrast: moco queue": "pp=2,microbatches=2", "functions: learned step size": "tp=2", "functions: sparsemax attention": "dp=2,pp=2,tp=2",
@@ -47,9 +38,6 @@ def _cases() -> Iterator[Any]:
     for plan in PLANS:
         for name in JOBS:
             marks = [] if COVERING.get(name) == plan else [pytest.mark.slow]
-            plans, why = WAITS.get(name, ((), ""))
-            if plan in plans:
-                marks.append(pytest.mark.xfail(reason=why, strict=True))
             yield pytest.param(name, plan, marks=marks, id=f"{name}-{plan}")
 
 
@@ -70,7 +58,7 @@ def test_a_job_equals_one_device(name: str, plan: str) -> None:
 
 def test_there_are_many_jobs_and_each_that_is_named_is_there() -> None:
     assert len(JOBS) >= 120
-    assert {*REFUSED, *WAITS, *COVERING} <= set(JOBS)
+    assert {*REFUSED, *COVERING} <= set(JOBS)
 
 
 def test_what_is_refused_stands_in_the_documents() -> None:

@@ -23,25 +23,11 @@ JOBS = jobs_of(zoo_outside)
 PARTED = ("tp=2", "pp=2,microbatches=2", "dp=2,pp=2,tp=2")
 PLANS = ("dp=2", "dp=2,zero=3", *PARTED)
 # job -> plans under which it is refused, and a part of the sentence; docs/opaque.md names each job
-REFUSED: dict[str, tuple[tuple[str, ...], str]] = {
-    "habits: sharpness aware": (("dp=2,zero=3", "pp=2,microbatches=2", "dp=2,pp=2,tp=2"), "SAM looks at all parameters"),
-    "habits: counters and caches": (PARTED, "depends on the values in the batch"),
-    "vision: cut mix": (PARTED, "draws with random or numpy"),
-    "sequences: pyramid with ctc": (PARTED, "depends on the values in the batch"),
-    "words: albert with masked words": (PARTED, "depends on the values in the batch"),
-    "physics: adjoint ode": (PARTED, "The captured program differs from the model"),
-}  # fmt: skip
-# job -> plans under which it does not equal one device yet, and why
-WAITS: dict[str, tuple[tuple[str, ...], str]] = {
-    "habits: conditions and early exits": (PLANS, "torch.cond has no rule for the modes that watch operators"),
-    "densities: preconditioned diffusion with average": (
-        ("pp=2,microbatches=2", "dp=2,pp=2,tp=2"), "a counter decides how fast an average moves, and the average is equal in the first step",
-    ),
-}  # fmt: skip
+REFUSED: dict[str, tuple[tuple[str, ...], str]] = {}
 # a job of each kind of difficulty, under each plan
 COVERING = {
     "agents: recurrent ppo": "pp=2,microbatches=2", "adversaries: style gan": "dp=2", "sequences: self critical captions": "pp=2,microbatches=2",
-    "pictures: net vlad with hardest triplets": "tp=2",
+    "pictures: net vlad with hardest triplets": "tp=2", "habits: counters and caches": "dp=2,pp=2,tp=2", "layers: splines on a moving grid": "dp=2,pp=2,tp=2",
 }  # fmt: skip
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export", "dear_memory")]
@@ -51,9 +37,6 @@ def _cases() -> Iterator[Any]:
     for plan in PLANS:
         for name in JOBS:
             marks = [] if COVERING.get(name) == plan else [pytest.mark.slow]
-            plans, why = WAITS.get(name, ((), ""))
-            if plan in plans:
-                marks.append(pytest.mark.xfail(reason=why, strict=True))
             yield pytest.param(name, plan, marks=marks, id=f"{name}-{plan}")
 
 
@@ -73,8 +56,8 @@ def test_a_job_equals_one_device(name: str, plan: str) -> None:
 
 
 def test_there_are_many_jobs_and_each_that_is_named_is_there() -> None:
-    assert len(JOBS) >= 70
-    assert {*REFUSED, *WAITS, *COVERING} <= set(JOBS)
+    assert len(JOBS) >= 95
+    assert {*REFUSED, *COVERING} <= set(JOBS)
 
 
 def test_what_is_refused_stands_in_the_documents() -> None:

@@ -37,7 +37,7 @@ from meshloom.planner.readings import Readings
 from meshloom.planner.staged_plan import StagePlan
 from meshloom.program.ir.program import Program
 from meshloom.program.store.fingerprint import function_fingerprint
-from meshloom.replica.sharing import shares_copies
+from meshloom.replica.exchanges.sharing import shares_copies
 from meshloom.tensor_parallel.partition import Partition
 from meshloom.tensor_parallel.sent_bytes import sent_at_step_end
 
@@ -59,7 +59,7 @@ def sends_buckets(plan: Plan) -> bool:
 
 def shares_one_copy(plan: Plan, transport: str) -> bool:
     """Whether `meshloom train` on one host keeps one copy of parameters and state for all replicas, unless the job
-    needs one each (`replica/sharing.py`). transport: as asked for."""
+    needs one each (`replica/exchanges/sharing.py`). transport: as asked for."""
     return shares_copies(plan) and transport == "auto" and not torch.cuda.is_available() and not why_not()
 
 

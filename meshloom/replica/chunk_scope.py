@@ -21,6 +21,7 @@ from meshloom.data.chunks import Chunk
 from meshloom.data.to_device import to_device
 from meshloom.program.ir.sparse_constants import sparse_attributes
 from meshloom.replica.buffers.merged_buffers import RunningStatistics
+from meshloom.replica.buffers.plain_numbers import PlainNumbers
 from meshloom.telemetry.traffic import ExpectedBytes
 
 
@@ -59,6 +60,8 @@ class ChunkScope:
         self.observer: Observer | None = None
         self._constants = list(sparse_attributes(model))
         self.turn = LossTurn()
+        losses = [each.loss for each in job.losses.values()] or [job.loss]
+        self._numbers = PlainNumbers(model, losses, context.groups["dp"])
 
     def turn_to(self, turn: LossTurn) -> None:
         """In a job of several losses: chunks are those of this turn from now on."""
@@ -76,6 +79,7 @@ class ChunkScope:
         again and returns its outputs."""
         with ExitStack() as around:
             around.enter_context(self._now[stage].chunk(partial(self._rerun, chunk, rerun)))
+            around.enter_context(self._numbers.chunk())
             self._seed(chunk, around, self.observer if observed else None)
             yield
 
@@ -111,6 +115,7 @@ class ChunkScope:
             constant.check()
         for statistics in self._now.values():
             yield from statistics.finish()
+        yield from self._numbers.finish()
         self._finished[self.turn.number] += 1
 
     def take_notes(self) -> list[str]:
@@ -119,8 +124,8 @@ class ChunkScope:
         return [note for statistics in everything for note in statistics.take_notes()]
 
     def expected_bytes(self, *, each_time: bool) -> ExpectedBytes:
-        """Of merging buffers. each_time: counted by evaluations of the losses, not by steps."""
-        found = ExpectedBytes()
+        """Of merging buffers and numbers. each_time: counted by evaluations of the losses, not by steps."""
+        found = self._numbers.expected_bytes()
         for by_stage, turns in zip(self.statistics, self._finished, strict=True):
             own = sum((each.expected_bytes() for each in by_stage.values()), ExpectedBytes())
             found += ExpectedBytes(so_far=own.per_step * turns) if each_time else own
@@ -131,6 +136,7 @@ class ChunkScope:
         return self.statistics[self.turn.number]
 
     def _rerun(self, chunk: Chunk, rerun: Callable[[], Any]) -> Any:
+        self._numbers.put_back()
         with self.draws(chunk):
             return rerun()
 

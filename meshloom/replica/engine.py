@@ -1,7 +1,7 @@
 """The contract of an engine: it computes a replica's chunks on one rank and holds the rank's share of the
 model.
 
-    ModuleEngine    runs the user's module as it is; the rank holds all of it          (dp alone)
+    ModuleEngine    runs the user's module as it is; the rank holds all of it          (dp alone; losses that run whole)
     ProgramEngine   runs programs captured from the loss; the rank holds some stages along pp, its shard of them along tp
 
 Order of calls: `open`, `parameters`, `connect`; then in every step `run`, and `refresh_borrowed` after its

@@ -1,5 +1,5 @@
-"""Runs the user's unchanged module, chunk after chunk: the engine of data-parallel plans, where every rank
-holds the full model."""
+"""Runs the user's unchanged module, chunk after chunk: the engine of data-parallel plans, and of losses that run whole,
+where every rank holds the full model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from meshloom.checkpoint.resuming import check_together
 from meshloom.checkpoint.tensor_file import Stream
 from meshloom.comm.rank_context import RankContext
-from meshloom.comm.steps import Steps
+from meshloom.comm.steps import Steps, run_in_steps
 from meshloom.core.job import Job, LossFunction, NamedParameters
 from meshloom.core.losses.logged import computed_with_logs, taken_apart
 from meshloom.core.losses.loss_sum import as_sum
@@ -28,10 +28,12 @@ from meshloom.exchange.units.compiled_units import CompiledUnits, unwatched
 from meshloom.exchange.units.unit_access import UnitAccess
 from meshloom.exchange.units.unit_gathering import STEP
 from meshloom.exchange.zero_three import slices_of
-from meshloom.parameters.model import trainable
+from meshloom.parameters.model import state_of, trainable
+from meshloom.parameters.replica_check import first_difference_in_replica
 from meshloom.parameters.shards import Shards
 from meshloom.parameters.unfilled_model import UnfilledModel, take_share
 from meshloom.pipeline.runtime.recorder import Recorder
+from meshloom.program.ir.written_parameters import named_buffers
 from meshloom.program.run.compiler import Compiler
 from meshloom.replica.buffers.batch_norm import unsynchronised
 from meshloom.replica.buffers.merged_buffers import RunningStatistics
@@ -40,14 +42,18 @@ from meshloom.replica.engine import Engine, TakeTensor
 from meshloom.replica.gathered_tensors import weights_of_units
 from meshloom.replica.loss_sums import LossSums
 from meshloom.replica.not_finite import find_not_finite
+from meshloom.replica.team_sums import TeamSums
+from meshloom.telemetry.traffic import ExpectedBytes
 
 
 class ModuleEngine(Engine):
-    """One rank's `job` under `plan`."""
+    """One rank's `job` under `plan`, which has neither tp nor pp. asked: the plan that was asked for; where it has some,
+    every rank of a replica does the same."""
 
-    def __init__(self, job: Job, plan: Plan, context: RankContext) -> None:
+    def __init__(self, job: Job, plan: Plan, context: RankContext, asked: Plan | None = None) -> None:
         self.shards = Shards({}, None)
-        self._job, self._plan, self._context = job, plan, context
+        self._job, self._plan, self._context, self._asked = job, plan, context, asked or plan
+        self._team = TeamSums(context.groups.get("pp"), context.groups.get("tp"))
         self._model: nn.Module
         self._parameters: NamedParameters = []
         self._exchange: Exchange
@@ -181,8 +187,15 @@ class ModuleEngine(Engine):
         yield
 
     def check_replicated(self) -> Steps[str | None]:
-        return None
-        yield
+        if (team := self._context.team) is None:
+            return None
+        sliced = slices_of(self._exchange)
+        held = dict(named_buffers(self._model)) if sliced else state_of(self._model)
+        kept = {each.name: each.data() for each in sliced.each_slice()} if sliced else {}
+        return (yield from first_difference_in_replica({**kept, **held}, self.shards, team, self._asked))
+
+    def expected_bytes(self) -> ExpectedBytes:
+        return self._team.expected_bytes()
 
     def _compile_losses(self) -> None:
         assert self.compiler
@@ -191,6 +204,9 @@ class ModuleEngine(Engine):
 
     def _complete(self, loss_sums: LossSums) -> None:
         loss_sums.close()
+        if loss_sums.are_asked and self._context.team is not None:
+            for axis in ("tp", "pp"):
+                run_in_steps([self._team.add_up(axis, loss_sums.sums[4:])])
         # Replicas with fewer chunks have started fewer collectives of gradients if each chunk's are sent.
         loss_sums.start(self._context.statistics if self._exchange.each_chunk else self._context.groups["dp"])
 

@@ -26,7 +26,6 @@ from meshloom.comm.objects import agree
 from meshloom.comm.rank_context import RankContext
 from meshloom.comm.steps import Steps
 from meshloom.comm.windows import windows_of
-from meshloom.core.device.readback import Readback
 from meshloom.core.job import Job, NamedParameters
 from meshloom.core.losses.in_precision import in_precision
 from meshloom.core.losses.logged import with_logs
@@ -47,7 +46,7 @@ from meshloom.optimizer.user_optimizer import UserOptimizers, make_optimizers
 from meshloom.parameters.file_weights import agree_on_weights
 from meshloom.parameters.model import facts, trainable
 from meshloom.parameters.shards import Shards
-from meshloom.parameters.sparse_parameters import make_dense, sparse_parameters, sparse_tables
+from meshloom.parameters.sparse_parameters import sparse_parameters, sparse_tables
 from meshloom.parameters.starting_model import StartingModel
 from meshloom.pipeline.runtime.recorder import Recorder
 from meshloom.pipeline.schedules.spans import SpanKind
@@ -61,10 +60,10 @@ from meshloom.replica.buffers.written_by_loss import mark_what_is_written
 from meshloom.replica.chunk_scope import ChunkScope
 from meshloom.replica.engine import Engine
 from meshloom.replica.exchanges.opening import check_limits, open_exchange, watched
+from meshloom.replica.exchanges.sharing import shares_copies, why_separate
 from meshloom.replica.loss_sums import LossSums
-from meshloom.replica.module_engine import ModuleEngine
-from meshloom.replica.program_engine import ProgramEngine
-from meshloom.replica.sharing import shares_copies, why_separate
+from meshloom.replica.whole_loss import open_engine
+from meshloom.telemetry.step_result import StepResult
 from meshloom.telemetry.timings import Timings
 from meshloom.telemetry.traffic import Traffic
 
@@ -87,31 +86,6 @@ class Gradients:
     weight: float
     overflowed: bool = False
     logged: Mapping[str, float] = field(default_factory=dict[str, float])
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepResult:
-    """The result of a step: loss (mean over the global batch), its weight, its samples, and the gradient norm
-    if clipping is on, which may still be on its way.
-
-    asked: whether some rank asks for something between steps; equal on all. losses: of several, the newest of each by
-        name; the rest is of the first one, but for what is `logged`. skipped: whether nothing was updated, as gradients overflowed.
-    """
-
-    step: int
-    loss: float
-    weight: float
-    samples: int
-    norm: Readback | None
-    asked: bool = False
-    losses: Mapping[str, float] = field(default_factory=dict[str, float])
-    skipped: bool = False
-    logged: Mapping[str, float] = field(default_factory=dict[str, float])
-
-    @property
-    def gradient_norm(self) -> float | None:
-        """Waits for the device, unless a later step's loss is known."""
-        return None if self.norm is None else float(self.norm.values())
 
 
 class Replica:
@@ -144,16 +118,11 @@ class Replica:
         self.model = self.start.model
         self.modes = Modes(self.model)
         self.tables, self.limits = sparse_tables(self.model), limits_of(self.model)
-        if plan.captures:
-            make_dense(self.model)  # programs' gradients are
         self.named = trainable(self.model)
         step_checks.check_accumulation_hooks(self.named, plan)
-        step_checks.check_histograms(self.model, plan)
         self.own = OwnGradients(job, self.model) if job.losses else None
-        self.evaluations, self.newest = (
-            0,
-            dict[str, StepResult](),
-        )  # of losses in steps so far; by loss, the newest
+        # evaluations of losses in steps so far; by loss, the newest result
+        self.evaluations, self.newest = 0, dict[str, StepResult]()
         self.num_parameters = sum(each.numel() for each in self.model.parameters())
         self.num_trainable = sum(each.numel() for _, each in self.named)
         self._undo = ExitStack()
@@ -161,14 +130,15 @@ class Replica:
         if plan.sync_batch_norm and plan.dp > 1:
             self._undo.enter_context(batch_norm.synchronise_batch_norm(self.model, context.statistics, compiled=plan.compiles))  # fmt: skip
         self.sums = LossSums.of(plan, context.device)
-        program = partial(ProgramEngine, dtype=dtype, timings=self.timings, stored=stored)
-        self.engine: Engine = (program if plan.captures else ModuleEngine)(job, plan, context)
-        self.scope = ChunkScope(job, plan, context, self.model, dtype=dtype)
+        self.stored = stored
+        self.inner = plan  # what its parts run under: without tp and pp where the loss runs whole
+        self.engine: Engine
+        self.scope: ChunkScope
         self.frozen: NamedParameters = []
         self.settled: Mapping[str, str | None] = {}  # trained, written by forwards
         self.copied, self.saved = Traffic(), Traffic()  # at the start; the exchange's state in checkpoints
         self._notes = list(self.start.notes)
-        self.units: list[UnitParameters] = []  # of the full model, where ranks hold different parts of it
+        self.units: Sequence[UnitParameters] = ()  # of the full model, where ranks hold different parts of it
         self.exchange: Exchange
         self.updater: Updater
 
@@ -181,9 +151,7 @@ class Replica:
             self.copied += yield from self.start.settle(weights)
         self._notes += yield from _find_written(self, self._undo)
         whole = self.named
-        if self.plan.captures and self.plan.zero == 3:
-            self.units = units_of(self.job, self.plan, self.model)
-        yield from self.engine.open(self.model, self.scope, self.start.unfilled, self.own)
+        yield from _open_engine(self)
         if weights:
             with self.timings.of("reading weights"):
                 filled = self.start.unfilled is not None  # as this rank's share was
@@ -193,12 +161,12 @@ class Replica:
         self.named = self.engine.parameters
         self.frozen = frozen_parameters(self.model)
         with self.timings.of("optimizer and buffers"):
-            values = yield from master_values(self.job, self.plan, self.context, self.start, self.dtype)
+            values = yield from master_values(self.job, self.inner, self.context, self.start, self.dtype)
             made = (values or self.start).given(whole, partial(make_optimizers, self.job)) if self.updates else None  # fmt: skip
             yield from check_together(self.context.world, lambda: self._open_exchange(made, whole))
             if made:
                 self.exchange, self.updater = yield from open_updater(
-                    self.job, self.plan, self.context, self.exchange, self.shards, made=made, whole=whole, local=self.named,
+                    self.job, self.inner, self.context, self.exchange, self.shards, made=made, whole=whole, local=self.named,
                     stages=self.stage_group, values=values, refused=[self.tables, self.limits, self.settled], scaled=self.sums.scale is not None,
                 )  # fmt: skip
                 self._undo.callback(self.updater.close)
@@ -287,7 +255,7 @@ class Replica:
     @property
     def stage_group(self) -> Group | None:
         """The group along pp; None: size 1."""
-        return self.context.groups["pp"] if self.plan.pp > 1 else None
+        return self.context.groups["pp"] if self.inner.pp > 1 else None
 
     def notes(self) -> list[str]:
         """Notes for the user before the first step."""
@@ -305,12 +273,28 @@ class Replica:
 
     def _open_exchange(self, made: UserOptimizers | None, whole: NamedParameters) -> None:
         if made is None:
-            setup = Setup(plan=self.plan, named=self.named, group=self.replicas, unfilled=self.start.unfilled)
+            setup = Setup(
+                plan=self.inner, named=self.named, group=self.replicas, unfilled=self.start.unfilled
+            )
             self.exchange = setup.alone()
             return
         self.exchange = open_exchange(_setup_of(self, made, whole), self.own)
         check_limits(self.exchange, self.own, [*self.limits])
         self.row_limits = RowLimits(self.limits, self.named, self.engine.rows, self.replicas, self.exchange, self.shards)  # fmt: skip
+
+
+def _open_engine(replica: Replica) -> Steps[None]:
+    opened = yield from open_engine(
+        replica.job, replica.inner, replica.context, replica.start, replica.own, dtype=replica.dtype, timings=replica.timings,
+        stored=replica.stored, updates=replica.updates,
+    )  # fmt: skip
+    replica.engine, replica.scope, replica.inner, replica.units = (
+        opened.engine,
+        opened.scope,
+        opened.plan,
+        opened.units,
+    )
+    replica._notes += opened.notes  # pyright: ignore[reportPrivateUsage]
 
 
 def _exchanged(replica: Replica, batch: int) -> Steps[list[Tensor | None]]:
@@ -357,6 +341,8 @@ def _find_written(replica: Replica, undo: ExitStack) -> Steps[list[str]]:
         found, notes = yield from mark_what_is_written(job, plan, context, start, replica.dtype)
     replica.limits |= found.limits
     replica.settled = found.settled
+    if found.settled and plan.zero == 3:  # a forward writes to copies that stay
+        replica.inner = replace(plan, zero=2, zero_within=0)
     tables = {id(each): partial(_note_rows, replica, name) for name, each in replica.named if name in found.limits}  # fmt: skip
     if tables:
         undo.enter_context(functions_limited(tables))
@@ -366,7 +352,7 @@ def _find_written(replica: Replica, undo: ExitStack) -> Steps[list[str]]:
 @contextmanager
 def _around_chunks(replica: Replica) -> Iterator[None]:
     """The context of a step's chunks: what trains does, what is frozen stays, and parameters stay where they lie."""
-    alone = replica.plan.num_chunks == 1 or replica.exchange.only_slices or replica.plan.captures
+    alone = replica.plan.num_chunks == 1 or replica.exchange.only_slices or replica.inner.captures
     settled = [each for name, each in replica.named if name in replica.settled]
     with (
         replica.modes.training(),
@@ -382,13 +368,13 @@ def _note_rows(replica: Replica, name: str, index: Tensor, padding: int | None) 
 
 def _setup_of(replica: Replica, made: UserOptimizers, whole: NamedParameters) -> Setup:
     """What the exchange is opened with. whole: all trainable parameters, as the model was built with them."""
-    engine, plan, context, named = replica.engine, replica.plan, replica.context, replica.named
+    engine, plan, context, named = replica.engine, replica.inner, replica.context, replica.named
     sparse = sparse_parameters(replica.tables, whole, made.optimizers)
     engine.watch_rows(watched(plan, [*replica.limits], sparse, whole), context.device, replica.limits)
     here = sparse.names.intersection(name for name, _ in named)
 
     def units() -> Sequence[UnitParameters]:
-        return held_units(replica.units or units_of(replica.job, plan, replica.model), replica.model)
+        return held_units([*replica.units] or units_of(replica.job, plan, replica.model), replica.model)
 
     return Setup(
         plan=plan, named=named, frozen=replica.frozen, group=replica.replicas, replicated=engine.replicated, late=engine.late, lent=engine.lent,

@@ -13,38 +13,48 @@ from torch import Tensor, nn
 from meshloom.comm.group import Group
 from meshloom.comm.objects import collect
 from meshloom.comm.steps import Steps
-from meshloom.core.errors import DataError, JobError, TrainingError
+from meshloom.core.errors import CaptureError, DataError, JobError, TrainingError
 from meshloom.core.job import NamedParameters
 from meshloom.core.losses.loss_scale import LEAST, LossScale
 from meshloom.core.plan import Plan
 from meshloom.data.chunks import Chunk
+from meshloom.program.ir.lines import WAY_OUT
 from meshloom.replica.chunk_scope import ChunkScope
 from meshloom.replica.engine import Engine
 
 
 def check_accumulation_hooks(named: NamedParameters, plan: Plan) -> None:
-    """Raise `JobError` for hooks that run after a gradient was accumulated, unless a step is one backward of the model as
-    it is: else they would see sums over some of the step's chunks."""
-    hooked = [name for name, each in named if getattr(each, "_post_accumulate_grad_hooks", None)]
-    if hooked and (plan.num_chunks > 1 or plan.captures):
+    """Raise `JobError` for hooks that run after a gradient was accumulated, if a step is more than one backward: else they
+    would see sums over some of the step's chunks."""
+    hooked = _hooked(named)
+    if hooked and plan.num_chunks > 1:
         raise JobError(
             f"{hooked[0]} has a hook that runs once its gradient is accumulated (register_post_accumulate_grad_hook), and a step of {plan} accumulates over its "
             "chunks before the gradient is the batch's. Change the gradient with register_hook, or in the optimizer."
         )
 
 
-def check_histograms(model: nn.Module, plan: Plan) -> None:
-    """Raise `JobError` for an observer whose histogram a chunk may spread over a wider range, under programs with several
-    chunks a step: neither of two chunks' histograms is the one after the other's."""
+def check_readable(model: nn.Module, plan: Plan) -> None:
+    """Raise `CaptureError` for what no program of the loss does: hooks that run after a gradient was accumulated, and an
+    observer whose histogram a chunk may spread over a wider range, with several chunks a step: neither of two chunks'
+    histograms is the one after the other's."""
+    if hooked := _hooked(list(model.named_parameters())):
+        raise CaptureError(
+            f"{hooked[0]} has a hook that runs once its gradient is accumulated (register_post_accumulate_grad_hook). {WAY_OUT}"
+        )
     kind = getattr(sys.modules.get("torch.ao.quantization.observer"), "HistogramObserver", None)
-    if kind is None or not plan.captures or plan.num_chunks == 1:
+    if kind is None or plan.num_chunks == 1:
         return
     for name, module in model.named_modules():
         if isinstance(module, kind):
-            raise JobError(
+            raise CaptureError(
                 f"{name} is a HistogramObserver, which spreads its histogram anew where values leave its range, so that what the {plan.num_chunks} chunks of a step "
-                "make of it cannot be merged. Use a MinMaxObserver or MovingAverageMinMaxObserver, a plan with dp alone, or one with one chunk per step (tp)."
+                f"make of it cannot be merged. Use a MinMaxObserver or MovingAverageMinMaxObserver, or one chunk per step (tp). {WAY_OUT}"
             )
+
+
+def _hooked(named: NamedParameters) -> list[str]:
+    return [name for name, each in named if getattr(each, "_post_accumulate_grad_hooks", None)]
 
 
 @contextmanager

@@ -14,9 +14,9 @@ from meshloom.telemetry.traffic import ExpectedBytes, Traffic
 
 
 class TeamSums:
-    """Over the groups along pp and tp; tp None: size 1."""
+    """Over the groups along pp and tp; None: size 1."""
 
-    def __init__(self, pp: Group, tp: Group | None) -> None:
+    def __init__(self, pp: Group | None, tp: Group | None) -> None:
         self._groups: dict[Axis, Group | None] = {"pp": pp, "tp": tp}
         self._sent: dict[Axis, Counter[str]] = {"pp": Counter(), "tp": Counter()}
 

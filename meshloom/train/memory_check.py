@@ -48,6 +48,8 @@ def prepare(replica: Replica, *, overcommit: bool, cache: str) -> Steps[None]:
         if replica.plan.offload != "none" and replica.context.device.type != "cpu":
             yield from check_host_fits(replica)
     yield from replica.prepare()
+    if not overcommit and replica.inner != replica.plan:  # more than was asked about
+        yield from check_model_fits(replica, _Least(replica), cache=kept)
     if not overcommit:
         yield from check_part_fits(replica, cache=kept)
 
@@ -69,7 +71,7 @@ class _Least:
         return self._with(state_bytes(self._replica.job, self._named()) or 0)
 
     def _with(self, state: int) -> Mapping[str, int]:
-        return least_bytes(self._replica.plan, self._named(), state, one_copy=self._replica.may_share)
+        return least_bytes(self._replica.inner, self._named(), state, one_copy=self._replica.may_share)
 
     def _named(self) -> NamedParameters:
         return list(self._replica.model.named_parameters())

@@ -16,8 +16,8 @@ from meshloom.core.job import Job
 from meshloom.core.mesh import Axis
 from meshloom.core.plan import Plan
 from meshloom.replica.expected_bytes import expected_bytes
-from meshloom.replica.replica import StepResult
 from meshloom.telemetry.progress import Progress
+from meshloom.telemetry.step_result import StepResult
 from meshloom.telemetry.summary import Summary, time_shares
 from meshloom.telemetry.traffic import Traffic
 from meshloom.train.local_replicas import LocalReplicas

@@ -21,9 +21,9 @@ from meshloom.launch.events import send_event
 from meshloom.launch.failure import report_stop
 from meshloom.launch.processes.signals import StopRequests
 from meshloom.launch.world import World
-from meshloom.replica.replica import StepResult
 from meshloom.replica.replica_state import check_identical, check_team, settle, take_notes
 from meshloom.telemetry.progress import QUIET, Listener
+from meshloom.telemetry.step_result import StepResult
 from meshloom.telemetry.summary import Summary
 from meshloom.telemetry.timings import Timings
 from meshloom.train.batch_readers import BatchReaders

@@ -35,7 +35,11 @@ class TimelineRecording:
     def begin(self, step: int) -> bool:
         """Turn the replicas' recorders on if the timeline of `step`, counted from 1, is kept; returns whether
         it is."""
-        kept = self._plan.pp > 1 and self._out is not None and is_kept(step, self._start_step, self._steps)
+        kept = (
+            self._replicas.first.inner.pp > 1
+            and self._out is not None
+            and is_kept(step, self._start_step, self._steps)
+        )
         for replica in self._replicas.all:
             replica.recorder = Recorder(replica.context.device) if kept else None
         return kept

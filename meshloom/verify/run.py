@@ -30,9 +30,10 @@ from meshloom.launch.one_at_a_time import working_alone
 from meshloom.optimizer.bfloat16.masters import masters_of
 from meshloom.parameters.digest import digest
 from meshloom.parameters.file_weights import build_filled_model
-from meshloom.replica.replica import Replica, StepResult
+from meshloom.replica.replica import Replica
 from meshloom.replica.replica_state import each_average, each_gradient, each_of_state, replicated_state
 from meshloom.telemetry.progress import Listener
+from meshloom.telemetry.step_result import StepResult
 from meshloom.train.contract import Batch
 from meshloom.train.trainer import Trainer
 from meshloom.verify.against_float64 import AgainstFloat64
@@ -306,7 +307,9 @@ def _observing(replica: Replica) -> Iterator[_ChunkObserver]:
 
 def _chunks(replica: Replica, observer: _ChunkObserver) -> list[dict[str, Any]]:
     """The replica's chunks: recorded on the ranks with tp=0 and, in a pipeline, of the last stage."""
-    return [chunk.to_dict() for chunk in observer.chunks] if replica.context.place.tp == 0 else []
+    place = replica.context.place
+    speaks = place.tp == 0 and (replica.inner.pp > 1 or place.pp == 0)
+    return [chunk.to_dict() for chunk in observer.chunks] if speaks else []
 
 
 def _owned(replica: Replica) -> Steps[list[float]]:

@@ -38,6 +38,7 @@ class ChunkWrites:
     changing: names of the buffers that every chunk changes, if that is known; otherwise it is seen by their
         values. Ranks that run chunks together, each with parts of the buffers, have to know: by its values
         one would run a chunk again and another would not.
+    perhaps: names of further ones, of modules that run as written, equally on those ranks: seen by their values.
     unite: among those ranks (`find_recurrences`).
     """
 
@@ -48,6 +49,7 @@ class ChunkWrites:
         *,
         joined: bool,
         changing: Collection[str] | None,
+        perhaps: Collection[str] = (),
         unite: Unite,
     ) -> None:
         modules = dict(model.named_modules(remove_duplicate=False))
@@ -66,7 +68,7 @@ class ChunkWrites:
             owner, _, key = name.rpartition(".")
             if id(buffer) in handled:
                 continue
-            if changing is None or name in changing:
+            if changing is None or name in changing or name in perhaps:
                 number, start = len(self._buffers), buffer.detach().clone()
                 version = buffer._version  # pyright: ignore[reportPrivateUsage]
                 tracked = TrackedBuffer(
@@ -74,6 +76,7 @@ class ChunkWrites:
                 )
                 # a teacher is written through `.data`, which torch does not count
                 tracked.moved = isinstance(buffer, nn.Parameter)
+                tracked.is_sure = changing is not None and name in changing
                 self._buffers.append(tracked)
 
     @property
@@ -94,9 +97,9 @@ class ChunkWrites:
                 buffer.latest, buffer.reshaped = None if now is None else now.detach().clone(), True
                 buffer.moved = True
                 buffer.put_back()
-            elif self._changing is not None or self._may_differ(buffer, now):
+            elif buffer.is_sure or self._may_differ(buffer, now):
                 where = differ(now, buffer.start)
-                if self._changing is not None or bool(where.any()):
+                if buffer.is_sure or bool(where.any()):
                     chunk.ends[buffer.name], chunk.where[buffer.name] = now.detach().clone(), where
                     buffer.changed = buffer.moved = True
                     buffer.latest = chunk.ends[buffer.name]

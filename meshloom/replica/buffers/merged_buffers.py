@@ -21,7 +21,7 @@ from meshloom.comm.steps import Steps
 from meshloom.core.device.readback import Readback, Readbacks, on_device
 from meshloom.core.units import plural
 from meshloom.program.ir.nodes import is_within
-from meshloom.program.ir.written_parameters import writes_norms
+from meshloom.program.ir.written_parameters import named_buffers, writes_norms
 from meshloom.replica.buffers.chunk_writes import ChunkWrites
 from meshloom.replica.buffers.norm_statistics import NormStatistics, norm_buffers, tracks
 from meshloom.replica.buffers.recurrence import Unite
@@ -67,7 +67,13 @@ class RunningStatistics:
         handled = norm_buffers([module for _, module in layers] + own)
         if changing is not None and not self._group and alone:
             changing = {each for each in changing if each not in followed or is_opaque(each)}
-        self._others = ChunkWrites(model, handled, joined=synchronised, changing=changing, unite=unite)
+        here = (
+            [name for name, each in named_buffers(model) if not each.is_meta] if changing is not None else []
+        )
+        perhaps = [name for name in here if name not in followed and is_opaque(name)]
+        self._others = ChunkWrites(
+            model, handled, joined=synchronised, changing=changing, perhaps=perhaps, unite=unite
+        )
         self._active = several and self._norms.length + self._others.length > 0
         self._rerunning = rerunning
         self._moving = 0  # elements gathered in the last step because some buffer changed

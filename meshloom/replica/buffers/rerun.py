@@ -17,7 +17,7 @@ from meshloom.replica.buffers.tracked_buffer import TrackedBuffer, fits
 
 
 class Rerun:
-    """Runs a chunk again on other values of its buffers.
+    """Runs a chunk again on other values of its buffers; afterwards all of the model's are as they were.
 
     ends: what came of it; where its forward alone gives something else, its backward runs too. So it does of a loss that
         takes gradients itself, which fails without them.
@@ -49,21 +49,23 @@ class Rerun:
                 raise
 
     def _run(self, values: Mapping[str, Tensor]) -> tuple[Mapping[str, Tensor], Any]:
-        for buffer in self._buffers:
-            buffer.put(values[buffer.name].clone())
-        with torch.set_grad_enabled(self._backward), preserved_draws():
-            loss = self._rerun()
-            # checkpointed parts write once more
-            if self._backward and isinstance(loss, Tensor) and loss.requires_grad:
-                loss_of = [each for each in self._model.parameters() if each.requires_grad]
-                torch.autograd.grad(loss, loss_of, allow_unused=True)
-        results: dict[str, Tensor] = {}
-        for buffer in self._buffers:
-            result = buffer.now()
-            if result is None or not fits(result, buffer):
-                raise ValueError("a buffer took another shape")
-            results[buffer.name] = result.detach().clone()
-        return results, loss.detach() if isinstance(loss, Tensor) else loss
+        # with others than the chunk's own values it may write other buffers, too
+        with _restored(self._model):
+            for buffer in self._buffers:
+                buffer.put(values[buffer.name].clone())
+            with torch.set_grad_enabled(self._backward), preserved_draws():
+                loss = self._rerun()
+                # checkpointed parts write once more
+                if self._backward and isinstance(loss, Tensor) and loss.requires_grad:
+                    loss_of = [each for each in self._model.parameters() if each.requires_grad]
+                    torch.autograd.grad(loss, loss_of, allow_unused=True)
+            results: dict[str, Tensor] = {}
+            for buffer in self._buffers:
+                result = buffer.now()
+                if result is None or not fits(result, buffer):
+                    raise ValueError("a buffer took another shape")
+                results[buffer.name] = result.detach().clone()
+            return results, loss.detach() if isinstance(loss, Tensor) else loss
 
 
 @contextmanager
@@ -82,7 +84,7 @@ def written_restored(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def restored(model: nn.Module) -> Iterator[None]:
+def _restored(model: nn.Module) -> Iterator[None]:
     """Put every buffer back, the object and its values."""
     kept = [
         (module, name, buffer, buffer.detach().clone())

@@ -35,6 +35,7 @@ class TrackedBuffer:
     read: bool = False
     factor: Tensor | None = None  # a [numel], where `known`
     known: Tensor | None = None
+    is_sure: bool = False  # every chunk changes it, as a program says
     chunks: int = 0  # that changed it since its factor is known
     varies: bool = False  # the factor differs between chunks
 

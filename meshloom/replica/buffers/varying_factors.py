@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from meshloom.core.errors import PeerLostError
 from meshloom.replica.buffers.recurrence import Unite, factor_of, finite, first_shift, flat, unflat
-from meshloom.replica.buffers.rerun import Rerun, restored
+from meshloom.replica.buffers.rerun import Rerun
 from meshloom.replica.buffers.tracked_buffer import ChunkEnds, TrackedBuffer
 
 _ROUNDING = 1024  # units of the precision, of factors that are equal
@@ -81,8 +81,7 @@ class VaryingFactors:
             values[each.name] = unflat(flat(point) + times * first_shift(point, point), point)
         ends = None if self._every_chunk else {each.name: chunk.ends[each.name] for each in changed}
         try:
-            with restored(self._model):
-                results, _ = Rerun(changed, chunk.rerun, self._model, ends)(values)
+            results, _ = Rerun(changed, chunk.rerun, self._model, ends)(values)
         except PeerLostError:
             raise
         except Exception:  # it refuses values that it would never see

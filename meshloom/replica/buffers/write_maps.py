@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import compress
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,7 @@ from meshloom.replica.buffers.recurrence import (
     flat,
     unflat,
 )
-from meshloom.replica.buffers.rerun import Rerun, restored
+from meshloom.replica.buffers.rerun import Rerun
 from meshloom.replica.buffers.tracked_buffer import ChunkEnds, TrackedBuffer
 
 
@@ -38,18 +39,22 @@ class WriteMaps:
         where, ends = chunk.where, chunk.ends
         if self._every_chunk:  # all elements count, so that all ranks do the same
             where, ends = {name: torch.ones_like(each) for name, each in where.items()}, None
-        fresh = [each for each in changed if not (each.last or each.varies) and self._has_new(each, chunk)]
+        fresh = self._fresh(changed, chunk)
+        if (
+            fresh and self._every_chunk
+        ):  # what still has the value that it is given (a teacher's, at first) tells nothing
+            changed = self._moved(changed, chunk)
+            fresh = self._fresh(changed, chunk)
         if not fresh:
             return []
         try:
             if chunk.rerun is None:
                 raise ValueError("it cannot be run again")
-            with restored(self._model):
-                run = Rerun(changed, chunk.rerun, self._model, ends)
-                starts = {buffer.name: buffer.start for buffer in changed}
-                modules = {buffer.name: buffer.module for buffer in changed}
-                parameters = [each.name for each in changed if isinstance(each.original, nn.Parameter)]
-                written = find_recurrences(starts, modules, run, self._unite, known_read=parameters)
+            run = Rerun(changed, chunk.rerun, self._model, ends)
+            starts = {buffer.name: buffer.start for buffer in changed}
+            modules = {buffer.name: buffer.module for buffer in changed}
+            parameters = [each.name for each in changed if isinstance(each.original, nn.Parameter)]
+            written = find_recurrences(starts, modules, run, self._unite, known_read=parameters)
         except PeerLostError:
             raise
         except Exception:  # a forward that runs only once
@@ -81,13 +86,21 @@ class WriteMaps:
         shifted = {
             name: unflat(flat(point) + first_shift(point, point), point) for name, point in points.items()
         }
-        with restored(self._model):
-            results, _ = Rerun(found, chunk.rerun, self._model, None)(shifted)
+        results, _ = Rerun(found, chunk.rerun, self._model, None)(shifted)
         for each in found:
             end = chunk.ends.get(each.name, each.start)
             shift = flat(shifted[each.name]) - flat(points[each.name])
             each.factor = factor_of(flat(results[each.name]) - flat(end), shift, each.start.dtype)
             each.known = _finite(each)
+
+    def _fresh(self, changed: Sequence[TrackedBuffer], chunk: ChunkEnds) -> list[TrackedBuffer]:
+        return [each for each in changed if not (each.last or each.varies) and self._has_new(each, chunk)]
+
+    def _moved(self, buffers: Sequence[TrackedBuffer], chunk: ChunkEnds) -> list[TrackedBuffer]:
+        """Those whose values the chunk has changed, on any rank that runs a part of it."""
+        mine = [bool(chunk.where[each.name].any()) for each in buffers]
+        flags = self._unite(torch.tensor(mine, dtype=torch.int64, device=buffers[0].start.device))
+        return list(compress(buffers, flags.tolist()))
 
     def _has_new(self, buffer: TrackedBuffer, chunk: ChunkEnds) -> bool:
         """Whether the chunk has changed elements whose factor is not known; on all ranks or on none."""
@@ -104,7 +117,7 @@ class WriteMaps:
         if tied:
             wrote = any(bool(chunk.where[name].any()) for name in tied if name in chunk.where)
             a = torch.zeros_like(start) if wrote else torch.ones_like(start)
-        elif buffer.last:
+        elif buffer.last or (self._every_chunk and buffer.name not in chunk.ends):
             a = torch.where(where, 0, torch.ones_like(start))
         elif buffer.varies and buffer.name in chunk.factors:
             a = torch.where(where | torch.isfinite(start), chunk.factors[buffer.name], 1.0)
@@ -155,8 +168,7 @@ class WriteMaps:
         point = finite(buffer.start)
         shifted = unflat(flat(point) + first_shift(point, point), point)
         try:
-            with restored(self._model):
-                results, _ = Rerun([buffer], chunk.rerun, self._model, None)({buffer.name: shifted})
+            results, _ = Rerun([buffer], chunk.rerun, self._model, None)({buffer.name: shifted})
         except PeerLostError:
             raise
         except Exception:  # it refuses a value that it would never see

@@ -100,7 +100,7 @@ def mark_what_is_written(
     if plan.captures:
         mark_settled(model, {name: path for name, path in found.settled.items() if path is not None})
     _check(found, plan)
-    return found, _notes(found)
+    return found, _notes(found, plan)
 
 
 def written_by_loss(
@@ -255,11 +255,6 @@ def _check(found: WrittenBesides, plan: Plan) -> None:
     if not found.settled:
         return
     name = next((name for name, path in found.settled.items() if path is None), next(iter(found.settled)))
-    if plan.zero == 3:
-        raise JobError(
-            f"The loss writes {name}, which is trained. With zero=3 its values are a copy that is let go of, so the change would be lost. {way_out} "
-            "Or use zero=2."
-        )
     if plan.captures and found.settled[name] is None:
         raise JobError(
             f"The loss itself writes {name}, which is trained, and with tp or pp that is no part of its program. Write it in the forward of the module that "
@@ -267,7 +262,7 @@ def _check(found: WrittenBesides, plan: Plan) -> None:
         )
 
 
-def _notes(found: WrittenBesides) -> list[str]:
+def _notes(found: WrittenBesides, plan: Plan) -> list[str]:
     notes: list[str] = []
     if found.frozen:
         more = f" and {len(found.frozen) - 1} more" if len(found.frozen) > 1 else ""
@@ -279,5 +274,9 @@ def _notes(found: WrittenBesides) -> list[str]:
         more = f" and {len(found.settled) - 1} more" if len(found.settled) > 1 else ""
         notes.append(
             f"The forward writes {next(iter(found.settled))}{more}, which is trained, the same in every chunk: each replica writes its own copy (docs/buffers.md)."
+        )
+    if found.settled and plan.zero == 3:
+        notes.append(
+            "With zero=3 that copy would be let go of, and the change lost, so parameters are kept whole, as with zero=2."
         )
     return notes

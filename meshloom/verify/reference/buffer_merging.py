@@ -22,6 +22,31 @@ _LARGE = 2**21
 _PART = 64  # a shift by this part of a value is small
 
 
+Numbers = dict[tuple[str, str], float]  # (module, attribute)
+
+
+def plain_numbers(model: nn.Module) -> Numbers:
+    """Numbers in attributes of modules, which chunks of a step all find as they were before it."""
+    return {
+        (path, name): value
+        for path, module in model.named_modules()
+        for name, value in vars(module).items()
+        if type(value) in (int, float)
+    }
+
+
+def changed_numbers(model: nn.Module, before: Numbers) -> Numbers:
+    """Those that differ from `before`, of the same attributes."""
+    now = plain_numbers(model)
+    return {place: now[place] for place, was in before.items() if place in now and now[place] != was}
+
+
+def put_numbers(model: nn.Module, numbers: Numbers) -> None:
+    """Set these attributes."""
+    for (path, name), value in numbers.items():
+        vars(model.get_submodule(path))[name] = value
+
+
 class BufferMerging:
     """The buffers of `model` from step to step. The kind of each buffer's write is determined at its first
     write."""

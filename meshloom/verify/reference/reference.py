@@ -28,7 +28,13 @@ from meshloom.core.modules.compiled import named_as_written
 from meshloom.core.plan import Plan
 from meshloom.core.random import model_seed, preserved_draws, seed_everything
 from meshloom.parameters.keyed_init import call_model
-from meshloom.verify.reference.buffer_merging import BufferMerging
+from meshloom.verify.reference.buffer_merging import (
+    BufferMerging,
+    Numbers,
+    changed_numbers,
+    plain_numbers,
+    put_numbers,
+)
 from meshloom.verify.reference.chunk_run import ChunkResult, ChunkRun
 from meshloom.verify.reference.chunks_of_plan import ReferenceForward, forwards_of
 from meshloom.verify.reference.float64_blocks import norm_of_all
@@ -92,8 +98,8 @@ class Reference:
         self.chunks: list[ChunkRecord] = []
         self._loss_sum = self._weight = 0.0
         self._divisor = 1.0  # of `ChunkResult`
-        # buffers and untrained parameters at the start of the last step
-        self._initial: dict[str, Tensor] = {}
+        # at the start of the last step: numbers in attributes; buffers and untrained parameters
+        self._numbers, self._initial = Numbers(), dict[str, Tensor]()
         self.before: dict[str, Tensor] = {}  # parameters before the last update, until the next step
 
     @property
@@ -132,6 +138,7 @@ class Reference:
         chunks: list[ChunkRecord] = []
         loss = weight = 0.0
         self.model.zero_grad(set_to_none=True)
+        self._numbers, latest = plain_numbers(self.model), Numbers()
         if not self.chunks and self._initial.keys() & self.parameters.keys():  # there may be a teacher
             _look_for_copies(self, self._buffers)
         start = self._buffers.snapshot()
@@ -139,11 +146,13 @@ class Reference:
         for forward in self.forwards():
             self._buffers.load(start)
             result = self.run_forward(forward)
+            latest |= changed_numbers(self.model, self._numbers)
             written.append((forward, self._buffers.snapshot(start)))
             loss, weight = loss + result.loss_sum, weight + result.weight
             chunks += self.records(forward, result)
         self.divide(weight)
         self._buffers.load(self._buffers.merge(start, written, self._rerun_forward))
+        put_numbers(self.model, self._numbers | latest)
         return loss, weight, chunks
 
     def replace_gradient(self, name: str, gradient: Tensor | None) -> None:
@@ -186,6 +195,7 @@ class Reference:
 
     def run_forward(self, forward: ReferenceForward) -> ChunkResult:
         """Forward and backward of the last step's `forward`; gradients accumulate."""
+        put_numbers(self.model, self._numbers)
         result = self._chunk_run.run(forward, self.step, self._casts, len(self.samples))
         self._divisor = result.divisor
         return result
@@ -201,6 +211,7 @@ class Reference:
         self._buffers.load(buffers)
         self.model.zero_grad(set_to_none=True)
         try:
+            put_numbers(self.model, self._numbers)
             self._chunk_run.run(forward, self.step, None, len(self.samples))
             return self._buffers.snapshot()
         finally:
@@ -224,13 +235,14 @@ class Reference:
     def restore(self) -> None:
         """Restore buffers and untrained parameters as they were at the start of the last step."""
         _put(self._initial, _untrained(self.model), self._buffers)
+        put_numbers(self.model, self._numbers)
 
     @contextmanager
     def rerun(self) -> Iterator[Gradients]:
         """A context with the state before the last step's forward, and its gradients set aside; the state
         after the step is restored at the end."""
         after = {name: value.detach().clone() for name, value in _untrained(self.model)}
-        gradients = self.gradients
+        gradients, numbers = self.gradients, plain_numbers(self.model)
         with preserved_draws(), self._watch.attached():
             try:
                 self.restore()
@@ -238,6 +250,7 @@ class Reference:
                 yield gradients
             finally:
                 _put(after, _untrained(self.model), self._buffers)
+                put_numbers(self.model, numbers)
                 for name, gradient in gradients.items():
                     self.parameters[name].grad = gradient
 

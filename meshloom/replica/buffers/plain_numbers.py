@@ -1,0 +1,130 @@
+"""Numbers in plain attributes of modules that forwards set: `self.calls += 1`, a temperature that falls.
+
+They follow the rule of buffers (docs/buffers.md): every chunk of a step finds them as they were before it. After the step
+they are, on every replica, what the last chunk made of them that changed them, so a counter counts steps.
+"""
+
+from __future__ import annotations
+
+import dis
+import struct
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from types import CodeType, FunctionType
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshloom.comm.group import Group
+from meshloom.comm.steps import Steps
+from meshloom.telemetry.traffic import ExpectedBytes, Traffic
+
+Place = tuple[nn.Module, str]
+_UNCHANGED, _WHOLE, _REAL = range(3)
+_LARGEST = 2**63
+
+
+class PlainNumbers:
+    """Those of `model`. losses: functions that may set some. group: the replicas, in order of their chunks."""
+
+    def __init__(self, model: nn.Module, losses: Iterable[Callable[..., Any]], group: Group) -> None:
+        self._group = group
+        self._places = list(_places(model, losses))
+        self._start: list[Any] | None = None  # before the step, once a chunk of it has begun
+        self._latest: dict[
+            int, Any
+        ] = {}  # number of a place -> what the last chunk made of it that changed it
+        self._sent = 0  # bytes
+
+    @contextmanager
+    def chunk(self) -> Iterator[None]:
+        """Around one chunk's forward; this replica's in order."""
+        self.put_back()
+        yield
+        for number, ((module, name), before) in enumerate(zip(self._places, self._start or (), strict=True)):
+            now = vars(module).get(name)
+            if type(now) in (int, float) and (type(now) is not type(before) or now != before):
+                self._latest[number] = now
+
+    def put_back(self) -> None:
+        """As they were before the step."""
+        if self._start is None:
+            self._start = [vars(module).get(name) for module, name in self._places]
+        for (module, name), value in zip(self._places, self._start, strict=True):
+            if vars(module).get(name) is not value:
+                vars(module)[name] = value
+
+    def finish(self) -> Steps[None]:
+        """After the step's last chunk."""
+        if not self._places:
+            return
+        self.put_back()
+        rows = [_encoded(self._latest.get(number)) for number in range(len(self._places))]
+        mine = torch.tensor(rows, dtype=torch.int64)
+        everyone = mine[None]
+        if self._group.size > 1:
+            everyone = mine.new_empty(self._group.size, *mine.shape)
+            work = self._group.all_gather(everyone.view(-1), mine.view(-1))
+            self._sent += mine.nbytes
+            yield
+            work.wait()
+        for replica in everyone.tolist():
+            for (module, name), row in zip(self._places, replica, strict=True):
+                if row[0] != _UNCHANGED:
+                    vars(module)[name] = _decoded(*row)
+        self._start, self._latest = None, {}
+
+    def expected_bytes(self) -> ExpectedBytes:
+        """Bytes so far."""
+        return ExpectedBytes(so_far=Traffic.along("dp", all_gather=self._sent))
+
+
+def _places(model: nn.Module, losses: Iterable[Callable[..., Any]]) -> Iterator[Place]:
+    """Attributes that hold numbers, of names that code of the model's classes, but for constructors, or of the losses sets."""
+    kinds = {base for module in model.modules() for base in type(module).__mro__ if not _is_torchs(base)}
+    functions = [
+        getattr(each, "__wrapped__", each)
+        for kind in kinds
+        for name, each in vars(kind).items()
+        if name != "__init__"
+    ]
+    for loss in losses:
+        while isinstance(loss, partial):
+            loss = loss.func
+        functions.append(getattr(loss, "__func__", loss))
+    names = {name for each in functions if isinstance(each, FunctionType) for name in _set_by(each.__code__)}
+    for module in model.modules() if names else ():
+        for name, value in vars(module).items():
+            if name in names and type(value) in (int, float):
+                yield module, name
+
+
+def _set_by(code: CodeType) -> Iterator[str]:
+    for each in dis.get_instructions(code):
+        if each.opname == "STORE_ATTR":
+            yield each.argval
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _set_by(constant)
+
+
+def _is_torchs(kind: type) -> bool:
+    return kind is object or kind.__module__.split(".")[0] in ("torch", "builtins")
+
+
+def _encoded(value: float | None) -> tuple[int, int]:
+    """
+    >>> [_decoded(*_encoded(each)) for each in (3, -2.5)], _encoded(None)
+    ([3, -2.5], (0, 0))
+    """
+    if value is None or (isinstance(value, int) and not -_LARGEST <= value < _LARGEST):
+        return _UNCHANGED, 0
+    if isinstance(value, int):
+        return _WHOLE, value
+    return _REAL, struct.unpack("<q", struct.pack("<d", value))[0]
+
+
+def _decoded(kind: int, bits: int) -> float:
+    return bits if kind == _WHOLE else struct.unpack("<d", struct.pack("<q", bits))[0]

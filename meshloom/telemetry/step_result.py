@@ -1,0 +1,33 @@
+"""The result of a training step, as every rank knows it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from meshloom.core.device.readback import Readback
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """The result of a step: loss (mean over the global batch), its weight, its samples, and the gradient norm
+    if clipping is on, which may still be on its way.
+
+    asked: whether some rank asks for something between steps; equal on all. losses: of several, the newest of each by
+        name; the rest is of the first one, but for what is `logged`. skipped: whether nothing was updated, as gradients overflowed.
+    """
+
+    step: int
+    loss: float
+    weight: float
+    samples: int
+    norm: Readback | None
+    asked: bool = False
+    losses: Mapping[str, float] = field(default_factory=dict[str, float])
+    skipped: bool = False
+    logged: Mapping[str, float] = field(default_factory=dict[str, float])
+
+    @property
+    def gradient_norm(self) -> float | None:
+        """Waits for the device, unless a later step's loss is known."""
+        return None if self.norm is None else float(self.norm.values())

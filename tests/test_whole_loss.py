@@ -1,0 +1,124 @@
+"""Losses that cannot be read run whole on every rank of a replica (docs/opaque.md)."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import meshloom as ml
+from meshloom.replica.replica_state import full_state
+from meshloom.telemetry.progress import QUIET
+from meshloom.verify.run import verify
+from tests.processes import on_ranks
+from tests.zoo import integers, job_of, normal
+
+pytestmark = pytest.mark.usefixtures("silent_export")
+TOLERANCE = 1e-10  # float64; sums over chunks in other orders
+
+
+class Cut(nn.Module):
+    """A number that Python draws is where its input is cut; statistics are kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.norm, self.two = nn.Linear(7, 9), nn.BatchNorm1d(9), nn.Linear(9, 5)
+        self.drop = nn.Dropout(0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        at = int(random.random() * 6) if self.training else 3
+        x = torch.cat([x[:, at:], x[:, :at]], 1)
+        return self.two(self.drop(torch.tanh(self.norm(self.one(x)))))
+
+
+def loss(model: Any, b: dict[str, Tensor]) -> Tensor:
+    return F.cross_entropy(model(b["x"]), b["y"])
+
+
+def data() -> list[dict[str, Tensor]]:
+    x, y = normal(1, 7).double(), integers(2, 5)
+    return [{"x": x[row], "y": y[row]} for row in range(len(x))]
+
+
+def job(**settings: Any) -> ml.Job:
+    evaluate = ml.Evaluate(data=data, metrics={"loss": loss}, every=2)
+    return job_of(lambda: Cut().double(), loss, data(), evaluate=evaluate, clip_grad_norm=0.5, **settings)
+
+
+def trained(plan: str, **settings: Any) -> tuple[list[float], dict[str, Tensor], dict[str, float], bool]:
+    """Losses, state and metrics, and whether the bytes that were predicted were sent."""
+    with ml.Trainer(job(), plan, devices="simulated", listener=QUIET, **settings) as trainer:
+        losses = [trainer.step(batch) for batch in trainer.batches()]
+        state = trainer.together(full_state)[0]
+        found = trainer.evaluate()
+        summary = trainer.summary(1.0, {}, None)
+        return losses, state, found, summary.predicted == summary.counted
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "tp=2",
+        "dp=2,pp=2,tp=2",
+        *(
+            pytest.param(each, marks=pytest.mark.slow)
+            for each in ("pp=2,microbatches=2", "dp=2,tp=2,zero=1", "dp=2,tp=2,zero=3", "dp=2,pp=2,schedule=zb-h1,microbatches=2")
+        ),
+    ],
+)  # fmt: skip
+def test_it_equals_one_device_and_is_said(plan: str, capsys: pytest.CaptureFixture[str]) -> None:
+    report = verify(job(), ml.Plan.parse(plan), devices="simulated", steps=2)
+    assert report is not None
+    assert report.passed, report.causes
+    assert "The loss cannot be read, so it runs as written, whole, on every rank" in capsys.readouterr().err
+
+
+def test_training_and_evaluation_are_those_of_dp_alone() -> None:
+    losses, state, metrics, _ = trained("dp=2")
+    ours, held, found, as_predicted = trained("dp=2,pp=2,tp=2")
+    assert ours == pytest.approx(losses, rel=TOLERANCE)
+    assert found == pytest.approx(metrics, rel=TOLERANCE)
+    assert all(torch.allclose(held[name], each, rtol=TOLERANCE) for name, each in state.items())
+    assert as_predicted
+
+
+def test_a_run_goes_on_under_another_plan(tmp_path: Path) -> None:
+    _, state, _, _ = trained("dp=1")
+    with ml.Trainer(job(), "tp=2,pp=2", devices="simulated", listener=QUIET, out=tmp_path) as trainer:
+        for batch in trainer.batches():
+            trainer.step(batch)
+            if batch.step == 1:
+                trainer.save()
+                break
+    _, held, _, _ = trained("dp=1", resume=tmp_path)
+    assert all(torch.allclose(held[name], each, rtol=TOLERANCE) for name, each in state.items())
+
+
+def test_what_only_a_program_can_do_is_refused() -> None:
+    for asked in ("recompute=full", "tp_placements=one:column"):
+        with pytest.raises(ml.MeshloomError, match="Plans with dp alone run the module as it is"):
+            ml.Trainer(job(), f"tp=2,{asked}", devices="simulated", listener=QUIET)
+
+
+def on_a_rank(plan: str, out: str) -> tuple[list[float], bool]:
+    with ml.Trainer(job(), plan, share=True, listener=QUIET, out=Path(out)) as trainer:
+        losses = [trainer.step(batch) for batch in trainer.batches()]
+        summary = trainer.summary(1.0, {}, None)
+        trainer.save()
+        return losses, summary.predicted == summary.counted
+
+
+@pytest.mark.processes
+def test_processes_run_it_and_save(tmp_path: Path) -> None:
+    expected, state, _, _ = trained("dp=2")
+    for losses, as_predicted in on_ranks(on_a_rank, 4, "dp=2,tp=2", str(tmp_path)):
+        assert losses == pytest.approx(expected, rel=TOLERANCE)
+        assert as_predicted
+    with ml.Trainer(job(steps=4), "dp=1", devices="simulated", listener=QUIET, resume=tmp_path) as trainer:
+        held = trainer.together(full_state)[0]
+    assert all(torch.allclose(held[name], each, rtol=TOLERANCE) for name, each in state.items())
