@@ -86,6 +86,7 @@ def _add_runs(train: argparse.ArgumentParser, verify: argparse.ArgumentParser) -
             "--devices", default="auto", help="auto, cuda, cpu, simulated, or simulated:cuda (default: auto)"
         )
         _add_common(verb, transport=True, oversubscribe=True, timeout_seconds=600)
+        verb.add_argument("--cache", default="auto", metavar="DIR", help=CACHE_HELP)
         verb.add_argument(
             "--overcommit", action="store_true", help="run although memory is predicted not to suffice"
         )  # fmt: skip
@@ -106,12 +107,14 @@ def _add_runs(train: argparse.ArgumentParser, verify: argparse.ArgumentParser) -
         "--overwrite", action="store_true", default=None,
         help="begin anew although DIR holds an earlier run's checkpoints; they go once this run has saved its first",
     )  # fmt: skip
-    train.add_argument("--cache", default="auto", metavar="DIR", help=CACHE_HELP)
     train.add_argument(
         "--timings", action="store_true", help="print the seconds of each phase of the start and of the run at the end"
     )  # fmt: skip
     add_asynchronous(train)
     verify.add_argument("--steps", type=int, default=3, help="steps to compare (default: 3)")
+    verify.add_argument(
+        "--quick", action="store_true", help="these steps alone: no evaluation, no checkpoint and resuming, no end of an epoch"
+    )  # fmt: skip
     verify.add_argument(
         "--dtype", choices=["float64", "float32"], help="compare in this precision (default: the model's own)"
     )

@@ -20,7 +20,7 @@ def verify_plan(arguments: argparse.Namespace, job: Job, records: Records) -> in
     report = verify(
         job, plan_of(arguments), devices=arguments.devices, steps=arguments.steps, dtype=dtype, timeout_seconds=arguments.timeout,
         transport=arguments.transport, oversubscribe=arguments.oversubscribe, overcommit=arguments.overcommit, blocks=arguments.blocks,
-        against=torch.float64 if arguments.against else None,
+        against=torch.float64 if arguments.against else None, quick=arguments.quick, cache=arguments.cache,
     )  # fmt: skip
     if report is None:  # the process of another rank: rank 0 reports
         return 0

@@ -21,29 +21,31 @@ from meshloom.launch.events import send_event
 from meshloom.launch.failure import report_stop
 from meshloom.launch.processes.signals import StopRequests
 from meshloom.launch.world import World
+from meshloom.replica.chunk_scope import Observer
 from meshloom.replica.replica import StepResult
-from meshloom.replica.replica_state import check_identical, check_team, settle, take_notes
+from meshloom.replica.replica_state import take_notes
 from meshloom.telemetry.progress import QUIET, Listener
 from meshloom.telemetry.summary import Summary
 from meshloom.telemetry.timings import Timings
 from meshloom.train.batch_readers import BatchReaders
+from meshloom.train.checkpoints.run_checkpoints import RunCheckpoints
 from meshloom.train.contract import Batch
 from meshloom.train.evaluation import TeamEvaluation
 from meshloom.train.idle_ranks import idle_lines_of
 from meshloom.train.local_replicas import LocalReplicas
 from meshloom.train.memory_check import prepare
-from meshloom.train.run_checkpoints import RunCheckpoints
+from meshloom.train.rank_comparison import CHECK_EVERY, RankComparison
+from meshloom.train.run_digest import run_digest
 from meshloom.train.share_measurement import ShareMeasurement
 from meshloom.train.step_meter import ProgressLines, StepMeter
 from meshloom.train.timeline_recording import TimelineRecording
-
-CHECK_EVERY = 100  # steps between comparisons of the replicas' bits; the first is after the run's first step
 
 
 class SynchronousRun:
     """A job under a plan in `world`.
 
-    `next_step`: steps done. losses: of several, the newest of each. leave: closes this run and then the world, while all ranks are still there.
+    `next_step`: steps done; set to another, `batches()` goes on with the data of that step. losses: of several, the newest of each. digest: of what runs.
+    leave: closes this run and then the world, while all ranks are still there.
     """
 
     def __init__(
@@ -73,11 +75,12 @@ class SynchronousRun:
             )
             building.callback(self._checkpoints.close)
             self.replicas.together(lambda replica: prepare(replica, overcommit=overcommit, cache=cache))
+            self.digest = self.replicas.together(run_digest)[0]
             self._data = BatchReaders(job, plan, shares, self.replicas, timings, steps=steps)
             self._measurement = ShareMeasurement(job, plan, shares, self.replicas, listener, simulated=world.kind == "simulated")  # fmt: skip
             if resume is not None:
                 self._resume(resume)
-            self._checked = -1  # the step after which replicas were compared
+            self._comparison = RankComparison(plan, self.replicas)
             self._meter = StepMeter(job, plan, self.replicas)
             self._evaluation = TeamEvaluation(job, plan, shares, self.replicas, self._meter)
             self._recording = TimelineRecording(plan, self.replicas, out, start_step=self.next_step, steps=steps, main=world.main)  # fmt: skip
@@ -158,7 +161,8 @@ class SynchronousRun:
             self._asked = result.asked
             replicas.enter("comparing", self.next_step)
             with self._timings.of("comparing ranks"):
-                self._compare(batch.step)
+                self._comparison.after_step(self.next_step, self._steps, meter)
+                self._measurement.after_step(self.next_step, self._steps)
             replicas.enter("between steps", self.next_step)
         if recorded:
             self._recording.keep(self.next_step)
@@ -188,6 +192,31 @@ class SynchronousRun:
         with self._timings.of("saving"):
             return self._checkpoints.save(self.next_step, wait=wait)
 
+    @property
+    def steps_per_epoch(self) -> int | None:
+        """While `batches()` is under way; None: of a stream, whose length is unknown."""
+        return self._data.steps_per_epoch
+
+    def observe(self, observers: Sequence[Observer | None]) -> None:
+        """Let these observe the steps of this process's replicas, one each. They compare what ranks hold, which the run then
+        leaves to them."""
+        for replica, observer in zip(self.replicas.all, observers, strict=True):
+            replica.scope.observer = observer
+        self._comparison.is_on = False
+
+    def save_into(self, out: Path) -> None:
+        """Write checkpoints into `out` from now on. All ranks call it."""
+        self._checkpoints = RunCheckpoints(
+            self._job,
+            self._plan,
+            self._shares,
+            self.replicas,
+            out,
+            self._listener,
+            resume=None,
+            overwrite=True,
+        )
+
     def finish(self) -> None:
         """Wait for a checkpoint that is being written; raises why it could not be."""
         self._checkpoints.finish()
@@ -195,23 +224,6 @@ class SynchronousRun:
     def summary(self, seconds: float, evaluation: dict[str, float], checkpoint: Path | None) -> Summary:
         """Bytes and seconds of the steps so far, of this process's first rank."""
         return self._meter.summary(seconds, evaluation, checkpoint)
-
-    def _compare(self, step: int) -> None:
-        """After a step, where due: compare replicas, change shares, compare ranks within a replica."""
-        last = self.next_step == self._steps
-        replicas = self.replicas
-        if last:
-            replicas.together(settle)
-        due = self.next_step // CHECK_EVERY > self._checked // CHECK_EVERY or last
-        if self._plan.dp > 1 and due and replicas.first.exchange.settled:
-            replicas.together(lambda replica: check_identical(replica, step))
-            self._meter.checks += 1
-            self._checked = self.next_step
-        self._measurement.after_step(self.next_step, self._steps)
-        if self._plan.mesh.size > self._plan.dp and (
-            self.next_step % CHECK_EVERY == 0 or last or self._meter.num_steps == 0
-        ):
-            replicas.together(lambda replica: check_team(replica, step))
 
     def _stop(self) -> NoReturn:
         """Stop on request: save, explain, and exit with the exit code of the signal."""

@@ -42,7 +42,7 @@ from meshloom.verify.compare_chunks import facts_of, first_module
 from meshloom.verify.reference.float64_blocks import distance, float64_blocks, norm, same_rows
 from meshloom.verify.reference.step_records import Cast, StepRecord
 
-Kind = Literal["loss", "norm", "gradient", "buffer", "parameter", "update"]
+Kind = Literal["loss", "norm", "gradient", "buffer", "parameter", "update", "metric", "saved"]
 Gradients = Mapping[str, Tensor | None]
 FLOOR = 1e-3
 ROUNDING_UNITS = 16

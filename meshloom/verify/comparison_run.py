@@ -56,7 +56,8 @@ class ComparisonRun:
     """Compares a plan's steps with those of `reference`, which it runs. against: measures the first step."""
 
     def __init__(self, reference: Reference, against: AgainstFloat64 | None = None) -> None:
-        self._reference, self._against = reference, against
+        self.reference = reference
+        self._against = against
         self._from_float64: FromFloat64 | None = None
         self._comparer = Comparer(
             plan=reference.plan,
@@ -65,7 +66,7 @@ class ComparisonRun:
             lowered=reference.updated.dtype,
         )
         self._steps: list[Comparison] = []
-        self._causes: list[Cause] = []
+        self.causes: Sequence[Cause] = ()
         self._whole: WholeBatch | None = None
         self._previous: Gradients | None = None  # subsampled
         self._gradients: GradientErrors
@@ -77,7 +78,7 @@ class ComparisonRun:
 
     def begin(self) -> None:
         """Begin a step: forward and backward of the reference."""
-        reference = self._reference
+        reference = self.reference
         reference.run()
         if self._against:
             self._against.begin()
@@ -91,7 +92,7 @@ class ComparisonRun:
                 )
         travels = travels_at(reference.plan, reference.precision)
         # after a difference the two have different parameters
-        agreed = all(step.passed for step in self._steps)
+        agreed = self.passed
         self._gradients = GradientErrors(
             reference.gradients,
             reference.step,
@@ -106,9 +107,24 @@ class ComparisonRun:
         self.subsampled = {}
 
     @property
+    def passed(self) -> bool:
+        """Whether all steps so far agree."""
+        return all(step.passed for step in self._steps)
+
+    @property
+    def tolerance(self) -> float:
+        """Of losses and metrics."""
+        return self._comparer.tolerance(self.reference.casts)
+
+    @property
+    def updated_tolerance(self) -> float:
+        """Of what an optimizer has computed."""
+        return self._comparer.tolerance(updated=True)
+
+    @property
     def _is_first(self) -> bool:
         """Whether the step is the first with an update."""
-        return all(step.skipped for step in self._steps) and not self._reference.scale.overflowed
+        return all(step.skipped for step in self._steps) and not self.reference.scale.overflowed
 
     def _gradient_errors(self) -> list[TensorError]:
         """Of the step; none if gradients overflow: they are not finite on either side, each in its own elements."""
@@ -116,18 +132,18 @@ class ComparisonRun:
 
     def add_gradient(self, name: str, ours: Tensor | None) -> None:
         """Compare the plan's next averaged gradient, which is not kept."""
-        if self._reference.scale.overflowed:
+        if self.reference.scale.overflowed:
             return
         self.subsampled[name] = None if ours is None else subsample(ours)
         if self._against:
-            self._against.add(name, ours, self._reference.gradients.get(name))
+            self._against.add(name, ours, self.reference.gradients.get(name))
         if self._gradients.compare(name, ours).passed:
-            self._reference.replace_gradient(name, ours)
+            self.reference.replace_gradient(name, ours)
 
     def update(self) -> None:
         """Update the reference after all gradients have arrived. If some differ, collect evidence first,
         while the parameters are still those of the gradients."""
-        reference = self._reference
+        reference = self.reference
         self._evidence = initial_evidence(reference, self._gradients.norms, self._previous)
         self._reference_skips = reference.scale.overflowed
         if not all(error.passed for error in self._gradient_errors()) and all(
@@ -143,9 +159,9 @@ class ComparisonRun:
 
     def add_state(self, name: str, ours: Tensor) -> None:
         """Compare the plan's next parameter or buffer after the step, which is not kept."""
-        compared = self._state.compare(name, self._reference.updated.settled(name, ours))
-        if all(error.passed for error in compared) and name in self._reference.parameters:
-            self._reference.replace_parameter(name, ours)
+        compared = self._state.compare(name, self.reference.updated.settled(name, ours))
+        if all(error.passed for error in compared) and name in self.reference.parameters:
+            self.reference.replace_parameter(name, ours)
 
     def end(self, ours: StepRecord) -> None:
         """Compare the rest of the step. ours: the plan's record."""
@@ -154,14 +170,14 @@ class ComparisonRun:
         if self._against and not self._reference_skips:
             self._from_float64, self._against = self._against.result(*comparison.loss), None
         if not comparison.passed and all(step.passed for step in self._steps):
-            self._causes = diagnose(comparison, ours, self._reference_record, self._evidence, self._steps)
+            self.causes = diagnose(comparison, ours, self._reference_record, self._evidence, self._steps)
         self._steps.append(comparison)
         self._previous = dict(self._reference_record.gradients)
 
     def result(self) -> ComparisonResult:
         """The result of all steps so far."""
         return ComparisonResult(
-            steps=self._steps, causes=self._causes, whole=self._whole, comparer=self._comparer,
+            steps=self._steps, causes=self.causes, whole=self._whole, comparer=self._comparer,
             from_float64=self._from_float64,
         )  # fmt: skip
 

@@ -81,7 +81,7 @@ def _from_draws(ours: StepRecord, reference: StepRecord, plan: Plan) -> Iterator
                 yield Cause("same draws", f"Chunks {other} and {key} ({replicas}) {what}, under {who}.")
                 return
     chunks, right = filled(ours.chunks), filled(reference.chunks)
-    if plan.captures:  # draws inside captured programs are not observed
+    if plan.captures or plan.compiles:  # draws inside captured programs, or compiled ones, are not observed
         return
     wrong = [
         index
