@@ -29,7 +29,7 @@ from meshloom.core.job import Job
 from meshloom.core.units import format_bytes
 from meshloom.machine.process_memory import regained_bytes
 from meshloom.telemetry.progress import QUIET, Listener
-from meshloom.train.checkpoints import run_checkpoints
+from meshloom.train import run_checkpoints
 from meshloom.train.contract import Batch
 from meshloom.train.trainer import Trainer
 from tests.covering import few

@@ -28,7 +28,7 @@ from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.steps import run_in_steps
 from meshloom.core.errors import CheckpointError
 from meshloom.telemetry.progress import QUIET
-from meshloom.train.checkpoints import run_checkpoints
+from meshloom.train import run_checkpoints
 from meshloom.train.trainer import Trainer
 from tests.jobs import make_job
 from tests.saving_jobs import names_in, weights_of, written_in_parallel

@@ -116,6 +116,16 @@ def _add_runs(train: argparse.ArgumentParser, verify: argparse.ArgumentParser) -
         "--quick", action="store_true", help="these steps alone: no evaluation, no checkpoint and resuming, no end of an epoch"
     )  # fmt: skip
     verify.add_argument(
+        "--report", metavar="FILE.html", help="write the report as one self-contained page, too"
+    )
+    verify.add_argument(
+        "--junit", metavar="FILE.xml", help="write the verdicts as JUnit's XML, which CI systems show"
+    )
+    verify.add_argument(
+        "--repro", metavar="DIR",
+        help="where something differs, write the first tensor that does, of both sides, and the command, into DIR",
+    )  # fmt: skip
+    verify.add_argument(
         "--dtype", choices=["float64", "float32"], help="compare in this precision (default: the model's own)"
     )
     verify.add_argument(

@@ -28,13 +28,13 @@ from meshloom.telemetry.progress import QUIET, Listener
 from meshloom.telemetry.summary import Summary
 from meshloom.telemetry.timings import Timings
 from meshloom.train.batch_readers import BatchReaders
-from meshloom.train.checkpoints.run_checkpoints import RunCheckpoints
 from meshloom.train.contract import Batch
 from meshloom.train.evaluation import TeamEvaluation
 from meshloom.train.idle_ranks import idle_lines_of
 from meshloom.train.local_replicas import LocalReplicas
 from meshloom.train.memory_check import prepare
 from meshloom.train.rank_comparison import CHECK_EVERY, RankComparison
+from meshloom.train.run_checkpoints import RunCheckpoints
 from meshloom.train.run_digest import run_digest
 from meshloom.train.share_measurement import ShareMeasurement
 from meshloom.train.step_meter import ProgressLines, StepMeter
@@ -76,7 +76,7 @@ class SynchronousRun:
             building.callback(self._checkpoints.close)
             self.replicas.together(lambda replica: prepare(replica, overcommit=overcommit, cache=cache))
             self.digest = self.replicas.together(run_digest)[0]
-            self._data = BatchReaders(job, plan, shares, self.replicas, timings, steps=steps)
+            self.data = BatchReaders(job, plan, shares, self.replicas, timings, steps=steps)
             self._measurement = ShareMeasurement(job, plan, shares, self.replicas, listener, simulated=world.kind == "simulated")  # fmt: skip
             if resume is not None:
                 self._resume(resume)
@@ -94,7 +94,7 @@ class SynchronousRun:
     def close(self) -> None:
         """End reader processes and remove the hooks from the models."""
         self._closed = True
-        self._data.close()
+        self.data.close()
         self._stack.close()
 
     def fit(self) -> Summary:
@@ -127,14 +127,14 @@ class SynchronousRun:
         try:
             if self._out:
                 self._stop_requests.open()
-            self._data.open(self.next_step)
+            self.data.open(self.next_step)
             while self.next_step < self._steps:
                 if self._asked or (
                     self._stop_requests.received and len(self.replicas.all) == self._plan.mesh.size
                 ):
                     self._stop()
                 with self._meter.reading():
-                    batch = self._data.read(self.next_step)
+                    batch = self.data.read(self.next_step)
                 yield batch
                 if self.next_step == batch.step and not self._closed:
                     raise TrainingError(
@@ -142,11 +142,11 @@ class SynchronousRun:
                     )
         finally:
             self._stop_requests.close()
-            self._data.close()
+            self.data.close()
 
     def step(self, batch: Batch) -> float:
         """Train on a batch of `batches()`; returns the mean loss of the global batch."""
-        self._data.check(batch, self.next_step)
+        self.data.check(batch, self.next_step)
         if self._out and not self._stop_requests.armed:
             self._stop_requests.arm()
             send_event({"event": "saves"}) if self._stop_requests.armed else None
@@ -191,11 +191,6 @@ class SynchronousRun:
         `RunCheckpoints.save`."""
         with self._timings.of("saving"):
             return self._checkpoints.save(self.next_step, wait=wait)
-
-    @property
-    def steps_per_epoch(self) -> int | None:
-        """While `batches()` is under way; None: of a stream, whose length is unknown."""
-        return self._data.steps_per_epoch
 
     def observe(self, observers: Sequence[Observer | None]) -> None:
         """Let these observe the steps of this process's replicas, one each. They compare what ranks hold, which the run then

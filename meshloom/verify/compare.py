@@ -31,18 +31,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from meshloom.core.plan import Plan
+from meshloom.verify.between_steps.checks import Kind, TensorError
 from meshloom.verify.compare_chunks import facts_of, first_module
 from meshloom.verify.reference.float64_blocks import distance, float64_blocks, norm, same_rows
 from meshloom.verify.reference.step_records import Cast, StepRecord
 
-Kind = Literal["loss", "norm", "gradient", "buffer", "parameter", "update", "metric", "saved"]
 Gradients = Mapping[str, Tensor | None]
 FLOOR = 1e-3
 ROUNDING_UNITS = 16
@@ -68,25 +67,6 @@ def sums_in_other_orders(plan: Plan) -> bool:
 def tolerance_of(dtype: torch.dtype | None) -> float:
     """Of what is computed in this precision in other orders or pieces; None: 0."""
     return 0.0 if dtype is None else _TOLERANCES.get(dtype, 0.5)
-
-
-@dataclass(frozen=True, kw_only=True)
-class TensorError:
-    """The comparison of one tensor. elements: their number. moved: the tolerance is the measured effect of
-    rounding on the reference."""
-
-    name: str
-    kind: Kind
-    step: int
-    error: float
-    tolerance: float
-    elements: int = 1
-    moved: bool = False
-
-    @property
-    def passed(self) -> bool:
-        """Whether the error counts as rounding. NaN does not."""
-        return self.error <= self.tolerance
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,8 +146,7 @@ class Comparer:
         facts = [*facts_of(ours, reference, self.plan)]
         module: str | None = None
         if facts or not all(error.passed for error in errors):
-            wrong = {error.name for error in errors if error.kind == "gradient" and not error.passed}
-            module = first_module(ours, reference, wrong, tolerance, self.plan)
+            module = first_module(ours, reference, errors, tolerance, self.plan)
         losses = ours.loss, reference.loss
         return Comparison(
             step=reference.step,
@@ -313,7 +292,7 @@ class StateErrors:
         merged: torch.dtype | None = None,
     ) -> None:
         self._merged = merged
-        self._parameters = parameters
+        self._parameters, self._before = parameters, before
         self._buffers = buffers
         self._step = step
         self._tolerance, self._updated = tolerance, updated
@@ -358,10 +337,10 @@ class StateErrors:
             if size and reference.is_floating_point()
             else 0.0
         )
-        return [
-            self._tensor_error(name, "parameter", error, self._updated),
-            self._tensor_error(name, "update", _error(ours, reference, size), self._updated + rounding),
-        ]
+        update = self._tensor_error(name, "update", _error(ours, reference, size), self._updated + rounding)
+        if not update.passed:
+            update = replace(update, multiple=_multiple(ours, reference, self._before[name]))
+        return [self._tensor_error(name, "parameter", error, self._updated), update]
 
     def _allowed(self, name: str) -> float:
         rounded = self._merged if self._buffers[name].dtype == self._merged else None
@@ -388,6 +367,18 @@ def _norm_of_difference(after: Tensor, before: Tensor) -> float:
     """||after - before|| over the finite elements."""
     blocks = zip(float64_blocks(after), float64_blocks(before), strict=True)
     return math.sqrt(sum(float(torch.nan_to_num(a - b, 0.0, 0.0, 0.0).square().sum()) for a, b in blocks))
+
+
+def _multiple(ours: Tensor, reference: Tensor, before: Tensor) -> tuple[float, float] | None:
+    """How many times the reference's change is ours, by least squares, and what is left, as a share of it."""
+    dot = square = own = 0.0
+    blocks = zip(*map(float64_blocks, (ours.to(reference.device), reference, before)), strict=True)
+    for now, after, start in blocks:
+        mine, right = now - start, after - start
+        dot, square, own = dot + float(mine @ right), square + float(right @ right), own + float(mine @ mine)
+    if not square or not math.isfinite(own):
+        return None
+    return dot / square, math.sqrt(max(0.0, own - dot * dot / square) / square)
 
 
 def _ratio(difference: float, size: float) -> float:

@@ -22,12 +22,12 @@ from torch import Tensor
 
 from meshloom.core.plan import Plan
 from meshloom.verify.against_float64 import AgainstFloat64, FromFloat64
+from meshloom.verify.between_steps.checks import DifferingTensor, TensorError
 from meshloom.verify.compare import (
     Comparer,
     Comparison,
     GradientErrors,
     StateErrors,
-    TensorError,
     rounds_partial_sums,
     sums_in_other_orders,
     tolerance_of,
@@ -67,6 +67,7 @@ class ComparisonRun:
         )
         self._steps: list[Comparison] = []
         self.causes: Sequence[Cause] = ()
+        self.differing: DifferingTensor | None = None
         self._whole: WholeBatch | None = None
         self._previous: Gradients | None = None  # subsampled
         self._gradients: GradientErrors
@@ -112,6 +113,12 @@ class ComparisonRun:
         return all(step.passed for step in self._steps)
 
     @property
+    def computed_wrongly(self) -> bool:
+        """Whether in the first step that differs a loss or gradients do, and not only what follows from them."""
+        wrong = next((step for step in self._steps if not step.passed), None)
+        return wrong is not None and bool([*wrong.failed("loss"), *wrong.failed("gradient")])
+
+    @property
     def tolerance(self) -> float:
         """Of losses and metrics."""
         return self._comparer.tolerance(self.reference.casts)
@@ -137,8 +144,11 @@ class ComparisonRun:
         self.subsampled[name] = None if ours is None else subsample(ours)
         if self._against:
             self._against.add(name, ours, self.reference.gradients.get(name))
-        if self._gradients.compare(name, ours).passed:
+        found = self._gradients.compare(name, ours)
+        if found.passed:
             self.reference.replace_gradient(name, ours)
+        else:
+            self._keep_first(found, ours, self.reference.gradients.get(name))
 
     def update(self) -> None:
         """Update the reference after all gradients have arrived. If some differ, collect evidence first,
@@ -160,8 +170,24 @@ class ComparisonRun:
     def add_state(self, name: str, ours: Tensor) -> None:
         """Compare the plan's next parameter or buffer after the step, which is not kept."""
         compared = self._state.compare(name, self.reference.updated.settled(name, ours))
-        if all(error.passed for error in compared) and name in self.reference.parameters:
+        wrong = next((error for error in compared if not error.passed), None)
+        if wrong is not None:
+            right = (
+                self.reference.updated.all
+                if name in self.reference.updated.all
+                else dict(self.reference.model.named_buffers())
+            )
+            self._keep_first(wrong, ours, right[name])
+        elif name in self.reference.parameters:
             self.reference.replace_parameter(name, ours)
+
+    def _keep_first(self, error: TensorError, ours: Tensor | None, right: Tensor | None) -> None:
+        """Keep the first tensor that differs, of both sides."""
+        if self.differing is None and ours is not None and right is not None:
+            pair = ours.detach().to_dense().clone(), right.detach().to_dense().clone()
+            self.differing = DifferingTensor(
+                name=error.name, kind=error.kind, step=error.step, plan=pair[0], one_device=pair[1]
+            )
 
     def end(self, ours: StepRecord) -> None:
         """Compare the rest of the step. ours: the plan's record."""

@@ -11,8 +11,8 @@ from rich.table import Table
 
 from meshloom.core.units import format_count
 from meshloom.verify.against_float64 import FromFloat64
-from meshloom.verify.between_steps.checks import BetweenSteps
-from meshloom.verify.compare import Comparison, TensorError
+from meshloom.verify.between_steps.checks import BetweenSteps, DifferingTensor, TensorError
+from meshloom.verify.compare import Comparison
 from meshloom.verify.fewer_blocks import FewerBlocks
 from meshloom.verify.reference.mistakes import Cause
 from meshloom.verify.reference.step_records import Cast
@@ -32,6 +32,7 @@ class Report:
         batch, in the first step. fewer: the blocks of the model that were verified, if not all.
     digest: of what ran. notes: in what both sides are not as in training, a sentence each. between: what was compared between steps. general: mistakes
         on both sides, a sentence each. apart: of steps in which replicas had copies of their own, where they share one in training.
+    differing: the first tensor of a step that differs.
     """
 
     plan: str
@@ -51,6 +52,7 @@ class Report:
     between: Sequence[BetweenSteps] = ()
     general: Sequence[str] = ()
     apart: Report | None = None
+    differing: DifferingTensor | None = None
 
     @property
     def passed(self) -> bool:
@@ -132,7 +134,7 @@ def print_report(report: Report, console: Console) -> None:
         console.print(report.fewer.sentence, highlight=False, markup=False, soft_wrap=True)
     console.print(_losses(report))
     console.print(_errors(report))
-    for text in _lines(report):
+    for text in lines_of(report):
         console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
@@ -168,7 +170,8 @@ def _of(error: TensorError) -> str:
     return "" if error.kind in ("loss", "norm") else f" of {error.name}"
 
 
-def _lines(report: Report) -> list[str]:
+def lines_of(report: Report) -> list[str]:
+    """The verdict, its reasons, and what was compared besides steps: a line each, the verdict first."""
     lines: list[str] = []
     wrong = report.first_wrong
     lines += [f"DIFFERS on both sides: {each}" for each in report.general]
@@ -190,7 +193,7 @@ def _lines(report: Report) -> list[str]:
         lines += _between_lines(checked)
     if report.apart:
         lines.append("With a copy of the parameters for each replica, as in a training loop of one's own:")
-        lines += [f"  {line}" for line in _lines(report.apart)[: 1 if report.apart.passed else None]]
+        lines += [f"  {line}" for line in lines_of(report.apart)[: 1 if report.apart.passed else None]]
     lines += report.notes
     if report.digest:
         lines.append(
@@ -218,11 +221,12 @@ def _lines(report: Report) -> list[str]:
         lines.append(f"whole batch: not compared, {report.whole.why}")
     elif report.whole.equal:
         lines.append(
-            f"whole batch: equal to one device on the whole batch (largest error of a gradient {report.whole.error:.1e})"
+            f"whole batch: one device that runs the chunks is equal to one device on the whole batch (largest error of a gradient {report.whole.error:.1e})"
         )
     else:
         lines.append(
-            f"whole batch: gradients differ by up to {report.whole.error:.1e} from one device on the whole batch, because {report.whole.why}"
+            "whole batch: gradients of one device that runs the chunks differ by up to "
+            f"{report.whole.error:.1e} from one device on the whole batch, because {report.whole.why}"
         )
     return lines
 

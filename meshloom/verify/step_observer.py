@@ -111,7 +111,7 @@ class StepObserver:
         return StepRecord(
             step=result.step, loss=result.loss, weight=result.weight, gradient_norm=result.gradient_norm,
             gradients=self._comparison.subsampled if self._comparison else {}, chunks=sorted(records, key=lambda chunk: chunk.index),
-            replicas=[*map(digest_values, digests), *inconsistent], skipped=result.skipped,
+            replicas=[*map(digest_values, digests)], inconsistent=inconsistent, skipped=result.skipped,
         )  # fmt: skip
 
 

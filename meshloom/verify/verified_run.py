@@ -1,7 +1,7 @@
 """The run that is verified: the ordinary Trainer's, interrupted and resumed, whose steps and what lies between them are compared
 with one device.
 
-    steps 0 .. n-2, an evaluation, a checkpoint | resumed: step n-1, then the last step of an epoch and the first of the next
+    steps 0 .. n-3, an evaluation, a checkpoint | resumed: steps n-2 and n-1, then the last step of an epoch and the first of the next
 
 `quick`: the steps alone. On processes whose replicas have one copy of the parameters, two steps follow in which each has its
 own, as in a training loop of one's own.
@@ -29,6 +29,7 @@ from meshloom.launch.environment import scratch_directory
 from meshloom.parameters.file_weights import build_filled_model
 from meshloom.replica.replica import Replica
 from meshloom.telemetry.progress import Listener
+from meshloom.train.contract import Batch
 from meshloom.train.trainer import Trainer
 from meshloom.verify.against_float64 import AgainstFloat64
 from meshloom.verify.between_steps.checks import BetweenSteps
@@ -82,18 +83,22 @@ class VerifiedRun:
             self._take(trainer, range(steps))
 
     def whole(self, steps: int) -> None:
-        """So many steps, two or more, and what lies between them."""
+        """So many steps, three or more, and what lies between them. The second one after resuming is the first whose learning
+        rate the schedule computes."""
+        before, after = range(steps - 2), range(steps - 2, steps)
         total = max(self.job.steps, steps)
         with ExitStack() as around:
             with self._opened(total) as trainer:
-                passed = self._take(trainer, range(steps - 1)) and self._evaluate(trainer)
+                passed = self._take(trainer, before) and self._evaluate(trainer)
                 if not passed:
                     return
                 directory = around.enter_context(_directory(trainer))
                 path = self._save(trainer, directory, "the checkpoint")
                 ends = self._epoch_end(steps, total)
             with self._opened(total, resume=path) as trainer:
-                passed = self._take(trainer, [steps - 1], _RESUMED) and self._take(trainer, ends, _NEXT_EPOCH)
+                passed = self._take(trainer, after, special=_RESUMED) and self._take(
+                    trainer, ends, special=_NEXT_EPOCH
+                )
             if passed and self._is_simulated and self.plan.mesh.size > 1:
                 self._resume_elsewhere(path, total)
 
@@ -132,16 +137,14 @@ class VerifiedRun:
         with ExitStack() as attached:
             for observer in observers:
                 attached.enter_context(observer.attached())
-            batches, left = trainer.batches(), list(numbers)
-            while left:
-                if left[0] != run.next_step:
-                    run.next_step = left[0]
+            batches = attached.enter_context(_closing(trainer.batches()))
+            for number in numbers:
+                if special is _NEXT_EPOCH and number != run.next_step:
+                    run.next_step = number
                     if comparison:
-                        go_to(comparison.reference, left[0])
+                        go_to(comparison.reference, number)
                 trainer.step(next(batches))
-                del left[0]
-            self._steps_per_epoch = run.steps_per_epoch
-            batches.close()
+            self._steps_per_epoch = run.data.steps_per_epoch
         run.observe([None] * len(observers))
         passed = trainer.together(
             lambda replica: share(replica.context.world, comparison is None or comparison.passed)
@@ -193,6 +196,15 @@ class VerifiedRun:
             run.save_into(directory)
             again = trainer.save()
             self.between += [same_files(path, again, "the checkpoint resumed under dp=1 and saved again")]
+
+
+@contextmanager
+def _closing(batches: Any) -> Iterator[Iterator[Batch]]:
+    """Ends the readers of `Trainer.batches()` at the end of the context."""
+    try:
+        yield batches
+    finally:
+        batches.close()
 
 
 @contextmanager

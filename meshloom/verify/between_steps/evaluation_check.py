@@ -13,10 +13,8 @@ from meshloom.parameters.digest import digest
 from meshloom.replica.replica import Replica
 from meshloom.replica.replica_state import replicated_state
 from meshloom.train.trainer import Trainer
-from meshloom.verify.between_steps.checks import BetweenSteps
-from meshloom.verify.compare import TensorError
+from meshloom.verify.between_steps.checks import BetweenSteps, TensorError
 from meshloom.verify.reference.between_steps.evaluation import evaluate
-from meshloom.verify.reference.observers import DrawWatch
 from meshloom.verify.reference.reference import Reference
 from meshloom.verify.reference.reruns import perturbed_parameters
 
@@ -25,12 +23,8 @@ _REPEATS = 3  # of an evaluation with perturbed parameters
 
 def check_evaluation(trainer: Trainer, reference: Reference | None, tolerance: float) -> BetweenSteps | None:
     """Evaluate under the plan and on one device. All ranks call it; `reference` is rank 0's, where the result is."""
-    watches = [DrawWatch(each.context.device) for each in trainer.replicas]
     before = [_state(each) for each in trainer.replicas]
-    for watch in watches:
-        watch.start()
     ours = trainer.evaluate()
-    drew = any(watch.stop() for watch in watches)
     changed = [_changes(old, _state(each)) for old, each in zip(before, trainer.replicas, strict=True)]
 
     def facts_of(replica: Replica) -> Steps[list[list[str]]]:
@@ -40,10 +34,6 @@ def check_evaluation(trainer: Trainer, reference: Reference | None, tolerance: f
     if reference is None:
         return None
     facts = list(dict.fromkeys(fact for of_rank in of_ranks for fact in of_rank))
-    if drew:
-        facts.append(
-            "The evaluation moves torch's, random's or numpy's generator, which belongs to the job's own code."
-        )
     errors = _metric_errors(ours, reference, trainer.next_step, tolerance)
     return BetweenSteps(what=f"the evaluation after step {trainer.next_step - 1}", errors=errors, facts=facts)
 
