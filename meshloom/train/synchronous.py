@@ -82,7 +82,7 @@ class SynchronousRun:
                 self._resume(resume)
             self._comparison = RankComparison(plan, self.replicas)
             self._meter = StepMeter(job, plan, self.replicas)
-            self._evaluation = TeamEvaluation(job, plan, shares, self.replicas, self._meter)
+            self.evaluation = TeamEvaluation(job, plan, shares, self.replicas, self._meter)
             self._recording = TimelineRecording(plan, self.replicas, out, start_step=self.next_step, steps=steps, main=world.main)  # fmt: skip
             listener.started(_beginning(plan, world, one_copy=first.exchange.one_copy))
             notes = [*first.notes(), *idle_lines_of(first, plan, job.batch_size), *self.replicas.warnings]
@@ -123,7 +123,7 @@ class SynchronousRun:
     def batches(self) -> Iterator[Batch]:
         """This process's share of every remaining global batch; see `Trainer.batches`."""
         if self.next_step < self._steps:
-            self._evaluation.try_out(self.next_step)
+            self.evaluation.try_out(self.next_step)
         try:
             if self._out:
                 self._stop_requests.open()
@@ -184,7 +184,7 @@ class SynchronousRun:
 
     def evaluate(self) -> dict[str, float]:
         """Every metric of the job's `Evaluate`, averaged over all of its data."""
-        return self._evaluation.evaluate(self.next_step)
+        return self.evaluation.evaluate(self.next_step)
 
     def save(self, *, wait: bool = True) -> Path:
         """Write a checkpoint of the state after the newest step into `out`; returns its path. wait: of

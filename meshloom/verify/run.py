@@ -84,7 +84,7 @@ def verify(
     )  # fmt: skip
     with working_alone():
         run.quick(steps) if quick else run.whole(max(steps, 3))
-        apart = replace(run, comparison=None, between=[], causes=[], against=None)
+        apart = replace(run, comparison=None, between=[], causes=[], notes=[], against=None)
         if run.one_copy and not quick:
             apart.quick(_STEPS_APART, own_copies=True)
     return _report(run, apart, plan, keyed=keyed) if run.comparison else None
@@ -102,8 +102,9 @@ def _report(run: VerifiedRun, apart: VerifiedRun, plan: Plan, *, keyed: bool) ->
     return Report(
         plan=str(plan), devices=run.devices, precision=_name_of(result.comparer.precision), owned=run.owned,
         steps=result.steps, causes=run.causes, casts=result.comparer.casts, whole=result.whole, autocast=_of_precision(run.plan, result.comparer, run.dtype),
-        settings=numeric_settings(), from_float64=result.from_float64, digest=run.digest, notes=notes, between=run.between, differing=run.comparison.differing,
-        general=[*mistakes_of_draws(run.job)], apart=_report(apart, apart, plan, keyed=keyed) if apart is not run and apart.comparison else None,
+        settings=numeric_settings(), from_float64=result.from_float64, differing=run.comparison.differing, digest=run.digest,
+        notes=[*run.notes, *notes], between=run.between, general=[*mistakes_of_draws(run.job)],
+        apart=_report(apart, apart, plan, keyed=keyed) if apart is not run and apart.comparison else None,
     )  # fmt: skip
 
 

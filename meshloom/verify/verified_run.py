@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from meshloom.comm.objects import collect, share
 from meshloom.comm.steps import Steps
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
+from meshloom.core.units import format_bytes
 from meshloom.data.samples import first_batches
 from meshloom.data.to_device import to_device
 from meshloom.launch.environment import scratch_directory
@@ -42,6 +44,7 @@ from meshloom.verify.reference.mistakes import Cause
 from meshloom.verify.reference.reference import Reference
 from meshloom.verify.step_observer import StepObserver
 
+_STATE = 4  # times the parameters: themselves, two moments, copies
 Shares = Sequence[tuple[int, tuple[int, ...]]]
 _RESUMED = Cause(
     "resuming",
@@ -59,7 +62,8 @@ class VerifiedRun:
     settings: of every Trainer.
 
     comparison, between, causes: on rank 0, what came of it. digest: of what ran. devices: one line about them. owned: the
-    share of the trainable elements that each rank updates. one_copy: whether replicas had one copy of the parameters.
+    share of the trainable elements that each rank updates. one_copy: whether replicas had one copy of the parameters. notes: on
+    what was left out.
     """
 
     job: Job
@@ -75,6 +79,7 @@ class VerifiedRun:
     digest: str = ""
     devices: str = ""
     one_copy: bool = False
+    notes: list[str] = field(default_factory=list[str])
     _steps_per_epoch: int | None = None
 
     def quick(self, steps: int, *, own_copies: bool = False) -> None:
@@ -93,8 +98,12 @@ class VerifiedRun:
                 if not passed:
                     return
                 directory = around.enter_context(_directory(trainer))
-                path = self._save(trainer, directory, "the checkpoint")
                 ends = self._epoch_end(steps, total)
+                if lacking := trainer.together(partial(_lacking_room, directory=directory))[0]:
+                    self.notes.append(lacking)
+                    _ = self._take(trainer, after) and self._take(trainer, ends, special=_NEXT_EPOCH)
+                    return
+                path = self._save(trainer, directory, "the checkpoint")
             with self._opened(total, resume=path) as trainer:
                 passed = self._take(trainer, after, special=_RESUMED) and self._take(
                     trainer, ends, special=_NEXT_EPOCH
@@ -217,6 +226,21 @@ def _directory(trainer: Trainer) -> Iterator[Path]:
     finally:
         if made:
             shutil.rmtree(made, ignore_errors=True)
+
+
+def _lacking_room(replica: Replica, directory: Path) -> Steps[str]:
+    """A sentence, where a checkpoint might not fit on the disk of the first rank; else ""."""
+    state = [*replica.model.parameters(), *replica.model.buffers()]
+    needed = (
+        _STATE * sum(each.numel() * each.element_size() for each in state) * replica.plan.tp * replica.plan.pp
+    )
+    lacking = ""
+    if directory.is_dir() and (free := shutil.disk_usage(directory).free) < needed:
+        lacking = (
+            f"nothing was saved and resumed: a checkpoint may take {format_bytes(needed)}, and {directory.parent} has {format_bytes(free)} left. "
+            "TMPDIR names another directory"
+        )
+    return (yield from share(replica.context.world, lacking))
 
 
 def _wrong_operator(trainer: Trainer, plan: Plan, dtype: torch.dtype | None) -> list[Cause]:

@@ -18,13 +18,18 @@ from meshloom.verify.reference.between_steps.evaluation import evaluate
 from meshloom.verify.reference.reference import Reference
 from meshloom.verify.reference.reruns import perturbed_parameters
 
+_MOST_BATCHES = 8  # of an evaluation, which may be of many
 _REPEATS = 3  # of an evaluation with perturbed parameters
 
 
 def check_evaluation(trainer: Trainer, reference: Reference | None, tolerance: float) -> BetweenSteps | None:
     """Evaluate under the plan and on one device. All ranks call it; `reference` is rank 0's, where the result is."""
     before = [_state(each) for each in trainer.replicas]
-    ours = trainer.evaluate()
+    run = trainer.synchronous
+    assert run is not None
+    whole = run.evaluation.num_batches <= _MOST_BATCHES
+    batches = None if whole else _MOST_BATCHES
+    ours = run.evaluation.evaluate(trainer.next_step, batches)
     changed = [_changes(old, _state(each)) for old, each in zip(before, trainer.replicas, strict=True)]
 
     def facts_of(replica: Replica) -> Steps[list[list[str]]]:
@@ -34,8 +39,11 @@ def check_evaluation(trainer: Trainer, reference: Reference | None, tolerance: f
     if reference is None:
         return None
     facts = list(dict.fromkeys(fact for of_rank in of_ranks for fact in of_rank))
-    errors = _metric_errors(ours, reference, trainer.next_step, tolerance)
-    return BetweenSteps(what=f"the evaluation after step {trainer.next_step - 1}", errors=errors, facts=facts)
+    errors = _metric_errors(ours, reference, trainer.next_step, tolerance, batches)
+    what = "" if whole else f" of the first {_MOST_BATCHES} batches"
+    return BetweenSteps(
+        what=f"the evaluation{what} after step {trainer.next_step - 1}", errors=errors, facts=facts
+    )
 
 
 def _state(replica: Replica) -> dict[str, int]:
@@ -52,14 +60,16 @@ def _changes(before: dict[str, int], after: dict[str, int]) -> list[str]:
 
 
 def _metric_errors(
-    ours: dict[str, float], reference: Reference, updates: int, tolerance: float
+    ours: dict[str, float], reference: Reference, updates: int, tolerance: float, batches: int | None
 ) -> list[TensorError]:
-    right = evaluate(reference, updates)
+    right = evaluate(reference, updates, batches)
     errors = {name: _error(ours.get(name, math.nan), value) for name, value in right.items()}
     allowed = dict.fromkeys(right, tolerance)
     if any(not error <= tolerance for error in errors.values()):
         # an accuracy changes by a whole sample where rounding exchanges two classes
-        for name, effect in _rounding_effects(lambda: evaluate(reference, updates), reference, right).items():
+        for name, effect in _rounding_effects(
+            lambda: evaluate(reference, updates, batches), reference, right
+        ).items():
             allowed[name] = max(tolerance, effect)
     return [
         TensorError(name=name, kind="metric", step=updates - 1, error=error, tolerance=allowed[name], moved=allowed[name] > tolerance)

@@ -23,8 +23,8 @@ from meshloom.verify.reference.other_precision import convert, default_dtype
 from meshloom.verify.reference.reference import Reference
 
 
-def evaluate(reference: Reference, updates: int) -> dict[str, float]:
-    """The mean of every metric after `updates` updates; nan where there is no weight.
+def evaluate(reference: Reference, updates: int, batches: int | None = None) -> dict[str, float]:
+    """The mean of every metric after `updates` updates; nan where there is no weight. batches: so many of the data alone.
 
     Nothing of the reference changes: modules are put into evaluation mode and back, and metrics run without gradients.
     """
@@ -36,15 +36,17 @@ def evaluate(reference: Reference, updates: int) -> dict[str, float]:
         dataset = reference.job.evaluate.data()
         reference.model.eval()
         with default_dtype(reference.dtype):
-            _run(reference, dataset, sums, updates)
+            _run(reference, dataset, sums, updates, batches)
         for module, training in modes:
             module.training = training
     return {name: total / weight if weight else math.nan for name, (total, weight) in sums.items()}
 
 
-def _run(reference: Reference, dataset: Any, sums: dict[str, list[float]], updates: int) -> None:
+def _run(
+    reference: Reference, dataset: Any, sums: dict[str, list[float]], updates: int, batches: int | None
+) -> None:
     job = reference.job
-    for batch, start in enumerate(range(0, len(dataset), job.batch_size)):
+    for batch, start in enumerate(range(0, len(dataset), job.batch_size)[:batches]):
         samples: list[Any] = []
         for index in range(start, min(start + job.batch_size, len(dataset))):
             seed_everything(sample_seed(job.seed, -1, index))  # -1: the epoch of evaluations
