@@ -91,7 +91,14 @@ def test_resume_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
 
 def test_verification_passes_with_0(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", FILE, "--plan", "dp=4", "--devices", "simulated", "--dtype", "float64"]) == 0
-    assert "EQUAL to one device that runs the same chunks: 3 steps" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert (
+        "EQUAL to one device that runs the same chunks: 4 steps" in text
+        and "The checkpoint after step 0: equal" in text
+    )
+    assert main(["verify", FILE, "--plan", "dp=4", "--devices", "simulated", "--quick", "--steps", "2"]) == 0
+    text = capsys.readouterr().out
+    assert "EQUAL to one device that runs the same chunks: 2 steps" in text and "checkpoint" not in text
 
 
 def test_a_verification_is_handed_on_as_files(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
