@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -11,10 +12,10 @@ from torch.utils.data import default_collate
 
 from meshloom.core.moments.current_step import at_step
 from meshloom.core.random import (
+    KeyedDraws,
     derive,
     evaluation_seed,
     preserved_draws,
-    python_draws_of,
     sample_seed,
     seed_everything,
 )
@@ -65,10 +66,12 @@ def _add(
     collated = (job.collate or default_collate)(list(samples))
     data = convert(collated, device, reference.dtype or reference.updated.dtype)
     lower = reference.autocast
+    seed = evaluation_seed(job.seed, batch, chunk)
     for name, metric in job.evaluate.metrics.items():
+        seed_everything(seed)
         with (
             at_step(updates),
-            python_draws_of(evaluation_seed(job.seed, batch, chunk)),
+            KeyedDraws() if reference.plan.captures else nullcontext(),
             torch.autocast(device.type, lower, enabled=lower is not None),
         ):
             returned = metric(reference.model, data)
