@@ -23,6 +23,7 @@ from torch import Tensor
 from meshloom.core.plan import Plan
 from meshloom.verify.against_float64 import AgainstFloat64, FromFloat64
 from meshloom.verify.between_steps.checks import DifferingTensor, TensorError
+from meshloom.verify.common_factor import CommonFactor
 from meshloom.verify.compare import (
     Comparer,
     Comparison,
@@ -104,6 +105,9 @@ class ComparisonRun:
             travels,
             partial(travel_effect, reference, travels),
             2 if self._comparer.lowered and reference.plan.pp > 1 else 1,
+            None
+            if reference.casts or reference.autocast or reference.updated.dtype or travels
+            else CommonFactor(reference.precision),
         )
         self.subsampled = {}
 

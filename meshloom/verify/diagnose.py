@@ -48,7 +48,11 @@ def diagnose(
             *_from_missing(ours, reference, gradients),
             *_from_gradients(comparison, ours, reference, evidence),
         ]
-    if not gradients:
+    common = next((error for error in comparison.errors if error.kind == "scale"), None)
+    if common is not None and common.multiple:
+        what = f"All gradients are {common.multiple[0]:.8g} times one device's, each within its tolerance but all by the same factor"
+        causes.append(Cause("scale", f"{what}: they are divided by a number that is slightly wrong."))
+    elif not gradients:
         causes += _from_norm(comparison, ours, reference, evidence) or _from_update(
             comparison, reference, evidence, earlier
         )

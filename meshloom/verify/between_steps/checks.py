@@ -8,13 +8,13 @@ from typing import Literal
 
 from torch import Tensor
 
-Kind = Literal["loss", "norm", "gradient", "buffer", "parameter", "update", "metric", "saved"]
+Kind = Literal["loss", "norm", "gradient", "buffer", "parameter", "update", "scale", "metric", "saved"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class TensorError:
     """The comparison of one tensor. elements: their number. moved: the tolerance is the measured effect of
-    rounding on the reference. multiple: of an update that differs: it is so many times the
+    rounding on the reference. multiple: of an update that differs, or of a factor in common: it is so many times the
     reference's, and what is left, as a share of it."""
 
     name: str
