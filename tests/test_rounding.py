@@ -78,9 +78,7 @@ class _Streamed(ComparisonRun):
 
     def begin(self) -> None:
         super().begin()
-        self.one = {
-            name: each.clone() for name, each in self.reference.gradients.items() if each is not None
-        }
+        self.one = {name: each.clone() for name, each in self.reference.gradients.items() if each is not None}
 
     def add_gradient(self, name: str, ours: Tensor | None) -> None:
         if ours is not None:
