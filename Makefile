@@ -32,7 +32,7 @@ GPU_PACKAGES := numpy rich safetensors scipy pyzmq scikit-learn transformers pyt
 
 train: $(READY)
 	$(PYTHON) -m meshloom train $(EXAMPLE) --plan $(PLAN) --devices cpu --out runs/gpt_bytes --overwrite
-	$(PYTHON) -m meshloom verify $(EXAMPLE) --plan $(PLAN) --devices cpu --steps 3
+	$(PYTHON) -m meshloom verify $(EXAMPLE) --plan $(PLAN) --devices cpu --quick
 
 check: $(READY)
 	$(PYTHON) -m ruff check

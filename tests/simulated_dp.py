@@ -17,8 +17,8 @@ from torch.utils.data import default_collate
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
 from meshloom.core.plan_shares import chunk_sizes
-from meshloom.core.random import KeyedDraws, chunk_seed, model_seed, sample_order, seed_everything
-from meshloom.verify.reference.observers import ModuleWatch, digest_values
+from meshloom.core.random import chunk_seed, model_seed, sample_order, seed_everything
+from meshloom.verify.reference.observers import DrawWatch, ModuleWatch, digest_values
 from meshloom.verify.reference.step_records import ChunkRecord
 from tests.held import WholeRecord
 
@@ -122,8 +122,10 @@ def _run(
     model.zero_grad(set_to_none=True)
     with watch.attached():
         watch.start()
-        with KeyedDraws(seen=draws):
-            loss = job.loss(model, batch)
+        watched = DrawWatch(torch.device("cpu"))
+        watched.start()
+        loss = job.loss(model, batch)
+        draws += watched.stop()
         loss_sum, weight = loss if isinstance(loss, tuple) else (loss * len(samples), len(samples))
         loss_sum.backward()
         modules = watch.stop()

@@ -8,8 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from meshloom.cli.main import main
 
@@ -88,7 +91,45 @@ def test_resume_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
 
 def test_verification_passes_with_0(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", FILE, "--plan", "dp=4", "--devices", "simulated", "--dtype", "float64"]) == 0
-    assert "EQUAL to one device that runs the same chunks: 3 steps" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert (
+        "EQUAL to one device that runs the same chunks: 4 steps" in text
+        and "The checkpoint after step 0: equal" in text
+    )
+    assert main(["verify", FILE, "--plan", "dp=4", "--devices", "simulated", "--quick", "--steps", "2"]) == 0
+    text = capsys.readouterr().out
+    assert "EQUAL to one device that runs the same chunks: 2 steps" in text and "checkpoint" not in text
+
+
+def test_a_verification_is_handed_on_as_files(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    page, junit, directory = tmp_path / "page.html", tmp_path / "verify.xml", tmp_path / "repro"
+    flags = [
+        "--devices",
+        "simulated",
+        "--report",
+        str(page),
+        "--junit",
+        str(junit),
+        "--repro",
+        str(directory),
+    ]
+    assert main(["verify", FILE, "--plan", "dp=2", "--quick", *flags]) == 0
+    suite = ElementTree.parse(junit).getroot()
+    assert (suite.get("tests"), suite.get("failures")) == ("3", "0") and not directory.exists()
+    assert "equals one device" in page.read_text()
+    assert main(["verify", f"{FILE}:unsteady", "--plan", "dp=4", "--quick", *flags]) == 1
+    suite = ElementTree.parse(junit).getroot()
+    assert int(suite.get("failures", "0")) >= 1 and suite.find("testcase/failure") is not None
+    assert "differs from one device" in page.read_text() and "<script" not in page.read_text()
+    pair = load_file(directory / "tensors.safetensors")
+    assert not torch.equal(pair["plan"], pair["one_device"])
+    assert "meshloom" in (directory / "README.txt").read_text()
+    missing = str(tmp_path / "nowhere" / "page.html")
+    assert (
+        main(["verify", FILE, "--plan", "dp=2", "--quick", "--devices", "simulated", "--report", missing])
+        == 2
+    )
+    assert "cannot be written" in capsys.readouterr().err
 
 
 def test_verification_fails_with_1(capsys: pytest.CaptureFixture[str]) -> None:

@@ -64,7 +64,7 @@ def _trained(records: list[dict[str, Any]], steps: int) -> str:
     return next(record["why"] for record in records if record["event"] == "start")
 
 
-VERIFY = ["verify", DIGITS, "--steps", "1", "--plan"]
+VERIFY = ["verify", DIGITS, "--quick", "--steps", "1", "--plan"]
 TRAIN = ["train", DIGITS, "--steps", "3", "--plan"]
 
 

@@ -142,7 +142,7 @@ def _read(trainer: Trainer) -> list[Any]:
     found: list[Any] = []
     for batch in trainer.batches():
         found.append(batch)
-        trainer.next_step = batch.step + 1
+        trainer.synchronous.next_step = batch.step + 1  # type: ignore[union-attr]
     return found
 
 

@@ -208,7 +208,7 @@ def test_all_ranks_learn_in_the_same_step_what_one_was_asked(asked: int, tmp_pat
             results: list[Any] = trainer.together(
                 lambda replica: replica.step(batch.step, batch.shares[trainer.replicas.index(replica)])  # noqa: B023
             )
-            trainer.next_step = batch.step + 1
+            trainer.synchronous.next_step = batch.step + 1  # type: ignore[union-attr]
             told.append([each.asked for each in results])
         assert told == [[False] * 8, [True] * 8, [False] * 8, [False] * 8]
         for replica in trainer.replicas:

@@ -24,7 +24,7 @@ from meshloom.comm.torch.checkpoint_directory import TorchDirectory
 from meshloom.core.errors import CheckpointError
 from meshloom.core.job import Job
 from meshloom.telemetry.progress import Listener
-from meshloom.train.torch_checkpoint import TorchCheckpoint
+from meshloom.train.from_torch.torch_checkpoint import TorchCheckpoint
 from meshloom.train.trainer import Trainer
 from tests.covering import few
 from tests.jobs import make_job

@@ -77,7 +77,7 @@ def one_device(name: str, plan: str) -> tuple[dict[str, Tensor], list[float]]:
                     p.data = rate * p.data + (1 - rate) * q.data
             made.step()
             losses.append(total)
-            trainer.next_step = batch.step + 1
+            trainer.synchronous.next_step = batch.step + 1  # type: ignore[union-attr]
     assert parsed.num_chunks >= 1
     return {key: each.detach().clone() for key, each in model.named_parameters()}, losses
 

@@ -105,6 +105,7 @@ def _add_runs(train: argparse.ArgumentParser, verify: argparse.ArgumentParser) -
             "--devices", default="auto", help="auto, cuda, cpu, simulated, or simulated:cuda (default: auto)"
         )
         _add_common(verb, transport=True, oversubscribe=True, timeout_seconds=600)
+        verb.add_argument("--cache", default="auto", metavar="DIR", help=CACHE_HELP)
         verb.add_argument(
             "--overcommit", action="store_true", help="run although memory is predicted not to suffice"
         )  # fmt: skip
@@ -129,12 +130,24 @@ def _add_runs(train: argparse.ArgumentParser, verify: argparse.ArgumentParser) -
         "--log", action="append", choices=DASHBOARDS,
         help="show the run's numbers there, too, by its own library where that is installed; several may be given (metrics.csv in --out always has them)",
     )  # fmt: skip
-    train.add_argument("--cache", default="auto", metavar="DIR", help=CACHE_HELP)
     train.add_argument(
         "--timings", action="store_true", help="print the seconds of each phase of the start and of the run at the end"
     )  # fmt: skip
     add_asynchronous(train)
     verify.add_argument("--steps", type=int, default=3, help="steps to compare (default: 3)")
+    verify.add_argument(
+        "--quick", action="store_true", help="these steps alone: no evaluation, no checkpoint and resuming, no end of an epoch"
+    )  # fmt: skip
+    verify.add_argument(
+        "--report", metavar="FILE.html", help="write the report as one self-contained page, too"
+    )
+    verify.add_argument(
+        "--junit", metavar="FILE.xml", help="write the verdicts as JUnit's XML, which CI systems show"
+    )
+    verify.add_argument(
+        "--repro", metavar="DIR",
+        help="where something differs, write the first tensor that does, of both sides, and the command, into DIR",
+    )  # fmt: skip
     verify.add_argument(
         "--dtype", choices=["float64", "float32"], help="compare in this precision (default: the model's own)"
     )

@@ -116,6 +116,7 @@ def _announce(trainer: Trainer, terminal: Terminal, records: Records) -> None:
         step=trainer.next_step,
         devices=trainer.world.kind,
         why=trainer.world.why,
+        digest=trainer.synchronous.digest if trainer.synchronous else "",
     )
     start.announce(terminal)
     engine = trainer.replicas[0].engine if trainer.replicas else None

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import shlex
+import sys
+from pathlib import Path
 
 import torch
 from rich.console import Console
@@ -10,6 +13,8 @@ from rich.console import Console
 from meshloom.cli.plan_lines import plan_of
 from meshloom.core.job import Job
 from meshloom.report.records import Records
+from meshloom.report.reproduction import write_reproduction
+from meshloom.report.verification_files import write_junit, write_page
 from meshloom.verify.findings import print_report
 from meshloom.verify.run import verify
 
@@ -20,11 +25,18 @@ def verify_plan(arguments: argparse.Namespace, job: Job, records: Records) -> in
     report = verify(
         job, plan_of(arguments), devices=arguments.devices, steps=arguments.steps, dtype=dtype, timeout_seconds=arguments.timeout,
         transport=arguments.transport, oversubscribe=arguments.oversubscribe, overcommit=arguments.overcommit, blocks=arguments.blocks,
-        against=torch.float64 if arguments.against else None,
+        against=torch.float64 if arguments.against else None, quick=arguments.quick, cache=arguments.cache,
     )  # fmt: skip
     if report is None:  # the process of another rank: rank 0 reports
         return 0
     print_report(report, Console(stderr=arguments.json == "-"))
+    command = shlex.join(["meshloom", *sys.argv[1:]])
+    if arguments.report:
+        write_page(report, Path(arguments.report), command)
+    if arguments.junit:
+        write_junit(report, Path(arguments.junit), f"verify {arguments.target}")
+    if arguments.repro and not report.passed:
+        write_reproduction(report, Path(arguments.repro), command)
     for record in report.records():
         records.write(**record)
     return 0 if report.passed else 1

@@ -139,7 +139,7 @@ def seed_of_turn(seed: int, draws: int) -> int:
 
 
 def evaluation_seed(seed: int, step: int, chunk: int) -> int:
-    """The seed of what `random` and numpy draw for chunk `chunk` of batch `step` of an evaluation."""
+    """The seed of what torch, `random` and numpy draw in every metric for chunk `chunk` of batch `step` of an evaluation."""
     return derive(seed, "evaluation", step, chunk)
 
 

@@ -26,7 +26,7 @@ from meshloom.telemetry.traffic import ExpectedBytes
 
 
 class Observer(Protocol):
-    """Observes the chunks of a step, for verification."""
+    """Observes the steps of a replica on this rank, for verification: it adds to them, and takes the place of nothing."""
 
     def watch(self, chunk: Chunk, model: nn.Module) -> AbstractContextManager[list[str] | None]:
         """Context around a chunk's forward and backward; yields a list that receives the digests of its
@@ -35,6 +35,14 @@ class Observer(Protocol):
 
     def chunk_done(self, chunk: Chunk, weight: float, loss_sum: float) -> None:
         """After a chunk's forward and backward."""
+        ...
+
+    def computed(self, gradients: Any) -> Steps[None]:
+        """After the first half of a step, or of a turn of it, with its `Gradients`. All ranks wait here together."""
+        ...
+
+    def updated(self, result: Any) -> Steps[None]:
+        """After the second half, with its `StepResult`. All ranks wait here together."""
         ...
 
 
@@ -107,6 +115,16 @@ class ChunkScope:
         """After a chunk, once its loss is known."""
         if self.observer:
             self.observer.chunk_done(chunk, float(weight), float(loss_sum.detach()))
+
+    def computed(self, gradients: Any) -> Steps[None]:
+        """Lets the observer see the `Gradients` of a step, or of a turn of it."""
+        if self.observer:
+            yield from self.observer.computed(gradients)
+
+    def updated(self, result: Any) -> Steps[None]:
+        """Lets the observer see its `StepResult`."""
+        if self.observer:
+            yield from self.observer.updated(result)
 
     def finish(self) -> Steps[None]:
         """After the step's last chunk: merge buffers over chunks and replicas. Raises `TrainingError` if a forward has

@@ -15,7 +15,7 @@ from meshloom.comm.steps import Steps
 from meshloom.core.errors import CaptureError, JobError, MeshloomError
 from meshloom.core.job import LossFunction
 from meshloom.core.losses.loss_sum import as_sum
-from meshloom.core.random import preserved_draws
+from meshloom.core.random import preserved_draws, seed_torch
 from meshloom.data.chunks import Chunk
 from meshloom.replica.buffers.rerun import written_restored
 from meshloom.replica.replica import Replica
@@ -60,6 +60,7 @@ def _evaluate(replica: Replica, chunks: Iterable[Chunk], updates: int) -> Steps[
                 continue
             data, moment = replica.scope.data(chunk), replica.scope.evaluation(chunk, updates)
             for name, metric in metrics.items():
+                seed_torch(moment.seed)
                 with naming(name):
                     yield from replica.engine.evaluate(data, metric, moment, partial(sums.add, name, chunk))
     yield from replica.engine.add_up("pp", sums.sums)

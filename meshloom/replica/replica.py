@@ -226,13 +226,14 @@ class Replica:
     def update(self, found: Gradients) -> Steps[StepResult]:
         """The second half of a step: clip, update, publish the new parameters."""
         step, doing = found.step, self.context.activity
+        yield from self.scope.computed(found)
         doing.enter("updating", step)
         self.updating = True  # until all ranks have updated
         yield from self.row_limits.apply()
-        with self._span("update"):
+        with _span(self, "update"):
             evaluate = partial(_evaluated, self, found)
             norm = yield from self.updater.update(found.of_owned, found.loss, evaluate=evaluate, skip=found.overflowed)  # fmt: skip
-        with self._span("exchange"):
+        with _span(self, "exchange"):
             yield from self.exchange.publish()
             if (yield from self.exchange.settle(early=False)):
                 self.updater.parameters_changed()
@@ -242,10 +243,12 @@ class Replica:
         self.updating = False
         self.sums.end_update()
         doing.enter("between steps", step + 1)
-        return StepResult(
+        result = StepResult(
             step=step, loss=found.loss, weight=found.weight, samples=found.samples, asked=self.sums.asked,
             norm=None if norm is None else self.sums.readbacks.read(norm), skipped=found.overflowed, logged=found.logged,
         )  # fmt: skip
+        yield from self.scope.updated(result)
+        return result
 
     @property
     def shards(self) -> Shards:
@@ -264,9 +267,6 @@ class Replica:
     def close(self) -> None:
         """Remove the hooks from the model."""
         self._undo.close()
-
-    def _span(self, kind: SpanKind) -> AbstractContextManager[None]:
-        return self.recorder.span(kind) if self.recorder else nullcontext()
 
     def _own_gradients(self) -> AbstractContextManager[None]:
         return self.own.of(self.sums.loss) if self.own else nullcontext()
@@ -297,11 +297,15 @@ def _open_engine(replica: Replica) -> Steps[None]:
     replica._notes += opened.notes  # pyright: ignore[reportPrivateUsage]
 
 
+def _span(replica: Replica, kind: SpanKind) -> AbstractContextManager[None]:
+    return replica.recorder.span(kind) if replica.recorder else nullcontext()
+
+
 def _exchanged(replica: Replica, batch: int) -> Steps[list[Tensor | None]]:
     """The averaged gradients of what this rank owns; with a loss scale ranks also tell each other whether some overflowed."""
     sums = replica.sums
     divisor = sums.divisor(batch)
-    with replica._span("exchange"):  # pyright: ignore[reportPrivateUsage]
+    with _span(replica, "exchange"):
         gradients = yield from replica.exchange.finish(divisor)
         if sums.scale is not None:
             sums.send((yield from step_checks.count_overflows(gradients, replica.engine, replica.replicas, replica.context.device)))  # fmt: skip

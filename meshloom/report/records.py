@@ -51,7 +51,7 @@ class Records:
 @dataclass(frozen=True, kw_only=True)
 class RunStart:
     """What a run begins with. model: its class. steps: of the whole run. step: from which it starts. devices,
-    why: of the world."""
+    why: of the world. digest: of what runs; "": none is known."""
 
     job: Job
     plan: Plan
@@ -61,6 +61,7 @@ class RunStart:
     step: int
     devices: str
     why: str
+    digest: str = ""
 
     def announce(self, terminal: Terminal) -> None:
         """A line for people."""
@@ -69,13 +70,14 @@ class RunStart:
         start = f", from step {self.step}" if self.step else ""
         terminal.start(
             f"{self.model}, {self.parameters:,} parameters; batches of {samples} over {per_replica}; {format_count(self.steps, 'step')}{start}"
+            + (f"; what runs has digest {self.digest}" if self.digest else "")
         )
 
     def record(self, records: Records) -> None:
         """The same for programs, with the devices."""
         records.write(
             "start", plan=str(self.plan), devices=self.devices, why=self.why, model=self.model, parameters=self.parameters,
-            batch_size=self.job.batch_size, steps=self.steps, step=self.step,
+            batch_size=self.job.batch_size, steps=self.steps, step=self.step, digest=self.digest,
         )  # fmt: skip
 
 

@@ -8,6 +8,7 @@ from meshloom.core.job import Job
 from meshloom.core.plan import Plan
 from meshloom.data.chunks import Reader
 from meshloom.data.job_data import open_reader
+from meshloom.data.map_data import Batches
 from meshloom.data.shares import Shares
 from meshloom.data.team_data import open_team_reader
 from meshloom.replica.replica import Replica
@@ -33,6 +34,12 @@ class BatchReaders:
         self._replicas.enter("reading", start)
         with self._timings.of("data"):
             self._readers = self._replicas.together(lambda replica: self._open(replica, start))
+
+    @property
+    def steps_per_epoch(self) -> int | None:
+        """Once they are open; None: of a stream, whose length is unknown."""
+        num_samples = self._readers[0].num_samples if self._readers else None
+        return None if num_samples is None else Batches(self._job, num_samples).per_epoch
 
     def read(self, step: int) -> Batch:
         """The batch of that step, which is the next one. All ranks call it."""

@@ -29,6 +29,11 @@ class TeamEvaluation:
         self.best = BestMetric.of(given.best, given.patience) if given and given.best else None
         self._tried = False
 
+    @property
+    def num_batches(self) -> int:
+        """Of all of the data, once it has been evaluated or tried out; else 0."""
+        return -(-len(self._data) // self._job.batch_size) if self._data is not None else 0
+
     def evaluate(self, next_step: int, num_batches: int | None = None) -> dict[str, float]:
         """Every metric, averaged over all of its data or its first batches. next_step: steps done."""
         if self._job.evaluate is None:

@@ -35,9 +35,9 @@ from meshloom.machine.process_memory import regained_bytes
 from meshloom.replica.replica import Replica
 from meshloom.replica.replica_state import held_weights, optimizer_state, resume, scale_values, weights
 from meshloom.telemetry.progress import Listener
+from meshloom.train.from_torch.torch_checkpoint import is_torch_checkpoint
+from meshloom.train.from_torch.torch_resuming import resume_from_torch
 from meshloom.train.local_replicas import LocalReplicas
-from meshloom.train.torch_checkpoint import is_torch_checkpoint
-from meshloom.train.torch_resuming import resume_from_torch
 
 BEST = "best"  # directory of the checkpoint whose evaluation was best
 

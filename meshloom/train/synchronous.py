@@ -21,7 +21,8 @@ from meshloom.launch.events import send_event
 from meshloom.launch.failure import report_stop
 from meshloom.launch.processes.signals import StopRequests
 from meshloom.launch.world import World
-from meshloom.replica.replica_state import check_identical, check_team, settle, take_notes
+from meshloom.replica.chunk_scope import Observer
+from meshloom.replica.replica_state import take_notes
 from meshloom.telemetry.progress import QUIET, Listener
 from meshloom.telemetry.step_result import StepResult
 from meshloom.telemetry.summary import Summary
@@ -32,18 +33,19 @@ from meshloom.train.evaluation import TeamEvaluation
 from meshloom.train.idle_ranks import idle_lines_of
 from meshloom.train.local_replicas import LocalReplicas
 from meshloom.train.memory_check import prepare
+from meshloom.train.rank_comparison import CHECK_EVERY, RankComparison
 from meshloom.train.run_checkpoints import RunCheckpoints
+from meshloom.train.run_digest import run_digest
 from meshloom.train.share_measurement import ShareMeasurement
 from meshloom.train.step_meter import ProgressLines, StepMeter
 from meshloom.train.timeline_recording import TimelineRecording
-
-CHECK_EVERY = 100  # steps between comparisons of the replicas' bits; the first is after the run's first step
 
 
 class SynchronousRun:
     """A job under a plan in `world`.
 
-    `next_step`: steps done. losses: of several, the newest of each. leave: closes this run and then the world, while all ranks are still there.
+    `next_step`: steps done; set to another, `batches()` goes on with the data of that step. losses: of several, the newest of each. digest: of what runs.
+    leave: closes this run and then the world, while all ranks are still there.
     """
 
     def __init__(
@@ -71,11 +73,12 @@ class SynchronousRun:
             self._checkpoints = RunCheckpoints(job, plan, shares, self.replicas, out, listener, resume=resume, overwrite=overwrite)  # fmt: skip
             building.callback(self._checkpoints.close)
             self.replicas.together(lambda replica: prepare(replica, overcommit=overcommit, cache=cache))
-            self._data = BatchReaders(job, plan, shares, self.replicas, timings, steps=steps)
+            self.digest = self.replicas.together(run_digest)[0]
+            self.data = BatchReaders(job, plan, shares, self.replicas, timings, steps=steps)
             self._measurement = ShareMeasurement(job, plan, shares, self.replicas, listener, simulated=world.kind == "simulated")  # fmt: skip
-            self._checked = -1  # the step after which replicas were compared
+            self._comparison = RankComparison(plan, self.replicas)
             self._meter = StepMeter(job, plan, self.replicas)
-            self._evaluation = TeamEvaluation(job, plan, shares, self.replicas, self._meter)
+            self.evaluation = TeamEvaluation(job, plan, shares, self.replicas, self._meter)
             if resume is not None:
                 self._resume(resume)
             self._recording = TimelineRecording(plan, self.replicas, out, start_step=self.next_step, steps=steps, main=world.main)  # fmt: skip
@@ -89,7 +92,7 @@ class SynchronousRun:
     def close(self) -> None:
         """End reader processes and remove the hooks from the models."""
         self._closed = True
-        self._data.close()
+        self.data.close()
         self._stack.close()
 
     def fit(self) -> Summary:
@@ -109,11 +112,11 @@ class SynchronousRun:
                     evaluation = self.evaluate()
                     self._listener.evaluated(self.next_step, evaluation)
                     if (
-                        _keep_best(self._evaluation, self._checkpoints, self.next_step, evaluation)
+                        _keep_best(self.evaluation, self._checkpoints, self.next_step, evaluation)
                         and not last
                     ):
                         self._listener.note(
-                            f"Training ends after step {self.next_step} of {self._steps}: {self._evaluation.best}."
+                            f"Training ends after step {self.next_step} of {self._steps}: {self.evaluation.best}."
                         )
                         self._steps, last = self.next_step, True
                 every = self._job.checkpoint_every
@@ -128,16 +131,16 @@ class SynchronousRun:
     def batches(self) -> Iterator[Batch]:
         """This process's share of every remaining global batch; see `Trainer.batches`."""
         if self.next_step < self._steps:
-            self._evaluation.try_out(self.next_step)
+            self.evaluation.try_out(self.next_step)
         try:
             if self._out:
                 self._stop_requests.open()
-            self._data.open(self.next_step)
+            self.data.open(self.next_step)
             while self.next_step < self._steps:
                 if self._asked or (self._stop_requests.received and len(self.replicas.all) == self._plan.mesh.size):  # fmt: skip
                     self._stop()
                 with self._meter.reading():
-                    batch = self._data.read(self.next_step)
+                    batch = self.data.read(self.next_step)
                 yield batch
                 if self.next_step == batch.step and not self._closed:
                     raise TrainingError(
@@ -145,11 +148,11 @@ class SynchronousRun:
                     )
         finally:
             self._stop_requests.close()
-            self._data.close()
+            self.data.close()
 
     def step(self, batch: Batch) -> float:
         """Train on a batch of `batches()`; returns the mean loss of the global batch."""
-        self._data.check(batch, self.next_step)
+        self.data.check(batch, self.next_step)
         if self._out and not self._stop_requests.armed:
             self._stop_requests.arm()
             send_event({"event": "saves"}) if self._stop_requests.armed else None
@@ -164,7 +167,8 @@ class SynchronousRun:
             self._asked = result.asked
             replicas.enter("comparing", self.next_step)
             with self._timings.of("comparing ranks"):
-                self._compare(batch.step)
+                self._comparison.after_step(self.next_step, self._steps, meter)
+                self._measurement.after_step(self.next_step, self._steps)
             replicas.enter("between steps", self.next_step)
         if recorded:
             self._recording.keep(self.next_step)
@@ -186,13 +190,33 @@ class SynchronousRun:
 
     def evaluate(self) -> dict[str, float]:
         """Every metric of the job's `Evaluate`, averaged over all of its data."""
-        return self._evaluation.evaluate(self.next_step)
+        return self.evaluation.evaluate(self.next_step)
 
     def save(self, *, wait: bool = True) -> Path:
         """Write a checkpoint of the state after the newest step into `out`; returns its path. wait: of
         `RunCheckpoints.save`."""
         with self._timings.of("saving"):
             return self._checkpoints.save(self.next_step, wait=wait)
+
+    def observe(self, observers: Sequence[Observer | None]) -> None:
+        """Let these observe the steps of this process's replicas, one each. They compare what ranks hold, which the run then
+        leaves to them."""
+        for replica, observer in zip(self.replicas.all, observers, strict=True):
+            replica.scope.observer = observer
+        self._comparison.is_on = False
+
+    def save_into(self, out: Path) -> None:
+        """Write checkpoints into `out` from now on. All ranks call it."""
+        self._checkpoints = RunCheckpoints(
+            self._job,
+            self._plan,
+            self._shares,
+            self.replicas,
+            out,
+            self._listener,
+            resume=None,
+            overwrite=True,
+        )
 
     def finish(self) -> None:
         """Wait for a checkpoint that is being written; raises why it could not be."""
@@ -201,23 +225,6 @@ class SynchronousRun:
     def summary(self, seconds: float, evaluation: dict[str, float], checkpoint: Path | None) -> Summary:
         """Bytes and seconds of the steps so far, of this process's first rank."""
         return self._meter.summary(seconds, evaluation, checkpoint)
-
-    def _compare(self, step: int) -> None:
-        """After a step, where due: compare replicas, change shares, compare ranks within a replica."""
-        last = self.next_step == self._steps
-        replicas = self.replicas
-        if last:
-            replicas.together(settle)
-        due = self.next_step // CHECK_EVERY > self._checked // CHECK_EVERY or last
-        if self._plan.dp > 1 and due and replicas.first.exchange.settled:
-            replicas.together(lambda replica: check_identical(replica, step))
-            self._meter.checks += 1
-            self._checked = self.next_step
-        self._measurement.after_step(self.next_step, self._steps)
-        if self._plan.mesh.size > self._plan.dp and (
-            self.next_step % CHECK_EVERY == 0 or last or self._meter.num_steps == 0
-        ):
-            replicas.together(lambda replica: check_team(replica, step))
 
     def _stop(self) -> NoReturn:
         """Stop on request: save, explain, and exit with the exit code of the signal."""
@@ -239,7 +246,7 @@ class SynchronousRun:
             self._listener.note(said)
         self._measurement.go_on_with(checkpoint)
         self.next_step = checkpoint.step
-        _go_on_with_best(self._evaluation, self._checkpoints, checkpoint)
+        _go_on_with_best(self.evaluation, self._checkpoints, checkpoint)
 
 
 def _keep_best(

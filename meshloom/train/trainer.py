@@ -158,11 +158,6 @@ class Trainer:
         """Steps done, or updates made, counted over the whole run."""
         return self._run.next_step
 
-    @next_step.setter
-    def next_step(self, step: int) -> None:
-        """For who takes steps apart, as verification does, and trains without `step()`."""
-        self._run.next_step = step
-
     @property
     def replicas(self) -> list[Replica]:
         """Those of this process; none with exchange=async."""
@@ -172,6 +167,11 @@ class Trainer:
     def losses(self) -> dict[str, float]:
         """Of a job of several losses, the newest of each by name."""
         return self._run.losses if isinstance(self._run, SynchronousRun) else {}
+
+    @property
+    def synchronous(self) -> SynchronousRun | None:
+        """The run, with any other exchange."""
+        return self._run if isinstance(self._run, SynchronousRun) else None
 
     @property
     def asynchronous(self) -> AsynchronousRun | None:

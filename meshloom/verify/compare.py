@@ -9,6 +9,7 @@ plan's tensor and b the reference's; the lower bound keeps small tensors from be
     buffer      after the step; integers must be equal
     parameter   after the step
     update      the parameter's change in this step, which reveals what a small learning rate hides in the parameter
+    scale       the factor that all gradients have in common, if they do (`common_factor.py`)
 
 An error up to the tolerance of the precision counts as rounding. A gradient beyond it still passes if its
 error is at most what rounding does to the reference's gradient, or to another one that rounding moves beyond
@@ -18,11 +19,10 @@ its tolerance: the reference is rerun with its parameters perturbed by a few uni
 Elements of a buffer or parameter that are infinite or NaN (a mask of -inf) must be equal on both sides and
 count in no norm. A gradient that is not finite always fails.
 
-Optimizers that divide by the gradient's size turn rounding into a full step wherever a gradient is pure
-rounding (a bias before batch norm, the bias of attention keys), and the effect spreads: into running
-statistics, and, in optimizers that use whole tensors, into other elements. So the reference updates with each
-of the plan's gradients that passed, and continues from the plan's parameters once those passed, too. Then
-every element can be compared, and the two runs do not diverge.
+Optimizers that divide by the gradient's size turn rounding into a full step wherever a gradient is pure rounding (a bias before
+batch norm, the bias of attention keys), and the effect spreads. So the reference updates with each of the plan's gradients that
+passed, and continues from the plan's parameters once those passed, too. Then every element can be compared, and the two runs do
+not diverge.
 
 Tensors are compared one by one as they arrive: no copy of a step's gradients or parameters is kept.
 """
@@ -31,18 +31,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from meshloom.core.plan import Plan
+from meshloom.verify.between_steps.checks import Kind, TensorError
+from meshloom.verify.common_factor import CommonFactor
 from meshloom.verify.compare_chunks import facts_of, first_module
-from meshloom.verify.reference.float64_blocks import distance, float64_blocks, norm, same_rows
+from meshloom.verify.reference.float64_blocks import distance, float64_blocks, multiple_of, norm, same_rows
 from meshloom.verify.reference.step_records import Cast, StepRecord
 
-Kind = Literal["loss", "norm", "gradient", "buffer", "parameter", "update", "average"]
 Gradients = Mapping[str, Tensor | None]
 FLOOR = 1e-3
 ROUNDING_UNITS = 16
@@ -68,25 +68,6 @@ def sums_in_other_orders(plan: Plan) -> bool:
 def tolerance_of(dtype: torch.dtype | None) -> float:
     """Of what is computed in this precision in other orders or pieces; None: 0."""
     return 0.0 if dtype is None else _TOLERANCES.get(dtype, 0.5)
-
-
-@dataclass(frozen=True, kw_only=True)
-class TensorError:
-    """The comparison of one tensor. elements: their number. moved: the tolerance is the measured effect of
-    rounding on the reference."""
-
-    name: str
-    kind: Kind
-    step: int
-    error: float
-    tolerance: float
-    elements: int = 1
-    moved: bool = False
-
-    @property
-    def passed(self) -> bool:
-        """Whether the error counts as rounding. NaN does not."""
-        return self.error <= self.tolerance
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,8 +147,7 @@ class Comparer:
         facts = [*facts_of(ours, reference, self.plan)]
         module: str | None = None
         if facts or not all(error.passed for error in errors):
-            wrong = {error.name for error in errors if error.kind == "gradient" and not error.passed}
-            module = first_module(ours, reference, wrong, tolerance, self.plan)
+            module = first_module(ours, reference, errors, tolerance, self.plan)
         losses = ours.loss, reference.loss
         return Comparison(
             step=reference.step,
@@ -202,14 +182,17 @@ class GradientErrors:
     error exceeds the tolerance; by name how far they move when parameters are perturbed by rounding. partial: what the plan rounds
     partial sums to; None: to nothing less than their precision. precision: that of which some units are rounding; None: theirs.
     travels: how far rounding on the way between replicas moves gradients that do not cancel there, relative to their size;
-    measure_travels: called at most once; by name how far it moves those that do. roundings: half units of `partial` that a gradient may be off by.
+    measure_travels: called at most once; by name how far it moves those that do. roundings: half units of `partial` that a gradient
+    may be off by. factor: finds what all have in common, where nothing is rounded to a lower precision.
     """
 
     def __init__(
         self, reference: Gradients, step: int, tolerance: float, measure_rounding: Callable[[], Mapping[str, float]] | None = None,
         partial: torch.dtype | None = None, precision: torch.dtype | None = None, travels: float = 0.0,
         measure_travels: Callable[[], Mapping[str, float]] | None = None, roundings: float = 1.0,
+        factor: CommonFactor | None = None,
     ) -> None:  # fmt: skip
+        self._factor = factor
         self._travels, self._measure_travels = travels, measure_travels
         self._of_travels: Mapping[str, float] | None = None
         self._half_unit = 0.0 if partial is None else roundings * torch.finfo(partial).eps / 2
@@ -233,14 +216,24 @@ class GradientErrors:
         effect = 0.0 if error <= tolerance or not math.isfinite(error) else self._rounding_effect(name)
         compared = self._tensor_error(name, error, max(tolerance, effect), moved=effect > tolerance)
         self._compared[name] = compared
+        if (
+            self._factor
+            and compared.passed
+            and ours is not None
+            and self.norms.get(name, 0.0) > FLOOR * self._largest
+        ):
+            self._factor.add(ours, self._reference[name])
         return compared
 
     def errors(self) -> list[TensorError]:
-        """The errors of all gradients; infinite for those that did not arrive."""
-        return [
+        """The errors of all gradients; infinite for those that did not arrive. If all pass, the factor that they have in common."""
+        found = [
             self._compared.get(name) or self._tensor_error(name, math.inf, self._tolerance)
             for name in dict.fromkeys([*self._reference, *self._compared])
         ]
+        if self._factor and all(error.passed for error in found):
+            found += self._factor.errors(self._step)
+        return found
 
     def _error(self, name: str, ours: Tensor | None, reference: Tensor | None, size: float) -> float:
         if name not in self._reference:
@@ -313,7 +306,7 @@ class StateErrors:
         merged: torch.dtype | None = None,
     ) -> None:
         self._merged = merged
-        self._parameters = parameters
+        self._parameters, self._before = parameters, before
         self._buffers = buffers
         self._step = step
         self._tolerance, self._updated = tolerance, updated
@@ -358,10 +351,10 @@ class StateErrors:
             if size and reference.is_floating_point()
             else 0.0
         )
-        return [
-            self._tensor_error(name, "parameter", error, self._updated),
-            self._tensor_error(name, "update", _error(ours, reference, size), self._updated + rounding),
-        ]
+        update = self._tensor_error(name, "update", _error(ours, reference, size), self._updated + rounding)
+        if not update.passed:
+            update = replace(update, multiple=multiple_of(ours, reference, self._before[name]))
+        return [self._tensor_error(name, "parameter", error, self._updated), update]
 
     def _allowed(self, name: str) -> float:
         rounded = self._merged if self._buffers[name].dtype == self._merged else None

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from meshloom.core.plan import Plan
+from meshloom.verify.between_steps.checks import TensorError
 from meshloom.verify.reference.step_records import ChunkRecord, ModuleOutput, StepRecord
 
 
@@ -14,6 +15,7 @@ def facts_of(ours: StepRecord, reference: StepRecord, plan: Plan) -> Iterator[st
     if len(set(ours.replicas)) > 1:
         odd = next(replica for replica, digest in enumerate(ours.replicas) if digest != ours.replicas[0])
         yield f"Replicas 0 and {odd} hold different parameters or buffers after step {ours.step}."
+    yield from (f"After step {ours.step}, {each}." for each in ours.inconsistent)
     if ours.skipped != reference.skipped:
         which = ("the plan", "one device") if ours.skipped else ("one device", "the plan")
         yield f"Of step {ours.step} gradients overflow float16 and {which[0]} skips the update, but {which[1]} does not."
@@ -47,20 +49,32 @@ def filled(chunks: Sequence[ChunkRecord]) -> dict[int, ChunkRecord]:
 
 
 def first_module(
-    ours: StepRecord, reference: StepRecord, wrong: Collection[str], tolerance: float, plan: Plan
+    ours: StepRecord, reference: StepRecord, errors: Sequence[TensorError], tolerance: float, plan: Plan
 ) -> str | None:
-    """The first module whose output differs; else the last one that owns a gradient in `wrong`."""
-    outputs = list(zip(_outputs(ours, plan), _outputs(reference, plan), strict=False))
-    for here, there in outputs:
+    """The first module in order of execution whose output differs. If none does: the first in order of backward, from the
+    last module to the first, whose gradient differs; else the first in order of execution whose buffer, parameter or update does."""
+    right = _outputs(reference, plan)
+    for here, there in zip(_outputs(ours, plan), right, strict=False):
         if output_differs(here, there, tolerance):
             return there.name or "the whole model"
-    # All outputs agree, so backward is wrong, which runs from the last module to the first.
-    modules = [there.name for _, there in reversed(outputs)]
-    owners = {name.rpartition(".")[0] for name in wrong}
-    return next(
-        (module or "the whole model" for module in modules if module in owners),
-        next(iter(sorted(owners)), None) or None,
-    )
+    executed = dict.fromkeys(each.name for each in right)
+    place = {name: number for number, name in enumerate(executed)}
+    for kinds, last in ((("gradient",), True), (("buffer", "parameter", "update"), False)):
+        wrong = [error.name for error in errors if error.kind in kinds and not error.passed]
+        owners = {
+            _owner(name, place): name.rpartition(".")[0] for name in (wrong if last else reversed(wrong))
+        }
+        if owners:
+            return owners[max(owners) if last else min(owners)] or "the whole model"
+    return None
+
+
+def _owner(name: str, place: Mapping[str, int]) -> int:
+    """Place in order of execution of the module that owns a tensor, or of the one around it that is called."""
+    module = name.rpartition(".")[0]
+    while module not in place and module:
+        module = module.rpartition(".")[0]
+    return place.get(module, len(place))
 
 
 def _outputs(record: StepRecord, plan: Plan) -> list[ModuleOutput]:

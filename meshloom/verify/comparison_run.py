@@ -24,12 +24,13 @@ from torch import Tensor
 from meshloom.core.plan import Plan
 from meshloom.verify.against_float64 import AgainstFloat64, FromFloat64
 from meshloom.verify.averages import AverageErrors
+from meshloom.verify.between_steps.checks import DifferingTensor, TensorError
+from meshloom.verify.common_factor import CommonFactor
 from meshloom.verify.compare import (
     Comparer,
     Comparison,
     GradientErrors,
     StateErrors,
-    TensorError,
     rounds_partial_sums,
     sums_in_other_orders,
     tolerance_of,
@@ -58,7 +59,8 @@ class ComparisonRun:
     """Compares a plan's steps with those of `reference`, which it runs. against: measures the first step."""
 
     def __init__(self, reference: Reference, against: AgainstFloat64 | None = None) -> None:
-        self._reference, self._against = reference, against
+        self.reference = reference
+        self._against = against
         self._from_float64: FromFloat64 | None = None
         self._comparer = Comparer(
             plan=reference.plan,
@@ -67,7 +69,8 @@ class ComparisonRun:
             lowered=reference.updated.dtype,
         )
         self._steps: list[Comparison] = []
-        self._causes: list[Cause] = []
+        self.causes: Sequence[Cause] = ()
+        self.differing: DifferingTensor | None = None
         self._whole: WholeBatch | None = None
         self._averages = AverageErrors(reference.job.average) if reference.job.average is not None else None
         self._previous: Gradients | None = None  # subsampled
@@ -80,7 +83,7 @@ class ComparisonRun:
 
     def begin(self) -> None:
         """Begin a step: forward and backward of the reference."""
-        reference = self._reference
+        reference = self.reference
         reference.run()
         if self._against:
             self._against.begin()
@@ -94,7 +97,7 @@ class ComparisonRun:
                 )
         travels = travels_at(reference.plan, reference.precision)
         # after a difference the two have different parameters
-        agreed = all(step.passed for step in self._steps)
+        agreed = self.passed
         self._gradients = GradientErrors(
             reference.gradients,
             reference.step,
@@ -107,13 +110,37 @@ class ComparisonRun:
             sum_roundings(reference.plan.num_chunks)
             if self._comparer.lowered and reference.plan.pp > 1
             else 1.0,
+            None
+            if reference.casts or reference.autocast or reference.updated.dtype or travels
+            else CommonFactor(reference.precision),
         )
         self.subsampled = {}
 
     @property
+    def passed(self) -> bool:
+        """Whether all steps so far agree."""
+        return all(step.passed for step in self._steps)
+
+    @property
+    def computed_wrongly(self) -> bool:
+        """Whether in the first step that differs a loss or gradients do, and not only what follows from them."""
+        wrong = next((step for step in self._steps if not step.passed), None)
+        return wrong is not None and bool([*wrong.failed("loss"), *wrong.failed("gradient")])
+
+    @property
+    def tolerance(self) -> float:
+        """Of losses and metrics."""
+        return self._comparer.tolerance(self.reference.casts)
+
+    @property
+    def updated_tolerance(self) -> float:
+        """Of what an optimizer has computed."""
+        return self._comparer.tolerance(updated=True)
+
+    @property
     def _is_first(self) -> bool:
         """Whether the step is the first with an update."""
-        return all(step.skipped for step in self._steps) and not self._reference.scale.overflowed
+        return all(step.skipped for step in self._steps) and not self.reference.scale.overflowed
 
     def _gradient_errors(self) -> list[TensorError]:
         """Of the step; none if gradients overflow: they are not finite on either side, each in its own elements."""
@@ -121,18 +148,21 @@ class ComparisonRun:
 
     def add_gradient(self, name: str, ours: Tensor | None) -> None:
         """Compare the plan's next averaged gradient, which is not kept."""
-        if self._reference.scale.overflowed:
+        if self.reference.scale.overflowed:
             return
         self.subsampled[name] = None if ours is None else subsample(ours)
         if self._against:
-            self._against.add(name, ours, self._reference.gradients.get(name))
-        if self._gradients.compare(name, ours).passed:
-            self._reference.replace_gradient(name, ours)
+            self._against.add(name, ours, self.reference.gradients.get(name))
+        found = self._gradients.compare(name, ours)
+        if found.passed:
+            self.reference.replace_gradient(name, ours)
+        else:
+            self._keep_first(found, ours, self.reference.gradients.get(name))
 
     def update(self) -> None:
         """Update the reference after all gradients have arrived. If some differ, collect evidence first,
         while the parameters are still those of the gradients."""
-        reference = self._reference
+        reference = self.reference
         self._evidence = initial_evidence(reference, self._gradients.norms, self._previous)
         self._reference_skips = reference.scale.overflowed
         if not all(error.passed for error in self._gradient_errors()) and all(
@@ -148,14 +178,30 @@ class ComparisonRun:
 
     def add_state(self, name: str, ours: Tensor) -> None:
         """Compare the plan's next parameter or buffer after the step, which is not kept."""
-        compared = self._state.compare(name, self._reference.updated.settled(name, ours))
-        if all(error.passed for error in compared) and name in self._reference.parameters:
-            self._reference.replace_parameter(name, ours)
+        compared = self._state.compare(name, self.reference.updated.settled(name, ours))
+        wrong = next((error for error in compared if not error.passed), None)
+        if wrong is not None:
+            right = (
+                self.reference.updated.all
+                if name in self.reference.updated.all
+                else dict(self.reference.model.named_buffers())
+            )
+            self._keep_first(wrong, ours, right[name])
+        elif name in self.reference.parameters:
+            self.reference.replace_parameter(name, ours)
+
+    def _keep_first(self, error: TensorError, ours: Tensor | None, right: Tensor | None) -> None:
+        """Keep the first tensor that differs, of both sides."""
+        if self.differing is None and ours is not None and right is not None:
+            pair = ours.detach().to_dense().clone(), right.detach().to_dense().clone()
+            self.differing = DifferingTensor(
+                name=error.name, kind=error.kind, step=error.step, plan=pair[0], one_device=pair[1]
+            )
 
     def begin_averages(self) -> None:
         """After `add_state` of everything."""
         if self._averages and not self._reference_skips:
-            self._averages.begin(self._reference.parameters)
+            self._averages.begin(self.reference.parameters)
 
     def add_average(self, name: str, ours: Tensor) -> None:
         """Compare the plan's average of a parameter, or any other tensor in its place."""
@@ -171,14 +217,14 @@ class ComparisonRun:
         if self._against and not self._reference_skips:
             self._from_float64, self._against = self._against.result(*comparison.loss), None
         if not comparison.passed and all(step.passed for step in self._steps):
-            self._causes = diagnose(comparison, ours, self._reference_record, self._evidence, self._steps)
+            self.causes = diagnose(comparison, ours, self._reference_record, self._evidence, self._steps)
         self._steps.append(comparison)
         self._previous = dict(self._reference_record.gradients)
 
     def result(self) -> ComparisonResult:
         """The result of all steps so far."""
         return ComparisonResult(
-            steps=self._steps, causes=self._causes, whole=self._whole, comparer=self._comparer,
+            steps=self._steps, causes=self.causes, whole=self._whole, comparer=self._comparer,
             from_float64=self._from_float64,
         )  # fmt: skip
 

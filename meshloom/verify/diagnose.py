@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor
 
 from meshloom.core.plan import Plan
 from meshloom.core.units import plural
+from meshloom.verify.causes_of_tensors import from_elements, from_mixture, from_places, from_rounding
 from meshloom.verify.compare import FLOOR, Comparison
 from meshloom.verify.compare_chunks import filled
 from meshloom.verify.reference.mistakes import Cause, Evidence, mistakes, subsample, subsample_each
@@ -46,7 +48,11 @@ def diagnose(
             *_from_missing(ours, reference, gradients),
             *_from_gradients(comparison, ours, reference, evidence),
         ]
-    if not gradients:
+    common = next((error for error in comparison.errors if error.kind == "scale"), None)
+    if common is not None and common.multiple:
+        what = f"All gradients are {common.multiple[0]:.8g} times one device's, each within its tolerance but all by the same factor"
+        causes.append(Cause("scale", f"{what}: they are divided by a number that is slightly wrong."))
+    elif not gradients:
         causes += _from_norm(comparison, ours, reference, evidence) or _from_update(
             comparison, reference, evidence, earlier
         )
@@ -56,11 +62,22 @@ def diagnose(
             f"All gradients agree, but the loss is reported as {losses}: it is averaged in another way."
         )
         causes.append(Cause("loss", sentence))
-    if not causes and (buffers := comparison.failed("buffer")):
+    if not causes and not gradients and (buffers := comparison.failed("buffer")):
         what = "running statistics are not merged over all chunks in chunk order"
-        causes.append(Cause("batch statistics", f"Only buffers differ ({_names(buffers)}): {what}."))
+        only = all(error.passed for error in comparison.errors if error.kind != "buffer")
+        causes.append(
+            Cause(
+                "batch statistics",
+                f"{'Only buffers' if only else 'Buffers'} differ ({_names(buffers)}): {what}.",
+            )
+        )
     if len(set(ours.replicas)) > 1:
         sentence = "The replicas have different parameters or buffers after the step: they drift apart."
+        causes.append(Cause("replicas", sentence))
+    if ours.inconsistent:
+        sentence = (
+            f"Ranks of one replica hold different values of what each of them holds: {ours.inconsistent[0]}."
+        )
         causes.append(Cause("replicas", sentence))
     return causes or [Cause("unknown", f"Unknown cause: {_figures(ours, reference, gradients)}.")]
 
@@ -76,12 +93,17 @@ def _from_draws(ours: StepRecord, reference: StepRecord, plan: Plan) -> Iterator
             if other != key and (
                 chunk.draws or (who == "the plan" and any(each.draws for each in record.chunks))
             ):
-                replicas = f"replicas {other // plan.microbatches} and {key // plan.microbatches}"
+                of = [(each // plan.microbatches, each % plan.microbatches) for each in (other, key)]
+                replicas = (
+                    f"replicas {of[0][0]} and {of[1][0]}"
+                    if plan.dp > 1
+                    else f"microbatches {of[0][1]} and {of[1][1]}"
+                )
                 what = "use the same random draws, such as dropout masks"
                 yield Cause("same draws", f"Chunks {other} and {key} ({replicas}) {what}, under {who}.")
                 return
     chunks, right = filled(ours.chunks), filled(reference.chunks)
-    if plan.captures:  # draws inside captured programs are not observed
+    if plan.captures or plan.compiles:  # draws inside captured programs, or compiled ones, are not observed
         return
     wrong = [
         index
@@ -93,6 +115,11 @@ def _from_draws(ours: StepRecord, reference: StepRecord, plan: Plan) -> Iterator
     ]
     if wrong:
         why = "other random draws than on one device; they depend on something besides seed, step and chunk"
+        counts = [(len(chunks[index].draws), len(right[index].draws)) for index in wrong]
+        if plan.keyed_draws and counts[0][0] != counts[0][1]:
+            why = (
+                f"{counts[0][0]} random draws instead of {counts[0][1]}, so that those after them are others"
+            )
         yield Cause("same draws", f"{_chunks(wrong)}: {why}.")
 
 
@@ -156,12 +183,17 @@ def _from_gradients(
     error = _distance(actual, lambda name: right[name])
     rounding = 0.1 * min(each.tolerance for each in comparison.errors if each.kind == "gradient")
     best, cause = math.inf, None
-    for candidate, expected in _candidates(evidence, reference, actual, right, all_wrong, who):
+    simple = from_elements(actual, right, b)
+    for candidate, expected in chain(simple, _candidates(evidence, reference, actual, right, all_wrong, who)):
         left = _distance(actual, expected)
         # The residual must be small beside the difference, and far below that of simpler explanations.
         if left <= 0.03 * error and left < 0.1 * best and best > rounding:
             best, cause = left, candidate
-    return [cause] if cause else _from_mixture(actual, error, evidence)
+    if cause:
+        share = max(0.0, 1 - best / error)
+        return [Cause(cause.kind, f"{cause.sentence} This explains {share:.2%} of the difference.")]
+    special = [each for each in (from_rounding(actual, right), from_places(actual, right)) if each]
+    return special[:1] or from_mixture(actual, error, evidence)
 
 
 def _candidates(
@@ -221,28 +253,6 @@ def _from_named(gradients: Mapping[str, Tensor | None], right: Gradients) -> Exp
     return lambda name: _or_zeros(gradients.get(name), right[name])
 
 
-def _from_mixture(actual: Gradients, error: float, evidence: Evidence) -> list[Cause]:
-    """No common mistake fits: the factors of the chunks' gradients, if the result is a mixture of them."""
-    total = sum(chunk.weight for chunk in evidence.chunks)
-    columns = [
-        torch.cat([_or_zeros(chunk.gradients.get(name), each) for name, each in actual.items()])
-        for chunk in evidence.chunks
-    ]
-    target = torch.cat(list(actual.values()))
-    if target.numel() < 2 * len(columns):
-        return []
-    matrix = torch.stack(columns, 1) / total
-    factors = torch.linalg.lstsq(matrix, target, driver="gelsd").solution
-    if float((matrix @ factors - target).norm() / target.norm()) > 0.03 * error:
-        return []
-    shown = [
-        f"{'+'.join(map(str, chunk.chunks))}: {factor:.3g}"
-        for chunk, factor in zip(evidence.chunks, factors.tolist(), strict=True)
-    ]
-    what = f"the gradients of {_names(list(actual))} mix the chunks with wrong factors (chunk: factor, where 1 is right)"
-    return [Cause("unknown", f"Unknown cause: {what} {_list(shown)}.")]
-
-
 def _from_norm(
     comparison: Comparison, ours: StepRecord, reference: StepRecord, evidence: Evidence
 ) -> list[Cause]:
@@ -259,6 +269,8 @@ def _from_norm(
     why = "a part of the model is counted more than once"
     if dp > 1 and any(math.isclose(norm, times * right, rel_tol=1e-4) for times in (dp, math.sqrt(dp))):
         why = f"the norms of all dp = {dp} replicas are added, though their gradients are equal"
+    elif evidence.clip and math.isclose(norm, min(evidence.clip, right), rel_tol=1e-3):
+        why = "they are clipped already, or a second time"
     elif norm < right:
         why = "a part of the model is left out, such as parameters that other ranks own"
     return [Cause("clipping", f"{of}: {why}.")]
@@ -276,6 +288,8 @@ def _from_update(
     if len(untrained) == len(names):
         what = "changed under the plan differently than on one device, without a gradient"
         return [Cause("optimizer", f"{_names(names)}: {what}.")]
+    if (scaled := _scaled_updates(comparison, names)) is not None:
+        return [scaled]
     some = f"those of {_names(names)}" if len(names) < len(reference.gradients) else "all of them"
     if earlier:
         when = f"The gradients agree, and so did all updates until step {comparison.step}, where updates differ ({some})"
@@ -288,6 +302,26 @@ def _from_update(
     kind = "clipping" if clipped and len(names) > 1 else "optimizer"
     sentence = f"The gradients agree but the updates differ from the first step on ({some}): {hint}."
     return [Cause(kind, sentence)]
+
+
+def _scaled_updates(comparison: Comparison, names: Sequence[str]) -> Cause | None:
+    """Whether all wrong updates are one multiple of one device's."""
+    found = [error.multiple for error in comparison.errors if error.kind == "update" and not error.passed]
+    ratios = [each[0] for each in found if each is not None and each[1] < 1e-2]
+    if (
+        not found
+        or len(ratios) < len(found)
+        or max(ratios) - min(ratios) > 1e-3 * max(1.0, *map(abs, ratios))
+    ):
+        return None
+    ratio = ratios[0]
+    why = "another learning rate, or a factor that is applied twice or not at all"
+    if abs(ratio) < 1e-3:
+        why = "these parameters are not updated, or have old values again"
+    elif math.isclose(ratio, 2, rel_tol=1e-3):
+        why = "the update is applied a second time, or the learning rate is doubled"
+    what = f"The gradients agree, and the updates of {_names(names)} are {ratio:.4g} times one device's"
+    return Cause("optimizer", f"{what}: {why}.")
 
 
 def _distance(actual: Gradients, expected: Expected) -> float:

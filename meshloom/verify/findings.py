@@ -11,7 +11,8 @@ from rich.table import Table
 
 from meshloom.core.units import format_count
 from meshloom.verify.against_float64 import FromFloat64
-from meshloom.verify.compare import Comparison, TensorError
+from meshloom.verify.between_steps.checks import BetweenSteps, DifferingTensor, TensorError
+from meshloom.verify.compare import Comparison
 from meshloom.verify.fewer_blocks import FewerBlocks
 from meshloom.verify.reference.mistakes import Cause
 from meshloom.verify.reference.step_records import Cast
@@ -29,6 +30,9 @@ class Report:
         settings: torch's, of both sides, that change what operators return. from_float64: if it was asked for.
     owned: the share of the trainable elements that each rank updates. whole: the comparison with the whole
         batch, in the first step. fewer: the blocks of the model that were verified, if not all.
+    digest: of what ran. notes: in what both sides are not as in training, a sentence each. between: what was compared between steps. general: mistakes
+        on both sides, a sentence each. apart: of steps in which replicas had copies of their own, where they share one in training.
+    differing: the first tensor of a step that differs.
     """
 
     plan: str
@@ -43,11 +47,18 @@ class Report:
     autocast: str = ""
     settings: Mapping[str, str] = field(default_factory=dict[str, str])
     from_float64: FromFloat64 | None = None
+    digest: str = ""
+    notes: Sequence[str] = ()
+    between: Sequence[BetweenSteps] = ()
+    general: Sequence[str] = ()
+    apart: Report | None = None
+    differing: DifferingTensor | None = None
 
     @property
     def passed(self) -> bool:
         """Whether the plan computes what one device computes."""
-        return bool(self.steps) and all(step.passed for step in self.steps)
+        compared = [*self.steps, *self.between, *([self.apart] if self.apart else [])]
+        return bool(self.steps) and not self.general and all(each.passed for each in compared)
 
     @property
     def first_wrong(self) -> Comparison | None:
@@ -58,7 +69,8 @@ class Report:
         """The largest errors relative to their tolerance, one per name and kind: of the first step that
         differs, or of all steps."""
         wrong = self.first_wrong
-        errors = [error for step in ([wrong] if wrong else self.steps) for error in step.errors]
+        failed = [each for each in self.between if not each.passed]
+        errors = [error for step in ([wrong] if wrong else failed or self.steps) for error in step.errors]
         worst: dict[tuple[str, str], TensorError] = {}
         for error in sorted(errors, key=_severity, reverse=True):
             worst.setdefault((error.name, error.kind), error)
@@ -86,6 +98,11 @@ class Report:
             "devices": self.devices,
             "precision": self.precision,
             "passed": self.passed,
+            "digest": self.digest,
+            "notes": list(self.notes),
+            "general": list(self.general),
+            "between_steps": [_between_record(each) for each in self.between],
+            "own_copies": self.apart.records()[-1] if self.apart else None,
             "causes": [asdict(cause) for cause in self.causes],
             "autocast": self.autocast,
             "settings": dict(self.settings),
@@ -117,8 +134,13 @@ def print_report(report: Report, console: Console) -> None:
         console.print(report.fewer.sentence, highlight=False, markup=False, soft_wrap=True)
     console.print(_losses(report))
     console.print(_errors(report))
-    for text in _lines(report):
+    for text in lines_of(report):
         console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def _between_record(checked: BetweenSteps) -> dict[str, Any]:
+    errors = [_error_record(error) for error in checked.errors]
+    return {"what": checked.what, "passed": checked.passed, "facts": list(checked.facts), "errors": errors}
 
 
 def _losses(report: Report) -> Table:
@@ -148,9 +170,11 @@ def _of(error: TensorError) -> str:
     return "" if error.kind in ("loss", "norm") else f" of {error.name}"
 
 
-def _lines(report: Report) -> list[str]:
+def lines_of(report: Report) -> list[str]:
+    """The verdict, its reasons, and what was compared besides steps: a line each, the verdict first."""
     lines: list[str] = []
     wrong = report.first_wrong
+    lines += [f"DIFFERS on both sides: {each}" for each in report.general]
     if wrong:
         names = {error.name for error in wrong.errors if not error.passed}
         lines.append(
@@ -159,11 +183,21 @@ def _lines(report: Report) -> list[str]:
         )
         lines += [f"  {fact}" for fact in wrong.facts[:ROWS]]
         lines += [f"  likely cause: {cause.sentence}" for cause in report.causes]
-    else:
+    elif report.steps:
         turns = f" of {len(report.steps)} turns" if report.steps and report.steps[0].turn else ""
         lines.append(
             f"EQUAL to one device that runs the same chunks: {format_count(len({each.step for each in report.steps}), 'step')}{turns}"
             + (f", with {report.fewer.kept} of the repeated blocks each" if report.fewer else "")
+        )
+    for checked in report.between:
+        lines += _between_lines(checked)
+    if report.apart:
+        lines.append("With a copy of the parameters for each replica, as in a training loop of one's own:")
+        lines += [f"  {line}" for line in lines_of(report.apart)[: 1 if report.apart.passed else None]]
+    lines += report.notes
+    if report.digest:
+        lines.append(
+            f"what ran has digest {report.digest}, as `meshloom train` prints it for this job and plan"
         )
     skipped = sum(step.skipped for step in report.steps)
     if skipped:
@@ -187,13 +221,28 @@ def _lines(report: Report) -> list[str]:
         lines.append(f"whole batch: not compared, {report.whole.why}")
     elif report.whole.equal:
         lines.append(
-            f"whole batch: equal to one device on the whole batch (largest error of a gradient {report.whole.error:.1e})"
+            f"whole batch: one device that runs the chunks is equal to one device on the whole batch (largest error of a gradient {report.whole.error:.1e})"
         )
     else:
         lines.append(
-            f"whole batch: gradients differ by up to {report.whole.error:.1e} from one device on the whole batch, because {report.whole.why}"
+            "whole batch: gradients of one device that runs the chunks differ by up to "
+            f"{report.whole.error:.1e} from one device on the whole batch, because {report.whole.why}"
         )
     return lines
+
+
+def _between_lines(checked: BetweenSteps) -> list[str]:
+    what = checked.what[0].upper() + checked.what[1:]
+    worst = max(checked.errors, key=_severity, default=None)
+    if checked.passed:
+        size = f" (largest error {worst.error:.1e}, of {worst.name})" if worst else ""
+        return [f"{what}: equal{size}"]
+    wrong = sorted((error for error in checked.errors if not error.passed), key=_severity, reverse=True)
+    shown = [
+        f"  {each.name} differs by {each.error:.1e}, and {each.tolerance:.1e} is tolerated"
+        for each in wrong[:ROWS]
+    ]
+    return [f"DIFFERS: {checked.what}", *(f"  {fact}" for fact in checked.facts[:ROWS]), *shown]
 
 
 def _moved_lines(steps: Sequence[Comparison]) -> list[str]:

@@ -69,7 +69,10 @@ def first_wrong_operator(part: Partition, model: nn.Module, loss: LossFunction, 
             and (error := _error(reference.gradients[name], ranks.gradients[name])) > TOLERANCE
         ):
             return f"In lockstep all values agree; backward, the first gradient that differs is that of {_named(reference.nodes[name], part)}: by {error:.1e}."
-    return "In lockstep every operator's shards agree with one device, forward and backward: the ranks' programs are right, but their communication is not."
+    return (
+        "In lockstep every operator's shards agree with one device, forward and backward: the ranks' programs are right, and the "
+        "difference comes from what is around them."
+    )
 
 
 @dataclass(frozen=True)

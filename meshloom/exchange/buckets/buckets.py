@@ -243,7 +243,7 @@ def order_of_rank_0(order: Sequence[int], group: Group, device: torch.device) ->
 def group_parameters(
     named: Sequence[tuple[str, nn.Parameter]], bucket_bytes: int, *apart: Collection[str]
 ) -> list[list[tuple[str, nn.Parameter]]]:
-    """The parameters in reverse order, in buckets of one dtype and device each. apart: sets of names that
+    """The parameters in reverse order, in buckets of one dtype and device each; float64 counts half its bytes. apart: sets of names that
     share no bucket with others."""
     kinds: dict[tuple[torch.dtype, torch.device, tuple[bool, ...]], list[tuple[str, nn.Parameter]]] = {}
     for name, parameter in reversed(named):
@@ -251,7 +251,9 @@ def group_parameters(
         kinds.setdefault(kind, []).append((name, parameter))
     groups: list[list[tuple[str, nn.Parameter]]] = []
     for alike in kinds.values():
-        ends = accumulate(bucket_lengths([each.nbytes for _, each in alike], bucket_bytes), initial=0)
+        # verification in float64 has the buckets of float32
+        sizes = [each.nbytes // (1 + (each.dtype == torch.float64)) for _, each in alike]
+        ends = accumulate(bucket_lengths(sizes, bucket_bytes), initial=0)
         groups += [alike[start:stop] for start, stop in pairwise(ends)]
     return groups
 

@@ -13,10 +13,11 @@ from torch.utils.data import default_collate
 
 from meshloom.core.job import Job
 from meshloom.core.moments.current_step import at_step
+from meshloom.core.plan import Plan
 from meshloom.core.random import KeyedDraws, chunk_seed, derive, preserved_draws, seed_everything
 from meshloom.verify.reference.chunks_of_plan import ReferenceForward, as_sum
 from meshloom.verify.reference.loss_scaling import ReferenceScale
-from meshloom.verify.reference.observers import CastWatch, ModuleWatch, digest_values
+from meshloom.verify.reference.observers import CastWatch, DrawWatch, ModuleWatch, digest_values
 from meshloom.verify.reference.other_precision import convert, default_dtype
 from meshloom.verify.reference.step_records import ChunkRecord, ModuleOutput
 
@@ -47,8 +48,10 @@ class ChunkRun:
         autocast: torch.dtype | None,
         scale: ReferenceScale,
         of_batches: torch.dtype | None,
+        plan: Plan,
     ) -> None:
-        self._scale = scale
+        # programs key each draw; else a chunk has one seed, after which draws follow each other
+        self._scale, self._keyed = scale, plan.keyed_draws or plan.captures
         self._autocast, self._of_batches = autocast, of_batches
         self._job, self._model, self._device, self._dtype, self._watch = job, model, device, dtype, watch
         self.loss = job.loss  # of several the one whose turn it is
@@ -70,7 +73,10 @@ class ChunkRun:
         if casts is not None:
             self._watch.start()
         # Includes backward: activation checkpointing repeats forwards there and must draw the same numbers.
-        keyed = KeyedDraws(forward.rows, None if casts is None else draws)
+        keyed = KeyedDraws(forward.rows, None if casts is None else draws) if self._keyed else nullcontext()
+        moved = DrawWatch(self._device) if casts is not None and not self._keyed else None
+        if moved:
+            moved.start()
         with default_dtype(self._dtype), casts or nullcontext(), keyed, at_step(step):
             with torch.autocast(self._device.type, self._autocast, enabled=self._autocast is not None):
                 returned = self.loss(self._model, batch)
@@ -81,6 +87,7 @@ class ChunkRun:
             else:
                 divisor = 1.0 if isinstance(returned, tuple) else float(batch_size)
                 (loss_sum / divisor).backward()
+        draws += moved.stop() if moved else ()
         modules = () if casts is None else self._watch.stop()
         total = float(loss_sum.detach())
         return ChunkResult(

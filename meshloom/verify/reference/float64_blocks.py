@@ -56,6 +56,18 @@ def distance(a: Tensor, b: Tensor) -> float:
     return math.sqrt(square)
 
 
+def multiple_of(ours: Tensor, reference: Tensor, before: Tensor) -> tuple[float, float] | None:
+    """How many times the reference's change is ours, by least squares, and what is left, as a share of it."""
+    dot = square = own = 0.0
+    blocks = zip(*map(float64_blocks, (ours.to(reference.device), reference, before)), strict=True)
+    for now, after, start in blocks:
+        mine, right = now - start, after - start
+        dot, square, own = dot + float(mine @ right), square + float(right @ right), own + float(mine @ mine)
+    if not square or not math.isfinite(own):
+        return None
+    return dot / square, math.sqrt(max(0.0, own - dot * dot / square) / square)
+
+
 def rerun_distance(there: Tensor, here: Tensor) -> float:
     """||there - here||; 0 for sparse gradients with different rows, which rounding cannot cause."""
     if there.is_sparse and here.is_sparse:

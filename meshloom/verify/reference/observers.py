@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import pickle
+import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -57,6 +58,33 @@ def _bytes_of(value: Any) -> bytes:
         return pickle.dumps(value)
     except Exception:  # what cannot be pickled (a lambda, a file) has at least a type
         return str(type(value)).encode()
+
+
+class DrawWatch:
+    """How far torch's, `random`'s and numpy's generators move between `start` and `stop`. device: torch's of this one, too.
+
+    >>> watch = DrawWatch(torch.device("cpu"))
+    >>> watch.start()
+    >>> watch.stop()
+    ()
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._before = ""
+
+    def start(self) -> None:
+        """Begin a chunk."""
+        self._before = self._state()
+
+    def stop(self) -> tuple[str, ...]:
+        """End the chunk: a digest of where its draws have left the generators; none if nothing was drawn."""
+        after = self._state()
+        return () if after == self._before else (after,)
+
+    def _state(self) -> str:
+        of_device = torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None
+        return digest_values([torch.get_rng_state(), of_device, random.getstate(), numpy.random.get_state()])
 
 
 class ModuleWatch:

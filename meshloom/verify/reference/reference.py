@@ -83,16 +83,16 @@ class Reference:
             self.updated = ReferenceMasters(self.model, "" if dtype else plan.precision, job.seed)
             # single modules in evaluation mode stay in it
             self._modes = [(module, module.training) for module in self.model.modules()]
-            losses = trained_losses(job, self.updated)
-            self._turns = turns(losses, read_batches(job))
+            self.losses = trained_losses(job, self.updated)
+            self.turns_left = turns(self.losses, read_batches(job))
         self.parameters: dict[str, nn.Parameter] = dict(self.model.named_parameters())
         self._buffers = BufferMerging(self.model)
         self.precision = most_precise(self.model)
         self._watch = ModuleWatch(self.model)
         self.autocast = AUTOCAST.get(plan.precision)  # around losses; float64 tensors are not cast
         self._casts, self.scale = CastWatch(self.precision, self._watch), ReferenceScale(plan)
-        self._chunk_run = ChunkRun(job, self.model, self.device, dtype, self._watch, self.autocast, self.scale, dtype or self.updated.dtype)  # fmt: skip
-        self.turn = losses[0]  # the loss whose turn it is
+        self._chunk_run = ChunkRun(job, self.model, self.device, dtype, self._watch, self.autocast, self.scale, dtype or self.updated.dtype, plan)  # fmt: skip
+        self.turn = self.losses[0]  # the loss whose turn it is
         self.step = -1  # the last one
         self.samples: list[Any] = []
         self.chunks: list[ChunkRecord] = []
@@ -123,7 +123,7 @@ class Reference:
         """The first half of a step, or of one of its turns: forward and backward of all chunks, after which
         `gradients` are the average. Raises `DataError` if there is no data."""
         with preserved_draws(), self._watch.attached():
-            self.step, self.samples, self.turn, self._chunk_run.draws = next(self._turns)
+            self.step, self.samples, self.turn, self._chunk_run.draws = next(self.turns_left)
             self._chunk_run.loss = self.turn.loss
             for module, training in self._modes:
                 module.training = training
@@ -190,8 +190,12 @@ class Reference:
 
     def forwards(self, synchronised: bool = True) -> Iterator[ReferenceForward]:
         """The forwards of the last step's batch."""
-        changed = [shares for first, shares in self._recorded_shares if first <= self.step]
-        return forwards_of(self.plan, self.samples, changed[-1] if changed else None, synchronised)
+        return forwards_of(self.plan, self.samples, self.shares_now, synchronised)
+
+    @property
+    def shares_now(self) -> Sequence[int] | None:
+        """Of the replicas in the last step; None: the plan's."""
+        return next((each for first, each in reversed(self._recorded_shares) if first <= self.step), None)
 
     def run_forward(self, forward: ReferenceForward) -> ChunkResult:
         """Forward and backward of the last step's `forward`; gradients accumulate."""

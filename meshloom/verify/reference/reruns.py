@@ -51,7 +51,7 @@ def rounding_effect(reference: Reference) -> dict[str, float]:
     error analysis).
     """
     forwards, times = list(reference.forwards()), 1
-    moved: AbstractContextManager[None] = _perturbed_parameters(reference)
+    moved: AbstractContextManager[None] = perturbed_parameters(reference)
     if reference.updated.dtype and _is_whole(reference.plan):
         forwards, times, moved = forwards[::-1], _OTHER_ORDERS, nullcontext()
     with reference.rerun() as gradients, moved:
@@ -101,8 +101,8 @@ def travel_effect(reference: Reference, unit: float) -> dict[str, float]:
 
 
 @contextmanager
-def _perturbed_parameters(reference: Reference) -> Iterator[None]:
-    """A context in which the trainable parameters are perturbed."""
+def perturbed_parameters(reference: Reference, number: int = 0) -> Iterator[None]:
+    """A context in which the trainable parameters are perturbed, by other draws for every number."""
     plan, low = reference.plan, [getattr(torch, cast.dtype) for cast in reference.casts]
     low += [reference.updated.dtype] if reference.updated.dtype else []
     if _is_whole(plan) and plan.pp == 1:  # and in one device's order
@@ -113,7 +113,7 @@ def _perturbed_parameters(reference: Reference) -> Iterator[None]:
     trained = [parameter for parameter in reference.model.parameters() if parameter.requires_grad]
     values = [parameter.detach().clone() for parameter in trained]
     generator = torch.Generator(reference.device).manual_seed(
-        derive(reference.job.seed, "moved", reference.step)
+        derive(reference.job.seed, "moved", reference.step, *([number] if number else []))
     )
     try:
         with torch.no_grad():

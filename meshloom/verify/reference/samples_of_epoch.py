@@ -4,7 +4,7 @@ implementation that the plan's own is checked against."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import count
+from itertools import count, islice
 from typing import Any
 
 from torch.utils.data import IterableDataset
@@ -14,23 +14,24 @@ from meshloom.core.job import Job
 from meshloom.core.random import derive, preserved_draws, sample_order, sample_seed, seed_everything
 
 
-def read_batches(job: Job) -> Iterator[list[Any]]:
+def read_batches(job: Job, start: int = 0) -> Iterator[list[Any]]:
     """The samples of one global batch after another, forever: (seed, epoch, index) determines what is
-    read."""
+    read. start: number of the first."""
     seed_everything(derive(job.seed, "data"))
     dataset = job.data()
     return (
-        _iterated(job, dataset)
+        islice(_iterated(job, dataset), start, None)
         if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
-        else _indexed(job, dataset)
+        else _indexed(job, dataset, start)
     )
 
 
-def _indexed(job: Job, dataset: Any) -> Iterator[list[Any]]:
+def _indexed(job: Job, dataset: Any, first: int) -> Iterator[list[Any]]:
     if len(dataset) < (job.batch_size if job.drop_last else 1):
         raise DataError(
             f"The dataset has {len(dataset)} samples, and a batch {job.batch_size}. Use a smaller batch_size or more data."
         )
+    passed = 0
     for epoch in count():
         order = sample_order(job.seed, epoch, len(dataset), job.shuffle)
         assert len(set(order)) == len(dataset), (
@@ -38,7 +39,10 @@ def _indexed(job: Job, dataset: Any) -> Iterator[list[Any]]:
         )
         for start in range(0, len(order), job.batch_size):
             indices = order[start : start + job.batch_size]
-            if len(indices) == job.batch_size or not job.drop_last:
+            if len(indices) < job.batch_size and job.drop_last:
+                continue
+            passed += 1
+            if passed > first:
                 yield [_read(job, epoch, index, lambda index=index: dataset[index]) for index in indices]
 
 

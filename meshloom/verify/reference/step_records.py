@@ -83,7 +83,8 @@ class StepRecord:
     chunks: of all replicas, in order of their index; empty ones may be missing.
     replicas: a digest of each replica's parameters after the update.
     casts: the reductions of precision in the step. turn: the name of its loss, if it is a turn of several.
-    skipped: whether there was no update, as scaled gradients overflowed.
+    skipped: whether there was no update, as scaled gradients overflowed. inconsistent: what differs between ranks of a replica
+        that hold the same, a sentence each.
     """
 
     step: int
@@ -96,3 +97,4 @@ class StepRecord:
     casts: Sequence[Cast] = ()
     turn: str = ""
     skipped: bool = False
+    inconsistent: Sequence[str] = ()

@@ -72,10 +72,11 @@ def needs_closure(optimizer: Optimizer) -> bool:
 
 
 def turns(
-    losses: list[TrainedLoss], batches: Iterable[list[Any]]
+    losses: list[TrainedLoss], batches: Iterable[list[Any]], start: int = 0
 ) -> Iterator[tuple[int, list[Any], TrainedLoss, int]]:
-    """Step after step the turns of each: the step, its batch, the loss, and the number of its draws."""
-    for step, batch in enumerate(batches):
+    """Step after step the turns of each: the step, its batch, the loss, and the number of its draws. start: number of the first
+    batch."""
+    for step, batch in enumerate(batches, start):
         for each in losses:
             if step % each.every == each.every - 1:
                 for repeated in range(each.updates):

@@ -17,7 +17,7 @@ from meshloom.core.errors import CheckpointError
 from meshloom.exchange.zero_three import slices_of
 from meshloom.replica.replica import Replica
 from meshloom.replica.replica_state import loader_of
-from meshloom.train.torch_checkpoint import TorchCheckpoint
+from meshloom.train.from_torch.torch_checkpoint import TorchCheckpoint
 
 
 def resume_from_torch(

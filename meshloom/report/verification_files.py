@@ -1,0 +1,84 @@
+"""A verification's report as files to hand on: one plain page, and JUnit's XML, which CI systems show."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from html import escape
+from pathlib import Path
+from xml.etree import ElementTree
+
+from meshloom.core.errors import ReportError
+from meshloom.verify.between_steps.checks import TensorError
+from meshloom.verify.findings import Report, lines_of
+
+_STYLE = """body { font: 15px/1.5 system-ui, sans-serif; max-width: 60em; margin: 2em auto; padding: 0 1em; }
+table { border-collapse: collapse; margin: 1em 0; } th, td { text-align: left; padding: .2em .8em; border-bottom: 1px solid #ddd; }
+.wrong { color: #b00020; font-weight: 600; } .right { color: #1b6e2d; font-weight: 600; }"""
+
+
+def write_page(report: Report, path: Path, command: str) -> None:
+    """One self-contained page. command: what was run. Raises `ReportError` if it cannot be written."""
+    _write(path, "".join(_page(report, command)))
+
+
+def write_junit(report: Report, path: Path, name: str) -> None:
+    """A test suite of a test for every step, and for all that was compared between steps. name: of the suite. Raises
+    `ReportError` if it cannot be written."""
+    tests = [
+        (f"step {step.step}{f' {step.turn}' if step.turn else ''}", step.passed) for step in report.steps
+    ]
+    tests += [(each.what, each.passed) for each in report.between]
+    if report.general:
+        tests.append(("seeds and orders", False))
+    if report.apart:
+        tests.append(("a copy of the parameters for each replica", report.apart.passed))
+    failures = sum(not passed for _, passed in tests)
+    suite = ElementTree.Element(
+        "testsuite", name=name, tests=str(len(tests)), failures=str(failures), errors="0"
+    )
+    for what, passed in tests:
+        case = ElementTree.SubElement(
+            suite, "testcase", classname=f"meshloom.verify.{report.plan}", name=what
+        )
+        if not passed:
+            said = lines_of(report)
+            ElementTree.SubElement(case, "failure", message=said[0]).text = "\n".join(said)
+    _write(path, ElementTree.tostring(suite, encoding="unicode", xml_declaration=True) + "\n")
+
+
+def _page(report: Report, command: str) -> Iterator[str]:
+    verdict = "equals one device" if report.passed else "differs from one device"
+    yield f"<!DOCTYPE html>\n<html lang='en'><meta charset='utf-8'><title>{escape(report.plan)} {verdict}</title><style>{_STYLE}</style>\n"
+    yield f"<h1>{escape(report.plan)} <span class='{'right' if report.passed else 'wrong'}'>{verdict}</span></h1>\n"
+    yield f"<p><code>{escape(command)}</code></p><p>On {escape(report.devices)}, {escape(report.precision)}.</p>\n<ul>\n"
+    for line in lines_of(report):
+        yield f"<li>{escape(line.strip())}</li>\n"
+    yield "</ul>\n<h2>Steps</h2>\n<table><tr><th>step<th>loss<th>one device<th>verdict<th>first module</tr>\n"
+    for step in report.steps:
+        ours, right = step.loss
+        yield f"<tr><td>{step.step} {escape(step.turn)}<td>{ours:.6g}<td>{right:.6g}<td>{_verdict(step.passed)}<td>{escape(step.first_module or '')}</tr>\n"
+    yield "</table>\n<h2>Largest errors</h2>\n<table><tr><th>of<th>kind<th>step<th>error<th>tolerance<th></tr>\n"
+    yield from map(_row, report.worst(40))
+    for checked in report.between:
+        yield f"</table>\n<h2>{escape(checked.what)}: {_verdict(checked.passed)}</h2>\n<ul>"
+        yield from (f"<li>{escape(fact)}</li>" for fact in checked.facts)
+        yield "</ul><table><tr><th>of<th>kind<th>step<th>error<th>tolerance<th></tr>\n"
+        yield from map(_row, sorted(checked.errors, key=lambda error: error.error, reverse=True)[:20])
+    yield "</table></html>\n"
+
+
+def _row(error: TensorError) -> str:
+    return f"<tr><td>{escape(error.name)}<td>{error.kind}<td>{error.step}<td>{error.error:.2e}<td>{error.tolerance:.1e}<td>{_verdict(error.passed)}</tr>\n"
+
+
+def _verdict(passed: bool) -> str:
+    return "equal" if passed else "<span class='wrong'>differs</span>"
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ReportError(
+            f"{path} cannot be written: {error.strerror}. Give a file in a directory that exists."
+        ) from None

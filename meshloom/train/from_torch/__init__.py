@@ -1,0 +1,1 @@
+"""Resuming from checkpoints of torch.distributed.checkpoint."""

@@ -1,0 +1,61 @@
+"""A digest of what a run is, equal in whatever precision it runs: the plan, the job's settings, and each rank's programs,
+shards, schedule and share of the updates.
+
+`meshloom train` and `meshloom verify` print it, so that what was verified can be seen to be what trains.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import replace
+
+from meshloom.comm.objects import collect
+from meshloom.comm.steps import Steps
+from meshloom.exchange.exchange import Exchange
+from meshloom.pipeline.stages.stages import Stage
+from meshloom.program.ir.nodes import Node
+from meshloom.replica.program_engine import ProgramEngine
+from meshloom.replica.replica import Replica
+
+
+def run_digest(replica: Replica) -> Steps[str]:
+    """Of all ranks, 12 hexadecimal digits; equal on all of them."""
+    mine = _hash(_facts(replica))
+    return _hash((yield from collect(replica.context.world, mine)))[:12]
+
+
+def _hash(lines: Iterator[str] | list[str]) -> str:
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def _facts(replica: Replica) -> Iterator[str]:
+    job, engine = replica.job, replica.engine
+    yield str(replace(replica.plan, keyed_draws=False))
+    yield f"batches of {job.batch_size}, seed {job.seed}, clipped to {job.clip_grad_norm}, losses {[*job.losses]}"
+    for name, pieces in sorted(replica.shards.pieces.items()):
+        yield f"{name}: {pieces}"
+    if isinstance(engine, ProgramEngine):
+        for stage in engine.stages:
+            yield from _of_stage(stage)
+    schedule = engine.schedule(replica.plan.microbatches)
+    if schedule is not None:
+        yield " ".join(map(str, schedule.actions[replica.context.place.pp]))
+    exchange: Exchange | None = replica.exchange
+    while exchange is not None:
+        yield f"{type(exchange).__name__}, one copy: {exchange.one_copy}"
+        exchange = exchange.inner
+    yield from (f"{each.name} {each.start}:{each.stop}" for each in replica.exchange.owned)
+
+
+def _of_stage(stage: Stage) -> Iterator[str]:
+    yield f"stage {stage.number}"
+    yield from (f"{each.value} from {each.source} to {each.destination}" for each in stage.incoming)
+    yield from map(_of_node, stage.program.nodes)
+    yield f"sends {stage.sent}, updates {sorted(stage.changing)}"
+
+
+def _of_node(node: Node) -> str:
+    """Everything but precisions, and constants, which may name them."""
+    outputs = [(each.shape, each.requires_grad) for each in node.outputs]
+    return f"{node.name} = {node.operator}({', '.join(ref.name for ref in node.operands())}) {outputs} {node.draw} {node.num_draws}"

@@ -1,0 +1,59 @@
+"""The results of comparing a tensor, and what happens between steps, with one device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+Kind = Literal[
+    "loss", "norm", "gradient", "buffer", "parameter", "update", "average", "scale", "metric", "saved"
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorError:
+    """The comparison of one tensor. elements: their number. moved: the tolerance is the measured effect of
+    rounding on the reference. multiple: of an update that differs, or of a factor in common: it is so many times the
+    reference's, and what is left, as a share of it."""
+
+    name: str
+    kind: Kind
+    step: int
+    error: float
+    tolerance: float
+    elements: int = 1
+    moved: bool = False
+    multiple: tuple[float, float] | None = None
+
+    @property
+    def passed(self) -> bool:
+        """Whether the error counts as rounding. NaN does not."""
+        return self.error <= self.tolerance
+
+
+@dataclass(frozen=True, kw_only=True)
+class DifferingTensor:
+    """The first tensor that differs, of both sides: the gradient, parameter or buffer `name` of a step."""
+
+    name: str
+    kind: Kind
+    step: int
+    plan: Tensor
+    one_device: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class BetweenSteps:
+    """What was compared, such as "the evaluation after 2 steps". facts: differences other than numbers, a sentence each."""
+
+    what: str
+    errors: Sequence[TensorError] = ()
+    facts: Sequence[str] = ()
+
+    @property
+    def passed(self) -> bool:
+        """Whether everything agrees."""
+        return not self.facts and all(error.passed for error in self.errors)

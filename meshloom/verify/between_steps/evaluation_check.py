@@ -1,0 +1,97 @@
+"""An evaluation under the plan: its metrics against those of one device, and that it changes nothing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+
+from meshloom.comm.objects import collect
+from meshloom.comm.steps import Steps
+from meshloom.parameters.digest import digest
+from meshloom.replica.replica import Replica
+from meshloom.replica.replica_state import replicated_state
+from meshloom.train.trainer import Trainer
+from meshloom.verify.between_steps.checks import BetweenSteps, TensorError
+from meshloom.verify.reference.between_steps.evaluation import evaluate
+from meshloom.verify.reference.reference import Reference
+from meshloom.verify.reference.reruns import perturbed_parameters
+
+_MOST_BATCHES = 8  # of an evaluation, which may be of many
+_REPEATS = 3  # of an evaluation with perturbed parameters
+
+
+def check_evaluation(trainer: Trainer, reference: Reference | None, tolerance: float) -> BetweenSteps | None:
+    """Evaluate under the plan and on one device. All ranks call it; `reference` is rank 0's, where the result is."""
+    before = [_state(each) for each in trainer.replicas]
+    run = trainer.synchronous
+    assert run is not None
+    whole = run.evaluation.num_batches <= _MOST_BATCHES
+    batches = None if whole else _MOST_BATCHES
+    ours = run.evaluation.evaluate(trainer.next_step, batches)
+    changed = [_changes(old, _state(each)) for old, each in zip(before, trainer.replicas, strict=True)]
+
+    def facts_of(replica: Replica) -> Steps[list[list[str]]]:
+        return (yield from collect(replica.context.world, changed[trainer.replicas.index(replica)]))
+
+    of_ranks = trainer.together(facts_of)[0]
+    if reference is None:
+        return None
+    facts = list(dict.fromkeys(fact for of_rank in of_ranks for fact in of_rank))
+    errors = _metric_errors(ours, reference, trainer.next_step, tolerance, batches)
+    what = "" if whole else f" of the first {_MOST_BATCHES} batches"
+    return BetweenSteps(
+        what=f"the evaluation{what} after step {trainer.next_step - 1}", errors=errors, facts=facts
+    )
+
+
+def _state(replica: Replica) -> dict[str, int]:
+    """Digests of what this rank holds, and the mode of every module."""
+    modes = {
+        f"the mode of {name or 'the model'}": int(each.training)
+        for name, each in replica.model.named_modules()
+    }
+    return {**{name: int(digest(each)) for name, each in replicated_state(replica).items()}, **modes}
+
+
+def _changes(before: dict[str, int], after: dict[str, int]) -> list[str]:
+    return [f"The evaluation changes {name}." for name in before if before[name] != after.get(name)]
+
+
+def _metric_errors(
+    ours: dict[str, float], reference: Reference, updates: int, tolerance: float, batches: int | None
+) -> list[TensorError]:
+    right = evaluate(reference, updates, batches)
+    errors = {name: _error(ours.get(name, math.nan), value) for name, value in right.items()}
+    allowed = dict.fromkeys(right, tolerance)
+    if any(not error <= tolerance for error in errors.values()):
+        # an accuracy changes by a whole sample where rounding exchanges two classes
+        for name, effect in _rounding_effects(
+            lambda: evaluate(reference, updates, batches), reference, right
+        ).items():
+            allowed[name] = max(tolerance, effect)
+    return [
+        TensorError(name=name, kind="metric", step=updates - 1, error=error, tolerance=allowed[name], moved=allowed[name] > tolerance)
+        for name, error in errors.items()
+    ]  # fmt: skip
+
+
+def _rounding_effects(
+    run: Callable[[], dict[str, float]], reference: Reference, right: dict[str, float]
+) -> dict[str, float]:
+    """By metric, twice the most that perturbed parameters move it."""
+    most = dict.fromkeys(right, 0.0)
+    for repeat in range(_REPEATS):
+        with torch.no_grad(), perturbed_parameters(reference, repeat):
+            for name, value in run().items():
+                most[name] = max(most[name], 2 * _error(value, right[name]))
+    return most
+
+
+def _error(ours: float, right: float) -> float:
+    if math.isnan(ours) and math.isnan(right):
+        return 0.0
+    if ours == right:
+        return 0.0
+    return abs(ours - right) / abs(right) if right and math.isfinite(ours - right) else math.inf

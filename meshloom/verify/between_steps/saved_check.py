@@ -1,0 +1,172 @@
+"""A checkpoint's files against one device: parameters, buffers, the optimizer's state, its groups and the schedule, by name."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshloom.checkpoint.checkpoint import Checkpoint
+from meshloom.checkpoint.format import MASTER
+from meshloom.checkpoint.json_values import from_json
+from meshloom.optimizer.state_pieces import STATE
+from meshloom.verify.between_steps.checks import BetweenSteps, TensorError
+from meshloom.verify.reference.float64_blocks import distance, norm
+from meshloom.verify.reference.reference import Reference
+
+_COUNTERS = ("last_epoch", "_step_count")  # of schedulers
+_MOST = 8  # facts
+_LEFT_OUT = ("params", "param_names")
+
+
+def check_saved(path: Path, what: str, reference: Reference, tolerance: float) -> BetweenSteps:
+    """Compare the checkpoint in `path` with the reference. tolerance: of what an optimizer computes."""
+    saved = Checkpoint.open(path)
+    step = reference.step
+    facts = [*_facts(saved, reference)]
+    errors = [*_weight_errors(saved, reference, tolerance)]
+    state, lost = _state_errors(saved, reference, tolerance)
+    return BetweenSteps(what=f"{what} after step {step}", errors=[*errors, *state], facts=[*facts, *lost])
+
+
+def same_files(path: Path, other: Path, what: str) -> BetweenSteps:
+    """Compare two checkpoints of one step, whose values must be the same bits."""
+    one, two = Checkpoint.open(path), Checkpoint.open(other)
+    here, there = one.stored_weights(), two.stored_weights()
+    facts = [
+        f"{name} has other values."
+        for name in here.entries
+        if name not in there.entries or not _same_bits(here.tensor(name), there.tensor(name))
+    ]
+    for key in one.keys():  # noqa: SIM118
+        size = math.prod(one.shape(key))
+        if key not in two.keys() or one.shape(key) != two.shape(key):  # noqa: SIM118
+            facts.append(f"{key} is lost.")
+        elif not _same_bits(one.read(key, 0, size), two.read(key, 0, size)):
+            facts.append(f"{key} has other values.")
+    if one.step != two.step:
+        facts.append(f"It is of step {two.step} instead of {one.step}.")
+    return BetweenSteps(what=f"{what}, after step {one.step - 1}", facts=facts[:_MOST])
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    same = one.shape == other.shape and one.dtype == other.dtype
+    return same and torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
+
+
+def _facts(saved: Checkpoint, reference: Reference) -> Iterator[str]:
+    if saved.step != reference.step + 1:
+        yield f"The checkpoint says step {saved.step}, and {reference.step + 1} are done."
+    updater = saved.values["updater"]
+    optimizers = [each for loss in reference.losses for each in loss.optimizers]
+    for number, (there, here) in enumerate(zip(updater["optimizers"], optimizers, strict=True)):
+        groups = [from_json(each) for each in there["groups"]]
+        for place, (ours, right) in enumerate(zip(groups, here.param_groups, strict=True)):
+            yield from _settings_that_differ(f"group {place} of optimizer {number}", ours, right)
+    schedulers = [each for loss in reference.losses for each in loss.schedulers]
+    for number, (there, here) in enumerate(zip(updater["schedulers"], schedulers, strict=True)):
+        values = from_json(there) if not isinstance(there, Mapping) or "last_epoch" not in there else there
+        for name in _COUNTERS:
+            if (
+                isinstance(values, Mapping)
+                and name in values
+                and values[name] != getattr(here, name, values[name])
+            ):
+                yield f"{name} of scheduler {number} is {values[name]} in the checkpoint and {getattr(here, name)} on one device."
+
+
+def _settings_that_differ(where: str, ours: Mapping[str, Any], right: Mapping[str, Any]) -> Iterator[str]:
+    for name, value in right.items():
+        if name in _LEFT_OUT or name not in ours:
+            continue
+        a, b = _numbers(ours[name]), _numbers(value)
+        if a is not None and b is not None and not (len(a) == len(b) and all(map(_close, a, b))):
+            yield f"{name} in {where} is {_shown(a)} in the checkpoint and {_shown(b)} on one device."
+
+
+def _numbers(value: Any) -> list[float] | None:
+    values = list(value) if isinstance(value, list | tuple) else [value]
+    if any(isinstance(each, bool) or not isinstance(each, int | float | Tensor) for each in values):
+        return None
+    return [float(each) for each in values if not isinstance(each, Tensor) or each.numel() == 1]
+
+
+def _close(a: float, b: float) -> bool:
+    return math.isclose(a, b, rel_tol=1e-6) or (math.isnan(a) and math.isnan(b))
+
+
+def _shown(values: list[float]) -> str:
+    return ", ".join(f"{each:g}" for each in values)
+
+
+def _weight_errors(saved: Checkpoint, reference: Reference, tolerance: float) -> Iterator[TensorError]:
+    stored = saved.stored_weights()
+    state = reference.model.state_dict()
+    right = {name: each for name, each in state.items() if isinstance(each, Tensor)}
+    for name, tensor in right.items():
+        ours = stored.tensor(name) if name in stored.entries else None
+        yield _compared(name, ours, tensor, reference.step, tolerance)
+
+
+def _state_errors(
+    saved: Checkpoint, reference: Reference, tolerance: float
+) -> tuple[list[TensorError], list[str]]:
+    names = {id(each): name for name, each in reference.updated.all.items()}
+    keys = {
+        key.removesuffix(".json").removesuffix(".stacked"): key
+        for key in saved.keys()  # noqa: SIM118
+        if key.startswith(STATE)
+    }
+    errors: list[TensorError] = []
+    facts: list[str] = []
+    for optimizer in (each for loss in reference.losses for each in loss.optimizers):
+        for parameter, state in optimizer.state.items():
+            if not isinstance(parameter, Tensor) or id(parameter) not in names:
+                continue
+            name = names[id(parameter)]
+            for key, value in state.items():
+                path = f"{STATE}{name}/{key}"
+                if path not in keys:
+                    facts.append(f"The checkpoint has no {key} of {name}, and one device has.")
+                elif (found := _read(saved, keys[path])) is not None and isinstance(value, Tensor):
+                    errors.append(_compared(f"{key} of {name}", found, value, reference.step, tolerance))
+    for name, parameter in reference.updated.all.items():
+        if (path := f"{STATE}{name}/{MASTER}") in keys and (found := _read(saved, path)) is not None:
+            errors.append(_compared(f"copy of {name}", found, parameter, reference.step, tolerance))
+    return errors, facts
+
+
+def _read(saved: Checkpoint, key: str) -> Tensor | None:
+    shape = saved.shape(key)
+    flat = saved.read(key, 0, math.prod(shape))
+    if key.endswith(".json"):
+        value = from_json(json.loads(flat.numpy().tobytes()))
+        return (
+            torch.tensor(float(value))
+            if isinstance(value, int | float)
+            else value
+            if isinstance(value, Tensor)
+            else None
+        )
+    return flat.view(shape)
+
+
+def _compared(name: str, ours: Tensor | None, right: Tensor, step: int, tolerance: float) -> TensorError:
+    right = right.detach().to_dense().cpu()
+    if ours is None or ours.numel() != right.numel():
+        error = math.inf
+    elif right.is_floating_point() or right.is_complex():
+        difference, size = distance(ours.to(right.dtype).view(right.shape), right), norm(right)
+        error = (
+            0.0 if difference == 0 else difference / size if size and math.isfinite(difference) else math.inf
+        )
+    else:
+        error = 0.0 if torch.equal(ours.view(right.shape).to(right.dtype), right) else math.inf
+    return TensorError(
+        name=name, kind="saved", step=step, error=error, tolerance=tolerance, elements=right.numel()
+    )

@@ -1,0 +1,46 @@
+"""Going on with the data of a later step, and what must be true of orders and seeds whatever the plan.
+
+Seeds and orders come from functions that the plan and the reference share, so a mistake in them makes no difference between
+the two: they are checked by themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from meshloom.core.job import Job
+from meshloom.core.random import chunk_seed, sample_order, sample_seed
+from meshloom.verify.reference.reference import Reference
+from meshloom.verify.reference.samples_of_epoch import read_batches
+from meshloom.verify.reference.trained_losses import turns
+
+_MANY = 8  # steps, epochs, samples
+
+
+def go_to(reference: Reference, step: int) -> None:
+    """The next step is the one of this number; parameters, optimizers and schedules are as they are."""
+    reference.turns_left = turns(reference.losses, read_batches(reference.job, step), step)
+
+
+def mistakes_of_draws(job: Job) -> Iterator[str]:
+    """What is wrong on both sides, a sentence each: two chunks, steps, samples or epochs that draw alike, an order that is no
+    permutation, or the same in two epochs."""
+    yield from _alike(lambda step, chunk: chunk_seed(job.seed, step, chunk), "step", "chunk", "masks")
+    yield from _alike(
+        lambda epoch, index: sample_seed(job.seed, epoch, index), "epoch", "sample", "augmentation"
+    )
+    for samples in (2, 37):
+        orders = [sample_order(job.seed, epoch, samples, job.shuffle) for epoch in range(3)]
+        if any(sorted(order) != list(range(samples)) for order in orders):
+            yield f"An epoch of {samples} samples does not read each of them once, on one device too."
+    if job.shuffle and (orders[0] == orders[1] or orders[1] == orders[2]):
+        yield "Two epochs have the same order, on one device too."
+
+
+def _alike(seed: Callable[[int, int], int], first: str, second: str, what: str) -> Iterator[str]:
+    seen: dict[int, tuple[int, int]] = {}
+    for pair in ((a, b) for a in range(_MANY) for b in range(_MANY)):
+        if (other := seen.setdefault(seed(*pair), pair)) != pair:
+            places = [f"{first} {a}, {second} {b}" for a, b in (other, pair)]
+            yield f"The draws ({what}) of {places[0]} and of {places[1]} have one seed, on one device too."
+            return

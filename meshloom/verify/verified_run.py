@@ -1,0 +1,262 @@
+"""The run that is verified: the ordinary Trainer's, interrupted and resumed, whose steps and what lies between them are compared
+with one device.
+
+    steps 0 .. n-3, an evaluation, a checkpoint | resumed: steps n-2 and n-1, then the last step of an epoch and the first of the next
+
+`quick`: the steps alone. On processes whose replicas have one copy of the parameters, two steps follow in which each has its
+own, as in a training loop of one's own.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from meshloom.comm.objects import collect, share
+from meshloom.comm.steps import Steps
+from meshloom.core.job import Job
+from meshloom.core.plan import Plan
+from meshloom.core.units import format_bytes
+from meshloom.data.samples import first_batches
+from meshloom.data.to_device import to_device
+from meshloom.launch.environment import scratch_directory
+from meshloom.parameters.file_weights import build_filled_model
+from meshloom.replica.replica import Replica
+from meshloom.telemetry.progress import Listener
+from meshloom.train.contract import Batch
+from meshloom.train.trainer import Trainer
+from meshloom.verify.against_float64 import AgainstFloat64
+from meshloom.verify.between_steps.checks import BetweenSteps
+from meshloom.verify.between_steps.evaluation_check import check_evaluation
+from meshloom.verify.between_steps.saved_check import check_saved, same_files
+from meshloom.verify.comparison_run import ComparisonRun
+from meshloom.verify.lockstep_check import first_wrong_operator
+from meshloom.verify.reference.between_steps.positions import go_to
+from meshloom.verify.reference.mistakes import Cause
+from meshloom.verify.reference.reference import Reference
+from meshloom.verify.step_observer import StepObserver
+
+_STATE = 4  # times the parameters: themselves, two moments, copies
+Shares = Sequence[tuple[int, tuple[int, ...]]]
+_RESUMED = Cause(
+    "resuming",
+    "All steps before the checkpoint agree, and the first one after resuming does not: what is resumed is not what was saved, or the data goes on elsewhere.",
+)
+_NEXT_EPOCH = Cause(
+    "epoch",
+    "Earlier steps agree, and the end of the epoch does not: its last batch, which may be short, or the first batch of the next.",
+)
+
+
+@dataclass(kw_only=True)
+class VerifiedRun:
+    """Of `job` under `plan`. dtype: of both sides; None: the job's own. against: of a second reference, for the first step.
+    settings: of every Trainer.
+
+    comparison, between, causes: on rank 0, what came of it. digest: of what ran. devices: one line about them. owned: the
+    share of the trainable elements that each rank updates. one_copy: whether replicas had one copy of the parameters. notes: on
+    what was left out.
+    """
+
+    job: Job
+    plan: Plan
+    shares: Shares
+    dtype: torch.dtype | None
+    against: torch.dtype | None
+    settings: dict[str, Any]
+    comparison: ComparisonRun | None = None
+    between: list[BetweenSteps] = field(default_factory=list[BetweenSteps])
+    causes: list[Cause] = field(default_factory=list[Cause])
+    owned: Sequence[float] = ()
+    digest: str = ""
+    devices: str = ""
+    one_copy: bool = False
+    notes: list[str] = field(default_factory=list[str])
+    _steps_per_epoch: int | None = None
+
+    def quick(self, steps: int, *, own_copies: bool = False) -> None:
+        """So many steps. own_copies: each replica has its own parameters."""
+        with self._opened(steps, share=not own_copies) as trainer:
+            self._take(trainer, range(steps))
+
+    def whole(self, steps: int) -> None:
+        """So many steps, three or more, and what lies between them. The second one after resuming is the first whose learning
+        rate the schedule computes."""
+        before, after = range(steps - 2), range(steps - 2, steps)
+        total = max(self.job.steps, steps)
+        with ExitStack() as around:
+            with self._opened(total) as trainer:
+                passed = self._take(trainer, before) and self._evaluate(trainer)
+                if not passed:
+                    return
+                directory = around.enter_context(_directory(trainer))
+                ends = self._epoch_end(steps, total)
+                if lacking := trainer.together(partial(_lacking_room, directory=directory))[0]:
+                    self.notes.append(lacking)
+                    _ = self._take(trainer, after) and self._take(trainer, ends, special=_NEXT_EPOCH)
+                    return
+                path = self._save(trainer, directory, "the checkpoint")
+            with self._opened(total, resume=path) as trainer:
+                passed = self._take(trainer, after, special=_RESUMED) and self._take(
+                    trainer, ends, special=_NEXT_EPOCH
+                )
+            if passed and self._is_simulated and self.plan.mesh.size > 1:
+                self._resume_elsewhere(path, total)
+
+    @property
+    def _is_simulated(self) -> bool:
+        return self.devices.startswith("simulated")
+
+    @contextmanager
+    def _opened(self, steps: int, *, resume: Path | None = None, share: bool = True) -> Iterator[Trainer]:
+        quiet = Listener(started=lambda text: None)  # the report describes the run
+        with Trainer(
+            self.job, self.plan, steps=steps, dtype=self.dtype, share=share, listener=quiet, recorded_shares=self.shares, resume=resume,
+            **self.settings,
+        ) as trainer:  # fmt: skip
+            self.owned = trainer.together(_owned)[0]
+            self.devices = trainer.world.why
+            self.digest = trainer.synchronous.digest if trainer.synchronous else ""
+            self.one_copy = trainer.replicas[0].exchange.one_copy
+            if trainer.world.main and self.comparison is None:
+                self.comparison = self._begun(trainer.replicas[0].context.device)
+            yield trainer
+
+    def _begun(self, device: torch.device) -> ComparisonRun:
+        exact = Reference(self.job, self.plan, self.against, device, self.shares) if self.against else None
+        reference = Reference(self.job, self.plan, self.dtype, device, self.shares)
+        return ComparisonRun(reference, AgainstFloat64(exact) if exact else None)
+
+    def _take(self, trainer: Trainer, numbers: Sequence[int], special: Cause | None = None) -> bool:
+        """Take the steps of these numbers, and compare them. Whether all agree, on every rank. special: what a difference in
+        them means, if those before agree."""
+        run, comparison = trainer.synchronous, self.comparison
+        assert run is not None
+        first = trainer.replicas[0]
+        observers = [StepObserver(each, comparison if each is first else None) for each in trainer.replicas]
+        run.observe(observers)
+        with ExitStack() as attached:
+            for observer in observers:
+                attached.enter_context(observer.attached())
+            batches = attached.enter_context(_closing(trainer.batches()))
+            for number in numbers:
+                if special is _NEXT_EPOCH and number != run.next_step:
+                    run.next_step = number
+                    if comparison:
+                        go_to(comparison.reference, number)
+                trainer.step(next(batches))
+            self._steps_per_epoch = run.data.steps_per_epoch
+        run.observe([None] * len(observers))
+        passed = trainer.together(
+            lambda replica: share(replica.context.world, comparison is None or comparison.passed)
+        )[0]
+        if comparison and not passed:
+            self.causes += [
+                *([special] if special else []),
+                *comparison.causes,
+                *_wrong_operator(trainer, self.plan, self.dtype),
+            ]
+        return passed
+
+    def _evaluate(self, trainer: Trainer) -> bool:
+        """Whether evaluations agree, on every rank; that is so where there are none."""
+        if self.job.evaluate is None:
+            return True
+        comparison = self.comparison
+        found = check_evaluation(
+            trainer, comparison.reference if comparison else None, comparison.tolerance if comparison else 0.0
+        )
+        self.between += [found] if found else []
+        return trainer.together(lambda replica: share(replica.context.world, found is None or found.passed))[
+            0
+        ]
+
+    def _epoch_end(self, taken: int, steps: int) -> list[int]:
+        """The numbers of the last step of the first epoch and of the next, as far as a run of `steps` has them after `taken`."""
+        length = self._steps_per_epoch
+        return [step for step in (length - 1, length) if taken <= step < steps] if length else []
+
+    def _save(self, trainer: Trainer, directory: Path, what: str) -> Path:
+        run = trainer.synchronous
+        assert run is not None
+        run.save_into(directory)
+        path = trainer.save()
+        if self.comparison:
+            found = check_saved(path, what, self.comparison.reference, self.comparison.updated_tolerance)
+            self.between.append(found)
+        return path
+
+    def _resume_elsewhere(self, path: Path, steps: int) -> None:
+        """Resume the checkpoint under dp=1, and save it again."""
+        elsewhere = replace(
+            self, plan=Plan(precision=self.plan.precision), shares=(), comparison=None, between=[], causes=[]
+        )
+        with elsewhere._opened(steps, resume=path) as trainer, _directory(trainer) as directory:
+            run = trainer.synchronous
+            assert run is not None
+            run.save_into(directory)
+            again = trainer.save()
+            self.between += [same_files(path, again, "the checkpoint resumed under dp=1 and saved again")]
+
+
+@contextmanager
+def _closing(batches: Any) -> Iterator[Iterator[Batch]]:
+    """Ends the readers of `Trainer.batches()` at the end of the context."""
+    try:
+        yield batches
+    finally:
+        batches.close()
+
+
+@contextmanager
+def _directory(trainer: Trainer) -> Iterator[Path]:
+    """A directory for checkpoints, of one name on all ranks; the first one removes it."""
+    main = trainer.world.main
+    made = tempfile.mkdtemp(prefix="meshloom-verify-", dir=scratch_directory()) if main else ""
+    try:
+        yield Path(trainer.together(lambda replica: share(replica.context.world, made))[0])
+    finally:
+        if made:
+            shutil.rmtree(made, ignore_errors=True)
+
+
+def _lacking_room(replica: Replica, directory: Path) -> Steps[str]:
+    """A sentence, where a checkpoint might not fit on the disk of the first rank; else ""."""
+    state = [*replica.model.parameters(), *replica.model.buffers()]
+    needed = (
+        _STATE * sum(each.numel() * each.element_size() for each in state) * replica.plan.tp * replica.plan.pp
+    )
+    lacking = ""
+    if directory.is_dir() and (free := shutil.disk_usage(directory).free) < needed:
+        lacking = (
+            f"nothing was saved and resumed: a checkpoint may take {format_bytes(needed)}, and {directory.parent} has {format_bytes(free)} left. "
+            "TMPDIR names another directory"
+        )
+    return (yield from share(replica.context.world, lacking))
+
+
+def _wrong_operator(trainer: Trainer, plan: Plan, dtype: torch.dtype | None) -> list[Cause]:
+    """Where a partitioned program is wrong, if there is one."""
+    replica = trainer.replicas[0]
+    division = replica.engine.division
+    if division is None:
+        return []
+    device, job = replica.context.device, replica.job
+    (batch,) = first_batches(job, 1, plan.largest_share(job.batch_size)[0])
+    model, batch = build_filled_model(job, device, dtype), to_device(batch, device, dtype)
+    return [Cause("division", first_wrong_operator(division.first, model, job.loss, batch))]
+
+
+def _owned(replica: Replica) -> Steps[list[float]]:
+    """The share of the trainable elements that each rank updates."""
+    elements = replica.num_trainable
+    mine = sum(part.stop - part.start for part in replica.exchange.owned)
+    return (yield from collect(replica.context.world, mine / elements))
