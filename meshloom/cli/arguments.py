@@ -43,7 +43,14 @@ def parser() -> argparse.ArgumentParser:
         epilog="What follows -- is for the job file, which finds it in sys.argv: meshloom train job.py --plan dp=2 -- --lr 0.5",
     )
     verbs = built.add_subparsers(
-        dest="verb", required=True, metavar="train | verify | plan | describe | calibrate | report | export"
+        dest="verb",
+        required=True,
+        metavar="adopt | train | verify | plan | describe | calibrate | report | export",
+    )
+    _add_adopt(
+        verbs.add_parser(
+            "adopt", help="write a job from a training script, and prove that it takes its steps"
+        )
     )
     _add_runs(
         verbs.add_parser("train", help="train a job under a plan"),
@@ -67,6 +74,19 @@ def parser() -> argparse.ArgumentParser:
         )
     )
     return built
+
+
+def _add_adopt(adopt: argparse.ArgumentParser) -> None:
+    adopt.add_argument("target", metavar="SCRIPT.py", help="a training script for one device")
+    adopt.add_argument("--to", metavar="FILE.py", help="the job's file (default: SCRIPT_job.py beside it)")
+    adopt.add_argument(
+        "--steps",
+        type=int,
+        default=4,
+        metavar="N",
+        help="optimizer steps to watch and to compare (default: 4)",
+    )
+    adopt.add_argument("--overwrite", action="store_true", help="replace the job's file")
 
 
 def _add_runs(train: argparse.ArgumentParser, verify: argparse.ArgumentParser) -> None:

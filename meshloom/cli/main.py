@@ -51,6 +51,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             from meshloom.cli.verb_export import export
 
             return export(arguments)
+        if arguments.verb == "adopt":
+            from meshloom.cli.verb_adopt import adopt_script
+
+            return adopt_script(arguments)
         check_target(arguments.target)
         if getattr(arguments, "hang_seconds", 0) < 0:
             raise PlanError(
