@@ -18,6 +18,8 @@ ORDER = [
     ["__main__"],
     ["cli"],
     ["report"],
+    ["adopt"],
+    ["adopt.watching"],
     ["__init__"],
     ["measure", "verify"],
     ["verify.reference"],

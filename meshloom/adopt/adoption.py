@@ -9,13 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from meshloom.adopt.leaving_out import left_out
+from meshloom.adopt.parts import parts_of
 from meshloom.adopt.proof import Proof, prove
 from meshloom.adopt.reduction_kind import kind_of_loss
-from meshloom.adopt.route import Refusal, UntranslatedError, follow
-from meshloom.adopt.script import Script
 from meshloom.adopt.several import check_one_loss
-from meshloom.adopt.watch import watch
-from meshloom.adopt.writing import parts_of, write
+from meshloom.adopt.watching.route import Refusal, UntranslatedError, follow
+from meshloom.adopt.watching.script import Script
+from meshloom.adopt.watching.watch import watch
+from meshloom.adopt.writing import write
 
 NOT_PROVED = (
     "# NOT PROVED: this job was not found to take the script's steps. See what meshloom adopt says.\n"

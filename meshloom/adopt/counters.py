@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import ast
 
-from meshloom.adopt.route import Loop
-from meshloom.adopt.script import Script, one_refusal
-from meshloom.adopt.source import bound, method, used
+from meshloom.adopt.watching.route import Loop
+from meshloom.adopt.watching.script import Script, one_refusal
+from meshloom.adopt.watching.source import bound, method, used
 
 
 def steps_of_epoch(script: Script) -> str | None:
@@ -73,13 +73,15 @@ def total_steps(script: Script) -> tuple[str, int]:
             limit = _limit(script, loop)
             if limit is None:
                 raise one_refusal(
-                    script, node.lineno, "no number of steps can be read from this loop. Let its condition, or the one of its break, compare the number of steps done with a limit."
+                    script, node.lineno, "no number of steps can be read from this loop. Let its condition, "
+        "or the one of its break, compare the number of steps done with a limit."
                 )  # fmt: skip
             return limit
         counted = _count(script, loop)
         if counted is None:
             raise one_refusal(
-                script, node.lineno, f"the loop over {loop.source.segment(node.iter)} has no number of rounds that can be read. Loop over range(...) or over a DataLoader that the set-up names."
+                script, node.lineno, f"the loop over {loop.source.segment(node.iter)} has no number of rounds that "
+        f"can be read. Loop over range(...) or over a DataLoader that the set-up names."
             )  # fmt: skip
         if counted != "1":
             factors.append(counted)
@@ -171,9 +173,11 @@ def _factor(loop: Loop, node: ast.expr) -> str:
 def _limit(script: Script, loop: Loop) -> tuple[str, int] | None:
     """From `while step < limit`, or `if step >= limit: break`."""
     tests: list[tuple[ast.expr, bool]] = [(loop.node.test, True)] if isinstance(loop.node, ast.While) else []
-    for node in ast.walk(loop.node):
-        if isinstance(node, ast.If) and any(isinstance(each, ast.Break) for each in node.body):
-            tests.append((node.test, False))
+    tests += [
+        (node.test, False)
+        for node in ast.walk(loop.node)
+        if isinstance(node, ast.If) and any(isinstance(each, ast.Break) for each in node.body)
+    ]
     for test, goes_on in tests:
         if isinstance(test, ast.Compare) and len(test.ops) == 1 and isinstance(test.left, ast.Name):
             counted = as_function_of_step(script, test.left.id, "step")

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 from torch.amp.grad_scaler import GradScaler
 
-from meshloom.adopt.route import Line, Refusal
-from meshloom.adopt.script import NO_CHANGE, Script, is_talk, uses
-from meshloom.adopt.source import bound, calls, changed, method
-from meshloom.adopt.writing import Parts
+from meshloom.adopt.parts import Parts
+from meshloom.adopt.watching.route import Line, Refusal
+from meshloom.adopt.watching.script import NO_CHANGE, Script, is_talk, uses
+from meshloom.adopt.watching.source import bound, calls, changed, method
 
 OF_THE_JOB = {"zero_grad", "step", "backward", "scale", "unscale_", "clip_grad_norm_", "train"}
 SAVING = {"save", "save_pretrained", "save_checkpoint", "makedirs", "dump"}

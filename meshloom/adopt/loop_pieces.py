@@ -6,10 +6,10 @@ import ast
 import textwrap
 
 from meshloom.adopt.counters import accumulation, as_function_of_step, bound_by, loader_name
-from meshloom.adopt.route import Line, UntranslatedError, binds
-from meshloom.adopt.script import NO_CHANGE, Script, is_talk, one_refusal
 from meshloom.adopt.setup_pieces import Piece, function_text, is_nothing, moves
-from meshloom.adopt.source import Replacement, bound, calls, changed, method, roots, used
+from meshloom.adopt.watching.route import Line, UntranslatedError, binds
+from meshloom.adopt.watching.script import NO_CHANGE, Script, is_talk, one_refusal
+from meshloom.adopt.watching.source import Replacement, bound, calls, changed, method, used
 
 NOTHING = "\0"  # in place of a statement that goes
 
@@ -72,7 +72,7 @@ def loss_piece(script: Script) -> Piece:
         end.at,
         "what the loop does with a batch until backward() is the job's loss; backward and the step are the job's",
     )
-    needs = _free(texts) - {script.model or "", "batch"}
+    needs = free_names(texts) - {script.model or "", "batch"}
     return Piece("training_loss", function_text(f"training_loss({script.model}, batch)", texts), lines, needs)
 
 
@@ -95,74 +95,9 @@ def _weight(script: Script, end: Line) -> str:
     return f"len({rows}) / {loader_name(script)}.batch_size"
 
 
-def rates_piece(script: Script) -> Piece | None:
-    """Statements of the loop that set the optimizer's rates. Raises `UntranslatedError`."""
-    optimizers = {
-        name
-        for name, value in script.values.items()
-        if any(value is each for each in script.watched.optimizers)
-    }
-    setting = [
-        each
-        for each in [*script.route.body, *script.route.beside]
-        if _sets_rates(script, each.node, optimizers)
-    ]
-    if not setting:
-        return None
-    own = [each for each in [*script.route.body, *script.route.beside] if each.depth]
-    wanted: set[str] = set().union(*(used(each.node) for each in setting))
-    lines: list[Line] = []
-    for line in reversed(own):
-        if line in setting or (
-            binds(line, wanted) and line.at <= setting[-1].at and not uses_batch(script, line)
-        ):
-            lines.insert(0, line)
-            wanted |= used(line.node)
-    made: set[str] = set()
-    texts: list[str] = []
-    for name in sorted(wanted - optimizers):
-        if name in _names_of_loop(script) and not any(
-            name in bound(each.node) for each in lines if not isinstance(each.node, ast.AugAssign)
-        ):
-            text = as_function_of_step(script, name, "step")
-            if text is None:
-                raise setting[0].refuse(
-                    f"{name!r} changes in the loop, and is no number that goes up evenly. Set the rate as a function of the step's number."
-                )
-            texts.append(f"{name} = {text}")
-            made.add(name)
-    lines = [each for each in lines if not bound(each.node) & made]
-    texts += [each.source.statement(each.node) for each in lines]
-    alias = sorted(optimizers & wanted)
-    script.because(setting[0].at, "the rate is a function of the step: ByHand calls it before each one")
-    needs = _free(texts) - optimizers - {"step"} | {"ByHand"}
-    return Piece("set_rates", function_text(f"set_rates({alias[0]}, step)", texts), lines, needs)
-
-
 def uses_batch(script: Script, line: Line) -> bool:
     """Whether a statement gets a batch."""
     return any(method(each) in ("next", script.first.source) and method(each) for each in calls(line.node))
-
-
-def clip_expression(script: Script) -> tuple[str, int] | None:
-    """The largest norm, as the script has it, and its line. Raises `UntranslatedError`."""
-    if not script.watched.clips:
-        return None
-    name, norm, kind, line = script.watched.clips[0]
-    if name != "clip_grad_norm_" or kind != 2.0:
-        what = f"{name}(...)" if name != "clip_grad_norm_" else f"clip_grad_norm_(norm_type={kind:g})"
-        raise one_refusal(
-            script,
-            line,
-            f"{what} has no counterpart. A job clips the 2-norm of the whole gradient: clip_grad_norm_(model.parameters(), max_norm).",
-        )
-    for source in script.route.sources:
-        for call in calls(source.tree):
-            if method(call) == name and call.lineno <= line <= (call.end_lineno or 0):
-                given = [each.value for each in call.keywords if each.arg == "max_norm"] or call.args[1:2]
-                if used(given[0]) <= set(script.setup_values) | set(script.watched.frames[0].globals):
-                    return source.segment(given[0]), line
-    return f"{norm:g}", line
 
 
 def _beginning_of_backward(end: Line) -> ast.expr:
@@ -205,9 +140,8 @@ def _division(script: Script, line: Line) -> tuple[list[Replacement], bool]:
             isinstance(node, ast.Assign)
             and isinstance(node.value, ast.BinOp)
             and _divides(script, node.value)
-        ):
-            if ast.unparse(node.targets[0]) == ast.unparse(node.value.left):
-                return ([] if node is line.node else [(node, NOTHING)]), True
+        ) and ast.unparse(node.targets[0]) == ast.unparse(node.value.left):
+            return ([] if node is line.node else [(node, NOTHING)]), True
         if isinstance(node, ast.BinOp) and _divides(script, node):
             return [(node, line.source.segment(node.left))], True
     return [], False
@@ -247,9 +181,10 @@ def _batch(script: Script, lines: list[Line], wanted: set[str]) -> tuple[list[st
             isinstance(data.node.iter, ast.Call)
             and method(data.node.iter) == "enumerate"
             and isinstance(target, ast.Tuple)
-        ) or (any(method(each) == "enumerate" for each in calls(data.node.iter)) and isinstance(
-            target, ast.Tuple
-        )):
+        ) or (
+            any(method(each) == "enumerate" for each in calls(data.node.iter))
+            and isinstance(target, ast.Tuple)
+        ):
             target = target.elts[1]
         names = {each.id for each in ast.walk(target) if isinstance(each, ast.Name)}
         script.because(data.node.lineno, "the loop over batches is the job's; a loss gets one batch")
@@ -286,17 +221,18 @@ def carried(lines: list[Line], script: Script) -> set[str]:
     for line in lines:
         first |= used(line.node) - before
         before |= bound(line.node)
-    return first & _names_of_loop(script) - script.model_names
+    return first & names_of_loop(script) - script.model_names
 
 
 def _no_batch(script: Script) -> UntranslatedError:
     return one_refusal(
         script, script.first.line[1],
-        "no batch was seen coming into the loop, from a DataLoader or from a function that returns tensors of as many rows. Put the data into a DataLoader, or into a function like get_batch().",
+        "no batch was seen coming into the loop, from a DataLoader or from a function that returns "
+        "tensors of as many rows. Put the data into a DataLoader, or into a function like get_batch().",
     )  # fmt: skip
 
 
-def _names_of_loop(script: Script) -> set[str]:
+def names_of_loop(script: Script) -> set[str]:
     """Names that the loops bind."""
     names: set[str] = set()
     for line in [*script.route.body, *script.route.beside]:
@@ -315,7 +251,7 @@ def _numbers(script: Script, lines: list[Line], wanted: set[str]) -> list[str]:
         bound_by(batch.node) if batch is not None and isinstance(batch.node, ast.For) else set[str]()
     )
     bound_by_lines = set[str]().union(*(bound(line.node) for line in lines))
-    seen = carried(lines, script) | (wanted - bound_by_lines) & _names_of_loop(script) - script.model_names
+    seen = carried(lines, script) | (wanted - bound_by_lines) & names_of_loop(script) - script.model_names
     index = _index_name(script)
     for name in sorted(seen):
         if name in names_of_batch - index:
@@ -340,7 +276,10 @@ def _numbers(script: Script, lines: list[Line], wanted: set[str]) -> list[str]:
                 (each for each in [*script.route.body, *script.route.beside] if name in bound(each.node)),
                 None,
             )
-            refusal = f"{name!r} goes from one batch to the next, and a job's loss is a function of the model and one batch. Make it anew from each batch, or keep it in a buffer of the model."
+            refusal = (
+                f"{name!r} goes from one batch to the next, and a job's loss is a function of the model and one batch. "
+                "Make it anew from each batch, or keep it in a buffer of the model."
+            )
             raise line.refuse(refusal) if line else one_refusal(script, script.first.line[1], refusal)
         texts.append(f"{name} = {text}")
         script.because(script.first.line[1], f"{name!r} is a function of the step's number in a job")
@@ -379,47 +318,11 @@ def _makes_on_device(script: Script, texts: list[str]) -> bool:
     )
 
 
-def _sets_rates(script: Script, node: ast.stmt, optimizers: set[str]) -> bool:
-    """`for group in optimizer.param_groups: group["lr"] = ...`, `optimizer.param_groups[0]["lr"] = ...` or a function of the user's
-    that is given the optimizer."""
-    for each in ast.walk(node):
-        if (
-            isinstance(each, ast.Subscript)
-            and isinstance(each.ctx, ast.Store)
-            and isinstance(each.slice, ast.Constant)
-            and each.slice.value == "lr"
-        ):
-            inside = {
-                name for loop in ast.walk(node) if isinstance(loop, ast.For) for name in roots(loop.iter)
-            } | roots(each)
-            if inside & optimizers:
-                return True
-    if (
-        isinstance(node, ast.Expr | ast.Assign)
-        and isinstance(node.value, ast.Call)
-        and isinstance(node.value.func, ast.Name)
-    ):
-        given = {
-            each.id
-            for each in [*node.value.args, *(one.value for one in node.value.keywords)]
-            if isinstance(each, ast.Name)
-        }
-        called = script.values.get(node.value.func.id)
-        on_way = {each.function for each in script.watched.frames}
-        return (
-            bool(given & optimizers)
-            and callable(called)
-            and node.value.func.id not in on_way
-            and not given & script.model_names
-        )
-    return False
-
-
 def _parsed(text: str) -> list[ast.stmt]:
     return ast.parse(text).body
 
 
-def _free(texts: list[str]) -> set[str]:
+def free_names(texts: list[str]) -> set[str]:
     """Names that statements use and do not bind before."""
     made: set[str] = set()
     free: set[str] = set()

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshloom.adopt.watch import Watched, set_draws, tensors_of
+from meshloom.adopt.watching.draws import set_draws, tensors_of
+from meshloom.adopt.watching.watch import Watched
 from meshloom.core.job import Job
 from meshloom.core.jobfile import as_program, load_job
 from meshloom.core.moments.current_step import step as current_step

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch.utils.data import default_collate
 
-from meshloom.adopt.watch import Watched, set_draws
+from meshloom.adopt.watching.draws import set_draws
+from meshloom.adopt.watching.watch import Watched
 from meshloom.core.job import Job
 from meshloom.core.jobfile import as_program, load_job
 from meshloom.core.moments.current_step import at_step

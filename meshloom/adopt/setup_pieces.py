@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from meshloom.adopt.route import Line, binds, slice_of
-from meshloom.adopt.script import NO_CHANGE, Script, is_talk, one_refusal, seeds, uses
-from meshloom.adopt.source import Replacement, bound, calls, changed, method, used
+from meshloom.adopt.watching.route import Line, binds, slice_of
+from meshloom.adopt.watching.script import NO_CHANGE, Script, is_talk, one_refusal, seeds, uses
+from meshloom.adopt.watching.source import Replacement, bound, calls, changed, method, used
 
 WRAPPERS = ("compile", "DataParallel", "DistributedDataParallel", "DDP")
 
@@ -145,11 +145,10 @@ def scheduler_piece(script: Script, per_epoch: str | None) -> Piece | None:
         depth, node = _stepping(script, name) or (0, None)
         if isinstance(script.setup_values[name], ReduceLROnPlateau):
             raise one_refusal(
-                script, getattr(node, "lineno", 0), f"{name}.step(...) takes a measured value. A job steps ReduceLROnPlateau with its training loss, in every step: give Job(scheduler=...) by hand."
+                script, getattr(node, "lineno", 0), f"{name}.step(...) takes a measured value. A job steps ReduceLROnPlateau "
+        f"with its training loss, in every step: give Job(scheduler=...) by hand."
             )  # fmt: skip
-        mine, others = slice_of(
-            script.route.setup, {name}, lambda each: each in script.schedulers, lambda line, wanted: binds(line, wanted) and not isinstance(line.node, ast.FunctionDef | ast.ClassDef | ast.ImportFrom)
-        )  # fmt: skip
+        mine, others = slice_of(script.route.setup, {name}, lambda each: each in script.schedulers, _makes)
         lines += mine
         needs |= others
         texts += [each.source.statement(each.node) for each in mine]
@@ -174,6 +173,10 @@ def scheduler_piece(script: Script, per_epoch: str | None) -> Piece | None:
         lines,
         needs,
     )
+
+
+def _makes(line: Line, wanted: set[str]) -> bool:
+    return binds(line, wanted) and not isinstance(line.node, ast.FunctionDef | ast.ClassDef | ast.ImportFrom)
 
 
 def _stepping(script: Script, name: str) -> tuple[int, ast.AST] | None:

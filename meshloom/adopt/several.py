@@ -6,8 +6,8 @@ from pathlib import Path
 
 from torch import nn
 
-from meshloom.adopt.route import Refusal, UntranslatedError
-from meshloom.adopt.watch import Watched
+from meshloom.adopt.watching.route import Refusal, UntranslatedError
+from meshloom.adopt.watching.watch import Watched
 
 
 def check_one_loss(script: Path, watched: Watched) -> None:
@@ -31,13 +31,16 @@ def check_one_loss(script: Path, watched: Watched) -> None:
                 f"the loop runs in a method of {kind} ({frame.function}). Move it into a function of (model, loader, optimizer, ...), which the script calls",
             )
     if watched.closure:
-        raise _refused(at[:1], "the optimizer evaluates the loss itself (optimizer.step(closure)). Write Job(loss=..., optimizer=...) by hand: a job has no closure (docs/several_losses.md)")  # fmt: skip
+        raise _refused(at[:1], "the optimizer evaluates the loss itself (optimizer.step(closure)). Write "
+        "Job(loss=..., optimizer=...) by hand: a job has no closure (docs/several_losses.md)")  # fmt: skip
     if len(watched.optimizers) > 1:
-        raise _refused(at, f"{len(watched.optimizers)} optimizers take steps. Write Job(losses=...) with an Objective for each of them by hand (docs/several_losses.md)")  # fmt: skip
+        raise _refused(at, f"{len(watched.optimizers)} optimizers take steps. Write "
+        f"Job(losses=...) with an Objective for each of them by hand (docs/several_losses.md)")  # fmt: skip
     if len(at) > 1:
         raise _refused(at, f"backward() is called in {len(at)} places. Add up their losses, and call it once")
     if watched.model is None:
-        raise _refused(at, "no module that the set-up names has all parameters that the optimizer trains. Put the parts into one nn.Module, whose parameters the optimizer takes")  # fmt: skip
+        raise _refused(at, "no module that the set-up names has all parameters that the optimizer "
+        "trains. Put the parts into one nn.Module, whose parameters the optimizer takes")  # fmt: skip
     counts = {len(each) for each in watched.steps}
     if len(counts) > 1 or 0 in counts:
         raise _refused(

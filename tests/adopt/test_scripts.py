@@ -56,7 +56,7 @@ def test_the_job_takes_the_steps_of_the_script(
     shown = "\n".join(found.difference())
     assert "+" in shown and "# line " in shown
     for line, _ in found.reasons:
-        assert 1 <= line
+        assert line >= 1
 
 
 @pytest.mark.slow
@@ -79,7 +79,7 @@ def test_what_cannot_become_a_job_is_refused_by_line(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = adopted(f"refused/{name}", tmp_path, monkeypatch)
-    assert [str(each) for each in found.refusals][0].startswith(REFUSED[name])
+    assert next(str(each) for each in found.refusals).startswith(REFUSED[name])
     assert not found.target.exists()
 
 

@@ -26,10 +26,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.data import DataLoader, dataloader
 from torch.utils.hooks import RemovableHandle
 
+from meshloom.adopt.watching.draws import Draws, draws_now, set_draws, tensors_of
 from meshloom.core.errors import JobError
 
 NOISE = 3e-6  # of a parameter's largest gradient: what float32's rounding leaves of a gradient that is 0
-Draws = tuple[Tensor, Any, Any]  # states of torch, random and numpy
 
 
 @dataclass(frozen=True)
@@ -117,18 +117,6 @@ def watch(script: Path, words: Sequence[str], num_steps: int) -> Watched:
             f"{script.name} ran to its end, and no loss.backward() was seen. Give the arguments with which it trains after --."
         )
     return watched
-
-
-def draws_now() -> Draws:
-    """States of the CPU generators."""
-    return torch.get_rng_state(), random.getstate(), numpy.random.get_state()
-
-
-def set_draws(draws: Draws) -> None:
-    """Go on from states of the CPU generators."""
-    torch.set_rng_state(draws[0])
-    random.setstate(draws[1])
-    numpy.random.set_state(draws[2])
 
 
 class _EnoughError(BaseException):
@@ -369,15 +357,6 @@ class _Watcher:
             if watched.model is not None:
                 watched.after = _values(watched.model)
             raise _EnoughError
-
-
-def tensors_of(value: Any) -> list[Tensor]:
-    """All tensors of nested lists, tuples and dicts."""
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, dict):
-        value = list(value.values())
-    return [one for each in value for one in tensors_of(each)] if isinstance(value, list | tuple) else []
 
 
 def _is_batch(value: Any) -> bool:

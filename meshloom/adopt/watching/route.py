@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from meshloom.adopt.source import Source, bound, calls, method, used
-from meshloom.adopt.watch import SeenFrame, Watched
+from meshloom.adopt.watching.source import Source, bound, calls, method, used
+from meshloom.adopt.watching.watch import SeenFrame, Watched
 
 
 @dataclass(frozen=True)
@@ -107,13 +107,15 @@ def _body(route: Route, source: Source, frame: SeenFrame) -> list[ast.stmt]:
     if function is None:
         raise UntranslatedError(
             Refusal(
-                source.path.name, frame.line, f"backward() is reached through {frame.function}, which is not a plain function. Call backward() in a loop or in functions called from it."
+                source.path.name, frame.line, f"backward() is reached through {frame.function}, which is not a "
+        f"plain function. Call backward() in a loop or in functions called from it."
             )
         )  # fmt: skip
     if "self" in [each.arg for each in function.args.args[:1]]:
         raise UntranslatedError(
             Refusal(
-                source.path.name, function.lineno, f"the loop runs in a method ({function.name}) of an object. Move it into a function of (model, loader, optimizer, ...), which is then called."
+                source.path.name, function.lineno, f"the loop runs in a method ({function.name}) of an object. Move it "
+        f"into a function of (model, loader, optimizer, ...), which is then called."
             )
         )  # fmt: skip
     route.functions.append(function)

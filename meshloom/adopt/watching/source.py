@@ -110,7 +110,7 @@ def used(node: ast.AST) -> set[str]:
 
     >>> sorted(used(ast.parse("y = f(x, [i for i in z])")))
     ['f', 'x', 'z']
-    >>> sorted(used(ast.parse("with a as b:\n    c = b\n    d = c")))
+    >>> sorted(used(ast.parse("with a as b: c = b; d = c")))
     ['a']
     """
     if isinstance(node, ast.Module | ast.With | ast.For | ast.If | ast.While):

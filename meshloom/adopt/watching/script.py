@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from meshloom.adopt.route import Loop, Refusal, Route, UntranslatedError
-from meshloom.adopt.source import bound, calls, dotted, method, roots, used
-from meshloom.adopt.watch import MicroBatch, Watched, tensors_of
+from meshloom.adopt.watching.draws import tensors_of
+from meshloom.adopt.watching.route import Loop, Refusal, Route, UntranslatedError
+from meshloom.adopt.watching.source import bound, calls, dotted, method, roots, used
+from meshloom.adopt.watching.watch import MicroBatch, Watched
 
 TALK = ("print", "logging", "logger", "log", "wandb", "writer", "tqdm", "pbar", "warnings", "sys", "time")
 NO_CHANGE = (
