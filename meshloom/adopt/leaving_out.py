@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from torch.amp.grad_scaler import GradScaler
 
-from meshloom.adopt.parts import Parts
+from meshloom.adopt.parts import JobParts
 from meshloom.adopt.watching.route import Line, Refusal
 from meshloom.adopt.watching.script import NO_CHANGE, Script, is_talk, uses
 from meshloom.adopt.watching.source import bound, calls, changed, method
@@ -16,7 +16,7 @@ OF_THE_JOB = {"zero_grad", "step", "backward", "scale", "unscale_", "clip_grad_n
 SAVING = {"save", "save_pretrained", "save_checkpoint", "makedirs", "dump"}
 
 
-def left_out(script: Script, parts: Parts) -> Iterator[Refusal]:
+def left_out(script: Script, parts: JobParts) -> Iterator[Refusal]:
     """One for each statement, or run of statements, in order."""
     own = {id(line.node) for piece in parts.pieces for line in piece.lines}
     lines = [

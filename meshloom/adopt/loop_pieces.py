@@ -6,7 +6,7 @@ import ast
 import textwrap
 
 from meshloom.adopt.counters import accumulation, as_function_of_step, bound_by, loader_name
-from meshloom.adopt.setup_pieces import Piece, function_text, is_nothing, moves
+from meshloom.adopt.setup_pieces import JobFunction, function_text, is_nothing, moves
 from meshloom.adopt.watching.route import Line, UntranslatedError, binds
 from meshloom.adopt.watching.script import NO_CHANGE, Script, is_talk, one_refusal
 from meshloom.adopt.watching.source import Replacement, bound, calls, changed, method, used
@@ -14,7 +14,7 @@ from meshloom.adopt.watching.source import Replacement, bound, calls, changed, m
 NOTHING = "\0"  # in place of a statement that goes
 
 
-def loss_piece(script: Script) -> Piece:
+def loss_piece(script: Script) -> JobFunction:
     """The statements of the loop that the loss depends on. Raises `UntranslatedError`."""
     end = script.route.end
     assert end is not None
@@ -73,7 +73,9 @@ def loss_piece(script: Script) -> Piece:
         "what the loop does with a batch until backward() is the job's loss; backward and the step are the job's",
     )
     needs = free_names(texts) - {script.model or "", "batch"}
-    return Piece("training_loss", function_text(f"training_loss({script.model}, batch)", texts), lines, needs)
+    return JobFunction(
+        "training_loss", function_text(f"training_loss({script.model}, batch)", texts), lines, needs
+    )
 
 
 def _weight(script: Script, end: Line) -> str:

@@ -11,16 +11,16 @@ from torch.utils.data import IterableDataset, RandomSampler, SequentialSampler
 from meshloom.adopt.counters import accumulation, loader_name, steps_of_epoch, total_steps
 from meshloom.adopt.loop_pieces import loss_piece
 from meshloom.adopt.rates import clip_expression, rates_piece
-from meshloom.adopt.setup_pieces import Piece, model_piece, optimizer_piece, scheduler_piece
+from meshloom.adopt.setup_pieces import JobFunction, model_piece, optimizer_piece, scheduler_piece
 from meshloom.adopt.watching.script import Script, one_refusal
 from meshloom.adopt.watching.source import bound, calls, used
 
 
 @dataclass
-class Parts:
+class JobParts:
     """What a job is written from. arguments: of `ml.Job`, as text, in order."""
 
-    pieces: list[Piece] = field(default_factory=list[Piece])
+    pieces: list[JobFunction] = field(default_factory=list[JobFunction])
     arguments: dict[str, str] = field(default_factory=dict[str, str])
     inline: str = ""
 
@@ -33,9 +33,9 @@ class Parts:
         return names
 
 
-def parts_of(script: Script) -> Parts:
+def parts_of(script: Script) -> JobParts:
     """Raises `UntranslatedError`."""
-    parts = Parts()
+    parts = JobParts()
     model = model_piece(script)
     optimizer = optimizer_piece(script, model)
     loss = loss_piece(script)
@@ -62,7 +62,7 @@ def parts_of(script: Script) -> Parts:
     return parts
 
 
-def _data(script: Script, parts: Parts) -> dict[str, str]:
+def _data(script: Script, parts: JobParts) -> dict[str, str]:
     """Arguments of the job about its data."""
     accumulated = accumulation(script)
     times = f" * {accumulated}" if accumulated else ""
@@ -126,7 +126,7 @@ def _data(script: Script, parts: Parts) -> dict[str, str]:
     return arguments | {"collate": f"{name}.collate_fn"}
 
 
-def _stream(script: Script, parts: Parts, times: str) -> dict[str, str]:
+def _stream(script: Script, parts: JobParts, times: str) -> dict[str, str]:
     """Of a function that returns a batch each time it is called."""
     getter = script.first.source
     found = [
@@ -166,6 +166,6 @@ def _stream(script: Script, parts: Parts, times: str) -> dict[str, str]:
             f"            yield from zip(*{text}, strict=True)",
         ]
     )
-    parts.pieces.append(Piece("Batches", body, [], {"IterableDataset", *used(call)}))
+    parts.pieces.append(JobFunction("Batches", body, [], {"IterableDataset", *used(call)}))
     script.because(line.at, f"{text} is called by the job's data, which divides what it returns among ranks")
     return {"data": "Batches", "batch_size": f"{names[0] if names else rows}{times}"}

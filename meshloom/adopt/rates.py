@@ -6,13 +6,13 @@ import ast
 
 from meshloom.adopt.counters import as_function_of_step
 from meshloom.adopt.loop_pieces import free_names, names_of_loop, uses_batch
-from meshloom.adopt.setup_pieces import Piece, function_text
+from meshloom.adopt.setup_pieces import JobFunction, function_text
 from meshloom.adopt.watching.route import Line, binds
 from meshloom.adopt.watching.script import Script, one_refusal
 from meshloom.adopt.watching.source import bound, calls, method, roots, used
 
 
-def rates_piece(script: Script) -> Piece | None:
+def rates_piece(script: Script) -> JobFunction | None:
     """Statements of the loop that set the optimizer's rates. Raises `UntranslatedError`."""
     optimizers = {
         name
@@ -53,7 +53,7 @@ def rates_piece(script: Script) -> Piece | None:
     alias = sorted(optimizers & wanted)
     script.because(setting[0].at, "the rate is a function of the step: ByHand calls it before each one")
     needs = free_names(texts) - optimizers - {"step"} | {"ByHand"}
-    return Piece("set_rates", function_text(f"set_rates({alias[0]}, step)", texts), lines, needs)
+    return JobFunction("set_rates", function_text(f"set_rates({alias[0]}, step)", texts), lines, needs)
 
 
 def clip_expression(script: Script) -> tuple[str, int] | None:

@@ -17,7 +17,7 @@ WRAPPERS = ("compile", "DataParallel", "DistributedDataParallel", "DDP")
 
 
 @dataclass(frozen=True)
-class Piece:
+class JobFunction:
     """A function of the job. text: its definition. lines: the statements that it is made of. needs: names that it uses."""
 
     name: str
@@ -26,7 +26,7 @@ class Piece:
     needs: set[str]
 
 
-def model_piece(script: Script) -> Piece:
+def model_piece(script: Script) -> JobFunction:
     """Raises `UntranslatedError`."""
     name = script.model
     if name is None:
@@ -72,10 +72,10 @@ def model_piece(script: Script) -> Piece:
         - set[str]().union(*(bound(each.node) for each in lines))
     )
     script.because(lines[0].at, f"each rank builds {name} for itself: Job(model=...) is a function")
-    return Piece("make_model", _function("make_model()", [*texts, f"return {name}"]), lines, needs)
+    return JobFunction("make_model", _function("make_model()", [*texts, f"return {name}"]), lines, needs)
 
 
-def optimizer_piece(script: Script, model: Piece) -> Piece:
+def optimizer_piece(script: Script, model: JobFunction) -> JobFunction:
     """Raises `UntranslatedError`."""
     name = script.optimizer
     if name is None:
@@ -114,8 +114,10 @@ def optimizer_piece(script: Script, model: Piece) -> Piece:
     )
     if len(texts) == 1 and len(lines) == 1 and isinstance(lines[0].node, ast.Assign):
         value = lines[0].source.segment(lines[0].node.value, _of_named(script, lines[0]))
-        return Piece("make_optimizer", _function("make_optimizer(named)", [f"return {value}"]), lines, needs)
-    return Piece(
+        return JobFunction(
+            "make_optimizer", _function("make_optimizer(named)", [f"return {value}"]), lines, needs
+        )
+    return JobFunction(
         "make_optimizer", _function("make_optimizer(named)", [*texts, f"return {name}"]), lines, needs
     )
 
@@ -131,7 +133,7 @@ def _made_from(script: Script, name: str, names: set[str]) -> bool:
     )
 
 
-def scheduler_piece(script: Script, per_epoch: str | None) -> Piece | None:
+def scheduler_piece(script: Script, per_epoch: str | None) -> JobFunction | None:
     """The function that makes the schedulers that are stepped on the way. per_epoch: steps of an epoch. Raises
     `UntranslatedError`."""
     stepped = [name for name in script.schedulers if _stepping(script, name) is not None]
@@ -167,7 +169,7 @@ def scheduler_piece(script: Script, per_epoch: str | None) -> Piece | None:
     )
     result = returned[0] if len(returned) == 1 else f"[{', '.join(returned)}]"
     needs -= {script.optimizer or ""}
-    return Piece(
+    return JobFunction(
         "make_scheduler",
         _function(f"make_scheduler({script.optimizer})", [*texts, f"return {result}"]),
         lines,

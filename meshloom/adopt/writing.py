@@ -7,19 +7,19 @@ import builtins
 import textwrap
 from typing import Any
 
-from meshloom.adopt.parts import Parts
+from meshloom.adopt.parts import JobParts
 from meshloom.adopt.setup_pieces import (
     did_not_run,
     refuse_uses_of_model,
 )
 from meshloom.adopt.watching.route import Line, slice_of
 from meshloom.adopt.watching.script import Script, configures, is_talk, seeds
-from meshloom.adopt.watching.source import Source, bound, changed, used
+from meshloom.adopt.watching.source import PythonSource, bound, changed, used
 
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
 
 
-def write(script: Script, parts: Parts) -> str:
+def write(script: Script, parts: JobParts) -> str:
     """The text of the job's file. Raises `UntranslatedError`."""
     main = script.route.sources[0]
     drop_functions_of_roles(script, main)
@@ -60,7 +60,7 @@ def write(script: Script, parts: Parts) -> str:
     return _composed(script, main, parts, kept, made, imports, inner)
 
 
-def drop_functions_of_roles(script: Script, main: Source) -> None:
+def drop_functions_of_roles(script: Script, main: PythonSource) -> None:
     """Functions at the top that read the model or the optimizer as globals go, since only ranks have them."""
     roles = {name for name in (script.model, script.optimizer) if name}
     for node in main.tree.body:
@@ -76,7 +76,7 @@ def drop_functions_of_roles(script: Script, main: Source) -> None:
             )
 
 
-def _bound_at_top(main: Source) -> set[str]:
+def _bound_at_top(main: PythonSource) -> set[str]:
     return set[str]().union(*(bound(node) for node in main.tree.body))
 
 
@@ -105,12 +105,12 @@ def _is_inner(script: Script) -> bool:
     )
 
 
-def _imports(script: Script, parts: Parts, kept: list[Line]) -> list[str]:
+def _imports(script: Script, parts: JobParts, kept: list[Line]) -> list[str]:
     needs = parts.needs
     schedules = sorted(needs & {"ByHand", "OnceIn"})
     found = ["import meshloom as ml"]
     if schedules:
-        found.append(f"from meshloom.adopt.schedules import {', '.join(schedules)}")
+        found.append(f"from meshloom.adopt.rate_schedules import {', '.join(schedules)}")
     if "ParametersOf" in needs:
         found.append("from meshloom.adopt.views import ParametersOf")
     main = script.route.sources[0]
@@ -141,8 +141,8 @@ def _import_of(script: Script, module: str, name: str, value: Any) -> str:
 
 def _composed(
     script: Script,
-    main: Source,
-    parts: Parts,
+    main: PythonSource,
+    parts: JobParts,
     kept: list[Line],
     made: set[int],
     imports: list[str],
@@ -202,7 +202,7 @@ def _composed(
     return _edited(main, edits)
 
 
-def _active(script: Script, main: Source) -> ast.stmt:
+def _active(script: Script, main: PythonSource) -> ast.stmt:
     line = script.watched.frames[0].line
     return next(node for node in main.tree.body if node.lineno <= line <= (node.end_lineno or 0))
 
@@ -218,7 +218,7 @@ def _spaced(texts: list[str], empty: int = 1) -> str:
     return out
 
 
-def _after_imports(main: Source) -> int:
+def _after_imports(main: PythonSource) -> int:
     """The line behind the last import at the top."""
     line = 1
     for node in main.tree.body:
@@ -230,7 +230,7 @@ def _after_imports(main: Source) -> int:
     return line
 
 
-def _edited(main: Source, edits: list[tuple[int, int, str]]) -> str:
+def _edited(main: PythonSource, edits: list[tuple[int, int, str]]) -> str:
     lines = list(main.lines)
     for first, last, text in sorted(edits, key=lambda each: (each[0], each[1]), reverse=True):
         new = text.split("\n") if text else []

@@ -22,7 +22,7 @@ ADOPTED = [
 QUICK = ["mixed_precision", "nano_gpt", "several_files/train", "vae"]
 PLANS = ["dp=2", "tp=2", "pp=2,microbatches=2"]
 REFUSED = {
-    "dcgan": "dcgan.py:21: 2 optimizers take steps",
+    "dcgan": "dcgan.py:23: 2 optimizers take steps",
     "graph": "graph.py:29: no batch was seen",
     "plateau": "plateau.py:21: scheduler.step(...) takes a measured value",
     "reinforce": "reinforce.py:21: no batch was seen",

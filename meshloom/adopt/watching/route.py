@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from meshloom.adopt.watching.source import Source, bound, calls, method, used
+from meshloom.adopt.watching.source import PythonSource, bound, calls, method, used
 from meshloom.adopt.watching.watch import SeenFrame, Watched
 
 
@@ -42,7 +42,7 @@ class UntranslatedError(Exception):
 class Line:
     """A statement. frame: whose it is; depth: of how many loops of the way it is in. at: the line for messages."""
 
-    source: Source
+    source: PythonSource
     node: ast.stmt
     frame: int
     depth: int
@@ -57,19 +57,19 @@ class Line:
 class Loop:
     """A loop on the way. depth: of the loops around it."""
 
-    source: Source
+    source: PythonSource
     node: ast.For | ast.While
     frame: int
     depth: int
 
 
 @dataclass
-class Route:
+class WayToBackward:
     """before: statements on the way, in order. loops: from the outermost. beside: statements in these loops that are not on
     the way, before or after. after: those behind the loops. contexts: `with` statements around `backward()` within the
     innermost loop. branches: `if` statements whose branch was taken. end: the statement with `backward()`."""
 
-    sources: list[Source] = field(default_factory=list[Source])
+    sources: list[PythonSource] = field(default_factory=list[PythonSource])
     before: list[Line] = field(default_factory=list[Line])
     loops: list[Loop] = field(default_factory=list[Loop])
     beside: list[Line] = field(default_factory=list[Line])
@@ -87,12 +87,12 @@ class Route:
         return [each for each in self.before if each.depth]
 
 
-def follow(watched: Watched) -> Route:
+def follow(watched: Watched) -> WayToBackward:
     """Raises `UntranslatedError`."""
-    route = Route()
-    known: dict[Path, Source] = {}
+    route = WayToBackward()
+    known: dict[Path, PythonSource] = {}
     for index, frame in enumerate(watched.frames):
-        source = known.setdefault(frame.path, Source.read(frame.path))
+        source = known.setdefault(frame.path, PythonSource.read(frame.path))
         route.sources.append(source)
         following = watched.frames[index + 1] if index + 1 < len(watched.frames) else None
         body = _body(route, source, frame)
@@ -100,7 +100,7 @@ def follow(watched: Watched) -> Route:
     return route
 
 
-def _body(route: Route, source: Source, frame: SeenFrame) -> list[ast.stmt]:
+def _body(route: WayToBackward, source: PythonSource, frame: SeenFrame) -> list[ast.stmt]:
     if frame.function == "<module>":
         return source.tree.body
     function = source.function(frame.function, frame.line)
@@ -124,8 +124,8 @@ def _body(route: Route, source: Source, frame: SeenFrame) -> list[ast.stmt]:
 
 @dataclass
 class _Walker:
-    route: Route
-    source: Source
+    route: WayToBackward
+    source: PythonSource
     index: int
     frame: SeenFrame
     following: SeenFrame | None
@@ -169,17 +169,17 @@ class _Walker:
         found = [each for each in calls(line.node) if method(each) == name]
         if not found:
             raise line.refuse(f"{name}() is not called here by its name. Call it directly.")
-        source = Source.read(self.following.path)
+        source = PythonSource.read(self.following.path)
         function = source.function(name, self.following.line)
         assert function is not None
         for parameter, given in _arguments(self.source, found[0], source, function, line):
             if parameter != given:
-                bind = Source(self.source.path, f"{parameter} = {given}")
+                bind = PythonSource(self.source.path, f"{parameter} = {given}")
                 self.route.before.append(Line(bind, bind.tree.body[0], self.index, depth, line.at))
 
 
 def _arguments(
-    source: Source, call: ast.Call, into: Source, function: ast.FunctionDef, line: Line
+    source: PythonSource, call: ast.Call, into: PythonSource, function: ast.FunctionDef, line: Line
 ) -> Iterator[tuple[str, str]]:
     arguments = function.args
     names = [each.arg for each in [*arguments.posonlyargs, *arguments.args]]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from meshloom.adopt.watching.draws import tensors_of
-from meshloom.adopt.watching.route import Loop, Refusal, Route, UntranslatedError
+from meshloom.adopt.watching.route import Loop, Refusal, UntranslatedError, WayToBackward
 from meshloom.adopt.watching.source import bound, calls, dotted, method, roots, used
 from meshloom.adopt.watching.watch import MicroBatch, Watched
 
@@ -40,7 +40,7 @@ class Script:
     """
 
     watched: Watched
-    route: Route
+    route: WayToBackward
     reasons: list[tuple[int, str]] = field(default_factory=list[tuple[int, str]])
     left_out: list[Refusal] = field(default_factory=list[Refusal])
 

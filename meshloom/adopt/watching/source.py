@@ -13,15 +13,15 @@ Replacement = tuple[ast.AST, str]  # a node, and the text in its place
 
 
 @dataclass(frozen=True)
-class Source:
+class PythonSource:
     """A file and its text."""
 
     path: Path
     text: str
 
     @staticmethod
-    def read(path: Path) -> Source:
-        return Source(path, path.read_text(encoding="utf-8"))
+    def read(path: Path) -> PythonSource:
+        return PythonSource(path, path.read_text(encoding="utf-8"))
 
     @cached_property
     def tree(self) -> ast.Module:

@@ -107,7 +107,7 @@ def watch(script: Path, words: Sequence[str], num_steps: int) -> Watched:
                     f"{script.name} ended with {leaving.code!r} before its first step. Give its arguments after --."
                 ) from leaving
     for name in set(sys.modules) - known:  # a job imports the script's other files anew
-        if watcher.is_users(getattr(sys.modules[name], "__file__", None) or ""):
+        if watcher.python.is_users(getattr(sys.modules[name], "__file__", None) or ""):
             del sys.modules[name]
     watched = watcher.watched
     if watched.model is not None and not watched.after:  # a short script
@@ -133,20 +133,14 @@ class _Pending:
     called: tuple[str, Any, Draws] | None = None
 
 
-class _Watcher:
-    def __init__(self, script: Path, num_steps: int) -> None:
-        self.watched = Watched()
-        self._num_steps = num_steps
-        self._folder = script.parent.resolve()
-        self._script = script.resolve()
-        self._pending = _Pending()
-        self._scaled: dict[int, tuple[Tensor, float]] = {}
-        self._collated: list[Any] = []
-        self._returned: deque[tuple[str, Any]] = deque(maxlen=64)
-        self._step: list[MicroBatch] = []
-        self._in_step = False
+class _Python:
+    """What Python tells: the user's lines that ran, the tensors that the user's functions returned, frames."""
+
+    def __init__(self, script: Path, watched: Watched) -> None:
+        self._script, self._folder = script.resolve(), script.parent.resolve()
+        self._watched = watched
         self._known: dict[str, bool] = {}
-        self._buffers: dict[int, dict[str, Tensor]] = {}
+        self.returned: deque[tuple[str, Any]] = deque(maxlen=64)
 
     def is_users(self, file: str) -> bool:
         """Whether a file is the script, or beside it or below."""
@@ -155,6 +149,48 @@ class _Watcher:
             inside = bool(file) and Path(file).resolve().is_relative_to(self._folder)
             known = self._known[file] = inside and "site-packages" not in file
         return known
+
+    def trace(self, frame: types.FrameType, event: str, value: Any) -> Any:
+        """For `sys.settrace`."""
+        if not self.is_users(frame.f_code.co_filename):
+            return None
+        frame.f_trace_lines = not self._watched.steps
+        return self._trace_users
+
+    def _trace_users(self, frame: types.FrameType, event: str, value: Any) -> Any:
+        if event == "line":
+            self._watched.lines.setdefault(frame.f_code.co_filename, set()).add(frame.f_lineno)
+        elif event == "return" and _is_batch(value):
+            self.returned.append((frame.f_code.co_name, value))
+        return self._trace_users
+
+    def users_frames(self, frame: types.FrameType | None) -> list[SeenFrame]:
+        """The user's frames from the script to `frame`."""
+        frames: list[SeenFrame] = []
+        while frame is not None:
+            if self.is_users(frame.f_code.co_filename):
+                path = Path(frame.f_code.co_filename).resolve()
+                seen = SeenFrame(
+                    path, frame.f_code.co_name, frame.f_lineno, dict(frame.f_locals), frame.f_globals
+                )
+                frames.insert(0, seen)
+                if frame.f_code.co_name == "<module>" and path == self._script:
+                    break
+            frame = frame.f_back
+        return frames
+
+
+class _Watcher:
+    def __init__(self, script: Path, num_steps: int) -> None:
+        self.watched = Watched()
+        self.python = _Python(script, self.watched)
+        self._num_steps = num_steps
+        self._pending = _Pending()
+        self._scaled: dict[int, tuple[Tensor, float]] = {}
+        self._collated: list[Any] = []
+        self._step: list[MicroBatch] = []
+        self._in_step = False
+        self._buffers: dict[int, dict[str, Tensor]] = {}
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -180,7 +216,7 @@ class _Watcher:
                 *((place, name, self._clip) for place in (torch.nn.utils, clip) for name in ("clip_grad_norm_", "clip_grad_value_")),
             ):  # fmt: skip
                 stack.enter_context(patch.object(place, name, wrap(getattr(place, name))))
-            sys.settrace(self._trace)
+            sys.settrace(self.python.trace)
             try:
                 yield
             finally:
@@ -191,26 +227,11 @@ class _Watcher:
                 torch.set_default_dtype(dtype)
                 set_draws(kept)
 
-    # --- What Python tells
-
-    def _trace(self, frame: types.FrameType, event: str, value: Any) -> Any:
-        if not self.is_users(frame.f_code.co_filename):
-            return None
-        frame.f_trace_lines = not self.watched.steps
-        return self._trace_users
-
-    def _trace_users(self, frame: types.FrameType, event: str, value: Any) -> Any:
-        if event == "line":
-            self.watched.lines.setdefault(frame.f_code.co_filename, set()).add(frame.f_lineno)
-        elif event == "return" and _is_batch(value):
-            self._returned.append((frame.f_code.co_name, value))
-        return self._trace_users
-
     # --- What torch tells
 
     def _seed(self, seed: Callable[..., Any]) -> Callable[..., Any]:
         def manual_seed(value: int) -> Any:
-            self.watched.seeded |= self.is_users(sys._getframe(1).f_code.co_filename)
+            self.watched.seeded |= self.python.is_users(sys._getframe(1).f_code.co_filename)
             return seed(value)
 
         return manual_seed
@@ -253,7 +274,7 @@ class _Watcher:
                 and any(True for _ in module.parameters())
             ):
                 inputs = {id(each) for each in [*given, *named.values()] if isinstance(each, Tensor)}
-                for name, value in reversed(self._returned):
+                for name, value in reversed(self.python.returned):
                     if inputs & {id(each) for each in tensors_of(value)}:
                         self._pending.called = name, value, draws_now()
                         break
@@ -294,7 +315,7 @@ class _Watcher:
 
     def _see_backward(self, loss: Tensor, frame: types.FrameType | None) -> None:
         watched, pending = self.watched, self._pending
-        frames = self._users_frames(frame)
+        frames = self.python.users_frames(frame)
         if not frames:
             return
         if not watched.frames:
@@ -316,20 +337,6 @@ class _Watcher:
             self._step.append(MicroBatch(None, batch, name, draws, value, at))
         watched.closure |= self._in_step
         self._pending = _Pending()
-
-    def _users_frames(self, frame: types.FrameType | None) -> list[SeenFrame]:
-        frames: list[SeenFrame] = []
-        while frame is not None:
-            if self.is_users(frame.f_code.co_filename):
-                path = Path(frame.f_code.co_filename).resolve()
-                seen = SeenFrame(
-                    path, frame.f_code.co_name, frame.f_lineno, dict(frame.f_locals), frame.f_globals
-                )
-                frames.insert(0, seen)
-                if frame.f_code.co_name == "<module>" and path == self._script:
-                    break
-            frame = frame.f_back
-        return frames
 
     def _before_step(self, optimizer: Any, given: Any, named: Any) -> None:
         watched = self.watched
