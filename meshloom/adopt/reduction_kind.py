@@ -41,7 +41,8 @@ def _kind(job: Job, watched: Watched) -> str:
     def value(part: list[Any], later: bool = False) -> float:
         set_draws(watched.steps[-1][-1].draws if later else first.draws)
         with torch.no_grad(), at_step(0):
-            return float(job.loss(model, (job.collate or default_collate)(part)))
+            loss: Any = job.loss(model, (job.collate or default_collate)(part))
+            return float(loss)
 
     whole, again = value(samples), value(samples, later=True)
     mean = (half * value(samples[:half]) + (len(samples) - half) * value(samples[half:])) / len(samples)

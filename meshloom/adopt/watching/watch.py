@@ -6,6 +6,7 @@ Python tells which lines ran, and which functions returned the tensors that a mo
 
 from __future__ import annotations
 
+import inspect
 import io
 import random
 import runpy
@@ -23,7 +24,8 @@ import numpy
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils.data import DataLoader, dataloader
+from torch.utils.data import DataLoader
+from torch.utils.data.dataloader import _BaseDataLoaderIter  # pyright: ignore[reportPrivateUsage]
 from torch.utils.hooks import RemovableHandle
 
 from meshloom.adopt.watching.draws import Draws, draws_now, set_draws, tensors_of
@@ -212,7 +214,7 @@ class _Watcher:
                 (torch, "manual_seed", self._seed),
                 (torch.amp.grad_scaler.GradScaler, "scale", self._scale),
                 (DataLoader, "_get_iterator", self._iterator),
-                (dataloader._BaseDataLoaderIter, "__next__", self._next),
+                (_BaseDataLoaderIter, "__next__", self._next),
                 *((place, name, self._clip) for place in (torch.nn.utils, clip) for name in ("clip_grad_norm_", "clip_grad_value_")),
             ):  # fmt: skip
                 stack.enter_context(patch.object(place, name, wrap(getattr(place, name))))
@@ -231,7 +233,7 @@ class _Watcher:
 
     def _seed(self, seed: Callable[..., Any]) -> Callable[..., Any]:
         def manual_seed(value: int) -> Any:
-            self.watched.seeded |= self.python.is_users(sys._getframe(1).f_code.co_filename)
+            self.watched.seeded |= self.python.is_users(_caller(1).f_code.co_filename)
             return seed(value)
 
         return manual_seed
@@ -296,7 +298,7 @@ class _Watcher:
     def _clip(self, clip: Callable[..., Any]) -> Callable[..., Any]:
         def clipped(parameters: Any, bound: float, *rest: Any, **named: Any) -> Any:
             norm = named.get("norm_type", rest[0] if rest else 2.0) if "norm" in clip.__name__ else 0.0
-            self.watched.clips.append((clip.__name__, float(bound), float(norm), sys._getframe(2).f_lineno))
+            self.watched.clips.append((clip.__name__, float(bound), float(norm), _caller(2).f_lineno))
             return clip(parameters, bound, *rest, **named)
 
         def by_name(parameters: Any, *rest: Any, **named: Any) -> Any:
@@ -308,7 +310,7 @@ class _Watcher:
     def _backward(self, backward: Callable[..., Any]) -> Callable[..., Any]:
         def watched_backward(loss: Tensor, *given: Any, **named: Any) -> Any:
             if loss.numel() == 1:
-                self._see_backward(loss, sys._getframe(1))
+                self._see_backward(loss, _caller(1))
             return backward(loss, *given, **named)
 
         return watched_backward
@@ -392,3 +394,13 @@ def _model_of(frames: Sequence[SeenFrame], optimizers: Sequence[Any]) -> nn.Modu
         if isinstance(value, nn.Module) and trained <= {id(each) for each in value.parameters()}
     }
     return min(modules.values(), key=lambda each: sum(1 for _ in each.modules()), default=None)
+
+
+def _caller(depth: int) -> types.FrameType:
+    """The frame that called the function that asks, 1, or the one `depth` calls above."""
+    frame = inspect.currentframe()
+    for _ in range(depth + 1):
+        assert frame is not None
+        frame = frame.f_back
+    assert frame is not None
+    return frame
