@@ -31,3 +31,13 @@ def tensors_of(value: Any) -> list[Tensor]:
     if isinstance(value, dict):
         value = list(value.values())
     return [one for each in value for one in tensors_of(each)] if isinstance(value, list | tuple) else []
+
+
+def is_batch(value: Any) -> bool:
+    """Whether it is tensors without gradients, of as many rows each."""
+    found = tensors_of(value) if isinstance(value, Tensor | list | tuple | dict) else []
+    return (
+        bool(found)
+        and all(each.dim() and not each.requires_grad for each in found)
+        and len({len(each) for each in found}) == 1
+    )

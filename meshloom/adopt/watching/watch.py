@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter  # pyright: ignore[reportPrivateUsage]
 from torch.utils.hooks import RemovableHandle
 
-from meshloom.adopt.watching.draws import Draws, draws_now, set_draws, tensors_of
+from meshloom.adopt.watching.draws import Draws, draws_now, is_batch, set_draws, tensors_of
 from meshloom.core.errors import JobError
 
 NOISE = 3e-6  # of a parameter's largest gradient: what float32's rounding leaves of a gradient that is 0
@@ -162,7 +162,7 @@ class _Python:
     def _trace_users(self, frame: types.FrameType, event: str, value: Any) -> Any:
         if event == "line":
             self._watched.lines.setdefault(frame.f_code.co_filename, set()).add(frame.f_lineno)
-        elif event == "return" and _is_batch(value):
+        elif event == "return" and is_batch(value):
             self.returned.append((frame.f_code.co_name, value))
         return self._trace_users
 
@@ -366,16 +366,6 @@ class _Watcher:
             if watched.model is not None:
                 watched.after = _values(watched.model)
             raise _EnoughError
-
-
-def _is_batch(value: Any) -> bool:
-    """Whether it is tensors without gradients, of as many rows each."""
-    found = tensors_of(value) if isinstance(value, Tensor | list | tuple | dict) else []
-    return (
-        bool(found)
-        and all(each.dim() and not each.requires_grad for each in found)
-        and len({len(each) for each in found}) == 1
-    )
 
 
 def _values(model: nn.Module) -> dict[str, Tensor]:
