@@ -40,12 +40,12 @@ def adopted(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Adoptio
     return adopt(script, target=folder / "adopted_job.py")
 
 
-def some(names: list[str]) -> list[object]:
-    return [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in names]
+def some(names: list[str], quick: list[str]) -> list[object]:
+    return [name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", some(ADOPTED))
+@pytest.mark.parametrize("name", some(ADOPTED, QUICK))
 def test_the_job_takes_the_steps_of_the_script(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -59,10 +59,9 @@ def test_the_job_takes_the_steps_of_the_script(
         assert line >= 1
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("name", ADOPTED)
+@pytest.mark.parametrize("name", some(ADOPTED, ["vae"]))
 def test_adopted_jobs_are_equal_under_other_plans(
     name: str, plan: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
