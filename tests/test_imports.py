@@ -19,6 +19,8 @@ ORDER = [
     ["cli"],
     ["report.page"],
     ["report"],
+    ["adopt"],
+    ["adopt.watching"],
     ["__init__"],
     ["measure", "verify"],
     ["verify.between_steps"],

@@ -198,7 +198,19 @@ def processes(device: str) -> Iterator[Row]:
         else ("dp=2",)
     )
     for plan in plans:
-        words = ["-m", "meshloom", "verify", str(MAIN), "--plan", plan, "--devices", device, "--quick", "--steps", "1"]
+        words = [
+            "-m",
+            "meshloom",
+            "verify",
+            str(MAIN),
+            "--plan",
+            plan,
+            "--devices",
+            device,
+            "--quick",
+            "--steps",
+            "1",
+        ]
         done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True)
         yield Row(
             name=f"verify --plan {plan}, a process a rank",

@@ -45,8 +45,13 @@ def parser() -> argparse.ArgumentParser:
     )
     built.add_argument("--version", action=_Version, nargs=0, help="print the version and end")
     verbs = built.add_subparsers(
-        dest="verb", required=True, metavar="train | verify | plan | describe | calibrate | report | watch | export | doctor | completion"
+        dest="verb", required=True, metavar="adopt | train | verify | plan | describe | calibrate | report | watch | export | doctor | completion"
     )  # fmt: skip
+    _add_adopt(
+        verbs.add_parser(
+            "adopt", help="write a job from a training script, and prove that it takes its steps"
+        )
+    )
     _add_runs(
         verbs.add_parser("train", help="train a job under a plan"),
         verbs.add_parser("verify", help="run a job under a plan and on one device, and compare"),
@@ -86,6 +91,19 @@ class _Version(argparse.Action):
 
         print(f"meshloom {__version__}")
         parser.exit()
+
+
+def _add_adopt(adopt: argparse.ArgumentParser) -> None:
+    adopt.add_argument("target", metavar="SCRIPT.py", help="a training script for one device")
+    adopt.add_argument("--to", metavar="FILE.py", help="the job's file (default: SCRIPT_job.py beside it)")
+    adopt.add_argument(
+        "--steps",
+        type=int,
+        default=4,
+        metavar="N",
+        help="optimizer steps to watch and to compare (default: 4)",
+    )
+    adopt.add_argument("--overwrite", action="store_true", help="replace the job's file")
 
 
 def _add_runs(train: argparse.ArgumentParser, verify: argparse.ArgumentParser) -> None:

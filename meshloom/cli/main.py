@@ -63,6 +63,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             from meshloom.cli.verb_doctor import completion
 
             return completion(arguments, parser())
+        if arguments.verb == "adopt":
+            from meshloom.cli.verb_adopt import adopt_script
+
+            return adopt_script(arguments)
         check_target(arguments.target)
         if getattr(arguments, "hang_seconds", 0) < 0:
             raise PlanError(

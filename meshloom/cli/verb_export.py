@@ -25,7 +25,11 @@ def export(arguments: argparse.Namespace) -> int:
     if arguments.masters and arguments.average:
         raise CheckpointError("--masters and --average give other weights. Export once with each.")
     masters = MasterWeights(checkpoint) if arguments.masters else None
-    what: dict[str, Any] = {"optimizer": arguments.optimizer, "masters": masters, "average": arguments.average}
+    what: dict[str, Any] = {
+        "optimizer": arguments.optimizer,
+        "masters": masters,
+        "average": arguments.average,
+    }
     writers = {
         "safetensors": lambda path: save_weight_files(checkpoint, path, **what),
         "torch": lambda path: save_with_torch(checkpoint, path, **what),

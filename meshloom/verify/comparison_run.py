@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -197,6 +197,10 @@ class ComparisonRun:
             self.differing = DifferingTensor(
                 name=error.name, kind=error.kind, step=error.step, plan=pair[0], one_device=pair[1]
             )
+
+    def evaluated(self) -> AbstractContextManager[None]:
+        """A context in which one device has the parameters that its evaluations see."""
+        return self._averages.in_place_of(self.reference.parameters) if self._averages else nullcontext()
 
     def begin_averages(self) -> None:
         """After `add_state` of everything."""

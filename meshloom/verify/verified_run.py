@@ -12,7 +12,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -171,9 +171,12 @@ class VerifiedRun:
         if self.job.evaluate is None:
             return True
         comparison = self.comparison
-        found = check_evaluation(
-            trainer, comparison.reference if comparison else None, comparison.tolerance if comparison else 0.0
-        )
+        with comparison.evaluated() if comparison else nullcontext():
+            found = check_evaluation(
+                trainer,
+                comparison.reference if comparison else None,
+                comparison.tolerance if comparison else 0.0,
+            )
         self.between += [found] if found else []
         return trainer.together(lambda replica: share(replica.context.world, found is None or found.passed))[
             0

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from meshloom.checkpoint.checkpoint import Checkpoint
-from meshloom.checkpoint.format import MASTER
+from meshloom.checkpoint.format import MASTER, STATE
 from meshloom.checkpoint.json_values import from_json
-from meshloom.optimizer.state_pieces import STATE
 from meshloom.verify.between_steps.checks import BetweenSteps, TensorError
 from meshloom.verify.reference.float64_blocks import distance, norm
 from meshloom.verify.reference.reference import Reference

@@ -1,0 +1,1 @@
+"""From an ordinary training script to a job: watched, rewritten, and proved equal."""

@@ -1,0 +1,334 @@
+"""The loop of a script as functions of a job: the loss of a batch, and rates that are set by hand."""
+
+from __future__ import annotations
+
+import ast
+import textwrap
+
+from meshloom.adopt.counters import accumulation, as_function_of_step, bound_by, loader_name
+from meshloom.adopt.setup_pieces import JobFunction, function_text, is_nothing, moves
+from meshloom.adopt.watching.route import Line, UntranslatedError, binds
+from meshloom.adopt.watching.script import NO_CHANGE, Script, is_talk, one_refusal
+from meshloom.adopt.watching.source import Replacement, bound, calls, changed, method, used
+
+NOTHING = "\0"  # in place of a statement that goes
+
+
+def loss_piece(script: Script) -> JobFunction:
+    """The statements of the loop that the loss depends on. Raises `UntranslatedError`."""
+    end = script.route.end
+    assert end is not None
+    result = _beginning_of_backward(end)
+    expression, divided = _undivided(script, end, result)
+    wanted = used(expression) - {"scaler"}
+    lines, wanted = _slice(script, wanted)
+    wanted -= {
+        name
+        for name, value in script.values.items()
+        if value is script.watched.model and name != script.model
+    }
+    unpacked, lines, wanted = _batch(script, lines, wanted)
+    texts = [*unpacked]
+    numbers = _numbers(script, lines, wanted | used(expression))
+    texts += numbers
+    body: list[str] = []
+    for line in lines:
+        edits, dropped = _division(script, line)
+        divided |= dropped
+        text = _without_nothing(line.source.statement(line.node, [*_edits(script, line), *edits]))
+        if (not dropped and not is_nothing(text)) or (dropped and edits):
+            body.append(text)
+    returned = end.source.segment(
+        expression, _edits(script, Line(end.source, end.node, end.frame, end.depth, end.at))
+    )
+    if script.micro_batches > 1 and not divided:
+        returned = f"({returned}) * {accumulation(script)}"
+        script.because(
+            end.at,
+            "gradients of several batches are added up without a division, and a job's loss is a mean over all of them",
+        )
+    elif script.micro_batches > 1:
+        script.because(
+            end.at,
+            "a job's loss is the mean over the batch of a step, whatever its number of micro-batches: nothing is divided",
+        )
+    if script.sums:
+        returned = f"{returned}, {_weight(script, end)}"
+    contexts = [
+        each
+        for each in script.route.contexts
+        if "autocast" in each.source.segment(each.node).partition(":")[0]
+    ]
+    body.append(f"return {returned}")
+    for context in reversed(contexts):
+        assert isinstance(context.node, ast.With)
+        items = ", ".join(context.source.segment(each.context_expr) for each in context.node.items)
+        body = [f"with {items}:", *(textwrap.indent(each, "    ") for each in body)]
+    texts += body
+    if _makes_on_device(script, texts):
+        name = min(script.device_names())
+        texts.insert(0, f"{name} = next({script.model}.parameters()).device")
+    script.because(
+        end.at,
+        "what the loop does with a batch until backward() is the job's loss; backward and the step are the job's",
+    )
+    needs = free_names(texts) - {script.model or "", "batch"}
+    return JobFunction(
+        "training_loss", function_text(f"training_loss({script.model}, batch)", texts), lines, needs
+    )
+
+
+def _weight(script: Script, end: Line) -> str:
+    """The weight of a sum over a batch: the batch's part of a full one."""
+    data = script.data_loop
+    rows = (
+        script.rows_of_batch(data.node.target)
+        if data is not None and isinstance(data.node, ast.For)
+        else None
+    )
+    if rows is None or script.micro_batches > 1:
+        raise end.refuse(
+            "the loss is a sum over the batch. Divide it by the number of samples, or loop over a DataLoader as `for x, y in loader:`, one batch a step."
+        )
+    script.because(
+        end.at,
+        "the loss is a sum over the batch: (sum, weight) is the same sum when the batch is divided, and the weight of a full batch is 1",
+    )
+    return f"len({rows}) / {loader_name(script)}.batch_size"
+
+
+def uses_batch(script: Script, line: Line) -> bool:
+    """Whether a statement gets a batch."""
+    return any(method(each) in ("next", script.first.source) and method(each) for each in calls(line.node))
+
+
+def _beginning_of_backward(end: Line) -> ast.expr:
+    """`loss` of `scaler.scale(loss).backward()`."""
+    for call in calls(end.node):
+        if method(call) == "backward" and isinstance(call.func, ast.Attribute):
+            inner = call.func.value
+            if isinstance(inner, ast.Call) and method(inner) == "scale" and inner.args:
+                return inner.args[0]
+            return inner
+    raise end.refuse("backward() is called in a way that is not known. Write loss.backward().")
+
+
+def _without_nothing(text: str) -> str:
+    """The text without lines of which nothing is left, but for a comment."""
+    return "\n".join(each for each in text.split("\n") if not each.lstrip().startswith(NOTHING))
+
+
+def _undivided(script: Script, line: Line, node: ast.expr) -> tuple[ast.expr, bool]:
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div) and _is_accumulation(script, node.right):
+        return node.left, True
+    return node, False
+
+
+def _is_accumulation(script: Script, node: ast.expr) -> bool:
+    return script.micro_batches > 1 and script.evaluate(node) == script.micro_batches
+
+
+def _division(script: Script, line: Line) -> tuple[list[Replacement], bool]:
+    """Edits without the division of a loss by the number of micro-batches, and whether there was one. No edits: the
+    statement does nothing else."""
+    for node in ast.walk(line.node):
+        if (
+            isinstance(node, ast.AugAssign)
+            and isinstance(node.op, ast.Div)
+            and _is_accumulation(script, node.value)
+        ):
+            return ([] if node is line.node else [(node, NOTHING)]), True
+        if (
+            isinstance(node, ast.Assign)
+            and isinstance(node.value, ast.BinOp)
+            and _divides(script, node.value)
+        ) and ast.unparse(node.targets[0]) == ast.unparse(node.value.left):
+            return ([] if node is line.node else [(node, NOTHING)]), True
+        if isinstance(node, ast.BinOp) and _divides(script, node):
+            return [(node, line.source.segment(node.left))], True
+    return [], False
+
+
+def _divides(script: Script, node: ast.BinOp) -> bool:
+    return isinstance(node.op, ast.Div) and _is_accumulation(script, node.right)
+
+
+def _slice(script: Script, wanted: set[str]) -> tuple[list[Line], set[str]]:
+    lines: list[Line] = []
+    wanted = set(wanted)
+    for line in reversed(script.route.body):
+        node = line.node
+        touched = changed(node) & wanted - {script.model or ""} - script.model_names
+        if binds(line, wanted) or (touched and not is_talk(node) and not _harmless(node)):
+            lines.insert(0, line)
+            wanted |= used(node)
+    return lines, wanted
+
+
+def _harmless(node: ast.stmt) -> bool:
+    return (
+        isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Call)
+        and method(node.value) in (*NO_CHANGE, "append", "update", "update_", "add")
+    )
+
+
+def _batch(script: Script, lines: list[Line], wanted: set[str]) -> tuple[list[str], list[Line], set[str]]:
+    """Statements that take a batch apart, and the lines left."""
+    data = script.data_loop
+    if data is not None:
+        assert isinstance(data.node, ast.For)
+        target: ast.expr = data.node.target
+        if (
+            isinstance(data.node.iter, ast.Call)
+            and method(data.node.iter) == "enumerate"
+            and isinstance(target, ast.Tuple)
+        ) or (
+            any(method(each) == "enumerate" for each in calls(data.node.iter))
+            and isinstance(target, ast.Tuple)
+        ):
+            target = target.elts[1]
+        names = {each.id for each in ast.walk(target) if isinstance(each, ast.Name)}
+        script.because(data.node.lineno, "the loop over batches is the job's; a loss gets one batch")
+        text = data.source.segment(target)
+        if isinstance(target, ast.Tuple) and text.startswith("("):
+            text = text[1:-1]
+        return ([] if text == "batch" else [f"{text} = batch"]), lines, wanted - names
+    getter = script.first.source or "next"
+    found = [line for line in lines if uses_batch(script, line)]
+    other = [
+        line
+        for line in [*script.route.body, *script.route.beside, *script.route.setup]
+        if uses_batch(script, line) and binds(line, wanted)
+    ]
+    if any(used(line.node) & carried(lines, script) for line in [*found, *other]):
+        found = other = []  # it is made from what the batch before has left
+    if not (found or other):
+        _numbers(script, lines, wanted)
+        raise _no_batch(script)
+    line = (found or other)[0]
+    call = next(each for each in calls(line.node) if method(each) == getter)
+    script.because(line.at, "batches come from the job's data; a loss gets one batch")
+    text = line.source.segment(line.node, [(call, "batch")])
+    return (
+        ([] if text == "batch = batch" else [text]),
+        [each for each in lines if each not in found],
+        wanted - bound(line.node),
+    )
+
+
+def carried(lines: list[Line], script: Script) -> set[str]:
+    """Names of the loop that the lines use before they bind them."""
+    before, first = set[str](), set[str]()
+    for line in lines:
+        first |= used(line.node) - before
+        before |= bound(line.node)
+    return first & names_of_loop(script) - script.model_names
+
+
+def _no_batch(script: Script) -> UntranslatedError:
+    return one_refusal(
+        script, script.first.line[1],
+        "no batch was seen coming into the loop, from a DataLoader or from a function that returns "
+        "tensors of as many rows. Put the data into a DataLoader, or into a function like get_batch().",
+    )  # fmt: skip
+
+
+def names_of_loop(script: Script) -> set[str]:
+    """Names that the loops bind."""
+    names: set[str] = set()
+    for line in [*script.route.body, *script.route.beside]:
+        names |= bound(line.node)
+    for loop in script.route.loops:
+        if isinstance(loop.node, ast.For):
+            names |= bound_by(loop.node)
+    return names
+
+
+def _numbers(script: Script, lines: list[Line], wanted: set[str]) -> list[str]:
+    """Statements for the loop's numbers that the loss uses. Raises `UntranslatedError` for what a batch leaves to the next."""
+    texts: list[str] = []
+    batch = script.data_loop
+    names_of_batch = (
+        bound_by(batch.node) if batch is not None and isinstance(batch.node, ast.For) else set[str]()
+    )
+    bound_by_lines = set[str]().union(*(bound(line.node) for line in lines))
+    seen = carried(lines, script) | (wanted - bound_by_lines) & names_of_loop(script) - script.model_names
+    index = _index_name(script)
+    for name in sorted(seen):
+        if name in names_of_batch - index:
+            continue
+        value = script.values.get(name)
+        if any(
+            uses_batch(script, each) and name in bound(each.node)
+            for each in [*script.route.body, *script.route.beside]
+        ):
+            continue
+        if (
+            any(name in bound_by(each.node) for each in script.route.loops if isinstance(each.node, ast.For))
+            and type(value) is not int
+            and not isinstance(value, str)
+        ):
+            continue
+        text = as_function_of_step(script, name, "ml.step()") if type(value) is int else None
+        if isinstance(value, str):
+            text = repr(value)
+        if text is None:
+            line = next(
+                (each for each in [*script.route.body, *script.route.beside] if name in bound(each.node)),
+                None,
+            )
+            refusal = (
+                f"{name!r} goes from one batch to the next, and a job's loss is a function of the model and one batch. "
+                "Make it anew from each batch, or keep it in a buffer of the model."
+            )
+            raise line.refuse(refusal) if line else one_refusal(script, script.first.line[1], refusal)
+        texts.append(f"{name} = {text}")
+        script.because(script.first.line[1], f"{name!r} is a function of the step's number in a job")
+    return texts
+
+
+def _index_name(script: Script) -> set[str]:
+    data = script.data_loop
+    if (
+        data is not None
+        and isinstance(data.node, ast.For)
+        and isinstance(data.node.target, ast.Tuple)
+        and any(method(each) == "enumerate" for each in calls(data.node.iter))
+    ):
+        return {each.id for each in ast.walk(data.node.target.elts[0]) if isinstance(each, ast.Name)}
+    return set()
+
+
+def _edits(script: Script, line: Line) -> list[Replacement]:
+    found: list[Replacement] = []
+    for call in calls(line.node):
+        if isinstance(call.func, ast.Attribute) and moves(script, call):
+            found.append((call, line.source.segment(call.func.value)))
+            script.because(line.at, "a job puts batches on each rank's device")
+    return found
+
+
+def _makes_on_device(script: Script, texts: list[str]) -> bool:
+    names = script.device_names()
+    return any(
+        each.arg == "device" and isinstance(each.value, ast.Name) and each.value.id in names
+        for text in texts
+        for node in _parsed(text)
+        for call in calls(node)
+        for each in call.keywords
+    )
+
+
+def _parsed(text: str) -> list[ast.stmt]:
+    return ast.parse(text).body
+
+
+def free_names(texts: list[str]) -> set[str]:
+    """Names that statements use and do not bind before."""
+    made: set[str] = set()
+    free: set[str] = set()
+    for node in (node for text in texts for node in _parsed(text)):
+        free |= used(node) - made
+        made |= bound(node)
+    return free

@@ -1,0 +1,171 @@
+"""The parts of a job: its functions, and the arguments of `ml.Job`."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.utils.data import IterableDataset, RandomSampler, SequentialSampler
+
+from meshloom.adopt.counters import accumulation, loader_name, steps_of_epoch, total_steps
+from meshloom.adopt.loop_pieces import loss_piece
+from meshloom.adopt.rates import clip_expression, rates_piece
+from meshloom.adopt.setup_pieces import JobFunction, model_piece, optimizer_piece, scheduler_piece
+from meshloom.adopt.watching.script import Script, one_refusal
+from meshloom.adopt.watching.source import bound, calls, used
+
+
+@dataclass
+class JobParts:
+    """What a job is written from. arguments: of `ml.Job`, as text, in order."""
+
+    pieces: list[JobFunction] = field(default_factory=list[JobFunction])
+    arguments: dict[str, str] = field(default_factory=dict[str, str])
+    inline: str = ""
+
+    @property
+    def needs(self) -> set[str]:
+        """Names that these texts use."""
+        names = set[str]().union(*(each.needs for each in self.pieces))
+        for text in [*self.arguments.values(), self.inline]:
+            names |= used(ast.parse(text)) if text else set()
+        return names
+
+
+def parts_of(script: Script) -> JobParts:
+    """Raises `UntranslatedError`."""
+    parts = JobParts()
+    model = model_piece(script)
+    optimizer = optimizer_piece(script, model)
+    loss = loss_piece(script)
+    arguments = {"model": "make_model", "loss": "training_loss", "optimizer": "make_optimizer"}
+    arguments |= _data(script, parts)
+    steps, line = total_steps(script)
+    arguments["steps"] = steps
+    script.because(line, f"the run has {steps} optimizer steps, and a job counts those")
+    rates = rates_piece(script)
+    scheduler = scheduler_piece(script, steps_of_epoch(script))
+    if rates is not None and scheduler is not None:
+        raise rates.lines[-1].refuse("rates are set by hand and by a scheduler. Use one of them.")
+    if rates is not None:
+        alias = rates.text.partition("(")[2].partition(",")[0]
+        arguments["scheduler"] = f"lambda {alias}: ByHand({alias}, set_rates)"
+    elif scheduler is not None:
+        arguments["scheduler"] = "make_scheduler"
+    clip = clip_expression(script)
+    if clip is not None:
+        arguments["clip_grad_norm"] = clip[0]
+        script.because(clip[1], "a job clips the gradient of the whole model, over all ranks")
+    parts.pieces += [model, optimizer, *(each for each in (scheduler, rates, loss) if each is not None)]
+    parts.arguments = arguments
+    return parts
+
+
+def _data(script: Script, parts: JobParts) -> dict[str, str]:
+    """Arguments of the job about its data."""
+    accumulated = accumulation(script)
+    times = f" * {accumulated}" if accumulated else ""
+    loader: Any = script.watched.loader
+    if loader is None:
+        return _stream(script, parts, times)
+    name = loader_name(script)
+    loop = script.data_loop
+    line = loop.node.lineno if loop else script.first.line[1]
+    own = [
+        each
+        for each in script.route.body
+        if any(script.values.get(one) is loader for one in bound(each.node))
+    ]
+    if script.loader is None and own:
+        name = next(each for each in bound(own[0].node) if script.values.get(each) is loader)
+        parts.inline = own[0].source.segment(own[0].node)
+    elif script.loader is None:
+        if loop is None or not isinstance(loop.node, ast.For):
+            raise one_refusal(
+                script,
+                line,
+                "the DataLoader has no name in the set-up. Make it before the loop, and give it a name.",
+            )
+        parts.inline = f"{name} = {loop.source.segment(script.unwrapped(loop.node.iter))}"
+    if loader.batch_size is None or script.watched.nexts > 1:
+        what = (
+            "several batches come for one backward()"
+            if script.watched.nexts > 1
+            else "the DataLoader has a batch_sampler, or none"
+        )
+        raise one_refusal(
+            script,
+            line,
+            f"{what}. Use one DataLoader with batch_size=..., or write Job(data=..., batch_size=..., collate=...) by hand.",
+        )
+    arguments = {"data": f"lambda: {name}.dataset", "batch_size": f"{name}.batch_size{times}"}
+    script.because(line, "each rank reads its share of the batches that the DataLoader's dataset gives")
+    if not isinstance(loader.dataset, IterableDataset):
+        if not isinstance(loader.sampler, RandomSampler | SequentialSampler):
+            kind = type(loader.sampler).__name__
+            raise one_refusal(
+                script,
+                line,
+                f"the DataLoader draws by {kind}. A job reads in order or shuffled: make the "
+                f"order a part of the dataset (torch.utils.data.Subset), and leave the sampler out.",
+            )
+        if isinstance(loader.sampler, SequentialSampler):
+            arguments["shuffle"] = "False"
+        else:
+            script.because(
+                line, "the order of samples is drawn from the job's seed, in place of torch's generator"
+            )
+        if loader.drop_last:
+            arguments["drop_last"] = "True"
+    if loader.num_workers:
+        arguments["num_workers"] = f"{name}.num_workers"
+    collate = loader.collate_fn
+    if getattr(collate, "__module__", "").startswith("torch.utils.data"):
+        return arguments
+    return arguments | {"collate": f"{name}.collate_fn"}
+
+
+def _stream(script: Script, parts: JobParts, times: str) -> dict[str, str]:
+    """Of a function that returns a batch each time it is called."""
+    getter = script.first.source
+    found = [
+        (line, call)
+        for line in [*script.route.body, *script.route.setup, *script.route.beside]
+        for call in calls(line.node)
+        if isinstance(call.func, ast.Name) and call.func.id == getter
+    ]
+    if not found:
+        raise one_refusal(
+            script, script.first.line[1], "no batch was seen coming into the loop, from a DataLoader or from a function that returns "
+        "tensors of as many rows. Put the data into a DataLoader, or into a function like get_batch()."
+        )  # fmt: skip
+    line, call = found[0]
+    rows = (
+        len(script.first.batch[0])
+        if isinstance(script.first.batch, tuple | list)
+        else len(script.first.batch)
+    )
+    names = [
+        name
+        for name, value in script.setup_values.items()
+        if type(value) is int and value == rows and "batch" in name.lower()
+    ]
+    text = line.source.segment(call)
+    if not isinstance(script.first.batch, tuple | list):
+        raise line.refuse(
+            f"{getter}() returns a {type(script.first.batch).__name__}. Let it return a tuple of tensors, one row a sample."
+        )
+    body = "\n".join(
+        [
+            "class Batches(IterableDataset):",
+            f'    """The rows of what {getter} returns, call after call."""',
+            "",
+            "    def __iter__(self):",
+            "        while True:",
+            f"            yield from zip(*{text}, strict=True)",
+        ]
+    )
+    parts.pieces.append(JobFunction("Batches", body, [], {"IterableDataset", *used(call)}))
+    script.because(line.at, f"{text} is called by the job's data, which divides what it returns among ranks")
+    return {"data": "Batches", "batch_size": f"{names[0] if names else rows}{times}"}

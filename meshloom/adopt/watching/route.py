@@ -1,0 +1,226 @@
+"""The way through a script from its first line to `backward()`, as one list of statements.
+
+main():                       set-up       args = ...; model = ...; loader = ...
+    for epoch in ...:         loop         scheduler.step()
+        train(model, loader)  call         net = model
+            for x, y in ...:  loop         out = net(x); loss = ...; loss.backward()
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from meshloom.adopt.watching.source import PythonSource, bound, calls, method, used
+from meshloom.adopt.watching.watch import SeenFrame, Watched
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """What cannot be translated. line: of `file`. text: what it is, and what to do."""
+
+    file: str
+    line: int
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}: {self.text}"
+
+
+class UntranslatedError(Exception):
+    """One `Refusal` or several."""
+
+    def __init__(self, *refusals: Refusal) -> None:
+        super().__init__("\n".join(map(str, refusals)))
+        self.refusals = list(refusals)
+
+
+@dataclass(frozen=True)
+class Line:
+    """A statement. frame: whose it is; depth: of how many loops of the way it is in. at: the line for messages."""
+
+    source: PythonSource
+    node: ast.stmt
+    frame: int
+    depth: int
+    at: int
+
+    def refuse(self, text: str, node: ast.AST | None = None) -> UntranslatedError:
+        line = getattr(node, "lineno", self.at) if self.at == self.node.lineno else self.at
+        return UntranslatedError(Refusal(self.source.path.name, line, text))
+
+
+@dataclass(frozen=True)
+class Loop:
+    """A loop on the way. depth: of the loops around it."""
+
+    source: PythonSource
+    node: ast.For | ast.While
+    frame: int
+    depth: int
+
+
+@dataclass
+class WayToBackward:
+    """before: statements on the way, in order. loops: from the outermost. beside: statements in these loops that are not on
+    the way, before or after. after: those behind the loops. contexts: `with` statements around `backward()` within the
+    innermost loop. branches: `if` statements whose branch was taken. end: the statement with `backward()`."""
+
+    sources: list[PythonSource] = field(default_factory=list[PythonSource])
+    before: list[Line] = field(default_factory=list[Line])
+    loops: list[Loop] = field(default_factory=list[Loop])
+    beside: list[Line] = field(default_factory=list[Line])
+    after: list[Line] = field(default_factory=list[Line])
+    contexts: list[Line] = field(default_factory=list[Line])
+    functions: list[ast.FunctionDef] = field(default_factory=list[ast.FunctionDef])
+    end: Line | None = None
+
+    @property
+    def setup(self) -> list[Line]:
+        return [each for each in self.before if not each.depth]
+
+    @property
+    def body(self) -> list[Line]:
+        return [each for each in self.before if each.depth]
+
+
+def follow(watched: Watched) -> WayToBackward:
+    """Raises `UntranslatedError`."""
+    route = WayToBackward()
+    known: dict[Path, PythonSource] = {}
+    for index, frame in enumerate(watched.frames):
+        source = known.setdefault(frame.path, PythonSource.read(frame.path))
+        route.sources.append(source)
+        following = watched.frames[index + 1] if index + 1 < len(watched.frames) else None
+        body = _body(route, source, frame)
+        _Walker(route, source, index, frame, following).walk(body)
+    return route
+
+
+def _body(route: WayToBackward, source: PythonSource, frame: SeenFrame) -> list[ast.stmt]:
+    if frame.function == "<module>":
+        return source.tree.body
+    function = source.function(frame.function, frame.line)
+    if function is None:
+        raise UntranslatedError(
+            Refusal(
+                source.path.name, frame.line, f"backward() is reached through {frame.function}, which is not a "
+        f"plain function. Call backward() in a loop or in functions called from it."
+            )
+        )  # fmt: skip
+    if "self" in [each.arg for each in function.args.args[:1]]:
+        raise UntranslatedError(
+            Refusal(
+                source.path.name, function.lineno, f"the loop runs in a method ({function.name}) of an object. Move it "
+        f"into a function of (model, loader, optimizer, ...), which is then called."
+            )
+        )  # fmt: skip
+    route.functions.append(function)
+    return function.body
+
+
+@dataclass
+class _Walker:
+    route: WayToBackward
+    source: PythonSource
+    index: int
+    frame: SeenFrame
+    following: SeenFrame | None
+
+    def walk(self, body: list[ast.stmt]) -> None:
+        depth = len(self.route.loops)
+        reached = False
+        for node in body:
+            line = Line(self.source, node, self.index, depth, node.lineno)
+            if reached:
+                (self.route.beside if depth else self.route.after).append(line)
+            elif node.lineno <= self.frame.line <= (node.end_lineno or 0):
+                reached = True
+                self._enter(line, depth)
+            else:
+                self.route.before.append(line)
+
+    def _enter(self, line: Line, depth: int) -> None:
+        node = line.node
+        if isinstance(node, ast.For | ast.While):
+            self.route.loops.append(Loop(self.source, node, self.index, depth))
+            self.walk(node.body)
+        elif isinstance(node, ast.If):
+            taken = any(each.lineno <= self.frame.line <= (each.end_lineno or 0) for each in node.body)
+            self.walk(node.body if taken else node.orelse)
+        elif isinstance(node, ast.With):
+            if depth:
+                self.route.contexts.append(line)
+            self.walk(node.body)
+        elif isinstance(node, ast.Try):
+            self.walk(node.body)
+        elif self.following is None:
+            self.route.end = line
+        else:
+            self._bind(line, depth)
+
+    def _bind(self, line: Line, depth: int) -> None:
+        """The parameters of the function that is called, as assignments."""
+        assert self.following is not None
+        name = self.following.function
+        found = [each for each in calls(line.node) if method(each) == name]
+        if not found:
+            raise line.refuse(f"{name}() is not called here by its name. Call it directly.")
+        source = PythonSource.read(self.following.path)
+        function = source.function(name, self.following.line)
+        assert function is not None
+        for parameter, given in _arguments(self.source, found[0], source, function, line):
+            if parameter != given:
+                bind = PythonSource(self.source.path, f"{parameter} = {given}")
+                self.route.before.append(Line(bind, bind.tree.body[0], self.index, depth, line.at))
+
+
+def _arguments(
+    source: PythonSource, call: ast.Call, into: PythonSource, function: ast.FunctionDef, line: Line
+) -> Iterator[tuple[str, str]]:
+    arguments = function.args
+    names = [each.arg for each in [*arguments.posonlyargs, *arguments.args]]
+    if arguments.vararg or any(isinstance(each, ast.Starred) for each in call.args):
+        raise line.refuse(f"{function.name}() takes *arguments. Give each a name.", call)
+    given = {name: source.segment(each) for name, each in zip(names, call.args, strict=False)}
+    given |= {each.arg: source.segment(each.value) for each in call.keywords if each.arg}
+    defaults = dict(zip(reversed(names), reversed(arguments.defaults), strict=False))
+    defaults |= {
+        each.arg: default
+        for each, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+        if default
+    }
+    for name in [*names, *(each.arg for each in arguments.kwonlyargs)]:
+        if name in given:
+            yield name, given[name]
+        elif name in defaults:
+            yield name, into.segment(defaults[name])
+
+
+def slice_of(lines: list[Line], wanted: set[str], inside: Any, takes: Any) -> tuple[list[Line], set[str]]:
+    """The statements that make the `wanted` names, in order, and the other names that they use.
+
+    inside: whether a name that they use is made with them. takes: whether a statement is one of them, of it and the names
+    wanted so far.
+    """
+    wanted, outside = set(wanted), set[str]()
+    kept: list[Line] = []
+    again = True
+    while again:  # a name that becomes wanted late may be changed by a statement behind
+        kept, before = [], set(wanted)
+        for line in reversed(lines):
+            if takes(line, wanted):
+                kept.insert(0, line)
+                names = used(line.node)
+                wanted |= {name for name in names if inside(name)}
+                outside |= {name for name in names if not inside(name)}
+        again = wanted != before
+    return kept, outside - wanted
+
+
+def binds(line: Line, wanted: set[str]) -> bool:
+    """Whether the statement binds one of the names."""
+    return bool(bound(line.node) & wanted)

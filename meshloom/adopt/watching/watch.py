@@ -1,0 +1,396 @@
+"""Runs a training script for a few steps, as it is, and records what trains what, and with which numbers.
+
+torch tells: `Tensor.backward`, optimizer steps, iteration of data loaders, calls of modules, clipping, loss scales.
+Python tells which lines ran, and which functions returned the tensors that a model was then called with.
+"""
+
+from __future__ import annotations
+
+import inspect
+import io
+import random
+import runpy
+import sys
+import types
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, redirect_stdout
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.data import DataLoader
+from torch.utils.data.dataloader import _BaseDataLoaderIter  # pyright: ignore[reportPrivateUsage]
+from torch.utils.hooks import RemovableHandle
+
+from meshloom.adopt.watching.draws import Draws, draws_now, is_batch, set_draws, tensors_of
+from meshloom.core.errors import JobError
+
+NOISE = 3e-6  # of a parameter's largest gradient: what float32's rounding leaves of a gradient that is 0
+
+
+@dataclass(frozen=True)
+class SeenFrame:
+    """A function of the user's, or a file, on the way from the script to `backward()`. function: "<module>" of a file.
+    line: where it was. values: of its names."""
+
+    path: Path
+    function: str
+    line: int
+    values: dict[str, Any]
+    globals: dict[str, Any]
+
+
+@dataclass
+class MicroBatch:
+    """What one `backward()` was of. samples: as the data loader gave them to its `collate`; batch: the value of the
+    function `source` instead. draws: states of generators as the batch came. loss: what `backward()` began at, without a scale."""
+
+    samples: list[Any] | None
+    batch: Any
+    source: str
+    draws: Draws
+    loss: float
+    line: tuple[str, int]
+
+
+@dataclass
+class Watched:
+    """What the first steps of a script were.
+
+    frames: at the first `backward()`, outermost first. steps: of each, its micro-batches. numbers: at the first
+    `backward()` of each step, whole numbers by name. rates: of each step, the learning rate of every group.
+    before, after: parameters and buffers by name. noise: of each parameter, the elements whose gradient was rounding alone
+    in some step. lines: that ran, by file. clips: of each call the function, its
+    largest norm, the kind of norm, and the line.
+    """
+
+    frames: list[SeenFrame] = field(default_factory=list[SeenFrame])
+    optimizers: list[Any] = field(default_factory=list[Any])
+    loader: Any = None
+    model: Any = None
+    steps: list[list[MicroBatch]] = field(default_factory=list[list[MicroBatch]])
+    numbers: list[dict[str, int]] = field(default_factory=list[dict[str, int]])
+    rates: list[list[float]] = field(default_factory=list[list[float]])
+    before: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    after: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    lines: dict[str, set[int]] = field(default_factory=dict[str, set[int]])
+    clips: list[tuple[str, float, float, int]] = field(default_factory=list[tuple[str, float, float, int]])
+    noise: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    seeded: bool = False
+    closure: bool = False
+    nexts: int = 1  # batches of the loader for one backward
+
+
+def watch(script: Path, words: Sequence[str], num_steps: int) -> Watched:
+    """Run `script` with `words` as its arguments up to `num_steps` optimizer steps. Generators start from seed 0.
+
+    Raises `JobError` if it ends without a step; its own exceptions pass through.
+    """
+    watcher = _Watcher(script, num_steps)
+    known = set(sys.modules)
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(sys, "argv", [str(script), *words]))
+        stack.enter_context(patch.object(sys, "path", [str(script.parent), *sys.path]))
+        stack.enter_context(redirect_stdout(io.StringIO()))
+        stack.enter_context(watcher.installed())
+        try:
+            runpy.run_path(str(script), run_name="__main__")
+        except _EnoughError:
+            pass
+        except SystemExit as leaving:
+            if leaving.code not in (None, 0) and not watcher.watched.steps:
+                raise JobError(
+                    f"{script.name} ended with {leaving.code!r} before its first step. Give its arguments after --."
+                ) from leaving
+    for name in set(sys.modules) - known:  # a job imports the script's other files anew
+        if watcher.python.is_users(getattr(sys.modules[name], "__file__", None) or ""):
+            del sys.modules[name]
+    watched = watcher.watched
+    if watched.model is not None and not watched.after:  # a short script
+        watched.after = _values(watched.model)
+    if not watched.frames:
+        raise JobError(
+            f"{script.name} ran to its end, and no loss.backward() was seen. Give the arguments with which it trains after --."
+        )
+    return watched
+
+
+class _EnoughError(BaseException):
+    """Ends a script whose steps have been seen; no `except Exception` of its own catches it."""
+
+
+@dataclass
+class _Pending:
+    """What has come since the last `backward()`."""
+
+    nexts: dict[int, int] = field(default_factory=dict[int, int])
+    samples: dict[int, tuple[list[Any], Draws]] = field(default_factory=dict[int, tuple[list[Any], Draws]])
+    newest: Any = None
+    called: tuple[str, Any, Draws] | None = None
+
+
+class _Python:
+    """What Python tells: the user's lines that ran, the tensors that the user's functions returned, frames."""
+
+    def __init__(self, script: Path, watched: Watched) -> None:
+        self._script, self._folder = script.resolve(), script.parent.resolve()
+        self._watched = watched
+        self._known: dict[str, bool] = {}
+        self.returned: deque[tuple[str, Any]] = deque(maxlen=64)
+
+    def is_users(self, file: str) -> bool:
+        """Whether a file is the script, or beside it or below."""
+        known = self._known.get(file)
+        if known is None:
+            inside = bool(file) and Path(file).resolve().is_relative_to(self._folder)
+            known = self._known[file] = inside and "site-packages" not in file
+        return known
+
+    def trace(self, frame: types.FrameType, event: str, value: Any) -> Any:
+        """For `sys.settrace`."""
+        if not self.is_users(frame.f_code.co_filename):
+            return None
+        frame.f_trace_lines = not self._watched.steps
+        return self._trace_users
+
+    def _trace_users(self, frame: types.FrameType, event: str, value: Any) -> Any:
+        if event == "line":
+            self._watched.lines.setdefault(frame.f_code.co_filename, set()).add(frame.f_lineno)
+        elif event == "return" and is_batch(value):
+            self.returned.append((frame.f_code.co_name, value))
+        return self._trace_users
+
+    def users_frames(self, frame: types.FrameType | None) -> list[SeenFrame]:
+        """The user's frames from the script to `frame`."""
+        frames: list[SeenFrame] = []
+        while frame is not None:
+            if self.is_users(frame.f_code.co_filename):
+                path = Path(frame.f_code.co_filename).resolve()
+                seen = SeenFrame(
+                    path, frame.f_code.co_name, frame.f_lineno, dict(frame.f_locals), frame.f_globals
+                )
+                frames.insert(0, seen)
+                if frame.f_code.co_name == "<module>" and path == self._script:
+                    break
+            frame = frame.f_back
+        return frames
+
+
+class _Watcher:
+    def __init__(self, script: Path, num_steps: int) -> None:
+        self.watched = Watched()
+        self.python = _Python(script, self.watched)
+        self._num_steps = num_steps
+        self._pending = _Pending()
+        self._scaled: dict[int, tuple[Tensor, float]] = {}
+        self._collated: list[Any] = []
+        self._step: list[MicroBatch] = []
+        self._in_step = False
+        self._buffers: dict[int, dict[str, Tensor]] = {}
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        kept, trace = draws_now(), sys.gettrace()
+        torch.manual_seed(0)
+        random.seed(0)
+        numpy.random.seed(0)
+        threads, dtype = torch.get_num_threads(), torch.get_default_dtype()
+        hooks: list[RemovableHandle] = [
+            register_optimizer_step_pre_hook(self._before_step),
+            register_optimizer_step_post_hook(self._after_step),
+        ]
+        clip = torch.nn.utils.clip_grad
+        with ExitStack() as stack:
+            for place, name, wrap in (
+                (Tensor, "backward", self._backward),
+                (nn.Module, "__call__", self._call),
+                (torch, "compile", lambda _: lambda model=None, **_: model if model is not None else (lambda each: each)),
+                (torch, "manual_seed", self._seed),
+                (torch.amp.grad_scaler.GradScaler, "scale", self._scale),
+                (DataLoader, "_get_iterator", self._iterator),
+                (_BaseDataLoaderIter, "__next__", self._next),
+                *((place, name, self._clip) for place in (torch.nn.utils, clip) for name in ("clip_grad_norm_", "clip_grad_value_")),
+            ):  # fmt: skip
+                stack.enter_context(patch.object(place, name, wrap(getattr(place, name))))
+            sys.settrace(self.python.trace)
+            try:
+                yield
+            finally:
+                sys.settrace(trace)
+                for hook in hooks:
+                    hook.remove()
+                torch.set_num_threads(threads)
+                torch.set_default_dtype(dtype)
+                set_draws(kept)
+
+    # --- What torch tells
+
+    def _seed(self, seed: Callable[..., Any]) -> Callable[..., Any]:
+        def manual_seed(value: int) -> Any:
+            self.watched.seeded |= self.python.is_users(_caller(1).f_code.co_filename)
+            return seed(value)
+
+        return manual_seed
+
+    def _iterator(self, get: Callable[..., Any]) -> Callable[..., Any]:
+        def get_iterator(loader: Any) -> Any:
+            workers = loader.num_workers, loader.timeout
+            loader.num_workers, loader.timeout = 0, 0
+            iterator = get(loader)
+            loader.num_workers, loader.timeout = workers
+            collate = iterator._dataset_fetcher.collate_fn
+
+            def recorded(samples: Any) -> Any:
+                self._collated = list(samples) if isinstance(samples, list) else []
+                return collate(samples)
+
+            iterator._dataset_fetcher.collate_fn = recorded
+            iterator._adopted = loader
+            return iterator
+
+        return get_iterator
+
+    def _next(self, following: Callable[..., Any]) -> Callable[..., Any]:
+        def __next__(iterator: Any) -> Any:  # noqa: N807
+            batch = following(iterator)
+            loader = iterator._adopted
+            pending = self._pending
+            pending.newest = loader
+            pending.nexts[id(loader)] = pending.nexts.get(id(loader), 0) + 1
+            pending.samples[id(loader)] = (self._collated, draws_now())
+            return batch
+
+        return __next__
+
+    def _call(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def __call__(module: nn.Module, *given: Any, **named: Any) -> Any:  # noqa: N807
+            if (
+                self._pending.called is None
+                and torch.is_grad_enabled()
+                and any(True for _ in module.parameters())
+            ):
+                inputs = {id(each) for each in [*given, *named.values()] if isinstance(each, Tensor)}
+                for name, value in reversed(self.python.returned):
+                    if inputs & {id(each) for each in tensors_of(value)}:
+                        self._pending.called = name, value, draws_now()
+                        break
+            if id(module) not in self._buffers and not self.watched.steps:
+                self._buffers[id(module)] = {name: each.clone() for name, each in module.named_buffers()}
+            return call(module, *given, **named)
+
+        return __call__
+
+    def _scale(self, scale: Callable[..., Any]) -> Callable[..., Any]:
+        def scaled(scaler: Any, outputs: Any) -> Any:
+            result = scale(scaler, outputs)
+            if isinstance(outputs, Tensor):
+                self._scaled = {id(result): (result, float(outputs.detach()))}
+            return result
+
+        return scaled
+
+    def _clip(self, clip: Callable[..., Any]) -> Callable[..., Any]:
+        def clipped(parameters: Any, bound: float, *rest: Any, **named: Any) -> Any:
+            norm = named.get("norm_type", rest[0] if rest else 2.0) if "norm" in clip.__name__ else 0.0
+            self.watched.clips.append((clip.__name__, float(bound), float(norm), _caller(2).f_lineno))
+            return clip(parameters, bound, *rest, **named)
+
+        def by_name(parameters: Any, *rest: Any, **named: Any) -> Any:
+            names = [each for each in ("max_norm", "clip_value") if each in named]
+            return clipped(parameters, *([named.pop(names[0])] if names else []), *rest, **named)
+
+        return by_name
+
+    def _backward(self, backward: Callable[..., Any]) -> Callable[..., Any]:
+        def watched_backward(loss: Tensor, *given: Any, **named: Any) -> Any:
+            if loss.numel() == 1:
+                self._see_backward(loss, _caller(1))
+            return backward(loss, *given, **named)
+
+        return watched_backward
+
+    def _see_backward(self, loss: Tensor, frame: types.FrameType | None) -> None:
+        watched, pending = self.watched, self._pending
+        frames = self.python.users_frames(frame)
+        if not frames:
+            return
+        if not watched.frames:
+            watched.frames = frames
+            watched.loader = pending.newest
+        if not self._step:
+            watched.numbers.append(
+                {name: value for each in frames for name, value in each.values.items() if type(value) is int}
+            )
+        known = self._scaled.get(id(loss))
+        value = known[1] if known else float(loss.detach())
+        at = (str(frames[-1].path), frames[-1].line)
+        if watched.loader is not None:
+            watched.nexts = max(watched.nexts, pending.nexts.get(id(watched.loader), 0))
+            samples, draws = pending.samples.get(id(watched.loader), (None, draws_now()))
+            self._step.append(MicroBatch(samples, None, "", draws, value, at))
+        else:
+            name, batch, draws = pending.called or ("", None, draws_now())
+            self._step.append(MicroBatch(None, batch, name, draws, value, at))
+        watched.closure |= self._in_step
+        self._pending = _Pending()
+
+    def _before_step(self, optimizer: Any, given: Any, named: Any) -> None:
+        watched = self.watched
+        self._in_step = True
+        if not any(each is optimizer for each in watched.optimizers):
+            watched.optimizers.append(optimizer)
+        if not watched.steps and watched.frames and watched.model is None:
+            watched.model = _model_of(watched.frames, watched.optimizers)
+            if watched.model is not None:
+                watched.before = _values(watched.model) | self._buffers.get(id(watched.model), {})
+        if watched.model is not None:
+            for name, parameter in watched.model.named_parameters():
+                if parameter.grad is not None and not parameter.grad.is_sparse:
+                    size = parameter.grad.abs()
+                    small = (size > 0) & (size <= NOISE * size.max())
+                    watched.noise[name] = watched.noise.get(name, torch.zeros_like(small)) | small
+        watched.rates.append([float(group["lr"]) for group in optimizer.param_groups if "lr" in group])
+
+    def _after_step(self, optimizer: Any, given: Any, named: Any) -> None:
+        watched = self.watched
+        self._in_step = False
+        watched.steps.append(self._step)
+        self._step = []
+        if len(watched.steps) >= self._num_steps:
+            if watched.model is not None:
+                watched.after = _values(watched.model)
+            raise _EnoughError
+
+
+def _values(model: nn.Module) -> dict[str, Tensor]:
+    return {
+        name: each.detach().clone() for name, each in model.state_dict().items() if isinstance(each, Tensor)
+    }
+
+
+def _model_of(frames: Sequence[SeenFrame], optimizers: Sequence[Any]) -> nn.Module | None:
+    """The smallest module among the values of names that has all parameters that are trained."""
+    trained = {id(each) for one in optimizers for group in one.param_groups for each in group["params"]}
+    modules = {
+        id(value): value
+        for frame in frames
+        for value in [*frame.values.values(), *frame.globals.values()]
+        if isinstance(value, nn.Module) and trained <= {id(each) for each in value.parameters()}
+    }
+    return min(modules.values(), key=lambda each: sum(1 for _ in each.modules()), default=None)
+
+
+def _caller(depth: int) -> types.FrameType:
+    """The frame that called the function that asks, 1, or the one `depth` calls above."""
+    frame = inspect.currentframe()
+    for _ in range(depth + 1):
+        assert frame is not None
+        frame = frame.f_back
+    assert frame is not None
+    return frame

@@ -1,0 +1,3 @@
+"""The scripts are run by `adopt`, not imported."""
+
+collect_ignore = ["scripts"]

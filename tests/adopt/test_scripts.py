@@ -1,0 +1,108 @@
+"""Scripts in the styles of public examples become jobs that take their steps, and these are equal under other plans; what cannot
+become one is refused by line."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from meshloom.adopt.adoption import Adoption, adopt
+from meshloom.core.jobfile import as_program, load_job
+from meshloom.core.plan import Plan
+from meshloom.verify.run import verify
+
+SCRIPTS = Path(__file__).parent / "scripts"
+ADOPTED = [
+    "annealed", "averaged_meters", "bag_of_words", "diffusion", "digits_convnet", "mixed_precision", "mixup", "moving_average", "nano_gpt",
+    "one_cycle", "poly_rate", "quickstart", "recommender", "sampled_regression", "several_files/train", "siamese", "streamed_text",
+    "super_resolution", "text_classifier", "translation", "vae",
+]  # fmt: skip
+QUICK = ["mixed_precision", "nano_gpt", "several_files/train", "vae"]
+PLANS = ["dp=2", "tp=2", "pp=2,microbatches=2"]
+REFUSED = {
+    "dcgan": "dcgan.py:23: 2 optimizers take steps",
+    "graph": "graph.py:29: no batch was seen",
+    "plateau": "plateau.py:21: scheduler.step(...) takes a measured value",
+    "reinforce": "reinforce.py:21: no batch was seen",
+    "time_sequence": "time_sequence.py:20: the optimizer evaluates the loss itself",
+    "trainer_class": "trainer_class.py:18: the loop runs in a method of Trainer",
+    "updates_by_hand": "updates_by_hand.py:11: no optimizer takes a step",
+    "word_language_model": "word_language_model.py:46: no batch was seen",
+}
+
+
+def adopted(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Adoption:
+    script = SCRIPTS / f"{name}.py"
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(str(script.parent))
+    return adopt(script, target=folder / "adopted_job.py")
+
+
+def some(names: list[str], quick: list[str]) -> list[object]:
+    return [name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", some(ADOPTED, QUICK))
+def test_the_job_takes_the_steps_of_the_script(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = adopted(name, tmp_path, monkeypatch)
+    assert not found.refusals
+    assert found.proof is not None and found.proof.holds, found.proof and found.proof.told()
+    assert len(found.proof.losses) == 4
+    shown = "\n".join(found.difference())
+    assert "+" in shown and "# line " in shown
+    for line, _ in found.reasons:
+        assert line >= 1
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("name", some(ADOPTED, ["vae"]))
+def test_adopted_jobs_are_equal_under_other_plans(
+    name: str, plan: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = adopted(name, tmp_path, monkeypatch)
+    with as_program(str(found.target), ()):
+        job = load_job(str(found.target))
+    assert job is not None
+    report = verify(job, Plan.parse(plan), devices="simulated", steps=2)
+    assert report is not None and report.passed
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_what_cannot_become_a_job_is_refused_by_line(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = adopted(f"refused/{name}", tmp_path, monkeypatch)
+    assert next(str(each) for each in found.refusals).startswith(REFUSED[name])
+    assert not found.target.exists()
+
+
+def test_a_job_that_differs_is_not_proved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loop that changes parameters by hand behind the optimizer's back."""
+    script = tmp_path / "clamped.py"
+    script.write_text(
+        "import torch\n"
+        "from torch.utils.data import DataLoader, TensorDataset\n"
+        "torch.manual_seed(0)\n"
+        "x = torch.randn(64, 4)\n"
+        "loader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=8)\n"
+        "model = torch.nn.Linear(4, 1)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "for a, b in loader:\n"
+        "    loss = torch.nn.functional.mse_loss(model(a), b)\n"
+        "    optimizer.zero_grad()\n"
+        "    loss.backward()\n"
+        "    optimizer.step()\n"
+        "    model.weight.data.clamp_(-0.3, 0.3)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    found = adopt(script)
+    assert not found.proved
+    assert found.after.startswith("# NOT PROVED")
+    assert any("clamped.py:13" in str(each) for each in found.left_out)
+    assert "clamped" not in sys.modules
