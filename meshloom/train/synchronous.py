@@ -97,9 +97,8 @@ class SynchronousRun:
 
     def fit(self) -> Summary:
         """Train to the last step, evaluating and saving when due."""
-        evaluation: dict[str, float] = {}
+        evaluation, began = dict[str, float](), time.monotonic()
         saved: Path | None = None
-        began = time.monotonic()
         with ProgressLines(self._listener.step) as lines:
             for batch in self.batches():
                 loss = self.step(batch)
@@ -111,13 +110,8 @@ class SynchronousRun:
                     lines.tell()
                     evaluation = self.evaluate()
                     self._listener.evaluated(self.next_step, evaluation)
-                    if (
-                        _keep_best(self.evaluation, self._checkpoints, self.next_step, evaluation)
-                        and not last
-                    ):
-                        self._listener.note(
-                            f"Training ends after step {self.next_step} of {self._steps}: {self.evaluation.best}."
-                        )
+                    if _keep_best(self.evaluation, self._checkpoints, self.next_step, evaluation) and not last:  # fmt: skip
+                        self._listener.note(f"Training ends after step {self.next_step} of {self._steps}: {self.evaluation.best}.")  # fmt: skip
                         self._steps, last = self.next_step, True
                 every = self._job.checkpoint_every
                 if self._out and (last or (every and self.next_step % every == 0)):

@@ -104,8 +104,7 @@ class Trainer:
             job, listener, circumstances, {"steps": steps, "snapshot_every": snapshot_every}, {"out": out, "resume": resume, "cache": cache},
             {"overwrite": overwrite, "share": share, "oversubscribe": oversubscribe, "overcommit": overcommit}, {"devices": devices, "transport": transport}, dtype,
         )  # fmt: skip
-        self.job = job
-        self.plan = _plan(plan)
+        self.job, self.plan = job, _plan(plan)
         self.plan.check_batch(job.batch_size)
         check_turns(job, self.plan)
         self.steps = steps if steps is not None else job.steps
@@ -121,8 +120,7 @@ class Trainer:
             raise PlanError(
                 f"snapshot_every={snapshot_every} is for the servers of exchange=async, and the plan is {self.plan}. Leave it out."
             )
-        self.shares = Shares(self.plan, recorded_shares)
-        self._closed = False
+        self.shares, self._closed = Shares(self.plan, recorded_shares), False
         earlier = Path(resume) if resume is not None else None
         with working_alone(), ExitStack() as building:
             with self.timings.of("joining"):
@@ -134,8 +132,7 @@ class Trainer:
                 )  # fmt: skip
             for context in self.world.local:
                 context.activity.enter("setting up", 0)
-            log = TrainingLog(self.out, self.world, goes_on=earlier is not None)
-            building.callback(log.close)
+            log = building.enter_context(TrainingLog(self.out, self.world, goes_on=earlier is not None))
             self.listener = log.beside(self.listener)
             _tell_of_emulation(self.plan, self.world, self.listener)
             if not self.plan.synchronous:

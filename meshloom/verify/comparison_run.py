@@ -23,7 +23,7 @@ from torch import Tensor
 
 from meshloom.core.plan import Plan
 from meshloom.verify.against_float64 import AgainstFloat64, FromFloat64
-from meshloom.verify.averages import AverageErrors
+from meshloom.verify.between_steps.averages import AverageErrors
 from meshloom.verify.between_steps.checks import DifferingTensor, TensorError
 from meshloom.verify.common_factor import CommonFactor
 from meshloom.verify.compare import (

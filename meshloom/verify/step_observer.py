@@ -35,7 +35,7 @@ class StepObserver:
         self._replica, self._comparison = replica, comparison
         self._default = torch.get_default_dtype()  # of one device, around what it computes by itself
         self._modules = ModuleWatch(replica.model)
-        plan = replica.plan
+        plan = replica.inner
         # Draws of programs are not observed, and compiled ones are other operators; keyed ones are reported one by one.
         seen = not (plan.captures or plan.compiles or plan.keyed_draws)
         self._watch = DrawWatch(replica.context.device) if seen else None

@@ -127,12 +127,13 @@ class VerifiedRun:
             self.digest = trainer.synchronous.digest if trainer.synchronous else ""
             self.one_copy = trainer.replicas[0].exchange.one_copy
             if trainer.world.main and self.comparison is None:
-                self.comparison = self._begun(trainer.replicas[0].context.device)
+                self.comparison = self._begun(trainer.replicas[0])
             yield trainer
 
-    def _begun(self, device: torch.device) -> ComparisonRun:
-        exact = Reference(self.job, self.plan, self.against, device, self.shares) if self.against else None
-        reference = Reference(self.job, self.plan, self.dtype, device, self.shares)
+    def _begun(self, replica: Replica) -> ComparisonRun:
+        plan, device = replica.inner, replica.context.device
+        exact = Reference(self.job, plan, self.against, device, self.shares) if self.against else None
+        reference = Reference(self.job, plan, self.dtype, device, self.shares)
         return ComparisonRun(reference, AgainstFloat64(exact) if exact else None)
 
     def _take(self, trainer: Trainer, numbers: Sequence[int], special: Cause | None = None) -> bool:

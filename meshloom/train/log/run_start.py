@@ -5,11 +5,11 @@ from __future__ import annotations
 import platform
 import time
 from collections.abc import Mapping
+from importlib import metadata
 from typing import Any
 
 import torch
 
-import meshloom
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
 from meshloom.launch.world import World
@@ -31,7 +31,7 @@ def start_values(job: Job, plan: Plan, world: World, *, steps: int, step: int) -
         "step": step,
         "time": time.time(),
         "environment": {
-            "meshloom": meshloom.__version__,
+            "meshloom": _own_version(),
             "torch": torch.__version__,
             "Python": platform.python_version(),
             "system": platform.platform(),
@@ -40,6 +40,13 @@ def start_values(job: Job, plan: Plan, world: World, *, steps: int, step: int) -
             "GPUs": ", ".join(gpus) or "none",
         },
     }
+
+
+def _own_version() -> str:
+    try:
+        return metadata.version("meshloom")
+    except metadata.PackageNotFoundError:  # it runs from its source
+        return "not installed"
 
 
 def division_values(replica: Replica) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Self
 
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
@@ -42,8 +43,10 @@ class TrainingLog:
         if replicas:
             self._log.write("division", **division_values(replicas[0]))
 
-    def close(self) -> None:
-        """Idempotent."""
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         if self._log is not None:
             self._log.close()
 

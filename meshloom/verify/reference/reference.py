@@ -69,11 +69,8 @@ class Reference:
         device: torch.device | str = "cpu",
         shares: Sequence[tuple[int, Sequence[int]]] = (),
     ) -> None:
-        self.job = job
-        self.plan = plan
-        self.dtype = dtype
-        self._recorded_shares = shares
-        self.device = torch.device(device)
+        self.job, self.plan, self.dtype = job, plan, dtype
+        self._recorded_shares, self.device = shares, torch.device(device)
         with preserved_draws():
             seed_everything(model_seed(job.seed))
             built = named_as_written(call_model(job))
@@ -94,8 +91,7 @@ class Reference:
         self._chunk_run = ChunkRun(job, self.model, self.device, dtype, self._watch, self.autocast, self.scale, dtype or self.updated.dtype, plan)  # fmt: skip
         self.turn = self.losses[0]  # the loss whose turn it is
         self.step = -1  # the last one
-        self.samples: list[Any] = []
-        self.chunks: list[ChunkRecord] = []
+        self.samples, self.chunks = list[Any](), list[ChunkRecord]()
         self._loss_sum = self._weight = 0.0
         self._divisor = 1.0  # of `ChunkResult`
         # at the start of the last step: numbers in attributes; buffers and untrained parameters

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from meshloom.verify.compare import TensorError
+from meshloom.verify.between_steps.checks import TensorError
 
 
 class AverageErrors:
