@@ -112,8 +112,10 @@ class OptimizerState:
     @property
     def num_bytes(self) -> int:
         """Bytes of the state that is in this rank's memory; what is offloaded is not."""
-        states = [state for each in self._optimizers for state in each.state.values()]
-        return sum(value.nbytes for state in states for value in state.values() if isinstance(value, Tensor))
+        # an optimizer of the user's may keep anything under any key
+        found = [state for each in self._optimizers for state in each.state.values()]
+        values = [value for state in found if isinstance(state, Mapping) for value in state.values()]
+        return sum(value.nbytes for value in values if isinstance(value, Tensor))
 
     def average_parameters(self, *, skipped: bool) -> None:
         """After a step's parameters are known: move their averages, unless the step was skipped."""
