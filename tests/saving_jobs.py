@@ -71,5 +71,9 @@ def save_step(
     return paths[0]
 
 
+LOGS = frozenset({"events.jsonl", "metrics.csv"})  # that a run writes besides checkpoints
+
+
 def names_in(directory: Path) -> list[str]:
-    return sorted(path.name for path in directory.iterdir())
+    """But for the run's logs."""
+    return sorted({path.name for path in directory.iterdir()} - LOGS)

@@ -36,6 +36,7 @@ from meshloom.telemetry.progress import QUIET, Listener, Progress
 from meshloom.train.contract import Batch, TrainingRun
 from meshloom.train.trainer import Trainer
 from tests.jobs import MLP, Samples, class_loss, make_job, vectors
+from tests.saving_jobs import names_in
 
 pytestmark = pytest.mark.long
 
@@ -354,7 +355,7 @@ def test_a_run_that_is_asked_to_end_is_saved_first(tmp_path: Path) -> None:
     ):
         trainer.fit()
     assert ended.value.exit_code == 143
-    assert [path.name for path in tmp_path.iterdir()] == ["step-00000005"]
+    assert names_in(tmp_path) == ["step-00000005"]
     assert same(Run(job, "dp=1,exchange=async", resume=tmp_path), Run(job, "dp=1"))
 
 

@@ -19,6 +19,7 @@ from meshloom.train.trainer import Trainer
 from tests.covering import few
 from tests.jobs import make_job
 from tests.offload_jobs import Counting, in_file, job_with, offload_job, ran, small, tensor_files
+from tests.saving_jobs import names_in
 
 CUTS = "pp=2,microbatches=2"
 CASES = [
@@ -206,7 +207,7 @@ def test_a_process_holds_the_state_of_one_window(monkeypatch: pytest.MonkeyPatch
         trainer.save()
         assert resident(tmp_path) == 0
         assert len(seen) >= 18 and 0 < max(seen[-6:]) <= 2 * 4 * width * width
-        assert [each.name for each in tmp_path.iterdir() if not each.name.startswith("step-")] == []
+        assert [name for name in names_in(tmp_path) if not name.startswith("step-")] == []
 
 
 def resident(directory: Path) -> int:

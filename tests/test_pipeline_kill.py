@@ -38,6 +38,7 @@ from tests.killing import (
     wait_for_checkpoint,
 )
 from tests.processes import on_ranks
+from tests.saving_jobs import names_in
 
 pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("silent_export")]
 ACTION = r"(computing|waiting before|about to go on before) (?P<stage>\d)[FB]\d of step \d+ \(stage (?P=stage), (forward|backward) of microbatch \d\)"
@@ -178,7 +179,7 @@ def test_a_rank_killed_while_saving_leaves_the_checkpoint_before(rank: int, tmp_
     with running(words(plan, out)) as process:
         wait_for_checkpoint(process, out)
         # one that is being written
-        while not [path for path in out.iterdir() if not path.name.startswith("step-")]:
+        while not [name for name in names_in(out) if not name.startswith("step-")]:
             assert process.poll() is None, process.communicate()
         ranks(psutil.Process(process.pid))[rank].kill()
         at = time.monotonic()
