@@ -219,7 +219,9 @@ def _towards_teacher(model: Any, batch: Any) -> Tensor:
     return F.cross_entropy(found, batch[1]) + (found - aim).square().mean()
 
 
-def test_a_trained_parameter_that_is_written_is_refused_under_tp() -> None:
+def test_a_trained_parameter_that_each_forward_changes_further_is_whole_under_tp_and_refused_under_dp() -> (
+    None
+):
     class Both(Pair):
         def __init__(self) -> None:
             super().__init__()
@@ -234,4 +236,6 @@ def test_a_trained_parameter_that_is_written_is_refused_under_tp() -> None:
     with pytest.raises(
         Exception, match="The loss writes teacher.* which is trained, and each forward changes it further"
     ):
-        Trainer(job, "tp=2", devices="simulated", listener=QUIET).close()
+        Trainer(job, "dp=2", devices="simulated", listener=QUIET).close()
+    report = verify(job, Plan.parse("tp=2"), devices="simulated", steps=3, dtype=torch.float64)
+    assert report and report.passed, str(report)
