@@ -106,7 +106,7 @@ def open_exchange(kind: str, model: nn.Module, group: Group, *, overlap: bool) -
     return (
         Alone(trainable(model))
         if kind == "alone"
-        else KINDS[kind](trainable(model), group, bucket_bytes=200, overlap=overlap)
+        else KINDS[kind](trainable(model), group, bucket_bytes=100, overlap=overlap)
     )
 
 

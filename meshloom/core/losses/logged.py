@@ -30,7 +30,7 @@ def log(name: str, value: Tensor | float) -> None:
     called in a loop of one's own, a metric, a device that only predicts) nothing happens. Raises `JobError` for
     what is no name or no scalar.
 
-    >>> found = {}
+    >>> import torch
     >>> def loss(model, batch):
     ...     log("largest", batch.max())
     ...     return batch.mean()

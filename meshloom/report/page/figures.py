@@ -71,7 +71,7 @@ def thinned(points: Points, most: int = MOST_POINTS) -> Points:
     """Of each of `most / 2` stretches the points with the lowest and the highest value; the first and the last point stay.
 
     >>> thinned([(step, float(step % 10)) for step in range(100)], 8)
-    [(0, 0.0), (9, 9.0), (29, 9.0), (30, 0.0), (59, 9.0), (60, 0.0), (89, 9.0), (90, 0.0), (99, 9.0)]
+    [(0, 0.0), (9, 9.0), (29, 9.0), (30, 0.0), (50, 0.0), (59, 9.0), (79, 9.0), (80, 0.0), (99, 9.0)]
     """
     if len(points) <= most:
         return points
