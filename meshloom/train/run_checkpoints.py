@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from meshloom.checkpoint.checkpoint import Checkpoint
+from meshloom.checkpoint.copied_weights import tied_names
 from meshloom.checkpoint.format import step_name
-from meshloom.checkpoint.master_weights import tied_names
 from meshloom.checkpoint.writing.background_save import BackgroundSave
 from meshloom.checkpoint.writing.config_files import config_files_of
 from meshloom.checkpoint.writing.host_copy import CopyMemory, HostCopy

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from meshloom.checkpoint.checkpoint import Checkpoint
-from meshloom.checkpoint.format import AVERAGE, INDEX, MODEL, SAVING, weight_files
+from meshloom.checkpoint.copied_weights import CopiedWeights
+from meshloom.checkpoint.format import INDEX, MASTER, SAVING, weight_files
 from meshloom.checkpoint.json_values import to_json
-from meshloom.checkpoint.master_weights import MasterWeights
 from meshloom.checkpoint.optimizer_export import by_name, optimizer_states
 from meshloom.checkpoint.tensor_file import write_tensors
 from meshloom.checkpoint.writing.config_files import CONFIG
@@ -59,61 +59,24 @@ def put_in_place(
         _remove(temporary)
 
 
-def averaged_weights(checkpoint: Checkpoint) -> dict[str, Tensor]:
-    """The model's state_dict with the moving averages of parameters in their place, under all their names. Raises
-    `CheckpointError` for a checkpoint without them."""
-    weights = checkpoint.weights()
-    ending = f"/{AVERAGE}"
-    keys = {
-        each.removeprefix("optimizer/").removesuffix(ending): each
-        for each in checkpoint.keys()  # noqa: SIM118
-        if each.endswith(ending)
-    }
-    if not keys:
-        raise CheckpointError(
-            f"{checkpoint.path} has no averages of parameters. Train with Job(average=0.999), or export without --average."
-        )
-    averages = {
-        name: checkpoint.read(key, 0, weights[name].numel()).view(weights[name].shape)
-        for name, key in keys.items()
-    }
-    trained = {name: weights[name] for name in averages}
-    for name, own in weights.items():
-        # a tied parameter has an average under its first name
-        same = (
-            name
-            if name in averages
-            else next((each for each, value in trained.items() if _are_equal(own, value)), None)
-        )
-        weights[name] = averages[same] if same else own
-    return weights
-
-
-def _are_equal(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
-
-
 def save_weight_files(
-    checkpoint: Checkpoint, path: Path, *, optimizer: bool, masters: MasterWeights | None, average: bool = False
+    checkpoint: Checkpoint, path: Path, *, optimizer: bool, copies: CopiedWeights | None
 ) -> None:  # fmt: skip
     """A directory with the files of weights, their index, and a transformers model's configuration; optimizer: the
     state's tensors as optimizer.safetensors, name/key, and everything else of it as optimizer.json.
 
-    masters: the weights, in files of their own; None: the checkpoint's files. average: one file, with averages of parameters.
+    copies: the weights, in files of their own; None: the checkpoint's files.
     """
     path.mkdir()
-    own = masters is not None or average
-    configurations = [CONFIG, "generation_config.json", *([] if own else [INDEX])]
-    if average:
-        write_tensors(path / MODEL, averaged_weights(checkpoint))
+    configurations = [CONFIG, "generation_config.json", *([] if copies else [INDEX])]
     for name in [
-        *([] if own else weight_files(checkpoint.meta)),
+        *([] if copies else weight_files(checkpoint.meta)),
         *(each for each in configurations if each in checkpoint.meta["files"]),
     ]:
         shutil.copyfile(checkpoint.path / name, path / name)
-    if masters:
-        _write_weights(masters, path)
-    if masters and (path / CONFIG).exists():
+    if copies:
+        _write_weights(copies, path)
+    if copies and copies.kind == MASTER and (path / CONFIG).exists():
         content = json.loads((path / CONFIG).read_text()) | {"dtype": "float32"}
         (path / CONFIG).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
     if optimizer:
@@ -138,11 +101,11 @@ def save_weight_files(
 
 
 def save_with_torch(
-    checkpoint: Checkpoint, path: Path, *, optimizer: bool, masters: MasterWeights | None, average: bool = False
+    checkpoint: Checkpoint, path: Path, *, optimizer: bool, copies: CopiedWeights | None
 ) -> None:  # fmt: skip
-    """A file for `torch.load`: the model's state_dict, with masters if given, or averages of parameters. optimizer: under
+    """A file for `torch.load`: the model's state_dict, with copies in place of parameters if given. optimizer: under
     "model", beside "optimizer", what its `load_state_dict` takes (a list for several), and "step"."""
-    content: dict[str, Any] = _whole_weights(checkpoint, masters, average=average)
+    content: dict[str, Any] = copies.whole() if copies else checkpoint.weights()
     if optimizer:
         states = [each.numbered() for each in optimizer_states(checkpoint)]
         content = {
@@ -154,27 +117,19 @@ def save_with_torch(
         torch.save(content, file)
 
 
-def _whole_weights(
-    checkpoint: Checkpoint, masters: MasterWeights | None, *, average: bool
-) -> dict[str, Tensor]:
-    if masters:
-        return masters.whole()
-    return averaged_weights(checkpoint) if average else checkpoint.weights()
-
-
 def nested_state(
-    checkpoint: Checkpoint, *, optimizer: bool, masters: MasterWeights | None, average: bool = False
+    checkpoint: Checkpoint, *, optimizer: bool, copies: CopiedWeights | None
 ) -> dict[str, Any]:  # fmt: skip
-    """For `torch.distributed.checkpoint`: "model", with masters if given, or averages of parameters; optimizer: and
+    """For `torch.distributed.checkpoint`: "model", with copies in place of parameters if given; optimizer: and
     "optimizer" by parameters' names, and what it takes to go on from here, under "meshloom"."""
-    content: dict[str, Any] = {"model": _whole_weights(checkpoint, masters, average=average)}
+    content: dict[str, Any] = {"model": copies.whole() if copies else checkpoint.weights()}
     if optimizer:
         content["optimizer"] = by_name(checkpoint)
         content["meshloom"] = json.dumps({"step": checkpoint.step, "values": checkpoint.values})
     return content
 
 
-def _write_weights(weights: MasterWeights, path: Path) -> None:
+def _write_weights(weights: CopiedWeights, path: Path) -> None:
     """As safetensors, in files as large as a checkpoint's, with one tensor at a time in memory."""
     spans = {name: HeldSpan.whole("weight", entry) for name, entry in weights.entries.items()}
     layout = layout_of(spans.values())

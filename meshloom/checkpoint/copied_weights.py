@@ -1,4 +1,4 @@
-"""Weights of a checkpoint with masters, the float32 copies that were updated, in place of what they were rounded to."""
+"""Weights of a checkpoint with the copies that its state keeps in their place: float32 masters, or moving averages."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from meshloom.checkpoint.checkpoint import Checkpoint
-from meshloom.checkpoint.format import MASTER, STATE
+from meshloom.checkpoint.format import AVERAGE, MASTER, STATE
 from meshloom.core.errors import CheckpointError
 
 TIED = (
@@ -26,22 +26,21 @@ def tied_names(model: nn.Module) -> dict[str, dict[str, str]]:
     return {TIED: others} if others else {}
 
 
-class MasterWeights:
-    """Parameters and buffers in full shape, each read as it is touched; those without a master are what they are.
+class CopiedWeights:
+    """Parameters and buffers in full shape, each read as it is touched; those without a copy are what they are.
 
-    entries: of all, by name. kept: names of those that are bfloat16 and have no master. Raises `CheckpointError` for a
-    checkpoint without masters.
+    kind: `MASTER` or `AVERAGE`. entries: of all, by name. kept: names of those that are bfloat16 and have no master. Raises
+    `CheckpointError` for a checkpoint without such copies.
     """
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    def __init__(self, checkpoint: Checkpoint, kind: str) -> None:
+        self.kind = kind
         self._checkpoint, self._stored = checkpoint, checkpoint.stored_weights()
-        keys = {key for key in checkpoint.keys() if key.endswith(f"/{MASTER}")}  # noqa: SIM118
+        keys = {key for key in checkpoint.keys() if key.endswith(f"/{kind}")}  # noqa: SIM118
         if not keys:
-            raise CheckpointError(
-                f"{checkpoint.path}, saved under {checkpoint.plan_text}, has no masters: runs with precision=bf16 keep them. Export without --masters."
-            )
+            raise CheckpointError(_lacking(checkpoint, kind))
         tied: Mapping[str, str] = checkpoint.values.get(TIED, {})
-        of_names = {name: f"{STATE}{tied.get(name, name)}/{MASTER}" for name in self._stored.entries}
+        of_names = {name: f"{STATE}{tied.get(name, name)}/{kind}" for name in self._stored.entries}
         self._keys = {name: key for name, key in of_names.items() if key in keys}
         self.entries = {
             name: replace(each, dtype=checkpoint.read(self._keys[name], 0, 1).dtype)
@@ -49,7 +48,8 @@ class MasterWeights:
             else each
             for name, each in self._stored.entries.items()
         }
-        self.kept = [name for name, each in self.entries.items() if each.dtype == torch.bfloat16]
+        is_low = [name for name, each in self.entries.items() if each.dtype == torch.bfloat16]
+        self.kept = is_low if kind == MASTER else []
 
     def tensor(self, name: str) -> Tensor:
         """In full shape, on the CPU."""
@@ -61,3 +61,9 @@ class MasterWeights:
     def whole(self) -> dict[str, Tensor]:
         """All of them."""
         return {name: self.tensor(name) for name in self.entries}
+
+
+def _lacking(checkpoint: Checkpoint, kind: str) -> str:
+    if kind == AVERAGE:
+        return f"{checkpoint.path} has no averages of parameters. Train with Job(average=0.999), or export without --average."
+    return f"{checkpoint.path}, saved under {checkpoint.plan_text}, has no masters: runs with precision=bf16 keep them. Export without --masters."
