@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import time
 from collections.abc import Iterator
 from dataclasses import fields
@@ -14,7 +15,8 @@ from rich.console import Console
 from meshloom.core.errors import ReportError
 from meshloom.core.losses.loss_scale import LossScale
 from meshloom.core.units import format_seconds
-from meshloom.report.terminal import Terminal, progress_text
+from meshloom.report.records import outcome_text, terminal_listener
+from meshloom.report.terminal import Terminal
 from meshloom.telemetry.progress import Progress
 from meshloom.telemetry.run_log import FILE, events_after
 
@@ -61,30 +63,36 @@ def _events(directory: Path, terminal: Terminal) -> Iterator[dict[str, Any]]:
 
 
 def _tell(event: dict[str, Any], terminal: Terminal) -> None:
+    told = terminal_listener(terminal)
     match event["event"]:
         case "start":
             terminal.start(f"plan {event['plan']}, from step {event['step']} to {event['steps']}")
         case "step":
-            progress = _progress(event)
-            terminal.step(progress_text(progress), last=progress.step == progress.steps)
+            told.step(_progress(event))
         case "note":
-            terminal.event(str(event["text"]))
+            told.note(str(event["text"]))
         case "evaluation":
-            shown = "  ".join(f"{name} {value:.4f}" for name, value in event["metrics"].items() if value is not None)  # fmt: skip
-            terminal.event(f"step {event['step']}  evaluation: {shown}")
+            told.evaluated(event["step"], {name: _number(value) for name, value in event["metrics"].items()})
         case "checkpoint":
-            terminal.event(f"step {event['step']}  checkpoint: {event['path']}")
+            told.saved(event["step"], Path(event["path"]))
         case "end":
-            terminal.event(f"{event['steps']} steps in {event['seconds']:.1f} s: loss {event['first_loss']:.4f} -> {event['last_loss']:.4f}")  # fmt: skip
+            losses = (_number(event[name]) for name in ("first_loss", "last_loss"))
+            terminal.event(outcome_text(event["steps"], event["seconds"], *losses))
         case _:
             pass
+
+
+def _number(value: float | None) -> float:
+    """What the log has as null was not finite."""
+    return math.nan if value is None else value
 
 
 def _progress(event: dict[str, Any]) -> Progress:
     known = {each.name for each in fields(Progress)}
     values = {name: value for name, value in event.items() if name in known}
-    if values["loss"] is None:  # of a step that was skipped
-        values["loss"] = float("nan")
+    values["loss"] = _number(values["loss"])  # of a step that was skipped
+    for name in ("losses", "logged"):
+        values[name] = {each: _number(value) for each, value in values.get(name, {}).items()}
     if values.get("loss_scale"):
         values["loss_scale"] = LossScale.from_dict(values["loss_scale"])
     return Progress(**values)

@@ -17,6 +17,7 @@ from meshloom.report.chrome_trace import chrome_trace
 from meshloom.report.drawing import print_timeline
 from meshloom.report.picture import save_picture
 from meshloom.report.terminal import print_line
+from meshloom.report.written_file import write_file
 from meshloom.telemetry.timeline import idle_of
 from meshloom.telemetry.timeline_files import FILE, Recording, read_recording
 
@@ -116,12 +117,7 @@ def show_timeline(directory: Path, file: str, step: int | None, console: Console
         return
     path = Path(file)
     if path.suffix.lower() == ".json":
-        try:
-            path.write_text(json.dumps(chrome_trace(timeline)) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise ReportError(
-                f"{path} cannot be written: {error.strerror}. Give a file in a directory that exists."
-            ) from None
+        write_file(path, json.dumps(chrome_trace(timeline)) + "\n")
     else:
         save_picture(timeline, path, recording.plan)
     hint = "; open it in ui.perfetto.dev or chrome://tracing" if path.suffix.lower() == ".json" else ""

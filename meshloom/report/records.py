@@ -15,7 +15,7 @@ from meshloom.core.job import Job
 from meshloom.core.plan import Plan
 from meshloom.core.units import format_count
 from meshloom.report.terminal import Terminal, progress_text
-from meshloom.telemetry.progress import Listener, Progress
+from meshloom.telemetry.progress import Listener, Progress, all_of
 from meshloom.telemetry.run_log import summary_values
 from meshloom.telemetry.summary import Summary
 
@@ -83,20 +83,40 @@ class RunStart:
 
 def listener_for(terminal: Terminal, records: Records) -> Listener:
     """Reports a run's events to both."""
-    return Listener(
-        started=terminal.start,
-        note=terminal.event,
-        step=lambda progress: _progress(progress, terminal, records),
-        evaluated=lambda step, metrics: _evaluation(step, metrics, terminal, records),
-        saved=lambda step, path: _saved(step, path, terminal, records),
+    recording = Listener(
+        started=lambda text: None,
+        note=lambda text: None,
+        step=lambda progress: _record_progress(progress, records),
+        evaluated=lambda step, metrics: records.write("evaluation", step=step, metrics=metrics),
+        saved=lambda step, path: records.write("checkpoint", step=step, path=str(path)),
     )
+    return all_of([terminal_listener(terminal), recording])
+
+
+def terminal_listener(terminal: Terminal) -> Listener:
+    """Reports a run's events to people."""
+
+    def step(progress: Progress) -> None:
+        terminal.step(progress_text(progress), last=progress.step == progress.steps)
+
+    def evaluated(step: int, metrics: dict[str, float]) -> None:
+        shown = "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+        terminal.event(f"step {step}  evaluation: {shown}")
+
+    def saved(step: int, path: Path) -> None:
+        terminal.event(f"step {step}  checkpoint: {path}")
+
+    return Listener(started=terminal.start, note=terminal.event, step=step, evaluated=evaluated, saved=saved)
+
+
+def outcome_text(steps: int, seconds: float, first_loss: float, last_loss: float) -> str:
+    """A line about a run that has come to its end."""
+    return f"{format_count(steps, 'step')} in {seconds:.1f} s: loss {first_loss:.4f} -> {last_loss:.4f}"
 
 
 def tell_summary(summary: Summary, terminal: Terminal, records: Records) -> None:
     """A run's results, for both."""
-    terminal.event(
-        f"{format_count(summary.steps, 'step')} in {summary.seconds:.1f} s: loss {summary.first_loss:.4f} -> {summary.last_loss:.4f}"
-    )
+    terminal.event(outcome_text(summary.steps, summary.seconds, summary.first_loss, summary.last_loss))
     terminal.bytes_table(summary.predicted, summary.counted)
     terminal.time_line(summary.shares)
     if summary.compiled:
@@ -108,20 +128,8 @@ def tell_summary(summary: Summary, terminal: Terminal, records: Records) -> None
     records.write("end", **summary_values(summary))
 
 
-def _progress(progress: Progress, terminal: Terminal, records: Records) -> None:
-    terminal.step(progress_text(progress), last=progress.step == progress.steps)
+def _record_progress(progress: Progress, records: Records) -> None:
     values = asdict(progress)
     if not math.isfinite(progress.loss):  # of a skipped step; JSON has no such numbers
         values["loss"] = None
     records.write("step", **values)
-
-
-def _evaluation(step: int, metrics: dict[str, float], terminal: Terminal, records: Records) -> None:
-    shown = "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
-    terminal.event(f"step {step}  evaluation: {shown}")
-    records.write("evaluation", step=step, metrics=metrics)
-
-
-def _saved(step: int, path: Path, terminal: Terminal, records: Records) -> None:
-    terminal.event(f"step {step}  checkpoint: {path}")
-    records.write("checkpoint", step=step, path=str(path))

@@ -7,7 +7,7 @@ from html import escape
 from pathlib import Path
 from xml.etree import ElementTree
 
-from meshloom.core.errors import ReportError
+from meshloom.report.written_file import write_file
 from meshloom.verify.between_steps.checks import TensorError
 from meshloom.verify.findings import Report, lines_of
 
@@ -18,7 +18,7 @@ table { border-collapse: collapse; margin: 1em 0; } th, td { text-align: left; p
 
 def write_page(report: Report, path: Path, command: str) -> None:
     """One self-contained page. command: what was run. Raises `ReportError` if it cannot be written."""
-    _write(path, "".join(_page(report, command)))
+    write_file(path, "".join(_page(report, command)))
 
 
 def write_junit(report: Report, path: Path, name: str) -> None:
@@ -43,7 +43,7 @@ def write_junit(report: Report, path: Path, name: str) -> None:
         if not passed:
             said = lines_of(report)
             ElementTree.SubElement(case, "failure", message=said[0]).text = "\n".join(said)
-    _write(path, ElementTree.tostring(suite, encoding="unicode", xml_declaration=True) + "\n")
+    write_file(path, ElementTree.tostring(suite, encoding="unicode", xml_declaration=True) + "\n")
 
 
 def _page(report: Report, command: str) -> Iterator[str]:
@@ -73,12 +73,3 @@ def _row(error: TensorError) -> str:
 
 def _verdict(passed: bool) -> str:
     return "equal" if passed else "<span class='wrong'>differs</span>"
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ReportError(
-            f"{path} cannot be written: {error.strerror}. Give a file in a directory that exists."
-        ) from None

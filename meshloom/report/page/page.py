@@ -15,6 +15,7 @@ from meshloom.core.units import format_bytes, format_count, format_number, forma
 from meshloom.report.page.division_tree import division_tree
 from meshloom.report.page.figures import Chart, charts
 from meshloom.report.page.history import RunHistory
+from meshloom.report.written_file import write_file
 
 _ABSENT = "A page's charts are drawn with plotly, which is not installed: pip install plotly, or pip install 'meshloom[report]'."
 ORDER = ("Loss and metrics", "Throughput", "Time", "Memory", "Bytes")
@@ -23,13 +24,7 @@ ORDER = ("Loss and metrics", "Throughput", "Time", "Memory", "Bytes")
 def save_page(path: Path, runs: Sequence[RunHistory], plans: Sequence[Mapping[str, Any]] = ()) -> None:
     """runs: one or two. plans: the records of `meshloom plan --json`. Raises `ReportError` when plotly is missing or the
     file cannot be written."""
-    text = page(runs, plans)
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ReportError(
-            f"{path} cannot be written: {error.strerror}. Give a file in a directory that exists."
-        ) from None
+    write_file(path, page(runs, plans))
 
 
 def page(runs: Sequence[RunHistory], plans: Sequence[Mapping[str, Any]] = ()) -> str:
