@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import platform
 import shutil
 from collections.abc import Mapping
@@ -15,10 +14,12 @@ from meshloom.core.units import format_bytes
 from meshloom.machine.cores import cores
 from meshloom.machine.host_memory import free_bytes, total_bytes
 from meshloom.machine.machine import machine_file
+from meshloom.machine.packages import version_of
 
 # what each optional package is for
 OPTIONAL = {
     "matplotlib": "report --timeline FILE.png or .svg",
+    "plotly": "report --html",
     "tensorboard": "train --log tensorboard",
     "wandb": "train --log wandb",
     "mlflow": "train --log mlflow",
@@ -45,8 +46,8 @@ def doctor_facts(version: str) -> Mapping[str, Any]:
         "gpus": [_gpu(number) for number in range(torch.cuda.device_count())],
         "shared memory": why_not() or None,
         "compilers": compilers,
-        "packages": {name: _version_of(name) for name in _NEEDED},
-        "optional": {name: _version_of(name) for name in OPTIONAL},
+        "packages": {name: version_of(name) for name in _NEEDED},
+        "optional": {name: version_of(name) for name in OPTIONAL},
         "measured": {device: machine_file(device).exists() for device in ("cpu", "cuda")},
     }
 
@@ -78,13 +79,6 @@ def doctor_lines(facts: Mapping[str, Any]) -> list[str]:
         for name, version in facts["optional"].items()
     ]
     return lines
-
-
-def _version_of(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _gpu(number: int) -> dict[str, Any]:

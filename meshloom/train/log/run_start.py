@@ -5,7 +5,6 @@ from __future__ import annotations
 import platform
 import time
 from collections.abc import Mapping
-from importlib import metadata
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from meshloom.core.plan import Plan
 from meshloom.launch.world import World
 from meshloom.machine.cores import cores
 from meshloom.machine.host_memory import total_bytes
+from meshloom.machine.packages import version_of
 from meshloom.planner.rehearsal.held import held_by
 from meshloom.replica.replica import Replica
 
@@ -31,7 +31,7 @@ def start_values(job: Job, plan: Plan, world: World, *, steps: int, step: int) -
         "step": step,
         "time": time.time(),
         "environment": {
-            "meshloom": _own_version(),
+            "meshloom": version_of("meshloom") or "run from its source",
             "torch": torch.__version__,
             "Python": platform.python_version(),
             "system": platform.platform(),
@@ -40,13 +40,6 @@ def start_values(job: Job, plan: Plan, world: World, *, steps: int, step: int) -
             "GPUs": ", ".join(gpus) or "none",
         },
     }
-
-
-def _own_version() -> str:
-    try:
-        return metadata.version("meshloom")
-    except metadata.PackageNotFoundError:  # it runs from its source
-        return "not installed"
 
 
 def division_values(replica: Replica) -> dict[str, Any]:
