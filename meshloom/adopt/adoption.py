@@ -17,6 +17,7 @@ from meshloom.adopt.watching.route import Refusal, UntranslatedError, follow
 from meshloom.adopt.watching.script import Script
 from meshloom.adopt.watching.watch import watch
 from meshloom.adopt.writing import write
+from meshloom.core.errors import JobError
 
 NOT_PROVED = (
     "# NOT PROVED: this job was not found to take the script's steps. See what meshloom adopt says.\n"
@@ -111,7 +112,5 @@ def adopt(
 
 def check_target_free(target: Path, overwrite: bool) -> None:
     """Raises `JobError`."""
-    from meshloom.core.errors import JobError
-
     if target.exists() and not overwrite:
         raise JobError(f"{target} exists. Remove it, give another file as --to FILE.py, or use --overwrite.")

@@ -38,12 +38,13 @@ def _advice(script: Script, line: Line) -> str:
         return ""
     names = {method(each) for each in calls(node)}
     first = line.source.segment(node).partition("\n")[0]
+    evaluates = f"`{first}` is left out: held-out data is measured by Job(evaluate=ml.Evaluate(data=..., metrics=..., every=...))."
     if "eval" in names or _evaluates(script, node):
-        return f"`{first}` is left out: held-out data is measured by Job(evaluate=ml.Evaluate(data=..., metrics=..., every=...))."
+        return evaluates
     if names & SAVING:
         return f"`{first}` is left out: meshloom train --out DIR saves checkpoints, and meshloom export writes weights."
     if "no_grad" in names:
-        return f"`{first}` is left out: held-out data is measured by Job(evaluate=ml.Evaluate(data=..., metrics=..., every=...))."
+        return evaluates
     if _steps_scaler(script, node):
         return ""
     if is_talk(node) or _only_talks(node):
