@@ -112,5 +112,9 @@ def adopt(
 
 def check_target_free(target: Path, overwrite: bool) -> None:
     """Raises `JobError`."""
+    if not target.parent.is_dir():
+        raise JobError(
+            f"{target} cannot be written: there is no directory {target.parent}. Give --to a file in one that exists."
+        )
     if target.exists() and not overwrite:
         raise JobError(f"{target} exists. Remove it, give another file as --to FILE.py, or use --overwrite.")

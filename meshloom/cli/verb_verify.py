@@ -15,6 +15,7 @@ from meshloom.core.job import Job
 from meshloom.report.records import Records
 from meshloom.report.reproduction import write_reproduction
 from meshloom.report.verification_files import write_junit, write_page
+from meshloom.report.written_file import check_directory
 from meshloom.verify.findings import print_report
 from meshloom.verify.run import verify
 
@@ -22,6 +23,8 @@ from meshloom.verify.run import verify
 def verify_plan(arguments: argparse.Namespace, job: Job, records: Records) -> int:
     """Exit code: 0 if the plan equals one device."""
     dtype = {"float64": torch.float64, "float32": torch.float32, None: None}[arguments.dtype]
+    for file in filter(None, (arguments.report, arguments.junit)):
+        check_directory(Path(file))
     report = verify(
         job, plan_of(arguments), devices=arguments.devices, steps=arguments.steps, dtype=dtype, timeout_seconds=arguments.timeout,
         transport=arguments.transport, oversubscribe=arguments.oversubscribe, overcommit=arguments.overcommit, blocks=arguments.blocks,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
 from meshloom.core.errors import ReportError
@@ -12,6 +14,14 @@ def write_file(path: Path, text: str) -> None:
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise ReportError(
-            f"{path} cannot be written: {error.strerror}. Give a file in a directory that exists."
-        ) from None
+        raise _refusal(path, error.strerror or "") from None
+
+
+def check_directory(path: Path) -> None:
+    """Before the work whose result the file gets. Raises `ReportError` if it could have no place."""
+    if not path.parent.is_dir():
+        raise _refusal(path, os.strerror(errno.ENOENT))
+
+
+def _refusal(path: Path, why: str) -> ReportError:
+    return ReportError(f"{path} cannot be written: {why}. Give a file in a directory that exists.")

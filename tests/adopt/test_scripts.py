@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from meshloom.adopt.adoption import Adoption, adopt
+from meshloom.core.errors import JobError
 from meshloom.core.jobfile import as_program, load_job
 from meshloom.core.plan import Plan
 from meshloom.verify.run import verify
@@ -80,6 +81,15 @@ def test_what_cannot_become_a_job_is_refused_by_line(
     found = adopted(f"refused/{name}", tmp_path, monkeypatch)
     assert next(str(each) for each in found.refusals).startswith(REFUSED[name])
     assert not found.target.exists()
+
+
+def test_a_file_that_can_have_no_place_is_refused_before_the_script_runs(tmp_path: Path) -> None:
+    script = tmp_path / "never.py"
+    script.write_text("raise SystemExit('it ran')\n")
+    with pytest.raises(
+        JobError, match=r"nowhere/job.py cannot be written: there is no directory .*nowhere. Give --to"
+    ):
+        adopt(script, target=tmp_path / "nowhere/job.py")
 
 
 def test_a_job_that_differs_is_not_proved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
