@@ -198,8 +198,9 @@ def _taking_gradients(parameters: Mapping[str, Tensor]) -> Iterator[dict[str, Sk
 
 
 def _backward(outputs: list[Any]) -> None:
-    """Backward of the loss, if it requires grad; checkpointed blocks do not support `autograd.grad`."""
-    if isinstance(outputs[0], Tensor) and outputs[0].requires_grad:
+    """Backward of the loss, if it requires grad; checkpointed blocks do not support `autograd.grad`. A metric has none,
+    although one that takes gradients itself may return what requires grad."""
+    if torch.is_grad_enabled() and isinstance(outputs[0], Tensor) and outputs[0].requires_grad:
         outputs[0].sum().backward()
 
 
