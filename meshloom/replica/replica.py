@@ -151,7 +151,7 @@ class Replica:
             self.copied += yield from self.start.settle(weights)
         self._notes += yield from _find_written(self, self._undo)
         whole = self.named
-        yield from _open_engine(self)
+        early = yield from _open_engine(self)
         if weights:
             with self.timings.of("reading weights"):
                 filled = self.start.unfilled is not None  # as this rank's share was
@@ -162,7 +162,8 @@ class Replica:
         self.frozen = frozen_parameters(self.model)
         with self.timings.of("optimizer and buffers"):
             values = yield from master_values(self.job, self.inner, self.context, self.start, self.dtype)
-            made = (values or self.start).given(whole, partial(make_optimizers, self.job)) if self.updates else None  # fmt: skip
+            make = partial(make_optimizers, self.job) if early is None or values else lambda named: early
+            made = (values or self.start).given(whole, make) if self.updates else None
             yield from check_together(self.context.world, lambda: self._open_exchange(made, whole))
             if made:
                 self.exchange, self.updater = yield from open_updater(
@@ -283,7 +284,8 @@ class Replica:
         self.row_limits = RowLimits(self.limits, self.named, self.engine.rows, self.replicas, self.exchange, self.shards)  # fmt: skip
 
 
-def _open_engine(replica: Replica) -> Steps[None]:
+def _open_engine(replica: Replica) -> Steps[UserOptimizers | None]:
+    """The optimizers, if they had to be made for it."""
     opened = yield from open_engine(
         replica.job, replica.inner, replica.context, replica.start, replica.own, dtype=replica.dtype, timings=replica.timings,
         stored=replica.stored, updates=replica.updates,
@@ -295,6 +297,7 @@ def _open_engine(replica: Replica) -> Steps[None]:
         opened.units,
     )
     replica._notes += opened.notes  # pyright: ignore[reportPrivateUsage]
+    return opened.made
 
 
 def _span(replica: Replica, kind: SpanKind) -> AbstractContextManager[None]:

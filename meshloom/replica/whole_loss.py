@@ -9,11 +9,12 @@ What a rank runs then is a plan with dp alone, in as many copies as a replica ha
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 
+import numpy as np
 import torch
 
 from meshloom.comm.objects import on_rank_0, share
@@ -26,7 +27,7 @@ from meshloom.core.plan import DEFAULTS, Plan
 from meshloom.core.random import preserved_draws
 from meshloom.exchange.units.find_units import units_of
 from meshloom.exchange.units.unit_slices import UnitParameters
-from meshloom.optimizer.user_optimizer import make_optimizers, takes_closure
+from meshloom.optimizer.user_optimizer import UserOptimizers, make_optimizers, takes_closure
 from meshloom.parameters.model import trainable
 from meshloom.parameters.sparse_parameters import make_dense
 from meshloom.parameters.starting_model import StartingModel
@@ -47,13 +48,15 @@ MOST_SHOWN = 400  # characters of why a loss cannot be read: torch's own errors 
 @dataclass(frozen=True, kw_only=True)
 class OpenedEngine:
     """plan: what the rank's parts run under; without tp and pp where the loss runs whole. units: of the full model, where
-    ranks hold different parts of it. notes: for the user, before the first step."""
+    ranks hold different parts of it. notes: for the user, before the first step. made: the optimizers, where they had to be made
+    to open it, of the whole parameters and without their values or draws."""
 
     engine: Engine
     scope: ChunkScope
     plan: Plan
     units: Sequence[UnitParameters] = ()
     notes: Sequence[str] = ()
+    made: UserOptimizers | None = None
 
 
 def open_engine(
@@ -62,9 +65,9 @@ def open_engine(
 ) -> Steps[OpenedEngine]:  # fmt: skip
     """Opens the engine of one rank. Arguments as of `Replica`. Collective; raises `CaptureError` on all ranks for a loss that
     cannot be read under a plan that asks for more than its division (recomputation, compilation, placements, cuts)."""
-    asked, notes = plan, list[str]()
+    asked, notes, made = plan, list[str](), _Made()
     if updates:
-        plan, notes = yield from _for_optimizers(job, plan, context, start)
+        plan, notes = yield from _for_optimizers(job, plan, context, start, made)
     model, unread = start.model, ""
     if plan.captures:
         units = units_of(job, plan, model) if plan.zero == 3 else []
@@ -74,7 +77,9 @@ def open_engine(
         opened = _read(engine, plan, scope, start, own)
         unread = yield from _why_unread(opened, context) if updates and _may_run_whole(job, plan) else opened
         if not unread:
-            return OpenedEngine(engine=engine, scope=scope, plan=plan, units=units, notes=notes)
+            return OpenedEngine(
+                engine=engine, scope=scope, plan=plan, units=units, notes=notes, made=made.optimizers
+            )
         for each in made_dense:
             each.sparse = True
         notes.append(_unread_note(plan, unread))
@@ -82,7 +87,7 @@ def open_engine(
     scope = ChunkScope(job, whole, context, model, dtype=dtype)
     engine = ModuleEngine(job, whole, context, asked)
     yield from engine.open(model, scope, start.unfilled, own)
-    return OpenedEngine(engine=engine, scope=scope, plan=whole, notes=notes)
+    return OpenedEngine(engine=engine, scope=scope, plan=whole, notes=notes, made=made.optimizers)
 
 
 def undivided(plan: Plan) -> Plan:
@@ -143,14 +148,21 @@ def _axes(plan: Plan) -> str:
     return f"{' and '.join(axes)} divide{'s' if len(axes) == 1 else ''}"
 
 
+@dataclass
+class _Made:
+    """What a rank that makes the optimizers early need not make again."""
+
+    optimizers: UserOptimizers | None = None
+
+
 def _for_optimizers(
-    job: Job, plan: Plan, context: RankContext, start: StartingModel
+    job: Job, plan: Plan, context: RankContext, start: StartingModel, made: _Made
 ) -> Steps[tuple[Plan, list[str]]]:
     """The plan without what leaves no rank the parameters that an optimizer looks at together; notes for the user."""
     if plan.pp == 1 and not plan.zero:
         return plan, []
     found: Sequence[str] = yield from share(
-        context.world, (yield from on_rank_0(context.world, partial(_together, job, start), JobError))
+        context.world, (yield from on_rank_0(context.world, partial(_together, job, start, made), JobError))
     )
     if not found:
         return plan, []
@@ -170,13 +182,15 @@ def _for_optimizers(
     return plan, notes
 
 
-def _together(job: Job, start: StartingModel) -> list[str]:
-    """The kind of an optimizer that looks at all parameters at once, and, if one takes a closure, that word; []: there is none."""
+def _together(job: Job, start: StartingModel, kept: _Made) -> list[str]:
+    """The kind of an optimizer that looks at all parameters at once, and, if one takes a closure, that word; []: there is none.
+    kept: gets the optimizers if their function would do the same once parameters have their values."""
     named = trainable(start.model)
-    reads = ValueReads((each for _, each in named), refused=True) if start.unfilled else nullcontext()
-    with preserved_draws(), reads:
+    with preserved_draws(), ValueReads((each for _, each in named), refused=start.unfilled is not None) as reads:  # fmt: skip
+        before = _generators()
         try:
             made = make_optimizers(job, named)
+            is_repeatable = not reads.found and _generators() == before
             found = [
                 each
                 for each, reach in zip(made.optimizers, made.reaches, strict=True)
@@ -184,5 +198,11 @@ def _together(job: Job, start: StartingModel) -> list[str]:
             ]
         except Exception:  # whatever it is, the run meets it again
             return []
+    kept.optimizers = made if is_repeatable else None
     kinds = [type(each).__name__ for each in found]
     return [*kinds[:1], *(["closure"] if any(map(takes_closure, found)) else [])]
+
+
+def _generators() -> tuple[object, ...]:
+    """The states of what Python and torch draw from."""
+    return torch.get_rng_state().numpy().tobytes(), random.getstate(), repr(np.random.get_state(legacy=False))
