@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 from saving_jobs import names_in
 
 from meshloom.telemetry.progress import QUIET
+from meshloom.telemetry.run_log import read_events
 from meshloom.train.trainer import Trainer
 from tests import elastic_job
 
@@ -73,6 +74,9 @@ def test_one_worker_is_one_device_although_its_server_was_killed(tmp_path: Path)
     with ElasticRun("steady", plan, tmp_path / "again", "--out", str(out), "--resume", str(out)) as run:
         assert run.ended() == 0, run.text()
     assert [record["step"] for record in run.records("step")] == list(range(31, 41))
+    logged = read_events(out)
+    assert [each["step"] for each in logged if each["event"] == "start"] == [0, 30]
+    assert [each["event"] for each in logged].count("end") == 2
     with Trainer(elastic_job.steady, "dp=1", devices="simulated", listener=QUIET) as trainer:
         trainer.fit()
         expected = dict(trainer.replicas[0].model.state_dict())

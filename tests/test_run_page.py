@@ -18,7 +18,7 @@ from meshloom.core.errors import ReportError
 from meshloom.report.page.division_tree import division_tree
 from meshloom.report.page.history import read_history
 from meshloom.report.page.page import page
-from meshloom.telemetry.progress import QUIET
+from meshloom.telemetry.progress import QUIET, Progress
 from meshloom.telemetry.run_log import FILE, RunLog, read_events
 from meshloom.train.trainer import Trainer
 
@@ -73,15 +73,23 @@ def test_of_a_step_that_was_done_twice_the_newer_record_counts(tmp_path: Path) -
     log.write("note", text="before the start")
     log.start(plan="dp=1")
     for step, loss in ((1, 4.0), (2, 3.0), (3, float("nan"))):
-        log.write("step", step=step, loss=loss)
+        log.listener().step(progress(step, loss))
     log.close()
     again = RunLog(tmp_path, goes_on=True)
     again.start(plan="dp=1")
-    again.write("step", step=2, loss=2.5)
+    again.listener().step(progress(2, 2.5))
     again.close()
     history = read_history(tmp_path)
     assert history.steps["loss"] == [(1, 4.0), (2, 2.5)]  # a loss that is not finite is no point
+    assert "learning_rate.1" not in history.steps  # it is the other group's
     assert history.notes == ["before the start"]
+
+
+def progress(step: int, loss: float) -> Progress:
+    return Progress(
+        step=step, steps=3, loss=loss, gradient_norm=None, learning_rates=[0.1, 0.1], samples_per_second=1.0,
+        tokens_per_second=None, seconds_left=0.0, memory_bytes=1,
+    )  # fmt: skip
 
 
 def test_a_run_that_begins_anew_forgets_what_was_there(tmp_path: Path) -> None:
@@ -136,6 +144,17 @@ def test_the_page_shows_what_was_measured(run: Path) -> None:
     assert "a &lt;b&gt;note&lt;/b&gt; &amp; more" in text
     for name in ("dp all_reduce", "moving data between ranks", "optimizer"):
         assert name in text
+
+
+def test_an_asynchronous_run_shows_its_updates(tmp_path: Path) -> None:
+    with Trainer(
+        make_job("mlp", "sgd"), "dp=2,exchange=async", devices="simulated", steps=6, out=tmp_path, listener=QUIET
+    ) as trainer:  # fmt: skip
+        summary = trainer.fit()
+    history = read_history(tmp_path)
+    assert history.end["last_loss"] == summary.last_loss
+    assert [step for step, _ in history.steps["age"]] == [1, 2, 3, 4, 5, 6]
+    assert "Age of gradients in updates" in page([history])
 
 
 def test_a_page_of_a_hundred_thousand_steps_stays_small(run: Path) -> None:

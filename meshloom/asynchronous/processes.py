@@ -143,7 +143,9 @@ class ProcessRun:
         for line in self._account.lines(seconds, "processes", reports.ages, reports.computing(), late):
             self._listener.note(line)
         saved = self._due.saved[1] if self._due.saved else None
-        return self.summary(seconds, self._due.evaluation, saved)
+        summary = self.summary(seconds, self._due.evaluation, saved)
+        self._listener.ended(summary)
+        return summary
 
     def batches(self) -> NoReturn:
         """There are none that all workers take together. Raises `PlanError`."""

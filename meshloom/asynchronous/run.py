@@ -142,7 +142,9 @@ class AsynchronousRun:
             cluster.seconds, "virtual clock", self.ages, self._computing(), cluster.head.refused
         ):
             self._listener.note(line)
-        return self.summary(time.monotonic() - self._account.began, evaluation, saved)
+        summary = self.summary(time.monotonic() - self._account.began, evaluation, saved)
+        self._listener.ended(summary)
+        return summary
 
     def close(self) -> None:
         """Remove the hooks of the workers' models."""

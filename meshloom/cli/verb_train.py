@@ -28,6 +28,8 @@ from meshloom.report.terminal import Terminal
 from meshloom.telemetry.metrics_file import metrics_listener
 from meshloom.telemetry.progress import Listener, all_of
 from meshloom.telemetry.timings import Timings
+from meshloom.train.log.run_start import Devices
+from meshloom.train.log.training_log import TrainingLog
 from meshloom.train.trainer import Trainer
 
 
@@ -91,7 +93,15 @@ def _train_on_processes(
     from meshloom.asynchronous.processes import ProcessRun
 
     settings = settings_of(arguments, job)
-    with closing(ProcessRun(job, plan, settings, listener, arguments.target, arguments.words)) as run:
+    with ExitStack() as stack:
+        log = stack.enter_context(
+            TrainingLog(settings.out, reports=True, goes_on=settings.resume is not None)
+        )
+        listener = log.beside(listener)
+        run = stack.enter_context(
+            closing(ProcessRun(job, plan, settings, listener, arguments.target, arguments.words))
+        )
+        log.start(job, plan, Devices("cpu", why), [], steps=settings.steps, step=run.next_step)
         listener.started(f"plan {plan} on {why}")
         start = RunStart(
             job=job, plan=plan, model=type(run.model).__name__, parameters=_elements(run.model), steps=settings.steps, step=run.next_step,

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import math
 import time
 from collections.abc import Iterator
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from meshloom.core.errors import ReportError
-from meshloom.core.losses.loss_scale import LossScale
 from meshloom.core.units import format_seconds
 from meshloom.report.records import outcome_text, terminal_listener
 from meshloom.report.terminal import Terminal
-from meshloom.telemetry.progress import Progress
-from meshloom.telemetry.run_log import FILE, events_after
+from meshloom.telemetry.run_log import FILE, events_after, number_in, progress_of
 
 LOOK_SECONDS = 0.5
 SILENT_SECONDS = 60.0  # without an event, after which a line says so
@@ -68,31 +64,17 @@ def _tell(event: dict[str, Any], terminal: Terminal) -> None:
         case "start":
             terminal.start(f"plan {event['plan']}, from step {event['step']} to {event['steps']}")
         case "step":
-            told.step(_progress(event))
+            told.step(progress_of(event))
         case "note":
             told.note(str(event["text"]))
         case "evaluation":
-            told.evaluated(event["step"], {name: _number(value) for name, value in event["metrics"].items()})
+            told.evaluated(
+                event["step"], {name: number_in(value) for name, value in event["metrics"].items()}
+            )
         case "checkpoint":
             told.saved(event["step"], Path(event["path"]))
         case "end":
-            losses = (_number(event[name]) for name in ("first_loss", "last_loss"))
+            losses = (number_in(event[name]) for name in ("first_loss", "last_loss"))
             terminal.event(outcome_text(event["steps"], event["seconds"], *losses))
         case _:
             pass
-
-
-def _number(value: float | None) -> float:
-    """What the log has as null was not finite."""
-    return math.nan if value is None else value
-
-
-def _progress(event: dict[str, Any]) -> Progress:
-    known = {each.name for each in fields(Progress)}
-    values = {name: value for name, value in event.items() if name in known}
-    values["loss"] = _number(values["loss"])  # of a step that was skipped
-    for name in ("losses", "logged"):
-        values[name] = {each: _number(value) for each, value in values.get(name, {}).items()}
-    if values.get("loss_scale"):
-        values["loss_scale"] = LossScale.from_dict(values["loss_scale"])
-    return Progress(**values)

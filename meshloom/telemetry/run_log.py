@@ -8,12 +8,13 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, TextIO
 
 from meshloom.core.errors import ReportError
-from meshloom.telemetry.progress import Listener
+from meshloom.core.losses.loss_scale import LossScale
+from meshloom.telemetry.progress import Listener, Progress
 from meshloom.telemetry.summary import Summary
 
 FILE = "events.jsonl"
@@ -90,6 +91,23 @@ def summary_values(summary: Summary) -> dict[str, Any]:
     if summary.scale:
         values["loss_scale"] = summary.scale.to_dict()
     return values
+
+
+def progress_of(event: Mapping[str, Any]) -> Progress:
+    """What a line `step` was written of."""
+    known = {each.name for each in fields(Progress)}
+    values = {name: value for name, value in event.items() if name in known}
+    values["loss"] = number_in(values["loss"])  # of a step that was skipped
+    for name in ("losses", "logged"):
+        values[name] = {each: number_in(value) for each, value in values.get(name, {}).items()}
+    if values.get("loss_scale"):
+        values["loss_scale"] = LossScale.from_dict(values["loss_scale"])
+    return Progress(**values)
+
+
+def number_in(value: float | None) -> float:
+    """Of a line: what it has as null was not finite."""
+    return math.nan if value is None else value
 
 
 def read_events(directory: Path) -> list[dict[str, Any]]:

@@ -33,6 +33,7 @@ from meshloom.telemetry.summary import Summary
 from meshloom.telemetry.timings import Timings
 from meshloom.train.checked_arguments import check_arguments
 from meshloom.train.contract import Batch, TrainingRun
+from meshloom.train.log.run_start import Devices
 from meshloom.train.log.training_log import TrainingLog
 from meshloom.train.synchronous import SynchronousRun
 
@@ -132,7 +133,9 @@ class Trainer:
                 )  # fmt: skip
             for context in self.world.local:
                 context.activity.enter("setting up", 0)
-            log = building.enter_context(TrainingLog(self.out, self.world, goes_on=earlier is not None))
+            log = building.enter_context(
+                TrainingLog(self.out, reports=self.world.main, goes_on=earlier is not None)
+            )
             self.listener = log.beside(self.listener)
             _tell_of_emulation(self.plan, self.world, self.listener)
             if not self.plan.synchronous:
@@ -147,7 +150,14 @@ class Trainer:
                     overwrite=overwrite, dtype=dtype, share=share, cache=str(cache), overcommit=overcommit, leave=self.close,
                 )  # fmt: skip
             building.callback(self._run.close)
-            log.start(job, self.plan, self.replicas, steps=self.steps, step=self.next_step)
+            log.start(
+                job,
+                self.plan,
+                Devices(self.world.kind, self.world.why),
+                self.replicas,
+                steps=self.steps,
+                step=self.next_step,
+            )
             self._stack = building.pop_all()
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,16 +30,15 @@ class Chart:
 
 def charts(runs: Sequence[RunHistory]) -> Iterator[tuple[str, Chart]]:
     """With the heading that each belongs under."""
-    for heading, title, names in _LINES_OF:
-        found = [name for name in _names(runs) if names(name)]
+    losses = list(dict.fromkeys(name for run in runs for name in run.losses))
+    if losses:
+        yield "Loss and metrics", _lines("Training loss", runs, losses)
+    for heading, title, begins in _LINES_OF:
+        found = [name for name in _names(runs) if name.startswith(begins)]
         if found:
             yield heading, _lines(title, runs, found)
-    for name in _names(runs):
-        if name.startswith("logged: "):
-            yield (
-                "Loss and metrics",
-                _lines(f"Logged by the loss: {name.removeprefix('logged: ')}", runs, [name]),
-            )
+    for name in dict.fromkeys(name for run in runs for name in run.logged):
+        yield "Loss and metrics", _lines(f"Logged by the loss: {name}", runs, [name])
     for name in dict.fromkeys(name for run in runs for name in run.metrics):
         yield "Loss and metrics", _metric(name, runs)
     if any(run.end for run in runs):
@@ -53,18 +52,20 @@ def charts(runs: Sequence[RunHistory]) -> Iterator[tuple[str, Chart]]:
         yield "Bytes", _bytes(runs)
 
 
-_LINES_OF: Sequence[tuple[str, str, Callable[[str], bool]]] = (
-    ("Loss and metrics", "Training loss", lambda name: name == "loss" or name.startswith("loss: ")),
-    ("Loss and metrics", "Gradient norm", lambda name: name == "gradient norm"),
-    ("Loss and metrics", "Learning rate", lambda name: name.startswith("learning rate")),
-    ("Loss and metrics", "Age of gradients in updates", lambda name: name == "age"),
-    ("Throughput", "Samples per second", lambda name: name == "samples per second"),
-    ("Throughput", "Tokens per second", lambda name: name == "tokens per second"),
+_LINES_OF: Sequence[tuple[str, str, str]] = (
+    ("Loss and metrics", "Gradient norm", "gradient_norm"),
+    ("Loss and metrics", "Learning rate", "learning_rate"),
+    ("Loss and metrics", "Loss scale", "loss_scale"),
+    ("Loss and metrics", "Age of gradients in updates", "age"),
+    ("Throughput", "Samples per second", "samples_per_second"),
+    ("Throughput", "Tokens per second", "tokens_per_second"),
 )
 
 
 def _names(runs: Sequence[RunHistory]) -> list[str]:
-    return list(dict.fromkeys(name for run in runs for name in run.steps))
+    """Of what is measured whatever the job is."""
+    jobs = {name for run in runs for name in (*run.losses, *run.logged)}
+    return [name for name in dict.fromkeys(name for run in runs for name in run.steps) if name not in jobs]
 
 
 def thinned(points: Points, most: int = MOST_POINTS) -> Points:

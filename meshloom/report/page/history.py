@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from meshloom.core.errors import ReportError
-from meshloom.telemetry.run_log import FILE, read_events
+from meshloom.telemetry.numbers import numbers_of
+from meshloom.telemetry.progress import Progress
+from meshloom.telemetry.run_log import FILE, progress_of, read_events
 from meshloom.telemetry.timeline_files import FILE as TIMELINE_FILE
 from meshloom.telemetry.timeline_files import Recording, read_recording
 
@@ -18,7 +21,7 @@ Points = list[tuple[int, float]]  # (step, value), by step
 @dataclass(kw_only=True)
 class RunHistory:
     """name: of the directory. start: what the run began with; of one that was resumed, the last time. steps: what was
-    measured after each step, by what it is. metrics: of evaluations, likewise. division, memory, end: as
+    measured after each step, by what it is; losses, logged: which of these are the job's. metrics: of evaluations, likewise. division, memory, end: as
     `train/log/run_start.py` and `telemetry/run_log.py` write them; {}: there is none yet."""
 
     name: str
@@ -27,6 +30,8 @@ class RunHistory:
     memory: Mapping[str, int]
     end: Mapping[str, Any]
     steps: dict[str, Points] = field(default_factory=dict[str, Points])
+    losses: list[str] = field(default_factory=list[str])
+    logged: list[str] = field(default_factory=list[str])
     metrics: dict[str, Points] = field(default_factory=dict[str, Points])
     checkpoints: list[tuple[int, str]] = field(default_factory=list[tuple[int, str]])
     notes: list[str] = field(default_factory=list[str])
@@ -40,7 +45,7 @@ class RunHistory:
     @property
     def peak_bytes(self) -> int:
         """The most memory of the process that reports, so far."""
-        return int(max((value for _, value in self.steps.get("memory", [])), default=0))
+        return int(max((value for _, value in self.steps.get("memory_bytes", [])), default=0))
 
 
 def read_history(directory: Path) -> RunHistory:
@@ -60,11 +65,10 @@ def read_history(directory: Path) -> RunHistory:
         end=next((each for each in after_start if each["event"] == "end"), {}),
         recording=read_recording(directory) if (directory / TIMELINE_FILE).exists() else None,
     )
-    steps = _newest_by_step(events, "step")
-    for step, each in steps.items():
-        for name, value in _measured(each):
-            if value is not None:
-                history.steps.setdefault(name, []).append((step, float(value)))
+    progresses = [progress_of(each) for each in _newest_by_step(events, "step").values()]
+    history.steps = _points(progresses)
+    history.losses = list(dict.fromkeys(name for each in progresses for name in each.losses or ["loss"]))
+    history.logged = list(dict.fromkeys(name for each in progresses for name in each.logged))
     for step, each in _newest_by_step(events, "evaluation").items():
         for name, value in each["metrics"].items():
             if value is not None:
@@ -81,17 +85,19 @@ def _newest_by_step(events: Sequence[Mapping[str, Any]], kind: str) -> dict[int,
     return dict(sorted(found.items()))
 
 
-def _measured(event: Mapping[str, Any]) -> Iterable[tuple[str, float | None]]:
-    """What a step's event says, by the names of charts' lines."""
-    losses: Mapping[str, float | None] = event.get("losses") or {"loss": event.get("loss")}
-    yield from ((f"loss: {name}" if name != "loss" else name, value) for name, value in losses.items())
-    rates: Sequence[float] = event.get("learning_rates") or ()
-    for number, rate in enumerate(dict.fromkeys(rates)):
-        yield f"learning rate{f' {number + 1}' if number else ''}", rate
-    yield "gradient norm", event.get("gradient_norm")
-    yield "samples per second", event.get("samples_per_second")
-    yield "tokens per second", event.get("tokens_per_second")
-    yield "memory", event.get("memory_bytes")
-    yield "age", event.get("age")
-    logged: Mapping[str, float | None] = event.get("logged") or {}
-    yield from ((f"logged: {name}", value) for name, value in logged.items())
+def _points(progresses: Iterable[Progress]) -> dict[str, Points]:
+    """By the names of `telemetry/numbers.py`. A learning rate that is always another's is left out."""
+    found: dict[str, Points] = {}
+    for progress in progresses:
+        for name, value in numbers_of(progress).items():
+            if math.isfinite(value):
+                found.setdefault(name, []).append((progress.step, value))
+    rates = [name for name in found if name.startswith("learning_rate.")]
+    for name in rates:
+        if any(
+            found[name] == points
+            for other, points in found.items()
+            if other < name and other.startswith("learning_rate")
+        ):
+            del found[name]
+    return found

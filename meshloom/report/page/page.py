@@ -122,10 +122,11 @@ def _facts_of(run: RunHistory) -> dict[str, str]:
     facts["steps"] = steps if end else f"{steps} (it has not come to its end)"
     if end:
         facts["time"] = f"{format_seconds(end['seconds'])} for {format_count(int(end['steps']), 'step')}"
-    for name, points in (*run.steps.items(), *run.metrics.items()):
-        if name == "loss" or name.startswith("loss: ") or name in run.metrics:
-            words = f"evaluation: {name}" if points is run.metrics.get(name) else f"training {name}"
-            facts[words] = f"{points[0][1]:.5g} to {points[-1][1]:.5g}"
+    shown = {f"training {name}": run.steps.get(name) for name in run.losses}
+    shown |= {f"evaluation: {name}": points for name, points in run.metrics.items()}
+    facts |= {
+        words: f"{points[0][1]:.5g} to {points[-1][1]:.5g}" for words, points in shown.items() if points
+    }
     if run.peak_bytes:
         facts["peak memory"] = f"{format_bytes(run.peak_bytes)} of the process of rank 0"
     for name, value in start["environment"].items():

@@ -5,13 +5,12 @@ from __future__ import annotations
 import platform
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
-from meshloom.launch.world import World
 from meshloom.machine.cores import cores
 from meshloom.machine.host_memory import total_bytes
 from meshloom.machine.packages import version_of
@@ -19,13 +18,20 @@ from meshloom.planner.rehearsal.held import held_by
 from meshloom.replica.replica import Replica
 
 
-def start_values(job: Job, plan: Plan, world: World, *, steps: int, step: int) -> dict[str, Any]:
+class Devices(NamedTuple):
+    """Those of a run: their kind, as in `--devices`, and why they are these."""
+
+    kind: str
+    why: str
+
+
+def start_values(job: Job, plan: Plan, devices: Devices, *, steps: int, step: int) -> dict[str, Any]:
     """steps: of the whole run. step: those that were done before."""
     gpus = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
     return {
         "plan": str(plan),
-        "devices": world.kind,
-        "why": world.why,
+        "devices": devices.kind,
+        "why": devices.why,
         "batch_size": job.batch_size,
         "steps": steps,
         "step": step,

@@ -8,23 +8,22 @@ from typing import Self
 
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
-from meshloom.launch.world import World
 from meshloom.replica.replica import Replica
 from meshloom.telemetry.progress import Listener, all_of
 from meshloom.telemetry.run_log import RunLog
 from meshloom.telemetry.summary import Summary
-from meshloom.train.log.run_start import division_values, memory_values, start_values
+from meshloom.train.log.run_start import Devices, division_values, memory_values, start_values
 
 
 class TrainingLog:
-    """In directory `out`, of the process that reports; of others, and without a directory, it is silent.
+    """In directory `out`; without one it is silent.
 
-    goes_on: whether the run resumes an earlier one.
+    reports: whether this process does; others are silent. goes_on: whether the run resumes an earlier one.
     """
 
-    def __init__(self, out: Path | None, world: World, *, goes_on: bool) -> None:
-        self._world, self._replicas = world, list[Replica]()
-        self._log = RunLog(out, goes_on=goes_on) if out is not None and world.main else None
+    def __init__(self, out: Path | None, *, reports: bool, goes_on: bool) -> None:
+        self._replicas = list[Replica]()
+        self._log = RunLog(out, goes_on=goes_on) if out is not None and reports else None
 
     def beside(self, listener: Listener) -> Listener:
         """A listener that also writes what it hears."""
@@ -34,12 +33,15 @@ class TrainingLog:
         log.ended = self._end
         return all_of([log, listener])
 
-    def start(self, job: Job, plan: Plan, replicas: Sequence[Replica], *, steps: int, step: int) -> None:
-        """Once the run is ready. steps: of the whole run. step: those that were done before. Raises `ReportError`."""
+    def start(
+        self, job: Job, plan: Plan, devices: Devices, replicas: Sequence[Replica], *, steps: int, step: int
+    ) -> None:
+        """Once the run is ready. replicas: of this process. steps: of the whole run. step: those that were done before.
+        Raises `ReportError`."""
         if self._log is None:
             return
         self._replicas = list(replicas)
-        self._log.start(**start_values(job, plan, self._world, steps=steps, step=step))
+        self._log.start(**start_values(job, plan, devices, steps=steps, step=step))
         if replicas:
             self._log.write("division", **division_values(replicas[0]))
 
