@@ -28,7 +28,7 @@ from meshloom.report.terminal import Terminal
 from meshloom.telemetry.metrics_file import metrics_listener
 from meshloom.telemetry.progress import Listener, all_of
 from meshloom.telemetry.timings import Timings
-from meshloom.train.log.run_start import Devices
+from meshloom.train.log.run_start import WhereItRuns
 from meshloom.train.log.training_log import TrainingLog
 from meshloom.train.trainer import Trainer
 
@@ -101,7 +101,7 @@ def _train_on_processes(
         run = stack.enter_context(
             closing(ProcessRun(job, plan, settings, listener, arguments.target, arguments.words))
         )
-        log.start(job, plan, Devices("cpu", why), [], steps=settings.steps, step=run.next_step)
+        log.start(job, plan, WhereItRuns("cpu", why), [], steps=settings.steps, step=run.next_step)
         listener.started(f"plan {plan} on {why}")
         start = RunStart(
             job=job, plan=plan, model=type(run.model).__name__, parameters=_elements(run.model), steps=settings.steps, step=run.next_step,

@@ -24,7 +24,6 @@ from meshloom.checkpoint.writing.streamed import streamed
 from meshloom.comm.group import Group
 from meshloom.comm.objects import collect
 from meshloom.comm.steps import Steps, run_in_steps
-from meshloom.comm.torch.checkpoint_mark import is_torch_checkpoint
 from meshloom.core.errors import CheckpointError, MeshloomError
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
@@ -36,6 +35,8 @@ from meshloom.machine.process_memory import regained_bytes
 from meshloom.replica.replica import Replica
 from meshloom.replica.replica_state import held_weights, optimizer_state, resume, scale_values, weights
 from meshloom.telemetry.progress import Listener
+from meshloom.train.from_torch.torch_checkpoint import is_torch_checkpoint
+from meshloom.train.from_torch.torch_resuming import resume_from_torch
 from meshloom.train.local_replicas import LocalReplicas
 
 BEST = "best"  # directory of the checkpoint whose evaluation was best
@@ -82,7 +83,7 @@ class RunCheckpoints:
         there = self._replicas.together(
             lambda replica: collect(replica.context.world, is_torch_checkpoint(directory))
         )[0]
-        how = _torch_resumption() if any(there) else resume
+        how = resume_from_torch if any(there) else resume
         return self._replicas.together(
             lambda replica: how(replica, directory, partial(self._check, replica, steps))
         )[0]
@@ -250,10 +251,3 @@ def _carry_out(copies: Sequence[_Copy]) -> Path:
     finally:
         for copy, _, _ in copies:
             copy.end()
-
-
-def _torch_resumption() -> Callable[[Replica, Path, Callable[[Checkpoint], None]], Steps[Checkpoint]]:
-    """Its modules, and torch's that they need, are imported by the runs that take up such a directory."""
-    from meshloom.train.from_torch.torch_resuming import resume_from_torch
-
-    return resume_from_torch

@@ -33,7 +33,7 @@ from meshloom.telemetry.summary import Summary
 from meshloom.telemetry.timings import Timings
 from meshloom.train.checked_arguments import check_arguments
 from meshloom.train.contract import Batch, TrainingRun
-from meshloom.train.log.run_start import Devices
+from meshloom.train.log.run_start import WhereItRuns
 from meshloom.train.log.training_log import TrainingLog
 from meshloom.train.synchronous import SynchronousRun
 
@@ -133,10 +133,8 @@ class Trainer:
                 )  # fmt: skip
             for context in self.world.local:
                 context.activity.enter("setting up", 0)
-            log = building.enter_context(
-                TrainingLog(self.out, reports=self.world.main, goes_on=earlier is not None)
-            )
-            self.listener = log.beside(self.listener)
+            log = TrainingLog(self.out, reports=self.world.main, goes_on=earlier is not None)
+            self.listener = building.enter_context(log).beside(self.listener)
             _tell_of_emulation(self.plan, self.world, self.listener)
             if not self.plan.synchronous:
                 settings = AsynchronousSettings(
@@ -150,14 +148,7 @@ class Trainer:
                     overwrite=overwrite, dtype=dtype, share=share, cache=str(cache), overcommit=overcommit, leave=self.close,
                 )  # fmt: skip
             building.callback(self._run.close)
-            log.start(
-                job,
-                self.plan,
-                Devices(self.world.kind, self.world.why),
-                self.replicas,
-                steps=self.steps,
-                step=self.next_step,
-            )
+            log.start(job, self.plan, WhereItRuns(self.world.kind, self.world.why), self.replicas, steps=self.steps, step=self.next_step)  # fmt: skip
             self._stack = building.pop_all()
 
     @property

@@ -18,14 +18,14 @@ from meshloom.planner.rehearsal.held import held_by
 from meshloom.replica.replica import Replica
 
 
-class Devices(NamedTuple):
+class WhereItRuns(NamedTuple):
     """Those of a run: their kind, as in `--devices`, and why they are these."""
 
     kind: str
     why: str
 
 
-def start_values(job: Job, plan: Plan, devices: Devices, *, steps: int, step: int) -> dict[str, Any]:
+def start_values(job: Job, plan: Plan, devices: WhereItRuns, *, steps: int, step: int) -> dict[str, Any]:
     """steps: of the whole run. step: those that were done before."""
     gpus = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
     return {

@@ -12,7 +12,7 @@ from meshloom.replica.replica import Replica
 from meshloom.telemetry.progress import Listener, all_of
 from meshloom.telemetry.run_log import RunLog
 from meshloom.telemetry.summary import Summary
-from meshloom.train.log.run_start import Devices, division_values, memory_values, start_values
+from meshloom.train.log.run_start import WhereItRuns, division_values, memory_values, start_values
 
 
 class TrainingLog:
@@ -34,7 +34,14 @@ class TrainingLog:
         return all_of([log, listener])
 
     def start(
-        self, job: Job, plan: Plan, devices: Devices, replicas: Sequence[Replica], *, steps: int, step: int
+        self,
+        job: Job,
+        plan: Plan,
+        devices: WhereItRuns,
+        replicas: Sequence[Replica],
+        *,
+        steps: int,
+        step: int,
     ) -> None:
         """Once the run is ready. replicas: of this process. steps: of the whole run. step: those that were done before.
         Raises `ReportError`."""
