@@ -130,6 +130,39 @@ def test_the_files_are_those_of_a_foreground_save(plan: str, model: str, held: H
     assert [each for each in notes if each.startswith("saved")] == ["saved 2", "saved 4", "saved 5"]
 
 
+@pytest.mark.parametrize(
+    ("plan", "share"),
+    few([("dp=2", True), ("dp=1", False), *((plan, True) for plan in PLANS[1:]), ("tp=2", False)], 3),
+)
+def test_an_update_waits_for_what_is_not_copied(
+    plan: str, share: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The thread copies nothing before the next step is over: without the wait the files are those of torn state."""
+    train(job_of(checkpoint="foreground"), plan, tmp_path / "foreground", share=share)
+    go = hold_copies(monkeypatch)
+    train(job_of(), plan, tmp_path / "waiting", lambda step: go.set() if step == 3 else None, share=share)
+    assert_equal(tmp_path / "waiting", tmp_path / "foreground")
+
+    monkeypatch.setattr(HostCopy, "before_update", lambda _: None)
+    go.clear()
+    train(job_of(), plan, tmp_path / "torn", lambda step: go.set() if step == 3 else None, share=share)
+    saved, expected = (files_of(tmp_path / each / "step-00000002") for each in ("torn", "foreground"))
+    assert saved["state-00000-of-00001.safetensors"] != expected["state-00000-of-00001.safetensors"]
+
+
+def hold_copies(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Threads that save copy nothing before it is set."""
+    go, real = threading.Event(), HostCopy.finish
+
+    def finish(copy: HostCopy) -> None:
+        if threading.current_thread().name.startswith("saving"):
+            assert go.wait(HELD_SECONDS)
+        real(copy)
+
+    monkeypatch.setattr(HostCopy, "finish", finish)
+    return go
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["sgd", "adafactor", "muon"])
 @pytest.mark.parametrize("plan", PLANS[:10])
@@ -198,8 +231,8 @@ def test_each_rank_copies_what_it_writes_and_that_is_said(
     copied: list[int] = []
 
     class Counted(HostCopy):
-        def __init__(self, divided: DividedState, memory: CopyMemory, lender: Any) -> None:
-            super().__init__(divided, memory, lender)
+        def __init__(self, divided: DividedState, memory: CopyMemory, lender: Any, **how: Any) -> None:
+            super().__init__(divided, memory, lender, **how)
             copied.append(sum(part.nbytes for _, part in divided.parts))
 
     monkeypatch.setattr(run_checkpoints, "HostCopy", Counted)
@@ -217,7 +250,7 @@ def test_each_rank_copies_what_it_writes_and_that_is_said(
 
 
 def test_a_copy_that_does_not_fit_is_not_made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(run_checkpoints, "HostCopy", lambda *_: pytest.fail("it was copied"))
+    monkeypatch.setattr(run_checkpoints, "HostCopy", lambda *_, **__: pytest.fail("it was copied"))
     monkeypatch.setattr(run_checkpoints, "regained_bytes", lambda: 1000)
     monkeypatch.setattr(run_checkpoints, "free_bytes", lambda: 2000)
     notes = train(job_of(steps=3), "dp=2", tmp_path)

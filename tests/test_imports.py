@@ -22,6 +22,7 @@ ORDER = [
     ["adopt"],
     ["adopt.watching"],
     ["__init__"],
+    ["verify.apart"],
     ["measure", "verify"],
     ["verify.between_steps"],
     ["verify.reference.between_steps"],

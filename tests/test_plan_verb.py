@@ -16,9 +16,13 @@ from test_cli import FILE, records
 from meshloom.cli.main import main
 from meshloom.comm.shm.native_engine import why_not
 from meshloom.core.errors import DeviceError, MachineError, PlanError
+from meshloom.core.plan import Plan
+from meshloom.machine.links import COLLECTIVES, Link
 from meshloom.machine.machine import DISK_RATE, machine_file, save
 from meshloom.measure import contention as companions
 from meshloom.measure.at_hand import Wish, devices_for
+from meshloom.planner import advise
+from meshloom.planner.candidates import candidates
 from meshloom.planner.measure import disk_rate
 from meshloom.planner.pricing import Devices
 
@@ -207,6 +211,59 @@ def test_ranks_are_spread_evenly_over_hosts_whose_links_are_known(measured: Path
         devices_for(Wish(ranks=16, hosts=2, machine=tmp_path / "one"), 1, print)
     with pytest.raises(PlanError, match="--hosts 3 cannot have as many ranks each of 16"):
         Wish(ranks=16, hosts=3)
+
+
+CLUSTER_JOB = """
+import torch
+from torch import nn
+import meshloom as ml
+
+def model():
+    return nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(12)))
+
+job = ml.Job(
+    model=model, loss=lambda model, batch: model(batch).square().mean(), optimizer=lambda named: torch.optim.AdamW(named, lr=0.01),
+    data=lambda: torch.ones(32, 64), batch_size=16, steps=2,
+)
+"""
+
+
+@pytest.mark.long
+def test_a_cluster_of_two_hosts_of_eight_gets_slices_within_hosts(
+    measured: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where only slices of the parameters fit, and the network between hosts is a hundred times as slow as within. Priced are the
+    plans of data parallelism over all 16 ranks, which are simulated."""
+    found: list[Plan] = []
+
+    def over_all(*arguments: Any, **settings: Any) -> list[Plan]:
+        found[:] = [
+            each
+            for each in candidates(*arguments, **settings)
+            if each.dp == each.mesh.size == 16 and each.zero >= 2
+        ]
+        return found
+
+    monkeypatch.setattr(advise, "candidates", over_all)
+    (tmp_path / "job.py").write_text(CLUSTER_JOB)
+    links = tuple(
+        Link(collective=each, ranks=ranks, latency_seconds=0.0, bytes_per_second=rate, residual=0.0, place=place)
+        for each in COLLECTIVES for ranks in (2, 8, 16) for place, rate in (("inside", 1e9), ("between", 1e7))
+    )  # fmt: skip
+    save(machine(transport=HERE, links=links, cores=8), tmp_path / "cluster")
+    words = ["--ranks", "16", "--hosts", "2", "--machine", str(tmp_path / "cluster"), "--memory", "420KiB"]
+    code = main(["plan", str(tmp_path / "job.py"), *words, "--json", "-", "--cache", "off"])
+    captured = capsys.readouterr()
+    assert [str(each) for each in found] == ["dp=16,zero=2", "dp=16,zero=3", "dp=16,zero=3,zero_within=8"]
+    told = records(captured.out)
+    fits = {each["plan"]: each["fits"] for each in told if each["event"] == "plan"}
+    seconds = {each["plan"]: each["step_seconds"] for each in told if each["event"] == "plan"}
+    assert not fits["dp=16,zero=2"] and fits["dp=16,zero=3"] and fits["dp=16,zero=3,zero_within=8"]
+    assert seconds["dp=16,zero=3,zero_within=8"] < 0.8 * seconds["dp=16,zero=3"]
+    assert (
+        code == 0 and told[-1]["event"] == "recommended" and told[-1]["plan"] == "dp=16,zero=3,zero_within=8"
+    )
+    assert told[-1]["why"] in captured.err
 
 
 def test_a_disk_is_measured_and_one_in_memory_is_not(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

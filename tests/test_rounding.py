@@ -120,7 +120,7 @@ def in_float64(job: Job, plan: Plan) -> Mapping[str, Tensor]:
 
 @pytest.mark.long
 def test_where_rounding_grows_a_right_plan_agrees_and_is_as_near_to_float64_as_one_device(monkeypatch):
-    monkeypatch.setattr("meshloom.verify.verified_run.ComparisonRun", _Streamed)
+    monkeypatch.setattr("meshloom.verify.comparison_run.ComparisonRun", _Streamed)
     # sums of two halves round otherwise than whole ones, however many threads there are
     plan = Plan.parse("tp=2,tp_placements=*.0:row")
     report = verify(deep(), plan, devices="simulated", steps=1, dtype=torch.float32)

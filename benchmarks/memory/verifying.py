@@ -48,7 +48,7 @@ def main() -> int:
         for verb, options in (("train", ["--transport", "gloo"]), ("verify", ["--quick", "--steps", "2"])):
             command = [sys.executable, "-m", "meshloom", verb, f"{__file__}:job", "--plan", plan, *options]
             peaks = watched(command, arguments.every)
-            found = {str(rank): round(size / MIB) for rank, size in sorted(peaks.items())}
+            found = {name: round(size / MIB) for name, size in sorted(peaks.items())}
             records.append(
                 {"plan": plan, "verb": verb, "parameters_mib": round(parameters / MIB), "peak_mib": found}
             )
@@ -56,28 +56,35 @@ def main() -> int:
     return 0
 
 
-def watched(command: list[str], every: float) -> dict[int, int]:
-    """Rank -> the most bytes that it had while the command ran."""
-    peaks: dict[int, int] = {}
+def watched(command: list[str], every: float) -> dict[str, int]:
+    """Rank, or the process of one device -> the most bytes that it had while the command ran."""
+    peaks: dict[str, int] = {}
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
         while process.poll() is None:
             for pid in [int(each.name) for each in Path("/proc").iterdir() if each.name.isdecimal()]:
                 with suppress(OSError, ValueError):
-                    if (rank := rank_of(pid, process.pid)) is not None:
-                        peaks[rank] = max(peaks.get(rank, 0), proportional(pid))
+                    if (name := name_of(pid, process.pid)) is not None:
+                        peaks[name] = max(peaks.get(name, 0), proportional(pid))
             time.sleep(every)
     if process.returncode:
         raise SystemExit(process.returncode)
     return peaks
 
 
-def rank_of(pid: int, launcher: int) -> int | None:
-    """The rank that a child of the launcher is."""
-    parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]
-    if int(parent) != launcher:
+def name_of(pid: int, launcher: int) -> str | None:
+    """The rank that a child of the launcher is, or that its child is one device."""
+    parent = parent_of(pid)
+    if launcher not in (parent, parent_of(parent)):
         return None
     variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    return next((int(each[5:]) for each in variables if each.startswith(b"RANK=")), None)
+    if any(each.startswith(b"MESHLOOM_REFERENCE_FD=") for each in variables):
+        return "one device"
+    return next((each[5:].decode() for each in variables if each.startswith(b"RANK=")), None)
+
+
+def parent_of(pid: int) -> int:
+    """Of a process, its parent's number."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 def proportional(pid: int) -> int:

@@ -18,7 +18,7 @@ from meshloom.cli.plan_lines import plan_of
 from meshloom.core.errors import PlanError
 from meshloom.core.jobfile import as_program, check_target, load_job
 from meshloom.launch.devices import choose_devices
-from meshloom.launch.environment import is_rank, launching_seconds
+from meshloom.launch.environment import is_rank, launching_seconds, reference_descriptor
 from meshloom.launch.failure import leave, report_failure
 from meshloom.launch.opening import check_timeout
 from meshloom.launch.processes.launcher import run_ranks
@@ -29,7 +29,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit code: 0 done, 1 the run failed, 2 the request was wrong."""
     words = list(sys.argv[1:] if argv is None else argv)
     arguments = parse(words)
-    if is_rank():
+    arguments.command = [sys.executable, "-m", "meshloom", *words]
+    if is_rank() or reference_descriptor() is not None:
         try:
             return _run_here(arguments)
         except SystemExit as leaving:  # the user's own
@@ -85,8 +86,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             check_promised(plan)
         kind, _ = choose_devices(plan.mesh, arguments.devices, arguments.oversubscribe)
         if kind in ("cuda", "cpu") and plan.mesh.size > 1:
-            command = [sys.executable, "-m", "meshloom", *words]
-            return run_ranks(command, plan.mesh, kind, str(plan), arguments.hang_seconds, arguments.transport)
+            return run_ranks(
+                arguments.command, plan.mesh, kind, str(plan), arguments.hang_seconds, arguments.transport
+            )
         return _run_here(arguments)
     except KeyboardInterrupt:
         print("meshloom: interrupted", file=sys.stderr)
@@ -111,6 +113,11 @@ def _run_here(arguments: argparse.Namespace) -> int:
         if job is None:
             text = f"meshloom: {arguments.target} returned nothing, so it ran its own loop. A function that names a job returns it."
             print(text, file=sys.stderr)
+            return 0
+        if (descriptor := reference_descriptor()) is not None:
+            from meshloom.verify.apart.serving import serve_reference
+
+            serve_reference(job, descriptor, arguments.blocks)
             return 0
         from meshloom.report.records import Records
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -12,12 +13,17 @@ from rich.console import Console
 
 from meshloom.cli.plan_lines import plan_of
 from meshloom.core.job import Job
+from meshloom.core.plan import Plan
+from meshloom.launch.environment import is_first_rank, is_rank, launched_devices
 from meshloom.report.records import Records
 from meshloom.report.reproduction import write_reproduction
 from meshloom.report.verification_files import write_junit, write_page
 from meshloom.report.written_file import check_directory
+from meshloom.verify.apart.process import ReferenceProcess
+from meshloom.verify.comparison_run import compare_here
 from meshloom.verify.findings import print_report
-from meshloom.verify.run import verify
+from meshloom.verify.run import check_promised, verify
+from meshloom.verify.verified_run import Compare
 
 
 def verify_plan(arguments: argparse.Namespace, job: Job, records: Records) -> int:
@@ -25,11 +31,17 @@ def verify_plan(arguments: argparse.Namespace, job: Job, records: Records) -> in
     dtype = {"float64": torch.float64, "float32": torch.float32, None: None}[arguments.dtype]
     for file in filter(None, (arguments.report, arguments.junit)):
         check_directory(Path(file))
-    report = verify(
-        job, plan_of(arguments), devices=arguments.devices, steps=arguments.steps, dtype=dtype, timeout_seconds=arguments.timeout,
-        transport=arguments.transport, oversubscribe=arguments.oversubscribe, overcommit=arguments.overcommit, blocks=arguments.blocks,
-        against=torch.float64 if arguments.against else None, quick=arguments.quick, cache=arguments.cache,
-    )  # fmt: skip
+    plan = plan_of(arguments)
+    check_promised(plan)
+    with ExitStack() as around:
+        compare: Compare = compare_here
+        if is_rank() and is_first_rank() and _computes_on_cpus(plan, arguments.devices):
+            compare = around.enter_context(ReferenceProcess(arguments.command)).compare
+        report = verify(
+            job, plan, devices=arguments.devices, steps=arguments.steps, dtype=dtype, timeout_seconds=arguments.timeout,
+            transport=arguments.transport, oversubscribe=arguments.oversubscribe, overcommit=arguments.overcommit, blocks=arguments.blocks,
+            against=torch.float64 if arguments.against else None, quick=arguments.quick, cache=arguments.cache, compare=compare,
+        )  # fmt: skip
     if report is None:  # the process of another rank: rank 0 reports
         return 0
     print_report(report, Console(stderr=arguments.json == "-"))
@@ -43,3 +55,10 @@ def verify_plan(arguments: argparse.Namespace, job: Job, records: Records) -> in
     for record in report.records():
         records.write(**record)
     return 0 if report.passed else 1
+
+
+def _computes_on_cpus(plan: Plan, devices: str) -> bool:
+    """Whether ranks do. On GPUs one device is rank 0's, in whose memory another process would be, too."""
+    chosen = launched_devices(devices)
+    on_gpus = chosen == "auto" and plan.mesh.size <= torch.cuda.device_count()
+    return not on_gpus and chosen in ("auto", "cpu")

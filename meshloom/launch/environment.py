@@ -20,6 +20,11 @@ from meshloom.machine.cores import cores
 
 SCRATCH = "MESHLOOM_SCRATCH"  # see `scratch_directory`
 LEAST_SECRET = 16  # characters of MESHLOOM_SECRET
+_REFERENCE = "MESHLOOM_REFERENCE_FD"
+_OF_RANKS = (  # how variables begin that describe a rank, or lead to its launcher
+    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "SLURM_", "MESHLOOM_PLAN", "MESHLOOM_SECRET",
+    "MESHLOOM_DEVICES", "MESHLOOM_REPORT_FD", "MESHLOOM_ACTIVITY_FD", "MESHLOOM_BEGAN",
+)  # fmt: skip
 
 
 def is_rank() -> bool:
@@ -85,6 +90,12 @@ def report_descriptor() -> int | None:
 def scratch_directory() -> str | None:
     """A directory for files of this rank and its data workers, if any, which our launcher removes."""
     return os.environ.get(SCRATCH)
+
+
+def reference_descriptor() -> int | None:
+    """The socket to rank 0 of the process in which verification has one device; None: this is another process."""
+    descriptor = os.environ.get(_REFERENCE)
+    return None if descriptor is None else int(descriptor)
 
 
 def activity_descriptor() -> int | None:
@@ -260,6 +271,13 @@ def rank_environment(
         "MESHLOOM_BEGAN": str(_began()),
     }
     return {**replaceable, **os.environ, **launched}
+
+
+def reference_environment(descriptor: int) -> dict[str, str]:
+    """The whole environment of the process in which verification has one device: as of this rank, but of no rank.
+    descriptor: of the socket to it."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(_OF_RANKS)}
+    return {**kept, _REFERENCE: str(descriptor)}
 
 
 def role_environment(role: Role, num_workers: int) -> dict[str, str]:

@@ -103,6 +103,11 @@ class Engine(ABC):
     def connect(self, exchange: Exchange) -> ExitStack:
         """Report complete gradients to `exchange` from now on, until the returned stack is closed."""
 
+    @property
+    def runs_modules(self) -> bool:
+        """Whether it runs modules of the user's as they are written, which may change what they see."""
+        return True
+
     @abstractmethod
     def turn_to(self, turn: LossTurn) -> None:
         """In a job of several losses: from now on `run` computes that of this turn."""

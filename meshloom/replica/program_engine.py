@@ -180,6 +180,10 @@ class ProgramEngine(Engine):
         undo.enter_context(self.rows.watch(self._model, self.programs.opaque))
         return undo
 
+    @property
+    def runs_modules(self) -> bool:
+        return bool(self.programs.opaque)
+
     def turn_to(self, turn: LossTurn) -> None:
         self.programs.losses.loss = self.losses[turn.loss]
 

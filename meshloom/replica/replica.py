@@ -108,6 +108,7 @@ class Replica:
         self.replicas = context.groups["dp"]
         # whether this rank asks for something between steps (to stop), if ranks agree on that
         self.asks: Callable[[], bool] | None = None
+        self.before_update: Callable[[], None] = lambda: None  # called while no rank has begun to update
         self.recorder: Recorder | None = None  # of a pipeline's timeline
         self.arrivals: deque[float] = deque(maxlen=1000)  # when the newest steps waited for the exchange
         self.pace = Pace([self.replicas, context.statistics], context.device) if plan.shares == "measured" else None  # fmt: skip
@@ -209,6 +210,7 @@ class Replica:
         if self.pace:
             self.pace.end(sum(chunk.samples for chunk in filled))
         self.arrivals.append(time.monotonic())
+        self.before_update()
         yield
         self.sums.wait()
         gradients = yield from _exchanged(self, chunks[0].batch)

@@ -99,6 +99,19 @@ def held_weights(replica: Replica) -> list[Piece]:
     return found
 
 
+def updated_weights(replica: Replica) -> frozenset[str]:
+    """Names in the model's `state_dict` of the trained parameters that nothing but an update can change: forwards do not
+    see what this rank holds of them (zero=3), or run nothing of the user's that writes, or must not write to the one copy
+    that replicas have of them."""
+    sliced, state = slices_of(replica.exchange), replica.model.state_dict(keep_vars=True)
+    hidden = {name for name, each in state.items() if sliced is not None and sliced.keeps(each)}
+    if replica.engine.runs_modules and not replica.exchange.one_copy:
+        return frozenset(hidden)
+    written = {*replica.settled, *replica.limits}
+    trained = {id(each) for name, each in replica.named if name not in written}
+    return frozenset({name for name, each in state.items() if id(each) in trained} | hidden)
+
+
 def optimizer_state(
     replica: Replica, *, gather: bool
 ) -> Steps[tuple[list[Piece], list[Stream], dict[str, Any]]]:

@@ -84,7 +84,7 @@ def lines_of_ranks(shares: Sequence[RankShare], memories: Sequence[RankMemory], 
         "what a rank holds, the most of each kind, and hands over in a step:",
         *_aligned(rows, words=-1),
         *(_OFFLOADED if "offloaded" in kinds else ()),
-        "its peak by phase (verification is a run of its own, meshloom verify, of which rank 0 also runs one device's steps):",
+        "its peak by phase (verification is a run of its own, meshloom verify, of which rank 0, on CPUs a process beside it, also runs one device's steps):",
         *_aligned(peaks, words=len(peaks[0]) - 1),
     ]
 

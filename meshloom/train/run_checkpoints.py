@@ -33,7 +33,14 @@ from meshloom.launch.transport import host_identity
 from meshloom.machine.host_memory import free_bytes
 from meshloom.machine.process_memory import regained_bytes
 from meshloom.replica.replica import Replica
-from meshloom.replica.replica_state import held_weights, optimizer_state, resume, scale_values, weights
+from meshloom.replica.replica_state import (
+    held_weights,
+    optimizer_state,
+    resume,
+    scale_values,
+    updated_weights,
+    weights,
+)
 from meshloom.telemetry.progress import Listener
 from meshloom.train.from_torch.torch_checkpoint import is_torch_checkpoint
 from meshloom.train.from_torch.torch_resuming import resume_from_torch
@@ -64,6 +71,9 @@ class RunCheckpoints:
         self._listener, self._told, self._has_waited = listener, False, False
         self._under_way: BackgroundSave | None = None
         self._memory = {replica.context.rank: CopyMemory() for replica in replicas.all}
+        self._copying: dict[int, HostCopy] = {}  # by rank, what may not be copied yet
+        for replica in replicas.all:
+            replica.before_update = partial(self._finish_copy, replica.context.rank)
         self._saved: list[tuple[int, Path]] = []
         hosts = replicas.together(lambda replica: collect(replica.context.world, host_identity()))[0]
         self._one_host = len(set(hosts)) == 1
@@ -98,10 +108,11 @@ class RunCheckpoints:
         checkpoint.check(replica.shards.fingerprint(replica.model))
         checkpoint.check_steps_left(steps)
 
-    def save(self, step: int, *, wait: bool = True, best: bool = False) -> Path:
+    def save(self, step: int, *, wait: bool = True, best: bool = False, later: bool = False) -> Path:
         """Write the state after `step`; returns the path. wait: until the checkpoint is whole; otherwise, if the
         job saves in the background and its copy fits into memory, until the state is copied. best: as the one in
-        best/, beside the others.
+        best/, beside the others. later: nobody but updates changes trained parameters and the optimizers' state from now
+        on, so that they are copied until the next update.
 
         Waits for an earlier save that is under way, and raises what that raises.
         """
@@ -147,7 +158,8 @@ class RunCheckpoints:
             lender = replica.updater.state.lender
             if background and saving and (yield from self._fits(replica, divided, step)):
                 memory = self._memory[replica.context.rank]
-                copies.append((HostCopy(divided, memory, lender), carry_out, saving))
+                copies.append((_copy_of(replica, divided, memory, later=later), carry_out, saving))
+                self._copying[replica.context.rank] = copies[-1][0]
                 return out / step_name(step)
             return (yield from carry_out(write=write_divided(divided, lender), group=world))
 
@@ -156,11 +168,14 @@ class RunCheckpoints:
         except BaseException:
             for copy, _, _ in copies:
                 copy.end()
+            self._copying.clear()
             raise
         for replica in self._replicas.all:
             replica.updater.state.give_back()
         if copies:
-            self._under_way = BackgroundSave(step, partial(_carry_out, copies))
+            self._under_way = BackgroundSave(
+                step, partial(_finish_copies, copies), partial(_carry_out, copies)
+            )
         elif best:
             self._saved.append((step, path))
         else:
@@ -178,9 +193,15 @@ class RunCheckpoints:
         """Whether a save in the background has ended without a checkpoint; `finish` raises why."""
         return self._under_way is not None and self._under_way.failed
 
+    def finish_copies(self) -> None:
+        """Returns when parameters may change."""
+        for rank in [*self._copying]:
+            self._finish_copy(rank)
+
     def finish(self) -> None:
         """Wait for the save that is under way, if any. All ranks call it; raises the same `CheckpointError` on
         all of them if that save failed on some."""
+        self.finish_copies()
         under_way, self._under_way = self._under_way, None
         if under_way is not None:
             self._came_to(under_way.step, under_way.wait())
@@ -197,6 +218,10 @@ class RunCheckpoints:
         """Wait for the save that is under way; one that fails leaves the checkpoints before it."""
         with suppress(MeshloomError):
             self.finish()
+
+    def _finish_copy(self, rank: int) -> None:
+        if (copy := self._copying.pop(rank, None)) is not None:
+            copy.before_update()
 
     def _came_to(self, step: int, path: Path) -> None:
         self._replaced = []
@@ -242,12 +267,25 @@ class RunCheckpoints:
 _Copy = tuple[HostCopy, Callable[..., Steps[Path]], Group]  # the save that writes it, and over which group
 
 
-def _carry_out(copies: Sequence[_Copy]) -> Path:
+def _copy_of(replica: Replica, divided: DividedState, memory: CopyMemory, *, later: bool) -> HostCopy:
+    """later: of `RunCheckpoints.save`."""
+    names = updated_weights(replica) if later else frozenset[str]()
+    return HostCopy(
+        divided, memory, replica.updater.state.lender, later=lambda span: later and (span.kind == "state" or span.key in names),
+        trusted=dict(replica.named) if later and replica.exchange.one_copy else {},
+    )  # fmt: skip
+
+
+def _finish_copies(copies: Sequence[_Copy]) -> None:
     """On the thread that saves, for all ranks of this process."""
+    for copy, _, _ in copies:
+        copy.finish()
+
+
+def _carry_out(copies: Sequence[_Copy]) -> Path:
+    """Likewise."""
     try:
-        return run_in_steps(
-            [save(write=write_divided(copy.wait(), copy.lender), group=group) for copy, save, group in copies]
-        )[0]
+        return run_in_steps([save(write=copy.write, group=group) for copy, save, group in copies])[0]
     finally:
         for copy, _, _ in copies:
             copy.end()

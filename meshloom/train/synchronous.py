@@ -55,7 +55,7 @@ class SynchronousRun:
         if resume is not None:  # weights were read before
             job = replace(job, weights=None, weight_names=None)
         self._job, self._plan, self._world, self._shares, self._timings = job, plan, world, shares, timings
-        self._steps, self._out, self._leave = steps, out, leave
+        self._steps, self._out, self._leave, self._share = steps, out, leave, share
         self._listener = listener = listener if world.main else QUIET
         self._stop_requests = StopRequests()
         self._asked = self._closed = False  # asked: all ranks know that some of them asks for something
@@ -116,7 +116,7 @@ class SynchronousRun:
                 every = self._job.checkpoint_every
                 if self._out and (last or (every and self.next_step % every == 0)):
                     lines.tell()
-                    saved = self.save(wait=last)
+                    saved = self._save(wait=last, later=True)
                 self._checkpoints.tell_saved()
         summary = self.summary(time.monotonic() - began, evaluation, saved)
         self._listener.ended(summary)
@@ -184,13 +184,13 @@ class SynchronousRun:
 
     def evaluate(self) -> dict[str, float]:
         """Every metric of the job's `Evaluate`, averaged over all of its data."""
+        self._checkpoints.finish_copies()
         return self.evaluation.evaluate(self.next_step)
 
     def save(self, *, wait: bool = True) -> Path:
         """Write a checkpoint of the state after the newest step into `out`; returns its path. wait: of
-        `RunCheckpoints.save`."""
-        with self._timings.of("saving"):
-            return self._checkpoints.save(self.next_step, wait=wait)
+        `RunCheckpoints.save`. A loop of one's own may change anything afterwards, unless replicas may have one copy."""
+        return self._save(wait=wait, later=self._share)
 
     def observe(self, observers: Sequence[Observer | None]) -> None:
         """Let these observe the steps of this process's replicas, one each. They compare what ranks hold, which the run then
@@ -219,6 +219,10 @@ class SynchronousRun:
     def summary(self, seconds: float, evaluation: dict[str, float], checkpoint: Path | None) -> Summary:
         """Bytes and seconds of the steps so far, of this process's first rank."""
         return self._meter.summary(seconds, evaluation, checkpoint)
+
+    def _save(self, *, wait: bool, later: bool) -> Path:
+        with self._timings.of("saving"):
+            return self._checkpoints.save(self.next_step, wait=wait, later=later)
 
     def _stop(self) -> NoReturn:
         """Stop on request: save, explain, and exit with the exit code of the signal."""

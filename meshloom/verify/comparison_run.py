@@ -1,5 +1,5 @@
 """Compares the steps of a plan with the reference, tensor by tensor as they arrive, and diagnoses the first
-difference.
+difference: in this process, or in one of its own (`apart/`).
 
 The calls of a step, in order; of tensors only numbers are kept:
 
@@ -13,18 +13,23 @@ The calls of a step, in order; of tensors only numbers are kept:
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from meshloom.core.job import Job
 from meshloom.core.plan import Plan
 from meshloom.verify.against_float64 import AgainstFloat64, FromFloat64
 from meshloom.verify.between_steps.averages import AverageErrors
-from meshloom.verify.between_steps.checks import DifferingTensor, TensorError
+from meshloom.verify.between_steps.checks import BetweenSteps, DifferingTensor, TensorError
+from meshloom.verify.between_steps.evaluation_check import metric_errors
+from meshloom.verify.between_steps.saved_check import check_saved
 from meshloom.verify.common_factor import CommonFactor
 from meshloom.verify.compare import (
     Comparer,
@@ -36,6 +41,7 @@ from meshloom.verify.compare import (
     tolerance_of,
 )
 from meshloom.verify.diagnose import diagnose
+from meshloom.verify.reference.between_steps.positions import go_to
 from meshloom.verify.reference.mistakes import Cause, Evidence, subsample
 from meshloom.verify.reference.reference import Gradients, Reference
 from meshloom.verify.reference.reruns import full_evidence, initial_evidence, rounding_effect, travel_effect
@@ -46,16 +52,91 @@ from meshloom.verify.whole_batch import WholeBatch, compare_whole_batch
 @dataclass(frozen=True, kw_only=True)
 class ComparisonResult:
     """The result of comparing a plan with the reference. whole: None if the whole batch does not fit in
-    memory. from_float64: None if it was not asked for."""
+    memory. from_float64: None if it was not asked for. differing: the first tensor that does, if one does."""
 
     steps: Sequence[Comparison]
     causes: Sequence[Cause]
     whole: WholeBatch | None
     comparer: Comparer
     from_float64: FromFloat64 | None = None
+    differing: DifferingTensor | None = None
 
 
-class ComparisonRun:
+@dataclass(frozen=True, kw_only=True)
+class OneDevice:
+    """What a plan's run is compared with. dtype, device, shares: of the `Reference`. against: precision of a second one, for
+    the first step."""
+
+    plan: Plan
+    dtype: torch.dtype | None
+    device: torch.device
+    shares: Sequence[tuple[int, Sequence[int]]]
+    against: torch.dtype | None
+
+
+class Comparing(ABC):
+    """Compares a plan's run with one device's, wherever that is. Tensors are not kept."""
+
+    @abstractmethod
+    def begin(self) -> None:
+        """Begin a step: forward and backward of the reference."""
+
+    @abstractmethod
+    def add_gradient(self, name: str, ours: Tensor | None) -> None:
+        """Compare the plan's next averaged gradient; None: unused."""
+
+    @abstractmethod
+    def update(self) -> None:
+        """Update the reference after all gradients have arrived."""
+
+    @abstractmethod
+    def add_state(self, name: str, ours: Tensor) -> None:
+        """Compare the plan's next parameter or buffer after the step."""
+
+    @abstractmethod
+    def begin_averages(self) -> None:
+        """After `add_state` of everything."""
+
+    @abstractmethod
+    def add_average(self, name: str, ours: Tensor) -> None:
+        """Compare the plan's average of a parameter, or any other tensor in its place."""
+
+    @abstractmethod
+    def end(self, ours: StepRecord) -> None:
+        """Compare the rest of the step. ours: the plan's record, without gradients."""
+
+    @abstractmethod
+    def go_to(self, step: int) -> None:
+        """The next step is the one of this number."""
+
+    @abstractmethod
+    def metric_errors(
+        self, ours: Mapping[str, float], updates: int, batches: int | None
+    ) -> list[TensorError]:
+        """Compare the plan's metrics; of `between_steps/evaluation_check.py`."""
+
+    @abstractmethod
+    def check_saved(self, path: Path, what: str) -> BetweenSteps:
+        """Compare the checkpoint in `path`."""
+
+    @property
+    @abstractmethod
+    def passed(self) -> bool:
+        """Whether all steps so far agree."""
+
+    @abstractmethod
+    def result(self) -> ComparisonResult:
+        """The result of all steps so far."""
+
+
+def compare_here(job: Job, other: OneDevice) -> ComparisonRun:
+    """In this process."""
+    exact = Reference(job, other.plan, other.against, other.device, other.shares) if other.against else None
+    reference = Reference(job, other.plan, other.dtype, other.device, other.shares)
+    return ComparisonRun(reference, AgainstFloat64(exact) if exact else None)
+
+
+class ComparisonRun(Comparing):
     """Compares a plan's steps with those of `reference`, which it runs. against: measures the first step."""
 
     def __init__(self, reference: Reference, against: AgainstFloat64 | None = None) -> None:
@@ -82,7 +163,6 @@ class ComparisonRun:
         self._reference_skips = False  # the update of this step
 
     def begin(self) -> None:
-        """Begin a step: forward and backward of the reference."""
         reference = self.reference
         reference.run()
         if self._against:
@@ -118,7 +198,6 @@ class ComparisonRun:
 
     @property
     def passed(self) -> bool:
-        """Whether all steps so far agree."""
         return all(step.passed for step in self._steps)
 
     @property
@@ -126,16 +205,6 @@ class ComparisonRun:
         """Whether in the first step that differs a loss or gradients do, and not only what follows from them."""
         wrong = next((step for step in self._steps if not step.passed), None)
         return wrong is not None and bool([*wrong.failed("loss"), *wrong.failed("gradient")])
-
-    @property
-    def tolerance(self) -> float:
-        """Of losses and metrics."""
-        return self._comparer.tolerance(self.reference.casts)
-
-    @property
-    def updated_tolerance(self) -> float:
-        """Of what an optimizer has computed."""
-        return self._comparer.tolerance(updated=True)
 
     @property
     def _is_first(self) -> bool:
@@ -147,7 +216,6 @@ class ComparisonRun:
         return [] if self._reference_skips else self._gradients.errors()
 
     def add_gradient(self, name: str, ours: Tensor | None) -> None:
-        """Compare the plan's next averaged gradient, which is not kept."""
         if self.reference.scale.overflowed:
             return
         self.subsampled[name] = None if ours is None else subsample(ours)
@@ -177,7 +245,6 @@ class ComparisonRun:
         )  # fmt: skip
 
     def add_state(self, name: str, ours: Tensor) -> None:
-        """Compare the plan's next parameter or buffer after the step, which is not kept."""
         compared = self._state.compare(name, self.reference.updated.settled(name, ours))
         wrong = next((error for error in compared if not error.passed), None)
         if wrong is not None:
@@ -198,23 +265,35 @@ class ComparisonRun:
                 name=error.name, kind=error.kind, step=error.step, plan=pair[0], one_device=pair[1]
             )
 
-    def evaluated(self) -> AbstractContextManager[None]:
+    def go_to(self, step: int) -> None:
+        go_to(self.reference, step)
+
+    def metric_errors(
+        self, ours: Mapping[str, float], updates: int, batches: int | None
+    ) -> list[TensorError]:
+        with self._evaluated():
+            return metric_errors(
+                ours, self.reference, updates, self._comparer.tolerance(self.reference.casts), batches
+            )
+
+    def check_saved(self, path: Path, what: str) -> BetweenSteps:
+        return check_saved(path, what, self.reference, self._comparer.tolerance(updated=True))
+
+    def _evaluated(self) -> AbstractContextManager[None]:
         """A context in which one device has the parameters that its evaluations see."""
         return self._averages.in_place_of(self.reference.parameters) if self._averages else nullcontext()
 
     def begin_averages(self) -> None:
-        """After `add_state` of everything."""
         if self._averages and not self._reference_skips:
             self._averages.begin(self.reference.parameters)
 
     def add_average(self, name: str, ours: Tensor) -> None:
-        """Compare the plan's average of a parameter, or any other tensor in its place."""
         if self._averages:
             step = self._reference_record.step
             self._averages.compare(name, ours, step, self._comparer.tolerance(updated=True))
 
     def end(self, ours: StepRecord) -> None:
-        """Compare the rest of the step. ours: the plan's record."""
+        ours = replace(ours, gradients=self.subsampled)
         averages = self._averages.errors if self._averages else []
         of_tensors = [*self._gradient_errors(), *self._state.errors(), *averages]
         comparison = self._comparer.compare(ours, self._reference_record, of_tensors)
@@ -226,10 +305,9 @@ class ComparisonRun:
         self._previous = dict(self._reference_record.gradients)
 
     def result(self) -> ComparisonResult:
-        """The result of all steps so far."""
         return ComparisonResult(
             steps=self._steps, causes=self.causes, whole=self._whole, comparer=self._comparer,
-            from_float64=self._from_float64,
+            from_float64=self._from_float64, differing=self.differing,
         )  # fmt: skip
 
 

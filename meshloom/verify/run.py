@@ -18,11 +18,12 @@ from meshloom.core.precisions import PRECISIONS, Precision
 from meshloom.launch.environment import launched_rank
 from meshloom.launch.one_at_a_time import working_alone
 from meshloom.verify.compare import Comparer, rounds_partial_sums
+from meshloom.verify.comparison_run import compare_here
 from meshloom.verify.fewer_blocks import with_fewer_blocks
 from meshloom.verify.findings import Report
 from meshloom.verify.reference.between_steps.positions import mistakes_of_draws
 from meshloom.verify.reference_size import check_reference_fits
-from meshloom.verify.verified_run import VerifiedRun
+from meshloom.verify.verified_run import Compare, VerifiedRun
 
 _STEPS_APART = 2  # with a copy of the parameters for each replica
 
@@ -42,6 +43,7 @@ def verify(
     against: torch.dtype | None = None,
     quick: bool = True,
     cache: str = "auto",
+    compare: Compare = compare_here,
 ) -> Report | None:
     """Run `steps` steps of `job` under `plan` and on one device, and compare. Returns None on ranks other
     than 0.
@@ -50,7 +52,7 @@ def verify(
     repeated blocks both run; None: all. against: float64, to measure in the first step how far
     the plan, and one device at its precision, are from one device in it. quick: the steps alone, without evaluation, checkpoint, resuming and the
     end of an epoch. cache: of readings, as of a Trainer. overcommit: run although memory is predicted not to
-    suffice. Raises as the trainer does, and `DeviceError` if one device cannot
+    suffice. compare: where one device runs, beside rank 0: in its process, or in another. Raises as the trainer does, and `DeviceError` if one device cannot
     hold what the plan is compared with.
     """
     check_promised(plan)
@@ -63,7 +65,7 @@ def verify(
         try:
             report = verify(
                 fewer.job, plan, devices=devices, steps=steps, dtype=dtype, timeout_seconds=timeout_seconds, transport=transport,
-                oversubscribe=oversubscribe, overcommit=overcommit, against=against, quick=quick, cache=cache,
+                oversubscribe=oversubscribe, overcommit=overcommit, against=against, quick=quick, cache=cache, compare=compare,
             )  # fmt: skip
         except Exception as error:
             error.add_note(fewer.sentence)  # it may be why
@@ -81,19 +83,20 @@ def verify(
             "devices": devices, "timeout_seconds": timeout_seconds, "transport": transport, "oversubscribe": oversubscribe, "overcommit": overcommit,
             "cache": cache,
         },
+        compare=compare,
     )  # fmt: skip
     with working_alone():
         run.quick(steps) if quick else run.whole(max(steps, 3))
-        apart = replace(run, comparison=None, between=[], causes=[], notes=[], against=None)
+        apart = replace(run, result=None, between=[], causes=[], notes=[], against=None)
         if run.one_copy and not quick:
             apart.quick(_STEPS_APART, own_copies=True)
-    return _report(run, apart, plan, keyed=keyed) if run.comparison else None
+    return _report(run, apart, plan, keyed=keyed) if run.result else None
 
 
 def _report(run: VerifiedRun, apart: VerifiedRun, plan: Plan, *, keyed: bool) -> Report:
     """What came of a run, and of the one in which replicas have copies of their own, if there was one."""
-    assert run.comparison is not None
-    result = run.comparison.result()
+    result = run.result
+    assert result is not None
     notes = (
         ["draws are keyed, one by one, on both sides: replicas that share chunks draw for the rows of each"]
         if keyed
@@ -102,9 +105,9 @@ def _report(run: VerifiedRun, apart: VerifiedRun, plan: Plan, *, keyed: bool) ->
     return Report(
         plan=str(plan), devices=run.devices, precision=_name_of(result.comparer.precision), owned=run.owned,
         steps=result.steps, causes=run.causes, casts=result.comparer.casts, whole=result.whole, autocast=_of_precision(run.plan, result.comparer, run.dtype),
-        settings=numeric_settings(), from_float64=result.from_float64, differing=run.comparison.differing, digest=run.digest,
+        settings=numeric_settings(), from_float64=result.from_float64, differing=result.differing, digest=run.digest,
         notes=[*run.notes, *notes], between=run.between, general=[*mistakes_of_draws(run.job)],
-        apart=_report(apart, apart, plan, keyed=keyed) if apart is not run and apart.comparison else None,
+        apart=_report(apart, apart, plan, keyed=keyed) if apart is not run and apart.result else None,
     )  # fmt: skip
 
 

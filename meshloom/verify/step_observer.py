@@ -22,7 +22,7 @@ from meshloom.parameters.digest import digest
 from meshloom.replica.replica import Gradients, Replica
 from meshloom.replica.replica_state import each_average, each_gradient, each_of_state, replicated_state
 from meshloom.telemetry.step_result import StepResult
-from meshloom.verify.comparison_run import ComparisonRun
+from meshloom.verify.comparison_run import Comparing
 from meshloom.verify.reference.observers import DrawWatch, ModuleWatch, digest_values
 from meshloom.verify.reference.other_precision import default_dtype
 from meshloom.verify.reference.step_records import ChunkRecord, ModuleOutput, StepRecord
@@ -31,7 +31,7 @@ from meshloom.verify.reference.step_records import ChunkRecord, ModuleOutput, St
 class StepObserver:
     """An `Observer` of `replica`. comparison: on rank 0, receives each tensor as it is gathered; no rank keeps one."""
 
-    def __init__(self, replica: Replica, comparison: ComparisonRun | None) -> None:
+    def __init__(self, replica: Replica, comparison: Comparing | None) -> None:
         self._replica, self._comparison = replica, comparison
         self._default = torch.get_default_dtype()  # of one device, around what it computes by itself
         self._modules = ModuleWatch(replica.model)
@@ -115,7 +115,7 @@ class StepObserver:
         records = (ChunkRecord.from_dict(chunk) for of_rank in chunks for chunk in of_rank)
         return StepRecord(
             step=result.step, loss=result.loss, weight=result.weight, gradient_norm=result.gradient_norm,
-            gradients=self._comparison.subsampled if self._comparison else {}, chunks=sorted(records, key=lambda chunk: chunk.index),
+            gradients={}, chunks=sorted(records, key=lambda chunk: chunk.index),
             replicas=[*map(digest_values, digests)], inconsistent=inconsistent, skipped=result.skipped,
         )  # fmt: skip
 

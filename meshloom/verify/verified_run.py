@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -33,19 +33,17 @@ from meshloom.replica.replica import Replica
 from meshloom.telemetry.progress import Listener
 from meshloom.train.contract import Batch
 from meshloom.train.trainer import Trainer
-from meshloom.verify.against_float64 import AgainstFloat64
 from meshloom.verify.between_steps.checks import BetweenSteps
-from meshloom.verify.between_steps.evaluation_check import check_evaluation
-from meshloom.verify.between_steps.saved_check import check_saved, same_files
-from meshloom.verify.comparison_run import ComparisonRun
+from meshloom.verify.between_steps.evaluation_check import evaluate_plan
+from meshloom.verify.between_steps.saved_check import same_files
+from meshloom.verify.comparison_run import Comparing, ComparisonResult, OneDevice
 from meshloom.verify.lockstep_check import first_wrong_operator
-from meshloom.verify.reference.between_steps.positions import go_to
 from meshloom.verify.reference.mistakes import Cause
-from meshloom.verify.reference.reference import Reference
 from meshloom.verify.step_observer import StepObserver
 
 _STATE = 4  # times the parameters: themselves, two moments, copies
 Shares = Sequence[tuple[int, tuple[int, ...]]]
+Compare = Callable[[Job, OneDevice], Comparing]  # begins a comparison
 _RESUMED = Cause(
     "resuming",
     "All steps before the checkpoint agree, and the first one after resuming does not: what is resumed is not what was saved, or the data goes on elsewhere.",
@@ -59,9 +57,9 @@ _NEXT_EPOCH = Cause(
 @dataclass(kw_only=True)
 class VerifiedRun:
     """Of `job` under `plan`. dtype: of both sides; None: the job's own. against: of a second reference, for the first step.
-    settings: of every Trainer.
+    settings: of every Trainer. compare: where one device is.
 
-    comparison, between, causes: on rank 0, what came of it. digest: of what ran. devices: one line about them. owned: the
+    result, between, causes: on rank 0, what came of it. digest: of what ran. devices: one line about them. owned: the
     share of the trainable elements that each rank updates. one_copy: whether replicas had one copy of the parameters. notes: on
     what was left out.
     """
@@ -72,7 +70,9 @@ class VerifiedRun:
     dtype: torch.dtype | None
     against: torch.dtype | None
     settings: dict[str, Any]
-    comparison: ComparisonRun | None = None
+    compare: Compare
+    comparison: Comparing | None = None
+    result: ComparisonResult | None = None
     between: list[BetweenSteps] = field(default_factory=list[BetweenSteps])
     causes: list[Cause] = field(default_factory=list[Cause])
     owned: Sequence[float] = ()
@@ -86,10 +86,15 @@ class VerifiedRun:
         """So many steps. own_copies: each replica has its own parameters."""
         with self._opened(steps, share=not own_copies) as trainer:
             self._take(trainer, range(steps))
+        self._end()
 
     def whole(self, steps: int) -> None:
         """So many steps, three or more, and what lies between them. The second one after resuming is the first whose learning
         rate the schedule computes."""
+        self._whole(steps)
+        self._end()
+
+    def _whole(self, steps: int) -> None:
         before, after = range(steps - 2), range(steps - 2, steps)
         total = max(self.job.steps, steps)
         with ExitStack() as around:
@@ -115,8 +120,15 @@ class VerifiedRun:
     def _is_simulated(self) -> bool:
         return self.devices.startswith("simulated")
 
+    def _end(self) -> None:
+        """Lets go of one device."""
+        self.result = self.comparison.result() if self.comparison else None
+        self.comparison = None
+
     @contextmanager
-    def _opened(self, steps: int, *, resume: Path | None = None, share: bool = True) -> Iterator[Trainer]:
+    def _opened(
+        self, steps: int, *, resume: Path | None = None, share: bool = True, compares: bool = True
+    ) -> Iterator[Trainer]:
         quiet = Listener(started=lambda text: None)  # the report describes the run
         with Trainer(
             self.job, self.plan, steps=steps, dtype=self.dtype, share=share, listener=quiet, recorded_shares=self.shares, resume=resume,
@@ -126,15 +138,11 @@ class VerifiedRun:
             self.devices = trainer.world.why
             self.digest = trainer.synchronous.digest if trainer.synchronous else ""
             self.one_copy = trainer.replicas[0].exchange.one_copy
-            if trainer.world.main and self.comparison is None:
-                self.comparison = self._begun(trainer.replicas[0])
+            if compares and trainer.world.main and self.comparison is None:
+                first = trainer.replicas[0]
+                other = OneDevice(plan=first.inner, dtype=self.dtype, device=first.context.device, shares=self.shares, against=self.against)  # fmt: skip
+                self.comparison = self.compare(self.job, other)
             yield trainer
-
-    def _begun(self, replica: Replica) -> ComparisonRun:
-        plan, device = replica.inner, replica.context.device
-        exact = Reference(self.job, plan, self.against, device, self.shares) if self.against else None
-        reference = Reference(self.job, plan, self.dtype, device, self.shares)
-        return ComparisonRun(reference, AgainstFloat64(exact) if exact else None)
 
     def _take(self, trainer: Trainer, numbers: Sequence[int], special: Cause | None = None) -> bool:
         """Take the steps of these numbers, and compare them. Whether all agree, on every rank. special: what a difference in
@@ -152,7 +160,7 @@ class VerifiedRun:
                 if special is _NEXT_EPOCH and number != run.next_step:
                     run.next_step = number
                     if comparison:
-                        go_to(comparison.reference, number)
+                        comparison.go_to(number)
                 trainer.step(next(batches))
             self._steps_per_epoch = run.data.steps_per_epoch
         run.observe([None] * len(observers))
@@ -162,7 +170,7 @@ class VerifiedRun:
         if comparison and not passed:
             self.causes += [
                 *([special] if special else []),
-                *comparison.causes,
+                *comparison.result().causes,
                 *_wrong_operator(trainer, self.plan, self.dtype),
             ]
         return passed
@@ -171,14 +179,11 @@ class VerifiedRun:
         """Whether evaluations agree, on every rank; that is so where there are none."""
         if self.job.evaluate is None:
             return True
-        comparison = self.comparison
-        with comparison.evaluated() if comparison else nullcontext():
-            found = check_evaluation(
-                trainer,
-                comparison.reference if comparison else None,
-                comparison.tolerance if comparison else 0.0,
-            )
-        self.between += [found] if found else []
+        ours, found = evaluate_plan(trainer), None
+        if self.comparison:
+            errors = self.comparison.metric_errors(ours.metrics, trainer.next_step, ours.batches)
+            found = BetweenSteps(what=ours.what, errors=errors, facts=ours.facts)
+            self.between.append(found)
         return trainer.together(lambda replica: share(replica.context.world, found is None or found.passed))[
             0
         ]
@@ -194,8 +199,7 @@ class VerifiedRun:
         run.save_into(directory)
         path = trainer.save()
         if self.comparison:
-            found = check_saved(path, what, self.comparison.reference, self.comparison.updated_tolerance)
-            self.between.append(found)
+            self.between.append(self.comparison.check_saved(path, what))
         return path
 
     def _resume_elsewhere(self, path: Path, steps: int) -> None:
@@ -203,7 +207,10 @@ class VerifiedRun:
         elsewhere = replace(
             self, plan=Plan(precision=self.plan.precision), shares=(), comparison=None, between=[], causes=[]
         )
-        with elsewhere._opened(steps, resume=path) as trainer, _directory(trainer) as directory:
+        with (
+            elsewhere._opened(steps, resume=path, compares=False) as trainer,
+            _directory(trainer) as directory,
+        ):
             run = trainer.synchronous
             assert run is not None
             run.save_into(directory)

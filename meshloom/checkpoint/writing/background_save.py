@@ -15,14 +15,15 @@ _LOWEST_PRIORITY = 19  # as `nice` counts
 
 
 class BackgroundSave:
-    """A save under way. Whoever starts it waits for it. step: whose state is saved. carry_out: saves, and
-    returns the checkpoint's path.
+    """A save under way. Whoever starts it waits for it. step: whose state is saved. copy: what training must not wait for
+    long, so it has training's priority. carry_out: saves, and returns the checkpoint's path.
 
     The thread is no daemon: a program that ends without waiting ends with a whole checkpoint.
     """
 
-    def __init__(self, step: int, carry_out: Callable[[], Path]) -> None:
+    def __init__(self, step: int, copy: Callable[[], None], carry_out: Callable[[], Path]) -> None:
         self.step = step
+        self._copy: Callable[[], None] | None = copy
         self._carry_out: Callable[[], Path] | None = carry_out
         self._path: Path | None = None
         self._error: BaseException | None = None
@@ -48,14 +49,15 @@ class BackgroundSave:
         return self._path
 
     def _run(self) -> None:
-        _lower_priority()
-        assert self._carry_out is not None
+        assert self._copy is not None and self._carry_out is not None
         try:
             with torch.no_grad():  # the mode is per thread
+                self._copy()
+                _lower_priority()
                 self._path = self._carry_out()
         except BaseException as error:
             self._error = error
-        self._carry_out = None  # and the copy that it holds
+        self._copy = self._carry_out = None  # and the copy that they hold
 
 
 def _lower_priority() -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -13,7 +14,7 @@ from meshloom.parameters.digest import digest
 from meshloom.replica.replica import Replica
 from meshloom.replica.replica_state import replicated_state
 from meshloom.train.trainer import Trainer
-from meshloom.verify.between_steps.checks import BetweenSteps, TensorError
+from meshloom.verify.between_steps.checks import TensorError
 from meshloom.verify.reference.between_steps.evaluation import evaluate
 from meshloom.verify.reference.reference import Reference
 from meshloom.verify.reference.reruns import perturbed_parameters
@@ -22,8 +23,18 @@ _MOST_BATCHES = 8  # of an evaluation, which may be of many
 _REPEATS = 3  # of an evaluation with perturbed parameters
 
 
-def check_evaluation(trainer: Trainer, reference: Reference | None, tolerance: float) -> BetweenSteps | None:
-    """Evaluate under the plan and on one device. All ranks call it; `reference` is rank 0's, where the result is."""
+@dataclass(frozen=True, kw_only=True)
+class PlanEvaluation:
+    """metrics: of the first `batches`, None: of all. facts: what else changes, a sentence each."""
+
+    what: str
+    metrics: Mapping[str, float]
+    batches: int | None
+    facts: Sequence[str]
+
+
+def evaluate_plan(trainer: Trainer) -> PlanEvaluation:
+    """Evaluate under the plan. All ranks call it."""
     before = [_state(each) for each in trainer.replicas]
     run = trainer.synchronous
     assert run is not None
@@ -36,14 +47,10 @@ def check_evaluation(trainer: Trainer, reference: Reference | None, tolerance: f
         return (yield from collect(replica.context.world, changed[trainer.replicas.index(replica)]))
 
     of_ranks = trainer.together(facts_of)[0]
-    if reference is None:
-        return None
     facts = list(dict.fromkeys(fact for of_rank in of_ranks for fact in of_rank))
-    errors = _metric_errors(ours, reference, trainer.next_step, tolerance, batches)
     what = "" if whole else f" of the first {_MOST_BATCHES} batches"
-    return BetweenSteps(
-        what=f"the evaluation{what} after step {trainer.next_step - 1}", errors=errors, facts=facts
-    )
+    what = f"the evaluation{what} after step {trainer.next_step - 1}"
+    return PlanEvaluation(what=what, metrics=ours, batches=batches, facts=facts)
 
 
 def _state(replica: Replica) -> dict[str, int]:
@@ -59,9 +66,10 @@ def _changes(before: dict[str, int], after: dict[str, int]) -> list[str]:
     return [f"The evaluation changes {name}." for name in before if before[name] != after.get(name)]
 
 
-def _metric_errors(
-    ours: dict[str, float], reference: Reference, updates: int, tolerance: float, batches: int | None
+def metric_errors(
+    ours: Mapping[str, float], reference: Reference, updates: int, tolerance: float, batches: int | None
 ) -> list[TensorError]:
+    """The plan's metrics after `updates` updates against those of one device. batches: of `PlanEvaluation`."""
     right = evaluate(reference, updates, batches)
     errors = {name: _error(ours.get(name, math.nan), value) for name, value in right.items()}
     allowed = dict.fromkeys(right, tolerance)

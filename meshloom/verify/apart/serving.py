@@ -1,0 +1,58 @@
+"""The end of the process in which one device is: it answers rank 0 until that is gone."""
+
+from __future__ import annotations
+
+import pickle
+import socket
+from collections.abc import Sequence
+from typing import Any
+
+from meshloom.core.errors import MeshloomError
+from meshloom.core.job import Job
+from meshloom.launch.failure import own_lines
+from meshloom.verify.apart.messages import ConnectionEndedError, receive, send
+from meshloom.verify.comparison_run import ComparisonRun, compare_here
+from meshloom.verify.fewer_blocks import with_fewer_blocks
+
+
+def serve_reference(job: Job, descriptor: int, blocks: int | None = None) -> None:
+    """Compares as rank 0 says. descriptor: of the socket to it. blocks: of `verify`."""
+    if blocks is not None:
+        job = with_fewer_blocks(job, blocks).job
+    comparison: ComparisonRun | None = None
+    with socket.socket(fileno=descriptor) as connection:
+        while True:
+            try:
+                name, arguments = receive(connection)
+                error: Exception | None = None
+                found: Any = None
+                try:
+                    if name == "open":
+                        comparison = None  # before the next one is there
+                        comparison = compare_here(job, *arguments)
+                    else:
+                        assert comparison is not None
+                        found = _answer(comparison, name, arguments)
+                except Exception as raised:
+                    error = to_send(raised)
+                send(connection, (error, found))
+            except ConnectionEndedError:
+                return
+
+
+def _answer(comparison: ComparisonRun, name: str, arguments: Sequence[Any]) -> Any:
+    found = getattr(comparison, name)
+    return found(*arguments) if callable(found) else found
+
+
+def to_send(error: Exception) -> Exception:
+    """An error that can be raised elsewhere, with the user's own lines."""
+    if lines := own_lines(error):
+        error.add_note(f"In the process of one device:\n{lines}")
+    try:
+        copy = pickle.loads(pickle.dumps(error))
+    except Exception:
+        copy = None
+    if type(copy) is type(error) and str(copy) == str(error):
+        return error
+    return MeshloomError(f"One device fails with {type(error).__name__}: {error}")
