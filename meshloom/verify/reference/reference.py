@@ -25,6 +25,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from meshloom.core.job import Job
 from meshloom.core.modules.compiled import named_as_written
+from meshloom.core.objectives import names_parameter
 from meshloom.core.plan import Plan
 from meshloom.core.random import model_seed, preserved_draws, seed_everything
 from meshloom.parameters.keyed_init import call_model
@@ -226,11 +227,16 @@ class Reference:
         """Turn what forwards have accumulated into averages, of a weight of 1 into gradient sums; those of other losses'
         parameters are thrown away."""
         for name, parameter in self.parameters.items():
-            if name not in self.turn.names:
+            if name not in self.turn.names or self._is_frozen(name):
                 parameter.grad = None
             if parameter.grad is not None:
                 average = parameter.grad / (weight / self._divisor * self.scale.value)
                 parameter.grad = average.coalesce() if average.is_sparse else average  # each row once
+
+    def _is_frozen(self, name: str) -> bool:
+        return any(
+            self.step in steps and names_parameter(text, name) for text, steps in self.job.frozen.items()
+        )
 
     def restore(self) -> None:
         """Restore buffers and untrained parameters as they were at the start of the last step."""
