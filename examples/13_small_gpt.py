@@ -24,19 +24,19 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import meshloom as ml
 from meshloom.checkpoint.checkpoint import find
 
-LENGTH = 128  # bytes per sample
-STEPS = 800
+LENGTH = 96  # bytes per sample
+STEPS = 1000
 RUN = Path("runs/small_gpt")
 
 
 class Bytes(Dataset[Tensor]):
-    """The library's files, one after another, cut into samples of int64 [LENGTH + 1]; each hundredth is held out."""
+    """The library's files, one after another, cut into samples of int64 [LENGTH + 1]; one in 1,000 is held out."""
 
     def __init__(self, held_out: bool = False) -> None:
         files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
         text = torch.frombuffer(bytearray(b"".join(each.read_bytes() for each in files)), dtype=torch.uint8)
         samples = text[: len(text) // (LENGTH + 1) * (LENGTH + 1)].view(-1, LENGTH + 1)
-        here = (torch.arange(len(samples)) % 100 == 0) == held_out
+        here = (torch.arange(len(samples)) % 1000 == 0) == held_out
         self.samples = samples[here]
 
     def __len__(self) -> int:
@@ -47,10 +47,10 @@ class Bytes(Dataset[Tensor]):
 
 
 def small_gpt() -> GPT2LMHeadModel:
-    """0.9 million parameters."""
+    """0.4 million parameters."""
     return GPT2LMHeadModel(
         GPT2Config(
-            vocab_size=256, n_positions=LENGTH, n_embd=128, n_layer=4, n_head=4, bos_token_id=0, eos_token_id=0,
+            vocab_size=256, n_positions=LENGTH, n_embd=96, n_layer=3, n_head=4, bos_token_id=0, eos_token_id=0,
             resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
         )
     )  # fmt: skip
@@ -73,10 +73,10 @@ job = ml.Job(
     scheduler=scheduler,
     clip_grad_norm=1.0,
     data=Bytes,
-    batch_size=32,
-    batch_sizes={0: 8, 100: 16, 200: 32},
+    batch_size=24,
+    batch_sizes={0: 8, 100: 16, 200: 24},
     steps=STEPS,
-    evaluate=ml.Evaluate(lambda: Bytes(held_out=True), {"nats per byte": loss}, every=200),
+    evaluate=ml.Evaluate(lambda: Bytes(held_out=True), {"nats per byte": loss}, every=500),
     tokens_per_sample=LENGTH,
 )
 

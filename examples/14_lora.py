@@ -29,7 +29,7 @@ import meshloom as ml
 from meshloom.checkpoint.checkpoint import find
 from meshloom.core.errors import CheckpointError
 
-LENGTH, RANK = 128, 8
+LENGTH, RANK = 96, 8
 
 
 class WithLoRA(nn.Module):
@@ -62,7 +62,7 @@ def name_in_files(name: str) -> str | None:
 
 
 class Help(Dataset[Tensor]):
-    """Python's help pages, one after another, cut into samples of int64 [LENGTH + 1]; each tenth is held out."""
+    """Python's help pages, one after another, cut into samples of int64 [LENGTH + 1]; one in 20 is held out."""
 
     def __init__(self, held_out: bool = False) -> None:
         text = "".join(topics[name] for name in sorted(topics)).encode()
@@ -70,7 +70,7 @@ class Help(Dataset[Tensor]):
         self.samples = [
             text[start : start + LENGTH + 1]
             for number, start in enumerate(starts)
-            if (number % 10 == 0) == held_out
+            if (number % 20 == 0) == held_out
         ]
 
     def __len__(self) -> int:

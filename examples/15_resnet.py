@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 
 import meshloom as ml
 
-STEPS = 300
+STEPS = 150
 
 
 class Block(nn.Module):
@@ -42,7 +42,7 @@ class Block(nn.Module):
 def resnet() -> nn.Module:
     """[batch, 1, 8, 8] -> [batch, 10], 0.2 million parameters."""
     return nn.Sequential(
-        nn.Conv2d(1, 32, 3, padding=1), nn.ReLU(), Block(32, 32), Block(32, 32), Block(32, 64, stride=2), Block(64, 64),
+        nn.Conv2d(1, 32, 3, padding=1), nn.ReLU(), Block(32, 32), Block(32, 64, stride=2), Block(64, 64),
         nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10),
     )  # fmt: skip
 
@@ -105,7 +105,7 @@ job = ml.Job(
     scheduler=scheduler,
     data=lambda: Digits(train=True),
     mix=mixup,
-    batch_size=64,
+    batch_size=32,
     steps=STEPS,
     average=0.98,
     evaluate=ml.Evaluate(lambda: Digits(train=False), {"accuracy": accuracy}, every=50, best="accuracy:max"),

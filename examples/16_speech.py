@@ -63,7 +63,7 @@ class Reader(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.GRU(BANDS, HIDDEN, num_layers=2, batch_first=True, bidirectional=True)
+        self.layers = nn.GRU(BANDS, HIDDEN, num_layers=1, batch_first=True, bidirectional=True)
         self.head = nn.Linear(2 * HIDDEN, len(LETTERS) + 1)
 
     def forward(self, frames: Tensor, lengths: Tensor) -> Tensor:
@@ -97,6 +97,6 @@ job = ml.Job(
     data=Words,
     collate=collate,
     batch_size=32,
-    steps=600,
-    evaluate=ml.Evaluate(lambda: Words(held_out=True), {"words right": words_right}, every=200),
+    steps=300,
+    evaluate=ml.Evaluate(lambda: Words(held_out=True), {"words right": words_right}, every=100),
 )

@@ -91,6 +91,6 @@ job = ml.Job(
     optimizer=optimizers,
     data=pairs,
     batch_size=1024,
-    steps=600,
+    steps=400,
     evaluate=ml.Evaluate(lambda: pairs(held_out=True), {"in first ten": in_first_ten}, every=200),
 )

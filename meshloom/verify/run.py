@@ -17,6 +17,7 @@ from meshloom.core.plan import Plan
 from meshloom.core.precisions import PRECISIONS, Precision
 from meshloom.launch.environment import launched_rank
 from meshloom.launch.one_at_a_time import working_alone
+from meshloom.telemetry.timings import Timings
 from meshloom.verify.compare import Comparer, rounds_partial_sums
 from meshloom.verify.fewer_blocks import with_fewer_blocks
 from meshloom.verify.findings import Report
@@ -42,6 +43,7 @@ def verify(
     against: torch.dtype | None = None,
     quick: bool = True,
     cache: str = "auto",
+    timings: Timings | None = None,
 ) -> Report | None:
     """Run `steps` steps of `job` under `plan` and on one device, and compare. Returns None on ranks other
     than 0.
@@ -49,7 +51,7 @@ def verify(
     dtype: run both in this precision; float64 tells a mistake from rounding. blocks: how many of the model's
     repeated blocks both run; None: all. against: float64, to measure in the first step how far
     the plan, and one device at its precision, are from one device in it. quick: the steps alone, without evaluation, checkpoint, resuming and the
-    end of an epoch. cache: of readings, as of a Trainer. overcommit: run although memory is predicted not to
+    end of an epoch. cache, timings: as of a Trainer. overcommit: run although memory is predicted not to
     suffice. Raises as the trainer does, and `DeviceError` if one device cannot
     hold what the plan is compared with.
     """
@@ -63,7 +65,7 @@ def verify(
         try:
             report = verify(
                 fewer.job, plan, devices=devices, steps=steps, dtype=dtype, timeout_seconds=timeout_seconds, transport=transport,
-                oversubscribe=oversubscribe, overcommit=overcommit, against=against, quick=quick, cache=cache,
+                oversubscribe=oversubscribe, overcommit=overcommit, against=against, quick=quick, cache=cache, timings=timings,
             )  # fmt: skip
         except Exception as error:
             error.add_note(fewer.sentence)  # it may be why
@@ -79,7 +81,7 @@ def verify(
         job=job, plan=replace(plan, keyed_draws=True) if keyed else plan, shares=_varying_shares(plan, steps), dtype=dtype, against=against,
         settings={
             "devices": devices, "timeout_seconds": timeout_seconds, "transport": transport, "oversubscribe": oversubscribe, "overcommit": overcommit,
-            "cache": cache,
+            "cache": cache, "timings": timings,
         },
     )  # fmt: skip
     with working_alone():

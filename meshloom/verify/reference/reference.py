@@ -227,16 +227,11 @@ class Reference:
         """Turn what forwards have accumulated into averages, of a weight of 1 into gradient sums; those of other losses'
         parameters are thrown away."""
         for name, parameter in self.parameters.items():
-            if name not in self.turn.names or self._is_frozen(name):
+            if name not in self.turn.names or _is_frozen(self, name):
                 parameter.grad = None
             if parameter.grad is not None:
                 average = parameter.grad / (weight / self._divisor * self.scale.value)
                 parameter.grad = average.coalesce() if average.is_sparse else average  # each row once
-
-    def _is_frozen(self, name: str) -> bool:
-        return any(
-            self.step in steps and names_parameter(text, name) for text, steps in self.job.frozen.items()
-        )
 
     def restore(self) -> None:
         """Restore buffers and untrained parameters as they were at the start of the last step."""
@@ -259,6 +254,12 @@ class Reference:
                 put_numbers(self.model, numbers)
                 for name, gradient in gradients.items():
                     self.parameters[name].grad = gradient
+
+
+def _is_frozen(reference: Reference, name: str) -> bool:
+    """In the step whose gradients there are."""
+    frozen = reference.job.frozen.items()
+    return any(reference.step in steps and names_parameter(text, name) for text, steps in frozen)
 
 
 def _look_for_copies(reference: Reference, buffers: BufferMerging) -> None:
