@@ -103,6 +103,7 @@ def _job_of(job: Job, loss: str) -> Job:
         job,
         model=model,
         losses={},
+        frozen={},
         loss=objective.loss,
         optimizer=objective.optimizer,
         scheduler=objective.scheduler,
