@@ -4,10 +4,11 @@ from typing import TYPE_CHECKING, Any
 
 from meshloom.asynchronous.protocol.circumstances import Circumstances
 from meshloom.core.errors import MeshloomError
-from meshloom.core.job import Evaluate, Job, Objective
+from meshloom.core.job import Evaluate, Job
 from meshloom.core.losses.logged import log
 from meshloom.core.mesh import Mesh
 from meshloom.core.moments.current_step import step
+from meshloom.core.objectives import Objective
 from meshloom.core.plan import Plan
 from meshloom.telemetry.progress import Listener, Progress
 

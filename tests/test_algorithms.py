@@ -26,14 +26,14 @@ from meshloom.comm.collectives.ring import reduce_scatter, ring
 from meshloom.comm.collectives.tree import tree
 from meshloom.comm.moves import AllReduceMoves, Move
 from meshloom.comm.simulated import simulated_groups
-from meshloom.core.all_reduce_costs import (
+from meshloom.core.errors import CollectiveError, MachineError, PeerLostError
+from meshloom.machine.all_reduce_costs import (
     ALGORITHMS,
     choose_algorithm,
     halving_seconds,
     ring_seconds,
     tree_seconds,
 )
-from meshloom.core.errors import CollectiveError, MachineError, PeerLostError
 
 SPELLED_OUT = ["all_reduce", "reduce_scatter", "all_gather", "broadcast"]
 ALL = [*SPELLED_OUT, "barrier", "send", "gather", "scatter", "all_to_all"]

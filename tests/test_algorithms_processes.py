@@ -16,11 +16,11 @@ from torch import Tensor
 
 from meshloom.comm.collectives.explicit import ExplicitGroup
 from meshloom.comm.shm.native_engine import why_not
-from meshloom.core.all_reduce_costs import ALGORITHMS
 from meshloom.core.errors import PeerLostError
 from meshloom.core.mesh import Mesh
 from meshloom.launch import transport
 from meshloom.launch.opening import open_world
+from meshloom.machine.all_reduce_costs import ALGORITHMS
 from meshloom.train.trainer import Trainer
 from tests.jobs import make_job
 from tests.verified import verified

@@ -14,6 +14,8 @@ from meshloom.cli.main import main
 ROOT = Path(__file__).parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("[0-9]*.py"))
 
+COOKBOOK = ["13_small_gpt", "14_lora", "15_resnet", "16_speech", "17_recommendation", "18_diffusion"]
+
 alone = pytest.mark.long  # one process that takes one core
 together = pytest.mark.processes
 
@@ -49,6 +51,20 @@ def test_every_example_trains_on_simulated_devices(
         == 0
     )
     assert len(records(capsys.readouterr().out)["step"]) == 1
+
+
+@alone
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", ["dp=2", "tp=2", "pp=2,microbatches=2"])
+@pytest.mark.parametrize("name", COOKBOOK)
+def test_the_cookbook_verifies(
+    name: str, plan: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.chdir(tmp_path)
+    words = ["--plan", plan, "--devices", "simulated", "--steps", "2", "--quick"]
+    assert main(["verify", str(ROOT / f"examples/{name}.py"), *words]) == 0
+    assert "EQUAL" in capsys.readouterr().out
 
 
 @alone

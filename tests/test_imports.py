@@ -83,8 +83,8 @@ ORDER = [
 LEVEL = {room: len(ORDER) - line for line, rooms in enumerate(ORDER) for room in rooms}
 PLAIN_VALUES = {  # import no torch
     "core/mesh.py", "core/plan.py", "core/exchanges.py", "core/plan_shares.py", "core/plan_text.py", "core/schedules.py",
-    "core/all_reduce_costs.py", "core/cache.py", "core/errors.py", "core/precisions.py",
-    "machine/machine.py", "machine/links.py", "program/store/typed_json.py", "pipeline/schedules/schedule.py",
+    "core/cache.py", "core/errors.py", "core/precisions.py",
+    "machine/machine.py", "machine/links.py", "machine/all_reduce_costs.py", "program/store/typed_json.py", "pipeline/schedules/schedule.py",
     "telemetry/progress.py", "telemetry/timings.py", "telemetry/summary.py", "telemetry/timeline.py", "telemetry/timeline_files.py",
 }  # fmt: skip
 # names that users import, and the room whose line they stand on

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import io
+import threading
 
+import pytest
 from rich.console import Console
 
-from meshloom.report.terminal import Terminal, progress_text
+from meshloom.report.terminal import LongPhases, Terminal, progress_text
 from meshloom.telemetry.progress import Progress
+from meshloom.telemetry.timings import Timings
 from meshloom.telemetry.traffic import Traffic
 
 
@@ -62,3 +65,47 @@ def test_progress_without_tokens_leaves_them_out() -> None:
         memory_bytes=20 * 2**30,
     )
     assert progress_text(progress) == "step 1/9  loss 1.0000  10 samples/s  1:01:40 left  20 GiB"
+
+
+class Waited(io.StringIO):
+    """A stream that is waited for until it has a text."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self._text, self.there = text, threading.Event()
+
+    def write(self, text: str, /) -> int:
+        written = super().write(text)
+        if self._text in self.getvalue():
+            self.there.set()
+        return written
+
+
+def test_a_phase_that_lasts_is_named_while_it_does_and_gone_afterwards(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("meshloom.report.terminal.LONG_SECONDS", 0.05)
+    stream, timings, before = Waited("comparing with eager ("), Timings(), threading.active_count()
+    console = Console(file=stream, width=60, force_terminal=True, color_system=None)
+    with LongPhases(console, passed_over=["steps"]) as phases, phases.of(timings):
+        with timings.of("reading"), timings.of("comparing with eager"):
+            assert stream.there.wait(20)
+        with timings.of("steps"):
+            pass
+    assert stream.getvalue().endswith(("\x1b[2K", "\x1b[?25h"))  # erased, and the cursor back
+    assert "steps" not in stream.getvalue()
+    assert threading.active_count() == before
+
+
+def test_nothing_is_shown_where_there_is_no_terminal():
+    stream, before = io.StringIO(), threading.active_count()
+    with LongPhases(Console(file=stream, force_terminal=False)) as phases:
+        phases.enter("reading")
+        assert threading.active_count() == before
+    assert stream.getvalue() == ""
+
+
+def test_timings_say_which_phase_is_open():
+    timings, entered = Timings(), list[str | None]()
+    timings.entered = entered.append
+    with timings.of("copying values"), timings.of("reading"):
+        pass
+    assert entered == ["copying values", "reading", "copying values", None]

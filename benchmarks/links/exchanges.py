@@ -21,15 +21,15 @@ from torch import Tensor
 
 from meshloom.comm.collectives.explicit import explicit_group
 from meshloom.comm.group import Group
-from meshloom.core.all_reduce_costs import (
+from meshloom.core.mesh import Mesh
+from meshloom.launch.opening import open_world
+from meshloom.machine.all_reduce_costs import (
     ALGORITHMS,
     halving_seconds,
     ring_seconds,
     server_seconds,
     tree_seconds,
 )
-from meshloom.core.mesh import Mesh
-from meshloom.launch.opening import open_world
 
 NUM_BYTES = 25_000_000
 SLOW = ("tree", "halving", "server")  # take several times as long as a ring, and vary less
@@ -50,7 +50,7 @@ def time_exchanges(
 ) -> list[dict[str, Any]]:
     """A record per algorithm, and one per number of servers. hosts: as many as any of the layouts needs.
 
-    algorithms: of meshloom.core.all_reduce_costs, `gloo` for Gloo's own all-reduce, and `hosts` for what a plan takes by
+    algorithms: of meshloom.machine.all_reduce_costs, `gloo` for Gloo's own all-reduce, and `hosts` for what a plan takes by
     itself where there are two ranks on a host. bytes_per_second: of a link, for the formulas; None: as a
     message was measured to travel.
     """
@@ -96,7 +96,7 @@ def expected_seconds(
     latency_seconds: float,
     bytes_per_second: float,
 ) -> float:
-    """By the formulas of R3.3 and of meshloom.core.all_reduce_costs. Gloo's own all-reduce is a ring; inside a host
+    """By the formulas of R3.3 and of meshloom.machine.all_reduce_costs. Gloo's own all-reduce is a ring; inside a host
     nothing takes time.
 
     >>> [expected_seconds(name, 100, 4, 0, 0.0, 100.0) for name in ("gloo", "tree", "halving", "hosts")]

@@ -32,7 +32,7 @@ from traffic import count_traffic
 sys.path.append(str(Path(__file__).parents[1]))
 from records import write_records
 
-from meshloom.core.all_reduce_costs import ALGORITHMS
+from meshloom.machine.all_reduce_costs import ALGORITHMS
 
 PARTS = ("exchange", "overlap", "curves", "traffic", "speedup")
 Record = dict[str, Any]

@@ -50,7 +50,7 @@ def parts_of(script: Script) -> JobParts:
         raise rates.lines[-1].refuse("rates are set by hand and by a scheduler. Use one of them.")
     if rates is not None:
         alias = rates.text.partition("(")[2].partition(",")[0]
-        arguments["scheduler"] = f"lambda {alias}: ByHand({alias}, set_rates)"
+        arguments["scheduler"] = f"lambda {alias}: lambda step: set_rates({alias}, step)"
     elif scheduler is not None:
         arguments["scheduler"] = "make_scheduler"
     clip = clip_expression(script)

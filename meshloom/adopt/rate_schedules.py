@@ -1,44 +1,8 @@
-"""Schedules of adopted scripts: those that set rates by hand, and those that are stepped once in many steps."""
+"""A schedule of adopted scripts that is stepped once in many steps."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
-
-
-class ByHand:
-    """A schedule that is a function of (optimizer, step), which sets what it likes in the optimizer's groups.
-
-    It is called for step 0 at once, and for step n + 1 after step n.
-
-    >>> import torch
-    >>> optimizer = torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=1.0)
-    >>> def halve(optimizer, step):
-    ...     for group in optimizer.param_groups:
-    ...         group["lr"] = 0.5**step
-    >>> schedule = ByHand(optimizer, halve)
-    >>> schedule.step()
-    >>> optimizer.param_groups[0]["lr"]
-    0.5
-    """
-
-    def __init__(self, optimizer: Any, set_rates: Callable[[Any, int], object]) -> None:
-        self._optimizer, self._set_rates, self._steps = optimizer, set_rates, 0
-        set_rates(optimizer, 0)
-
-    def step(self) -> None:
-        """Set what the next step uses."""
-        self._steps += 1
-        self._set_rates(self._optimizer, self._steps)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The number of steps done."""
-        return {"steps": self._steps}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on after as many steps, with what the function sets for the next one."""
-        self._steps = state["steps"]
-        self._set_rates(self._optimizer, self._steps)
 
 
 class OnceIn:

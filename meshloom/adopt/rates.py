@@ -51,8 +51,8 @@ def rates_piece(script: Script) -> JobFunction | None:
     lines = [each for each in lines if not bound(each.node) & made]
     texts += [each.source.statement(each.node) for each in lines]
     alias = sorted(optimizers & wanted)
-    script.because(setting[0].at, "the rate is a function of the step: ByHand calls it before each one")
-    needs = free_names(texts) - optimizers - {"step"} | {"ByHand"}
+    script.because(setting[0].at, "the rate is a function of the step, called before each one")
+    needs = free_names(texts) - optimizers - {"step"}
     return JobFunction("set_rates", function_text(f"set_rates({alias[0]}, step)", texts), lines, needs)
 
 

@@ -33,7 +33,6 @@ def write(script: Script, parts: JobParts) -> str:
         "set_rates",
         "Batches",
         "ml",
-        "ByHand",
         "OnceIn",
         "ParametersOf",
         "IterableDataset",
@@ -107,10 +106,9 @@ def _is_inner(script: Script) -> bool:
 
 def _imports(script: Script, parts: JobParts, kept: list[Line]) -> list[str]:
     needs = parts.needs
-    schedules = sorted(needs & {"ByHand", "OnceIn"})
     found = ["import meshloom as ml"]
-    if schedules:
-        found.append(f"from meshloom.adopt.rate_schedules import {', '.join(schedules)}")
+    if "OnceIn" in needs:
+        found.append("from meshloom.adopt.rate_schedules import OnceIn")
     if "ParametersOf" in needs:
         found.append("from meshloom.adopt.views import ParametersOf")
     main = script.route.sources[0]

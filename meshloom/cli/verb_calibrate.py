@@ -14,7 +14,7 @@ from meshloom.machine.machine import machine_file, save
 from meshloom.measure.calibration import CalibrationRequest, measure_company, measure_here, measure_machine
 from meshloom.report.machine_tables import machine_records, print_machine
 from meshloom.report.records import Records
-from meshloom.report.terminal import print_line
+from meshloom.report.terminal import LongPhases, print_line
 
 
 def calibrate(arguments: argparse.Namespace) -> int:
@@ -31,7 +31,10 @@ def calibrate(arguments: argparse.Namespace) -> int:
         if is_first_rank():
             Path(arguments.company).write_text(company.to_json(), encoding="utf-8")
         return 0
-    machine = measure_here(request) if is_rank() else measure_machine(request)
+    console = Console(stderr=arguments.json == "-")
+    with LongPhases(console) as phases:
+        phases.enter(None if is_rank() else "measuring this machine")
+        machine = measure_here(request) if is_rank() else measure_machine(request)
     if isinstance(machine, int):
         return machine
     if not is_first_rank():
@@ -41,7 +44,6 @@ def calibrate(arguments: argparse.Namespace) -> int:
         return 0
     path = Path(arguments.out) if arguments.out else machine_file(machine.device)
     save(machine, path)
-    console = Console(stderr=arguments.json == "-")
     print_machine(machine, console)
     print_line(console, f"written to {path} ({time.perf_counter() - started:.1f} s of measuring)")
     with ExitStack() as stack:

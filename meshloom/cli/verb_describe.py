@@ -30,6 +30,7 @@ from meshloom.planner.staged_plan import staged
 from meshloom.report.description import description_records, print_description
 from meshloom.report.records import Records
 from meshloom.report.stages import lines_of, lines_of_ranks, stages_record
+from meshloom.report.terminal import LongPhases
 from meshloom.tensor_parallel.explain import text_of
 
 ONE_COPY = (
@@ -63,7 +64,8 @@ def describe_job(arguments: argparse.Namespace, job: Job, records: Records) -> i
             )
             records.write("loss", name=name, updates=objective.updates, every=objective.every)
         readings = Readings(of_loss, cache)
-        described.append((readings, _describe_one(readings, arguments, plan, machine, given, records)))
+        with LongPhases(Console(file=stream)) as phases, phases.of(readings.timings):
+            described.append((readings, _describe_one(readings, arguments, plan, machine, given, records)))
     memories = [memory for _, memory in described if memory is not None]
     if job.losses and len(memories) == len(described):
         whole = in_turn(memories, bucketed=False)

@@ -6,6 +6,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
 from meshloom.checkpoint.checkpoint import Checkpoint
 from meshloom.checkpoint.copied_weights import CopiedWeights
 from meshloom.checkpoint.format import AVERAGE, MASTER
@@ -18,6 +20,7 @@ from meshloom.checkpoint.writing.exporting import (
 from meshloom.comm.torch.checkpoint_directory import save_directory
 from meshloom.core.errors import CheckpointError
 from meshloom.core.units import format_count
+from meshloom.report.terminal import LongPhases
 
 
 def export(arguments: argparse.Namespace) -> int:
@@ -33,7 +36,9 @@ def export(arguments: argparse.Namespace) -> int:
         "torch": lambda path: save_with_torch(checkpoint, path, **what),
         "dcp": lambda path: save_directory(nested_state(checkpoint, **what), path),
     }
-    put_in_place(checkpoint, out, writers[arguments.to], overwrite=arguments.overwrite)
+    with LongPhases(Console()) as phases:
+        phases.enter(f"writing {out}")
+        put_in_place(checkpoint, out, writers[arguments.to], overwrite=arguments.overwrite)
     said = "masters" if arguments.masters else "averaged weights" if arguments.average else "weights"
     said += " and the optimizer's state" if arguments.optimizer else ""
     print(f"{out} holds the {said} of {checkpoint.path} (step {checkpoint.step}) as {arguments.to}.")

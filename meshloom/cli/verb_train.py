@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from meshloom.core.job import Job
 from meshloom.core.losses.turns import check_turns
 from meshloom.core.plan import Plan
 from meshloom.launch.devices import choose_for_workers
-from meshloom.launch.environment import is_rank
+from meshloom.launch.environment import is_first_rank, is_rank
 from meshloom.planner.staged_plan import stage_plan
 from meshloom.replica.program_engine import ProgramEngine
 from meshloom.report.dashboards import check_dashboards, dashboards_listener
@@ -60,7 +60,8 @@ def train(arguments: argparse.Namespace, job: Job, records: Records, timings: Ti
                 both += [dashboards_listener(logs, out, _facts(arguments, job, plan), stack)] if logs else []
                 return _train_on_processes(arguments, job, plan, why, all_of(both), terminal, records)
         arguments.devices = arguments.devices if arguments.devices != "auto" else kind
-    with ExitStack() as stack, Trainer(
+    shown = terminal.showing(timings) if is_first_rank() else nullcontext()
+    with ExitStack() as stack, shown, Trainer(
         job, plan, devices=arguments.devices, steps=arguments.steps, out=arguments.out, resume=arguments.resume, overwrite=bool(arguments.overwrite),
         timeout_seconds=arguments.timeout, transport=arguments.transport, oversubscribe=arguments.oversubscribe, share=True,
         listener=[listener, dashboards_listener(logs, Path(arguments.out) if arguments.out else None, _facts(arguments, job, plan), stack)],

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
-from contextlib import ExitStack
+import time
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 
 import torch
@@ -17,8 +18,10 @@ from meshloom.core.plan import Plan
 from meshloom.launch.environment import is_first_rank, is_rank, launched_devices
 from meshloom.report.records import Records
 from meshloom.report.reproduction import write_reproduction
+from meshloom.report.terminal import LongPhases
 from meshloom.report.verification_files import write_junit, write_page
 from meshloom.report.written_file import check_directory
+from meshloom.telemetry.timings import Timings
 from meshloom.verify.apart.process import ReferenceProcess
 from meshloom.verify.comparison_run import compare_here
 from meshloom.verify.findings import print_report
@@ -31,20 +34,28 @@ def verify_plan(arguments: argparse.Namespace, job: Job, records: Records) -> in
     dtype = {"float64": torch.float64, "float32": torch.float32, None: None}[arguments.dtype]
     for file in filter(None, (arguments.report, arguments.junit)):
         check_directory(Path(file))
-    plan = plan_of(arguments)
+    plan, console, timings = (
+        plan_of(arguments),
+        Console(stderr=arguments.json == "-"),
+        Timings(time.monotonic),
+    )
     check_promised(plan)
-    with ExitStack() as around:
+    with (
+        ExitStack() as around,
+        LongPhases(console) as phases,
+        phases.of(timings) if is_first_rank() else nullcontext(),
+    ):
         compare: Compare = compare_here
         if is_rank() and is_first_rank() and _computes_on_cpus(plan, arguments.devices):
             compare = around.enter_context(ReferenceProcess(arguments.command)).compare
         report = verify(
             job, plan, devices=arguments.devices, steps=arguments.steps, dtype=dtype, timeout_seconds=arguments.timeout,
             transport=arguments.transport, oversubscribe=arguments.oversubscribe, overcommit=arguments.overcommit, blocks=arguments.blocks,
-            against=torch.float64 if arguments.against else None, quick=arguments.quick, cache=arguments.cache, compare=compare,
+            against=torch.float64 if arguments.against else None, quick=arguments.quick, cache=arguments.cache, timings=timings, compare=compare,
         )  # fmt: skip
     if report is None:  # the process of another rank: rank 0 reports
         return 0
-    print_report(report, Console(stderr=arguments.json == "-"))
+    print_report(report, console)
     command = shlex.join(["meshloom", *sys.argv[1:]])
     if arguments.report:
         write_page(report, Path(arguments.report), command)

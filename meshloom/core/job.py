@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-import fnmatch
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from os import PathLike
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from meshloom.core.errors import JobError
+from meshloom.core.objectives import (
+    EachItsOwn,
+    LossFunction,
+    NamedParameters,
+    Objective,
+    check_clip,
+    is_count,
+    with_functions_of_their_own,
+)
 
-# A scalar mean over the batch's samples, or (sum, weight): a scalar sum and the number of items in it.
-Loss = Tensor | tuple[Tensor, Tensor | float]
-LossFunction = Callable[[Any, Any], Loss]
-NamedParameters = list[tuple[str, nn.Parameter]]
 CHECKPOINTS = ("foreground", "background")
 INITS = ("stream", "keyed")
 
@@ -53,105 +57,13 @@ class Evaluate:
             raise JobError(
                 'Evaluate(metrics=...) must be functions by name, like metrics={"accuracy": accuracy}.'
             )
-        if not _is_count(self.every, 1):
+        if not is_count(self.every, 1):
             raise JobError(f"Evaluate(every={self.every!r}) must be a whole number of steps, 1 or more.")
         known = [f"{name}:{which}" for name in self.metrics for which in ("max", "min")]
         if self.best is not None and self.best not in known:
             raise JobError(f"Evaluate(best={self.best!r}) must be one of {', '.join(map(repr, known))}.")
-        if self.patience is not None and not (self.best and _is_count(self.patience, 1)):
+        if self.patience is not None and not (self.best and is_count(self.patience, 1)):
             raise JobError(f"Evaluate(patience={self.patience!r}) must be a whole number of evaluations, 1 or more, beside best=.")  # fmt: skip
-
-
-@dataclass(frozen=True, kw_only=True)
-class Objective:
-    """One of several losses of a job, and the optimizer of the parameters that it trains. Raises `JobError`.
-
-    loss, optimizer, scheduler, clip_grad_norm: as of `Job`, of these parameters alone.
-    parameters: names of modules or of parameters, patterns like "*.bias", or a function that says of a
-        parameter's name whether it is one of them. This loss computes no gradients of others.
-    updates: how often it is computed and its optimizer stepped in a step, on the step's batch. every: steps
-        from one in which that is done to the next.
-
-    >>> critic = Objective(
-    ...     loss=lambda model, batch: model.critic(batch).mean(),
-    ...     optimizer=lambda named: torch.optim.RMSprop(named, lr=5e-5),
-    ...     parameters="critic",
-    ... )
-    >>> critic.trains("critic.0.weight"), critic.trains("critics.0.weight")
-    (True, False)
-    """
-
-    loss: LossFunction
-    optimizer: Callable[[NamedParameters], Optimizer | list[Optimizer]]
-    parameters: str | Sequence[str] | Callable[[str], bool]
-    scheduler: Callable[[Any], Any] | None = None
-    clip_grad_norm: float | None = None
-    updates: int = 1
-    every: int = 1
-
-    def __post_init__(self) -> None:
-        for name in ("loss", "optimizer", "scheduler"):
-            value = getattr(self, name)
-            if not callable(value) and not (value is None and name == "scheduler"):
-                raise JobError(f"Objective({name}=...) must be a function, not {type(value).__name__}.")
-        given = _as_list(self.parameters)
-        if not callable(self.parameters) and not (given and all(isinstance(each, str) for each in given)):
-            raise JobError(
-                'Objective(parameters=...) must be names of modules or parameters, like parameters="critic" or parameters=["trunk", "actor"], '
-                "or a function of a parameter's name."
-            )
-        for name, value in (("updates", self.updates), ("every", self.every)):
-            if not _is_count(value, 1):
-                raise JobError(f"Objective({name}={value!r}) must be a whole number, 1 or more.")
-        _check_clip("Objective", self.clip_grad_norm)
-
-    def trains(self, name: str) -> bool:
-        """Whether the parameter of this name is one of its own."""
-        if callable(self.parameters):
-            return bool(self.parameters(name))
-        return any(_names(each, name) for each in _as_list(self.parameters))
-
-
-def owners_of(losses: Mapping[str, Objective], names: Sequence[str]) -> dict[str, str]:
-    """Trainable parameter -> the loss that trains it. names: of all of them. Raises `JobError` for one that several
-    losses or none of them train, and for what names none."""
-    owners: dict[str, str] = {}
-    for loss, objective in losses.items():
-        given = [] if callable(objective.parameters) else _as_list(objective.parameters)
-        wrong = [repr(each) for each in given if not any(_names(each, name) for name in names)]
-        if wrong or not any(map(objective.trains, names)):
-            raise JobError(
-                f"parameters={(wrong or ['...'])[0]} of loss {loss!r} names none of the model's {len(names)} trainable parameters, such as "
-                f"{', '.join(names[:3])}. Give names of modules or parameters."
-            )
-        for name in filter(objective.trains, names):
-            if owners.setdefault(name, loss) != loss:
-                raise JobError(f"{name} belongs to two losses, {owners[name]!r} and {loss!r}. Let the parameters=... of one of them name it.")  # fmt: skip
-    left = [name for name in names if name not in owners]
-    if left:
-        raise JobError(
-            f"{left[0]} belongs to no loss{f', and {len(left) - 1} more do not either' if left[1:] else ''}. Name it in the parameters=... of one of "
-            f"{', '.join(map(repr, losses))}, or freeze it in the model function (requires_grad_(False))."
-        )
-    return owners
-
-
-@dataclass(frozen=True)
-class EachItsOwn:
-    """The optimizer function of a job of several losses: every loss's optimizers, of its own parameters, in order."""
-
-    losses: Mapping[str, Objective]
-
-    def __call__(self, named: NamedParameters) -> list[Optimizer]:
-        return [each for made in self.by_loss(named).values() for each in _as_list(made)]
-
-    def by_loss(self, named: NamedParameters) -> dict[str, Any]:
-        """What the optimizer function of each loss returns."""
-        own = {loss: [] for loss in self.losses}
-        owners = owners_of(self.losses, [name for name, _ in named])
-        for pair in named:
-            own[owners[pair[0]]].append(pair)
-        return {loss: each.optimizer(own[loss]) for loss, each in self.losses.items()}
 
 
 def _given_by_losses(*_: Any) -> Any:
@@ -174,6 +86,10 @@ class Job:
         of its own, which a step takes in turn (docs/several_losses.md). `loss` is then the first of them.
     data: builds a map-style (`__getitem__`, `__len__`) or iterable dataset of samples.
     batch_size: samples of one global batch, over all ranks.
+    batch_sizes: in place of one size, that from each step on, of at most `batch_size`: {0: 32, 100: 64} is a warm-up
+        (docs/over_time.md).
+    mix: of (batch, others), two batches of as many samples as `collate` makes them; returns the batch that is trained on.
+        The partner of each sample is another of the global batch, by a permutation drawn for the step (mixup).
     steps: optimizer steps of the whole run.
     seed: determines initial parameters, sample order and every random draw.
     init: how the model function's draws are made. "stream": one after another, as it makes them. "keyed": each
@@ -235,6 +151,8 @@ class Job:
     losses: Mapping[str, Objective] = field(default_factory=dict[str, Objective])
     data: Callable[[], Any]
     batch_size: int
+    batch_sizes: Mapping[int, int] = field(default_factory=dict[int, int])
+    mix: Callable[[Any, Any], Any] | None = None
     steps: int
     seed: int = 0
     init: str = "stream"
@@ -244,6 +162,7 @@ class Job:
     drop_last: bool = False
     scheduler: Callable[[Any], Any] | None = None
     clip_grad_norm: float | None = None
+    frozen: Mapping[str, range] = field(default_factory=dict[str, range])
     evaluate: Evaluate | None = None
     tokens_per_sample: int | None = None
     checkpoint_every: int | None = None
@@ -261,7 +180,7 @@ class Job:
         self._take_losses()
         for name, example in _EXAMPLES.items():
             value = getattr(self, name)
-            if not callable(value) and not (value is None and name in ("collate", "scheduler")):
+            if not callable(value) and not (value is None and name in ("collate", "scheduler", "mix")):
                 raise JobError(f"Job({name}=...) must be a function, like {name}={example}, not {type(value).__name__}.")  # fmt: skip
         if isinstance(self.model, nn.Module):
             raise JobError(
@@ -271,7 +190,7 @@ class Job:
         counts = {**dict.fromkeys(ones, 1), "num_workers": 0, "seed": 0}
         for name, least in counts.items():
             value = getattr(self, name)
-            if not _is_count(value, least) and not (
+            if not is_count(value, least) and not (
                 value is None and name in ("tokens_per_sample", "checkpoint_every")
             ):
                 raise JobError(f"Job({name}={value!r}) must be a whole number, {least} or more.")
@@ -279,7 +198,7 @@ class Job:
             raise JobError(
                 f"Job(checkpoint={self.checkpoint!r}) must be {' or '.join(map(repr, CHECKPOINTS))}: whether training stands still while a checkpoint is written."
             )
-        _check_clip("Job", self.clip_grad_norm)
+        check_clip("Job", self.clip_grad_norm)
         if self.average is not None and not (isinstance(self.average, float) and 0 < self.average < 1):
             raise JobError(
                 f"Job(average={self.average!r}) must be a number between 0 and 1, like 0.999, or None."
@@ -288,7 +207,8 @@ class Job:
             raise JobError("Job(evaluate=...) must be an Evaluate(data, metrics, every).")
         if self.init not in INITS:
             raise JobError(f"Job(init={self.init!r}) is not known. Use {' or '.join(map(repr, INITS))}.")
-        self._check_weights()
+        _check_over_time(self)
+        _check_weights(self)
         _check_modules("units", self.units or (), '[Block] or units=["encoder", "decoder"]')
         _check_modules("opaque", self.opaque, '[Router] or opaque=["blocks.3.router"]')
         if not isinstance(self.rules, Mapping) or not all(
@@ -297,6 +217,16 @@ class Job:
             raise JobError(
                 'Job(rules=...) must be texts by operator, like rules={"mylib::swiglu": "b* f, b* f -> b* f"}.'
             )
+
+    def batch_size_at(self, step: int) -> int:
+        """Samples of the batch of a step; the last one of an epoch may have fewer."""
+        first = max((each for each in self.batch_sizes if each <= step), default=None)
+        return self.batch_size if first is None else self.batch_sizes[first]
+
+    def batch_sizes_before(self, step: int) -> list[list[int]]:
+        """[first step, samples of a batch from it on] of the steps before `step`."""
+        sizes = self.batch_sizes or {0: self.batch_size}
+        return [[first, sizes[first]] for first in sorted(sizes) if first < max(step, 1)]
 
     def _take_losses(self) -> None:
         losses, own = self.losses, (self.loss, self.optimizer)
@@ -322,33 +252,53 @@ class Job:
                 "Every loss of Job(losses=...) has every=2 or more, so some steps have none. Let one have every=1."
             )
         if not derived:
-            apart = _with_functions_of_their_own(losses)
+            apart = with_functions_of_their_own(losses)
             object.__setattr__(self, "losses", apart)
             object.__setattr__(self, "optimizer", EachItsOwn(apart))
             object.__setattr__(self, "loss", next(iter(apart.values())).loss)
 
-    def _check_weights(self) -> None:
-        if self.weights is not None and not isinstance(self.weights, str | PathLike):
-            raise JobError(
-                f'Job(weights=...) must be a path, like weights="gpt2/model.safetensors", not {type(self.weights).__name__}.'
-            )
-        names = self.weight_names
-        if names is not None and self.weights is None:
-            raise JobError(
-                "Job(weight_names=...) is for the names in files, and no weights=PATH is given. Leave it out."
-            )
-        if (
-            names is not None
-            and not callable(names)
-            and not (
-                isinstance(names, Mapping)
-                and all(isinstance(key, str) for key in names)
-                and all(each is None or isinstance(each, str) for each in names.values())
-            )
-        ):
-            raise JobError(
-                'Job(weight_names=...) must be names by name, like weight_names={"head.weight": "lm_head.weight"}, or a function from name to name.'
-            )
+
+def _check_over_time(job: Job) -> None:
+    sizes = job.batch_sizes
+    if not isinstance(sizes, Mapping) or not all(
+        is_count(step, 0) and is_count(size, 1) and size <= job.batch_size for step, size in sizes.items()
+    ):
+        raise JobError(
+            f"Job(batch_sizes={sizes!r}) must be samples by the step from which on they are a batch, 1 to batch_size={job.batch_size} each, "
+            f"like batch_sizes={{0: {max(1, job.batch_size // 4)}, 100: {job.batch_size}}}."
+        )
+    if sizes and 0 not in sizes:
+        raise JobError(f"Job(batch_sizes=...) begins with step {min(sizes)}. Give the size from step 0 on.")
+    if not isinstance(job.frozen, Mapping) or not all(
+        isinstance(name, str) and isinstance(steps, range) for name, steps in job.frozen.items()
+    ):
+        raise JobError(
+            'Job(frozen=...) must be ranges of steps by the name of a module or parameter, like frozen={"trunk": range(100)}.'
+        )
+
+
+def _check_weights(job: Job) -> None:
+    if job.weights is not None and not isinstance(job.weights, str | PathLike):
+        raise JobError(
+            f'Job(weights=...) must be a path, like weights="gpt2/model.safetensors", not {type(job.weights).__name__}.'
+        )
+    names = job.weight_names
+    if names is not None and job.weights is None:
+        raise JobError(
+            "Job(weight_names=...) is for the names in files, and no weights=PATH is given. Leave it out."
+        )
+    if (
+        names is not None
+        and not callable(names)
+        and not (
+            isinstance(names, Mapping)
+            and all(isinstance(key, str) for key in names)
+            and all(each is None or isinstance(each, str) for each in names.values())
+        )
+    ):
+        raise JobError(
+            'Job(weight_names=...) must be names by name, like weight_names={"head.weight": "lm_head.weight"}, or a function from name to name.'
+        )
 
 
 def _check_modules(setting: str, given: Any, example: str) -> None:
@@ -364,36 +314,6 @@ _EXAMPLES = {
     "optimizer": "lambda named: torch.optim.AdamW(named)",
     "data": "lambda: MyDataset()",
     "collate": "my_collate",
+    "mix": "lambda batch, others: {**batch, 'x': 0.7 * batch['x'] + 0.3 * others['x'], 'other_y': others['y']}",
     "scheduler": "lambda optimizer: CosineAnnealingLR(optimizer, 100)",
 }
-
-
-def _is_count(value: object, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-
-def _check_clip(of: str, clip: Any) -> None:
-    if clip is not None and (isinstance(clip, bool) or not isinstance(clip, int | float) or not clip > 0):
-        raise JobError(f"{of}(clip_grad_norm={clip!r}) must be a number above 0, or None for no clipping.")
-
-
-def _with_functions_of_their_own(losses: Mapping[str, Objective]) -> dict[str, Objective]:
-    """The same losses, no two of which are one function: programs are known by their function."""
-    known: set[LossFunction] = set()
-    found: dict[str, Objective] = {}
-    for name, each in losses.items():
-        found[name] = replace(each, loss=_apart(each.loss)) if each.loss in known else each
-        known.add(each.loss)
-    return found
-
-
-def _apart(loss: LossFunction) -> LossFunction:
-    return lambda model, batch: loss(model, batch)
-
-
-def _names(text: str, name: str) -> bool:
-    return name == text or name.startswith(f"{text}.") or fnmatch.fnmatchcase(name, text)
-
-
-def _as_list(given: Any) -> list[Any]:
-    return list(given) if isinstance(given, list | tuple) else [given]

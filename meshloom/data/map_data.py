@@ -16,7 +16,7 @@ from meshloom.comm.steps import Steps
 from meshloom.core.errors import DataError
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
-from meshloom.core.random import sample_order, sample_seed
+from meshloom.core.random import partner_order, sample_order, sample_seed
 from meshloom.data.chunks import Chunk, ChunkRange, Reader, share_of, split_batch
 from meshloom.data.reading import Collation, ReadFailure, read_ahead, seed_draws
 from meshloom.data.shares import Shares
@@ -24,12 +24,13 @@ from meshloom.data.shares import Shares
 
 @dataclass(frozen=True)
 class ReadRequest:
-    """Samples `indices` of the dataset, as chunk `chunk` of `step`."""
+    """Samples `indices` of the dataset, as chunk `chunk` of `step`. partners: those that they are mixed with; None: none."""
 
     step: int
     chunk: int
     epoch: int
     indices: list[int]
+    partners: list[int] | None = None
 
 
 class ChunkSource(Dataset[Any]):
@@ -41,44 +42,102 @@ class ChunkSource(Dataset[Any]):
         self._collate = Collation(job)
 
     def __getitem__(self, request: ReadRequest) -> Any:
-        samples: list[Any] = []
-        for index in request.indices:
+        samples: dict[int, Any] = {}
+        for index in dict.fromkeys([*request.indices, *(request.partners or ())]):
             seed_draws(sample_seed(self._seed, request.epoch, index))
             try:
-                samples.append(self._dataset[index])
+                samples[index] = self._dataset[index]
             except Exception as error:
                 return ReadFailure.of(f"Reading sample {index} (step {request.step})", error)
-        return self._collate(samples, request.step, request.chunk, request.indices)
+        partners = None if request.partners is None else [samples[index] for index in request.partners]
+        own = [samples[index] for index in request.indices]
+        return self._collate(own, request.step, request.chunk, request.indices, partners)
+
+
+@dataclass(frozen=True)
+class _Stretch:
+    """Batches of one size: the first step, and where its batch begins in its epoch."""
+
+    step: int
+    epoch: int
+    start: int
+    size: int
 
 
 class Batches:
-    """The global batch of each step, as indices of a dataset. Raises `DataError` if an epoch has no batch."""
+    """The global batch of each step, as indices of a dataset. Raises `DataError` if an epoch has no batch.
+
+    An epoch's order is cut into one batch after another, of the size of each step; what is left at its end is a short batch, or
+    dropped.
+    """
 
     def __init__(self, job: Job, num_samples: int) -> None:
         self._job = job
         self._num_samples = num_samples
-        full, rest = divmod(num_samples, job.batch_size)
-        self.per_epoch = full + (1 if rest and not job.drop_last else 0)
         if not num_samples:
             raise DataError("The dataset is empty. Job(data=...) must build one with samples.")
-        if not self.per_epoch:
+        if job.drop_last and num_samples < job.batch_size:
             raise DataError(
                 f"The dataset has {num_samples} samples, and drop_last=True drops the short batch of them (batch_size={job.batch_size}). "
                 f"Use batch_size={num_samples} or less, or drop_last=False."
             )
         self._order: tuple[int, list[int]] = (-1, [])
+        self._stretches: list[_Stretch] = []
+        for step in sorted(job.batch_sizes) or [0]:
+            epoch, start, size = self._place(step - 1) if self._stretches else (0, 0, 0)
+            start = min(start + size, num_samples)
+            self._stretches.append(_Stretch(step, epoch, start, job.batch_size_at(step)))
+
+    @property
+    def per_epoch(self) -> int:
+        """Steps of the first epoch; with batches of one size, of each."""
+        step = 0
+        while self._place(step)[0] == 0:
+            step = self.last_of_epoch(step) + 1
+        return step
+
+    def last_of_epoch(self, step: int) -> int:
+        """The last step of the epoch of `step`, with the batch size of that step."""
+        _, start, size = self._place(step)
+        return step + self._count(start, size) - 1
+
+    def changes(self) -> list[int]:
+        """The steps from which on batches have another size, and step 0."""
+        return [each.step for each in self._stretches]
 
     def size(self, step: int) -> int:
         """Samples of the batch of `step`; the last batch of an epoch may be short."""
-        return min(self._job.batch_size, self._num_samples - step % self.per_epoch * self._job.batch_size)
+        _, start, size = self._place(step)
+        return min(size, self._num_samples - start)
 
     def of(self, step: int) -> tuple[int, list[int]]:
         """The epoch of `step`, and the indices of its batch in order."""
-        epoch, position = divmod(step, self.per_epoch)
+        epoch, start, size = self._place(step)
         if self._order[0] != epoch:
             self._order = epoch, sample_order(self._job.seed, epoch, self._num_samples, self._job.shuffle)
-        start = position * self._job.batch_size
-        return epoch, self._order[1][start : start + self._job.batch_size]
+        return epoch, self._order[1][start : start + size]
+
+    def partners(self, step: int) -> list[int] | None:
+        """The indices of what each sample of the batch is mixed with; None: nothing is."""
+        if self._job.mix is None:
+            return None
+        _, indices = self.of(step)
+        return [indices[each] for each in partner_order(self._job.seed, step, len(indices))]
+
+    def _place(self, step: int) -> tuple[int, int, int]:
+        """The epoch of a step's batch, where it begins in it, and the size of batches."""
+        last = next(each for each in reversed(self._stretches) if each.step <= step)
+        number, size = step - last.step, last.size
+        in_first = self._count(last.start, size)
+        if number < in_first:
+            return last.epoch, last.start + number * size, size
+        epochs, position = divmod(number - in_first, self._count(0, size))
+        return last.epoch + 1 + epochs, position * size, size
+
+    def _count(self, start: int, size: int) -> int:
+        """Batches from `start` to the end of an epoch."""
+        full, rest = divmod(self._num_samples - start, size)
+        return full + (1 if rest and not self._job.drop_last else 0)
 
 
 class MapReader(Reader):
@@ -93,11 +152,11 @@ class MapReader(Reader):
         self._batches = Batches(job, num_samples)
         self._num_workers = job.num_workers
         self._plan, self._shares, self._replica, self._stop_step = plan, shares, replica, stop_step
-        per_epoch = self._batches.per_epoch
-        # the first batch, and the last one of its epoch, which may be short
-        for step in (start_step, start_step + per_epoch - 1 - start_step % per_epoch):
-            if step < stop_step:
-                plan.check_batch(self._batches.size(step))
+        for step in {start_step, *(each for each in self._batches.changes() if each > start_step)}:
+            # the first batch of each size, and the last one of its epoch, which may be short
+            for each in (step, self._batches.last_of_epoch(step)):
+                if each < stop_step:
+                    plan.check_batch(self._batches.size(each))
         self._seek(start_step)
 
     @property
@@ -130,9 +189,12 @@ class MapReader(Reader):
         """The chunks to read from `start_step` to the end of the run."""
         for step in range(start_step, self._stop_step):
             epoch, indices = self._batches.of(step)
+            partners = self._batches.partners(step)
             for cut in self._ranges(step, len(indices)):
+                own = slice(cut.start, cut.stop)
                 if cut.samples:
-                    yield ReadRequest(step, cut.index, epoch, indices[cut.start : cut.stop])
+                    others = None if partners is None else partners[own]
+                    yield ReadRequest(step, cut.index, epoch, indices[own], others)
 
     def _ranges(self, step: int, num_samples: int) -> list[ChunkRange]:
         ranges = split_batch(num_samples, self._plan, self._shares.of(step))

@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_in
 
 from meshloom.core.errors import DataError
 from meshloom.core.job import Job
-from meshloom.core.random import derive, preserved_draws
+from meshloom.core.random import derive, mix_seed, preserved_draws
 
 
 def seed_draws(value: int) -> None:
@@ -76,19 +76,32 @@ _NOT_USERS = (
 
 
 class Collation:
-    """The job's `collate` under a seed of each chunk, with described failures."""
+    """The job's `collate` under a seed of each chunk, and its `mix` under one of each batch, with described failures."""
 
     def __init__(self, job: Job) -> None:
         self._collate: Callable[[list[Any]], Any] = job.collate or default_collate
+        self._mix = job.mix
         self._seed = job.seed
         self._sendable = False
 
-    def __call__(self, samples: list[Any], step: int, index: int, names: Iterable[object]) -> Any:
-        """The batch of `samples` for chunk `index` of `step`, or a `ReadFailure` that has their `names`."""
+    def __call__(
+        self,
+        samples: list[Any],
+        step: int,
+        index: int,
+        names: Iterable[object],
+        partners: list[Any] | None = None,
+    ) -> Any:
+        """The batch of `samples` for chunk `index` of `step`, or a `ReadFailure` that has their `names`. partners: what each is
+        mixed with; None: nothing is."""
         what = f"Collating chunk {index} of step {step} (samples {', '.join(map(str, names))})"
-        seed_draws(derive(self._seed, "collate", step, index))
         try:
-            data = self._collate(samples)
+            data = self._collated(samples, step, index)
+            if self._mix is not None and partners is not None:
+                others = self._collated(partners, step, index)
+                what = what.replace("Collating", "Mixing", 1)
+                seed_draws(mix_seed(self._seed, step))
+                data = self._mix(data, others)
             if get_worker_info() is not None and not self._sendable:
                 # once per worker: the parent would wait forever for what cannot be pickled
                 pickle.dumps(data)
@@ -96,6 +109,10 @@ class Collation:
         except Exception as error:
             return ReadFailure.of(what, error)
         return data
+
+    def _collated(self, samples: list[Any], step: int, index: int) -> Any:
+        seed_draws(derive(self._seed, "collate", step, index))
+        return self._collate(samples)
 
 
 def read_ahead(

@@ -15,7 +15,7 @@ from meshloom.core.random import preserved_draws
 from meshloom.data.job_data import build_dataset, is_iterable
 from meshloom.data.map_data import Batches, ChunkSource, ReadRequest
 from meshloom.data.reading import Collation, ReadFailure
-from meshloom.data.stream_data import stream_batches
+from meshloom.data.stream_data import partners_of, stream_batches
 
 
 def first_batches(job: Job, number: int, size: int | None = None) -> list[Any]:
@@ -26,7 +26,7 @@ def first_batches(job: Job, number: int, size: int | None = None) -> list[Any]:
     are restored. Raises `DataError` if the data has fewer than `size` samples, cannot be read, or is an
     iterator that `data` returns each time, which can be read only once.
     """
-    full_batches = replace(job, batch_size=size or job.batch_size, drop_last=True)
+    full_batches = replace(job, batch_size=size or job.batch_size, batch_sizes={}, drop_last=True)
     dataset = build_dataset(job.data, job.seed)
     with preserved_draws():
         read = _from_stream if is_iterable(dataset, "Job(data=...)") else _from_map
@@ -47,7 +47,7 @@ def _from_map(dataset: Any, job: Job) -> Iterator[Any]:
     source = ChunkSource(dataset, job)
     for step in count():
         epoch, indices = batches.of(step)
-        yield source[ReadRequest(step, 0, epoch, indices)]
+        yield source[ReadRequest(step, 0, epoch, indices, batches.partners(step))]
 
 
 def _from_stream(dataset: Any, job: Job) -> Iterator[Any]:
@@ -63,4 +63,4 @@ def _from_stream(dataset: Any, job: Job) -> Iterator[Any]:
             yield batch
             return
         names, samples = zip(*batch, strict=True)
-        yield collate(list(samples), step, 0, names)
+        yield collate(list(samples), step, 0, names, partners_of(job, step, samples))

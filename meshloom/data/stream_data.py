@@ -10,7 +10,7 @@ sample under its own seed, since a stream has no other notion of position.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import count, islice
 from typing import Any
 
@@ -22,7 +22,7 @@ from meshloom.comm.steps import Steps
 from meshloom.core.errors import JobError
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
-from meshloom.core.random import derive, sample_seed
+from meshloom.core.random import derive, partner_order, sample_seed
 from meshloom.data.chunks import Chunk, Reader, split_batch
 from meshloom.data.reading import Collation, ReadFailure, read_ahead, seed_draws
 from meshloom.data.shares import Shares
@@ -47,9 +47,11 @@ class StepSource(IterableDataset[Any]):
                 yield batch
                 return
             chunks: list[Chunk] = []
+            partners = partners_of(self._job, step, [sample for _, sample in batch])
             for cut in split_batch(len(batch), self._plan, self._shares.of(step)):
                 names, samples = zip(*batch[cut.start : cut.stop], strict=True) if cut.samples else ((), ())
-                data = self._collate(list(samples), step, cut.index, names) if cut.samples else None
+                others = None if partners is None else partners[cut.start : cut.stop]
+                data = self._collate(list(samples), step, cut.index, names, others) if cut.samples else None
                 if isinstance(data, ReadFailure):
                     yield data
                     return
@@ -57,10 +59,18 @@ class StepSource(IterableDataset[Any]):
             yield chunks
 
 
+def partners_of(job: Job, step: int, samples: Sequence[Any]) -> list[Any] | None:
+    """What each sample of the batch of `step` is mixed with; None: nothing is."""
+    if job.mix is None:
+        return None
+    return [samples[each] for each in partner_order(job.seed, step, len(samples))]
+
+
 def stream_batches(dataset: Any, job: Job) -> Iterator[list[Sample] | ReadFailure]:
     """The global batches, epoch after epoch, without end; a `ReadFailure` is the last item."""
+    step = 0
     for epoch in count():
-        position = 0
+        position, before = 0, step
         batch: list[Sample] = []
         seed_draws(derive(job.seed, "stream", epoch))
         try:
@@ -80,12 +90,13 @@ def stream_batches(dataset: Any, job: Job) -> Iterator[list[Sample] | ReadFailur
                 yield ReadFailure.of(f"Reading sample {position} of epoch {epoch} of the stream", error)
                 return
             position += 1
-            if len(batch) == job.batch_size:
+            if len(batch) == job.batch_size_at(step):
                 yield batch
-                batch = []
+                batch, step = [], step + 1
         if batch and not job.drop_last:
             yield batch
-        elif position < job.batch_size:
+            step += 1
+        elif step == before:
             yield ReadFailure(_ran_dry(epoch, position, job))
             return
 
@@ -127,7 +138,8 @@ class StreamReader(Reader):
                 f"num_workers={job.num_workers} splits batches of an iterable dataset ahead of time, in a process that does not know new shares. "
                 "Use num_workers=0, a map-style dataset, or a plan without shares=measured."
             )
-        plan.check_batch(job.batch_size)
+        for size in {job.batch_size, *job.batch_sizes.values()}:
+            plan.check_batch(size)
         self._dataset = dataset if group.rank == 0 else None
         self._job, self._plan, self._shares, self._group = job, plan, shares, group
         self._stop_step = stop_step

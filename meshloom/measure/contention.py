@@ -229,7 +229,7 @@ class _Companion:
 def _steps(job: Job, number: int) -> Iterator[Callable[[], object]]:
     """A function that takes a step of one of `number` replicas' share of a batch, after the first two
     steps."""
-    job = replace(job, batch_size=job.batch_size // number, evaluate=None)
+    job = replace(job, batch_size=job.batch_size // number, batch_sizes={}, evaluate=None)
     with Trainer(job, Plan(), devices="cpu", listener=QUIET) as trainer:
         batch = next(iter(trainer.batches()))
         for _ in range(2):

@@ -14,7 +14,9 @@ from torch.optim import Optimizer
 
 from meshloom.checkpoint.json_values import NotPlainError, to_json
 from meshloom.core.errors import JobError
-from meshloom.core.job import EachItsOwn, Job, NamedParameters
+from meshloom.core.job import Job, NamedParameters
+from meshloom.core.moments.by_hand import as_scheduler
+from meshloom.core.objectives import EachItsOwn
 from meshloom.optimizer.elementwise import Reach, reach, steps_in_windows
 
 
@@ -78,14 +80,16 @@ def _schedulers(function: Callable[[Any], Any] | None, made: Any) -> list[Any]:
     if function is None:
         return []
     returned = function(made)
-    schedulers: list[Any] = list(returned) if isinstance(returned, list | tuple) else [returned]
+    schedulers = [
+        as_scheduler(each) for each in (returned if isinstance(returned, list | tuple) else [returned])
+    ]
     for scheduler in schedulers:
         if not all(
             callable(getattr(scheduler, name, None)) for name in ("step", "state_dict", "load_state_dict")
         ):
             raise JobError(
                 f"The scheduler function returned a {type(scheduler).__name__}. Return a scheduler, like lambda optimizer: "
-                "CosineAnnealingLR(optimizer, 100), or a list of them."
+                "CosineAnnealingLR(optimizer, 100), a function of a step's number, or a list of them."
             )
         scheduler_values(scheduler)  # find out now rather than at the first checkpoint
     return schedulers

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from meshloom.core.all_reduce_costs import AlgorithmChoice, choose_algorithm
+from meshloom.machine.all_reduce_costs import AlgorithmChoice, choose_algorithm
 from meshloom.machine.machine import Machine, collective_seconds
 
 SIZES = (4 << 10, 64 << 10, 1 << 20, 25 << 20)

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from meshloom.core.all_reduce_costs import ring_seconds, server_seconds
 from meshloom.core.exchanges import EXCHANGES, ZERO_SLICES
 from meshloom.core.plan import Plan
 from meshloom.core.units import format_bytes, format_seconds
+from meshloom.machine.all_reduce_costs import ring_seconds, server_seconds
 from meshloom.machine.machine import Machine
 from meshloom.planner.pricing import Devices, Option
 

@@ -27,6 +27,7 @@ from meshloom.comm.rank_context import RankContext
 from meshloom.comm.steps import Steps
 from meshloom.comm.windows import windows_of
 from meshloom.core.job import Job, NamedParameters
+from meshloom.core.losses.frozen import FrozenParameters
 from meshloom.core.losses.in_precision import in_precision
 from meshloom.core.losses.logged import with_logs
 from meshloom.core.losses.turns import LossTurn, OwnGradients, turns_of
@@ -122,6 +123,7 @@ class Replica:
         self.named = trainable(self.model)
         step_checks.check_accumulation_hooks(self.named, plan)
         self.own = OwnGradients(job, self.model) if job.losses else None
+        self.freezing = FrozenParameters(job, self.named, self.own)
         # evaluations of losses in steps so far; by loss, the newest result
         self.evaluations, self.newest = 0, dict[str, StepResult]()
         self.num_parameters = sum(each.numel() for each in self.model.parameters())
@@ -204,7 +206,10 @@ class Replica:
         doing = self.context.activity
         doing.enter("preparing", step)
         filled = [chunk for chunk in chunks if chunk.samples]
-        with self._own_gradients(), _around_chunks(self):
+        trained_here = (
+            [] if self.inner.captures else self.named
+        )  # programs compute all that was trained when they were captured
+        with self._own_gradients(), self.freezing.without_gradients(step, trained_here), _around_chunks(self):
             yield from self.engine.run(filled, self.scope, self.sums, self.recorder)
         doing.enter("exchanging", step)
         if self.pace:
@@ -213,7 +218,7 @@ class Replica:
         self.before_update()
         yield
         self.sums.wait()
-        gradients = yield from _exchanged(self, chunks[0].batch)
+        gradients = yield from _exchanged(self, step, chunks[0].batch)
         total, weight = self.sums.result()
         if self.sums.unknown:
             yield from self.sums.agree_on_names(self.context.world, speaks=self.context.place.tp == 0)
@@ -306,12 +311,13 @@ def _span(replica: Replica, kind: SpanKind) -> AbstractContextManager[None]:
     return replica.recorder.span(kind) if replica.recorder else nullcontext()
 
 
-def _exchanged(replica: Replica, batch: int) -> Steps[list[Tensor | None]]:
+def _exchanged(replica: Replica, step: int, batch: int) -> Steps[list[Tensor | None]]:
     """The averaged gradients of what this rank owns; with a loss scale ranks also tell each other whether some overflowed."""
     sums = replica.sums
     divisor = sums.divisor(batch)
     with _span(replica, "exchange"):
         gradients = yield from replica.exchange.finish(divisor)
+        gradients = replica.freezing.dropped(step, (each.name for each in replica.exchange.owned), gradients)
         if sums.scale is not None:
             sums.send((yield from step_checks.count_overflows(gradients, replica.engine, replica.replicas, replica.context.device)))  # fmt: skip
     return gradients

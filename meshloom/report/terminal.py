@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from rich.console import Console
+from rich.live import Live
 from rich.table import Table
+from rich.text import Text
 
 from meshloom.core.units import format_bytes, format_clock, format_number
 from meshloom.telemetry.progress import Progress
 from meshloom.telemetry.summary import TimeShares
+from meshloom.telemetry.timings import Timings
 from meshloom.telemetry.traffic import Traffic
 
 SECONDS_BETWEEN_LINES = 2.0
+LONG_SECONDS = 2.0  # a phase that lasts longer is shown
 
 
 def print_line(console: Console, text: str = "") -> None:
@@ -49,6 +56,12 @@ class Terminal:
         if last:
             self._finish_line()
 
+    @contextmanager
+    def showing(self, timings: Timings) -> Iterator[None]:
+        """A context in which a phase that lasts is named on a terminal while it does, with its seconds."""
+        with LongPhases(self._console, self._finish_line, ["steps"]) as phases, phases.of(timings):
+            yield
+
     def event(self, text: str) -> None:
         """A line of its own."""
         self._finish_line()
@@ -82,6 +95,66 @@ class Terminal:
         if self._open_line:
             self._console.file.write("\n")
             self._open_line = False
+
+
+class LongPhases:
+    """A line of what is going on, which a thread shows once it has lasted LONG_SECONDS, and which is gone when that ends.
+    Nothing where the output is no terminal.
+
+    clear: called before a line is shown. passed_over: what has a line of its own.
+    """
+
+    def __init__(
+        self, console: Console, clear: Callable[[], None] = lambda: None, passed_over: Sequence[str] = ()
+    ) -> None:
+        self._console, self._clear, self._passed_over = console, clear, passed_over
+        self._phase: str | None = None
+        self._since = 0.0
+        self._shown: Live | None = None
+        self._lock, self._ended = threading.Lock(), threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def __enter__(self) -> LongPhases:
+        if self._console.is_terminal:
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        self.enter(None)
+
+    @contextmanager
+    def of(self, timings: Timings) -> Iterator[None]:
+        """A context in which these phases are."""
+        timings.entered = self.enter
+        try:
+            yield
+        finally:
+            timings.entered = lambda phase: None
+
+    def enter(self, phase: str | None) -> None:
+        """From now on this is going on; None: nothing that is worth a line."""
+        with self._lock:
+            self._phase = None if phase in self._passed_over else phase
+            self._since = time.monotonic()
+            if self._shown:
+                self._shown.stop()
+                self._shown = None
+
+    def _watch(self) -> None:
+        while not self._ended.wait(LONG_SECONDS / 4):
+            with self._lock:
+                seconds = time.monotonic() - self._since
+                if self._phase is None or seconds < LONG_SECONDS:
+                    continue
+                text = Text(f"{self._phase} ({seconds:.0f} s)", style="dim")
+                if self._shown is None:
+                    self._clear()
+                    self._shown = Live(console=self._console, transient=True, auto_refresh=False)
+                    self._shown.start()
+                self._shown.update(text, refresh=True)
 
 
 def progress_text(progress: Progress) -> str:

@@ -10,13 +10,16 @@ from contextlib import contextmanager
 class Timings:
     """Seconds by phase.
 
-    clock: its seconds are counted. Default: this process's CPU time.
+    clock: its seconds are counted. Default: this process's CPU time. entered: called with the innermost phase that is open
+    whenever that is another one, None where none is.
     """
 
     def __init__(self, clock: Callable[[], float] | None = None) -> None:
         self._clock = clock or time.process_time
         self._seconds: dict[str, float] = {}
         self._nested = [0.0]  # seconds of the phases inside each phase that is open
+        self._open: list[str] = []
+        self.entered: Callable[[str | None], None] = lambda phase: None
         self.notes: list[str] = []  # sentences to print after the seconds
 
     @property
@@ -29,9 +32,13 @@ class Timings:
         """Count what runs inside the context as `phase`."""
         started = self._clock()
         self._nested.append(0.0)
+        self._open.append(phase)
+        self.entered(phase)
         try:
             yield
         finally:
+            self._open.pop()
+            self.entered(self._open[-1] if self._open else None)
             elapsed = self._clock() - started
             own = elapsed - self._nested.pop()
             self._nested[-1] += elapsed

@@ -138,6 +138,7 @@ class RunCheckpoints:
                         "updater": values,
                         "seed": self._job.seed,
                         "batch_size": self._job.batch_size,
+                        "batch_sizes": self._job.batch_sizes_before(step),
                         "shares": self._shares.record,
                         **self.also,
                         **scale_values(replica),

@@ -33,6 +33,7 @@ def _facts(replica: Replica) -> Iterator[str]:
     job, engine = replica.job, replica.engine
     yield str(replace(replica.plan, keyed_draws=False))
     yield f"batches of {job.batch_size}, seed {job.seed}, clipped to {job.clip_grad_norm}, losses {[*job.losses]}"
+    yield f"batch sizes {job.batch_sizes}, frozen {job.frozen}, mixed: {job.mix is not None}"
     for name, pieces in sorted(replica.shards.pieces.items()):
         yield f"{name}: {pieces}"
     if isinstance(engine, ProgramEngine):

@@ -59,6 +59,7 @@ class StepMeter:
         self._job, self._plan, self._replicas = job, plan, replicas
         self.num_steps = self.checks = self.evaluations = 0
         self._results: list[StepResult] = []  # the first and the newest
+        self._num_samples = 0
         self._start = time.monotonic()
         self._data = self._steps = 0.0  # seconds
         self._held_up = 0.0  # part of `_steps`: in collectives
@@ -82,6 +83,7 @@ class StepMeter:
     def came_to(self, result: StepResult) -> None:
         """What the newest step came to."""
         self._results[1:] = [result]
+        self._num_samples += result.samples
 
     @property
     def norm(self) -> Readback | None:
@@ -91,7 +93,7 @@ class StepMeter:
     def progress(self, step: int, steps: int, loss: float, memory_bytes: int) -> Progress:
         """After `step` of `steps`, without the gradient's norm."""
         seconds = max(self._steps + self._data, 1e-9)
-        samples = self._job.batch_size * self.num_steps / seconds
+        samples = self._num_samples / seconds
         return Progress(
             step=step,
             steps=steps,

@@ -185,7 +185,8 @@ class SynchronousRun:
     def evaluate(self) -> dict[str, float]:
         """Every metric of the job's `Evaluate`, averaged over all of its data."""
         self._checkpoints.finish_copies()
-        return self.evaluation.evaluate(self.next_step)
+        with self._timings.of("evaluating"):
+            return self.evaluation.evaluate(self.next_step)
 
     def save(self, *, wait: bool = True) -> Path:
         """Write a checkpoint of the state after the newest step into `out`; returns its path. wait: of
@@ -239,7 +240,8 @@ class SynchronousRun:
         raise SystemExit(code)
 
     def _resume(self, directory: Path) -> None:
-        checkpoint = self._checkpoints.resume(directory, self._steps)
+        with self._timings.of("loading"):
+            checkpoint = self._checkpoints.resume(directory, self._steps)
         if self._world.main and (said := checkpoint.meta.get("note") or passed_over(checkpoint.path)):
             self._listener.note(said)
         self._measurement.go_on_with(checkpoint)

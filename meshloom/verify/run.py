@@ -17,6 +17,7 @@ from meshloom.core.plan import Plan
 from meshloom.core.precisions import PRECISIONS, Precision
 from meshloom.launch.environment import launched_rank
 from meshloom.launch.one_at_a_time import working_alone
+from meshloom.telemetry.timings import Timings
 from meshloom.verify.compare import Comparer, rounds_partial_sums
 from meshloom.verify.comparison_run import compare_here
 from meshloom.verify.fewer_blocks import with_fewer_blocks
@@ -43,6 +44,7 @@ def verify(
     against: torch.dtype | None = None,
     quick: bool = True,
     cache: str = "auto",
+    timings: Timings | None = None,
     compare: Compare = compare_here,
 ) -> Report | None:
     """Run `steps` steps of `job` under `plan` and on one device, and compare. Returns None on ranks other
@@ -51,7 +53,7 @@ def verify(
     dtype: run both in this precision; float64 tells a mistake from rounding. blocks: how many of the model's
     repeated blocks both run; None: all. against: float64, to measure in the first step how far
     the plan, and one device at its precision, are from one device in it. quick: the steps alone, without evaluation, checkpoint, resuming and the
-    end of an epoch. cache: of readings, as of a Trainer. overcommit: run although memory is predicted not to
+    end of an epoch. cache, timings: as of a Trainer. overcommit: run although memory is predicted not to
     suffice. compare: where one device runs, beside rank 0: in its process, or in another. Raises as the trainer does, and `DeviceError` if one device cannot
     hold what the plan is compared with.
     """
@@ -65,7 +67,7 @@ def verify(
         try:
             report = verify(
                 fewer.job, plan, devices=devices, steps=steps, dtype=dtype, timeout_seconds=timeout_seconds, transport=transport,
-                oversubscribe=oversubscribe, overcommit=overcommit, against=against, quick=quick, cache=cache, compare=compare,
+                oversubscribe=oversubscribe, overcommit=overcommit, against=against, quick=quick, cache=cache, timings=timings, compare=compare,
             )  # fmt: skip
         except Exception as error:
             error.add_note(fewer.sentence)  # it may be why
@@ -81,7 +83,7 @@ def verify(
         job=job, plan=replace(plan, keyed_draws=True) if keyed else plan, shares=_varying_shares(plan, steps), dtype=dtype, against=against,
         settings={
             "devices": devices, "timeout_seconds": timeout_seconds, "transport": transport, "oversubscribe": oversubscribe, "overcommit": overcommit,
-            "cache": cache,
+            "cache": cache, "timings": timings,
         },
         compare=compare,
     )  # fmt: skip

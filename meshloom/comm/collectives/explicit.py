@@ -29,9 +29,9 @@ from meshloom.comm.liveness.activity import Activity
 from meshloom.comm.moves import AllReduceMoves, Move, divided
 from meshloom.comm.reductions import combine
 from meshloom.comm.simulated import SimulatedGroup
-from meshloom.core.all_reduce_costs import ALGORITHMS
 from meshloom.core.errors import CollectiveError
 from meshloom.core.units import format_bytes
+from meshloom.machine.all_reduce_costs import ALGORITHMS
 
 _END_SECONDS = 5.0  # that the thread has to end
 _MAX_LISTS = 256  # of moves that are cached; a training job has as many as buckets

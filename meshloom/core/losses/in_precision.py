@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from meshloom.core.errors import JobError
-from meshloom.core.job import Job, Loss, LossFunction
+from meshloom.core.job import Job, LossFunction
+from meshloom.core.objectives import Loss
 from meshloom.core.plan import Plan
 from meshloom.core.precisions import PRECISIONS
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from meshloom.core.errors import JobError
-from meshloom.core.job import Loss
+from meshloom.core.objectives import Loss
 
 
 def as_sum(

@@ -17,8 +17,9 @@ from torch import nn
 
 from meshloom.core.errors import PlanError
 from meshloom.core.exchanges import EXCHANGES
-from meshloom.core.job import Job, owners_of
+from meshloom.core.job import Job
 from meshloom.core.modules.compiled import named_as_written
+from meshloom.core.objectives import owners_of
 from meshloom.core.plan import Plan
 from meshloom.core.precisions import PRECISIONS
 
@@ -61,12 +62,17 @@ def turns_of(job: Job, step: int) -> Sequence[LossTurn]:
 
 def check_turns(job: Job, plan: Plan) -> None:
     """Raises `PlanError` for plans under which several losses have no turns, evaluations do not decide when to
-    stop, or parameters have no average."""
+    stop, parameters have no average, or what changes over the steps has none."""
     entry = EXCHANGES[plan.exchange]
     if job.evaluate and job.evaluate.best and not entry.synchronous:
         raise PlanError(
             f"exchange={plan.exchange} evaluates snapshots while workers go on, and keeps no best one: Evaluate(best=..., patience=...) are for ranks that step "
             "together. Leave them out, or use another exchange."
+        )
+    over_time = {"batch_sizes": job.batch_sizes, "frozen": job.frozen, "mix": job.mix}
+    for name in (each for each, given in over_time.items() if given and not entry.synchronous):
+        raise PlanError(
+            f"Job({name}=...) is for steps that ranks take together, and workers of exchange={plan.exchange} have steps of their own. Leave one of them out."
         )
     if job.average is not None and (why := _no_average(job, plan)):
         raise PlanError(f"Job(average=...) is not kept {why}. Leave one of them out.")
@@ -97,6 +103,7 @@ def _job_of(job: Job, loss: str) -> Job:
         job,
         model=model,
         losses={},
+        frozen={},
         loss=objective.loss,
         optimizer=objective.optimizer,
         scheduler=objective.scheduler,

@@ -17,8 +17,9 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase  # pyright: ignore[reportPrivateUsage]
 from torch.optim import Optimizer
 
-from meshloom.core.job import EachItsOwn, Job, Loss, LossFunction, NamedParameters
+from meshloom.core.job import Job, LossFunction, NamedParameters
 from meshloom.core.modules.compiled import named_as_written
+from meshloom.core.objectives import EachItsOwn, Loss
 from meshloom.core.plan import Plan
 from meshloom.core.precisions import PRECISIONS
 from meshloom.data.to_device import convert_tensors

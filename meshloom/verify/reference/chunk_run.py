@@ -14,7 +14,7 @@ from torch.utils.data import default_collate
 from meshloom.core.job import Job
 from meshloom.core.moments.current_step import at_step
 from meshloom.core.plan import Plan
-from meshloom.core.random import KeyedDraws, chunk_seed, derive, preserved_draws, seed_everything
+from meshloom.core.random import KeyedDraws, chunk_seed, derive, mix_seed, preserved_draws, seed_everything
 from meshloom.verify.reference.chunks_of_plan import ReferenceForward, as_sum
 from meshloom.verify.reference.loss_scaling import ReferenceScale
 from meshloom.verify.reference.observers import CastWatch, DrawWatch, ModuleWatch, digest_values
@@ -108,5 +108,13 @@ class ChunkRun:
 
     def _collate(self, samples: Sequence[Any], step: int, index: int) -> Any:
         with preserved_draws():
-            seed_everything(derive(self._job.seed, "collate", step, index))
-            return (self._job.collate or default_collate)(list(samples))
+            if self._job.mix is None:
+                return self._collated(samples, step, index)
+            own, partners = zip(*samples, strict=True)
+            batch, others = (self._collated(each, step, index) for each in (own, partners))
+            seed_everything(mix_seed(self._job.seed, step))
+            return self._job.mix(batch, others)
+
+    def _collated(self, samples: Sequence[Any], step: int, index: int) -> Any:
+        seed_everything(derive(self._job.seed, "collate", step, index))
+        return (self._job.collate or default_collate)(list(samples))

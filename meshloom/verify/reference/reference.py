@@ -25,6 +25,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from meshloom.core.job import Job
 from meshloom.core.modules.compiled import named_as_written
+from meshloom.core.objectives import names_parameter
 from meshloom.core.plan import Plan
 from meshloom.core.random import model_seed, preserved_draws, seed_everything
 from meshloom.parameters.keyed_init import call_model
@@ -226,7 +227,7 @@ class Reference:
         """Turn what forwards have accumulated into averages, of a weight of 1 into gradient sums; those of other losses'
         parameters are thrown away."""
         for name, parameter in self.parameters.items():
-            if name not in self.turn.names:
+            if name not in self.turn.names or _is_frozen(self, name):
                 parameter.grad = None
             if parameter.grad is not None:
                 average = parameter.grad / (weight / self._divisor * self.scale.value)
@@ -253,6 +254,12 @@ class Reference:
                 put_numbers(self.model, numbers)
                 for name, gradient in gradients.items():
                     self.parameters[name].grad = gradient
+
+
+def _is_frozen(reference: Reference, name: str) -> bool:
+    """In the step whose gradients there are."""
+    frozen = reference.job.frozen.items()
+    return any(reference.step in steps and names_parameter(text, name) for text, steps in frozen)
 
 
 def _look_for_copies(reference: Reference, buffers: BufferMerging) -> None:

@@ -11,7 +11,14 @@ from torch.utils.data import IterableDataset
 
 from meshloom.core.errors import DataError
 from meshloom.core.job import Job
-from meshloom.core.random import derive, preserved_draws, sample_order, sample_seed, seed_everything
+from meshloom.core.random import (
+    derive,
+    partner_order,
+    preserved_draws,
+    sample_order,
+    sample_seed,
+    seed_everything,
+)
 
 
 def read_batches(job: Job, start: int = 0) -> Iterator[list[Any]]:
@@ -37,29 +44,49 @@ def _indexed(job: Job, dataset: Any, first: int) -> Iterator[list[Any]]:
         assert len(set(order)) == len(dataset), (
             "an epoch's order must be a permutation: the plan shares this function, so nobody else would notice"
         )
-        for start in range(0, len(order), job.batch_size):
-            indices = order[start : start + job.batch_size]
-            if len(indices) < job.batch_size and job.drop_last:
+        while order:
+            size = _size(job, passed)
+            indices, order = order[:size], order[size:]
+            if len(indices) < size and job.drop_last:
                 continue
             passed += 1
             if passed > first:
-                yield [_read(job, epoch, index, lambda index=index: dataset[index]) for index in indices]
+                batch = [_read(job, epoch, index, lambda index=index: dataset[index]) for index in indices]
+                yield _paired(job, passed - 1, batch)
 
 
 def _iterated(job: Job, dataset: Any) -> Iterator[list[Any]]:
+    passed = 0
     for epoch in count():
-        batches, batch = 0, list[Any]()
+        first, batch = passed, list[Any]()
         for sample in _stream(job, dataset, epoch):
             batch.append(sample)
-            if len(batch) == job.batch_size:
-                yield batch
-                batches, batch = batches + 1, []
+            if len(batch) == _size(job, passed):
+                yield _paired(job, passed, batch)
+                passed, batch = passed + 1, []
         if batch and not job.drop_last:
-            yield batch
-        elif not batches:
+            yield _paired(job, passed, batch)
+            passed += 1
+        elif passed == first:
             raise DataError(
                 f"Epoch {epoch} of the iterable data has less than one batch of {job.batch_size} samples. Use a smaller one."
             )
+
+
+def _size(job: Job, step: int) -> int:
+    size = job.batch_size
+    for first in sorted(job.batch_sizes):
+        size = job.batch_sizes[first] if first <= step else size
+    return size
+
+
+def _paired(job: Job, step: int, batch: list[Any]) -> list[Any]:
+    """With a job that mixes, (sample, partner) in place of each sample."""
+    if job.mix is None:
+        return batch
+    order = partner_order(job.seed, step, len(batch))
+    assert sorted(order) == list(range(len(batch))), "partners must be a permutation, see above"
+    return [(sample, batch[other]) for sample, other in zip(batch, order, strict=True)]
 
 
 def _stream(job: Job, dataset: Any, epoch: int) -> Iterator[Any]:

@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from meshloom.core.job import Job
+from meshloom.core.moments.by_hand import as_scheduler
 from meshloom.verify.reference.masters import ReferenceMasters
 
 
@@ -41,7 +42,7 @@ def trained_losses(job: Job, model: nn.Module | ReferenceMasters) -> list[Traine
                 loss=job.loss,
                 names=frozenset(name for name, _ in named),
                 optimizers=_list_of(made),
-                schedulers=_list_of(job.scheduler(made)) if job.scheduler else [],
+                schedulers=_schedulers(job.scheduler, made),
                 clip_grad_norm=job.clip_grad_norm,
             )
         ]
@@ -55,7 +56,7 @@ def trained_losses(job: Job, model: nn.Module | ReferenceMasters) -> list[Traine
                 loss=each.loss,
                 names=frozenset(name for name, _ in own),
                 optimizers=_list_of(made),
-                schedulers=_list_of(each.scheduler(made)) if each.scheduler else [],
+                schedulers=_schedulers(each.scheduler, made),
                 clip_grad_norm=each.clip_grad_norm,
                 updates=each.updates,
                 every=each.every,
@@ -81,6 +82,10 @@ def turns(
             if step % each.every == each.every - 1:
                 for repeated in range(each.updates):
                     yield step, batch, each, each.draws + repeated
+
+
+def _schedulers(function: Callable[[Any], Any] | None, made: Any) -> list[Any]:
+    return [as_scheduler(each) for each in _list_of(function(made))] if function else []
 
 
 def _list_of(given: Any) -> list[Any]:

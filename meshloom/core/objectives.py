@@ -1,0 +1,141 @@
+"""Several losses of one job, each with an optimizer of its own parameters, and what losses and optimizers are functions of."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from meshloom.core.errors import JobError
+
+# A scalar mean over the batch's samples, or (sum, weight): a scalar sum and the number of items in it.
+Loss = Tensor | tuple[Tensor, Tensor | float]
+LossFunction = Callable[[Any, Any], Loss]
+NamedParameters = list[tuple[str, nn.Parameter]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Objective:
+    """One of several losses of a job, and the optimizer of the parameters that it trains. Raises `JobError`.
+
+    loss, optimizer, scheduler, clip_grad_norm: as of `Job`, of these parameters alone.
+    parameters: names of modules or of parameters, patterns like "*.bias", or a function that says of a
+        parameter's name whether it is one of them. This loss computes no gradients of others.
+    updates: how often it is computed and its optimizer stepped in a step, on the step's batch. every: steps
+        from one in which that is done to the next.
+
+    >>> critic = Objective(
+    ...     loss=lambda model, batch: model.critic(batch).mean(),
+    ...     optimizer=lambda named: torch.optim.RMSprop(named, lr=5e-5),
+    ...     parameters="critic",
+    ... )
+    >>> critic.trains("critic.0.weight"), critic.trains("critics.0.weight")
+    (True, False)
+    """
+
+    loss: LossFunction
+    optimizer: Callable[[NamedParameters], Optimizer | list[Optimizer]]
+    parameters: str | Sequence[str] | Callable[[str], bool]
+    scheduler: Callable[[Any], Any] | None = None
+    clip_grad_norm: float | None = None
+    updates: int = 1
+    every: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("loss", "optimizer", "scheduler"):
+            value = getattr(self, name)
+            if not callable(value) and not (value is None and name == "scheduler"):
+                raise JobError(f"Objective({name}=...) must be a function, not {type(value).__name__}.")
+        given = _as_list(self.parameters)
+        if not callable(self.parameters) and not (given and all(isinstance(each, str) for each in given)):
+            raise JobError(
+                'Objective(parameters=...) must be names of modules or parameters, like parameters="critic" or parameters=["trunk", "actor"], '
+                "or a function of a parameter's name."
+            )
+        for name, value in (("updates", self.updates), ("every", self.every)):
+            if not is_count(value, 1):
+                raise JobError(f"Objective({name}={value!r}) must be a whole number, 1 or more.")
+        check_clip("Objective", self.clip_grad_norm)
+
+    def trains(self, name: str) -> bool:
+        """Whether the parameter of this name is one of its own."""
+        if callable(self.parameters):
+            return bool(self.parameters(name))
+        return any(names_parameter(each, name) for each in _as_list(self.parameters))
+
+
+def owners_of(losses: Mapping[str, Objective], names: Sequence[str]) -> dict[str, str]:
+    """Trainable parameter -> the loss that trains it. names: of all of them. Raises `JobError` for one that several
+    losses or none of them train, and for what names none."""
+    owners: dict[str, str] = {}
+    for loss, objective in losses.items():
+        given = [] if callable(objective.parameters) else _as_list(objective.parameters)
+        wrong = [repr(each) for each in given if not any(names_parameter(each, name) for name in names)]
+        if wrong or not any(map(objective.trains, names)):
+            raise JobError(
+                f"parameters={(wrong or ['...'])[0]} of loss {loss!r} names none of the model's {len(names)} trainable parameters, such as "
+                f"{', '.join(names[:3])}. Give names of modules or parameters."
+            )
+        for name in filter(objective.trains, names):
+            if owners.setdefault(name, loss) != loss:
+                raise JobError(f"{name} belongs to two losses, {owners[name]!r} and {loss!r}. Let the parameters=... of one of them name it.")  # fmt: skip
+    left = [name for name in names if name not in owners]
+    if left:
+        raise JobError(
+            f"{left[0]} belongs to no loss{f', and {len(left) - 1} more do not either' if left[1:] else ''}. Name it in the parameters=... of one of "
+            f"{', '.join(map(repr, losses))}, or freeze it in the model function (requires_grad_(False))."
+        )
+    return owners
+
+
+@dataclass(frozen=True)
+class EachItsOwn:
+    """The optimizer function of a job of several losses: every loss's optimizers, of its own parameters, in order."""
+
+    losses: Mapping[str, Objective]
+
+    def __call__(self, named: NamedParameters) -> list[Optimizer]:
+        return [each for made in self.by_loss(named).values() for each in _as_list(made)]
+
+    def by_loss(self, named: NamedParameters) -> dict[str, Any]:
+        """What the optimizer function of each loss returns."""
+        own = {loss: [] for loss in self.losses}
+        owners = owners_of(self.losses, [name for name, _ in named])
+        for pair in named:
+            own[owners[pair[0]]].append(pair)
+        return {loss: each.optimizer(own[loss]) for loss, each in self.losses.items()}
+
+
+def with_functions_of_their_own(losses: Mapping[str, Objective]) -> dict[str, Objective]:
+    """The same losses, no two of which are one function: programs are known by their function."""
+    known: set[LossFunction] = set()
+    found: dict[str, Objective] = {}
+    for name, each in losses.items():
+        found[name] = replace(each, loss=_apart(each.loss)) if each.loss in known else each
+        known.add(each.loss)
+    return found
+
+
+def _apart(loss: LossFunction) -> LossFunction:
+    return lambda model, batch: loss(model, batch)
+
+
+def is_count(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def check_clip(of: str, clip: Any) -> None:
+    if clip is not None and (isinstance(clip, bool) or not isinstance(clip, int | float) or not clip > 0):
+        raise JobError(f"{of}(clip_grad_norm={clip!r}) must be a number above 0, or None for no clipping.")
+
+
+def names_parameter(text: str, name: str) -> bool:
+    return name == text or name.startswith(f"{text}.") or fnmatch.fnmatchcase(name, text)
+
+
+def _as_list(given: Any) -> list[Any]:
+    return list(given) if isinstance(given, list | tuple) else [given]
