@@ -23,6 +23,7 @@ ORDER = [
     ["adopt.watching"],
     ["__init__"],
     ["measure", "verify"],
+    ["verify.causes", "verify.tolerances"],
     ["verify.between_steps"],
     ["verify.reference.between_steps"],
     ["verify.reference"],

@@ -194,7 +194,7 @@ class VerifiedRun:
         run.save_into(directory)
         path = trainer.save()
         if self.comparison:
-            found = check_saved(path, what, self.comparison.reference, self.comparison.updated_tolerance)
+            found = check_saved(path, what, self.comparison.reference, self.comparison.updates.of)
             self.between.append(found)
         return path
 
