@@ -6,13 +6,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from meshloom.verify.compare import Comparer, Comparison, GradientErrors, StateErrors
+from meshloom.verify.compare import Comparer, Comparison
 from meshloom.verify.comparison_run import ComparisonResult, ComparisonRun
 from meshloom.verify.reference.reference import Reference
 from meshloom.verify.reference.reruns import full_evidence, initial_evidence, whole_batch
 from meshloom.verify.reference.step_records import StepRecord
+from meshloom.verify.tolerances.gradient_errors import GradientErrors, Rounding
+from meshloom.verify.tolerances.of_precision import most_tolerated, unmeasured_through
+from meshloom.verify.tolerances.state_errors import BufferTolerances, StateErrors, UpdateTolerances
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,14 +59,20 @@ def compare_records(
     comparer: Comparer, ours: WholeRecord, one: WholeRecord, before: Mapping[str, Tensor]
 ) -> Comparison:
     """One step of both sides, whose parameters were `before`."""
-    tolerance = comparer.tolerance(one.casts)
-    gradients = GradientErrors(one.gradients, one.step, tolerance)
+    comparer.note(one.casts)
+    gradients = GradientErrors(one.gradients, one.step, Rounding())
     for name, each in ours.gradients.items():
         gradients.compare(name, each)
-    updated = comparer.tolerance(updated=True)
-    state = StateErrors(
-        one.parameters, before, one.buffers, step=one.step, tolerance=tolerance, updated=updated
+    optimizers = {cast.place for cast in one.casts if cast.in_optimizer}
+    lower = most_tolerated(torch.bfloat16) if optimizers else 0.0
+    updates = UpdateTolerances(
+        by_name=dict.fromkeys(one.parameters, max(lower, unmeasured_through(comparer.precision))),
+        other=unmeasured_through(comparer.precision),
     )
+    state = StateErrors(
+        one.parameters, before, one.buffers, changed=one.buffers.keys(), step=one.step, updates=updates,
+        rounding=BufferTolerances(partial=comparer.partial),
+    )  # fmt: skip
     for name, each in {**ours.parameters, **ours.buffers}.items():
         state.compare(name, each)
     return comparer.compare(ours, one, [*gradients.errors(), *state.errors()])

@@ -24,6 +24,7 @@ ORDER = [
     ["__init__"],
     ["verify.apart"],
     ["measure", "verify"],
+    ["verify.causes", "verify.tolerances"],
     ["verify.between_steps"],
     ["verify.reference.between_steps"],
     ["verify.reference"],

@@ -44,7 +44,8 @@ def text(report: Report) -> str:
 
 def used_up(report: Report) -> float:
     """The largest share of a tolerance that an error took."""
-    return max(error.error / error.tolerance for step in report.steps for error in step.errors)
+    errors = [error for step in report.steps for error in step.errors if error.error]
+    return max((error.error / error.tolerance for error in errors), default=0.0)
 
 
 PLANS = [
@@ -68,9 +69,9 @@ def test_a_correct_run_passes_with_room_to_spare(model, optimizer, batch_size, d
     )
     in_float32, in_float64 = run(job, plan), run(job, plan, torch.float64)
     assert in_float32.passed and in_float64.passed
-    # measured on all of these: up to 0.07 (a bias before batch norm), mostly below 0.03
-    assert used_up(in_float32) < 0.1
-    assert used_up(in_float64) < 0.01
+    # tolerances are measured, so the room is that of two draws of rounding
+    assert used_up(in_float32) < 0.5
+    assert used_up(in_float64) < 0.5
     assert not in_float32.causes and in_float32.first_wrong is None
 
 
@@ -269,10 +270,11 @@ class Low(nn.Module):
         return F.linear(x.float(), self.head.weight.float(), self.head.bias.float()).to(x.dtype)
 
 
-def test_a_module_that_casts_is_held_to_the_casts_tolerance_and_named():
+def test_a_module_that_casts_is_named_and_widens_no_tolerance():
+    """The story: one cast to float32 let every tensor of a run in float64 be off by 1e-4."""
     report = run(replace(make_job("mlp", "sgd"), model=HalfInside), "dp=3", torch.float64)
     assert report.passed
-    assert report.worst()[0].tolerance >= 1e-4
+    assert max(error.tolerance for step in report.steps for error in step.errors) < 1e-10
     assert "module low and the model or loss compute in float32" in text(report)
 
 
@@ -316,4 +318,6 @@ def test_all_modules_that_compute_in_bfloat16_are_one_line():
     named = [cast.place for cast in report.casts if cast.place]
     assert len(lines) == 1 and len(named) > 3
     assert f"{len(named)} modules ({', '.join(named[:3])} and {len(named) - 3} more)" in lines[0]
-    assert lines[0].endswith("compute in bfloat16: tolerances are those of bfloat16")
+    assert lines[0].endswith(
+        "compute in bfloat16: nothing is tolerated for it but what rounding is measured to do"
+    )

@@ -44,7 +44,7 @@ class OptimizerState:
     user: the optimizers. assignment: what they update here. owners: the ranks along dp among which that is sliced; None:
     it is not. names: of this rank's parameters, if other ranks along pp have others; None: all. offloaded: where the
     state is; None: in memory. `masters`: copies of parameters in another precision, which are saved with it.
-    `averages`: of parameters, if the job keeps some, likewise.
+    `averages`: of parameters, if the job keeps some, likewise. optimizers: the user's, on this rank's parameters.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class OptimizerState:
         owners: Group | None, device: torch.device, names: Collection[str] | None = None,
         offloaded: OffloadedState | None = None,
     ) -> None:  # fmt: skip
-        self._optimizers: Sequence[Optimizer] = user.optimizers
+        self.optimizers: Sequence[Optimizer] = user.optimizers
         self.names = user.names
         self._schedulers, self._assignment = schedulers, assignment
         self._shards, self._owners, self._device, self._names = shards, owners, device, names
@@ -74,7 +74,7 @@ class OptimizerState:
         pieces: list[Piece] = []
         streams: list[Stream] = []
         parts: list[StateShard] = []
-        for optimizer, held in zip(self._optimizers, self._assignment.held, strict=True):
+        for optimizer, held in zip(self.optimizers, self._assignment.held, strict=True):
             ready, sharded = state_pieces(optimizer, held, self_contained=self_contained)
             pieces += ready
             parts += sharded
@@ -98,14 +98,14 @@ class OptimizerState:
         return {
             "optimizers": [
                 {**settings(optimizer), "names": names}
-                for optimizer, names in zip(self._optimizers, self.names, strict=True)
+                for optimizer, names in zip(self.optimizers, self.names, strict=True)
             ],
             "schedulers": [scheduler_values(scheduler) for scheduler in self._schedulers],
         }
 
     def average(self, group: Group, talk: Group) -> Steps[None]:
         """Replicas that have taken independent steps get the same state. Arguments: of `average_state`."""
-        for optimizer, held in zip(self._optimizers, self._assignment.held, strict=True):
+        for optimizer, held in zip(self.optimizers, self._assignment.held, strict=True):
             self._traffic += yield from average_state(optimizer, held, group, talk, self._device)
         self.give_back()
 
@@ -113,7 +113,7 @@ class OptimizerState:
     def num_bytes(self) -> int:
         """Bytes of the state that is in this rank's memory; what is offloaded is not."""
         # an optimizer of the user's may keep anything under any key
-        found = [state for each in self._optimizers for state in each.state.values()]
+        found = [state for each in self.optimizers for state in each.state.values()]
         values = [value for state in found if isinstance(state, Mapping) for value in state.values()]
         return sum(value.nbytes for value in values if isinstance(value, Tensor))
 
@@ -148,14 +148,14 @@ class OptimizerState:
     ) -> tuple[Callable[[str, Sequence[int], Read], None], Callable[[], None]]:
         """`load` key by key: what takes each, of the arguments of `state_loader`, and what is to be called
         after the last one."""
-        for what, here in (("optimizers", self._optimizers), ("schedulers", self._schedulers)):
+        for what, here in (("optimizers", self.optimizers), ("schedulers", self._schedulers)):
             if len(values[what]) != len(here):
                 raise CheckpointError(
                     f"The checkpoint has {len(values[what])} {what} and the job {len(here)}. Resume with what was saved, or start a new run."
                 )
 
         def finish() -> None:
-            for optimizer, saved in zip(self._optimizers, values["optimizers"], strict=True):
+            for optimizer, saved in zip(self.optimizers, values["optimizers"], strict=True):
                 load_settings(optimizer, saved)
             if self._assignment.from_shards:
                 self._assignment.from_shards.invalidate()
@@ -163,7 +163,7 @@ class OptimizerState:
                 scheduler.load_state_dict(from_json(saved))
 
         placed = self._offloaded.keep if self._offloaded else None
-        take_state = state_loader(list(zip(self._optimizers, self._assignment.held, strict=True)), placed)
+        take_state = state_loader(list(zip(self.optimizers, self._assignment.held, strict=True)), placed)
 
         def take(path: str, shape: Sequence[int], read: Read) -> None:
             if path.endswith(f"/{MASTER}"):

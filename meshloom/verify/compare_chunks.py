@@ -9,6 +9,8 @@ from meshloom.core.plan import Plan
 from meshloom.verify.between_steps.checks import TensorError
 from meshloom.verify.reference.step_records import ChunkRecord, ModuleOutput, StepRecord
 
+_MOST = 8  # facts of one kind
+
 
 def facts_of(ours: StepRecord, reference: StepRecord, plan: Plan) -> Iterator[str]:
     """Differences that may occur although every tensor agrees, a sentence each."""
@@ -19,9 +21,20 @@ def facts_of(ours: StepRecord, reference: StepRecord, plan: Plan) -> Iterator[st
     if ours.skipped != reference.skipped:
         which = ("the plan", "one device") if ours.skipped else ("one device", "the plan")
         yield f"Of step {ours.step} gradients overflow float16 and {which[0]} skips the update, but {which[1]} does not."
+    yield from list(dict.fromkeys(wrong_settings(ours, reference)))[:_MOST]
     if len(ours.chunks) == len(reference.chunks) or not plan.sync_batch_norm:
         yield from _data_facts(ours, reference)
     yield from _draw_facts(reference)
+
+
+def wrong_settings(ours: StepRecord, reference: StepRecord) -> Iterator[str]:
+    """Numbers in the optimizers' groups after the step that are others than on one device, on any rank."""
+    right = reference.settings[0] if reference.settings else {}
+    for of_rank in ours.settings:
+        for what, value in right.items():
+            here = of_rank.get(what, value)
+            if not (math.isclose(here, value, rel_tol=1e-6) or (math.isnan(here) and math.isnan(value))):
+                yield f"{what} is {here:g} after step {ours.step}, and {value:g} on one device."
 
 
 def _data_facts(ours: StepRecord, reference: StepRecord) -> Iterator[str]:

@@ -30,22 +30,27 @@ from meshloom.verify.between_steps.averages import AverageErrors
 from meshloom.verify.between_steps.checks import BetweenSteps, DifferingTensor, TensorError
 from meshloom.verify.between_steps.evaluation_check import metric_errors
 from meshloom.verify.between_steps.saved_check import check_saved
-from meshloom.verify.common_factor import CommonFactor
-from meshloom.verify.compare import (
-    Comparer,
-    Comparison,
-    GradientErrors,
-    StateErrors,
-    rounds_partial_sums,
-    sums_in_other_orders,
-    tolerance_of,
-)
+from meshloom.verify.compare import Comparer, Comparison
 from meshloom.verify.diagnose import diagnose
 from meshloom.verify.reference.between_steps.positions import go_to
 from meshloom.verify.reference.mistakes import Cause, Evidence, subsample
 from meshloom.verify.reference.reference import Gradients, Reference
 from meshloom.verify.reference.reruns import full_evidence, initial_evidence, rounding_effect, travel_effect
 from meshloom.verify.reference.step_records import StepRecord
+from meshloom.verify.tolerances.common_factor import CommonFactor
+from meshloom.verify.tolerances.gradient_errors import GradientErrors, KnownEffects, Rounding
+from meshloom.verify.tolerances.of_precision import (
+    rounds_partial_sums,
+    sums_in_other_orders,
+    unmeasured_through,
+)
+from meshloom.verify.tolerances.state_errors import (
+    BufferTolerances,
+    StateErrors,
+    UpdateTolerances,
+    buffer_sizes,
+    update_tolerances,
+)
 from meshloom.verify.whole_batch import WholeBatch, compare_whole_batch
 
 
@@ -155,6 +160,12 @@ class ComparisonRun(Comparing):
         self._whole: WholeBatch | None = None
         self._averages = AverageErrors(reference.job.average) if reference.job.average is not None else None
         self._previous: Gradients | None = None  # subsampled
+        self._known: dict[str, KnownEffects] = {}  # by loss
+        self._changed: frozenset[str] = frozenset()  # buffers, in this step
+        self._effects: Mapping[str, float] = {}  # of rounding on gradients
+        self._measured_in = -1  # number of the step and turn
+        self._buffer_effects: Mapping[str, float] = {}
+        self._updates = UpdateTolerances(by_name={}, other=unmeasured_through(self._comparer.precision))
         self._gradients: GradientErrors
         self._state: StateErrors
         self._reference_record: StepRecord
@@ -167,34 +178,41 @@ class ComparisonRun(Comparing):
         reference.run()
         if self._against:
             self._against.begin()
-        tolerance = self._comparer.tolerance(reference.casts)
+        self._comparer.note(reference.casts)
         if self._is_first:
             # the whole batch may not fit in memory, which may be why there are microbatches
             with suppress(torch.OutOfMemoryError):
-                self._whole = compare_whole_batch(
-                    reference,
-                    max(tolerance, *map(tolerance_of, (reference.autocast, reference.updated.dtype))),
-                )
+                self._whole = compare_whole_batch(reference, self._comparer.modules)
+        self._changed = frozenset(reference.changed_buffers())
         travels = travels_at(reference.plan, reference.precision)
-        # after a difference the two have different parameters
-        agreed = self.passed
-        self._gradients = GradientErrors(
-            reference.gradients,
-            reference.step,
-            self._comparer.tolerance(gradients=True),
-            partial(rounding_effect, reference) if agreed else None,
-            _rounds_gradients(reference),
-            self._comparer.precision if self._comparer.lowered else None,
-            travels,
-            partial(travel_effect, reference, travels),
-            sum_roundings(reference.plan.num_chunks)
-            if self._comparer.lowered and reference.plan.pp > 1
-            else 1.0,
-            None
-            if reference.casts or reference.autocast or reference.updated.dtype or travels
-            else CommonFactor(reference.precision),
+        in_order = self._comparer.lowered and reference.plan.pp > 1
+        rounding = Rounding(
+            precision=self._comparer.precision if self._comparer.lowered else None,
+            partial=_rounds_gradients(reference),
+            roundings=sum_roundings(reference.plan.num_chunks) if in_order else 1.0,
+            travels=travels,
+            # after a difference the two have different parameters
+            measure=self._measured if self.passed else None,
+            measure_travels=partial(travel_effect, reference, travels),
         )
+        exact = not (reference.casts or reference.autocast or reference.updated.dtype or travels)
+        factor = CommonFactor(reference.precision) if exact else None
+        self._gradients = GradientErrors(
+            reference.gradients, reference.step, rounding, factor, self._known.setdefault(reference.turn.name, KnownEffects())
+        )  # fmt: skip
         self.subsampled = {}
+
+    def _measured(self) -> Mapping[str, float]:
+        """How far rounding moves the gradients of this step; and once, how far buffers, relative to their size."""
+        reference = self.reference
+        if self._measured_in != len(self._steps):
+            found = rounding_effect(reference)
+            self._measured_in, self._effects = len(self._steps), found.gradients
+            sizes = buffer_sizes(dict(reference.model.named_buffers()), self._changed)
+            now = {name: effect / sizes[name] for name, effect in found.buffers.items() if sizes[name]}
+            before = self._buffer_effects
+            self._buffer_effects = {name: max(effect, before.get(name, 0.0)) for name, effect in now.items()}
+        return self._effects
 
     @property
     def passed(self) -> bool:
@@ -238,10 +256,18 @@ class ComparisonRun(Comparing):
         ):
             self._evidence = full_evidence(reference, self._evidence)
         self._reference_record = reference.update()
+        self._comparer.note(self._reference_record.casts)
+        names = {id(each): name for name, each in reference.updated.all.items()}
+        precision, casts = self._comparer.precision, self._comparer.casts
+        now = update_tolerances(reference.turn.optimizers, casts, names, precision)
+        self._updates = replace(now, by_name={**self._updates.by_name, **now.by_name})
         self._state = StateErrors(
-            reference.updated.all, reference.before, dict(reference.model.named_buffers()), step=self._reference_record.step,
-            tolerance=self._comparer.tolerance(self._reference_record.casts), updated=self._comparer.tolerance(updated=True),
-            merged=self._comparer.lowered if reference.plan.num_chunks > 1 else None,
+            reference.updated.all, reference.before, dict(reference.model.named_buffers()), changed=self._changed,
+            step=self._reference_record.step, updates=now,
+            rounding=BufferTolerances(
+                effects=self._buffer_effects, partial=self._comparer.partial,
+                merged=self._comparer.lowered if reference.plan.num_chunks > 1 else None,
+            ),
         )  # fmt: skip
 
     def add_state(self, name: str, ours: Tensor) -> None:
@@ -254,8 +280,8 @@ class ComparisonRun(Comparing):
                 else dict(self.reference.model.named_buffers())
             )
             self._keep_first(wrong, ours, right[name])
-        elif name in self.reference.parameters:
-            self.reference.replace_parameter(name, ours)
+        elif compared:
+            self.reference.replace(name, ours)
 
     def _keep_first(self, error: TensorError, ours: Tensor | None, right: Tensor | None) -> None:
         """Keep the first tensor that differs, of both sides."""
@@ -272,12 +298,10 @@ class ComparisonRun(Comparing):
         self, ours: Mapping[str, float], updates: int, batches: int | None
     ) -> list[TensorError]:
         with self._evaluated():
-            return metric_errors(
-                ours, self.reference, updates, self._comparer.tolerance(self.reference.casts), batches
-            )
+            return metric_errors(ours, self.reference, updates, self._comparer.values, batches)
 
     def check_saved(self, path: Path, what: str) -> BetweenSteps:
-        return check_saved(path, what, self.reference, self._comparer.tolerance(updated=True))
+        return check_saved(path, what, self.reference, self._updates.of)
 
     def _evaluated(self) -> AbstractContextManager[None]:
         """A context in which one device has the parameters that its evaluations see."""
@@ -290,13 +314,14 @@ class ComparisonRun(Comparing):
     def add_average(self, name: str, ours: Tensor) -> None:
         if self._averages:
             step = self._reference_record.step
-            self._averages.compare(name, ours, step, self._comparer.tolerance(updated=True))
+            self._averages.compare(name, ours, step, self._updates.of(name))
 
     def end(self, ours: StepRecord) -> None:
         ours = replace(ours, gradients=self.subsampled)
         averages = self._averages.errors if self._averages else []
         of_tensors = [*self._gradient_errors(), *self._state.errors(), *averages]
-        comparison = self._comparer.compare(ours, self._reference_record, of_tensors)
+        grows = self._gradients.grows
+        comparison = self._comparer.compare(ours, self._reference_record, of_tensors, grows=grows)
         if self._against and not self._reference_skips:
             self._from_float64, self._against = self._against.result(*comparison.loss), None
         if not comparison.passed and all(step.passed for step in self._steps):

@@ -20,11 +20,13 @@ from torch import Tensor
 
 from meshloom.core.plan import Plan
 from meshloom.core.units import plural
-from meshloom.verify.causes_of_tensors import from_elements, from_mixture, from_places, from_rounding
-from meshloom.verify.compare import FLOOR, Comparison
-from meshloom.verify.compare_chunks import filled
+from meshloom.verify.causes.of_reruns import mixed, of_stale_weights, of_tied_uses
+from meshloom.verify.causes.of_tensors import from_elements, from_mixture, from_places, from_rounding
+from meshloom.verify.compare import Comparison
+from meshloom.verify.compare_chunks import filled, wrong_settings
 from meshloom.verify.reference.mistakes import Cause, Evidence, mistakes, subsample, subsample_each
 from meshloom.verify.reference.step_records import StepRecord
+from meshloom.verify.tolerances.gradient_errors import FLOOR
 
 Gradients = Mapping[str, Tensor]  # subsampled, by name
 Expected = Callable[[str], Tensor]  # name -> subsampled gradient
@@ -54,7 +56,7 @@ def diagnose(
         causes.append(Cause("scale", f"{what}: they are divided by a number that is slightly wrong."))
     elif not gradients:
         causes += _from_norm(comparison, ours, reference, evidence) or _from_update(
-            comparison, reference, evidence, earlier
+            comparison, ours, reference, evidence, earlier
         )
     if not causes and not gradients and comparison.failed("loss"):
         losses = f"{ours.loss:.6g} instead of {reference.loss:.6g}"
@@ -181,7 +183,7 @@ def _from_gradients(
     all_wrong = not any(name in passed and size > FLOOR * max(sizes.values()) for name, size in sizes.items())
     who = "All gradients are" if all_wrong else f"The gradients of {_names(failed)} are"
     error = _distance(actual, lambda name: right[name])
-    rounding = 0.1 * min(each.tolerance for each in comparison.errors if each.kind == "gradient")
+    rounding = min(each.tolerance for each in comparison.errors if each.kind == "loss")
     best, cause = math.inf, None
     simple = from_elements(actual, right, b)
     for candidate, expected in chain(simple, _candidates(evidence, reference, actual, right, all_wrong, who)):
@@ -206,9 +208,10 @@ def _candidates(
         others = ", ".join(other for name in tied for other in evidence.tied[name])
         sentence = f"{who} {uses} times one device's: a parameter tied to {others} is counted once per name."
         yield Cause("tied", sentence), lambda name: uses * right[name]
+    yield from of_tied_uses(evidence, actual, right)
     for mistake in mistakes(evidence, all_wrong):
         if all_wrong or mistake.partial:
-            expected = _mixed(evidence, mistake.factors, right)
+            expected = mixed(evidence, mistake.factors, right)
             yield Cause(mistake.kind, f"{who} {mistake.description}."), expected
     if evidence.unsynchronised is not None:
         sentence = (
@@ -223,6 +226,7 @@ def _candidates(
         share = _dot({name: actual[name] - right[name] for name in right}, old) / (_dot(old, old) or math.inf)
         sentence = f"{who} one device's plus {share:.3g} times those of the step before: old gradients are not zeroed."
         yield Cause("stale", sentence), lambda name: right[name] + share * old[name]
+    yield from of_stale_weights(evidence, right, who)
     factor = _dot(actual, right) / (_dot(right, right) or math.inf)
     if (
         evidence.clip
@@ -235,18 +239,6 @@ def _candidates(
     elif all_wrong or len(right) > 1:
         sentence = f"{who} {factor:.6g} times one device's: they are divided by a wrong number."
         yield Cause("scale", sentence), lambda name: factor * right[name]
-
-
-def _mixed(evidence: Evidence, factors: Sequence[float], right: Gradients) -> Expected:
-    def expected(name: str) -> Tensor:
-        total = torch.zeros_like(right[name])
-        for factor, chunk in zip(factors, evidence.chunks, strict=True):
-            part = chunk.gradients.get(name)
-            if part is not None and factor:
-                total += factor * part
-        return total
-
-    return expected
 
 
 def _from_named(gradients: Mapping[str, Tensor | None], right: Gradients) -> Expected:
@@ -277,9 +269,15 @@ def _from_norm(
 
 
 def _from_update(
-    comparison: Comparison, reference: StepRecord, evidence: Evidence, earlier: Sequence[Comparison]
+    comparison: Comparison,
+    ours: StepRecord,
+    reference: StepRecord,
+    evidence: Evidence,
+    earlier: Sequence[Comparison],
 ) -> list[Cause]:
-    """Gradients and norm agree but the parameters do not."""
+    """Gradients and norm agree but the parameters, or the settings of optimizers, do not."""
+    if settings := next(wrong_settings(ours, reference), None):
+        return [Cause("optimizer", f"The gradients agree, and the optimizer's settings do not: {settings}")]
     wrong = {*comparison.failed("update"), *comparison.failed("parameter")}
     names = list(dict.fromkeys(error.name for error in comparison.errors if error.name in wrong))
     if not names:

@@ -272,14 +272,19 @@ def _cast_lines(casts: Sequence[Cast]) -> list[str]:
             shown = ", ".join(named[:3]) + (f" and {len(named) - 3} more" if len(named) > 3 else "")
             what.insert(0, f"{kind} {shown}" if len(named) == 1 else f"{len(named)} {kind}s ({shown})")
         verb = "computes" if len(what) == 1 and len(named) <= 1 else "compute"
-        lines.append(
-            f"{' and '.join(what)} {verb} in {dtype}: tolerances {'after the first update ' if in_optimizer else ''}are those of {dtype}"
+        allowed = (
+            f"what it updates may differ as {dtype} does"
+            if in_optimizer
+            else "nothing is tolerated for it but what rounding is measured to do"
         )
+        lines.append(f"{' and '.join(what)} {verb} in {dtype}: {allowed}")
     return lines
 
 
 def _severity(error: TensorError) -> float:
-    return error.error / error.tolerance if error.error == error.error else float("inf")
+    if not error.error:
+        return 0.0
+    return error.error / error.tolerance if error.tolerance and error.error == error.error else float("inf")
 
 
 def _error_record(error: TensorError) -> dict[str, Any]:

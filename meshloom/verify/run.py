@@ -18,12 +18,13 @@ from meshloom.core.precisions import PRECISIONS, Precision
 from meshloom.launch.environment import launched_rank
 from meshloom.launch.one_at_a_time import working_alone
 from meshloom.telemetry.timings import Timings
-from meshloom.verify.compare import Comparer, rounds_partial_sums
+from meshloom.verify.compare import Comparer
 from meshloom.verify.comparison_run import compare_here
 from meshloom.verify.fewer_blocks import with_fewer_blocks
 from meshloom.verify.findings import Report
 from meshloom.verify.reference.between_steps.positions import mistakes_of_draws
 from meshloom.verify.reference_size import check_reference_fits
+from meshloom.verify.tolerances.of_precision import rounds_partial_sums
 from meshloom.verify.verified_run import Compare, VerifiedRun
 
 _STEPS_APART = 2  # with a copy of the parameters for each replica

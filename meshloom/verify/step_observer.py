@@ -25,7 +25,12 @@ from meshloom.telemetry.step_result import StepResult
 from meshloom.verify.comparison_run import Comparing
 from meshloom.verify.reference.observers import DrawWatch, ModuleWatch, digest_values
 from meshloom.verify.reference.other_precision import default_dtype
-from meshloom.verify.reference.step_records import ChunkRecord, ModuleOutput, StepRecord
+from meshloom.verify.reference.step_records import (
+    ChunkRecord,
+    ModuleOutput,
+    StepRecord,
+    group_settings,
+)
 
 
 class StepObserver:
@@ -112,11 +117,14 @@ class StepObserver:
         chunks: list[list[dict[str, Any]]] = yield from collect(world, mine)
         digests = yield from _digests(self._replica)
         inconsistent = yield from _inconsistencies(self._replica)
+        mine_set = group_settings(self._replica.updater.state.optimizers)
+        settings: list[dict[str, float]] = yield from collect(world, mine_set)
         records = (ChunkRecord.from_dict(chunk) for of_rank in chunks for chunk in of_rank)
         return StepRecord(
             step=result.step, loss=result.loss, weight=result.weight, gradient_norm=result.gradient_norm,
             gradients={}, chunks=sorted(records, key=lambda chunk: chunk.index),
             replicas=[*map(digest_values, digests)], inconsistent=inconsistent, skipped=result.skipped,
+            settings=settings,
         )  # fmt: skip
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,10 @@ _MOST = 8  # facts
 _LEFT_OUT = ("params", "param_names")
 
 
-def check_saved(path: Path, what: str, reference: Reference, tolerance: float) -> BetweenSteps:
-    """Compare the checkpoint in `path` with the reference. tolerance: of what an optimizer computes."""
+def check_saved(
+    path: Path, what: str, reference: Reference, tolerance: Callable[[str], float]
+) -> BetweenSteps:
+    """Compare the checkpoint in `path` with the reference. tolerance: of what a parameter's optimizer computes, by name."""
     saved = Checkpoint.open(path)
     step = reference.step
     facts = [*_facts(saved, reference)]
@@ -83,6 +85,8 @@ def _settings_that_differ(where: str, ours: Mapping[str, Any], right: Mapping[st
     for name, value in right.items():
         if name in _LEFT_OUT or name not in ours:
             continue
+        if isinstance(value, bool | str) and ours[name] != value:
+            yield f"{name} in {where} is {ours[name]} in the checkpoint and {value} on one device."
         a, b = _numbers(ours[name]), _numbers(value)
         if a is not None and b is not None and not (len(a) == len(b) and all(map(_close, a, b))):
             yield f"{name} in {where} is {_shown(a)} in the checkpoint and {_shown(b)} on one device."
@@ -103,17 +107,19 @@ def _shown(values: list[float]) -> str:
     return ", ".join(f"{each:g}" for each in values)
 
 
-def _weight_errors(saved: Checkpoint, reference: Reference, tolerance: float) -> Iterator[TensorError]:
+def _weight_errors(
+    saved: Checkpoint, reference: Reference, tolerance: Callable[[str], float]
+) -> Iterator[TensorError]:
     stored = saved.stored_weights()
     state = reference.model.state_dict()
     right = {name: each for name, each in state.items() if isinstance(each, Tensor)}
     for name, tensor in right.items():
         ours = stored.tensor(name) if name in stored.entries else None
-        yield _compared(name, ours, tensor, reference.step, tolerance)
+        yield _compared(name, ours, tensor, reference.step, tolerance(name))
 
 
 def _state_errors(
-    saved: Checkpoint, reference: Reference, tolerance: float
+    saved: Checkpoint, reference: Reference, tolerance: Callable[[str], float]
 ) -> tuple[list[TensorError], list[str]]:
     names = {id(each): name for name, each in reference.updated.all.items()}
     keys = {
@@ -133,10 +139,11 @@ def _state_errors(
                 if path not in keys:
                     facts.append(f"The checkpoint has no {key} of {name}, and one device has.")
                 elif (found := _read(saved, keys[path])) is not None and isinstance(value, Tensor):
-                    errors.append(_compared(f"{key} of {name}", found, value, reference.step, tolerance))
+                    allowed = 0.0 if key == "step" else tolerance(name)
+                    errors.append(_compared(f"{key} of {name}", found, value, reference.step, allowed))
     for name, parameter in reference.updated.all.items():
         if (path := f"{STATE}{name}/{MASTER}") in keys and (found := _read(saved, path)) is not None:
-            errors.append(_compared(f"copy of {name}", found, parameter, reference.step, tolerance))
+            errors.append(_compared(f"copy of {name}", found, parameter, reference.step, tolerance(name)))
     return errors, facts
 
 

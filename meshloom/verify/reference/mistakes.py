@@ -47,6 +47,15 @@ class ChunkGradients:
 
 
 @dataclass(frozen=True, kw_only=True)
+class OtherRun:
+    """The chunks run in another way. what: the way. chunks: the subsampled gradients of their loss sums, in the order of the
+    evidence's chunks; of a use of a tied parameter, what it adds to that parameter's."""
+
+    what: str
+    chunks: Sequence[Gradients]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Evidence:
     """What is known about a failing step; if its gradients differ, the results of rerunning it chunk by chunk
     as well. All gradients are subsampled.
@@ -60,6 +69,7 @@ class Evidence:
     previous: averaged gradients of the step before; None in the first.
     tied: parameters with several names: first -> others.
     clip: the job's clip_grad_norm.
+    stale: with parameters of an earlier step, all or those of a module. uses: of each use of a tied parameter alone.
     """
 
     plan: Plan
@@ -72,6 +82,8 @@ class Evidence:
     previous: Gradients | None = None
     tied: Mapping[str, Sequence[str]]
     clip: float | None = None
+    stale: Sequence[OtherRun] = ()
+    uses: Sequence[OtherRun] = ()
 
 
 @dataclass(frozen=True)

@@ -46,12 +46,13 @@ from meshloom.verify.reference.mistakes import subsample_each
 from meshloom.verify.reference.observers import CastWatch, ModuleWatch
 from meshloom.verify.reference.other_precision import convert_model, default_dtype, most_precise
 from meshloom.verify.reference.samples_of_epoch import read_batches
-from meshloom.verify.reference.step_records import Cast, ChunkRecord, StepRecord
+from meshloom.verify.reference.step_records import Cast, ChunkRecord, StepRecord, group_settings
 from meshloom.verify.reference.trained_losses import needs_closure, trained_losses, turns
 
 Gradients = dict[str, Tensor | None]
 # precisions of plans -> what a loss is computed under
 AUTOCAST = {"bf16-mixed": torch.bfloat16, "fp16-mixed": torch.float16}
+_SMALL = 2**24  # parameters of a model of which those of earlier steps are kept, to find causes
 
 
 class Reference:
@@ -98,6 +99,9 @@ class Reference:
         # at the start of the last step: numbers in attributes; buffers and untrained parameters
         self._numbers, self._initial = Numbers(), dict[str, Tensor]()
         self.before: dict[str, Tensor] = {}  # parameters before the last update, until the next step
+        # of small models, parameters of earlier steps, by what they are
+        self.earlier: dict[str, dict[str, Tensor]] = {}
+        self._is_small = sum(each.numel() for each in self.parameters.values()) <= _SMALL
 
     @property
     def gradients(self) -> Gradients:
@@ -124,6 +128,9 @@ class Reference:
             self._chunk_run.loss = self.turn.loss
             for module, training in self._modes:
                 module.training = training
+            if self.before and self._is_small and self.updated.dtype is None:
+                self.earlier.setdefault("of the first step", self.before)
+                self.earlier["of before the last update"] = self.before
             self.before = {}
             self._initial = {name: value.detach().clone() for name, value in _untrained(self.model)}
             self._casts = CastWatch(self.precision, self._watch)
@@ -161,9 +168,12 @@ class Reference:
             else:
                 parameter.grad.copy_(gradient.to_dense())
 
-    def replace_parameter(self, name: str, value: Tensor) -> None:
-        """Continue with this value in place of its own, which it equals up to rounding."""
-        self.updated.replace(name, value)
+    def replace(self, name: str, value: Tensor) -> None:
+        """Continue with this value of a parameter or buffer in place of its own, which it equals up to rounding."""
+        if name in self.parameters:
+            self.updated.replace(name, value)
+        else:
+            self.model.get_buffer(name).detach().copy_(value)
 
     def update(self) -> StepRecord:
         """The second half: clip, optimizer, scheduler. Returns the record of the whole step."""
@@ -183,6 +193,7 @@ class Reference:
         return StepRecord(
             step=self.step, loss=self.loss, weight=self._weight, gradient_norm=norm, gradients=gradients, chunks=self.chunks,
             casts=tuple(dict.fromkeys(casts)), turn=self.turn.name, skipped=self.scale.overflowed,
+            settings=[group_settings([each for loss in self.losses for each in loss.optimizers])],
         )  # fmt: skip
 
     def forwards(self, synchronised: bool = True) -> Iterator[ReferenceForward]:
@@ -233,6 +244,15 @@ class Reference:
                 average = parameter.grad / (weight / self._divisor * self.scale.value)
                 parameter.grad = average.coalesce() if average.is_sparse else average  # each row once
 
+    def changed_buffers(self) -> dict[str, Tensor]:
+        """Copies of the floating-point buffers that the last step has changed."""
+        return {
+            name: each.detach().clone()
+            for name, each in self.model.named_buffers()
+            if (each.is_floating_point() or each.is_complex())
+            and not (name in self._initial and _same(each, self._initial[name]))
+        }
+
     def restore(self) -> None:
         """Restore buffers and untrained parameters as they were at the start of the last step."""
         _put(self._initial, _untrained(self.model), self._buffers)
@@ -275,6 +295,11 @@ def _untrained(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """All that a forward may change: buffers, and parameters without gradients (a teacher's)."""
     yield from ((name, each) for name, each in model.named_parameters() if not each.requires_grad)
     yield from model.named_buffers()
+
+
+def _same(now: Tensor, before: Tensor) -> bool:
+    """NaN is equal to itself."""
+    return now.shape == before.shape and bool(((now == before) | (now.isnan() & before.isnan())).all())
 
 
 def _put(values: Mapping[str, Tensor], tensors: Iterator[tuple[str, Tensor]], buffers: BufferMerging) -> None:

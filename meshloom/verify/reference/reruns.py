@@ -3,9 +3,10 @@ wrong. To be called between `Reference.run` and `Reference.update`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +15,7 @@ from meshloom.core.plan import Plan
 from meshloom.core.random import derive
 from meshloom.verify.reference.chunks_of_plan import ReferenceForward
 from meshloom.verify.reference.float64_blocks import norm, norm_of_all, rerun_distance
-from meshloom.verify.reference.mistakes import ChunkGradients, Evidence, subsample_each
+from meshloom.verify.reference.mistakes import ChunkGradients, Evidence, OtherRun, subsample_each
 from meshloom.verify.reference.reference import Gradients, Reference
 from meshloom.verify.reference.step_records import StepRecord
 
@@ -24,6 +25,7 @@ from meshloom.verify.reference.step_records import StepRecord
 _ROUNDING_UNITS = {torch.float64: 16, torch.float32: 16, torch.float16: 2, torch.bfloat16: 2}
 
 
+_MOST_MODULES = 8  # that are tried one by one
 _OTHER_ORDERS = 3  # how much farther than in the opposite order a sum may be in another
 
 
@@ -42,29 +44,54 @@ def whole_batch(reference: Reference) -> Iterator[tuple[Gradients, StepRecord]]:
         yield chunked, record
 
 
-def rounding_effect(reference: Reference) -> dict[str, float]:
-    """By name, how far the averaged gradients move when the parameters are perturbed by a few units of
-    rounding.
+@dataclass(frozen=True, kw_only=True)
+class RoundingEffect:
+    """How far rounding moves averaged gradients and buffers, by name: ||g(w (1 + u)) - g(w)||."""
 
-    The distance ||g(w (1 + u)) - g(w)|| with random |u| <= units * eps for each element, where eps is that of
-    the least precise values in the model. To first order, rounding errors are such perturbations (backward
-    error analysis).
+    gradients: Mapping[str, float]
+    buffers: Mapping[str, float]
+
+
+def rounding_effect(reference: Reference) -> RoundingEffect:
+    """How far the averaged gradients, and the buffers that the step changes, move when the parameters are perturbed by a
+    few units of rounding.
+
+    Random |u| <= units * eps for each element, where eps is that of the parameters or, in modules that compute in a lower
+    precision, of that. To first order, rounding errors are such perturbations (backward error analysis).
     """
-    forwards, times = list(reference.forwards()), 1
+    times = 1
     moved: AbstractContextManager[None] = perturbed_parameters(reference)
-    if reference.updated.dtype and _is_whole(reference.plan):
-        forwards, times, moved = forwards[::-1], _OTHER_ORDERS, nullcontext()
+    backwards = bool(reference.updated.dtype and _is_whole(reference.plan))
+    if backwards:
+        times, moved = _OTHER_ORDERS, nullcontext()
+    changed = reference.changed_buffers()
     with reference.rerun() as gradients, moved:
-        weight = 0.0
-        for forward in forwards:
-            reference.restore()
-            weight += reference.run_forward(forward).weight
-        reference.divide(weight)
-        return {
-            name: times * rerun_distance(perturbed, gradient)
-            for name, perturbed in reference.gradients.items()
-            if perturbed is not None and (gradient := gradients[name]) is not None
-        }
+        if backwards:
+            _run_backwards(reference)
+        else:
+            reference.evaluate()
+        buffers = dict(reference.model.named_buffers())
+        return RoundingEffect(
+            gradients={
+                name: times * rerun_distance(perturbed, gradient)
+                for name, perturbed in reference.gradients.items()
+                if perturbed is not None and (gradient := gradients[name]) is not None
+            },
+            buffers={
+                name: rerun_distance(buffers[name], each)
+                for name, each in changed.items()
+                if buffers[name].shape == each.shape
+            },
+        )
+
+
+def _run_backwards(reference: Reference) -> None:
+    """The last step's chunks in the opposite order; buffers are as at its start."""
+    weight = 0.0
+    for forward in [*reference.forwards()][::-1]:
+        reference.restore()
+        weight += reference.run_forward(forward).weight
+    reference.divide(weight)
 
 
 def _is_whole(plan: Plan) -> bool:
@@ -103,21 +130,16 @@ def travel_effect(reference: Reference, unit: float) -> dict[str, float]:
 @contextmanager
 def perturbed_parameters(reference: Reference, number: int = 0) -> Iterator[None]:
     """A context in which the trainable parameters are perturbed, by other draws for every number."""
-    plan, low = reference.plan, [getattr(torch, cast.dtype) for cast in reference.casts]
-    low += [reference.updated.dtype] if reference.updated.dtype else []
-    if _is_whole(plan) and plan.pp == 1:  # and in one device's order
-        low = [dtype for dtype in low if dtype != reference.autocast]
-    largest = max(
-        _ROUNDING_UNITS.get(dtype, 1) * torch.finfo(dtype).eps for dtype in (reference.precision, *low)
-    )
-    trained = [parameter for parameter in reference.model.parameters() if parameter.requires_grad]
+    named = [(name, each) for name, each in reference.parameters.items() if each.requires_grad]
+    trained, largest_of = [each for _, each in named], _units_of(reference)
     values = [parameter.detach().clone() for parameter in trained]
     generator = torch.Generator(reference.device).manual_seed(
         derive(reference.job.seed, "moved", reference.step, *([number] if number else []))
     )
     try:
         with torch.no_grad():
-            for parameter in trained:
+            for name, parameter in named:
+                largest = largest_of(name)
                 flat = torch.view_as_real(parameter) if parameter.is_complex() else parameter
                 dtype = torch.float32 if flat.element_size() < 4 else flat.dtype
                 noise = torch.empty(flat.shape, dtype=dtype, device=flat.device)
@@ -127,6 +149,24 @@ def perturbed_parameters(reference: Reference, number: int = 0) -> Iterator[None
         with torch.no_grad():
             for parameter, value in zip(trained, values, strict=True):
                 parameter.copy_(value)
+
+
+def _units_of(reference: Reference) -> Callable[[str], float]:
+    """How far a parameter of this name is perturbed, relative to each of its elements: by units of its model's precision, and
+    by those of the lower precisions that its module, or one around it, computes in."""
+    casts = [(cast.place, getattr(torch, cast.dtype)) for cast in reference.casts]
+    if reference.updated.dtype:
+        casts.append(("", reference.updated.dtype))
+    if _is_whole(reference.plan) and reference.plan.pp == 1:  # and in one device's order
+        casts = [(place, dtype) for place, dtype in casts if dtype != reference.autocast]
+
+    def largest(name: str) -> float:
+        here = [dtype for place, dtype in casts if not place or name.startswith(f"{place}.")]
+        return max(
+            _ROUNDING_UNITS.get(each, 1) * torch.finfo(each).eps for each in (reference.precision, *here)
+        )
+
+    return largest
 
 
 def initial_evidence(
@@ -171,8 +211,77 @@ def full_evidence(reference: Reference, initial: Evidence) -> Evidence:
     unsynchronised = gradients_of(reference, synchronised=False) if plan.sync_batch_norm else None
     chained = gradients_of(reference, chained=True) if has_buffers and plan.num_chunks > 1 else None
     return replace(
-        initial, chunks=chunks, chunk_norms=chunk_norms, replica_norms=replica_norms, unsynchronised=unsynchronised, chained=chained
+        initial, chunks=chunks, chunk_norms=chunk_norms, replica_norms=replica_norms, unsynchronised=unsynchronised, chained=chained,
+        stale=[*_stale_runs(reference)], uses=[*_tied_uses(reference, initial.tied, chunks)],
     )  # fmt: skip
+
+
+def _chunk_by_chunk(reference: Reference) -> list[Gradients]:
+    """The subsampled gradients of each forward's loss sum."""
+    found: list[Gradients] = []
+    with reference.rerun():
+        for forward in reference.forwards():
+            reference.restore()
+            reference.model.zero_grad(set_to_none=True)
+            reference.run_forward(forward)
+            reference.divide(1.0)
+            found.append(subsample_each(reference.gradients))
+    return found
+
+
+def _stale_runs(reference: Reference) -> Iterator[OtherRun]:
+    """With parameters of earlier steps: all, and those of each module, if there are few."""
+    by_module: dict[str, list[str]] = {}
+    for name, each in reference.parameters.items():
+        if each.requires_grad:
+            by_module.setdefault(name.rpartition(".")[0], []).append(name)
+    parts = {"all modules": [name for names in by_module.values() for name in names]}
+    if len(by_module) <= _MOST_MODULES:
+        parts |= {module or "the model": names for module, names in by_module.items()}
+    seen: list[Mapping[str, Tensor]] = []
+    for when, values in reference.earlier.items():
+        if any(values is each for each in seen):
+            continue
+        seen.append(values)
+        for where, names in parts.items():
+            with _put_values(reference, {name: values[name] for name in names}):
+                yield OtherRun(what=f"{where} with the weights {when}", chunks=_chunk_by_chunk(reference))
+
+
+@contextmanager
+def _put_values(reference: Reference, values: Mapping[str, Tensor]) -> Iterator[None]:
+    """A context in which parameters have other values."""
+    now = {name: reference.parameters[name].detach().clone() for name in values}
+    with torch.no_grad():
+        for name, value in values.items():
+            reference.parameters[name].copy_(value)
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for name, value in now.items():
+                reference.parameters[name].copy_(value)
+
+
+def _tied_uses(
+    reference: Reference, tied: Mapping[str, Sequence[str]], chunks: Sequence[ChunkGradients]
+) -> Iterator[OtherRun]:
+    """What a tied parameter's use under each of its names adds to its gradient: all but that of a run in which it is constant there."""
+    uses = [(name, use) for name, others in tied.items() for use in (name, *others)]
+    for name, use in uses[:_MOST_MODULES]:
+        path, _, leaf = use.rpartition(".")
+        module: Any = reference.model.get_submodule(path)
+        kept = module._parameters[leaf]
+        module._parameters[leaf] = nn.Parameter(kept.detach(), requires_grad=False)
+        try:
+            others = _chunk_by_chunk(reference)
+        finally:
+            module._parameters[leaf] = kept
+        added: list[Gradients] = []
+        for chunk, rest in zip(chunks, others, strict=True):
+            whole, without = chunk.gradients.get(name), rest.get(name)
+            added.append({name: whole if whole is None or without is None else whole - without})
+        yield OtherRun(what=f"{name} in its use as {use}", chunks=added)
 
 
 def gradients_of(reference: Reference, *, synchronised: bool = True, chained: bool = False) -> Gradients:

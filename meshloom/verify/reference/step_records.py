@@ -6,11 +6,12 @@ how the numbers were computed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from torch import Tensor
+from torch.optim import Optimizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +85,8 @@ class StepRecord:
     replicas: a digest of each replica's parameters after the update.
     casts: the reductions of precision in the step. turn: the name of its loss, if it is a turn of several.
     skipped: whether there was no update, as scaled gradients overflowed. inconsistent: what differs between ranks of a replica
-        that hold the same, a sentence each.
+        that hold the same, a sentence each. settings: numbers in the groups of optimizers after the step, by what they are, of one device
+    or of each rank.
     """
 
     step: int
@@ -98,3 +100,25 @@ class StepRecord:
     turn: str = ""
     skipped: bool = False
     inconsistent: Sequence[str] = ()
+    settings: Sequence[Mapping[str, float]] = ()
+
+
+def group_settings(optimizers: Sequence[Optimizer]) -> dict[str, float]:
+    """The numbers in their groups, by what they are: "lr of group 0 of optimizer 0"."""
+    return {
+        f"{key} of group {place} of optimizer {number}": float(value)
+        for number, optimizer in enumerate(optimizers)
+        for place, group in enumerate(optimizer.param_groups)
+        for key, value in _single_values(group)
+        if isinstance(value, int | float | Tensor) and not isinstance(value, bool)
+    }
+
+
+def _single_values(group: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for key, given in group.items():
+        if key in ("params", "param_names") or (isinstance(given, Tensor) and given.numel() != 1):
+            continue
+        if isinstance(given, list | tuple):
+            yield from ((f"{key}[{number}]", each) for number, each in enumerate(given))
+        else:
+            yield key, given

@@ -1,0 +1,1 @@
+"""Causes of wrong gradients, each with the gradients that it would give."""

@@ -1,0 +1,84 @@
+"""Causes that a rerun of one device in another way reproduces: a use of a tied parameter that is lost, weights of an earlier step,
+wrong factors of the chunks' gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from meshloom.verify.reference.mistakes import Cause, Evidence
+
+Gradients = Mapping[str, Tensor]  # subsampled, by name
+Expected = Callable[[str], Tensor]  # name -> subsampled gradient
+
+
+def of_tied_uses(evidence: Evidence, actual: Gradients, right: Gradients) -> Iterator[tuple[Cause, Expected]]:
+    """A use of a tied parameter that is missing, or counts by another factor, on all replicas or on one."""
+    for run in evidence.uses:
+        (name,) = run.chunks[0]
+        if name not in right or any(chunk[name] is None for chunk in run.chunks):
+            continue
+        for where, chosen in _replicas(evidence):
+            total = sum(chunk.weight for chunk in evidence.chunks)
+            part = torch.zeros_like(right[name])
+            for number, chunk in enumerate(run.chunks):
+                part += _zeros_or(chunk[name], part) / total if number in chosen else 0.0
+            off = actual[name] - right[name]
+            share = float((off * part).sum() / (part * part).sum().clamp_min(1e-300))
+            what = f"is left out{where}" if abs(share + 1) < 1e-3 else f"counts {1 + share:.4g} times{where}"
+            sentence = (
+                f"What {run.what} adds to its gradient {what}: a tied gradient is lost, or added again."
+            )
+            yield (
+                Cause("tied", sentence),
+                lambda each, name=name, part=part, share=share: (
+                    right[each] + share * part if each == name else right[each]
+                ),
+            )
+
+
+def of_stale_weights(evidence: Evidence, right: Gradients, who: str) -> Iterator[tuple[Cause, Expected]]:
+    """Forwards with parameters of an earlier step, on all replicas or on one."""
+    for run in evidence.stale:
+        for where, chosen in _replicas(evidence):
+            chunks = [
+                replace(chunk, gradients=run.chunks[number]) if number in chosen else chunk
+                for number, chunk in enumerate(evidence.chunks)
+            ]
+            total = sum(chunk.weight for chunk in chunks)
+            expected = mixed(replace(evidence, chunks=chunks), [1 / total] * len(chunks), right)
+            sentence = f"{who} those of a forward of {run.what}{where}: what was updated is not used."
+            yield Cause("stale", sentence), expected
+
+
+def _replicas(evidence: Evidence) -> Iterator[tuple[str, set[int]]]:
+    """All chunks, and those of each replica, by number; as the end of a sentence."""
+    yield "", set(range(len(evidence.chunks)))
+    m = evidence.plan.microbatches
+    if evidence.plan.dp > 1 and not evidence.plan.sync_batch_norm:
+        for replica in range(evidence.plan.dp):
+            yield (
+                f" on replica {replica}",
+                {number for number, chunk in enumerate(evidence.chunks) if chunk.chunks[0] // m == replica},
+            )
+
+
+def mixed(evidence: Evidence, factors: Sequence[float], right: Gradients) -> Expected:
+    """The gradients of the chunks, each times its factor."""
+
+    def expected(name: str) -> Tensor:
+        total = torch.zeros_like(right[name])
+        for factor, chunk in zip(factors, evidence.chunks, strict=True):
+            part = chunk.gradients.get(name)
+            if part is not None and factor:
+                total += factor * part
+        return total
+
+    return expected
+
+
+def _zeros_or(tensor: Tensor | None, like: Tensor) -> Tensor:
+    return torch.zeros_like(like) if tensor is None else tensor

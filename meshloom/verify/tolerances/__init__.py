@@ -1,0 +1,1 @@
+"""Which differences between a plan and one device count as rounding."""

@@ -1,0 +1,188 @@
+"""How far a plan's gradients are from one device's, one by one, and how far rounding explains it.
+
+The error of a gradient is ||a - b|| / ||b||, where a is the plan's and b the reference's: each is judged by its own
+norm. It passes up to the first of these that suffices, and what costs a rerun is only asked where the others do not:
+
+    32 units in the last place
+    what rounding did to it in an earlier step, as below, relative to the largest gradient
+    8 times what rounding does to it: how far it moves when one device is rerun with its parameters perturbed by a few
+        units (`reruns.rounding_effect`), up to the most that is put down to rounding in its precision
+    that movement itself, or that of another gradient which moves beyond the most: where a ReLU flips in the rerun, it
+        might have flipped here in the plan
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from meshloom.verify.between_steps.checks import TensorError
+from meshloom.verify.reference.float64_blocks import distance, float64_blocks, norm, same_rows
+from meshloom.verify.tolerances.common_factor import CommonFactor
+from meshloom.verify.tolerances.of_precision import most_tolerated, unmeasured
+
+Gradients = Mapping[str, Tensor | None]
+FLOOR = 1e-3  # of the largest gradient: below it what moves says nothing of other gradients
+TIMES = 8  # the measured effect is one draw of the plan's rounding, and some norms are of few elements
+_CANCELLED_UNITS = 16  # of the largest gradient, by which one that is small as large terms cancel may be off
+
+
+@dataclass
+class KnownEffects:
+    """What rounding did to gradients in earlier steps, relative to the largest."""
+
+    of_largest: dict[str, float] = field(default_factory=dict[str, float])
+
+    def note(self, effects: Mapping[str, float], largest: float) -> None:
+        """Of a step that was measured."""
+        if largest:
+            self.of_largest = {name: effect / largest for name, effect in effects.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rounding:
+    """How the gradients of a step may be rounded.
+
+    precision: that of which some units are rounding; None: of each gradient its own. partial: what the plan rounds partial
+    sums to; None: to nothing less. roundings: half units of `partial` that a gradient may be off by. travels: how far
+    rounding on the way between replicas moves gradients that do not cancel there, relative to their size.
+    measure, measure_travels: called at most once; by name how far gradients move.
+    """
+
+    precision: torch.dtype | None = None
+    partial: torch.dtype | None = None
+    roundings: float = 1.0
+    travels: float = 0.0
+    measure: Callable[[], Mapping[str, float]] | None = None
+    measure_travels: Callable[[], Mapping[str, float]] | None = None
+
+    @property
+    def half_unit(self) -> float:
+        """Of the largest gradient."""
+        return 0.0 if self.partial is None else self.roundings * torch.finfo(self.partial).eps / 2
+
+
+class GradientErrors:
+    """The errors of one step's averaged gradients, which arrive one by one.
+
+    reference: its gradients by name; one may be changed after it was compared. factor: finds what all have in common,
+    where nothing is rounded to a lower precision. known: of earlier steps, and of this one for later ones.
+    """
+
+    def __init__(
+        self, reference: Gradients, step: int, rounding: Rounding, factor: CommonFactor | None = None, known: KnownEffects | None = None
+    ) -> None:  # fmt: skip
+        self.norms = {name: norm(each) for name, each in reference.items() if each is not None}
+        self._reference, self._step, self._rounding = reference, step, rounding
+        self._factor, self._known = factor, known or KnownEffects()
+        self._largest = max(self.norms.values(), default=0.0)
+        self._effects: Mapping[str, float] | None = None
+        self._of_travels: Mapping[str, float] | None = None
+        self._grown = 0.0  # the largest effect beyond what is tolerated, relative to its gradient
+        self._compared: dict[str, TensorError] = {}
+
+    @property
+    def grows(self) -> bool:
+        """Whether rounding was measured to move a gradient beyond what is tolerated."""
+        return self._grown > 0
+
+    def compare(self, name: str, ours: Tensor | None) -> TensorError:
+        """The error of the plan's next gradient."""
+        off = self._distance(name, ours, self._reference.get(name))
+        allowed = self._unmeasured(name)
+        if allowed < off < math.inf:
+            most = self._most(name)
+            allowed = max(allowed, min(TIMES * self._known.of_largest.get(name, 0.0) * self._largest, most))
+            if off > allowed and self._rounding.travels:
+                allowed = max(allowed, self._travel_effect(name))
+            if off > allowed:
+                effect = self._rounding_effect(name)
+                allowed = max(allowed, min(TIMES * effect, most), effect, self._grown * self._size(name))
+        size = self.norms.get(name, 0.0) or self._largest or 1.0
+        compared = self._tensor_error(
+            name, off / size, allowed / size, moved=off < math.inf and allowed > self._most(name)
+        )
+        self._compared[name] = compared
+        if (
+            self._factor
+            and compared.passed
+            and ours is not None
+            and self.norms.get(name, 0.0) > FLOOR * self._largest
+        ):
+            self._factor.add(ours, self._reference[name])
+        return compared
+
+    def errors(self) -> list[TensorError]:
+        """The errors of all gradients; infinite for those that did not arrive. If all pass, the factor that they have in common."""
+        found = [
+            self._compared.get(name) or self._tensor_error(name, math.inf, 0.0)
+            for name in dict.fromkeys([*self._reference, *self._compared])
+        ]
+        if self._factor and all(error.passed for error in found):
+            found += self._factor.errors(self._step)
+        return found
+
+    def _distance(self, name: str, ours: Tensor | None, reference: Tensor | None) -> float:
+        if name not in self._reference:
+            return math.inf
+        if ours is None or reference is None:
+            return 0.0 if ours is reference else math.inf
+        if ours.is_sparse and reference.is_sparse:
+            ours, reference = ours.coalesce(), reference.coalesce()
+            if not same_rows(ours, reference):
+                return math.inf  # SparseAdam updates the rows that were used
+            ours, reference = ours.values(), reference.values()
+        if not all(bool(block.isfinite().all()) for block in float64_blocks(reference.to_dense())):
+            return math.inf
+        ours, reference = ours.to_dense(), reference.to_dense()
+        off = distance(ours, reference) if ours.shape == reference.shape else math.inf
+        return off if math.isfinite(off) else math.inf
+
+    def _unmeasured(self, name: str) -> float:
+        rounding, own = self._rounding, self.norms.get(name, 0.0)
+        return (
+            unmeasured(self._precision(name)) + rounding.travels
+        ) * own + rounding.half_unit * self._largest
+
+    def _most(self, name: str) -> float:
+        # A gradient that is small because large terms cancel has their rounding error.
+        precision = self._precision(name)
+        cancelled = max(_CANCELLED_UNITS * torch.finfo(precision).eps, self._rounding.half_unit)
+        return (most_tolerated(precision) + self._rounding.travels) * self._size(
+            name
+        ) + cancelled * self._largest
+
+    def _precision(self, name: str) -> torch.dtype:
+        reference = self._reference.get(name)
+        own = torch.float64 if reference is None else reference.dtype.to_real()
+        return self._rounding.precision or own
+
+    def _size(self, name: str) -> float:
+        return max(self.norms.get(name, 0.0), FLOOR * self._largest)
+
+    def _travel_effect(self, name: str) -> float:
+        if self._of_travels is None:
+            measure = self._rounding.measure_travels
+            self._of_travels = measure() if measure else {}
+        return self._of_travels.get(name, 0.0)
+
+    def _rounding_effect(self, name: str) -> float:
+        if self._effects is None:
+            measure = self._rounding.measure
+            self._effects = measure() if measure else {}
+            self._known.note(self._effects, self._largest)
+            for each, effect in self._effects.items():
+                if self._most(each) < effect < math.inf:
+                    self._grown = max(self._grown, effect / self._size(each))
+        return self._effects.get(name, 0.0)
+
+    def _tensor_error(self, name: str, error: float, tolerance: float, *, moved: bool = False) -> TensorError:
+        reference = self._reference.get(name)
+        elements = 0 if reference is None else reference.numel()
+        return TensorError(
+            name=name, kind="gradient", step=self._step, error=error, tolerance=tolerance, elements=elements, moved=moved
+        )  # fmt: skip

@@ -1,0 +1,198 @@
+"""How far a plan's parameters, their updates and its buffers are from one device's after a step, and which differences count
+as rounding. The error of a tensor is ||a - b|| / ||b||, each relative to its own norm.
+
+    parameter, update   what the optimizer computes of equal gradients and values, and the rounding of two parameters, of which
+                        an update is the difference
+    buffer              128 units in the last place; where the step has changed it, 8 times what rounding does to it. One that
+                        the step leaves as it is must stay so
+
+Elements that are infinite or NaN (a mask of -inf) must be equal on both sides and count in no norm.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+from torch.optim import (
+    ASGD,
+    SGD,
+    Adadelta,
+    Adagrad,
+    Adam,
+    Adamax,
+    AdamW,
+    NAdam,
+    Optimizer,
+    RAdam,
+    RMSprop,
+    Rprop,
+)
+
+from meshloom.verify.between_steps.checks import Kind, TensorError
+from meshloom.verify.reference.float64_blocks import distance, float64_blocks, multiple_of, norm
+from meshloom.verify.reference.step_records import Cast
+from meshloom.verify.tolerances.gradient_errors import FLOOR, TIMES
+from meshloom.verify.tolerances.of_precision import most_tolerated, unmeasured_through
+
+_ELEMENTWISE = {ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop}
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdateTolerances:
+    """By name of a parameter, the error of what its optimizer computes of equal gradients; `other` of those that have none in
+    this step."""
+
+    by_name: Mapping[str, float]
+    other: float
+
+    def of(self, name: str) -> float:
+        """Of this parameter."""
+        return self.by_name.get(name, self.other)
+
+
+def update_tolerances(
+    optimizers: Sequence[Optimizer], casts: Sequence[Cast], names: Mapping[int, str], precision: torch.dtype
+) -> UpdateTolerances:
+    """names: of parameters, by identity. An optimizer that computes each element by itself computes the same of a slice; one
+    that adds up over a parameter does so in another order; and what one rounds to a lower precision concerns its own parameters."""
+    found: dict[str, float] = {}
+    for optimizer in optimizers:
+        kind = type(optimizer)
+        lower = [
+            most_tolerated(getattr(torch, cast.dtype))
+            for cast in casts
+            if cast.in_optimizer and cast.place == kind.__name__
+        ]
+        own = unmeasured_through(precision) if kind in _ELEMENTWISE else most_tolerated(precision)
+        for group in optimizer.param_groups:
+            found |= {names[id(each)]: max([own, *lower]) for each in group["params"] if id(each) in names}
+    return UpdateTolerances(by_name=found, other=unmeasured_through(precision))
+
+
+@dataclass(frozen=True, kw_only=True)
+class BufferTolerances:
+    """How buffers may be rounded.
+
+    effects: by name, how far rounding moves those that a step changes, relative to their size, where that was measured, as gradients
+    needed it. merged: what the plan
+    rounds buffers to, where they are merged from what several chunks have written; None: to nothing. partial: what it rounds partial sums
+    to, of which some buffers may be statistics; None: to nothing.
+    """
+
+    effects: Mapping[str, float] = field(default_factory=dict[str, float])
+    merged: torch.dtype | None = None
+    partial: torch.dtype | None = None
+
+
+class StateErrors:
+    """The errors of one step's parameters, their updates, and buffers, which arrive one by one.
+
+    parameters, buffers: the reference's after the step, by name. before: its parameters before the update,
+    which equal the plan's. changed: the buffers that the step has changed.
+    """
+
+    def __init__(
+        self, parameters: Mapping[str, Tensor], before: Mapping[str, Tensor], buffers: Mapping[str, Tensor], *,
+        changed: Collection[str],
+        step: int, updates: UpdateTolerances, rounding: BufferTolerances,
+    ) -> None:  # fmt: skip
+        self._parameters, self._before = parameters, before
+        self._buffers, self._step = buffers, step
+        self._updates_allowed, self._rounding = updates, rounding
+        self._changed, self._sizes = changed, buffer_sizes(buffers, changed)
+        self._compared: dict[str, list[TensorError]] = {}
+
+    def compare(self, name: str, ours: Tensor) -> list[TensorError]:
+        """The errors of the plan's next parameter or buffer."""
+        if name in self._parameters:
+            self._compared[name] = self._parameter_errors(name, ours)
+        elif name in self._buffers:
+            self._compared[name] = [self._buffer_error(name, ours)]
+        return self._compared.get(name, [])
+
+    def errors(self) -> list[TensorError]:
+        """The errors of all tensors of the reference; infinite for those that did not arrive."""
+        found: list[TensorError] = []
+        for name in self._buffers:
+            found += self._compared.get(name) or [self._tensor_error(name, "buffer", math.inf, 0.0)]
+        for name in self._parameters:
+            found += self._compared.get(name) or [self._tensor_error(name, "parameter", math.inf, 0.0)]
+        return found
+
+    def _parameter_errors(self, name: str, ours: Tensor) -> list[TensorError]:
+        reference, allowed = self._parameters[name], self._updates_allowed.of(name)
+        size, units = norm(reference), 0.0
+        if ours.shape != reference.shape:
+            return [self._tensor_error(name, "parameter", math.inf, allowed)]
+        if _is_inexact(reference):
+            allowed = max(allowed, unmeasured_through(reference.dtype.to_real()))
+            # The difference of two parameters has the rounding of both: half a unit each, on either side.
+            units = 2 * torch.finfo(reference.dtype).eps * size
+        off, moved = distance(ours, reference), _norm_of_difference(reference, self._before[name])
+        of_value, of_update = size or moved or 1.0, moved or size or 1.0
+        most = allowed * moved + units
+        parameter = self._tensor_error(
+            name, "parameter", _ratio(off, of_value), (allowed * size + most) / of_value
+        )
+        update = self._tensor_error(name, "update", _ratio(off, of_update), most / of_update)
+        if not update.passed:
+            update = replace(update, multiple=multiple_of(ours, reference, self._before[name]))
+        return [parameter, update]
+
+    def _buffer_error(self, name: str, ours: Tensor) -> TensorError:
+        reference, rounding = self._buffers[name], self._rounding
+        if not _is_inexact(reference):
+            equal = torch.equal(ours.to(reference.device), reference)
+            return self._tensor_error(name, "buffer", 0.0 if equal else math.inf, 0.0)
+        size = self._sizes[name]
+        off = distance(ours, reference) if ours.shape == reference.shape else math.inf
+        precision = reference.dtype.to_real()
+        allowed = unmeasured_through(precision)
+        if name in self._changed:
+            most = max(map(most_tolerated, (precision, rounding.partial)))
+            effect = rounding.effects.get(name, 0.0)
+            allowed = max(allowed, min(TIMES * effect, most), effect)
+        if precision == rounding.merged:
+            allowed = max(allowed, most_tolerated(precision))
+        return self._tensor_error(name, "buffer", _ratio(off, size), allowed)
+
+    def _tensor_error(self, name: str, kind: Kind, error: float, tolerance: float) -> TensorError:
+        elements = (self._buffers if kind == "buffer" else self._parameters)[name].numel()
+        return TensorError(
+            name=name, kind=kind, step=self._step, error=error, tolerance=tolerance, elements=elements
+        )
+
+
+def buffer_sizes(buffers: Mapping[str, Tensor], changed: Collection[str]) -> dict[str, float]:
+    """What the errors of floating-point buffers are relative to: the norm of each; of those that the step has changed, at least a
+    thousandth of that of the largest such buffer of the same module, so that a mean of 0 is measured by its variance."""
+    norms = {name: norm(each) for name, each in buffers.items() if _is_inexact(each)}
+    largest: dict[str, float] = {}
+    for name in norms:
+        if name in changed:
+            module = name.rpartition(".")[0]
+            largest[module] = max(largest.get(module, 0.0), norms[name])
+    return {
+        name: max(size, FLOOR * largest[name.rpartition(".")[0]]) if name in changed else size
+        for name, size in norms.items()
+    }
+
+
+def _norm_of_difference(after: Tensor, before: Tensor) -> float:
+    """||after - before|| over the finite elements."""
+    blocks = zip(float64_blocks(after), float64_blocks(before), strict=True)
+    return math.sqrt(sum(float(torch.nan_to_num(a - b, 0.0, 0.0, 0.0).square().sum()) for a, b in blocks))
+
+
+def _ratio(difference: float, size: float) -> float:
+    if difference == 0:
+        return 0.0
+    return difference / size if size and math.isfinite(difference) and math.isfinite(size) else math.inf
+
+
+def _is_inexact(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()

@@ -1,0 +1,31 @@
+"""Plants each bug of the list and counts: `python -m tests.planted [PART OF A NAME ...]`."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+import pytest
+
+from tests.planted import BUGS
+from tests.planted.judging import judged
+
+if __name__ == "__main__":
+    chosen = [each for each in BUGS if not sys.argv[1:] or any(part in each.name for part in sys.argv[1:])]
+    counts = [0, 0, 0]
+    with_module = 0
+    for bug in chosen:
+        began = time.monotonic()
+        with pytest.MonkeyPatch.context() as patch:
+            try:
+                found = judged(bug, patch)
+            except Exception as error:  # the plant is wrong, or verification is
+                print(f"!!! {bug.name}: {type(error).__name__}: {error}".replace("\n", " ")[:300], flush=True)
+                continue
+        counts = [a + b for a, b in zip(counts, (found.caught, found.named, found.module_right), strict=True)]
+        with_module += bug.module is not None
+        marks = "".join("x" if each else "." for each in (found.caught, found.named, found.module_right))
+        print(f"{marks} {bug.name} {time.monotonic() - began:.1f} s: {found.said}", flush=True)
+    print(
+        f"{counts[0]} of {len(chosen)} caught, {counts[1]} named; first module right in {counts[2]} of {with_module}"
+    )

@@ -1,0 +1,1 @@
+"""The bugs, a file for each area."""

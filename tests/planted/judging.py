@@ -1,0 +1,50 @@
+"""What verification says of a planted bug: whether it is caught, named, and placed in the right module."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import dataclass
+
+import pytest
+from rich.console import Console
+
+from meshloom.core.errors import MeshloomError
+from meshloom.verify.findings import Report, print_report
+from tests.planted.bugs import Bug, whole
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judgement:
+    """module_right: False where there is none to name."""
+
+    caught: bool
+    named: bool
+    module_right: bool
+    said: str
+
+
+def judged(bug: Bug, patch: pytest.MonkeyPatch) -> Judgement:
+    """Plant and verify. A run that ends in one of the product's own errors is caught as well, and named by it."""
+    bug.plant(patch)
+    try:
+        report = whole(bug.job, bug.plan)
+    except MeshloomError as error:
+        return Judgement(
+            caught=True, named=True, module_right=bug.module is not None, said=f"error: {error}"[:200]
+        )
+    wrong = report.first_wrong
+    first = wrong.first_module if wrong else None
+    named = any(cause.kind in bug.causes for cause in report.causes[:1])
+    named = named or bool(bug.says and bug.says in " ".join(text_of(report).split()))
+    said = "; ".join(f"{cause.kind}: {cause.sentence}" for cause in report.causes)
+    return Judgement(
+        caught=not report.passed, named=not report.passed and named, module_right=bug.module is not None and first == bug.module,
+        said=f"[{first}] {said}",
+    )  # fmt: skip
+
+
+def text_of(report: Report) -> str:
+    """As it is printed."""
+    stream = io.StringIO()
+    print_report(report, Console(file=stream, width=160))
+    return stream.getvalue()
