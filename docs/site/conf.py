@@ -24,7 +24,10 @@ meshloom.Trainer  # noqa: B018  # imported when it is first named; autodoc looks
 
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinxarg.ext"]
 root_doc = "docs/site/index"
-include_patterns = ["*.md", "docs/*.md", "docs/clusters/*.md", "docs/decisions/*.md", "docs/guides/*.md", "docs/site/*.md", "docs/notebooks/*.ipynb", "benchmarks/*/README.md"]  # fmt: skip
+include_patterns = [
+    *("*.md", "docs/*.md", "docs/clusters/*.md", "docs/decisions/*.md", "docs/guides/*.md", "docs/site/*.md"),
+    *("docs/notebooks/*.ipynb", "benchmarks/*/README.md"),
+]
 exclude_patterns = ["site", ".venv*", "**.ipynb_checkpoints"]
 
 # Markdown: headings are linked to as on GitHub, and a link that leads nowhere is a warning, which is an error.
@@ -77,7 +80,9 @@ def as_rest(app: object, what: str, name: str, thing: Any, options: object, line
         elif line.endswith(":") and not after.strip():
             line += ":"
         pieces = re.split(r"(`[^`]+`)", line)
-        made.append("".join(f"`{each}`" if each.startswith("`") else each.replace("*", r"\*") for each in pieces))
+        made.append(
+            "".join(f"`{each}`" if each.startswith("`") else each.replace("*", r"\*") for each in pieces)
+        )
     lines[:] = made
 
 
