@@ -6,7 +6,7 @@
 # make browser    pages in a real browser, those of the site among them: installs Debian's chromium where there is none
 # make docs       the documentation as a site in site/, warnings as errors, and its tests; open site/index.html
 # make dist       sdist and wheel in dist/, each installed into an environment of its own, the sdist without a compiler, and tried there
-# make matrix     the wheel with each Python and torch that can be had here: PYTHONS="python3.11 python3.13" TORCH="2.11.0 2.13.0" pick, CUDA=1 also tries CUDA builds
+# make matrix     the wheel with each Python and torch that can be had here: PYTHONS="python3.11 python3.13" TORCH="2.12.1+cpu 2.13.0+cpu" pick, CUDA=1 also tries CUDA builds
 # make gpu        what only a GPU can show, as JSON and a page in runs/gpu; PART="losses memory" picks, WHEELS=DIR has missing packages, DEVICE=cpu rehearses
 
 PYTHON := .venv/bin/python
@@ -88,7 +88,7 @@ dist: $(READY)
 matrix: $(READY)
 	rm -rf build/matrix
 	$(PYTHON) -m build --wheel --outdir build/matrix
-	$(PYTHON) tests/versions.py build/matrix/*.whl $(if $(PYTHONS),--pythons $(PYTHONS)) $(if $(TORCH),--torch $(TORCH)) $(if $(CUDA),--cuda)
+	$(PYTHON) -m tests.versions build/matrix/*.whl $(if $(PYTHONS),--pythons $(PYTHONS)) $(if $(TORCH),--torch $(TORCH)) $(if $(CUDA),--cuda)
 
 gpu: $(if $(filter cuda,$(DEVICE)),$(GPU_READY),$(READY))
 	PYTHONPATH=. $(if $(filter cuda,$(DEVICE)),$(GPU_PYTHON),$(PYTHON)) benchmarks/gpu/main.py --device $(DEVICE) --parts $(PART)

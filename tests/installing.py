@@ -73,8 +73,10 @@ def make_environment(directory: Path, interpreter: str = sys.executable) -> Path
 
 def try_installed(
     package: Path, directory: Path, *, compiled: bool, interpreter: str = sys.executable, torch: str = ""
-) -> None:
-    """Raises `CalledProcessError` or `AssertionError` if it cannot be used. torch: its version, if not the tested one."""
+) -> Path:
+    """The interpreter of the environment in which it was tried. torch: its version, if not the tested one.
+
+    Raises `CalledProcessError` or `AssertionError` if it cannot be used."""
     python = make_environment(directory, interpreter)
     limits = limits_without("torch", directory) if torch else ["--constraint", str(ROOT / "constraints.txt")]
     packages = [package.resolve(), *([f"torch=={torch}"] if torch else [])]
@@ -101,6 +103,7 @@ def try_installed(
     print(
         f"{package.name}: installed, trained, verified and type-checked, {'with' if compiled else 'without'} the compiled engine"
     )
+    return python
 
 
 if __name__ == "__main__":
