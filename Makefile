@@ -3,8 +3,10 @@
 # make test       the covering subset of all tests
 # make test-all   every family, every three settings that go together, kills; AREA=launch limits it to tests/test_launch*.py
 # make campaigns  faults and random choices with hundreds of further seeds
-# make browser    pages in a real browser: installs Debian's chromium where there is none
+# make browser    pages in a real browser, those of the site among them: installs Debian's chromium where there is none
+# make docs       the documentation as a site in site/, warnings as errors, and its tests; open site/index.html
 # make dist       sdist and wheel in dist/, each installed into an environment of its own, the sdist without a compiler, and tried there
+# make matrix     the wheel with each Python and torch that can be had here: PYTHONS="python3.11 python3.13" TORCH="2.12.1+cpu 2.13.0+cpu" pick, CUDA=1 also tries CUDA builds
 # make gpu        what only a GPU can show, as JSON and a page in runs/gpu; PART="losses memory" picks, WHEELS=DIR has missing packages, DEVICE=cpu rehearses
 
 PYTHON := .venv/bin/python
@@ -27,7 +29,7 @@ GPU_PYTHON := .venv-gpu/bin/python
 GPU_READY := .venv-gpu/.meshloom-ready
 GPU_PACKAGES := numpy rich safetensors scipy pyzmq scikit-learn transformers pytest pytest-timeout pytest-xdist hypothesis psutil expecttest pyyaml setuptools
 
-.PHONY: dist train check types quick test test-all all-without-processes all-with-processes campaigns browser gpu
+.PHONY: dist docs matrix train check types quick test test-all all-without-processes all-with-processes campaigns browser gpu
 .DELETE_ON_ERROR:
 
 train: $(READY)
@@ -57,7 +59,7 @@ test-all: $(READY)
 	$(MAKE) --keep-going all-without-processes all-with-processes
 
 all-without-processes: $(READY)
-	$(PYTHON) -m pytest $(BOTH_CORES) -m "not processes and not campaign and not browser" $(if $(AREA),$(AREA_FILES)) || test $$? = $(NONE)
+	$(PYTHON) -m pytest $(BOTH_CORES) -m "not processes and not campaign and not browser and not site" $(if $(AREA),$(AREA_FILES)) || test $$? = $(NONE)
 
 all-with-processes: $(READY)
 	$(if $(WITH_PROCESSES),$(PYTHON) -m pytest -m "processes and not campaign" $(WITH_PROCESSES))
@@ -65,9 +67,15 @@ all-with-processes: $(READY)
 campaigns: $(READY)
 	$(PYTHON) -m pytest -m campaign
 
-browser: $(READY)
+docs: $(READY)
+	$(PYTHON) -m pip install --quiet --constraint constraints.txt --editable '.[dev,docs]'
+	$(PYTHON) -m sphinx --fail-on-warning --keep-going --quiet --conf-dir docs/site . site
+	$(PYTHON) -m pytest -m site
+
+# The pages of the site are opened, too.
+browser: docs
 	command -v chromium >/dev/null || { apt-get update && apt-get install --yes --no-install-recommends chromium; }
-	$(PYTHON) -m pip install --quiet --constraint constraints.txt --editable '.[dev,browser]'
+	$(PYTHON) -m pip install --quiet --constraint constraints.txt --editable '.[dev,docs,browser]'
 	$(PYTHON) -m pytest -m browser
 
 # The wheel is built from the sdist, so that this has all that it takes.
@@ -76,6 +84,11 @@ dist: $(READY)
 	$(PYTHON) -m build --outdir dist
 	$(PYTHON) tests/installing.py dist/*.whl --compiled
 	CC=/bin/false $(PYTHON) tests/installing.py dist/*.tar.gz
+
+matrix: $(READY)
+	rm -rf build/matrix
+	$(PYTHON) -m build --wheel --outdir build/matrix
+	$(PYTHON) -m tests.versions build/matrix/*.whl $(if $(PYTHONS),--pythons $(PYTHONS)) $(if $(TORCH),--torch $(TORCH)) $(if $(CUDA),--cuda)
 
 gpu: $(if $(filter cuda,$(DEVICE)),$(GPU_READY),$(READY))
 	PYTHONPATH=. $(if $(filter cuda,$(DEVICE)),$(GPU_PYTHON),$(PYTHON)) benchmarks/gpu/main.py --device $(DEVICE) --parts $(PART)

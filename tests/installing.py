@@ -11,7 +11,6 @@ from __future__ import annotations
 import subprocess
 import sys
 import tempfile
-import venv
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -55,12 +54,33 @@ def check_types(python: Path, directory: Path) -> None:
         assert "reportMissing" not in found.stdout, found.stdout
 
 
-def try_installed(package: Path, directory: Path, *, compiled: bool) -> None:
-    """Raises `CalledProcessError` or `AssertionError` if it cannot be used."""
-    venv.create(directory / "env", with_pip=True)
+def limits_without(package: str, directory: Path) -> list[str]:
+    """pip's words for the tested versions of everything but one package, in a file of this directory."""
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    (limits := directory / "constraints.txt").write_text(
+        "\n".join(line for line in lines if not line.startswith(f"{package}=="))
+    )
+    return ["--constraint", str(limits)]
+
+
+def make_environment(directory: Path, interpreter: str = sys.executable) -> Path:
+    """The interpreter of a fresh environment in this directory, or of the one that is there."""
     python = directory / "env/bin/python"
-    limits = ["--constraint", str(ROOT / "constraints.txt")]
-    subprocess.run([python, "-m", "pip", "install", "--quiet", *limits, package.resolve()], check=True)
+    if not python.exists():
+        subprocess.run([interpreter, "-m", "venv", directory / "env"], check=True)
+    return python
+
+
+def try_installed(
+    package: Path, directory: Path, *, compiled: bool, interpreter: str = sys.executable, torch: str = ""
+) -> Path:
+    """The interpreter of the environment in which it was tried. torch: its version, if not the tested one.
+
+    Raises `CalledProcessError` or `AssertionError` if it cannot be used."""
+    python = make_environment(directory, interpreter)
+    limits = limits_without("torch", directory) if torch else ["--constraint", str(ROOT / "constraints.txt")]
+    packages = [package.resolve(), *([f"torch=={torch}"] if torch else [])]
+    subprocess.run([python, "-m", "pip", "install", "--quiet", *limits, *packages], check=True)
     (directory / "job.py").write_text(JOB)
 
     def meshloom(*words: str) -> str:
@@ -83,6 +103,7 @@ def try_installed(package: Path, directory: Path, *, compiled: bool) -> None:
     print(
         f"{package.name}: installed, trained, verified and type-checked, {'with' if compiled else 'without'} the compiled engine"
     )
+    return python
 
 
 if __name__ == "__main__":

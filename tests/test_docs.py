@@ -14,7 +14,14 @@ from tests.documents import Block, anchors_of, blocks_of
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/*/*.md")])
 ELSEWHERE = ("https://", "http://")
-IN_BOTH_LANGUAGES = ("README", "docs/guide", "docs/plan_settings")
+IN_BOTH_LANGUAGES = (
+    *("README", "docs/first_steps", "docs/guide", "docs/plan_settings"),
+    *(
+        f"docs/guides/{path.stem}"
+        for path in sorted(ROOT.glob("docs/guides/*.md"))
+        if ".zh-CN" not in path.name
+    ),
+)
 GUIDES = [
     ROOT / name
     for name in (
@@ -24,8 +31,9 @@ GUIDES = [
         "docs/which_plan.md",
         "docs/how_it_works.md",
         "docs/clusters/README.md",
+        "docs/first_steps.md",
     )
-]
+] + sorted(ROOT.glob("docs/guides/*.md"))
 
 
 def name_of(path: Path) -> str:
@@ -104,10 +112,10 @@ def plainly(target: str) -> str:
     """Where a link leads, whatever the language; nothing for a document that is in both, where the link to
     the other one is.
 
-    >>> plainly("docs/guide.zh-CN.md#x"), plainly("docs/verify.md"), plainly("README.md")
+    >>> plainly("docs/guide.zh-CN.md#x"), plainly("docs/verify.md"), plainly("../README.md")
     ('', 'docs/verify.md', '')
     """
-    file = target.partition("#")[0].replace(".zh-CN.md", ".md")
+    file = re.sub(r"^(\.\./)+", "", target.partition("#")[0].replace(".zh-CN.md", ".md"))
     return "" if any(each.endswith(file.removesuffix(".md")) for each in IN_BOTH_LANGUAGES) else target
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,8 @@ from jobs import make_job
 from meshloom.cli.main import main
 from meshloom.telemetry.progress import QUIET
 from meshloom.train.trainer import Trainer
+from tests import browsers
+from tests.browsers import chromium
 
 pytestmark = [pytest.mark.slow, pytest.mark.browser]
 
@@ -36,24 +37,13 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def browser() -> Iterator[Any]:
-    from playwright.sync_api import sync_playwright
-
-    program = shutil.which("chromium")
-    assert program, "make browser installs Debian's chromium"
-    with sync_playwright() as playwright:
-        opened = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
+    with chromium() as opened:
         yield opened
-        opened.close()
 
 
 def opened(browser: Any, file: Path, *, width: int, scheme: str) -> tuple[Any, list[str]]:
     """The drawn page, and what its console and its network say against it."""
-    context = browser.new_context(viewport={"width": width, "height": 800}, color_scheme=scheme, offline=True)
-    page, against = context.new_page(), list[str]()
-    page.on("console", lambda message: against.append(message.text) if message.type in ("error", "warning") else None)  # fmt: skip
-    page.on("pageerror", lambda error: against.append(str(error)))
-    page.on("request", lambda request: against.append(request.url) if not request.url.startswith(("file:", "data:", "blob:")) else None)  # fmt: skip
-    page.goto(file.as_uri())
+    page, against = browsers.opened(browser, file, width=width, scheme=scheme)
     page.wait_for_selector("body[data-drawn]", timeout=60_000)
     return page, against
 
