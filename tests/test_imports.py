@@ -22,6 +22,7 @@ ORDER = [
     ["adopt"],
     ["adopt.watching"],
     ["__init__"],
+    ["adapters"],
     ["measure", "verify"],
     ["verify.between_steps"],
     ["verify.reference.between_steps"],
@@ -91,7 +92,7 @@ FACES = {"comm/torch_backend.py": "__init__"}
 MAY_NAME_DISTRIBUTED = ("comm/", "launch/")
 MAY_READ_ENVIRONMENT = ("launch/environment.py",)
 # not there in every installation
-OPTIONAL = {"matplotlib", "transformers", "sklearn", "psutil", "hypothesis", "pytest"}
+OPTIONAL = {"matplotlib", "transformers", "lightning", "pytorch_lightning", "sklearn", "psutil", "hypothesis", "pytest"}
 
 
 @dataclass(frozen=True)

@@ -172,7 +172,7 @@ class Job:
         disjoint parameters.
     losses: in place of `loss`, `optimizer`, `scheduler` and `clip_grad_norm`, several of them, each with parameters
         of its own, which a step takes in turn (docs/several_losses.md). `loss` is then the first of them.
-    data: builds a map-style (`__getitem__`, `__len__`) or iterable dataset of samples.
+    data: builds a map-style (`__getitem__`, `__len__`) or iterable dataset; its `set_epoch(epoch)` is called, if it has one.
     batch_size: samples of one global batch, over all ranks.
     steps: optimizer steps of the whole run.
     seed: determines initial parameters, sample order and every random draw.
