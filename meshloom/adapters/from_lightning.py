@@ -21,6 +21,7 @@ from meshloom.adapters.module_refusals import check_module
 from meshloom.adapters.with_parameters import with_parameters
 from meshloom.core.errors import JobError
 from meshloom.core.job import Evaluate, Job, NamedParameters
+from meshloom.core.moments.current_step import at_step
 from meshloom.core.moments.current_step import step as current_step
 from meshloom.core.random import preserved_draws
 from meshloom.launch.environment import is_first_rank
@@ -68,7 +69,7 @@ def from_lightning(
             "each step.",
             stacklevel=2,
         )
-    with preserved_draws():
+    with preserved_draws(), at_step(0):
         opened = _Opened(module, data, accumulate_grad_batches, max_epochs, max_steps)
         evaluate, evaluation_collate = opened.evaluation(check_val_every_n_epoch, best, patience)
         optimizers = _Optimizers(opened, accumulate_grad_batches)
@@ -215,7 +216,8 @@ class _Optimizers:
 
         module = self._opened.attached(with_parameters(self._opened.module, named))
         internals: Any = of_lightning
-        made = module.configure_optimizers()
+        with at_step(0):
+            made = module.configure_optimizers()
         kind = type(module).__name__
         if made is None:
             raise JobError(f"{kind}.configure_optimizers returned None. Return an optimizer.")

@@ -19,10 +19,12 @@ from torch.utils.data import IterableDataset
 from meshloom.adapters.loader_data import GroupedCollate, LoaderOrder, LoaderSamples, LoaderStream
 from meshloom.adapters.trainer_evaluation import evaluate_of
 from meshloom.adapters.trainer_loss import TrainerLoss, kind_of
-from meshloom.adapters.trainer_refusals import check_trainer, is_known
+from meshloom.adapters.trainer_refusals import check_trainer, is_left_out
 from meshloom.adapters.with_parameters import optimizer_of, schedulers_of, with_parameters
 from meshloom.core.errors import JobError
 from meshloom.core.job import Job, NamedParameters
+from meshloom.core.moments.current_step import at_step
+from meshloom.core.moments.current_step import step as current_step
 from meshloom.core.random import preserved_draws
 from meshloom.launch.environment import is_first_rank
 
@@ -49,7 +51,7 @@ def from_transformers(trainer: Any) -> Job:
         )
     check_trainer(trainer)
     alone = _on_one_device(trainer)
-    with preserved_draws():
+    with preserved_draws(), at_step(0):
         return _job_of(alone)
 
 
@@ -61,6 +63,31 @@ class _Schedule:
     per_epoch: int
 
 
+class _StateOfStep:
+    """The trainer's `state`, as an overridden `compute_loss` reads it in the step that is computed. per_step: epochs of a step."""
+
+    def __init__(self, state: Any, schedule: _Schedule, per_step: float) -> None:
+        self._state, self._schedule, self._per_step = state, schedule, per_step
+
+    @property
+    def max_steps(self) -> int:
+        return self._schedule.steps
+
+    @property
+    def global_step(self) -> int:
+        return current_step()
+
+    @property
+    def epoch(self) -> float:
+        epoch, place = divmod(current_step(), self._schedule.per_epoch)
+        return epoch + place * self._per_step
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._state, name)
+
+
 def _job_of(trainer: Any) -> Job:
     args = trainer.args
     loader = trainer.get_train_dataloader()
@@ -68,6 +95,8 @@ def _job_of(trainer: Any) -> Job:
     batch_size = trainer._train_batch_size
     _, per_epoch, _, _, _, _, steps = trainer.set_initial_training_values(args, loader)
     schedule = _Schedule(int(steps), int(per_epoch))
+    batches = len(loader) if hasattr(loader.dataset, "__len__") else schedule.per_epoch * accumulation
+    trainer.state = _StateOfStep(trainer.state, schedule, accumulation / batches)
     evaluations = _every(args.eval_strategy, args.eval_steps or args.logging_steps, schedule)
     if isinstance(loader.dataset, IterableDataset) or not hasattr(loader.dataset, "__getitem__"):
         has_length = hasattr(loader.dataset, "__len__")
@@ -175,7 +204,7 @@ def _evaluations_in(every: int | None, schedule: _Schedule, epoch: int) -> int:
 
 
 def _tell_of_callbacks(trainer: Any) -> None:
-    names = [type(each).__name__ for each in trainer.callback_handler.callbacks if not is_known(each)]
+    names = [type(each).__name__ for each in trainer.callback_handler.callbacks if is_left_out(each)]
     if names and is_first_rank():
         warnings.warn(
             f"{', '.join(names)}: not called, as a job has no callbacks. A run reports to metrics.csv, --log tensorboard, wandb or mlflow, and ml.Trainer(listener=...).",

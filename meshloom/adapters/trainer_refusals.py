@@ -32,6 +32,12 @@ def _refusals(trainer: Any) -> Iterator[str]:
             f"This Trainer is one of {args.world_size} processes of its own, and ranks are meshloom's: start it by `meshloom train FILE.py --plan ...` "
             "or, on several hosts, `torchrun -m meshloom train FILE.py --plan ...`."
         )
+    if trainer.state.global_step:
+        yield (
+            f"This Trainer has taken {trainer.state.global_step} steps, and a job begins with the first. Make another one, over the trained model if you like."
+        )
+    if trainer.optimizer is not None and trainer.optimizer.state:
+        yield f"{type(trainer.optimizer).__name__} has state of earlier steps, and a job begins with the first. Give a new optimizer."
     if trainer.train_dataset is None:
         yield "This Trainer has no train_dataset. Give it one."
     yield from _of_settings(args)
@@ -86,6 +92,11 @@ def _of_settings(args: Any) -> Iterator[str]:
             "Give the batch size that fits; `meshloom plan` predicts memory",
         ),
         "debug": (args.debug, "Leave it out: a step that is not finite is named by its operator"),
+        "push_to_hub": (args.push_to_hub, "Leave it out, and push what `meshloom export` writes"),
+        "enable_jit_checkpoint": (
+            args.enable_jit_checkpoint,
+            "Leave it out: a run with --out saves when it is asked to end",
+        ),
         "eval_on_start": (args.eval_on_start, "Leave it out: a metric is tried on one batch before training"),
         "eval_delay": (
             args.eval_strategy != "no" and args.eval_delay,
@@ -133,7 +144,7 @@ def _of_evaluation(trainer: Any) -> Iterator[str]:
 
 
 def _of_callback(callback: Any) -> Iterator[str]:
-    if is_known(callback):
+    if not is_users(callback):
         return
     kind = type(callback)
     for name in filter(lambda each: each.startswith("on_"), dir(kind)):
@@ -155,16 +166,15 @@ def _of_callback(callback: Any) -> Iterator[str]:
             )
 
 
-def is_known(callback: Any) -> bool:
-    """Whether this callback is transformers' own, and reports, or is translated."""
-    kind = type(callback)
-    names = ("DefaultFlowCallback", "ProgressCallback", "PrinterCallback", "NotebookProgressCallback")
-    module = kind.__module__
-    early = kind.__name__ == "EarlyStoppingCallback" and module.startswith("transformers.")
-    return early or (
-        module.startswith("transformers.")
-        and (kind.__name__ in names or module.startswith("transformers.integrations"))
-    )
+def is_users(callback: Any) -> bool:
+    """Whether this callback is none of transformers' own, which report or are translated."""
+    return not type(callback).__module__.startswith("transformers.")
+
+
+def is_left_out(callback: Any) -> bool:
+    """Whether this callback would report, and has no counterpart of its own in a run."""
+    names = ("DefaultFlowCallback", "ProgressCallback", "PrinterCallback", "NotebookProgressCallback", "EarlyStoppingCallback")  # fmt: skip
+    return is_users(callback) or type(callback).__name__ not in names
 
 
 def _set_by(code: CodeType) -> Iterator[str]:
