@@ -1,5 +1,6 @@
 """meshloom: take a PyTorch model that trains on one device and train it on many."""
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from meshloom.asynchronous.protocol.circumstances import Circumstances
@@ -13,6 +14,8 @@ from meshloom.core.plan import Plan
 from meshloom.telemetry.progress import Listener, Progress
 
 if TYPE_CHECKING:
+    from meshloom.adapters.from_lightning import from_lightning
+    from meshloom.adapters.from_transformers import from_transformers
     from meshloom.train.trainer import Trainer
 
 __all__ = [
@@ -26,18 +29,23 @@ __all__ = [
     "Plan",
     "Progress",
     "Trainer",
+    "from_lightning",
+    "from_transformers",
     "log",
     "step",
 ]
 __version__ = "0.2.0.dev0"
+_LATER = {
+    "Trainer": "meshloom.train.trainer",
+    "from_lightning": "meshloom.adapters.from_lightning",
+    "from_transformers": "meshloom.adapters.from_transformers",
+}
 
 
 def __getattr__(name: str) -> Any:
-    """`Trainer` is imported when it is first used: who only describes a job, as in a process that serves its
-    parameters, starts in half the time."""
-    if name == "Trainer":
-        from meshloom.train.trainer import Trainer
-
-        globals()[name] = Trainer
-        return Trainer
+    """`Trainer` and the adapters are imported when they are first used: who only describes a job, as in a process that serves
+    its parameters, starts in half the time."""
+    if name in _LATER:
+        found = globals()[name] = getattr(import_module(_LATER[name]), name)
+        return found
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -22,6 +22,7 @@ ORDER = [
     ["adopt"],
     ["adopt.watching"],
     ["__init__"],
+    ["adapters"],
     ["verify.apart"],
     ["measure", "verify"],
     ["verify.causes", "verify.tolerances"],
@@ -93,7 +94,16 @@ FACES = {"comm/torch_backend.py": "__init__"}
 MAY_NAME_DISTRIBUTED = ("comm/", "launch/")
 MAY_READ_ENVIRONMENT = ("launch/environment.py",)
 # not there in every installation
-OPTIONAL = {"matplotlib", "transformers", "sklearn", "psutil", "hypothesis", "pytest"}
+OPTIONAL = {
+    "matplotlib",
+    "transformers",
+    "lightning",
+    "pytorch_lightning",
+    "sklearn",
+    "psutil",
+    "hypothesis",
+    "pytest",
+}
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from meshloom.cli.plan_lines import plan_of
 from meshloom.core.errors import PlanError
 from meshloom.core.jobfile import as_program, check_target, load_job
 from meshloom.launch.devices import choose_devices
-from meshloom.launch.environment import is_rank, launching_seconds, reference_descriptor
+from meshloom.launch.environment import is_rank, launching_seconds, reference_descriptor, seen_as_one_device
 from meshloom.launch.failure import leave, report_failure
 from meshloom.launch.opening import check_timeout
 from meshloom.launch.processes.launcher import run_ranks
@@ -108,7 +108,7 @@ def _run_here(arguments: argparse.Namespace) -> int:
     with ExitStack() as stack:
         stack.enter_context(as_program(arguments.target, arguments.words))
         timings = _timings()
-        with timings.of("job file"):
+        with timings.of("job file"), seen_as_one_device():
             job = load_job(arguments.target)
         if job is None:
             text = f"meshloom: {arguments.target} returned nothing, so it ran its own loop. A function that names a job returns it."

@@ -84,7 +84,7 @@ class Job:
         disjoint parameters.
     losses: in place of `loss`, `optimizer`, `scheduler` and `clip_grad_norm`, several of them, each with parameters
         of its own, which a step takes in turn (docs/several_losses.md). `loss` is then the first of them.
-    data: builds a map-style (`__getitem__`, `__len__`) or iterable dataset of samples.
+    data: builds a map-style (`__getitem__`, `__len__`) or iterable dataset; its `set_epoch(epoch)` is called, if it has one.
     batch_size: samples of one global batch, over all ranks.
     batch_sizes: in place of one size, that from each step on, of at most `batch_size`: {0: 32, 100: 64} is a warm-up
         (docs/over_time.md).

@@ -1,7 +1,8 @@
 """Map-style data: the samples of a step are a function of (seed, step), so a position is a step.
 
 Each replica reads its own samples only. A sample's draws (augmentation) are keyed by (seed, epoch, index), so
-they do not depend on the rank or worker that reads it, nor on a resume.
+they do not depend on the rank or worker that reads it, nor on a resume. A dataset that has `set_epoch` is told
+the epoch before its samples are read.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from meshloom.core.random import partner_order, sample_order, sample_seed
 from meshloom.data.chunks import Chunk, ChunkRange, Reader, share_of, split_batch
 from meshloom.data.reading import Collation, ReadFailure, read_ahead, seed_draws
 from meshloom.data.shares import Shares
+
+EVALUATION = -1  # the epoch of draws while evaluation data is read
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,8 @@ class ChunkSource(Dataset[Any]):
 
     def __getitem__(self, request: ReadRequest) -> Any:
         samples: dict[int, Any] = {}
+        if request.epoch != EVALUATION and hasattr(self._dataset, "set_epoch"):
+            self._dataset.set_epoch(request.epoch)
         for index in dict.fromkeys([*request.indices, *(request.partners or ())]):
             seed_draws(sample_seed(self._seed, request.epoch, index))
             try:
@@ -199,9 +204,6 @@ class MapReader(Reader):
     def _ranges(self, step: int, num_samples: int) -> list[ChunkRange]:
         ranges = split_batch(num_samples, self._plan, self._shares.of(step))
         return share_of(self._replica, ranges, self._plan)
-
-
-EVALUATION = -1  # the epoch of draws while evaluation data is read
 
 
 def map_chunks(

@@ -7,9 +7,12 @@ import os
 import re
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import torch.distributed as dist
 
@@ -19,6 +22,8 @@ from meshloom.launch.role import Role
 from meshloom.machine.cores import cores
 
 SCRATCH = "MESHLOOM_SCRATCH"  # see `scratch_directory`
+_MAKE_A_RANK = ("LOCAL_RANK", "WORLD_SIZE", "PMI_SIZE")  # by which accelerate joins a group of its own
+_HIDDEN: ContextVar[Mapping[str, str]] = ContextVar("hidden", default=MappingProxyType({}))
 LEAST_SECRET = 16  # characters of MESHLOOM_SECRET
 _REFERENCE = "MESHLOOM_REFERENCE_FD"
 _OF_RANKS = (  # how variables begin that describe a rank, or lead to its launcher
@@ -167,7 +172,20 @@ class LaunchedRank:
 
 def launched_rank() -> LaunchedRank | None:
     """This process's rank; None if it is none. Raises `DeviceError` if variables are missing."""
-    return read_launched_rank(os.environ)
+    return read_launched_rank({**os.environ, **_HIDDEN.get()})
+
+
+@contextmanager
+def seen_as_one_device() -> Iterator[None]:
+    """A context in which a job's file finds no variables by which a library would make a rank of this process: the file is a
+    program for one device, and its ranks are meshloom's."""
+    hidden = {name: os.environ.pop(name) for name in _MAKE_A_RANK if name in os.environ}
+    token = _HIDDEN.set({**_HIDDEN.get(), **hidden})
+    try:
+        yield
+    finally:
+        _HIDDEN.reset(token)
+        os.environ.update(hidden)
 
 
 def read_launched_rank(environment: Mapping[str, str]) -> LaunchedRank | None:

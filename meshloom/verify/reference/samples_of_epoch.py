@@ -51,6 +51,8 @@ def _indexed(job: Job, dataset: Any, first: int) -> Iterator[list[Any]]:
                 continue
             passed += 1
             if passed > first:
+                if hasattr(dataset, "set_epoch"):
+                    dataset.set_epoch(epoch)
                 batch = [_read(job, epoch, index, lambda index=index: dataset[index]) for index in indices]
                 yield _paired(job, passed - 1, batch)
 

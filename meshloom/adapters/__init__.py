@@ -1,0 +1,1 @@
+"""Trainers of other libraries become jobs: transformers' `Trainer`, and LightningModules."""
