@@ -44,10 +44,12 @@ class Engine(ABC):
     """What computes on one rank. All ranks of a replica have the same kind and call the same methods in the
     same order.
 
+    runs_modules: whether it runs modules of the user's as they are written, which may change what they see; once it is open.
     shards: this rank's shards along tp. division: how the model was sharded; None: it is not. compiler: compiles what
     is computed; None: nothing is.
     """
 
+    runs_modules: bool = True
     shards: Shards
     division: Division | None = None
     compiler: Compiler | None = None
@@ -102,11 +104,6 @@ class Engine(ABC):
     @abstractmethod
     def connect(self, exchange: Exchange) -> ExitStack:
         """Report complete gradients to `exchange` from now on, until the returned stack is closed."""
-
-    @property
-    def runs_modules(self) -> bool:
-        """Whether it runs modules of the user's as they are written, which may change what they see."""
-        return True
 
     @abstractmethod
     def turn_to(self, turn: LossTurn) -> None:

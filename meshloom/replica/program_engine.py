@@ -129,7 +129,7 @@ class ProgramEngine(Engine):
         self.shards = Shards(self.programs.pieces, self.tp)
         yield from take_share(model, self.shards, unfilled, world)
         make_row_major(model)
-        self._model = model
+        self._model, self.runs_modules = model, bool(self.programs.opaque)
         self._outside = {each: Outside(each, model, self.programs.opaque) for each in self.losses.values()}
         self._parameters = {name: each for name, each in model.named_parameters() if not each.is_meta}
         for by_stage, of_loss in zip(scope.statistics, here, strict=True):
@@ -179,10 +179,6 @@ class ProgramEngine(Engine):
         undo = self._completion.watch(self.microbatches.arrived)
         undo.enter_context(self.rows.watch(self._model, self.programs.opaque))
         return undo
-
-    @property
-    def runs_modules(self) -> bool:
-        return bool(self.programs.opaque)
 
     def turn_to(self, turn: LossTurn) -> None:
         self.programs.losses.loss = self.losses[turn.loss]

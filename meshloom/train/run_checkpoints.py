@@ -95,18 +95,8 @@ class RunCheckpoints:
         )[0]
         how = resume_from_torch if any(there) else resume
         return self._replicas.together(
-            lambda replica: how(replica, directory, partial(self._check, replica, steps))
+            lambda replica: how(replica, directory, partial(_check, self._job, replica, steps))
         )[0]
-
-    def _check(self, replica: Replica, steps: int, checkpoint: Checkpoint) -> None:
-        if "asynchronous" in checkpoint.values:
-            raise CheckpointError(
-                f"{checkpoint.path} was written under {checkpoint.plan_text}, whose steps are shares of a batch that workers push one by one. "
-                "Go on with exchange=async, or start a new run."
-            )
-        checkpoint.check_data(self._job)
-        checkpoint.check(replica.shards.fingerprint(replica.model))
-        checkpoint.check_steps_left(steps)
 
     def save(self, step: int, *, wait: bool = True, best: bool = False, later: bool = False) -> Path:
         """Write the state after `step`; returns the path. wait: until the checkpoint is whole; otherwise, if the
@@ -128,23 +118,16 @@ class RunCheckpoints:
 
         def write(replica: Replica) -> Steps[Path]:
             pieces, streams, values = yield from optimizer_state(replica, gather=not self._one_host)
+            job = self._job
+            values = {
+                "updater": values, "seed": job.seed, "batch_size": job.batch_size, "batch_sizes": job.batch_sizes_before(step),
+                "shares": self._shares.record, **self.also, **scale_values(replica), **tied_names(replica.model),
+            }  # fmt: skip
             carry_out = partial(
                 save,
                 out,
                 step,
-                # as they are now
-                values=deepcopy(
-                    {
-                        "updater": values,
-                        "seed": self._job.seed,
-                        "batch_size": self._job.batch_size,
-                        "batch_sizes": self._job.batch_sizes_before(step),
-                        "shares": self._shares.record,
-                        **self.also,
-                        **scale_values(replica),
-                        **tied_names(replica.model),
-                    }
-                ),
+                values=deepcopy(values),  # as they are now
                 fingerprint=replica.shards.fingerprint(replica.model),
                 plan_text=str(self._plan),
                 keep=1 if best else self._job.keep_checkpoints,
@@ -263,6 +246,18 @@ class RunCheckpoints:
                 self._listener.note(found.sentence())
             self._told = True
         return not found.missing
+
+
+def _check(job: Job, replica: Replica, steps: int, checkpoint: Checkpoint) -> None:
+    """Raises `CheckpointError` if a checkpoint is not one of this run."""
+    if "asynchronous" in checkpoint.values:
+        raise CheckpointError(
+            f"{checkpoint.path} was written under {checkpoint.plan_text}, whose steps are shares of a batch that workers push one by one. "
+            "Go on with exchange=async, or start a new run."
+        )
+    checkpoint.check_data(job)
+    checkpoint.check(replica.shards.fingerprint(replica.model))
+    checkpoint.check_steps_left(steps)
 
 
 _Copy = tuple[HostCopy, Callable[..., Steps[Path]], Group]  # the save that writes it, and over which group

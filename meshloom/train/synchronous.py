@@ -203,15 +203,8 @@ class SynchronousRun:
     def save_into(self, out: Path) -> None:
         """Write checkpoints into `out` from now on. All ranks call it."""
         self._checkpoints = RunCheckpoints(
-            self._job,
-            self._plan,
-            self._shares,
-            self.replicas,
-            out,
-            self._listener,
-            resume=None,
-            overwrite=True,
-        )
+            self._job, self._plan, self._shares, self.replicas, out, self._listener, resume=None, overwrite=True
+        )  # fmt: skip
 
     def finish(self) -> None:
         """Wait for a checkpoint that is being written; raises why it could not be."""

@@ -118,7 +118,7 @@ class Comparing(ABC):
     def metric_errors(
         self, ours: Mapping[str, float], updates: int, batches: int | None
     ) -> list[TensorError]:
-        """Compare the plan's metrics; of `between_steps/evaluation_check.py`."""
+        """Compare the plan's metrics; of `verify/between_steps/evaluation_check.py`."""
 
     @abstractmethod
     def check_saved(self, path: Path, what: str) -> BetweenSteps:
