@@ -55,6 +55,7 @@ html_title = f"meshloom {release}"
 html_extra_path = ["static"]
 html_copy_source = False
 html_show_sourcelink = False
+html_show_search_summary = False  # it would be fetched, which pages of files may not do
 html_theme_options = {"navigation_with_keys": True}
 
 
