@@ -17,7 +17,7 @@ from meshloom.cli.arguments import parser
 from tests.browsers import chromium, opened
 
 ROOT = Path(__file__).parents[1]
-SITE = ROOT / "site"
+SITE = ROOT / "build/site"
 pytestmark = pytest.mark.slow
 built = pytest.mark.site
 
