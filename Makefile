@@ -4,7 +4,7 @@
 # make test-all   every family, every three settings that go together, kills; AREA=launch limits it to tests/test_launch*.py
 # make campaigns  faults and random choices with hundreds of further seeds
 # make browser    pages in a real browser, those of the site among them: installs Debian's chromium where there is none
-# make docs       the documentation as a site in site/, warnings as errors, and its tests; open site/index.html
+# make docs       the documentation as a site, warnings as errors, and its tests; open build/site/index.html
 # make dist       sdist and wheel in dist/, each installed into an environment of its own, the sdist without a compiler, and tried there
 # make matrix     the wheel with each Python and torch that can be had here: PYTHONS="python3.11 python3.13" TORCH="2.12.1+cpu 2.13.0+cpu" pick, CUDA=1 also tries CUDA builds
 # make gpu        what only a GPU can show, as JSON and a page in runs/gpu; PART="losses memory" picks, WHEELS=DIR has missing packages, DEVICE=cpu rehearses
@@ -69,7 +69,7 @@ campaigns: $(READY)
 
 docs: $(READY)
 	$(PYTHON) -m pip install --quiet --constraint constraints.txt --editable '.[dev,docs]'
-	$(PYTHON) -m sphinx --fail-on-warning --keep-going --quiet --conf-dir docs/site . site
+	$(PYTHON) -m sphinx --fail-on-warning --keep-going --quiet --conf-dir docs/site . build/site
 	$(PYTHON) -m pytest -m site
 
 # The pages of the site are opened, too.

@@ -133,6 +133,32 @@ assert critic.weight.abs().max() <= 0.01
 assert trained(job, "dp=2")  # with LBFGS
 """,
     ),
+    "docs/over_time.md": (
+        TORCH
+        + """
+from torch.nn import functional as F
+class Many(Rows):
+    def __len__(self):
+        return 512
+class Network(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.trunk = nn.ModuleDict({"embedding": nn.Linear(6, 4), "out": nn.Linear(4, 4)})
+        self.head = nn.Linear(4, 3)
+    def forward(self, x):
+        return self.head(self.trunk["out"](self.trunk["embedding"](x)))
+cosine = lambda step: 0.1 / (1 + step)
+job = replace(job, model=Network, data=Many)
+""",
+        """
+with ml.Trainer(replace(job, scheduler=scheduler), "dp=2") as trainer:
+    start = {name: value.clone() for name, value in trainer.replicas[0].model.state_dict().items()}
+    for batch in trainer.batches():
+        trainer.step(batch)
+    changed = {name for name, value in trainer.replicas[0].model.state_dict().items() if not torch.equal(value, start[name])}
+assert changed == {"head.weight", "head.bias"}
+""",
+    ),
     "docs/opaque.md": (
         TORCH,
         "assert trained(replace(job, model=lambda: nn.Linear(6, 1), loss=lambda model, batch: loss(model, {'x': batch['x'], 'y': batch['y'][:, None].float()})))",

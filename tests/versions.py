@@ -28,7 +28,7 @@ from tests.installing import ROOT, limits_without, make_environment, try_install
 PYTHONS = ["python3.11", "python3.12", "python3.13"]
 OLDEST = Version("2.11")
 TESTS = ["test_plan.py", "test_schedule.py", "test_checkpoint.py", "test_trainer.py", "test_program.py"]
-NEEDED = ["pytest", "pytest-timeout", "hypothesis", "psutil", "expecttest", "scikit-learn"]
+NEEDED = ["pytest", "pytest-timeout", "hypothesis", "psutil", "expecttest", "scikit-learn", "tqdm"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +94,7 @@ def run_tests(python: Path, directory: Path) -> str:
     words = [python, "-m", "pytest", "--quiet", "-m", "not processes and not slow and not long and not browser", "--override-ini", "filterwarnings=default"]  # fmt: skip
     files = [f"tests/{name}" for name in TESTS]
     done = subprocess.run([*words, *files], cwd=directory, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-3000:]
+    assert done.returncode == 0, f"the tests: {done.stdout[-3000:]}{done.stderr[-1000:]}"
     counts = re.findall(r"\d+ (?:passed|failed|skipped)", done.stdout) or [
         done.stdout.strip().splitlines()[-1]
     ]

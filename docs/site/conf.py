@@ -28,7 +28,7 @@ include_patterns = [
     *("*.md", "docs/*.md", "docs/clusters/*.md", "docs/decisions/*.md", "docs/guides/*.md", "docs/site/*.md"),
     *("docs/notebooks/*.ipynb", "benchmarks/*/README.md"),
 ]
-exclude_patterns = ["site", ".venv*", "**.ipynb_checkpoints"]
+exclude_patterns = ["build", ".venv*", "**.ipynb_checkpoints"]
 
 # Markdown: headings are linked to as on GitHub, and a link that leads nowhere is a warning, which is an error.
 myst_heading_anchors = 4
@@ -52,9 +52,13 @@ add_module_names = False
 # No page needs a network: fonts are the system's, scripts are in the site.
 html_theme = "furo"
 html_title = f"meshloom {release}"
-html_extra_path = ["static"]
+html_show_copyright = False
+html_extra_path = ["index.html"]
+html_static_path = ["site.css"]
+html_css_files = ["site.css"]
 html_copy_source = False
 html_show_sourcelink = False
+html_show_search_summary = False  # it would be fetched, which pages of files may not do
 html_theme_options = {"navigation_with_keys": True}
 
 
