@@ -12,6 +12,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,15 @@ from meshloom.program.cost.rates import Rates
 GRACE_SECONDS = 5.0  # for what is ending by itself when the test returns
 # it reads the program's words as it is imported, as people's files do, and here they are pytest's
 collect_ignore = ["words_job.py"]
+# not there on every machine with a GPU, which has a torch of its own
+collect_ignore += [
+    test
+    for test, package in {
+        "test_from_lightning.py": "lightning",
+        "test_from_transformers.py": "accelerate",
+    }.items()
+    if find_spec(package) is None
+]
 CACHES = {".pytest_cache", ".hypothesis", ".ruff_cache", "__pycache__"}
 
 

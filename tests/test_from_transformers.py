@@ -108,7 +108,7 @@ def tokens(directory: Path) -> Trainer:
 
 def smoothed(directory: Path) -> Trainer:
     torch.manual_seed(3)
-    settings = arguments(directory, label_smoothing_factor=0.1, optim="adafactor", learning_rate=0.05)
+    settings = arguments(directory, label_smoothing_factor=0.1, optim="sgd", learning_rate=0.5)
     return Trainer(language_model(), settings, collate, Words(15, ragged=True))
 
 
@@ -122,7 +122,7 @@ def grouped_by_length(directory: Path) -> Trainer:
 
 def streamed(directory: Path) -> Trainer:
     torch.manual_seed(5)
-    return Trainer(OwnModel(), arguments(directory, max_steps=7), collate, WordStream(18))
+    return Trainer(OwnModel(), arguments(directory, max_steps=7, optim="adafactor"), collate, WordStream(18))
 
 
 def streamed_with_length(directory: Path) -> Trainer:

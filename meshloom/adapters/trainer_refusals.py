@@ -106,8 +106,9 @@ def _of_settings(args: Any) -> Iterator[str]:
     for name, (value, way_out) in given.items():
         if value:
             yield f"TrainingArguments({name}={value!r}) has no counterpart in a job. {way_out}."
-    if "lomo" in str(args.optim):
-        yield f"optim={str(args.optim)!r} updates parameters within backward, before gradients are exchanged. Use another one, like adamw_torch."
+    optim = str(getattr(args.optim, "value", args.optim))
+    if "lomo" in optim:
+        yield f"optim={optim!r} updates parameters within backward, before gradients are exchanged. Use another one, like adamw_torch."
     scheduler = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type))
     if scheduler in ("reduce_lr_on_plateau", "greedy"):
         yield f"lr_scheduler_type={scheduler!r} goes by evaluations, and a job's schedulers by steps. Use one of steps, like linear or cosine."
