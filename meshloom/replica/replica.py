@@ -30,6 +30,7 @@ from meshloom.core.job import Job, NamedParameters
 from meshloom.core.losses.in_precision import in_precision
 from meshloom.core.losses.logged import with_logs
 from meshloom.core.losses.turns import LossTurn, OwnGradients, turns_of
+from meshloom.core.moments.branches import branches_as_written
 from meshloom.core.moments.modes import Modes
 from meshloom.core.plan import Plan
 from meshloom.data.chunks import Chunk
@@ -126,6 +127,7 @@ class Replica:
         self.num_parameters = sum(each.numel() for each in self.model.parameters())
         self.num_trainable = sum(each.numel() for _, each in self.named)
         self._undo = ExitStack()
+        self._undo.enter_context(branches_as_written())
         self._undo.enter_context(limited(self.model))
         if plan.sync_batch_norm and plan.dp > 1:
             self._undo.enter_context(batch_norm.synchronise_batch_norm(self.model, context.statistics, compiled=plan.compiles))  # fmt: skip
