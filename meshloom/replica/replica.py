@@ -133,7 +133,8 @@ class Replica:
             self._undo.enter_context(batch_norm.synchronise_batch_norm(self.model, context.statistics, compiled=plan.compiles))  # fmt: skip
         self.sums = LossSums.of(plan, context.device)
         self.stored = stored
-        self.inner = plan  # what its parts run under: without tp and pp where the loss runs whole
+        # what its parts run under, without tp and pp where the loss runs whole; why that is
+        self.inner, self.whole = plan, tuple[str, ...]()
         self.engine: Engine
         self.scope: ChunkScope
         self.frozen: NamedParameters = []
@@ -265,7 +266,7 @@ class Replica:
 
     def notes(self) -> list[str]:
         """Notes for the user before the first step."""
-        return [*self._notes, *self.updater.notes(), *self.engine.notes, *self.exchange.notes()]
+        return [*self._notes, *self.whole, *self.updater.notes(), *self.engine.notes, *self.exchange.notes()]
 
     def close(self) -> None:
         """Remove the hooks from the model."""
@@ -298,7 +299,7 @@ def _open_engine(replica: Replica) -> Steps[UserOptimizers | None]:
         opened.plan,
         opened.units,
     )
-    replica._notes += opened.notes  # pyright: ignore[reportPrivateUsage]
+    replica.whole = tuple(opened.notes)
     return opened.made
 
 

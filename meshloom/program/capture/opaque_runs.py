@@ -156,7 +156,7 @@ def _record(
     cost = replace(
         meter.cost(),
         **_backward(results, [*inputs, *(each for each in state)]),
-        **_saved(saved, inputs, state),
+        **kept_by_autograd(saved, inputs, state),
     )
     call = OpaqueCall(
         method=method,
@@ -268,8 +268,10 @@ def _backward(results: Sequence[Tensor], operands: Sequence[Tensor]) -> dict[str
     }
 
 
-def _saved(saved: Sequence[Tensor], inputs: Sequence[Tensor], state: Sequence[Tensor]) -> Mapping[str, Any]:
-    """What autograd keeps of it."""
+def kept_by_autograd(
+    saved: Sequence[Tensor], inputs: Sequence[Tensor], state: Sequence[Tensor]
+) -> Mapping[str, Any]:
+    """What autograd keeps of a call that has saved these, as fields of `OpaqueCost`."""
     memory = {memory_of(each): storage_of(each).nbytes() for each in saved if is_plain(each)}
     of_inputs = {memory_of(each): number for number, each in enumerate(inputs)}
     kept_inputs = tuple(sorted(of_inputs[each] for each in memory.keys() & of_inputs.keys()))
