@@ -173,7 +173,7 @@ def test_what_ranks_run_is_known_before() -> None:
 
     def hooked() -> nn.Module:
         model = as_read.model()
-        model[0].weight.register_hook(lambda gradient: 0.5 * gradient)
+        next(model.parameters()).register_hook(lambda gradient: 0.5 * gradient)
         return model
 
     runs, notes = Readings(replace(as_read, model=hooked)).runs(plan, 4)
