@@ -206,12 +206,10 @@ class KeyedDraws(TorchDispatchMode):
         self.rows = rows
         self.seen = seen
         self._compiled = compiled
-        self._branches = EagerBranches()
         self._recurrent = None if rows is None or rows.count == rows.total else _RecurrentLayers()
 
     def __enter__(self) -> KeyedDraws:
         super().__enter__()
-        self._branches.__enter__()
         if self._recurrent is not None:
             self._recurrent.__enter__()
         return self
@@ -219,7 +217,6 @@ class KeyedDraws(TorchDispatchMode):
     def __exit__(self, *error: Any) -> None:
         if self._recurrent is not None:
             self._recurrent.__exit__(*error)
-        self._branches.__exit__(*error)
         super().__exit__(*error)
 
     def ignore_compile_internals(self) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -245,18 +242,6 @@ def pass_over_draws(count: int) -> None:
     for _ in range(count):
         seed = derive(seed, "next")
     seed_torch(seed)
-
-
-class EagerBranches(TorchFunctionMode):
-    """Runs the branch that `torch.cond` takes as it is: as an operator, it would run where no mode sees what it draws."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func is not torch.ops.higher_order.cond:
-            return func(*args, **(kwargs or {}))
-        chosen, if_true, if_false, operands = args
-        return (if_true if chosen else if_false)(*operands)
 
 
 class _RecurrentLayers(TorchFunctionMode):

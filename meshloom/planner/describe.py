@@ -9,6 +9,7 @@ from functools import partial
 import torch
 
 from meshloom.core.job import Job
+from meshloom.core.plan import Plan
 from meshloom.core.random import preserved_draws
 from meshloom.machine.machine import Machine
 from meshloom.parameters.file_weights import match_weights
@@ -22,6 +23,7 @@ from meshloom.program.ir.nodes import Node
 from meshloom.program.ir.program import Program
 from meshloom.program.opaque.operator import is_opaque
 from meshloom.program.store.fingerprint import function_fingerprint
+from meshloom.replica.whole_loss import unread_note
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +31,7 @@ class Description:
     """One step of a job on one device, with its batch as one chunk.
 
     whole: the model as a block. unused: parameters that the loss does not use. unpriced: operators of other
-    libraries without a formula for their FLOPs, which count as 0. opaque: sentences on modules that run as written. memory: of a step; None where the optimizer
+    libraries without a formula for their FLOPs, which count as 0. opaque: sentences on what runs as written. memory: of a step; None where the optimizer
     cannot be run without values; `no_memory` then says so in one sentence. machine: for which seconds are
     predicted; None: none was measured.
     """
@@ -54,8 +56,7 @@ class Description:
 def describe(
     readings: Readings, *, batch_size: int | None = None, machine: Machine | None = None
 ) -> Description:
-    """The description of the job's first batch on one device. Raises `CaptureError` if the loss cannot be
-    captured, and errors of reading the data.
+    """The description of the job's first batch on one device. Raises errors of `Readings.of`.
 
     batch_size: samples of the batch; default: the job's.
     """
@@ -76,7 +77,9 @@ def describe(
         batch_size=batch_size or job.batch_size,
         unused=tuple(name for name, each in program.parameters.items() if each.value not in used),
         unpriced=tuple(dict.fromkeys(unpriced)),
-        opaque=tuple(opaque_notes(program, reading.costs)),
+        opaque=(unread_note(Plan(), reading.unread),)
+        if reading.unread
+        else tuple(opaque_notes(program, reading.costs)),
         tied=[(name, *each.aliases) for name, each in program.parameters.items() if each.aliases],
         memory=memory,
         no_memory=no_memory,

@@ -64,7 +64,7 @@ class Option:
 
     memory_bytes: of the rank that holds most. num_bytes: axis -> bytes that rank 0 hands over in a step.
     measured_seconds: of a step, if the plan was tried. held: [rank], what it held in the rehearsal, without
-    temporaries and the batch.
+    temporaries and the batch. whole: why the loss runs whole under it, in sentences; (): it does not.
     """
 
     plan: Plan
@@ -75,6 +75,7 @@ class Option:
     measured_seconds: float | None = None
     why: str = ""
     held: tuple[HeldBytes, ...] = ()
+    whole: tuple[str, ...] = ()
 
     @property
     def seconds(self) -> float:
@@ -117,12 +118,12 @@ class Pricer:
         self._devices = devices
         self._cache = cache
         self._readings = [Readings(each, cache) for each in jobs_of(job).values()]  # of each loss
-        self.unread = ""
+        self.unread, self._has_programs = "", True
         try:
-            for readings in self._readings:
-                readings.of(job.batch_size)
+            found = [readings.of(job.batch_size).unread for readings in self._readings]
+            self.unread = next(filter(None, found), "")
         except CaptureError as error:
-            self.unread = str(error)
+            self.unread, self._has_programs = str(error), False
         predicted = self._predicted(Plan())
         self._is_predicted = predicted is not None
         self.one_device = predicted or measure_memory(job, first_batches(job, 1))
@@ -147,6 +148,7 @@ class Pricer:
             limit_bytes=plan.memory_bytes or self._devices.limit(plan.mesh.size),
             num_bytes=rehearsal.num_bytes,
             held=rehearsal.held,
+            whole=rehearsal.whole,
         )
 
     def speedups(self, options: Sequence[Option]) -> tuple[AmdahlWork | None, tuple[Speedup, ...]]:
@@ -208,7 +210,7 @@ class Pricer:
         more than buckets: what was held in the rehearsal, the batch, and one device's temporaries for such a
         chunk, divided by tp.
         """
-        plan = rehearsal.plan
+        plan = rehearsal.ran or rehearsal.plan
         if self._is_predicted and not plan.captures and holds_only_buckets(plan):
             predicted = self._predicted(plan, one_copy=rehearsal.one_copy)
             if predicted is not None:
@@ -226,8 +228,8 @@ class Pricer:
 
     @property
     def _largest(self) -> int:
-        """Bytes of the largest parameter; 0 where the loss cannot be read."""
-        if self.unread:
+        """Bytes of the largest parameter; 0 where it is not known."""
+        if not self._has_programs:
             return 0
         programs = [each.of(self._job.batch_size).program for each in self._readings]
         return max((each.meta.num_bytes for one in programs for each in one.parameters.values()), default=0)
@@ -253,8 +255,8 @@ class Pricer:
 
     def _share_of_memory(self) -> float:
         """Of a rank's time, what operators take that read and write memory rather than multiply; one half
-        where the loss cannot be read."""
-        if self.unread:
+        where they are not known."""
+        if not self._has_programs:
             return 0.5
         products = others = 0.0
         for read in (each.of(self._job.batch_size) for each in self._readings):
@@ -271,7 +273,7 @@ class Pricer:
         here, there = self._devices.here, self._devices.machine
         if here is None or here.name == there.name:
             return 1.0
-        if self.unread:
+        if not self._has_programs:
             raise MachineError(
                 f"Plans are priced for {there.name} by what its operators take, and this loss cannot be read: {self.unread}"
             )

@@ -7,30 +7,52 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+import torch
 from torch import nn
 
+from meshloom.comm.simulated import simulated_groups
+from meshloom.comm.steps import run_in_steps
 from meshloom.core.cache import Cache
 from meshloom.core.errors import CaptureError
 from meshloom.core.job import Job
+from meshloom.core.plan import Plan
+from meshloom.core.random import preserved_draws
 from meshloom.data.samples import first_batches
 from meshloom.machine.host_memory import free_bytes
+from meshloom.parameters.model import trainable
+from meshloom.parameters.unfilled_model import build_unfilled
+from meshloom.program.capture.outside import ChangedWhileReadError
 from meshloom.program.capture.shapes import Built, capture_shapes
+from meshloom.program.capture.whole_program import whole_program
 from meshloom.program.cost.cost import Cost, costs
 from meshloom.program.ir.leaves import Leaves
 from meshloom.program.ir.program import Program
 from meshloom.program.ir.sparse_constants import empty_like
-from meshloom.program.store.captured_loss import CapturedLoss, pairs_of
+from meshloom.program.python_draws.explore import DrawnBatch
+from meshloom.program.store.captured_loss import CapturedLoss, attempted, pairs_of
+from meshloom.program.store.drawn_batches import DrawnBatches
 from meshloom.program.store.program_cache import ProgramCache
 from meshloom.program.store.stored_costs import cached_costs
+from meshloom.replica.step_checks import check_readable
+from meshloom.replica.whole_loss import (
+    looks_at_all,
+    may_run_whole,
+    plan_for_optimizers,
+    refusal,
+    undivided,
+    unread_note,
+)
 from meshloom.telemetry.timings import Timings
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """kinds: path of a module -> name of its class. stored: results of earlier runs."""
+    """kinds: path of a module -> name of its class. unread: why the loss cannot be read, so that the program is one operator; "": it can.
+    stored: results of earlier runs."""
 
     program: Program
     kinds: Mapping[str, str]
+    unread: str = ""
     timings: Timings = field(default_factory=Timings, compare=False)
     stored: ProgramCache | None = field(default=None, compare=False)
 
@@ -56,7 +78,7 @@ class Readings:
 
     def of(self, samples: int) -> Reading:
         """The reading for the first batch of so many samples. Raises `CaptureError` if the loss cannot be
-        captured, and errors of reading the data."""
+        captured and the model does not fit into this host's memory, and errors of reading the data."""
         if samples not in self._read:
             with self.timings.of("reading"):
                 self._read[samples] = self._reading(samples)
@@ -64,20 +86,65 @@ class Readings:
 
     def _reading(self, samples: int) -> Reading:
         (batch,) = first_batches(self.job, 1, samples)
+        unread = ""
         try:
+            if self._hooks_gradients:
+                raise CaptureError("What a hook changes is seen with values alone.")
             program = capture_shapes(self.job, batch, kept=self._kept, built=self._model)
         except CaptureError:
             if self._num_bytes > free_bytes():
                 raise
-            program = self._with_values(samples)
-        return Reading(program=program, kinds=self._kinds, timings=self.timings, stored=self.stored)
+            found, refused = attempted(lambda: self._with_values(samples))
+            if isinstance(refused, ChangedWhileReadError) or (
+                refused and not isinstance(refused, CaptureError)
+            ):
+                raise refused from None
+            program, unread = found or whole_program(self.job, batch), str(refused or "")
+        return Reading(
+            program=program, kinds=self._kinds, unread=unread, timings=self.timings, stored=self.stored
+        )
 
     def _with_values(self, samples: int) -> Program:
         """The program captured with values, where modules that need them are opaque."""
-        captured = CapturedLoss(self.job, timings=self.timings, stored=self.stored)
-        program = captured.capture_any(pairs_of(first_batches(self.job, 2, samples)))
+        here = simulated_groups(1)[0]
+        drawn = DrawnBatches(self.job, here, None)
+        opened = drawn.opened(self._unfilled, [first_batches(self.job, 2, samples)], here, self.job.loss)
+        (batches,) = run_in_steps([opened])[0]
+        loss = batches[0].loss if isinstance(batches[0], DrawnBatch) else self.job.loss
+        captured = CapturedLoss(replace(self.job, loss=loss), timings=self.timings, stored=self.stored)
+        program = captured.capture_any(pairs_of(batches))
         constants = {name: empty_like(each, "meta") for name, each in program.constants.items()}
         return replace(program, constants=constants, by_shapes=True)
+
+    def runs(self, plan: Plan, samples: int) -> tuple[Plan, list[str]]:
+        """What ranks run under a plan, which is without tp and pp where the loss runs whole; why that is, in sentences. samples: of a chunk.
+
+        Raises `CaptureError` where the loss cannot be read and the plan asks for more than its division.
+        """
+        if not (plan.captures or plan.zero):
+            return plan, []
+        optimizers = looks_at_all(self.job, trainable(self._unfilled)) if plan.pp > 1 or plan.zero else []
+        plan, notes = plan_for_optimizers(self.job, plan, optimizers)
+        if not plan.captures:
+            return plan, notes
+        unread = self.of(samples).unread
+        try:
+            check_readable(self._unfilled, plan)
+        except CaptureError as error:
+            unread = str(error)
+        if unread and not may_run_whole(plan):
+            raise refusal(plan, unread)
+        return (undivided(plan), [*notes, unread_note(plan, unread)]) if unread else (plan, notes)
+
+    @cached_property
+    def _unfilled(self) -> nn.Module:
+        """The model without values, with its hooks."""
+        with preserved_draws():
+            return build_unfilled(self.job, torch.device("cpu"), None)[0]
+
+    @property
+    def _hooks_gradients(self) -> bool:
+        return any(each._backward_hooks for each in self._unfilled.parameters())
 
     def _model(self, build: Callable[[], Built]) -> Built:
         """Built once for all sizes, except after a capture, which may leave traces in it."""

@@ -31,6 +31,7 @@ from meshloom.core.losses.frozen import FrozenParameters
 from meshloom.core.losses.in_precision import in_precision
 from meshloom.core.losses.logged import with_logs
 from meshloom.core.losses.turns import LossTurn, OwnGradients, turns_of
+from meshloom.core.moments.branches import branches_as_written
 from meshloom.core.moments.modes import Modes
 from meshloom.core.plan import Plan
 from meshloom.data.chunks import Chunk
@@ -129,12 +130,14 @@ class Replica:
         self.num_parameters = sum(each.numel() for each in self.model.parameters())
         self.num_trainable = sum(each.numel() for _, each in self.named)
         self._undo = ExitStack()
+        self._undo.enter_context(branches_as_written())
         self._undo.enter_context(limited(self.model))
         if plan.sync_batch_norm and plan.dp > 1:
             self._undo.enter_context(batch_norm.synchronise_batch_norm(self.model, context.statistics, compiled=plan.compiles))  # fmt: skip
         self.sums = LossSums.of(plan, context.device)
         self.stored = stored
-        self.inner = plan  # what its parts run under: without tp and pp where the loss runs whole
+        # what its parts run under, without tp and pp where the loss runs whole; why that is
+        self.inner, self.whole = plan, tuple[str, ...]()
         self.engine: Engine
         self.scope: ChunkScope
         self.frozen: NamedParameters = []
@@ -270,7 +273,7 @@ class Replica:
 
     def notes(self) -> list[str]:
         """Notes for the user before the first step."""
-        return [*self._notes, *self.updater.notes(), *self.engine.notes, *self.exchange.notes()]
+        return [*self._notes, *self.whole, *self.updater.notes(), *self.engine.notes, *self.exchange.notes()]
 
     def close(self) -> None:
         """Remove the hooks from the model."""
@@ -303,7 +306,7 @@ def _open_engine(replica: Replica) -> Steps[UserOptimizers | None]:
         opened.plan,
         opened.units,
     )
-    replica._notes += opened.notes  # pyright: ignore[reportPrivateUsage]
+    replica.whole = tuple(opened.notes)
     return opened.made
 
 

@@ -21,7 +21,7 @@ from meshloom.comm.objects import on_rank_0, share
 from meshloom.comm.rank_context import RankContext
 from meshloom.comm.steps import Steps
 from meshloom.core.errors import CaptureError, JobError, MeshloomError
-from meshloom.core.job import Job
+from meshloom.core.job import Job, NamedParameters
 from meshloom.core.losses.turns import OwnGradients
 from meshloom.core.plan import DEFAULTS, Plan
 from meshloom.core.random import preserved_draws
@@ -64,8 +64,8 @@ def open_engine(
     stored: ProgramCache | None, updates: bool,
 ) -> Steps[OpenedEngine]:  # fmt: skip
     """Opens the engine of one rank. Arguments as of `Replica`. Collective; raises `CaptureError` on all ranks for a loss that
-    cannot be read under a plan that asks for more than its division (recomputation, compilation, placements, cuts)."""
-    asked, notes, made = plan, list[str](), _Made()
+    cannot be read under a plan that asks for more than its division (recomputation, placements, cuts)."""
+    asked, notes, made = plan, list[str](), MadeOptimizers()
     if updates:
         plan, notes = yield from _for_optimizers(job, plan, context, start, made)
     model, unread = start.model, ""
@@ -75,14 +75,16 @@ def open_engine(
         made_dense = make_dense(model)  # programs' gradients are
         engine = ProgramEngine(job, plan, context, dtype=dtype, timings=timings, stored=stored)
         opened = _read(engine, plan, scope, start, own)
-        unread = yield from _why_unread(opened, context) if updates and _may_run_whole(job, plan) else opened
+        unread = yield from _why_unread(opened, context) if updates else opened
         if not unread:
             return OpenedEngine(
                 engine=engine, scope=scope, plan=plan, units=units, notes=notes, made=made.optimizers
             )
+        if not (updates and may_run_whole(plan)):
+            raise refusal(plan, unread)
         for each in made_dense:
             each.sparse = True
-        notes.append(_unread_note(plan, unread))
+        notes.append(unread_note(plan, unread))
     whole = undivided(plan)
     scope = ChunkScope(job, whole, context, model, dtype=dtype)
     engine = ModuleEngine(job, whole, context, asked)
@@ -100,10 +102,35 @@ def undivided(plan: Plan) -> Plan:
     return replace(plan, **{name: DEFAULTS[name] for name in of_division})
 
 
-def _may_run_whole(job: Job, plan: Plan) -> bool:
-    """Whether nothing is asked for that only a program has, besides its division."""
-    asked = plan.recompute != "none" or plan.compiles or plan.tp_placements or plan.cuts or job.rules
-    return (plan.tp > 1 or plan.pp > 1) and not asked
+def may_run_whole(plan: Plan) -> bool:
+    """Whether a plan's loss may run whole: nothing is asked for that only a program has, besides its division."""
+    return (plan.tp > 1 or plan.pp > 1) and not _of_programs(plan)
+
+
+def refusal(plan: Plan, unread: str) -> CaptureError:
+    """For a plan that asks for what only a program has, and a loss that has none. unread: why."""
+    asked = _of_programs(plan)
+    if not asked:
+        return CaptureError(unread)
+    setting, what = asked[0]
+    then = (
+        "the loss runs whole on every rank of a replica"
+        if plan.tp > 1 or plan.pp > 1
+        else "the module runs as it is"
+    )
+    return CaptureError(
+        f"{setting} {what}, and this loss cannot be read. Without it {then}. What cannot be read: {unread}"
+    )
+
+
+def _of_programs(plan: Plan) -> list[tuple[str, str]]:
+    """Settings of a plan that mean nothing without a program, each with what it asks for."""
+    settings = [
+        ("recompute", plan.recompute != "none", "runs operators of the loss a second time, which is right for known ones alone"),
+        ("tp_placements", bool(plan.tp_placements), "says how operators of the loss are sharded"),
+        ("cuts", bool(plan.cuts), "says between which modules the loss is cut"),
+    ]  # fmt: skip
+    return [(name, what) for name, is_asked, what in settings if is_asked]
 
 
 def _read(
@@ -130,7 +157,8 @@ def _why_unread(opened: Steps[str], context: RankContext) -> Steps[str]:
     return why
 
 
-def _unread_note(plan: Plan, why: str) -> str:
+def unread_note(plan: Plan, why: str) -> str:
+    """Of a plan whose loss cannot be read, which runs whole then. why: as an error says it."""
     why = why.removesuffix(WAY_OUT).strip().removesuffix(".")
     why = why if len(why) <= MOST_SHOWN else f"{why[:MOST_SHOWN]}..."
     return (
@@ -141,30 +169,37 @@ def _unread_note(plan: Plan, why: str) -> str:
 
 def _axes(plan: Plan) -> str:
     """
-    >>> _axes(Plan(pp=2, tp=2)), _axes(Plan(tp=2))
-    ('tp=2 and pp=2 divide', 'tp=2 divides')
+    >>> _axes(Plan(pp=2, tp=2)), _axes(Plan(tp=2)), _axes(Plan())
+    ('tp=2 and pp=2 divide', 'tp=2 divides', 'tp and pp divide')
     """
     axes = [f"{name}={getattr(plan, name)}" for name in ("tp", "pp") if getattr(plan, name) > 1]
+    axes = axes or ["tp", "pp"]
     return f"{' and '.join(axes)} divide{'s' if len(axes) == 1 else ''}"
 
 
 @dataclass
-class _Made:
+class MadeOptimizers:
     """What a rank that makes the optimizers early need not make again."""
 
     optimizers: UserOptimizers | None = None
 
 
 def _for_optimizers(
-    job: Job, plan: Plan, context: RankContext, start: StartingModel, made: _Made
+    job: Job, plan: Plan, context: RankContext, start: StartingModel, made: MadeOptimizers
 ) -> Steps[tuple[Plan, list[str]]]:
     """The plan without what leaves no rank the parameters that an optimizer looks at together; notes for the user."""
     if plan.pp == 1 and not plan.zero:
         return plan, []
+    look = partial(looks_at_all, job, trainable(start.model), start.unfilled is not None, made)
     found: Sequence[str] = yield from share(
-        context.world, (yield from on_rank_0(context.world, partial(_together, job, start, made), JobError))
+        context.world, (yield from on_rank_0(context.world, look, JobError))
     )
-    if not found:
+    return plan_for_optimizers(job, plan, found)
+
+
+def plan_for_optimizers(job: Job, plan: Plan, found: Sequence[str]) -> tuple[Plan, list[str]]:
+    """The plan without what leaves no rank the parameters that an optimizer looks at together; notes for the user. found: as of `looks_at_all`."""
+    if not found or (plan.pp == 1 and not plan.zero):
         return plan, []
     kind, takes_closures = found[0], len(found) > 1
     notes: list[str] = []
@@ -173,7 +208,7 @@ def _for_optimizers(
             f"{kind} evaluates the loss in its update and looks at all parameters at once, so every rank keeps all of them: zero={plan.zero} divides nothing."
         )
         plan = replace(plan, zero=0, zero_within=0)
-    if plan.pp > 1 and _may_run_whole(job, plan):
+    if plan.pp > 1 and may_run_whole(plan):
         notes.append(
             f"{kind} looks at all parameters at once, and with pp={plan.pp} no rank has them all, so the loss runs whole on every rank of a replica: "
             f"{_axes(plan)} neither parameters nor work. Use dp instead, or Job(elementwise=True) if it updates each parameter by itself."
@@ -182,11 +217,12 @@ def _for_optimizers(
     return plan, notes
 
 
-def _together(job: Job, start: StartingModel, kept: _Made) -> list[str]:
+def looks_at_all(
+    job: Job, named: NamedParameters, is_unfilled: bool = True, kept: MadeOptimizers | None = None
+) -> list[str]:
     """The kind of an optimizer that looks at all parameters at once, and, if one takes a closure, that word; []: there is none.
-    kept: gets the optimizers if their function would do the same once parameters have their values."""
-    named = trainable(start.model)
-    with preserved_draws(), ValueReads((each for _, each in named), refused=start.unfilled is not None) as reads:  # fmt: skip
+    is_unfilled: whether the parameters have no values yet. kept: gets the optimizers if their function would do the same once they have."""
+    with preserved_draws(), ValueReads((each for _, each in named), refused=is_unfilled) as reads:
         before = _generators()
         try:
             made = make_optimizers(job, named)
@@ -198,7 +234,8 @@ def _together(job: Job, start: StartingModel, kept: _Made) -> list[str]:
             ]
         except Exception:  # whatever it is, the run meets it again
             return []
-    kept.optimizers = made if is_repeatable else None
+    if kept is not None and is_repeatable:
+        kept.optimizers = made
     kinds = [type(each).__name__ for each in found]
     return [*kinds[:1], *(["closure"] if any(map(takes_closure, found)) else [])]
 

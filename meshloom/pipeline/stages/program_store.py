@@ -243,7 +243,7 @@ class ProgramStore:
         self, loss: LossFunction, training: bool, batches: Sequence[Any], group: Group, model: nn.Module | None = None,
         losses_left: int | None = None,
     ) -> Steps[ProgramKey]:  # fmt: skip
-        pairs = pairs_of(batches) if group.rank == 0 else []
+        pairs = (yield from on_rank_0(group, lambda: pairs_of(batches), CaptureError)) or []
         captured = self._of(loss)
         program = yield from captured.capture_together(group, pairs, training=training, model=model)
         own: Program | None = None

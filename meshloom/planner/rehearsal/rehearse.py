@@ -93,9 +93,13 @@ def rehearse(
                     held_by(replica, each.kept, optimizer_factor)
                     for replica, each in zip(replicas, timed, strict=True)
                 ),
-                schedule=replicas[0].engine.schedule(timed[0].num_filled) if plan.pp > 1 else None,
+                schedule=replicas[0].engine.schedule(timed[0].num_filled)
+                if replicas[0].inner.pp > 1
+                else None,
                 one_copy=replicas[0].exchange.one_copy,
                 turns=cycle / period,
+                ran=replicas[0].inner,
+                whole=replicas[0].whole,
             )
     finally:
         torch.set_num_threads(before)

@@ -15,7 +15,8 @@ from torch.utils._pytree import TreeSpec, tree_leaves
 
 from meshloom.core.errors import CaptureError
 from meshloom.core.job import LossFunction
-from meshloom.core.random import EagerBranches, derive, preserved_draws, seed_everything
+from meshloom.core.moments.branches import branches_as_written
+from meshloom.core.random import derive, preserved_draws, seed_everything
 from meshloom.program.capture.opaque_runs import is_plain
 from meshloom.program.capture.restored import restored
 from meshloom.program.cost.cost_rules import bytes_read_and_written, flops
@@ -126,7 +127,7 @@ def _recorded(
             for name, each in model.named_parameters()
             if id(each) not in as_buffers
         ]
-        with intercepted(model, () if whole else paths_of(model), handle), watch, EagerBranches():
+        with intercepted(model, () if whole else paths_of(model), handle), watch, branches_as_written():
             returned = numbers_as_tensors(loss(model, batch), operands)
         names, tensors = state_of(model)
         for (name, each), value in zip(buffers, values, strict=True):

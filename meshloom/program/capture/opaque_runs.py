@@ -15,7 +15,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from meshloom.core.errors import CaptureError
 from meshloom.core.job import LossFunction
-from meshloom.core.random import EagerBranches, derive, preserved_draws, seed_everything
+from meshloom.core.moments.branches import branches_as_written
+from meshloom.core.random import derive, preserved_draws, seed_everything
 from meshloom.program.capture.restored import cloned, restored
 from meshloom.program.cost.cost_rules import bytes_read_and_written, flops
 from meshloom.program.ir.draws import CountDraws
@@ -116,7 +117,7 @@ def _record(
         return tensor
 
     meter = WorkMeter()
-    with CountDraws() as counter, saved_tensors_hooks(pack, lambda each: each), meter, EagerBranches():
+    with CountDraws() as counter, saved_tensors_hooks(pack, lambda each: each), meter, branches_as_written():
         returned = run(*args, **kwargs)
     now = [each._version for each in (*inputs, *state)]  # pyright: ignore[reportPrivateUsage]
     replaced = {id(each) for each in state} - {id(each) for each in state_of(module)[1]}
@@ -155,7 +156,7 @@ def _record(
     cost = replace(
         meter.cost(),
         **_backward(results, [*inputs, *(each for each in state)]),
-        **_saved(saved, inputs, state),
+        **kept_by_autograd(saved, inputs, state),
     )
     call = OpaqueCall(
         method=method,
@@ -267,8 +268,10 @@ def _backward(results: Sequence[Tensor], operands: Sequence[Tensor]) -> dict[str
     }
 
 
-def _saved(saved: Sequence[Tensor], inputs: Sequence[Tensor], state: Sequence[Tensor]) -> Mapping[str, Any]:
-    """What autograd keeps of it."""
+def kept_by_autograd(
+    saved: Sequence[Tensor], inputs: Sequence[Tensor], state: Sequence[Tensor]
+) -> Mapping[str, Any]:
+    """What autograd keeps of a call that has saved these, as fields of `OpaqueCost`."""
     memory = {memory_of(each): storage_of(each).nbytes() for each in saved if is_plain(each)}
     of_inputs = {memory_of(each): number for number, each in enumerate(inputs)}
     kept_inputs = tuple(sorted(of_inputs[each] for each in memory.keys() & of_inputs.keys()))

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from meshloom.core.job import LossFunction
+from meshloom.core.moments.branches import branches_as_written
 from meshloom.core.random import derive, preserved_draws, seed_everything
 from meshloom.program.capture.opaque_runs import WorkMeter
 from meshloom.program.capture.product_dims import ProductDims
@@ -87,7 +88,7 @@ def _found(
     def handle(
         path: str, module: nn.Module, method: str, run: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        with ProductDims(state_of(module)[1]) as products:
+        with ProductDims(state_of(module)[1]) as products, branches_as_written():
             returned = run(*args, **kwargs)
         with restored(module), preserved_draws(), torch.autocast(_device(module), enabled=False):
             trials = _Trials(module, run, args, kwargs, calls[path][0], products)

@@ -124,7 +124,7 @@ class CapturedLoss:
 
         packed = yield from _broadcast_from_rank_0(group, make)
         with self._timings.of("handing on"):
-            program, refused = _attempt(lambda: unpack(packed) if group.rank else captured[0])
+            program, refused = attempted(lambda: unpack(packed) if group.rank else captured[0])
             outcome = {"hash": program.digest() if program else "", "refused": str(refused or "")}
             outcomes = yield from collect(group, outcome)
         for rank, outcome in enumerate(outcomes):
@@ -250,14 +250,15 @@ def pairs_of(batches: Sequence[Any]) -> list[tuple[Any, Any]]:
 
 def _broadcast_from_rank_0(group: Group, make: Callable[[], bytes]) -> Steps[bytes]:
     """The result of `make` on rank 0, or its error, on every rank."""
-    captured, refused = _attempt(make) if group.rank == 0 else (b"", None)
+    captured, refused = attempted(make) if group.rank == 0 else (b"", None)
     error: str | None = yield from share(group, str(refused) if refused else None)
     if error is not None:
         raise refused or CaptureError(error)
     return (yield from share_bytes(group, captured or b""))
 
 
-def _attempt(make: Callable[[], T]) -> tuple[T | None, MeshloomError | None]:
+def attempted(make: Callable[[], T]) -> tuple[T | None, MeshloomError | None]:
+    """The result of `make`, or its error; one of the job's code as a `CaptureError` with the user's line."""
     try:
         return make(), None
     except MeshloomError as error:

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.data import default_collate
 
 from meshloom.core.job import Job
+from meshloom.core.moments.branches import branches_as_written
 from meshloom.core.moments.current_step import at_step
 from meshloom.core.plan import Plan
 from meshloom.core.random import KeyedDraws, chunk_seed, derive, mix_seed, preserved_draws, seed_everything
@@ -77,7 +78,7 @@ class ChunkRun:
         moved = DrawWatch(self._device) if casts is not None and not self._keyed else None
         if moved:
             moved.start()
-        with default_dtype(self._dtype), casts or nullcontext(), keyed, at_step(step):
+        with default_dtype(self._dtype), casts or nullcontext(), keyed, at_step(step), branches_as_written():
             with torch.autocast(self._device.type, self._autocast, enabled=self._autocast is not None):
                 returned = self.loss(self._model, batch)
             loss_sum, weight = as_sum(returned, len(forward.samples))
