@@ -361,12 +361,27 @@ def test_what_is_no_module_of_lightning_is_refused() -> None:
 
 
 FILE = """
+import lightning.pytorch as lightning
 import torch
 import meshloom as ml
-from tests.test_from_lightning import Digits, OneCycle
+
+class Lines(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Tanh(), torch.nn.Linear(5, 1))
+
+    def training_step(self, batch, batch_idx):
+        loss = (self.net(batch) - batch.sum(1, keepdim=True)).pow(2).mean()
+        self.log("error", loss.sqrt())
+        return loss
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.Adam(self.parameters(), lr=1e-2)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)]
 
 torch.manual_seed(7)
-job = ml.from_lightning(OneCycle(), Digits(), max_epochs=2)
+data = torch.utils.data.DataLoader(torch.randn(22, 3), batch_size=4, shuffle=True)
+job = ml.from_lightning(Lines(), data, max_epochs=2, accumulate_grad_batches=2)
 """
 
 
@@ -387,5 +402,5 @@ def test_processes_equal_one_device(tmp_path: Path) -> None:
         "--steps",
         "2",
     ]
-    found = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=200)
+    found = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=280)
     assert found.returncode == 0 and "EQUAL" in found.stdout, found.stdout + found.stderr

@@ -356,5 +356,5 @@ def test_ranks_are_meshloom_s_and_equal_one_device(tmp_path: Path) -> None:
         "--steps",
         "2",
     ]
-    found = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=200)
+    found = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=280)
     assert found.returncode == 0 and "EQUAL" in found.stdout, found.stdout + found.stderr
