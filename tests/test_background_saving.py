@@ -150,6 +150,38 @@ def test_an_update_waits_for_what_is_not_copied(
     assert saved["state-00000-of-00001.safetensors"] != expected["state-00000-of-00001.safetensors"]
 
 
+@pytest.mark.parametrize("share", [True, False])
+def test_a_loop_of_ones_own_may_change_what_was_saved(
+    share: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Between two steps. With one copy it says that it does not: no checkpoint is made of what it has changed."""
+    go = hold_copies(monkeypatch)
+    trainer = Trainer(job_of(), "dp=2", devices="simulated", out=tmp_path, listener=QUIET, share=share)
+    batches = cast(Generator[Batch], trainer.batches())
+    trainer.step(next(batches))
+    trainer.save()
+    trainer.step(next(batches))
+    name, parameter = trainer.replicas[0].named[0]
+    expected = parameter.detach().clone()
+    if share:  # as processes of one host have it
+        monkeypatch.setattr(type(trainer.replicas[0].exchange), "one_copy", property(lambda _: True))
+    path = trainer.save(wait=False)
+    with torch.no_grad():
+        for replica in trainer.replicas:
+            replica.named[0][1].mul_(2)
+    go.set()
+    batches.close()
+    if not share:
+        trainer.close()
+        assert torch.equal(Checkpoint.open(path).weights()[name], expected)
+        return
+    with pytest.raises(
+        CheckpointError, match=f"{name} was changed outside the optimizer while it was copied"
+    ):
+        trainer.close()
+    assert checkpoints_in(tmp_path) == ["step-00000001"]
+
+
 def hold_copies(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Threads that save copy nothing before it is set."""
     go, real = threading.Event(), HostCopy.finish

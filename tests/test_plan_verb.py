@@ -246,9 +246,10 @@ def test_a_cluster_of_two_hosts_of_eight_gets_slices_within_hosts(
 
     monkeypatch.setattr(advise, "candidates", over_all)
     (tmp_path / "job.py").write_text(CLUSTER_JOB)
+    rates: Any = (("inside", 1e9), ("between", 1e7))
     links = tuple(
         Link(collective=each, ranks=ranks, latency_seconds=0.0, bytes_per_second=rate, residual=0.0, place=place)
-        for each in COLLECTIVES for ranks in (2, 8, 16) for place, rate in (("inside", 1e9), ("between", 1e7))
+        for each in COLLECTIVES for ranks in (2, 8, 16) for place, rate in rates
     )  # fmt: skip
     save(machine(transport=HERE, links=links, cores=8), tmp_path / "cluster")
     words = ["--ranks", "16", "--hosts", "2", "--machine", str(tmp_path / "cluster"), "--memory", "420KiB"]
