@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -85,7 +86,7 @@ class Reference:
             self.losses = trained_losses(job, self.updated)
             self.turns_left = turns(self.losses, read_batches(job))
         self.parameters: dict[str, nn.Parameter] = dict(self.model.named_parameters())
-        self._buffers = BufferMerging(self.model)
+        self.buffers = BufferMerging(self.model)
         self.precision = most_precise(self.model)
         self._watch = ModuleWatch(self.model)
         self.autocast = AUTOCAST.get(plan.precision)  # around losses; float64 tensors are not cast
@@ -144,18 +145,18 @@ class Reference:
         self.model.zero_grad(set_to_none=True)
         self._numbers, latest = plain_numbers(self.model), Numbers()
         if not self.chunks and self._initial.keys() & self.parameters.keys():  # there may be a teacher
-            _look_for_copies(self, self._buffers)
-        start = self._buffers.snapshot()
+            _look_for_copies(self)
+        start = self.buffers.snapshot()
         written: list[tuple[ReferenceForward, dict[str, Tensor]]] = []
         for forward in self.forwards():
-            self._buffers.load(start)
+            self.buffers.load(start)
             result = self.run_forward(forward)
             latest |= changed_numbers(self.model, self._numbers)
-            written.append((forward, self._buffers.snapshot(start)))
+            written.append((forward, self.buffers.snapshot(start)))
             loss, weight = loss + result.loss_sum, weight + result.weight
             chunks += self.records(forward, result)
         self.divide(weight)
-        self._buffers.load(self._buffers.merge(start, written, self._rerun_forward))
+        self.buffers.load(self.buffers.merge(start, written, partial(_rerun_forward, self)))
         put_numbers(self.model, self._numbers | latest)
         return loss, weight, chunks
 
@@ -205,34 +206,17 @@ class Reference:
         """Of the replicas in the last step; None: the plan's."""
         return next((each for first, each in reversed(self._recorded_shares) if first <= self.step), None)
 
-    def run_forward(self, forward: ReferenceForward) -> ChunkResult:
-        """Forward and backward of the last step's `forward`; gradients accumulate."""
+    def run_forward(self, forward: ReferenceForward, *, watched: bool = True) -> ChunkResult:
+        """Forward and backward of the last step's `forward`; gradients accumulate. watched: whether casts are noted."""
         put_numbers(self.model, self._numbers)
-        result = self._chunk_run.run(forward, self.step, self._casts, len(self.samples))
+        casts = self._casts if watched else None
+        result = self._chunk_run.run(forward, self.step, casts, len(self.samples))
         self._divisor = result.divisor
         return result
 
     def records(self, forward: ReferenceForward, result: ChunkResult) -> Iterator[ChunkRecord]:
         """One record per chunk of the plan in `forward`."""
         return self._chunk_run.records(forward, result, self.step)
-
-    def _rerun_forward(self, forward: ReferenceForward, buffers: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The buffers that a forward makes of other ones; all other state is left unchanged."""
-        current = {name: value.detach().clone() for name, value in _untrained(self.model)}
-        gradients = [(parameter, parameter.grad) for parameter in self.model.parameters()]
-        self._buffers.load(buffers)
-        self.model.zero_grad(set_to_none=True)
-        try:
-            put_numbers(self.model, self._numbers)
-            self._chunk_run.run(forward, self.step, None, len(self.samples))
-            return self._buffers.snapshot()
-        finally:
-            with torch.no_grad():
-                for name, value in _untrained(self.model):
-                    if name in current and value.shape == current[name].shape:
-                        value.copy_(current[name])
-            for parameter, gradient in gradients:
-                parameter.grad = gradient
 
     def divide(self, weight: float) -> None:
         """Turn what forwards have accumulated into averages, of a weight of 1 into gradient sums; those of other losses'
@@ -255,7 +239,7 @@ class Reference:
 
     def restore(self) -> None:
         """Restore buffers and untrained parameters as they were at the start of the last step."""
-        _put(self._initial, _untrained(self.model), self._buffers)
+        _put(self._initial, _untrained(self.model), self.buffers)
         put_numbers(self.model, self._numbers)
 
     @contextmanager
@@ -270,7 +254,7 @@ class Reference:
                 self.model.zero_grad(set_to_none=True)
                 yield gradients
             finally:
-                _put(after, _untrained(self.model), self._buffers)
+                _put(after, _untrained(self.model), self.buffers)
                 put_numbers(self.model, numbers)
                 for name, gradient in gradients.items():
                     self.parameters[name].grad = gradient
@@ -282,13 +266,34 @@ def _is_frozen(reference: Reference, name: str) -> bool:
     return any(reference.step in steps and names_parameter(text, name) for text, steps in frozen)
 
 
-def _look_for_copies(reference: Reference, buffers: BufferMerging) -> None:
+def _look_for_copies(reference: Reference) -> None:
     """Whether the loss copies running statistics, found with the step's first chunk."""
     forwards = list(reference.forwards())
     if len(forwards) > 1:
-        buffers.look(lambda: reference.run_forward(forwards[0]))
+        reference.buffers.look(lambda: reference.run_forward(forwards[0]))
         reference.restore()
         reference.model.zero_grad(set_to_none=True)
+
+
+def _rerun_forward(
+    reference: Reference, forward: ReferenceForward, buffers: dict[str, Tensor]
+) -> dict[str, Tensor]:
+    """The buffers that a forward makes of other ones; all other state is left unchanged."""
+    model = reference.model
+    current = {name: value.detach().clone() for name, value in _untrained(model)}
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    reference.buffers.load(buffers)
+    model.zero_grad(set_to_none=True)
+    try:
+        reference.run_forward(forward, watched=False)
+        return reference.buffers.snapshot()
+    finally:
+        with torch.no_grad():
+            for name, value in _untrained(model):
+                if name in current and value.shape == current[name].shape:
+                    value.copy_(current[name])
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
 
 
 def _untrained(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
