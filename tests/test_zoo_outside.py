@@ -26,7 +26,8 @@ PLANS = ("dp=2", "dp=2,zero=3", *PARTED)
 REFUSED: dict[str, tuple[tuple[str, ...], str]] = {}
 # a job of each kind of difficulty, under each plan
 COVERING = {
-    "lengths: nested in the batch": "tp=2", "agents: recurrent ppo": "pp=2,microbatches=2", "adversaries: style gan": "dp=2", "sequences: self critical captions": "pp=2,microbatches=2",
+    "lengths: nested in the batch": "tp=2",
+    "agents: recurrent ppo": "pp=2,microbatches=2", "adversaries: style gan": "dp=2", "sequences: self critical captions": "pp=2,microbatches=2",
     "pictures: net vlad with hardest triplets": "tp=2", "habits: counters and caches": "dp=2,pp=2,tp=2", "habits: conditions and early exits": "tp=2",
     "layers: splines on a moving grid": "dp=2,pp=2,tp=2",
 }  # fmt: skip
