@@ -28,7 +28,8 @@ REFUSED: dict[str, tuple[tuple[str, ...], str]] = {}
 COVERING = {
     "lengths: nested in the batch": "tp=2",
     "agents: recurrent ppo": "pp=2,microbatches=2", "adversaries: style gan": "dp=2", "sequences: self critical captions": "pp=2,microbatches=2",
-    "pictures: net vlad with hardest triplets": "tp=2", "habits: counters and caches": "dp=2,pp=2,tp=2", "habits: conditions and early exits": "tp=2", "layers: splines on a moving grid": "dp=2,pp=2,tp=2",
+    "pictures: net vlad with hardest triplets": "tp=2", "habits: counters and caches": "dp=2,pp=2,tp=2", "habits: conditions and early exits": "tp=2",
+    "layers: splines on a moving grid": "dp=2,pp=2,tp=2",
 }  # fmt: skip
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export", "dear_memory")]

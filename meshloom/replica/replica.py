@@ -300,13 +300,8 @@ def _open_engine(replica: Replica) -> Steps[UserOptimizers | None]:
         replica.job, replica.inner, replica.context, replica.start, replica.own, dtype=replica.dtype, timings=replica.timings,
         stored=replica.stored, updates=replica.updates,
     )  # fmt: skip
-    replica.engine, replica.scope, replica.inner, replica.units = (
-        opened.engine,
-        opened.scope,
-        opened.plan,
-        opened.units,
-    )
-    replica.whole = tuple(opened.notes)
+    replica.engine, replica.scope, replica.units = opened.engine, opened.scope, opened.units
+    replica.inner, replica.whole = opened.plan, tuple(opened.notes)
     return opened.made
 
 
