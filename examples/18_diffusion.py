@@ -119,7 +119,7 @@ def main() -> None:
     averaged = RUN / "averaged"
     meshloom(["export", str(RUN), "--to", "safetensors", "--out", str(averaged), "--average", "--overwrite"])
     model = UNet()
-    model.load_state_dict(load_file(next(averaged.glob("*.safetensors")) if averaged.is_dir() else averaged))
+    model.load_state_dict(load_file(averaged / "model.safetensors"))
     torch.manual_seed(0)
     rows = drawn(model, torch.arange(10).repeat(6)).view(6, 10, 8, 8)
     from matplotlib import pyplot

@@ -65,17 +65,20 @@ def loss_piece(script: Script) -> JobFunction:
         items = ", ".join(context.source.segment(each.context_expr) for each in context.node.items)
         body = [f"with {items}:", *(textwrap.indent(each, "    ") for each in body)]
     texts += body
+    names = (
+        free_names(texts) & script.model_names
+    )  # a function's own name for it may not be that of the set-up
+    model = min(names - {script.model}, default=script.model) if script.model not in names else script.model
+    texts = [*(f"{each} = {model}" for each in sorted(names - {model})), *texts]
     if _makes_on_device(script, texts):
         name = min(script.device_names())
-        texts.insert(0, f"{name} = next({script.model}.parameters()).device")
+        texts.insert(0, f"{name} = next({model}.parameters()).device")
     script.because(
         end.at,
         "what the loop does with a batch until backward() is the job's loss; backward and the step are the job's",
     )
-    needs = free_names(texts) - {script.model or "", "batch"}
-    return JobFunction(
-        "training_loss", function_text(f"training_loss({script.model}, batch)", texts), lines, needs
-    )
+    needs = free_names(texts) - {model or "", "batch"}
+    return JobFunction("training_loss", function_text(f"training_loss({model}, batch)", texts), lines, needs)
 
 
 def _weight(script: Script, end: Line) -> str:

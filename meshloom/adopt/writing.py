@@ -189,7 +189,7 @@ def _composed(
         doc = '    """What meshloom adopt made of the loop."""\n'
         text = text.replace("def job():\n", f"def job():\n{doc}", 1)
     else:
-        text = _spaced([*tail, f"job = {call}"], 2)
+        text = _spaced([*job, *tail, f"job = {call}"], 2)
     edits += [(*main.span(each), "") for each in script.route.functions if each in main.tree.body]
     edits.append((*main.span(active), text))
     behind = [each for each in main.tree.body if each.lineno > active.lineno]

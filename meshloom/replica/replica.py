@@ -203,16 +203,12 @@ class Replica:
             self.pace.begin()
         self.exchange.begin_step()
         self.evaluations += 1
-        if self.updates:
-            self.updater.begin_step()
+        self.updater.begin_step() if self.updates else None
         self.sums.begin(self.asks)
         doing = self.context.activity
         doing.enter("preparing", step)
         filled = [chunk for chunk in chunks if chunk.samples]
-        trained_here = (
-            [] if self.inner.captures else self.named
-        )  # programs compute all that was trained when they were captured
-        with self._own_gradients(), self.freezing.without_gradients(step, trained_here), _around_chunks(self):
+        with self._own_gradients(), _around_chunks(self, step):
             yield from self.engine.run(filled, self.scope, self.sums, self.recorder)
         doing.enter("exchanging", step)
         if self.pace:
@@ -363,11 +359,15 @@ def _find_written(replica: Replica, undo: ExitStack) -> Steps[list[str]]:
 
 
 @contextmanager
-def _around_chunks(replica: Replica) -> Iterator[None]:
+def _around_chunks(replica: Replica, step: int) -> Iterator[None]:
     """The context of a step's chunks: what trains does, what is frozen stays, and parameters stay where they lie."""
     alone = replica.plan.num_chunks == 1 or replica.exchange.only_slices or replica.inner.captures
     settled = [each for name, each in replica.named if name in replica.settled]
+    eager = (
+        [] if replica.inner.captures else replica.named
+    )  # programs compute all that they were captured with
     with (
+        replica.freezing.without_gradients(step, eager),
         replica.modes.training(),
         step_checks.frozen_kept(replica.frozen, alone=alone),
         step_checks.memory_kept(settled),

@@ -16,7 +16,7 @@ from meshloom.verify.run import verify
 
 SCRIPTS = Path(__file__).parent / "scripts"
 ADOPTED = [
-    "annealed", "averaged_meters", "bag_of_words", "diffusion", "digits_convnet", "mixed_precision", "mixup", "moving_average", "nano_gpt",
+    "annealed", "averaged_meters", "bag_of_words", "diffusion", "digits_convnet", "frozen_backbone", "mixed_precision", "mixup", "moving_average", "nano_gpt",
     "one_cycle", "poly_rate", "quickstart", "recommender", "sampled_regression", "several_files/train", "siamese", "streamed_text",
     "super_resolution", "text_classifier", "translation", "vae",
 ]  # fmt: skip
