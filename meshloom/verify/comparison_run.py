@@ -37,9 +37,11 @@ from meshloom.verify.reference.mistakes import Cause, Evidence, subsample
 from meshloom.verify.reference.reference import Gradients, Reference
 from meshloom.verify.reference.reruns import full_evidence, initial_evidence, rounding_effect, travel_effect
 from meshloom.verify.reference.step_records import StepRecord
+from meshloom.verify.stage_outputs import Values, first_wrong_module
 from meshloom.verify.tolerances.common_factor import CommonFactor
 from meshloom.verify.tolerances.gradient_errors import GradientErrors, KnownEffects, Rounding
 from meshloom.verify.tolerances.of_precision import (
+    most_tolerated,
     rounds_partial_sums,
     sums_in_other_orders,
     unmeasured_through,
@@ -123,6 +125,14 @@ class Comparing(ABC):
     @abstractmethod
     def check_saved(self, path: Path, what: str) -> BetweenSteps:
         """Compare the checkpoint in `path`."""
+
+    @abstractmethod
+    def adopt(self, name: str, ours: Tensor) -> None:
+        """Once something differs: one device has this value of a parameter or buffer."""
+
+    @abstractmethod
+    def place(self, chunk: int, of_ranks: Sequence[Values]) -> str | None:
+        """Then: the first module whose output differs, which is that of the first step that does; of `stage_outputs.py`."""
 
     @property
     @abstractmethod
@@ -219,10 +229,27 @@ class ComparisonRun(Comparing):
         return all(step.passed for step in self._steps)
 
     @property
-    def computed_wrongly(self) -> bool:
-        """Whether in the first step that differs a loss or gradients do, and not only what follows from them."""
-        wrong = next((step for step in self._steps if not step.passed), None)
-        return wrong is not None and bool([*wrong.failed("loss"), *wrong.failed("gradient")])
+    def first_wrong(self) -> Comparison | None:
+        """The first step that differs."""
+        return next((step for step in self._steps if not step.passed), None)
+
+    def adopt(self, name: str, ours: Tensor) -> None:
+        adopt(self.reference, name, ours)
+
+    def place(self, chunk: int, of_ranks: Sequence[Values]) -> str | None:
+        module = first_wrong_module(self.reference, chunk, of_ranks, self.of_outputs)
+        if module is not None:
+            wrong = self.first_wrong
+            self._steps = [
+                replace(each, first_module=module) if each is wrong else each for each in self._steps
+            ]
+        return module
+
+    @property
+    def of_outputs(self) -> float:
+        """The tolerance of a module's output in a forward on equal parameters."""
+        lower = self._comparer.partial or self._comparer.autocast or self._comparer.lowered
+        return max(unmeasured_through(self._comparer.precision), most_tolerated(lower))
 
     @property
     def _is_first(self) -> bool:

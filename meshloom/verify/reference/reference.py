@@ -175,6 +175,17 @@ class Reference:
         else:
             self.model.get_buffer(name).detach().copy_(value)
 
+    def adopt(self, name: str, value: Tensor) -> None:
+        """Have this value of a parameter or buffer, whatever its own is."""
+        tensor = self.parameters[name] if name in self.parameters else self.model.get_buffer(name)
+        tensor.detach().copy_(value)
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """A context in which single forwards of the last step's chunks may be run, and nothing else is restored."""
+        with preserved_draws(), self._watch.attached():
+            yield
+
     def update(self) -> StepRecord:
         """The second half: clip, optimizer, scheduler. Returns the record of the whole step."""
         gradients = subsample_each(self.gradients)

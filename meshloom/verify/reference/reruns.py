@@ -266,13 +266,13 @@ def _put_values(reference: Reference, values: Mapping[str, Tensor]) -> Iterator[
 def _tied_uses(
     reference: Reference, tied: Mapping[str, Sequence[str]], chunks: Sequence[ChunkGradients]
 ) -> Iterator[OtherRun]:
-    """What a tied parameter's use under each of its names adds to its gradient: all but that of a run in which it is constant there."""
+    """What a tied parameter's use under each of its names adds to its gradient: all but that of a run in which another parameter takes its place there."""
     uses = [(name, use) for name, others in tied.items() for use in (name, *others)]
     for name, use in uses[:_MOST_MODULES]:
         path, _, leaf = use.rpartition(".")
         module: Any = reference.model.get_submodule(path)
         kept = module._parameters[leaf]
-        module._parameters[leaf] = nn.Parameter(kept.detach(), requires_grad=False)
+        module._parameters[leaf] = nn.Parameter(kept.detach())
         try:
             others = _chunk_by_chunk(reference)
         finally:

@@ -224,7 +224,9 @@ def a_layer_computes_with_the_weights_of_before_the_last_update(patch: Patch) ->
         now: list[Tensor] = [each.detach().clone() for each in model.first.parameters()]
 
         def forward(x: Tensor) -> Tensor:
-            if any(not torch.equal(a, b) for a, b in zip(now, model.first.parameters(), strict=True)):
+            if model.training and any(
+                not torch.equal(a, b) for a, b in zip(now, model.first.parameters(), strict=True)
+            ):
                 for old, newer, newest in zip(kept, now, model.first.parameters(), strict=True):
                     old.copy_(newer)
                     newer.copy_(newest.detach())
@@ -242,9 +244,12 @@ def a_layer_computes_with_the_weights_of_before_the_last_update(patch: Patch) ->
 def one_replica_computes_with_the_first_weights(patch: Patch) -> None:
     def stale(model: Any, replica: int) -> None:
         weight = model.second.weight.detach().clone()
+
+        def forward(x: Tensor) -> Tensor:
+            now = model.second.weight
+            return F.linear(x, now + (weight - now).detach() * model.training, model.second.bias)
+
         if replica == 1:
-            model.second.forward = lambda x: F.linear(
-                x, model.second.weight + (weight - model.second.weight).detach(), model.second.bias
-            )
+            model.second.forward = forward
 
     on_models(patch, stale)

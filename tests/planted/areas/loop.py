@@ -78,7 +78,7 @@ def masks_are_not_seeded(patch: Patch) -> None:
     patch.setattr(meshloom.replica.chunk_scope, "seed_torch", lambda seed: None)
 
 
-@bug("cnn-adamw", causes="unknown|stale|batch_statistics", module="dropout")
+@bug("cnn-adamw", causes="same_draws", module="dropout")
 def dropout_is_off(patch: Patch) -> None:
     def off(model: Any, replica: int) -> None:
         model.dropout.forward = lambda x: x
