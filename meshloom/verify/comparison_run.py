@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -34,7 +34,13 @@ from meshloom.verify.compare import Comparer, Comparison
 from meshloom.verify.diagnose import diagnose
 from meshloom.verify.reference.between_steps.positions import go_to
 from meshloom.verify.reference.mistakes import Cause, Evidence, subsample
-from meshloom.verify.reference.reference import Gradients, Reference
+from meshloom.verify.reference.reference import (
+    Gradients,
+    Reference,
+    adopt,
+    changed_buffers,
+    replace_value,
+)
 from meshloom.verify.reference.reruns import full_evidence, initial_evidence, rounding_effect, travel_effect
 from meshloom.verify.reference.step_records import StepRecord
 from meshloom.verify.stage_outputs import Values, first_wrong_module
@@ -193,19 +199,10 @@ class ComparisonRun(Comparing):
             # the whole batch may not fit in memory, which may be why there are microbatches
             with suppress(torch.OutOfMemoryError):
                 self._whole = compare_whole_batch(reference, self._comparer.modules)
-        self._changed = frozenset(reference.changed_buffers())
-        travels = travels_at(reference.plan, reference.precision)
-        in_order = self._comparer.lowered and reference.plan.pp > 1
-        rounding = Rounding(
-            precision=self._comparer.precision if self._comparer.lowered else None,
-            partial=_rounds_gradients(reference),
-            roundings=sum_roundings(reference.plan.num_chunks) if in_order else 1.0,
-            travels=travels,
-            # after a difference the two have different parameters
-            measure=self._measured if self.passed else None,
-            measure_travels=partial(travel_effect, reference, travels),
-        )
-        exact = not (reference.casts or reference.autocast or reference.updated.dtype or travels)
+        self._changed = frozenset(changed_buffers(reference))
+        # after a difference the two have different parameters
+        rounding = _rounding_of(reference, self._comparer, self._measured if self.passed else None)
+        exact = not (reference.casts or reference.autocast or reference.updated.dtype or rounding.travels)
         factor = CommonFactor(reference.precision) if exact else None
         self._gradients = GradientErrors(
             reference.gradients, reference.step, rounding, factor, self._known.setdefault(reference.turn.name, KnownEffects())
@@ -308,7 +305,7 @@ class ComparisonRun(Comparing):
             )
             self._keep_first(wrong, ours, right[name])
         elif compared:
-            self.reference.replace(name, ours)
+            replace_value(self.reference, name, ours)
 
     def _keep_first(self, error: TensorError, ours: Tensor | None, right: Tensor | None) -> None:
         """Keep the first tensor that differs, of both sides."""
@@ -361,6 +358,19 @@ class ComparisonRun(Comparing):
             steps=self._steps, causes=self.causes, whole=self._whole, comparer=self._comparer,
             from_float64=self._from_float64, differing=self.differing,
         )  # fmt: skip
+
+
+def _rounding_of(
+    reference: Reference, comparer: Comparer, measure: Callable[[], Mapping[str, float]] | None
+) -> Rounding:
+    """How the gradients of the reference's step may be rounded."""
+    travels = travels_at(reference.plan, reference.precision)
+    in_order = comparer.lowered and reference.plan.pp > 1
+    return Rounding(
+        precision=comparer.precision if comparer.lowered else None, partial=_rounds_gradients(reference),
+        roundings=sum_roundings(reference.plan.num_chunks) if in_order else 1.0, travels=travels, measure=measure,
+        measure_travels=partial(travel_effect, reference, travels),
+    )  # fmt: skip
 
 
 def _rounds_gradients(reference: Reference) -> torch.dtype | None:

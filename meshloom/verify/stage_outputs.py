@@ -8,7 +8,7 @@ of its part; nothing is gathered.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -16,7 +16,6 @@ from torch import Tensor
 from meshloom.comm.objects import collect
 from meshloom.comm.steps import Steps
 from meshloom.data.chunks import Chunk
-from meshloom.pipeline.runtime.microbatches import Around
 from meshloom.program.ir.nodes import Node
 from meshloom.program.operators.collectives import Transition
 from meshloom.replica.program_engine import ProgramEngine
@@ -24,12 +23,12 @@ from meshloom.replica.replica import Replica
 from meshloom.replica.replica_state import each_of_state
 from meshloom.tensor_parallel.layout.placement import PARTIAL, Part
 from meshloom.verify.compare_chunks import output_differs
-from meshloom.verify.reference.reference import Reference
+from meshloom.verify.reference.reference import Reference, watching
 from meshloom.verify.reference.step_records import ModuleOutput
 
-Value = tuple[
-    bool, float, float, int
-]  # whether it is a part of a sum over ranks; total, sum of squares, elements
+# whether it is a part of what ranks have together; total, sum of squares, elements
+Value = tuple[bool, float, float, int]
+Values = Mapping[str, Sequence[Value]]  # by module
 _COPY = re.compile(r"__\d+$")  # at the end of the name of a value that was sent
 
 
@@ -112,7 +111,7 @@ def _values(
     return found
 
 
-def _draws_of(replica: Replica, chunk: Chunk) -> Around:
+def _draws_of(replica: Replica, chunk: Chunk) -> Any:
     return lambda stage, microbatch, rerun: replica.scope.draws(chunk)
 
 

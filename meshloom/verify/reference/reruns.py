@@ -16,7 +16,7 @@ from meshloom.core.random import derive
 from meshloom.verify.reference.chunks_of_plan import ReferenceForward
 from meshloom.verify.reference.float64_blocks import norm, norm_of_all, rerun_distance
 from meshloom.verify.reference.mistakes import ChunkGradients, Evidence, OtherRun, subsample_each
-from meshloom.verify.reference.reference import Gradients, Reference
+from meshloom.verify.reference.reference import Gradients, Reference, changed_buffers
 from meshloom.verify.reference.step_records import StepRecord
 
 # Size of the perturbation, in units in the last place. A sum of thousands of products is off by several; and
@@ -64,7 +64,7 @@ def rounding_effect(reference: Reference) -> RoundingEffect:
     backwards = bool(reference.updated.dtype and _is_whole(reference.plan))
     if backwards:
         times, moved = _OTHER_ORDERS, nullcontext()
-    changed = reference.changed_buffers()
+    changed = changed_buffers(reference)
     with reference.rerun() as gradients, moved:
         if backwards:
             _run_backwards(reference)

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 import meshloom.program.operators.collectives as collectives
-import meshloom.program.operators.partial
 from meshloom.core.plan import Plan
 from meshloom.parameters.shards import Shards
 from tests.planted.bugs import Patch, after_finish, bug, wrap
@@ -153,6 +152,3 @@ def state_of_a_shard_is_saved_from_the_wrong_rows(patch: Patch) -> None:
         )
 
     wrap(patch, StateShard, "piece", shifted)
-
-
-_ = meshloom.program.operators.partial

@@ -243,11 +243,17 @@ def a_layer_computes_with_the_weights_of_before_the_last_update(patch: Patch) ->
 @bug(causes="stale", module="second")
 def one_replica_computes_with_the_first_weights(patch: Patch) -> None:
     def stale(model: Any, replica: int) -> None:
-        weight = model.second.weight.detach().clone()
+        first = [each.detach().clone() for each in model.second.parameters()]
 
         def forward(x: Tensor) -> Tensor:
-            now = model.second.weight
-            return F.linear(x, now + (weight - now).detach() * model.training, model.second.bias)
+            old = torch.is_grad_enabled()
+            return F.linear(
+                x,
+                *(
+                    now + (then - now).detach() * old
+                    for now, then in zip(model.second.parameters(), first, strict=True)
+                ),
+            )
 
         if replica == 1:
             model.second.forward = forward

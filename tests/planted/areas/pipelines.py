@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from meshloom.parameters.pipeline_ownership import PipelineOwnership
-from meshloom.pipeline.runtime.run import PipelineRun
 from meshloom.pipeline.runtime.stage import StageRun
 from tests.planted.bugs import Patch, bug, wrap
 
@@ -167,6 +166,3 @@ def backward_begins_with_two_in_the_last_microbatch(patch: Patch) -> None:
         return right(self, microbatch)
 
     wrap(patch, StageRun, "_backward", louder)
-
-
-_ = PipelineRun
