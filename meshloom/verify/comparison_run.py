@@ -225,18 +225,13 @@ class ComparisonRun(Comparing):
     def passed(self) -> bool:
         return all(step.passed for step in self._steps)
 
-    @property
-    def first_wrong(self) -> Comparison | None:
-        """The first step that differs."""
-        return next((step for step in self._steps if not step.passed), None)
-
     def adopt(self, name: str, ours: Tensor) -> None:
         adopt(self.reference, name, ours)
 
     def place(self, chunk: int, of_ranks: Sequence[Values]) -> str | None:
         module = first_wrong_module(self.reference, chunk, of_ranks, self.of_outputs)
         if module is not None:
-            wrong = self.first_wrong
+            wrong = next((step for step in self._steps if not step.passed), None)
             self._steps = [
                 replace(each, first_module=module) if each is wrong else each for each in self._steps
             ]

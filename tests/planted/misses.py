@@ -5,7 +5,6 @@ from __future__ import annotations
 # most are changes of one tensor that no usual mistake makes, or show first in an evaluation, which has no causes of its own
 NOT_NAMED = {
     "around_runs-averages_stay_in_place_of_parameters",
-    "around_runs-metrics_are_of_rounded_data",
     "buffers-statistics_are_of_equal_weight",
     "buffers-the_gradient_through_statistics_is_this_replicas_own",
     "data-all_epochs_are_augmented_alike",
