@@ -6,7 +6,7 @@
     buffer      after the step; integers must be equal
     parameter   after the step
     update      the parameter's change in this step, which reveals what a small learning rate hides in the parameter
-    scale       the factor that all gradients have in common, if they do (`tolerances/common_factor.py`)
+    scale       the factor that all gradients have in common, if they do (`verify/tolerances/common_factor.py`)
 
 Optimizers that divide by the gradient's size turn rounding into a full step wherever a gradient is pure rounding (a bias before
 batch norm, the bias of attention keys), and the effect spreads. So the reference updates with each of the plan's gradients that

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -34,12 +34,20 @@ from meshloom.verify.compare import Comparer, Comparison
 from meshloom.verify.diagnose import diagnose
 from meshloom.verify.reference.between_steps.positions import go_to
 from meshloom.verify.reference.mistakes import Cause, Evidence, subsample
-from meshloom.verify.reference.reference import Gradients, Reference
+from meshloom.verify.reference.reference import (
+    Gradients,
+    Reference,
+    adopt,
+    changed_buffers,
+    replace_value,
+)
 from meshloom.verify.reference.reruns import full_evidence, initial_evidence, rounding_effect, travel_effect
 from meshloom.verify.reference.step_records import StepRecord
+from meshloom.verify.stage_outputs import Values, first_wrong_module
 from meshloom.verify.tolerances.common_factor import CommonFactor
 from meshloom.verify.tolerances.gradient_errors import GradientErrors, KnownEffects, Rounding
 from meshloom.verify.tolerances.of_precision import (
+    most_tolerated,
     rounds_partial_sums,
     sums_in_other_orders,
     unmeasured_through,
@@ -124,6 +132,14 @@ class Comparing(ABC):
     def check_saved(self, path: Path, what: str) -> BetweenSteps:
         """Compare the checkpoint in `path`."""
 
+    @abstractmethod
+    def adopt(self, name: str, ours: Tensor) -> None:
+        """Once something differs: one device has this value of a parameter or buffer."""
+
+    @abstractmethod
+    def place(self, chunk: int, of_ranks: Sequence[Values]) -> str | None:
+        """Then: the first module whose output differs, which is that of the first step that does; of `stage_outputs.py`."""
+
     @property
     @abstractmethod
     def passed(self) -> bool:
@@ -183,19 +199,10 @@ class ComparisonRun(Comparing):
             # the whole batch may not fit in memory, which may be why there are microbatches
             with suppress(torch.OutOfMemoryError):
                 self._whole = compare_whole_batch(reference, self._comparer.modules)
-        self._changed = frozenset(reference.changed_buffers())
-        travels = travels_at(reference.plan, reference.precision)
-        in_order = self._comparer.lowered and reference.plan.pp > 1
-        rounding = Rounding(
-            precision=self._comparer.precision if self._comparer.lowered else None,
-            partial=_rounds_gradients(reference),
-            roundings=sum_roundings(reference.plan.num_chunks) if in_order else 1.0,
-            travels=travels,
-            # after a difference the two have different parameters
-            measure=self._measured if self.passed else None,
-            measure_travels=partial(travel_effect, reference, travels),
-        )
-        exact = not (reference.casts or reference.autocast or reference.updated.dtype or travels)
+        self._changed = frozenset(changed_buffers(reference))
+        # after a difference the two have different parameters
+        rounding = _rounding_of(reference, self._comparer, self._measured if self.passed else None)
+        exact = not (reference.casts or reference.autocast or reference.updated.dtype or rounding.travels)
         factor = CommonFactor(reference.precision) if exact else None
         self._gradients = GradientErrors(
             reference.gradients, reference.step, rounding, factor, self._known.setdefault(reference.turn.name, KnownEffects())
@@ -218,11 +225,23 @@ class ComparisonRun(Comparing):
     def passed(self) -> bool:
         return all(step.passed for step in self._steps)
 
+    def adopt(self, name: str, ours: Tensor) -> None:
+        adopt(self.reference, name, ours)
+
+    def place(self, chunk: int, of_ranks: Sequence[Values]) -> str | None:
+        module = first_wrong_module(self.reference, chunk, of_ranks, self.of_outputs)
+        if module is not None:
+            wrong = next((step for step in self._steps if not step.passed), None)
+            self._steps = [
+                replace(each, first_module=module) if each is wrong else each for each in self._steps
+            ]
+        return module
+
     @property
-    def computed_wrongly(self) -> bool:
-        """Whether in the first step that differs a loss or gradients do, and not only what follows from them."""
-        wrong = next((step for step in self._steps if not step.passed), None)
-        return wrong is not None and bool([*wrong.failed("loss"), *wrong.failed("gradient")])
+    def of_outputs(self) -> float:
+        """The tolerance of a module's output in a forward on equal parameters."""
+        lower = self._comparer.partial or self._comparer.autocast or self._comparer.lowered
+        return max(unmeasured_through(self._comparer.precision), most_tolerated(lower))
 
     @property
     def _is_first(self) -> bool:
@@ -281,7 +300,7 @@ class ComparisonRun(Comparing):
             )
             self._keep_first(wrong, ours, right[name])
         elif compared:
-            self.reference.replace(name, ours)
+            replace_value(self.reference, name, ours)
 
     def _keep_first(self, error: TensorError, ours: Tensor | None, right: Tensor | None) -> None:
         """Keep the first tensor that differs, of both sides."""
@@ -334,6 +353,19 @@ class ComparisonRun(Comparing):
             steps=self._steps, causes=self.causes, whole=self._whole, comparer=self._comparer,
             from_float64=self._from_float64, differing=self.differing,
         )  # fmt: skip
+
+
+def _rounding_of(
+    reference: Reference, comparer: Comparer, measure: Callable[[], Mapping[str, float]] | None
+) -> Rounding:
+    """How the gradients of the reference's step may be rounded."""
+    travels = travels_at(reference.plan, reference.precision)
+    in_order = comparer.lowered and reference.plan.pp > 1
+    return Rounding(
+        precision=comparer.precision if comparer.lowered else None, partial=_rounds_gradients(reference),
+        roundings=sum_roundings(reference.plan.num_chunks) if in_order else 1.0, travels=travels, measure=measure,
+        measure_travels=partial(travel_effect, reference, travels),
+    )  # fmt: skip
 
 
 def _rounds_gradients(reference: Reference) -> torch.dtype | None:

@@ -226,6 +226,8 @@ def _candidates(
         share = _dot({name: actual[name] - right[name] for name in right}, old) / (_dot(old, old) or math.inf)
         sentence = f"{who} one device's plus {share:.3g} times those of the step before: old gradients are not zeroed."
         yield Cause("stale", sentence), lambda name: right[name] + share * old[name]
+        sentence = f"{who} those of the step before."
+        yield Cause("stale", sentence), lambda name: old[name]
     yield from of_stale_weights(evidence, right, who)
     factor = _dot(actual, right) / (_dot(right, right) or math.inf)
     if (

@@ -38,8 +38,10 @@ TOLERANCE = 1e-9  # both run in float64; rounding of the deepest models stays be
 _SEED = 7
 
 
-def first_wrong_operator(part: Partition, model: nn.Module, loss: LossFunction, batch: Any) -> str:
-    """One sentence: the operator and the user's line, or that all agree. model: unsharded, in the
+def first_wrong_operator(
+    part: Partition, model: nn.Module, loss: LossFunction, batch: Any
+) -> tuple[bool, str]:
+    """Whether one is wrong, and one sentence: the operator and the user's line, or that all agree. model: unsharded, in the
     program's precision."""
     program = bound(part.choice.layout.program, model, loss)
     programs = [bound(each, model, loss) for each in part.programs]
@@ -62,16 +64,23 @@ def first_wrong_operator(part: Partition, model: nn.Module, loss: LossFunction, 
         )  # fmt: skip
     for name, values in reference.values.items():
         if name in ranks.nodes and (error := _error(values, ranks.values[name])) > TOLERANCE:
-            return f"In lockstep the first operator whose shards differ is {_named(reference.nodes[name], part)}: by {error:.1e}."
+            return (
+                True,
+                f"In lockstep the first operator whose shards differ is {_named(reference.nodes[name], part)}: by {error:.1e}.",
+            )
     for name in reversed(reference.nodes):
         if (
             name in ranks.nodes
             and (error := _error(reference.gradients[name], ranks.gradients[name])) > TOLERANCE
         ):
-            return f"In lockstep all values agree; backward, the first gradient that differs is that of {_named(reference.nodes[name], part)}: by {error:.1e}."
+            return (
+                True,
+                f"In lockstep all values agree; backward, the first gradient that differs is that of {_named(reference.nodes[name], part)}: by {error:.1e}.",
+            )
     return (
+        False,
         "In lockstep every operator's shards agree with one device, forward and backward: the ranks' programs are right, and the "
-        "difference comes from what is around them."
+        "difference comes from what is around them.",
     )
 
 

@@ -29,6 +29,7 @@ from meshloom.data.samples import first_batches
 from meshloom.data.to_device import to_device
 from meshloom.launch.environment import scratch_directory
 from meshloom.parameters.file_weights import build_filled_model
+from meshloom.replica.program_engine import ProgramEngine
 from meshloom.replica.replica import Replica
 from meshloom.telemetry.progress import Listener
 from meshloom.train.contract import Batch
@@ -39,8 +40,11 @@ from meshloom.verify.between_steps.saved_check import same_files
 from meshloom.verify.comparison_run import Comparing, ComparisonResult, OneDevice
 from meshloom.verify.lockstep_check import first_wrong_operator
 from meshloom.verify.reference.mistakes import Cause
+from meshloom.verify.reference.samples_of_epoch import stream_batches
+from meshloom.verify.stage_outputs import Values, values_of_modules
 from meshloom.verify.step_observer import StepObserver
 
+_MOST_SAMPLES, _MOST_SECONDS = 4096, 5.0  # of iterable data, to find the end of its first epoch
 _STATE = 4  # times the parameters: themselves, two moments, copies
 Shares = Sequence[tuple[int, tuple[int, ...]]]
 Compare = Callable[[Job, OneDevice], Comparing]  # begins a comparison
@@ -103,16 +107,17 @@ class VerifiedRun:
                 if not passed:
                     return
                 directory = around.enter_context(_directory(trainer))
-                ends = self._epoch_end(steps, total)
+                ends = self._epoch_end(trainer, steps, total)
                 if lacking := trainer.together(partial(_lacking_room, directory=directory))[0]:
                     self.notes.append(lacking)
                     _ = self._take(trainer, after) and self._take(trainer, ends, special=_NEXT_EPOCH)
                     return
                 path = self._save(trainer, directory, "the checkpoint")
             with self._opened(total, resume=path) as trainer:
-                passed = self._take(trainer, after, special=_RESUMED) and self._take(
-                    trainer, ends, special=_NEXT_EPOCH
-                )
+                passed = self._take(trainer, after, special=_RESUMED)
+                if passed and self.job.average is not None:  # in the first step averages are the parameters
+                    passed = self._evaluate(trainer)
+                passed = passed and self._take(trainer, ends, special=_NEXT_EPOCH)
             if passed and self._is_simulated and self.plan.mesh.size > 1:
                 self._resume_elsewhere(path, total)
 
@@ -156,24 +161,41 @@ class VerifiedRun:
             for observer in observers:
                 attached.enter_context(observer.attached())
             batches = attached.enter_context(_closing(trainer.batches()))
+            batch = None
             for number in numbers:
                 if special is _NEXT_EPOCH and number != run.next_step:
                     run.next_step = number
                     if comparison:
                         comparison.go_to(number)
-                trainer.step(next(batches))
+                batch = next(batches)
+                trainer.step(batch)
             self._steps_per_epoch = run.data.steps_per_epoch
         run.observe([None] * len(observers))
         passed = trainer.together(
             lambda replica: share(replica.context.world, comparison is None or comparison.passed)
         )[0]
-        if comparison and not passed:
-            self.causes += [
-                *([special] if special else []),
-                *comparison.result().causes,
-                *_wrong_operator(trainer, self.plan, self.dtype),
-            ]
+        if not passed and batch:
+            module = self._wrong_module(trainer, batch)
+            if comparison:
+                causes = [
+                    *_of_programs(trainer, comparison.result(), module, self.plan, self.dtype),
+                    *comparison.result().causes,
+                ]
+                self.causes += _in_order(causes, special)
         return passed
+
+    def _wrong_module(self, trainer: Trainer, batch: Batch) -> str | None:
+        """The first one that differs in a forward of programs, on rank 0. All ranks call it."""
+        first, comparison = trainer.replicas[0], self.comparison
+        if not isinstance(first.engine, ProgramEngine) or self.plan.sync_batch_norm or first.inner.compiles:
+            return None
+
+        def look(replica: Replica) -> Steps[tuple[int, list[Values]]]:
+            own = comparison if replica is first else None
+            return (yield from values_of_modules(replica, batch.shares[trainer.replicas.index(replica)], own))
+
+        found = trainer.together(look)[0]
+        return comparison.place(*found) if comparison else None
 
     def _evaluate(self, trainer: Trainer) -> bool:
         """Whether evaluations agree, on every rank; that is so where there are none."""
@@ -188,9 +210,14 @@ class VerifiedRun:
             0
         ]
 
-    def _epoch_end(self, taken: int, steps: int) -> list[int]:
-        """The numbers of the last step of the first epoch and of the next, as far as a run of `steps` has them after `taken`."""
+    def _epoch_end(self, trainer: Trainer, taken: int, steps: int) -> list[int]:
+        """The numbers of the last step of the first epoch and of the next, as far as a run of `steps` has them after `taken`. Of
+        iterable data rank 0 counts, if it does not take long."""
         length = self._steps_per_epoch
+        if length is None:
+            main = trainer.world.main
+            counted = stream_batches(self.job, _MOST_SAMPLES, _MOST_SECONDS) if main else None
+            length = trainer.together(lambda replica: share(replica.context.world, counted))[0]
         return [step for step in (length - 1, length) if taken <= step < steps] if length else []
 
     def _save(self, trainer: Trainer, directory: Path, what: str) -> Path:
@@ -254,16 +281,46 @@ def _lacking_room(replica: Replica, directory: Path) -> Steps[str]:
     return (yield from share(replica.context.world, lacking))
 
 
-def _wrong_operator(trainer: Trainer, plan: Plan, dtype: torch.dtype | None) -> list[Cause]:
-    """Where a partitioned program is wrong, if there is one."""
-    replica = trainer.replicas[0]
+def _in_order(causes: Sequence[Cause], special: Cause | None) -> list[Cause]:
+    """Causes with what a step's place in the run says, which comes first unless something says more."""
+    if special is None:
+        return [*causes]
+    vague = ("unknown", "optimizer", "batch statistics", "buffers", "loss", "replicas")
+    first = next(iter(causes), None)
+    return [special, *causes] if first is None or first.kind in vague else [*causes, special]
+
+
+_INPUTS = ("data", "same draws", "weights")  # causes that explain outputs
+
+
+def _of_programs(
+    trainer: Trainer, result: ComparisonResult, module: str | None, plan: Plan, dtype: torch.dtype | None
+) -> Iterator[Cause]:
+    """What is wrong with programs, or with what ranks that run them send each other. module: the first that differs in a
+    forward."""
+    replica, known = trainer.replicas[0], {cause.kind for cause in result.causes}
     division = replica.engine.division
     if division is None:
-        return []
+        if module and not known.intersection(_INPUTS):
+            yield Cause(
+                "stages",
+                f"In a forward of the stages on one device's parameters the output of {module} is the first that differs: what a stage computes there, or what it "
+                "is sent, is wrong.",
+            )
+        return
     device, job = replica.context.device, replica.job
     (batch,) = first_batches(job, 1, plan.largest_share(job.batch_size)[0])
     model, batch = build_filled_model(job, device, dtype), to_device(batch, device, dtype)
-    return [Cause("division", first_wrong_operator(division.first, model, job.loss, batch))]
+    wrong, sentence = first_wrong_operator(division.first, model, job.loss, batch)
+    first = next((step for step in result.steps if not step.passed), None)
+    wrong_gradients = first is not None and bool(first.failed("gradient"))
+    if known.intersection(_INPUTS) or not (wrong or module or (wrong_gradients and "unknown" in known)):
+        return
+    if not wrong and module:
+        sentence += f" In a forward of the ranks on one device's parameters the output of {module} is the first that differs: what is sent there is wrong."
+    elif not wrong:
+        sentence += " So is their forward, and gradients are not: what is sent in backward is wrong."
+    yield Cause("division", sentence)
 
 
 def _owned(replica: Replica) -> Steps[list[float]]:

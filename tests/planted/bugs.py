@@ -68,8 +68,8 @@ def bug(
 def job_of(name: str) -> Job:
     """A job that is evaluated and goes over the end of an epoch: 30 samples in batches of 13."""
     model, optimizer = name.split("-")
-    overrides = {"batch_size": 13, "steps": 40, **MORE_MODELS.get(model, {})}
-    job = make_job("mlp" if model in MORE_MODELS else model, optimizer, **overrides)
+    job = make_job("mlp" if model in MORE_MODELS else model, optimizer, batch_size=13, steps=40)
+    job = replace(job, **MORE_MODELS.get(model, {}))
     metrics = {"loss": lambda model, batch: job.loss(model, batch)}
     data = vectors if model == "lines" else job.data
     return replace(job, evaluate=Evaluate(data=data, metrics=metrics, every=2))

@@ -34,7 +34,9 @@ def judged(bug: Bug, patch: pytest.MonkeyPatch) -> Judgement:
         )
     wrong = report.first_wrong
     first = wrong.first_module if wrong else None
-    named = any(cause.kind in bug.causes for cause in report.causes[:1])
+    # "resuming" and "epoch" say where in the run it happens
+    causes = [cause for cause in report.causes if cause.kind not in ("resuming", "epoch")]
+    named = any(cause.kind in bug.causes for cause in causes[:1] if cause.kind != "unknown")
     named = named or bool(bug.says and bug.says in " ".join(text_of(report).split()))
     said = "; ".join(f"{cause.kind}: {cause.sentence}" for cause in report.causes)
     return Judgement(

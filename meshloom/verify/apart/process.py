@@ -26,6 +26,7 @@ from meshloom.verify.apart.messages import ConnectionEndedError, receive, send
 from meshloom.verify.between_steps.checks import BetweenSteps, TensorError
 from meshloom.verify.comparison_run import Comparing, ComparisonResult, OneDevice
 from meshloom.verify.reference.step_records import StepRecord
+from meshloom.verify.stage_outputs import Values
 
 
 class ReferenceProcess:
@@ -124,6 +125,12 @@ class _Remote(Comparing):
 
     def check_saved(self, path: Path, what: str) -> BetweenSteps:
         return self._call("check_saved", path, what)
+
+    def adopt(self, name: str, ours: Tensor) -> None:
+        self._call("adopt", name, ours)
+
+    def place(self, chunk: int, of_ranks: Sequence[Values]) -> str | None:
+        return self._call("place", chunk, list(of_ranks))
 
     @property
     def passed(self) -> bool:

@@ -24,7 +24,7 @@ class AverageErrors:
         self.errors = []
         for name, each in parameters.items():
             if each.requires_grad:
-                value = each.detach().double()
+                value = each.detach().to(torch.float64, copy=True)
                 known = self._averages.get(name)
                 self._averages[name] = (
                     value if known is None else self._decay * known + (1 - self._decay) * value

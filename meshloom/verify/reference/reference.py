@@ -100,9 +100,7 @@ class Reference:
         # at the start of the last step: numbers in attributes; buffers and untrained parameters
         self._numbers, self._initial = Numbers(), dict[str, Tensor]()
         self.before: dict[str, Tensor] = {}  # parameters before the last update, until the next step
-        # of small models, parameters of earlier steps, by what they are
-        self.earlier: dict[str, dict[str, Tensor]] = {}
-        self._is_small = sum(each.numel() for each in self.parameters.values()) <= _SMALL
+        self.earlier: dict[str, dict[str, Tensor]] = {}  # of small models, those of earlier steps
 
     @property
     def gradients(self) -> Gradients:
@@ -129,10 +127,7 @@ class Reference:
             self._chunk_run.loss = self.turn.loss
             for module, training in self._modes:
                 module.training = training
-            if self.before and self._is_small and self.updated.dtype is None:
-                self.earlier.setdefault("of the first step", self.before)
-                self.earlier["of before the last update"] = self.before
-            self.before = {}
+            _keep_earlier(self)
             self._initial = {name: value.detach().clone() for name, value in _untrained(self.model)}
             self._casts = CastWatch(self.precision, self._watch)
             self._loss_sum, self._weight, self.chunks = self.evaluate()
@@ -168,13 +163,6 @@ class Reference:
                 parameter.grad = _rows_of(gradient, parameter.grad).to(parameter.dtype, copy=True)
             else:
                 parameter.grad.copy_(gradient.to_dense())
-
-    def replace(self, name: str, value: Tensor) -> None:
-        """Continue with this value of a parameter or buffer in place of its own, which it equals up to rounding."""
-        if name in self.parameters:
-            self.updated.replace(name, value)
-        else:
-            self.model.get_buffer(name).detach().copy_(value)
 
     def update(self) -> StepRecord:
         """The second half: clip, optimizer, scheduler. Returns the record of the whole step."""
@@ -228,15 +216,6 @@ class Reference:
                 average = parameter.grad / (weight / self._divisor * self.scale.value)
                 parameter.grad = average.coalesce() if average.is_sparse else average  # each row once
 
-    def changed_buffers(self) -> dict[str, Tensor]:
-        """Copies of the floating-point buffers that the last step has changed."""
-        return {
-            name: each.detach().clone()
-            for name, each in self.model.named_buffers()
-            if (each.is_floating_point() or each.is_complex())
-            and not (name in self._initial and _same(each, self._initial[name]))
-        }
-
     def restore(self) -> None:
         """Restore buffers and untrained parameters as they were at the start of the last step."""
         _put(self._initial, _untrained(self.model), self.buffers)
@@ -264,6 +243,47 @@ def _is_frozen(reference: Reference, name: str) -> bool:
     """In the step whose gradients there are."""
     frozen = reference.job.frozen.items()
     return any(reference.step in steps and names_parameter(text, name) for text, steps in frozen)
+
+
+def replace_value(reference: Reference, name: str, value: Tensor) -> None:
+    """Continue with this value of a parameter or buffer in place of the reference's, which it equals up to rounding."""
+    if name in reference.parameters:
+        reference.updated.replace(name, value)
+    else:
+        reference.model.get_buffer(name).detach().copy_(value)
+
+
+def adopt(reference: Reference, name: str, value: Tensor) -> None:
+    """Have this value of a parameter or buffer, whatever its own is; to be called when nothing is compared any more."""
+    known = reference.parameters
+    tensor = known[name] if name in known else reference.model.get_buffer(name)
+    tensor.detach().copy_(value)
+
+
+@contextmanager
+def watching(reference: Reference) -> Iterator[None]:
+    """A context in which single forwards of the last step's chunks may be run, and nothing is restored but draws."""
+    with preserved_draws(), reference._watch.attached():  # pyright: ignore[reportPrivateUsage]
+        yield
+
+
+def changed_buffers(reference: Reference) -> dict[str, Tensor]:
+    """Copies of the floating-point buffers that the last step has changed."""
+    before = reference._initial  # pyright: ignore[reportPrivateUsage]
+    return {
+        name: each.detach().clone()
+        for name, each in reference.model.named_buffers()
+        if (each.is_floating_point() or each.is_complex())
+        and not (name in before and _same(each, before[name]))
+    }
+
+
+def _keep_earlier(reference: Reference) -> None:
+    """At the start of a step: let go of the parameters before the last update, or keep them to find causes."""
+    before, reference.before = reference.before, {}
+    if before and reference.updated.dtype is None and sum(each.numel() for each in before.values()) <= _SMALL:
+        reference.earlier.setdefault("of the first step", before)
+        reference.earlier["of before the last update"] = before
 
 
 def _look_for_copies(reference: Reference) -> None:

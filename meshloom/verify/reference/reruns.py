@@ -16,7 +16,7 @@ from meshloom.core.random import derive
 from meshloom.verify.reference.chunks_of_plan import ReferenceForward
 from meshloom.verify.reference.float64_blocks import norm, norm_of_all, rerun_distance
 from meshloom.verify.reference.mistakes import ChunkGradients, Evidence, OtherRun, subsample_each
-from meshloom.verify.reference.reference import Gradients, Reference
+from meshloom.verify.reference.reference import Gradients, Reference, changed_buffers
 from meshloom.verify.reference.step_records import StepRecord
 
 # Size of the perturbation, in units in the last place. A sum of thousands of products is off by several; and
@@ -64,7 +64,7 @@ def rounding_effect(reference: Reference) -> RoundingEffect:
     backwards = bool(reference.updated.dtype and _is_whole(reference.plan))
     if backwards:
         times, moved = _OTHER_ORDERS, nullcontext()
-    changed = reference.changed_buffers()
+    changed = changed_buffers(reference)
     with reference.rerun() as gradients, moved:
         if backwards:
             _run_backwards(reference)
@@ -266,13 +266,13 @@ def _put_values(reference: Reference, values: Mapping[str, Tensor]) -> Iterator[
 def _tied_uses(
     reference: Reference, tied: Mapping[str, Sequence[str]], chunks: Sequence[ChunkGradients]
 ) -> Iterator[OtherRun]:
-    """What a tied parameter's use under each of its names adds to its gradient: all but that of a run in which it is constant there."""
+    """What a tied parameter's use under each of its names adds to its gradient: all but that of a run in which another parameter takes its place there."""
     uses = [(name, use) for name, others in tied.items() for use in (name, *others)]
     for name, use in uses[:_MOST_MODULES]:
         path, _, leaf = use.rpartition(".")
         module: Any = reference.model.get_submodule(path)
         kept = module._parameters[leaf]
-        module._parameters[leaf] = nn.Parameter(kept.detach(), requires_grad=False)
+        module._parameters[leaf] = nn.Parameter(kept.detach())
         try:
             others = _chunk_by_chunk(reference)
         finally:

@@ -3,6 +3,7 @@ implementation that the plan's own is checked against."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from itertools import count, islice
 from typing import Any
@@ -31,6 +32,23 @@ def read_batches(job: Job, start: int = 0) -> Iterator[list[Any]]:
         if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
         else _indexed(job, dataset, start)
     )
+
+
+def stream_batches(job: Job, most_samples: int, most_seconds: float) -> int | None:
+    """Batches of the first epoch of iterable data; None if that does not end within so many samples and seconds, or data is
+    not iterable."""
+    began, samples = time.monotonic(), 0
+    with preserved_draws():
+        seed_everything(derive(job.seed, "data"))
+        dataset = job.data()
+        if not isinstance(dataset, IterableDataset) and hasattr(dataset, "__getitem__"):
+            return None
+        for _ in _stream(job, dataset, 0):
+            samples += 1
+            if samples > most_samples or time.monotonic() - began > most_seconds:
+                return None
+    full, rest = divmod(samples, job.batch_size)
+    return full + (1 if rest and not job.drop_last else 0)
 
 
 def _indexed(job: Job, dataset: Any, first: int) -> Iterator[list[Any]]:

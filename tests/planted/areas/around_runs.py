@@ -12,10 +12,8 @@ import meshloom.optimizer.optimizer_state
 import meshloom.replica.metrics
 import meshloom.train.run_checkpoints
 from meshloom.optimizer.averages import ParameterAverages
-from meshloom.optimizer.optimizer_state import OptimizerState
 from meshloom.replica.chunk_scope import ChunkScope
 from meshloom.replica.metrics import MetricSums
-from meshloom.train.run_checkpoints import RunCheckpoints
 from meshloom.train.synchronous import SynchronousRun
 from tests.planted.bugs import Patch, bug, wrap
 
@@ -265,6 +263,3 @@ def schedulers_step_once_more_on_resuming(patch: Patch) -> None:
                 scheduler.step()
 
     wrap(patch, SynchronousRun, "_resume", further)
-
-
-_ = (OptimizerState, RunCheckpoints)

@@ -72,6 +72,16 @@ def statistics_are_not_merged(patch: Patch) -> None:
     patch.setattr(RunningStatistics, "finish", lambda self: nothing(None, self))
 
 
+def _in_model(patch: Patch, change: Any) -> None:
+    from meshloom.replica.chunk_scope import ChunkScope
+
+    def changed(right: Any, self: ChunkScope) -> Any:
+        yield from right(self)
+        change(self._model)
+
+    wrap(patch, ChunkScope, "finish", changed)
+
+
 @bug("centred-adamw", causes="batch_statistics", says="average", module="the whole model")
 def an_average_is_that_of_the_last_chunk(patch: Patch) -> None:
     def last(right: Any, self: ChunkWrites, parts: Tensor) -> Any:
@@ -82,30 +92,7 @@ def an_average_is_that_of_the_last_chunk(patch: Patch) -> None:
 
 @bug("centred-adamw", causes="batch_statistics", says="average", module="the whole model")
 def an_average_is_off_by_a_ten_thousandth(patch: Patch) -> None:
-    def scaled(right: Any, self: RunningStatistics) -> Any:
-        yield from right(self)
-        for model in self.__dict__.values():
-            for buffer in getattr(model, "_buffers_of_test", ()):
-                buffer.mul_(1)
-
-    wrap(patch, RunningStatistics, "finish", scaled)
-    from meshloom.replica.chunk_scope import ChunkScope
-
-    def moved(right: Any, self: ChunkScope) -> Any:
-        yield from right(self)
-        self._model.average.mul_(1.0001)
-
-    wrap(patch, ChunkScope, "finish", moved)
-
-
-def _in_model(patch: Patch, change: Any) -> None:
-    from meshloom.replica.chunk_scope import ChunkScope
-
-    def changed(right: Any, self: ChunkScope) -> Any:
-        yield from right(self)
-        change(self._model)
-
-    wrap(patch, ChunkScope, "finish", changed)
+    _in_model(patch, lambda model: model.average.mul_(1.0001))
 
 
 @bug("centred-adamw", causes="batch_statistics", says="mask", module="the whole model")

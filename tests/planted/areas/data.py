@@ -132,8 +132,6 @@ def a_stream_loses_a_sample_between_batches(patch: Patch) -> None:
 
 @bug("lines-adamw", causes="data", says="end of the epoch", module="first")
 def a_stream_is_not_told_of_the_second_epoch(patch: Patch) -> None:
-    from tests.planted.models import Lines
-
     def deaf(right: Any, dataset: Any, job: Any) -> Any:
         class Quiet:
             def __iter__(self) -> Any:
@@ -142,7 +140,6 @@ def a_stream_is_not_told_of_the_second_epoch(patch: Patch) -> None:
         return right(Quiet(), job)
 
     wrap(patch, meshloom.data.stream_data, "stream_batches", deaf)
-    _ = Lines
 
 
 @bug(plan="dp=2,shares=2+1", causes="data", module="first")

@@ -224,7 +224,9 @@ def a_layer_computes_with_the_weights_of_before_the_last_update(patch: Patch) ->
         now: list[Tensor] = [each.detach().clone() for each in model.first.parameters()]
 
         def forward(x: Tensor) -> Tensor:
-            if any(not torch.equal(a, b) for a, b in zip(now, model.first.parameters(), strict=True)):
+            if model.training and any(
+                not torch.equal(a, b) for a, b in zip(now, model.first.parameters(), strict=True)
+            ):
                 for old, newer, newest in zip(kept, now, model.first.parameters(), strict=True):
                     old.copy_(newer)
                     newer.copy_(newest.detach())
@@ -241,10 +243,19 @@ def a_layer_computes_with_the_weights_of_before_the_last_update(patch: Patch) ->
 @bug(causes="stale", module="second")
 def one_replica_computes_with_the_first_weights(patch: Patch) -> None:
     def stale(model: Any, replica: int) -> None:
-        weight = model.second.weight.detach().clone()
-        if replica == 1:
-            model.second.forward = lambda x: F.linear(
-                x, model.second.weight + (weight - model.second.weight).detach(), model.second.bias
+        first = [each.detach().clone() for each in model.second.parameters()]
+
+        def forward(x: Tensor) -> Tensor:
+            old = torch.is_grad_enabled()
+            return F.linear(
+                x,
+                *(
+                    now + (then - now).detach() * old
+                    for now, then in zip(model.second.parameters(), first, strict=True)
+                ),
             )
+
+        if replica == 1:
+            model.second.forward = forward
 
     on_models(patch, stale)

@@ -11,17 +11,9 @@ import meshloom.replica.chunk_scope
 from meshloom.core.random import chunk_seed
 from meshloom.optimizer.averages import ParameterAverages
 from meshloom.optimizer.updater import Updater
-from meshloom.replica.chunk_scope import ChunkScope
 from meshloom.replica.loss_sums import LossSums
 from meshloom.replica.replica import Replica
 from tests.planted.bugs import Patch, bug, on_models, wrap
-
-
-def _result(patch: Patch, change: Any) -> None:
-    def changed(right: Any, self: LossSums) -> Any:
-        return change(*right(self))
-
-    wrap(patch, LossSums, "result", changed)
 
 
 @bug(causes="loss", module=None)
@@ -78,7 +70,7 @@ def masks_are_not_seeded(patch: Patch) -> None:
     patch.setattr(meshloom.replica.chunk_scope, "seed_torch", lambda seed: None)
 
 
-@bug("cnn-adamw", causes="unknown|stale|batch_statistics", module="dropout")
+@bug("cnn-adamw", causes="same_draws", module="dropout")
 def dropout_is_off(patch: Patch) -> None:
     def off(model: Any, replica: int) -> None:
         model.dropout.forward = lambda x: x
@@ -153,6 +145,3 @@ def evaluations_do_not_see_averages(patch: Patch) -> None:
         yield
 
     patch.setattr(ParameterAverages, "show", lambda self: nothing(None, self))
-
-
-_ = (ChunkScope, _result)

@@ -159,7 +159,7 @@ def the_update_uses_a_neighbours_gradient(patch: Patch) -> None:
     wrap(patch, Updater, "_take", mixed)
 
 
-@bug("unused_twice-adamw", causes="optimizer|replicas", module="frozen")
+@bug("unused_twice-adamw", says="frozen.bias differs", module=None)
 def what_is_frozen_moves(patch: Patch) -> None:
     from meshloom.replica.replica import Replica
 

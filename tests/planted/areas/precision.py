@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from meshloom.core.losses.loss_scale import LossScale
 from meshloom.exchange.all_reduce import AllReduce
 from meshloom.optimizer.bfloat16.masters import Masters, WithMasters
 from meshloom.replica.loss_sums import LossSums
@@ -84,13 +83,7 @@ def gradients_are_rounded_as_they_leave(patch: Patch) -> None:
 
 @bug(plan=MIXED, causes="rounding|unknown|stale|scale", module="first")
 def nothing_is_computed_under_autocast(patch: Patch) -> None:
-    import torch.amp.autocast_mode as amp
-
-    from meshloom.core.losses import in_precision
-
-    right = in_precision.in_precision
     patch.setattr("meshloom.replica.replica.in_precision", lambda job, plan: job)
-    _ = amp, right
 
 
 @bug("mlp-sgd", HALF, causes="scale", module=None)
@@ -119,6 +112,3 @@ def one_gradient_that_travels_rounded_is_off_by_a_tenth(patch: Patch) -> None:
         found["second.weight"] = each * 1.1
 
     after_finish(patch, changed)
-
-
-_ = LossScale

@@ -10,7 +10,6 @@ from torch import Tensor
 from meshloom.exchange.buckets.scattered import ScatteredBuckets
 from meshloom.exchange.copies import OneEach
 from meshloom.exchange.slices import OwnedSlices
-from meshloom.exchange.units.unit_gathering import UnitGathering
 from meshloom.exchange.units.unit_slices import UnitEntry, UnitFlat
 from meshloom.exchange.zero import ZeroOne
 from meshloom.exchange.zero_two import ZeroTwo
@@ -26,13 +25,9 @@ ONE, ALL_OF_TWO, THREE = (
 
 @bug(plan=ONE, causes="border|unknown|exchanged", module=None)
 def slices_begin_one_element_late(patch: Patch) -> None:
-    def late(right: Any, self: OwnedSlices, shares: Any) -> Any:
-        return [torch.cat([each[1:], each[:1]]) if each.numel() > 1 else each for each in right(self, shares)]
-
     wrap(
         patch, OwnedSlices, "gradients", lambda right, self, shares, used: _rolled(right(self, shares, used))
     )
-    _ = late
 
 
 def _rolled(found: list[Tensor | None]) -> list[Tensor | None]:
@@ -119,16 +114,6 @@ def sums_begin_with_those_of_the_step_before(patch: Patch) -> None:
         return found
 
     wrap(patch, ScatteredBuckets, "collect", gathering)
-
-
-@bug(plan=THREE, causes="microbatches|missing_chunk", module=None)
-def only_the_newest_sum_of_a_unit_is_kept(patch: Patch) -> None:
-    def newest(right: Any, self: UnitGathering) -> None:
-        for _, part, _, _ in self._summing:
-            part.summed = None
-        right(self)
-
-    wrap(patch, UnitGathering, "_finish_sums", newest)
 
 
 @bug(plan=THREE, causes="stale", module="head")
