@@ -20,7 +20,10 @@ import meshloom  # noqa: E402
 project = "meshloom"
 author = "The meshloom authors"
 version = release = meshloom.__version__
-meshloom.Trainer  # noqa: B018  # imported when it is first named; autodoc looks for what is there
+for (
+    name
+) in meshloom.__all__:  # some are imported when they are first named, and autodoc looks for what is there
+    setattr(meshloom, name, getattr(meshloom, name))
 
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinxarg.ext"]
 root_doc = "docs/site/index"
