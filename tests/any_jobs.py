@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from meshloom.core.job import Job, Loss
+from meshloom.core.job import Job
+from meshloom.core.objectives import Loss
 from tests.jobs import Samples
 
 NUM_SAMPLES = 12

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshloom.core.job import Job, Loss
+from meshloom.core.job import Job
+from meshloom.core.objectives import Loss
 from tests.jobs import Samples
 
 NUM_SAMPLES = 6
