@@ -31,6 +31,7 @@ from tests.covering import few
 from tests.held import step_of
 from tests.jobs import class_loss, make_job
 from tests.processes import on_ranks
+from tests.reports import largest_error
 from tests.sleepy_job import sleepy_job
 from tests.verified import verified
 
@@ -234,10 +235,7 @@ def report_of(model: str, optimizer: str, plan: str, steps: int = 3, **settings:
 def test_plans_with_uneven_shares_equal_one_device(model: str, optimizer: str, plan: str) -> None:
     report = report_of(model, optimizer, plan)
     assert report.passed, report.causes
-    assert (
-        max(error.error for step in report.steps for error in step.errors if error.kind == "gradient")
-        <= 1e-10
-    )
+    assert largest_error(report, "gradient") <= 1e-10
 
 
 def test_every_step_of_a_measured_plan_is_verified_with_other_shares() -> None:

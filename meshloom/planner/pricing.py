@@ -288,8 +288,9 @@ class Pricer:
 def offloaded(rehearsal: Rehearsal) -> Rehearsal:
     """The same steps with the optimizer's state on a disk."""
     plan = replace(rehearsal.plan, offload="optimizer")
+    ran = rehearsal.ran and replace(rehearsal.ran, offload="optimizer")
     held = tuple(replace(each, optimizer=0, offloaded=each.optimizer) for each in rehearsal.held)
-    return replace(rehearsal, plan=plan, held=held)
+    return replace(rehearsal, plan=plan, ran=ran, held=held)
 
 
 def with_disk(price: StepPrice, seconds: float) -> StepPrice:

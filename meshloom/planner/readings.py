@@ -88,9 +88,9 @@ class Readings:
         (batch,) = first_batches(self.job, 1, samples)
         unread = ""
         try:
-            if self._hooks_gradients:
-                raise CaptureError("What a hook changes is seen with values alone.")
             program = capture_shapes(self.job, batch, kept=self._kept, built=self._model)
+            if self._num_bytes <= free_bytes() and self._hooks_gradients:
+                raise CaptureError("What a hook changes is seen with values alone.")
         except CaptureError:
             if self._num_bytes > free_bytes():
                 raise
@@ -144,6 +144,7 @@ class Readings:
 
     @property
     def _hooks_gradients(self) -> bool:
+        """Of parameters. What is built for its shapes has lost these hooks."""
         return any(each._backward_hooks for each in self._unfilled.parameters())
 
     def _model(self, build: Callable[[], Built]) -> Built:

@@ -290,7 +290,7 @@ def _in_order(causes: Sequence[Cause], special: Cause | None) -> list[Cause]:
     return [special, *causes] if first is None or first.kind in vague else [*causes, special]
 
 
-_INPUTS = ("data", "same draws", "weights")  # causes that explain outputs
+_INPUTS = ("data", "same draws", "weights", "buffers")  # causes that explain outputs
 
 
 def _of_programs(

@@ -59,10 +59,18 @@ def bug(
     def add(plant: Plant) -> Plant:
         area = plant.__module__.rpartition(".")[2]
         kinds = tuple(causes.replace("_", " ").split("|")) if causes else ()
-        BUGS.append(Bug(plant=plant, area=area, job=job, plan=plan, causes=kinds, says=says, module=module))
+        # pytest imports a module twice that is in a package and has doctests collected
+        if all(_place(each.plant) != _place(plant) for each in BUGS):
+            BUGS.append(
+                Bug(plant=plant, area=area, job=job, plan=plan, causes=kinds, says=says, module=module)
+            )
         return plant
 
     return add
+
+
+def _place(plant: Plant) -> tuple[str, int]:
+    return plant.__code__.co_filename, plant.__code__.co_firstlineno
 
 
 def job_of(name: str) -> Job:
