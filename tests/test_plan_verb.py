@@ -228,7 +228,7 @@ job = ml.Job(
 """
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_cluster_of_two_hosts_of_eight_gets_slices_within_hosts(
     measured: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

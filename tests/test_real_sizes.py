@@ -20,10 +20,10 @@ from torch import Tensor
 import tests.real_sizes
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
-from meshloom.verify.compare import GradientErrors
 from meshloom.verify.findings import print_report
 from meshloom.verify.reference.reference import Reference
 from meshloom.verify.run import verify
+from meshloom.verify.tolerances.gradient_errors import GradientErrors, Rounding
 from tests.processes import on_ranks
 from tests.real_sizes import built, job_of, next_words
 
@@ -101,20 +101,22 @@ def _wrong_at_a_seam(model: Any, batch: dict[str, Tensor]) -> Tensor:
 
 @pytest.mark.long
 def test_at_1024_tokens_rounding_is_far_below_the_tolerance_and_the_smallest_mistakes_are_above_it():
-    """Rounding is another kernel for attention, which adds up otherwise: at most 0.4% of the tolerance. Each
-    mistake is 15 times it, in all 28 tensors."""
-    errors = GradientErrors(_gradients("sdpa").gradients, 0, 1e-4)
+    """Rounding is another kernel for attention, which adds up otherwise: 0.11 of the tolerance. Each mistake is
+    more than a thousand times it, in all 28 tensors."""
+    errors = GradientErrors(_gradients("sdpa").gradients, 0, Rounding())
     other = _gradients("eager").gradients
     assert (
         max(
             each.error / each.tolerance
             for each in (errors.compare(name, gradient) for name, gradient in other.items())
         )
-        < 0.02
+        < 0.5
     )
     for name, gradient in other.items():
         assert gradient is not None
-        assert not errors.compare(name, 1.001 * gradient).passed, f"{name}, a thousandth too large"
+        assert not errors.compare(name, (1 + 1e-5) * gradient).passed, (
+            f"{name}, a hundred thousandth too large"
+        )
     for wrong in (_without_one_token, _wrong_at_a_seam):
         of_wrong = _gradients("eager", wrong).gradients
         assert not any(errors.compare(name, gradient).passed for name, gradient in of_wrong.items()), (
