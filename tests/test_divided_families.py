@@ -34,7 +34,7 @@ from tests.covering import in_turn
 from tests.division import at_random
 from tests.families import FAMILIES, Family
 from tests.families.limits import NOT_READ
-from tests.families.measure import largest_error
+from tests.reports import largest_error
 
 TOLERANCE = 1e-10  # float64; gradients are added up over samples and over ranks in other orders
 COVERING = {"opt"}

@@ -21,7 +21,7 @@ from meshloom.tensor_parallel.search.choose import DivisionChoice, choose
 from meshloom.tensor_parallel.sent_bytes import sent_in_chunk
 from meshloom.verify.run import verify
 from tests.division import RATES, Subject, compare, subject_of
-from tests.families.measure import largest_error
+from tests.reports import largest_error
 
 EXPERTS, WIDTH, HIDDEN, TOKENS = 5, 7, 5, 11
 TOLERANCE = 1e-12  # float64; sums over ranks in another order

@@ -22,8 +22,8 @@ from meshloom.program.operators.convolution_gradients import gradients_apart
 from meshloom.tensor_parallel.explain import account_of
 from meshloom.verify.run import verify
 from tests.division import at_random, compare, subject_of
-from tests.families.measure import largest_error
 from tests.gradient_jobs import JOBS, gradient_job
+from tests.reports import largest_error
 
 TOLERANCE = 1e-10  # float64; sums over samples and ranks in other orders
 PLANS = ["dp=2", "dp=2,zero=3", "tp=2", "pp=2,microbatches=2", "dp=2,pp=2,tp=2"]

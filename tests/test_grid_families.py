@@ -15,7 +15,7 @@ import torch
 from meshloom.core.plan import Plan
 from meshloom.verify.run import verify
 from tests.families import FAMILIES, Family
-from tests.families.measure import largest_error
+from tests.reports import largest_error
 from tests.test_divided_families import NO_CHUNK_OF_ONE, PLAN_OF, TOLERANCE, drawn, lifted, pins_of
 
 COVERING: dict[str, set[str]] = {"pp=2": set(), "grid": {"llama"}}

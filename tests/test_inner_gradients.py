@@ -21,8 +21,8 @@ from meshloom.core.plan import Plan
 from meshloom.program.trace.inner_gradients import transforms_ended
 from meshloom.train.trainer import Trainer
 from meshloom.verify.run import verify
-from tests.families.measure import largest_error
 from tests.loss_jobs import job_of
+from tests.reports import largest_error
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export")]
 

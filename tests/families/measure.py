@@ -72,8 +72,3 @@ def verified(family: Family, plan: Plan, *, dropout: bool = False, batch_size: i
     )
     assert report is not None
     return report
-
-
-def largest_error(report: Report) -> float:
-    """Of any tensor in any step."""
-    return max(error.error for step in report.steps for error in step.errors)

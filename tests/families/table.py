@@ -17,8 +17,9 @@ import torch
 from meshloom.core.plan import Plan
 from tests.families import FAMILIES, REFUSED, Family
 from tests.families.limits import FLOAT32_ONLY, NOT_EXPORTED, NOT_READ, OTHER_KERNEL
-from tests.families.measure import largest_error, operators, start, verified
+from tests.families.measure import operators, start, verified
 from tests.families.programs import WAYS, Way, differs_by, limit_of, read
+from tests.reports import largest_error
 
 FILE = Path(__file__).parents[2] / "docs" / "families.md"
 PLAN = Plan(dp=2, microbatches=2)
