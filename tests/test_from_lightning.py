@@ -25,7 +25,7 @@ from meshloom.verify.run import verify
 from tests.jobs import Samples
 from tests.trainer_jobs import Trained, agree, by_job
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore")]
 
 
 @pytest.fixture(autouse=True)

@@ -25,6 +25,8 @@ from meshloom.telemetry.progress import Listener
 from meshloom.verify.run import verify
 from tests.jobs import MLP, Samples, class_loss, make_job, vectors
 
+pytestmark = pytest.mark.long
+
 TP = "tp=2,tp_placements=first:column+second:row"  # the model is too small to be divided for speed
 PP = "pp=2,microbatches=2"
 QUICK = {("frozen", "dp=2,zero=1"), ("frozen", TP), ("frozen", PP), ("mixed", "dp=2,zero=1"), ("growing", PP), ("by hand", "dp=2,zero=1")}  # fmt: skip

@@ -24,6 +24,8 @@ from meshloom.verify.apart.process import ReferenceProcess
 from meshloom.verify.apart.serving import to_send
 from meshloom.verify.run import verify
 
+pytestmark = pytest.mark.long
+
 FILE = str(Path(__file__).with_name("job_file.py"))
 TENSORS = [
     torch.randn(3, 5), torch.randn(4, 6).t(), torch.tensor(2.5), torch.empty(0, 3), torch.ones(2, 2, dtype=torch.bool),
