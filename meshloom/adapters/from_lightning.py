@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dis
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -17,7 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from meshloom.adapters.loader_data import EvaluationSamples, GroupedCollate, LoaderOrder, LoaderSamples
 from meshloom.adapters.module_loss import LightningLoss, LightningMetric, log_of_module, with_logged
-from meshloom.adapters.module_refusals import check_module
+from meshloom.adapters.module_refusals import check_module, is_datamodule, is_overridden
 from meshloom.adapters.with_parameters import with_parameters
 from meshloom.core.errors import JobError
 from meshloom.core.job import Evaluate, Job, NamedParameters
@@ -104,7 +105,7 @@ class _Opened:
         self, module: Any, data: Any, accumulation: int, max_epochs: int | None, max_steps: int | None
     ) -> None:
         self._data = data
-        if hasattr(data, "train_dataloader"):
+        if is_datamodule(data):
             data.prepare_data()
             data.setup("fit")
         module.prepare_data()
@@ -171,17 +172,15 @@ class _Opened:
         return Evaluate(data, metrics, every_steps, best=best, patience=patience), loader.collate_fn
 
     def _validation(self) -> Any:
-        step = getattr(type(self.module), "validation_step", None)
-        if step is None or step.__module__.startswith("lightning."):
+        if not is_overridden(self.module, "validation_step"):
             return None
         loader = self._loader("val")
         return None if loader is None else _checked(loader, "validation")
 
     def _loader(self, kind: str) -> Any:
         name = f"{kind}_dataloader"
-        if hasattr(self._data, "train_dataloader"):
-            overridden = not getattr(type(self._data), name).__module__.startswith("lightning.")
-            return getattr(self._data, name)() if overridden else None
+        if is_datamodule(self._data):
+            return getattr(self._data, name)() if is_overridden(self._data, name) else None
         return self._data if kind == "train" else None
 
 
@@ -316,8 +315,6 @@ def _checked(loader: Any, what: str) -> Any:
 
 def _uses(step: Any, name: str) -> bool:
     """Whether the code of a step reads this argument."""
-    import dis
-
     code = step.__func__.__code__
     return any(
         each.opname.startswith("LOAD_FAST") and name in str(each.argval)

@@ -11,18 +11,16 @@ the trainer does, or of the part of it that a chunk holds.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-import numpy
 import torch
 from torch.utils.data import Dataset, IterableDataset
 
 from meshloom.core.errors import DataError, JobError
-from meshloom.core.random import preserved_draws
+from meshloom.core.random import generators, preserved_draws, put_generators
 
 
 @dataclass(frozen=True)
@@ -54,7 +52,7 @@ class LoaderOrder:
 
     def __init__(self, loader: Any, batch_size: int, evaluations: Callable[[int], int]) -> None:
         self._loader, self._batch_size, self._evaluations = loader, batch_size, evaluations
-        self._before = [_generators()]  # of each epoch
+        self._before = [generators()]  # of each epoch
         self._known: dict[int, list[list[int]]] = {}
         self.num_samples = sum(map(len, self.of(0)))
 
@@ -67,7 +65,7 @@ class LoaderOrder:
         return self._known[epoch]
 
     def _drawn(self, epoch: int) -> list[list[int]]:
-        _set_generators(self._before[epoch])
+        put_generators(self._before[epoch])
         if hasattr(self._loader, "set_epoch"):
             self._loader.set_epoch(epoch)
         if self._loader.generator is None:
@@ -76,7 +74,7 @@ class LoaderOrder:
         for _ in range(self._evaluations(epoch)):
             _begin_iterator()
         if len(self._before) == epoch + 1:
-            self._before.append(_generators())
+            self._before.append(generators())
         sizes = [len(batch) for batch in batches]
         whole = all(size == self._batch_size for size in sizes[:-1]) and sizes[-1:] <= [self._batch_size]
         if not batches or not whole or (epoch and sum(sizes) != self.num_samples):
@@ -208,13 +206,3 @@ def _part(group: list[Any], more: int) -> torch.Tensor:
 def _begin_iterator() -> None:
     """Draw what an iterator over a loader draws when it begins."""
     torch.empty((), dtype=torch.int64).random_()
-
-
-def _generators() -> tuple[Any, Any, Any]:
-    return torch.get_rng_state(), random.getstate(), numpy.random.get_state()
-
-
-def _set_generators(states: tuple[Any, Any, Any]) -> None:
-    torch.set_rng_state(states[0])
-    random.setstate(states[1])
-    numpy.random.set_state(states[2])

@@ -37,13 +37,11 @@ def check_module(module: Any, data: Any) -> list[str]:
     """The hooks that are left out. Raises `JobError` for the first thing that has no counterpart."""
     for sentence in _refusals(module):
         raise JobError(sentence)
-    for owner in filter(lambda each: _is_datamodule(each), [data]):
+    if is_datamodule(data):
         for name in ("on_before_batch_transfer", "on_after_batch_transfer", "transfer_batch_to_device"):
-            if _is_overridden(owner, name):
-                raise JobError(
-                    f"{type(owner).__name__}.{name} has no counterpart in a job. {_WAY_OUT[name]}."
-                )
-    return [f"{type(module).__name__}.{name}" for name in _EVENTS if _is_overridden(module, name)]
+            if is_overridden(data, name):
+                raise JobError(f"{type(data).__name__}.{name} has no counterpart in a job. {_WAY_OUT[name]}.")
+    return [f"{type(module).__name__}.{name}" for name in _EVENTS if is_overridden(module, name)]
 
 
 def _refusals(module: Any) -> Iterator[str]:
@@ -53,10 +51,10 @@ def _refusals(module: Any) -> Iterator[str]:
             f"{kind} has automatic_optimization=False: it takes its steps by hand. Give each loss an ml.Objective in Job(losses=...), or set automatic_optimization=True."
         )
     for name in ("training_step", "configure_optimizers"):
-        if not _is_overridden(module, name):
+        if not is_overridden(module, name):
             yield f"{kind} has no {name}. Write it, as for Lightning's own Trainer."
     for name, way_out in _WAY_OUT.items():
-        if _is_overridden(module, name):
+        if is_overridden(module, name):
             yield f"{kind}.{name} has no counterpart in a job. {way_out}."
     if "dataloader_iter" in _parameters(module.training_step):
         yield f"{kind}.training_step takes dataloader_iter, and ranks read their own batches. Take (batch, batch_idx)."
@@ -67,17 +65,19 @@ def _refusals(module: Any) -> Iterator[str]:
                 "torchmetrics.functional has them: ranks' are averaged exactly."
             )
     for name in _EVENTS:
-        if _is_overridden(module, name) and (found := _acts(getattr(type(module), name).__code__)):
+        if is_overridden(module, name) and (found := _acts(getattr(type(module), name).__code__)):
             yield (
                 f"{kind}.{name} does more than report: it {found}. Do it in training_step, or in a loop of ml.Trainer(job).batches()."
             )
 
 
-def _is_datamodule(data: Any) -> bool:
+def is_datamodule(data: Any) -> bool:
+    """Whether this is a LightningDataModule, and not a loader."""
     return hasattr(data, "train_dataloader")
 
 
-def _is_overridden(module: Any, name: str) -> bool:
+def is_overridden(module: Any, name: str) -> bool:
+    """Whether the class of a module has a method of this name that is not Lightning's own."""
     own = getattr(type(module), name, None)
     return own is not None and not (getattr(own, "__module__", "") or "").startswith(
         ("lightning.", "pytorch_lightning.")

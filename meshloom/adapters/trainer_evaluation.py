@@ -20,6 +20,7 @@ from meshloom.adapters.loader_data import EvaluationSamples
 from meshloom.adapters.trainer_loss import counted, kind_of, loss_by_items, sum_of
 from meshloom.core.errors import JobError
 from meshloom.core.job import Evaluate, LossFunction
+from meshloom.core.moments.modes import Modes
 from meshloom.core.random import preserved_draws
 
 _TRIED = 16  # samples
@@ -69,11 +70,8 @@ def _loss(trainer: Any, kind: str, model: nn.Module, batch: Any) -> tuple[Tensor
 def _computed(trainer: Any, inputs: Any, size: int) -> dict[str, LossFunction]:
     """By name, a metric for each value of `compute_metrics`. inputs: of a batch of so many samples."""
     with preserved_draws(), torch.no_grad():
-        modes = [(each, each.training) for each in trainer.model.modules()]
-        trainer.model.eval()
-        _, logits, labels = trainer.prediction_step(trainer.model, dict(inputs), False)
-        for module, training in modes:
-            module.training = training
+        with Modes(trainer.model).evaluation():
+            _, logits, labels = trainer.prediction_step(trainer.model, dict(inputs), False)
         torch.manual_seed(0)
         trials = [
             (_processed(trainer, _random(logits), labels), size * part // (_TRIALS + 1))

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from meshloom.core.errors import JobError
+from meshloom.core.moments.modes import Modes
 from meshloom.core.random import preserved_draws
 
 Weighted = tuple[Tensor, Tensor]
@@ -96,14 +97,8 @@ def kind_of(trainer: Any, model: nn.Module, inputs: Mapping[str, Any], accumulat
 
 
 def _tried(trainer: Any, model: nn.Module, inputs: Mapping[str, Any], items: float) -> float:
-    modes = [(each, each.training) for each in model.modules()]
-    try:
-        with torch.no_grad(), preserved_draws():
-            model.eval()
-            return float(trainer.compute_loss(model, dict(inputs), num_items_in_batch=torch.tensor(items)))
-    finally:
-        for module, training in modes:
-            module.training = training
+    with torch.no_grad(), preserved_draws(), Modes(model).evaluation():
+        return float(trainer.compute_loss(model, dict(inputs), num_items_in_batch=torch.tensor(items)))
 
 
 def sum_of(values: list[Tensor]) -> Tensor:

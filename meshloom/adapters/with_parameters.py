@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
@@ -32,21 +32,16 @@ def schedulers_of(
     memo = {id(old): new for old, new in zip(before, after, strict=True)}
     copied = [_copied(each, memo) for each in schedulers]
     for optimizer in after:
-        mark_as_scheduled(optimizer)
+        _mark_as_scheduled(optimizer)
     return copied
 
 
-def mark_as_scheduled(optimizer: Optimizer) -> None:
+def _mark_as_scheduled(optimizer: Optimizer) -> None:
     """Let torch know that this optimizer has a scheduler, as making one does; rates stay as they are."""
     rates = [group["lr"] for group in optimizer.param_groups]
     LambdaLR(optimizer, _constant)
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
-
-
-def held_by(optimizers: Iterable[Optimizer]) -> list[nn.Parameter]:
-    """The parameters in all groups of these optimizers."""
-    return [each for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]]
 
 
 def _others(module: nn.Module, named: NamedParameters) -> dict[int, Any]:

@@ -34,11 +34,8 @@ def verify_plan(arguments: argparse.Namespace, job: Job, records: Records) -> in
     dtype = {"float64": torch.float64, "float32": torch.float32, None: None}[arguments.dtype]
     for file in filter(None, (arguments.report, arguments.junit)):
         check_directory(Path(file))
-    plan, console, timings = (
-        plan_of(arguments),
-        Console(stderr=arguments.json == "-"),
-        Timings(time.monotonic),
-    )
+    plan, timings = plan_of(arguments), Timings(time.monotonic)
+    console = Console(stderr=arguments.json == "-")
     check_promised(plan)
     with (
         ExitStack() as around,

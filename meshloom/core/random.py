@@ -170,12 +170,23 @@ def mix_seed(seed: int, step: int) -> int:
 @contextmanager
 def preserved_draws() -> Iterator[None]:
     """Restore the CPU generators of torch, `random` and numpy at the end of the context."""
-    kept = torch.get_rng_state()
+    kept = generators()
     try:
-        with _python_preserved():
-            yield
+        yield
     finally:
-        torch.set_rng_state(kept)
+        put_generators(kept)
+
+
+def generators() -> tuple[Tensor, Any, Any]:
+    """The states of the CPU generators of torch, `random` and numpy."""
+    return torch.get_rng_state(), random.getstate(), numpy.random.get_state()
+
+
+def put_generators(states: tuple[Tensor, Any, Any]) -> None:
+    """Go on with the draws that follow these states, as of `generators`."""
+    torch.set_rng_state(states[0])
+    random.setstate(states[1])
+    numpy.random.set_state(states[2])
 
 
 @dataclass(frozen=True)

@@ -203,7 +203,8 @@ class Replica:
             self.pace.begin()
         self.exchange.begin_step()
         self.evaluations += 1
-        self.updater.begin_step() if self.updates else None
+        if self.updates:
+            self.updater.begin_step()
         self.sums.begin(self.asks)
         doing = self.context.activity
         doing.enter("preparing", step)

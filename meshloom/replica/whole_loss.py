@@ -9,12 +9,10 @@ What a rank runs then is a plan with dp alone, in as many copies as a replica ha
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-import numpy as np
 import torch
 
 from meshloom.comm.objects import on_rank_0, share
@@ -24,7 +22,7 @@ from meshloom.core.errors import CaptureError, JobError, MeshloomError
 from meshloom.core.job import Job, NamedParameters
 from meshloom.core.losses.turns import OwnGradients
 from meshloom.core.plan import DEFAULTS, Plan
-from meshloom.core.random import preserved_draws
+from meshloom.core.random import generators, preserved_draws
 from meshloom.exchange.units.find_units import units_of
 from meshloom.exchange.units.unit_slices import UnitParameters
 from meshloom.optimizer.user_optimizer import UserOptimizers, make_optimizers, takes_closure
@@ -241,5 +239,6 @@ def looks_at_all(
 
 
 def _generators() -> tuple[object, ...]:
-    """The states of what Python and torch draw from."""
-    return torch.get_rng_state().numpy().tobytes(), random.getstate(), repr(np.random.get_state(legacy=False))
+    """The states of what Python and torch draw from, to be compared."""
+    of_torch, of_python, of_numpy = generators()
+    return of_torch.numpy().tobytes(), of_python, repr(of_numpy)

@@ -16,7 +16,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -46,6 +46,7 @@ from meshloom.verify.step_observer import StepObserver
 
 _MOST_SAMPLES, _MOST_SECONDS = 4096, 5.0  # of iterable data, to find the end of its first epoch
 _STATE = 4  # times the parameters: themselves, two moments, copies
+T = TypeVar("T")
 Shares = Sequence[tuple[int, tuple[int, ...]]]
 Compare = Callable[[Job, OneDevice], Comparing]  # begins a comparison
 _RESUMED = Cause(
@@ -171,16 +172,12 @@ class VerifiedRun:
                 trainer.step(batch)
             self._steps_per_epoch = run.data.steps_per_epoch
         run.observe([None] * len(observers))
-        passed = trainer.together(
-            lambda replica: share(replica.context.world, comparison is None or comparison.passed)
-        )[0]
+        passed = _of_first_rank(trainer, comparison is None or comparison.passed)
         if not passed and batch:
             module = self._wrong_module(trainer, batch)
             if comparison:
-                causes = [
-                    *_of_programs(trainer, comparison.result(), module, self.plan, self.dtype),
-                    *comparison.result().causes,
-                ]
+                result = comparison.result()
+                causes = [*_of_programs(trainer, result, module, self.plan, self.dtype), *result.causes]
                 self.causes += _in_order(causes, special)
         return passed
 
@@ -206,9 +203,7 @@ class VerifiedRun:
             errors = self.comparison.metric_errors(ours.metrics, trainer.next_step, ours.batches)
             found = BetweenSteps(what=ours.what, errors=errors, facts=ours.facts)
             self.between.append(found)
-        return trainer.together(lambda replica: share(replica.context.world, found is None or found.passed))[
-            0
-        ]
+        return _of_first_rank(trainer, found is None or found.passed)
 
     def _epoch_end(self, trainer: Trainer, taken: int, steps: int) -> list[int]:
         """The numbers of the last step of the first epoch and of the next, as far as a run of `steps` has them after `taken`. Of
@@ -217,7 +212,7 @@ class VerifiedRun:
         if length is None:
             main = trainer.world.main
             counted = stream_batches(self.job, _MOST_SAMPLES, _MOST_SECONDS) if main else None
-            length = trainer.together(lambda replica: share(replica.context.world, counted))[0]
+            length = _of_first_rank(trainer, counted)
         return [step for step in (length - 1, length) if taken <= step < steps] if length else []
 
     def _save(self, trainer: Trainer, directory: Path, what: str) -> Path:
@@ -245,6 +240,11 @@ class VerifiedRun:
             self.between += [same_files(path, again, "the checkpoint resumed under dp=1 and saved again")]
 
 
+def _of_first_rank(trainer: Trainer, value: T) -> T:
+    """What rank 0 gives, on every rank."""
+    return trainer.together(lambda replica: share(replica.context.world, value))[0]
+
+
 @contextmanager
 def _closing(batches: Any) -> Iterator[Iterator[Batch]]:
     """Ends the readers of `Trainer.batches()` at the end of the context."""
@@ -260,7 +260,7 @@ def _directory(trainer: Trainer) -> Iterator[Path]:
     main = trainer.world.main
     made = tempfile.mkdtemp(prefix="meshloom-verify-", dir=scratch_directory()) if main else ""
     try:
-        yield Path(trainer.together(lambda replica: share(replica.context.world, made))[0])
+        yield Path(_of_first_rank(trainer, made))
     finally:
         if made:
             shutil.rmtree(made, ignore_errors=True)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from meshloom.core.plan import Plan
 from meshloom.core.random import derive
+from meshloom.verify.reference.chunk_run import ChunkResult
 from meshloom.verify.reference.chunks_of_plan import ReferenceForward
 from meshloom.verify.reference.float64_blocks import norm, norm_of_all, rerun_distance
 from meshloom.verify.reference.mistakes import ChunkGradients, Evidence, OtherRun, subsample_each
@@ -23,8 +24,6 @@ from meshloom.verify.reference.step_records import StepRecord
 # rare events that rounding causes, such as a ReLU that flips, occur often enough to be measured. In half
 # precisions products are summed in float32, so only the last rounding counts.
 _ROUNDING_UNITS = {torch.float64: 16, torch.float32: 16, torch.float16: 2, torch.bfloat16: 2}
-
-
 _MOST_MODULES = 8  # that are tried one by one
 _OTHER_ORDERS = 3  # how much farther than in the opposite order a sum may be in another
 
@@ -131,12 +130,11 @@ def travel_effect(reference: Reference, unit: float) -> dict[str, float]:
 def perturbed_parameters(reference: Reference, number: int = 0) -> Iterator[None]:
     """A context in which the trainable parameters are perturbed, by other draws for every number."""
     named = [(name, each) for name, each in reference.parameters.items() if each.requires_grad]
-    trained, largest_of = [each for _, each in named], _units_of(reference)
-    values = [parameter.detach().clone() for parameter in trained]
+    largest_of = _units_of(reference)
     generator = torch.Generator(reference.device).manual_seed(
         derive(reference.job.seed, "moved", reference.step, *([number] if number else []))
     )
-    try:
+    with _values_restored([each for _, each in named]):
         with torch.no_grad():
             for name, parameter in named:
                 largest = largest_of(name)
@@ -145,9 +143,17 @@ def perturbed_parameters(reference: Reference, number: int = 0) -> Iterator[None
                 noise = torch.empty(flat.shape, dtype=dtype, device=flat.device)
                 flat.copy_(noise.uniform_(-largest, largest, generator=generator).add_(1).mul_(flat))
         yield
+
+
+@contextmanager
+def _values_restored(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """A context at whose end parameters have the values of its beginning."""
+    kept = [each.detach().clone() for each in parameters]
+    try:
+        yield
     finally:
         with torch.no_grad():
-            for parameter, value in zip(trained, values, strict=True):
+            for parameter, value in zip(parameters, kept, strict=True):
                 parameter.copy_(value)
 
 
@@ -185,11 +191,7 @@ def full_evidence(reference: Reference, initial: Evidence) -> Evidence:
     replica_norms: dict[int, float] = {}
     sums: dict[str, Tensor] = {}
     with reference.rerun():
-        for forward in reference.forwards():
-            reference.restore()
-            reference.model.zero_grad(set_to_none=True)
-            result = reference.run_forward(forward)
-            reference.divide(1.0)
+        for forward, result in _one_by_one(reference):
             gradients = reference.gradients
             indices = [index for index, _ in forward.members]
             chunks.append(
@@ -218,15 +220,18 @@ def full_evidence(reference: Reference, initial: Evidence) -> Evidence:
 
 def _chunk_by_chunk(reference: Reference) -> list[Gradients]:
     """The subsampled gradients of each forward's loss sum."""
-    found: list[Gradients] = []
     with reference.rerun():
-        for forward in reference.forwards():
-            reference.restore()
-            reference.model.zero_grad(set_to_none=True)
-            reference.run_forward(forward)
-            reference.divide(1.0)
-            found.append(subsample_each(reference.gradients))
-    return found
+        return [subsample_each(reference.gradients) for _ in _one_by_one(reference)]
+
+
+def _one_by_one(reference: Reference) -> Iterator[tuple[ReferenceForward, ChunkResult]]:
+    """Each forward by itself, from the start of the step, after which the gradients are those of its loss sum."""
+    for forward in reference.forwards():
+        reference.restore()
+        reference.model.zero_grad(set_to_none=True)
+        result = reference.run_forward(forward)
+        reference.divide(1.0)
+        yield forward, result
 
 
 def _stale_runs(reference: Reference) -> Iterator[OtherRun]:
@@ -251,16 +256,11 @@ def _stale_runs(reference: Reference) -> Iterator[OtherRun]:
 @contextmanager
 def _put_values(reference: Reference, values: Mapping[str, Tensor]) -> Iterator[None]:
     """A context in which parameters have other values."""
-    now = {name: reference.parameters[name].detach().clone() for name in values}
-    with torch.no_grad():
-        for name, value in values.items():
-            reference.parameters[name].copy_(value)
-    try:
-        yield
-    finally:
+    with _values_restored([reference.parameters[name] for name in values]):
         with torch.no_grad():
-            for name, value in now.items():
+            for name, value in values.items():
                 reference.parameters[name].copy_(value)
+        yield
 
 
 def _tied_uses(
