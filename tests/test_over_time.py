@@ -4,6 +4,7 @@ the obvious loop on one device, under every plan."""
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from meshloom.core.plan import Plan
 from meshloom.core.random import mix_seed, partner_order, sample_order, seed_everything
 from meshloom.data.map_data import Batches
 from meshloom.telemetry.progress import Listener
+from meshloom.verify.reference.samples_of_epoch import batches_of_first_epoch
 from meshloom.verify.run import verify
 from tests.jobs import MLP, Samples, class_loss, make_job, vectors
 
@@ -250,6 +252,15 @@ def test_streams_are_mixed_and_grow_as_well(kind: str, tmp_path: Path):
     check_equal(trained(make(data=Stream), "dp=2,microbatches=2", tmp_path), expected(make()))
     report = verify(make(data=Stream), Plan.parse("dp=2"), devices="simulated")
     assert report is not None and report.passed
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_an_epoch_of_a_stream_ends_where_its_growing_batches_do(drop_last: bool) -> None:
+    """30 samples in batches of 3, 3, 12, 12, and no more: not three batches of 12."""
+    made = job(data=Stream, batch_sizes={0: 3, 2: 12}, drop_last=drop_last)
+    assert batches_of_first_epoch(made, 100, 60.0) == 4
+    assert batches_of_first_epoch(replace(made, batch_sizes={}), 100, 60.0) == (2 if drop_last else 3)
+    assert batches_of_first_epoch(made, 20, 60.0) is None
 
 
 @pytest.mark.parametrize("plan", ["microbatches=3", "dp=2,microbatches=3,zero=2"])

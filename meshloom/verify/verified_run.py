@@ -40,7 +40,7 @@ from meshloom.verify.between_steps.saved_check import same_files
 from meshloom.verify.comparison_run import Comparing, ComparisonResult, OneDevice
 from meshloom.verify.lockstep_check import first_wrong_operator
 from meshloom.verify.reference.mistakes import Cause
-from meshloom.verify.reference.samples_of_epoch import stream_batches
+from meshloom.verify.reference.samples_of_epoch import batches_of_first_epoch
 from meshloom.verify.stage_outputs import Values, values_of_modules
 from meshloom.verify.step_observer import StepObserver
 
@@ -211,7 +211,7 @@ class VerifiedRun:
         length = self._steps_per_epoch
         if length is None:
             main = trainer.world.main
-            counted = stream_batches(self.job, _MOST_SAMPLES, _MOST_SECONDS) if main else None
+            counted = batches_of_first_epoch(self.job, _MOST_SAMPLES, _MOST_SECONDS) if main else None
             length = _of_first_rank(trainer, counted)
         return [step for step in (length - 1, length) if taken <= step < steps] if length else []
 

@@ -34,21 +34,22 @@ def read_batches(job: Job, start: int = 0) -> Iterator[list[Any]]:
     )
 
 
-def stream_batches(job: Job, most_samples: int, most_seconds: float) -> int | None:
+def batches_of_first_epoch(job: Job, most_samples: int, most_seconds: float) -> int | None:
     """Batches of the first epoch of iterable data; None if that does not end within so many samples and seconds, or data is
     not iterable."""
-    began, samples = time.monotonic(), 0
+    began, batches, waiting = time.monotonic(), 0, 0
     with preserved_draws():
         seed_everything(derive(job.seed, "data"))
         dataset = job.data()
         if not isinstance(dataset, IterableDataset) and hasattr(dataset, "__getitem__"):
             return None
-        for _ in _stream(job, dataset, 0):
-            samples += 1
+        for samples, _ in enumerate(_stream(job, dataset, 0), start=1):
             if samples > most_samples or time.monotonic() - began > most_seconds:
                 return None
-    full, rest = divmod(samples, job.batch_size)
-    return full + (1 if rest and not job.drop_last else 0)
+            waiting += 1
+            if waiting == _size(job, batches):
+                batches, waiting = batches + 1, 0
+    return batches + (1 if waiting and not job.drop_last else 0)
 
 
 def _indexed(job: Job, dataset: Any, first: int) -> Iterator[list[Any]]:
