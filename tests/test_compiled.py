@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._inductor.config as inductor
 from torch import nn
 
 from meshloom.core.job import Job
@@ -81,3 +82,72 @@ def test_either_form_resumes_the_other(
 def losses(job: Job, plan: str, **settings: Any) -> list[float]:
     with Trainer(job, plan, devices="simulated", **settings) as trainer:
         return [trainer.step(batch) for batch in trainer.batches()]
+
+
+made: list[Any] = []  # what `counting` has compiled
+
+
+def counting(graph: Any, inputs: Any) -> Any:
+    made.append(graph)
+    return graph.forward
+
+
+class Normalising(nn.Module):
+    """x [n, 5] -> [n, 3]. A method and a function that are compiled by themselves, as libraries have them; a module is
+    called, and numbers are drawn, inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(5, 7), nn.Linear(7, 3)
+
+    @torch.compile(fullgraph=True, backend=counting)
+    def hidden(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.dropout(torch.tanh(self.first(x)), 0.3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(centred(self.hidden(x)))
+
+
+@partial(torch.compile, backend=counting)
+def centred(h: torch.Tensor) -> torch.Tensor:
+    return h - h.mean(1, keepdim=True)
+
+
+def normalising() -> Job:
+    generator = torch.Generator().manual_seed(3)
+    samples = [torch.randn(5, generator=generator) for _ in range(12)]
+    return Job(
+        model=Normalising, loss=lambda model, x: model(x).square().mean(), data=lambda: samples, batch_size=6,
+        optimizer=lambda named: torch.optim.SGD([each for _, each in named], lr=0.1), steps=2,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("plan", "compiles"), [("dp=2", True), ("tp=2", False)])
+def test_functions_that_are_compiled_by_themselves(plan: str, compiles: bool):
+    """They stay compiled where the loss is not read; looking at what the loss writes once made torch give up on them."""
+    torch.compiler.reset()
+    made.clear()
+    with Trainer(normalising(), plan, devices="simulated") as trainer:
+        trainer.fit()
+    assert bool(made) == compiles
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=3", "tp=2", "pp=2"])
+def test_compiled_functions_equal_one_device(plan: str):
+    report = verify(normalising(), Plan.parse(plan), devices="simulated", steps=2, dtype=torch.float64)
+    assert report is not None and report.passed, str(report)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("compiler")
+@pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=3", "tp=2", "dp=2,pp=2,tp=2"])
+def test_kernels_of_inductor_equal_one_device(plan: str, monkeypatch: pytest.MonkeyPatch):
+    """Reading a loss once gave tensors without values to a kernel, which ended the process; inductor draws by a generator
+    of its own."""
+    torch.compiler.reset()
+    monkeypatch.setattr(inductor, "compile_threads", 1)  # else a pool of threads stays
+    monkeypatch.setitem(
+        globals(), "centred", torch.compile(lambda h: nn.functional.dropout(h, 0.2) - h.mean(1, keepdim=True))
+    )
+    report = verify(normalising(), Plan.parse(plan), devices="simulated", steps=2, dtype=torch.float64)
+    assert report is not None and report.passed, str(report)

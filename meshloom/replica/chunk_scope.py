@@ -14,6 +14,7 @@ from meshloom.comm.rank_context import RankContext
 from meshloom.comm.steps import Steps
 from meshloom.core.job import Job
 from meshloom.core.losses.turns import LossTurn
+from meshloom.core.modules.compiled import draw_as_written, uncompiled
 from meshloom.core.moments.current_step import Moment
 from meshloom.core.plan import Plan
 from meshloom.core.random import KeyedDraws, Rows, chunk_seed, evaluation_seed, seed_of_turn, seed_torch
@@ -174,9 +175,12 @@ class ChunkScope:
     def _seed(self, chunk: Chunk, around: ExitStack, observer: Observer | None) -> None:
         plan, moment = self._plan, self.moment(chunk)
         seed_torch(moment.seed)
+        draw_as_written()
         around.enter_context(moment.entered())
         seen = around.enter_context(observer.watch(chunk, self._model)) if observer else None
         if plan.keyed_draws and not plan.captures:  # programs key their draws themselves
             # A compiled draw is the same but not by the same operator, which digests tell apart.
             seen = None if plan.compiles else seen
+            if not plan.compiles:
+                around.enter_context(uncompiled())
             around.enter_context(KeyedDraws(self._key_of(chunk)[1], seen, compiled=plan.compiles))

@@ -7,8 +7,12 @@ after `module.compile()`.
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 
 from meshloom.core.errors import JobError
@@ -49,6 +53,25 @@ def compiled_names(model: nn.Module) -> list[str]:
     """The names of the modules whose compiled code is called."""
     modules: list[tuple[str, Any]] = list(model.named_modules())
     return [name for name, module in modules if module._compiled_call_impl is not None]
+
+
+@contextmanager
+def uncompiled() -> Iterator[None]:
+    """Runs as it is written what the user has compiled, functions too: compiled code takes no tensors without values, and
+    shows no operators to who reads it."""
+    if "torch._dynamo" in sys.modules:  # else nothing is compiled
+        with torch.compiler.set_stance("force_eager"):
+            yield
+    else:
+        yield
+
+
+def draw_as_written() -> None:
+    """What the user's `torch.compile` makes on this thread from now on draws what the code as written draws; inductor's own
+    generator would give other numbers."""
+    config: Any = sys.modules.get("torch._inductor.config")
+    if config is not None:  # else nothing is compiled
+        config.fallback_random = True
 
 
 def _inside(module: Any) -> nn.Module:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 from torch.utils._pytree import tree_leaves, tree_map
 
+from meshloom.core.modules.compiled import uncompiled
 from meshloom.parameters.construction.draw_marks import draws_made, set_mark
 from meshloom.parameters.construction.exits import Exits, truncated_normal_whole, without_functions
 from meshloom.parameters.construction.operators import OperatorKind, kind_of
@@ -60,7 +61,7 @@ def record(build: Callable[[], nn.Module]) -> tuple[nn.Module, RecordedTensors]:
     settings: Any = torch.utils.deterministic
     fills, settings.fill_uninitialized_memory = settings.fill_uninitialized_memory, False
     try:
-        with recording, Exits(recording), truncated_normal_whole(recording):
+        with recording, Exits(recording), truncated_normal_whole(recording), uncompiled():
             model = build()
     finally:
         settings.fill_uninitialized_memory = fills

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from meshloom.core.job import Job
+from meshloom.core.modules.compiled import uncompiled
 from meshloom.core.moments.branches import branches_as_written
 from meshloom.core.moments.current_step import at_step
 from meshloom.core.random import preserved_draws
@@ -90,7 +91,7 @@ def measure_memory(job: Job, chunks: Sequence[Any], *, device: torch.device | st
         }
         watch = LiveBytes(tensor for tensors in standing.values() for tensor in tensors)
         kept, all_activations = 0, set[int]()
-        with watch, branches_as_written():
+        with watch, branches_as_written(), uncompiled():
             for chunk in chunks:
                 watch.phase = "forward"
                 before = set(watch.alive)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 import torch
@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from meshloom.core.errors import CaptureError
 from meshloom.core.job import LossFunction
+from meshloom.core.modules.compiled import uncompiled
 from meshloom.core.random import derive, preserved_draws, seed_everything
 from meshloom.program.ir.leaves import Leaves
 from meshloom.program.ir.lines import WAY_OUT, describe_line
@@ -30,15 +31,18 @@ _NUMBERS = (Tensor, int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
 _ONE_AT_A_TIME = threading.RLock()
 
 
-def one_thread() -> AbstractContextManager[Any]:
-    """A lock around what builds and runs a model for capture: it seeds generators that threads share."""
-    return _ONE_AT_A_TIME
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Around what builds and runs a model for capture: one thread at a time, since it seeds generators that threads share,
+    and what the user has compiled as it is written."""
+    with _ONE_AT_A_TIME, uncompiled():
+        yield
 
 
 @contextmanager
 def capturing(dtype: torch.dtype | None) -> Iterator[None]:
     """The context of a capture: one thread, generators restored, `dtype` the default."""
-    with _ONE_AT_A_TIME, preserved_draws(), default_precision(dtype):
+    with one_thread(), preserved_draws(), default_precision(dtype):
         yield
 
 

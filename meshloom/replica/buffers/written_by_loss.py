@@ -20,6 +20,7 @@ from meshloom.comm.rank_context import RankContext
 from meshloom.comm.steps import Steps
 from meshloom.core.errors import DataError, JobError
 from meshloom.core.job import Job
+from meshloom.core.modules.compiled import uncompiled
 from meshloom.core.moments.current_step import Moment
 from meshloom.core.plan import Plan
 from meshloom.core.random import chunk_seed, preserved_draws, seed_torch
@@ -145,7 +146,7 @@ def _alone(model: nn.Module) -> Iterator[None]:
     """All as it was before afterwards, and no attribute is new."""
     before = [(vars(module), set(vars(module))) for module in model.modules()]
     try:
-        with restored(model), preserved_draws():
+        with restored(model), preserved_draws(), uncompiled():
             yield
     finally:
         for attributes, known in before:

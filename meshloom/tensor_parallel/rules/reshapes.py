@@ -117,8 +117,19 @@ def _squeeze(call: Call) -> Factors | None:
     return Factors(operands=(left,), outputs=(right,), sizes=sizes, linear=FIRST_LINEAR, local=local)
 
 
+def _view(call: Call) -> Factors | None:
+    """By shape; as another dtype of the same size it reads the bits of each element."""
+    if "dtype" not in call.arguments:
+        return _reshape("size")(call)
+    shape = call.operands[0].shape
+    if shape != call.outputs[0].shape:
+        return None
+    left, right, sizes = reshaped(shape, shape)
+    return Factors(operands=(left,), outputs=(right,), sizes=sizes)
+
+
 RESHAPES: dict[str, Rule] = {
-    "view": _reshape("size"),
+    "view": _view,
     "_unsafe_view": _reshape("size"),
     "reshape": _reshape("shape"),
     "flatten": _reshape(None),

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.data import default_collate
 
 from meshloom.core.job import Job
+from meshloom.core.modules.compiled import uncompiled
 from meshloom.core.moments.branches import branches_as_written
 from meshloom.core.moments.current_step import at_step
 from meshloom.core.plan import Plan
@@ -78,7 +79,14 @@ class ChunkRun:
         moved = DrawWatch(self._device) if casts is not None and not self._keyed else None
         if moved:
             moved.start()
-        with default_dtype(self._dtype), casts or nullcontext(), keyed, at_step(step), branches_as_written():
+        with (
+            default_dtype(self._dtype),
+            casts or nullcontext(),
+            keyed,
+            at_step(step),
+            branches_as_written(),
+            uncompiled(),
+        ):
             with torch.autocast(self._device.type, self._autocast, enabled=self._autocast is not None):
                 returned = self.loss(self._model, batch)
             loss_sum, weight = as_sum(returned, len(forward.samples))
