@@ -7,6 +7,7 @@ import gc
 import multiprocessing.util
 import os
 import signal
+import sys
 import tempfile
 import threading
 import time
@@ -150,13 +151,17 @@ def silent_export() -> Iterator[None]:
 
 @pytest.fixture
 def compiler() -> Iterator[None]:
-    """Torch's compiler leaves a variable and a thread of tqdm."""
+    """Torch's compiler leaves a variable, a thread of tqdm and a pool of its own."""
     yield
     os.environ.pop("_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR", None)
     monitor: Any = tqdm.monitor
     if monitor is not None:
         monitor.exit()
         tqdm.monitor = None
+    compiling: Any = sys.modules.get("torch._inductor.async_compile")
+    if compiling is not None:
+        compiling.AsyncCompile.pool().shutdown()
+        compiling.AsyncCompile.pool.cache_clear()
 
 
 @pytest.fixture

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch._inductor.config as inductor
 from torch import nn
 
 from meshloom.core.job import Job
@@ -145,7 +144,6 @@ def test_kernels_of_inductor_equal_one_device(plan: str, monkeypatch: pytest.Mon
     """Reading a loss once gave tensors without values to a kernel, which ended the process; inductor draws by a generator
     of its own."""
     torch.compiler.reset()
-    monkeypatch.setattr(inductor, "compile_threads", 1)  # else a pool of threads stays
     monkeypatch.setitem(
         globals(), "centred", torch.compile(lambda h: nn.functional.dropout(h, 0.2) - h.mean(1, keepdim=True))
     )

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map
 
 from meshloom.core.modules.compiled import uncompiled
+from meshloom.core.modules.module_caches import no_tensors_kept
 from meshloom.parameters.construction.draw_marks import draws_made, set_mark
 from meshloom.parameters.construction.exits import Exits, truncated_normal_whole, without_functions
 from meshloom.parameters.construction.operators import OperatorKind, kind_of
@@ -61,7 +62,7 @@ def record(build: Callable[[], nn.Module]) -> tuple[nn.Module, RecordedTensors]:
     settings: Any = torch.utils.deterministic
     fills, settings.fill_uninitialized_memory = settings.fill_uninitialized_memory, False
     try:
-        with recording, Exits(recording), truncated_normal_whole(recording), uncompiled():
+        with no_tensors_kept(), recording, Exits(recording), truncated_normal_whole(recording), uncompiled():
             model = build()
     finally:
         settings.fill_uninitialized_memory = fills

@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 from meshloom.core.errors import CaptureError, MeshloomError
 from meshloom.core.job import Job
+from meshloom.core.modules.module_caches import no_tensors_kept
 from meshloom.data.to_device import lifted
 from meshloom.parameters.unfilled_model import UnfilledModel, record_unfilled
 from meshloom.program.ir.leaves import Leaves, leaves_of
@@ -110,7 +111,7 @@ def paths_by_shapes(
         fakes = leaves.rebuild([fake_of(leaf, mode, dtype) for leaf in leaves.tensors.values()])
 
         def run() -> None:
-            with mode:
+            with mode, no_tensors_kept():
                 job.loss(model, fakes)
 
         return explore(run)

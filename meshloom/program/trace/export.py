@@ -24,6 +24,7 @@ from torch.fx.experimental.proxy_tensor import PreDispatchTorchFunctionMode
 from torch.utils._pytree import TreeSpec, tree_flatten
 
 from meshloom.core.errors import CaptureError
+from meshloom.core.modules.module_caches import no_tensors_kept
 from meshloom.program.gradients.gradient_trace import trace_with_gradients
 from meshloom.program.ir.contexts import Autocast, Context
 from meshloom.program.ir.lines import WAY_OUT, SourceLine, SourcePlace, place_here, place_of_error
@@ -110,7 +111,7 @@ def _exported(
 ) -> Exported:
     seen = _Seen(folding=folding, recorded=recorded)
     wrapper = _Loss(model, loss, seen)
-    with _for_tracing(), containers_kept(model):
+    with _for_tracing(), containers_kept(model), no_tensors_kept():
         try:
             exported = torch.export.export(wrapper, _copies(leaves), strict=False)
         except CaptureError:

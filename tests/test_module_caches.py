@@ -1,0 +1,89 @@
+"""Tables that a model's Python module keeps from call to call: under functools.cache, in a dictionary, of the constructor."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from meshloom.core.job import Job
+from meshloom.core.modules.module_caches import no_tensors_kept
+from meshloom.core.plan import Plan
+from meshloom.verify.run import verify
+
+WAVES: dict[int, Tensor] = {}
+
+
+@functools.lru_cache(maxsize=8)
+def causal(n: int) -> Tensor:
+    """[n, n]"""
+    return torch.triu(torch.full((n, n), float("-inf")), 1)
+
+
+@functools.cache
+def halves(n: int) -> int:
+    return n // 2
+
+
+class Attending(nn.Module):
+    """ids [n, t] -> [n, t, 31]"""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.qkv, self.out = nn.Embedding(31, 8), nn.Linear(8, 24), nn.Linear(8, 31)
+        with torch.no_grad():
+            self.embedding.weight += causal(8).exp()[0]
+
+    @functools.lru_cache  # noqa: B019
+    def slopes(self, n: int) -> Tensor:
+        return torch.linspace(0, 1, n, dtype=torch.float64)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        n = ids.shape[1]
+        if n not in WAVES:
+            WAVES[n] = torch.cos(torch.arange(n, dtype=torch.float64) / 3)
+        h = self.embedding(ids) * WAVES[n].to(self.out.weight)[:, None]
+        q, k, v = self.qkv(h).chunk(3, -1)
+        weights = (q @ k.mT / 8**0.5 + causal(n).to(h)).softmax(-1)
+        return self.out(h + weights @ v * self.slopes(n).to(h)[:, None])
+
+
+def attending() -> Job:
+    generator = torch.Generator().manual_seed(5)
+    samples = [torch.randint(31, (7,), generator=generator) for _ in range(12)]
+
+    def loss(model: nn.Module, ids: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
+
+    return Job(
+        model=Attending, loss=loss, data=lambda: samples, batch_size=6, steps=2,
+        optimizer=lambda named: torch.optim.SGD([each for _, each in named], lr=0.1),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "tp=2", "pp=2,microbatches=2"])
+@pytest.mark.usefixtures("silent_export", "dear_memory")
+def test_a_job_equals_one_device(plan: str, capsys: pytest.CaptureFixture[str]):
+    """A trace's tensors stayed in the caches, and the next forward failed on them."""
+    causal.cache_clear()
+    WAVES.clear()
+    report = verify(attending(), Plan.parse(plan), devices="simulated", dtype=torch.float64)
+    assert report is not None and report.passed, str(report)
+    assert "as written" not in capsys.readouterr().err  # all of it is read
+
+
+def test_what_was_kept_before_stays():
+    causal.cache_clear()
+    WAVES.clear()
+    WAVES[3] = torch.zeros(3)
+    halves(8)
+    with no_tensors_kept():
+        WAVES[4] = torch.zeros(4)
+        causal(5)
+        halves(9)
+    assert list(WAVES) == [3]
+    assert causal.cache_info().currsize == 0
+    assert halves.cache_info().currsize == 2  # of numbers
+    WAVES.clear()
