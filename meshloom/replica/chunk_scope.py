@@ -15,6 +15,7 @@ from meshloom.comm.steps import Steps
 from meshloom.core.job import Job
 from meshloom.core.losses.turns import LossTurn
 from meshloom.core.modules.compiled import draw_as_written, uncompiled
+from meshloom.core.modules.own_generators import own_generators, seed_own_generators
 from meshloom.core.moments.current_step import Moment
 from meshloom.core.plan import Plan
 from meshloom.core.random import KeyedDraws, Rows, chunk_seed, evaluation_seed, seed_of_turn, seed_torch
@@ -67,7 +68,7 @@ class ChunkScope:
         self.statistics: list[dict[int, RunningStatistics]] = [{} for _ in job.losses or ("",)]
         self._finished = [0] * len(self.statistics)  # turns of each loss
         self.observer: Observer | None = None
-        self._constants = list(sparse_attributes(model))
+        self._constants, self._generators = list(sparse_attributes(model)), own_generators(model)
         self.turn = LossTurn()
         losses = [each.loss for each in job.losses.values()] or [job.loss]
         self._numbers = PlainNumbers(model, losses, context.groups["dp"])
@@ -175,6 +176,7 @@ class ChunkScope:
     def _seed(self, chunk: Chunk, around: ExitStack, observer: Observer | None) -> None:
         plan, moment = self._plan, self.moment(chunk)
         seed_torch(moment.seed)
+        seed_own_generators(self._generators, moment.seed)
         draw_as_written()
         around.enter_context(moment.entered())
         seen = around.enter_context(observer.watch(chunk, self._model)) if observer else None

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from meshloom.core.errors import CaptureError
 from meshloom.core.job import Job, LossFunction
+from meshloom.core.modules.own_generators import own_generators, seed_own_generators
 from meshloom.core.random import KeyedDraws, derive, preserved_draws, seed_everything
 from meshloom.program.capture.restored import attributes_put_back, cloned, restored
 from meshloom.program.capture.sketch import Sketch, sketch
@@ -107,6 +108,7 @@ def check_against_module(
             # opaque modules start from the same attributes as eager
             with attributes_put_back(model) if program.opaque else nullcontext():
                 expected = _eager(model, loss, batch, seed, keyed=draws)
+            seed_own_generators(own_generators(model), seed)
             difference = _difference(_program(program, parameters, mirror, batch, seed), expected)
             worst = max(worst, difference, key=lambda each: each.error)
             finite &= all(bool(torch.isfinite(torch.as_tensor(each)).all()) for each in expected.outputs)
@@ -137,6 +139,7 @@ def check_forward(program: Program, model: nn.Module, loss: LossFunction, batch:
         draws = any(node.num_draws for node in program.nodes)
         with attributes_put_back(model) if program.opaque else nullcontext():
             expected = _eager(model, loss, batch, seed, keyed=draws, backward=False)
+        seed_own_generators(own_generators(model), seed)
         found = _program(program, dict(model.named_parameters()), mirror, batch, seed, backward=False)
     difference = _difference(found, expected)
     if not difference.error <= limit:
@@ -151,6 +154,7 @@ def _eager(
     """A run in eager. Draws are keyed only if there are any: under autocast, composite operators cast less
     when a mode sees the operators inside."""
     seed_everything(seed)
+    seed_own_generators(own_generators(model), seed)
     with (
         _taking_gradients(dict(model.named_parameters())) as gradients,
         KeyedDraws() if keyed else nullcontext(),

@@ -23,6 +23,7 @@ from torch import nn
 
 from meshloom.core.errors import CaptureError, JobError
 from meshloom.core.job import Job
+from meshloom.core.modules.own_generators import drawing_modules
 from meshloom.program.capture.check import DiffersError
 from meshloom.program.capture.outside import ChangedWhileReadError
 from meshloom.program.capture.restored import attributes_put_back
@@ -42,7 +43,9 @@ MOST_TRIED = 32
 
 
 def asked_for(job: Job, model: nn.Module) -> dict[str, str]:
-    """The modules that `Job(opaque=...)` names, and those that write what is trained, outermost ones. Raises `JobError` for a name without a module."""
+    """The modules that `Job(opaque=...)` names, those that write what is trained, and those that draw with generators of their own, outermost ones.
+
+    Raises `JobError` for a name without a module."""
     found: dict[str, str] = {}
     for asked in job.opaque:
         paths = [path for path, each in model.named_modules() if _is_asked(asked, path, each)]
@@ -53,7 +56,7 @@ def asked_for(job: Job, model: nn.Module) -> dict[str, str]:
                 f"Job(opaque=...) names {name}, and the model has no module of that name or class. Its classes are {', '.join(known)}."
             )
         found |= dict.fromkeys(paths, "the job asks for it")
-    return _outermost(found | writing_modules(model))
+    return _outermost(found | writing_modules(model) | drawing_modules(model))
 
 
 def read_in_parts(read: Callable[[Parts], T], model: nn.Module, asked: Parts) -> T:

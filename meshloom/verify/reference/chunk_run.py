@@ -13,6 +13,7 @@ from torch.utils.data import default_collate
 
 from meshloom.core.job import Job
 from meshloom.core.modules.compiled import uncompiled
+from meshloom.core.modules.own_generators import own_generators, seed_own_generators
 from meshloom.core.moments.branches import branches_as_written
 from meshloom.core.moments.current_step import at_step
 from meshloom.core.plan import Plan
@@ -69,7 +70,9 @@ class ChunkRun:
         """
         batch = convert(self._collate(forward.samples, step, forward.key), self._device, self._of_batches)
         seed = chunk_seed(self._job.seed, step, forward.key)
-        seed_everything(derive(seed, "turn", self.draws) if self.draws else seed)
+        seed = derive(seed, "turn", self.draws) if self.draws else seed
+        seed_everything(seed)
+        seed_own_generators(own_generators(self._model), seed)
         draws: list[str] = []
         initial_seed = torch.initial_seed()
         if casts is not None:

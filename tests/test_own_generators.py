@@ -1,0 +1,60 @@
+"""Modules that draw with a `torch.Generator` of their own: each chunk finds it as it would on one device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from meshloom.core.job import Job
+from meshloom.core.modules.own_generators import drawing_modules, own_generators
+from meshloom.core.plan import Plan
+from meshloom.verify.run import verify
+
+
+class Noisy(nn.Module):
+    """x [n, d] -> [n, d]"""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.source = torch.Generator().manual_seed(5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + 0.3 * torch.randn(x.shape, generator=self.source, dtype=x.dtype)
+
+
+class Scaled(nn.Linear):
+    """Draws at its construction alone."""
+
+    def __init__(self, rows: int, columns: int) -> None:
+        super().__init__(rows, columns)
+        self.source = torch.Generator().manual_seed(6)
+        with torch.no_grad():
+            self.bias.uniform_(generator=self.source)
+
+
+def model() -> nn.Sequential:
+    return nn.Sequential(Scaled(5, 8), Noisy(), nn.Tanh(), Scaled(8, 3))
+
+
+def job() -> Job:
+    generator = torch.Generator().manual_seed(3)
+    samples = [torch.randn(5, generator=generator) for _ in range(12)]
+    return Job(
+        model=model, loss=lambda model, x: model(x).square().mean(), data=lambda: samples, batch_size=6, steps=2,
+        optimizer=lambda named: torch.optim.SGD([each for _, each in named], lr=0.1),
+    )  # fmt: skip
+
+
+def test_those_that_a_constructor_alone_draws_with_are_none():
+    assert [name for name, _ in own_generators(model())] == ["1.source"]
+    assert list(drawing_modules(model())) == ["1"]
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "tp=2", "pp=2,microbatches=2", "dp=2,zero=3,microbatches=2"])
+@pytest.mark.usefixtures("silent_export", "dear_memory")
+def test_a_job_equals_one_device(plan: str):
+    """Draws followed those of the chunks that the replica had before; a program drew once for all steps."""
+    report = verify(job(), Plan.parse(plan), devices="simulated", dtype=torch.float64)
+    assert report is not None and report.passed, str(report)
+    assert plan != "tp=2" or max(report.owned) < 0.7  # all but the noise is divided
