@@ -188,15 +188,16 @@ def lines_of(record: dict[str, Any]) -> Iterator[str]:
 def limits(record: dict[str, Any]) -> str:
     """The most of all ranks, and of the one that exceeds its share most, as ratios to state, predicted activations and a
     unit."""
-    ranks, unit = record["ranks"], record["unit"]
-    activations = [each["kept"] + each["temporaries"] for each in record["predicted"]]
-    state = [4 * each["parameters"] for each in record["predicted"]]
+    mesh, unit = ml.Plan.parse(record["system"]).mesh, record["unit"]
+    predicted = [record["predicted"][mesh.place(rank).pp] for rank in range(mesh.size)]
+    activations = [each["kept"] + each["temporaries"] for each in predicted]
+    state = [4 * each["parameters"] for each in predicted]
     everyone, alone = 0, 0.0
     for run in (record["fresh"], record["resumed"]):
         imports, all_imports = run["most"][IMPORTED], run["together"][IMPORTED]
         for part in run["most"].keys() - {IMPORTED, DONE}:
             everyone = max(everyone, run["together"][part] - all_imports)
-            for rank in range(ranks):
+            for rank in range(mesh.size):
                 have = run["most"][part][rank] - imports[rank] - unit
                 alone = max(alone, have / (state[rank] + activations[rank]))
     whole = record["state"] + sum(activations) + unit
