@@ -157,8 +157,7 @@ class Updater:
     ) -> Steps[Tensor | None]:  # fmt: skip
         """Clip and step; the gradient's norm before clipping, float64 [], None if the job does not clip.
 
-        gradients: what `Exchange.finish` returned: of each owned slice, flat; None was not used. Clipping
-            scales them in place.
+        gradients: what `Exchange.finish` returned: of each owned slice, flat; None was not used. Scaled in place.
         loss: mean over the global batch, for schedulers that look at it. rate: what the learning rates are
             multiplied by in this update. evaluate: for optimizers that take a closure. skip: neither optimizers nor
             schedulers step, and there is no norm; the ranks meet as in any update.
