@@ -26,7 +26,7 @@ from meshloom.replica.replica import Replica
 
 
 def live_bytes(job: Job, plan: Plan, *, steps: int = 3) -> list[Mapping[str, int]]:
-    """[rank]: phase -> most bytes at one time, of start-up and of the last step. Every rank has its own copies, and nothing is
+    """[rank]: phase -> most bytes at one time, of start-up, of the last step and between it and another. Every rank has its own copies, and nothing is
     sent: what simulated groups allocate is no rank's.
 
     What a rank has before it is followed counts as start-up's."""
@@ -68,6 +68,8 @@ def _follow(job: Job, plan: Plan, rank: RehearsedRank, found: dict[str, int], st
                 chunks = yield from reader.read(step)
                 watch.phase = "step" if step == steps - 1 else "earlier"
                 yield from replica.step(step, chunks)
+            watch.phase = "between"
+            torch.zeros(())  # what is alive is looked at in operators
     finally:
         reader.close()
         replica.close()

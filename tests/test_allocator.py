@@ -8,6 +8,11 @@ import subprocess
 import sys
 
 import pytest
+import torch
+
+from meshloom.core.job import Job
+from meshloom.machine import process_memory
+from meshloom.train.trainer import Trainer
 
 pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc's allocator is known")
 
@@ -61,6 +66,53 @@ def test_freed_memory_is_kept():
 def test_it_is_returned_where_memory_is_short():
     kept, pages = run(returned=True)
     assert not kept and pages > 20_000  # all of each round
+
+
+# Prints the MiB that the process has of 128 MiB of small blocks between others that stay, when they are freed and when
+# a phase of the run has ended.
+SMALL = """
+import torch
+from pathlib import Path
+from meshloom.launch.allocator import return_freed_memory
+from meshloom.machine.process_memory import Shortage
+
+def resident():
+    facts = Path("/proc/self/status").read_text().split("VmRSS:")[1]
+    return int(facts.split()[0]) // 1024
+
+return_freed_memory()
+before = resident()
+blocks = [torch.ones(128 << 10 if number % 2 == 0 else 8) for number in range(512)]
+blocks = blocks[1::2]
+freed = resident() - before
+Shortage.trim()
+print(freed, resident() - before)
+"""
+
+
+@pytest.mark.long
+def test_small_blocks_are_returned_between_phases_where_memory_is_short():
+    text = subprocess.run([sys.executable, "-c", SMALL], check=True, capture_output=True, text=True).stdout
+    freed, after = map(int, text.split())
+    assert freed > 100 and after < 20
+
+
+def test_phases_end_around_each_update(monkeypatch: pytest.MonkeyPatch):
+    job = Job(
+        model=lambda: torch.nn.Linear(3, 1),
+        loss=lambda model, batch: model(batch).square().mean(),
+        optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
+        data=lambda: list(torch.ones(8, 3)),
+        batch_size=4,
+        steps=2,
+    )
+    trims: list[int] = []
+    with Trainer(job, "dp=1", devices="simulated") as trainer:
+        monkeypatch.setattr(process_memory, "trim", lambda: trims.append(trainer.next_step))
+        monkeypatch.setattr(process_memory.Shortage, "is_there", True)
+        for batch in trainer.batches():
+            trainer.step(batch)
+    assert trims == [0, 0, 1, 1]
 
 
 @pytest.mark.long

@@ -59,6 +59,24 @@ def test_a_rank_holds_half_of_parameters_gradients_and_optimizer_state():
             assert size <= 0.55 * one[kind], f"{kind}: {size} of {one[kind]} bytes"
 
 
+def test_no_rank_keeps_parameters_as_the_model_was_built_with_them():
+    """Units, found in the whole model, kept all of it, though without values."""
+    job: Any = load_job(str(EXAMPLE))
+    built: list[weakref.ref[nn.Parameter]] = []
+
+    def model() -> nn.Module:
+        made = job.model()
+        built.extend(weakref.ref(each) for each in made.parameters() if each.ndim > 1)
+        return made
+
+    with Trainer(replace(job, model=model), "dp=2,tp=2,zero=3", devices="simulated", steps=1) as trainer:
+        for batch in trainer.batches():
+            trainer.step(batch)
+        whole = {tuple(each.shape) for each in job.model().parameters() if each.ndim > 1}
+        here = [found for each in built if (found := each()) is not None]
+        assert not [each for each in here if tuple(each.shape) in whole and num_bytes([each])]
+
+
 def test_reading_leaves_no_parameters_behind():
     """torch.export left the model that it read in reference cycles: half as much again on rank 0, until
     Python happened to collect them."""

@@ -6,7 +6,11 @@ checkpoint, and the same again in a run that resumes.
 
 Memory is the kernel's `Pss`: a page that n processes have mapped is 1/n of a page for each. This process reads it
 of every rank while they run (`--every` seconds), as the ranks name the part that they are in. What a rank has once
-torch and the system under test are imported is recorded as such, and taken away from the rest.
+torch and the system under test are imported is recorded as such, and taken away from the rest; `torch._dynamo` is
+imported by then, which `torch.optim` does when it makes the first optimizer.
+
+All ranks together are compared with state, predicted activations and the largest unit (a block, the embedding or the
+head); the fullest rank, without one unit, with its share of state and activations.
 
 Both systems build without memory: ours as it always does; FSDP2 on the meta device, with `to_empty` and the
 model's own initialisation afterwards.
@@ -29,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
@@ -115,15 +120,23 @@ def measured(arguments: argparse.Namespace, size: Size, system: str) -> dict[str
             if process.wait():
                 sys.exit(process.returncode)
     with torch.device("meta"):
-        parameters = sum(each.numel() for each in GPT(size).parameters())
+        model = GPT(size)
+    parameters = sum(each.numel() for each in model.parameters())
     predicted = None
     if system != PEER:
         memories = predicted_ranks(Readings(job_of(size, arguments.batch)), ml.Plan.parse(system))
         predicted = [{**memory.kinds(), **memory.phases} for memory in memories]
     return {
         "system": system, "ranks": ranks, "parameters": parameters, "size": asdict(size), "batch": arguments.batch,
-        "state": 16 * parameters, "fresh": runs[0], "resumed": runs[1], "predicted": predicted,
+        "state": 16 * parameters, "unit": largest_unit(model), "fresh": runs[0], "resumed": runs[1], "predicted": predicted,
     }  # fmt: skip
+
+
+def largest_unit(model: GPT) -> int:
+    """Bytes of the block, embedding or head that has most parameters."""
+    return max(
+        sum(each.nbytes for each in unit.parameters()) for unit in (*model.blocks, model.token, model.head)
+    )
 
 
 def watched(process: subprocess.Popen[bytes], directory: Path, ranks: int, every: float) -> dict[str, Any]:
@@ -153,7 +166,8 @@ def proportional(pid: int) -> int:
 
 
 def lines_of(record: dict[str, Any]) -> Iterator[str]:
-    """Each part's largest rank and sum, in GiB and as shares of the state, without what imports take."""
+    """Each part's largest rank and sum, in GiB and as shares of the state, without what imports take; both beside
+    what they should be at most."""
     state, ranks = record["state"], record["ranks"]
     yield f"{record['system']}: {record['parameters'] / 1e6:.0f} million parameters, state {state / GIB:.2f} GiB"
     for name in ("fresh", "resumed"):
@@ -167,6 +181,30 @@ def lines_of(record: dict[str, Any]) -> Iterator[str]:
                     f"  {name:<8} {part:<11} rank {rank / GIB:5.2f} GiB ({rank * ranks / state:4.2f} of its share), "
                     f"all {total / GIB:5.2f} GiB ({total / state:4.2f} of the state)"
                 )
+    if record["predicted"] is not None:
+        yield limits(record)
+
+
+def limits(record: dict[str, Any]) -> str:
+    """The most of all ranks, and of the one that exceeds its share most, as ratios to state, predicted activations and a
+    unit."""
+    mesh, unit = ml.Plan.parse(record["system"]).mesh, record["unit"]
+    predicted = [record["predicted"][mesh.place(rank).pp] for rank in range(mesh.size)]
+    activations = [each["kept"] + each["temporaries"] for each in predicted]
+    state = [4 * each["parameters"] for each in predicted]
+    everyone, alone = 0, 0.0
+    for run in (record["fresh"], record["resumed"]):
+        imports, all_imports = run["most"][IMPORTED], run["together"][IMPORTED]
+        for part in run["most"].keys() - {IMPORTED, DONE}:
+            everyone = max(everyone, run["together"][part] - all_imports)
+            for rank in range(mesh.size):
+                have = run["most"][part][rank] - imports[rank] - unit
+                alone = max(alone, have / (state[rank] + activations[rank]))
+    whole = record["state"] + sum(activations) + unit
+    return (
+        f"  all ranks {everyone / whole:.2f} of state, predicted activations and a unit ({whole / GIB:.2f} GiB); "
+        f"a rank, without a unit, at most {alone:.2f} of its share of state and activations"
+    )
 
 
 # --- On a rank.
@@ -183,6 +221,8 @@ def enter(arguments: argparse.Namespace, part: str) -> None:
 def on_rank(arguments: argparse.Namespace, size: Size) -> None:
     torch.set_num_threads(1)
     enter(arguments, IMPORTED)
+    while len(list(Path(arguments.directory).glob("part-*[0-9]"))) < int(os.environ["WORLD_SIZE"]):
+        time.sleep(arguments.every)  # all are looked at together
     time.sleep(20 * arguments.every)
     (theirs if arguments.systems == [PEER] else ours)(arguments, size)
     enter(arguments, DONE)

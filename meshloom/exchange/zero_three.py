@@ -165,6 +165,13 @@ class ZeroThree(Exchange):
         for work in works:
             work.wait()
 
+    def publish(self) -> Steps[None]:
+        """Units are gathered when they are used. The gradients' slices have been, and are let go of."""
+        for part in self._trained:
+            part.summed = None
+        return
+        yield
+
     def each_gradient(self, gradients: list[Tensor | None], emit: Emit) -> Steps[None]:
         found = {id(each.entry): gradient for (_, each), gradient in zip(self._mine, gradients, strict=True)}
         for part in self._trained:

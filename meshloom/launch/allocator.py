@@ -17,7 +17,7 @@ import ctypes
 import platform
 
 from meshloom.launch.environment import allocator_is_set
-from meshloom.machine.process_memory import trim
+from meshloom.machine.process_memory import Shortage, trim
 
 # Parameters of glibc's mallopt(3): glibc reads its environment variables only when the process starts.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
@@ -29,13 +29,16 @@ _LARGEST_END = 8 << 20  # bytes at the end of a heap that are kept, there
 
 def keep_freed_memory() -> bool:
     """Keep freed memory from now on; False without glibc, or if the user has set its allocator."""
+    Shortage.is_there = False
     return _set(_LARGEST_KEPT, _NEVER)
 
 
 def return_freed_memory() -> bool:
-    """Return freed memory from now on, and what has been kept so far; False as `keep_freed_memory`."""
+    """Return freed memory from now on, and what has been kept so far: large blocks at once, small ones between the
+    phases of a run. False as `keep_freed_memory`."""
     if not _set(_LEAST_RETURNED, _LARGEST_END):
         return False
+    Shortage.is_there = True
     trim()
     return True
 

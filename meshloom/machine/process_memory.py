@@ -6,6 +6,7 @@ import ctypes
 import platform
 import resource
 import sys
+from functools import cache
 from pathlib import Path
 
 
@@ -27,5 +28,22 @@ def regained_bytes() -> int:
 
 def trim() -> None:
     """Returns to the system what the C library keeps of freed memory, where that is glibc."""
-    if platform.libc_ver()[0] == "glibc":
+    if _has_glibc():
         ctypes.CDLL(None).malloc_trim(0)
+
+
+class Shortage:
+    """Whether memory is short, as far as this process knows: then freed memory is returned between the phases of a run."""
+
+    is_there = False
+
+    @classmethod
+    def trim(cls) -> None:
+        """`trim`, where memory is short."""
+        if cls.is_there:
+            trim()
+
+
+@cache
+def _has_glibc() -> bool:
+    return platform.libc_ver()[0] == "glibc"

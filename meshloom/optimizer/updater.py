@@ -25,6 +25,7 @@ from meshloom.core.device.lanes import lane_of
 from meshloom.core.errors import JobError
 from meshloom.core.job import Job, NamedParameters
 from meshloom.exchange.exchange import Exchange, Ownership, Slice
+from meshloom.machine.process_memory import Shortage
 from meshloom.optimizer.assignment import UpdatedParameters, assign_everything, assign_parts
 from meshloom.optimizer.clipping import clip
 from meshloom.optimizer.offload.offloaded_state import OffloadedState
@@ -156,13 +157,13 @@ class Updater:
     ) -> Steps[Tensor | None]:  # fmt: skip
         """Clip and step; the gradient's norm before clipping, float64 [], None if the job does not clip.
 
-        gradients: what `Exchange.finish` returned: of each owned slice, flat; None was not used. Clipping
-            scales them in place.
+        gradients: what `Exchange.finish` returned: of each owned slice, flat; None was not used. Scaled in place.
         loss: mean over the global batch, for schedulers that look at it. rate: what the learning rates are
             multiplied by in this update. evaluate: for optimizers that take a closure. skip: neither optimizers nor
             schedulers step, and there is no norm; the ranks meet as in any update.
         """
         parts, turn = self._assignment, self._turn
+        Shortage.trim()  # of activations
         before = [(target, target.grad) for target in self._theirs]
         norm = yield from self._take(gradients)
         for optimizer in turn.optimizers if not skip else ():
@@ -181,6 +182,7 @@ class Updater:
             yield from parts.from_slices.give_back()
         for scheduler in turn.schedulers if not skip else ():
             scheduler.step(loss) if isinstance(scheduler, ReduceLROnPlateau) else scheduler.step()
+        Shortage.trim()
         return None if skip else norm
 
     def _take(self, gradients: Sequence[Tensor | None]) -> Steps[Tensor | None]:

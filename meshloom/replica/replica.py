@@ -179,6 +179,7 @@ class Replica:
                 self._undo.callback(self.updater.close)
                 yield from check_together(self.context.world, lambda: self.updater.open(self._files))
             yield from self.exchange.open()
+        self.units = ()  # with parameters that other ranks hold
         self.start.finish()
         self._undo.enter_context(self.engine.connect(self.exchange))
 

@@ -21,6 +21,7 @@ from meshloom.launch.events import send_event
 from meshloom.launch.failure import report_stop
 from meshloom.launch.processes.signals import StopRequests
 from meshloom.launch.world import World
+from meshloom.machine.process_memory import Shortage
 from meshloom.replica.chunk_scope import Observer
 from meshloom.replica.replica_state import take_notes
 from meshloom.telemetry.progress import QUIET, Listener
@@ -81,6 +82,7 @@ class SynchronousRun:
             self.evaluation = TeamEvaluation(job, plan, shares, self.replicas, self._meter)
             if resume is not None:
                 self._resume(resume)
+            Shortage.trim()
             self._recording = TimelineRecording(plan, self.replicas, out, start_step=self.next_step, steps=steps, main=world.main)  # fmt: skip
             listener.started(_beginning(plan, world, one_copy=first.exchange.one_copy))
             notes = [*first.notes(), *idle_lines_of(first, plan, job.batch_size), *self.replicas.warnings]

@@ -76,7 +76,7 @@ class UnitSlice(NamedTuple):
 class UnitFlat:
     """The parameters of a unit that have one dtype and are all trainable, or all frozen, and are together for
     `Unit`. is_trainable: whether they are trained, and their gradients added up here. kept: this rank's slice of their
-    values. summed: its slice of the sum of gradients, of the newest step."""
+    values. summed: its slice of the sum of gradients, from a step's chunks to the end of its update."""
 
     def __init__(
         self, named: Sequence[tuple[str, nn.Parameter]], rank: int, size: int, *, elsewhere: bool = False

@@ -115,11 +115,12 @@ def memory_of_rank(
     slices = plan.mesh.num_slices if plan.zero else plan.dp if one_copy else 1
     masters = round(facts.master_gradients * share) // slices
     updating = between + batch + max(facts.update // plan.tp + window + masters, passing)
+    after = between - held.gradients if in_units else between  # slices of gradients go with the update
     phases = {
         "start-up": _start(plan, held, facts, first=first, one_copy=one_copy),
         "step": max(computing, updating),
-        "evaluation": between + batch + held.full + facts.evaluation // plan.tp,
-        "checkpoint": between + _of_checkpoint(plan, facts),
+        "evaluation": after + batch + held.full + facts.evaluation // plan.tp,
+        "checkpoint": after + _of_checkpoint(plan, facts),
     }
     if background:  # steps go on beside the copy
         phases["checkpoint"] = phases["step"] + copied_by(held, plan, one_copy=one_copy)
