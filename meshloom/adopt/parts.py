@@ -3,26 +3,33 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch.utils.data import IterableDataset, RandomSampler, SequentialSampler
 
 from meshloom.adopt.counters import accumulation, loader_name, steps_of_epoch, total_steps
+from meshloom.adopt.evaluations import WrittenEvaluation, evaluation_of
 from meshloom.adopt.loop_pieces import loss_piece
-from meshloom.adopt.rates import clip_expression, rates_piece
+from meshloom.adopt.rates import average_expression, clip_expression, rates_piece
 from meshloom.adopt.setup_pieces import JobFunction, model_piece, optimizer_piece, scheduler_piece
+from meshloom.adopt.watching.route import Refusal, UntranslatedError
 from meshloom.adopt.watching.script import Script, one_refusal
 from meshloom.adopt.watching.source import bound, calls, used
 
 
 @dataclass
 class JobParts:
-    """What a job is written from. arguments: of `ml.Job`, as text, in order."""
+    """What a job is written from. arguments: of `ml.Job`, as text, in order. evaluation: the script's, if it is translated;
+    average: whether the one that it keeps is. notes: why one is not."""
 
     pieces: list[JobFunction] = field(default_factory=list[JobFunction])
     arguments: dict[str, str] = field(default_factory=dict[str, str])
     inline: str = ""
+    evaluation: WrittenEvaluation | None = None
+    average: bool = False
+    notes: list[Refusal] = field(default_factory=list[Refusal])
 
     @property
     def needs(self) -> set[str]:
@@ -33,8 +40,8 @@ class JobParts:
         return names
 
 
-def parts_of(script: Script) -> JobParts:
-    """Raises `UntranslatedError`."""
+def parts_of(script: Script, without: Collection[str] = ()) -> JobParts:
+    """without: "evaluate" or "average", which are left out. Raises `UntranslatedError`."""
     parts = JobParts()
     model = model_piece(script)
     optimizer = optimizer_piece(script, model)
@@ -57,7 +64,17 @@ def parts_of(script: Script) -> JobParts:
     if clip is not None:
         arguments["clip_grad_norm"] = clip[0]
         script.because(clip[1], "a job clips the gradient of the whole model, over all ranks")
+    decay = average_expression(script, loss.needs) if "average" not in without else None
+    if decay is not None:
+        arguments["average"], parts.average = decay, True
+    try:
+        parts.evaluation = evaluation_of(script) if "evaluate" not in without else None
+    except UntranslatedError as error:
+        parts.notes += error.refusals
     parts.pieces += [model, optimizer, *(each for each in (scheduler, rates, loss) if each is not None)]
+    if parts.evaluation is not None:
+        parts.pieces += parts.evaluation.pieces
+        arguments["evaluate"] = parts.evaluation.argument
     parts.arguments = arguments
     return parts
 
