@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
+import torch
 from torch.utils.data import IterableDataset
 
 from meshloom.adopt.counters import steps_of_epoch, total_steps
@@ -73,6 +74,15 @@ def _chosen(script: Script) -> SeenPass | None:
     ]  # fmt: skip
     of_model = [each for each in passes if each.module is model or wraps(each.module, model)]
     return next(iter([*of_average, *of_model]), None)
+
+
+def evaluates_average(script: Script, seen: SeenPass) -> bool:
+    """Whether the values of the pass were those of the script's average, which has not changed since."""
+    average, model = script.watched.average, script.watched.model
+    trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
+    own = copy_of(average.holder, model, trained) if average is not None else None
+    state = {name.removeprefix("module."): each for name, each in seen.state.items()}
+    return own is not None and all(torch.equal(each, state[name]) for name, each in own.items())
 
 
 def _left(script: Script, file: str, line: int, why: str) -> UntranslatedError:
@@ -187,7 +197,7 @@ class _Evaluation:
         for total in totals:
             texts = [text for text, metric in improvement.names.items() if metric == total.name]
             plain = [match[1] for text in texts if (match := re.fullmatch(r"(?:\w+\[['\"])?([A-Za-z_]\w*)(?:['\"]\])?", text))]  # fmt: skip
-            name = plain[0] if plain else total.name
+            name = plain[0] if plain and total.name not in improvement.curved else total.name
             found[total.name] = total.name if name in found.values() else name
         return found
 

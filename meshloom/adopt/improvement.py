@@ -18,12 +18,13 @@ PLACES = (ast.Name, ast.Attribute, ast.Subscript)
 @dataclass
 class Improvement:
     """best: as of `Evaluate`. patience: an expression. lines: statements that say so. names: of variables, by the metric that
-    they came to be."""
+    they came to be. curved: metrics of which the script takes a function that is no multiple, as a perplexity is of a loss."""
 
     best: str | None = None
     patience: str | None = None
     lines: list[Line] = field(default_factory=list[Line])
     names: dict[str, str] = field(default_factory=dict[str, str])
+    curved: set[str] = field(default_factory=set[str])
 
 
 def improvement_of(evaluating: Script, totals: Mapping[str, str]) -> Improvement:
@@ -38,6 +39,7 @@ def improvement_of(evaluating: Script, totals: Mapping[str, str]) -> Improvement
             _take(line.node, known, found)
             if isinstance(line.node, ast.Return) and line.node.value is not None and results is None:
                 results = _results(line.node.value, known)
+                _note_curved(line.node.value, known, found)
         _judge(evaluating, behind, known, found)
         if frame:
             known = _received(evaluating, frame, results)
@@ -56,9 +58,17 @@ def _take(node: ast.stmt, known: Metrics, found: Improvement) -> None:
         values = list(zip(target.elts, node.value.elts, strict=False))
     for place, value in values:
         metric = metric_of(value, known)
+        _note_curved(value, known, found)
         if metric is not None and isinstance(place, PLACES):
             known[ast.unparse(place)] = metric
             found.names[ast.unparse(place)] = metric
+
+
+def _note_curved(node: ast.expr, known: Metrics, found: Improvement) -> None:
+    for call in calls(node):
+        metric = metric_of(call, known) if method(call) in ("exp", "log", "log10", "log2", "sqrt") else None
+        if metric is not None:
+            found.curved.add(metric)
 
 
 def metric_of(node: ast.expr, known: Metrics) -> str | None:

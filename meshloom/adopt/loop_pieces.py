@@ -63,7 +63,7 @@ def loss_piece(script: Script) -> JobFunction:
     for context in reversed(contexts):
         assert isinstance(context.node, ast.With)
         items = ", ".join(context.source.segment(each.context_expr) for each in context.node.items)
-        body = [f"with {items}:", *(textwrap.indent(each, "    ") for each in body)]
+        body = [f"with {items}:\n" + textwrap.indent("\n".join(body), "    ")]
     texts += body
     names = (
         free_names(texts) & script.model_names

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import textwrap
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -124,7 +125,7 @@ class MetricFunctions:
             returned = f"{texts[0]}, {self._rows(nodes)}"
         result = [*body, f"return {returned}"]
         for context in reversed(self._contexts):
-            result = [f"with {context}:", *(textwrap.indent(each, "    ") for each in result)]
+            result = [f"with {context}:\n" + textwrap.indent("\n".join(result), "    ")]
         free = free_names(result) - {"model", "batch"}
         constants = {each: self._evaluating.values.get(each) for each in free & names_of_loop(self._script)}
         for each, value in sorted(constants.items()):
@@ -180,7 +181,7 @@ class MetricFunctions:
             items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list | tuple) else ()  # fmt: skip
             for key, each in items:
                 if hasattr(each, "shape") and len(each) == count and isinstance(target, ast.Name):
-                    return f"len({target.id}[{key!r}])"
+                    return f"len({target.id}[{json.dumps(key)}])"
         raise self._left("no tensor of its batches has a row for each sample")
 
 

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch.utils.data import IterableDataset, RandomSampler, SequentialSampler
 
 from meshloom.adopt.counters import accumulation, loader_name, steps_of_epoch, total_steps
-from meshloom.adopt.evaluations import WrittenEvaluation, evaluation_of
+from meshloom.adopt.evaluations import WrittenEvaluation, evaluates_average, evaluation_of
 from meshloom.adopt.loop_pieces import loss_piece
 from meshloom.adopt.rates import average_expression, clip_expression, rates_piece
 from meshloom.adopt.setup_pieces import JobFunction, model_piece, optimizer_piece, scheduler_piece
 from meshloom.adopt.watching.route import Refusal, UntranslatedError
 from meshloom.adopt.watching.script import Script, one_refusal
 from meshloom.adopt.watching.source import bound, calls, used
+
+OF_AVERAGE = "the script evaluates the parameters here, and a job that keeps an average evaluates that. Leave average= out to see theirs."
 
 
 @dataclass
@@ -67,6 +69,7 @@ def parts_of(script: Script, without: Collection[str] = ()) -> JobParts:
     decay = average_expression(script, loss.needs) if "average" not in without else None
     if decay is not None:
         arguments["average"], parts.average = decay, True
+        parts.notes += _differences_of_average(script, decay)
     try:
         parts.evaluation = evaluation_of(script) if "evaluate" not in without else None
     except UntranslatedError as error:
@@ -75,8 +78,22 @@ def parts_of(script: Script, without: Collection[str] = ()) -> JobParts:
     if parts.evaluation is not None:
         parts.pieces += parts.evaluation.pieces
         arguments["evaluate"] = parts.evaluation.argument
+        if parts.average and not evaluates_average(script, parts.evaluation.seen):
+            parts.notes.append(Refusal(parts.evaluation.file, parts.evaluation.line, OF_AVERAGE))  # fmt: skip
     parts.arguments = arguments
     return parts
+
+
+def _differences_of_average(script: Script, decay: str) -> Iterator[Refusal]:
+    """In what a job's average is another one than the script's."""
+    average = script.watched.average
+    if average is not None and average.from_initial:
+        made = [each for each in script.route.setup if average.name in bound(each.node)]
+        line = made[-1] if made else script.route.body[0]
+        yield Refusal(
+            line.source.path.name, line.at, f"{average.name!r} begins with the initial parameters, and a job's average with those after the first step: "
+            f"after k steps they differ by {decay} ** k of the first update.",
+        )  # fmt: skip
 
 
 def _data(script: Script, parts: JobParts) -> dict[str, str]:

@@ -27,7 +27,8 @@ class UsersCode:
         """Whether a file is the script, or beside it or below."""
         known = self._known.get(file)
         if known is None:
-            inside = bool(file) and Path(file).resolve().is_relative_to(self._folder)
+            real = bool(file) and not file.startswith("<")  # <frozen runpy>, <string>
+            inside = real and Path(file).resolve().is_relative_to(self._folder)
             known = self._known[file] = inside and "site-packages" not in file
         return known
 
