@@ -92,7 +92,7 @@ def adopt(
         while True:
             found, parts, after, notes = _written(target, tuple(words), watched, set(rejected))
             proof = prove(target, tuple(words), watched, _expected(parts))
-            new = _rejected(proof, parts, watched) if not proof.problem else {}
+            new = _rejected(proof, parts, watched)
             if not new:
                 break
             rejected |= new
@@ -134,6 +134,7 @@ def _expected(parts: JobParts) -> ExpectedMetrics | None:
     return ExpectedMetrics(
         seen=evaluation.seen,
         means={name: each.mean for name, each in evaluation.totals.items()},
+        lowered=evaluation.lowered,
         by_batch=frozenset(name for name, each in evaluation.totals.items() if each.over == "batches"),
     )
 
@@ -141,15 +142,20 @@ def _expected(parts: JobParts) -> ExpectedMetrics | None:
 def _rejected(proof: Proof, parts: JobParts, watched: Watched) -> dict[str, Refusal]:
     """What does not do what the script was seen to do, and so is left out, with the reason."""
     found: dict[str, Refusal] = {}
-    evaluation, average = parts.evaluation, watched.average
-    wrong = [each for each in proof.metrics if not each.equal]
-    if evaluation is not None and wrong:
-        why = wrong[0].problem or f"as a metric it is {wrong[0].own:.6g}, and {wrong[0].script:.6g} in the script"  # fmt: skip
-        found["evaluate"] = Refusal(
-            evaluation.file, evaluation.line, f"this evaluation is left out: {wrong[0].name!r} is not translated, since {why}. {BY_HAND}"
-        )  # fmt: skip
+    evaluation, average, last = parts.evaluation, watched.average, watched.frames[-1]
+    if proof.problem:
+        if evaluation is not None:
+            found["evaluate"] = Refusal(evaluation.file, evaluation.line, f"this evaluation is left out: with it {proof.problem}. {BY_HAND}")  # fmt: skip
+        if parts.average and average is not None:
+            found["average"] = Refusal(last.path.name, last.line, f"{average.name!r} is left out: with it {proof.problem}.")  # fmt: skip
+        return found
+    for each in proof.metrics:
+        if evaluation is not None and not each.equal:
+            why = each.problem or f"as a metric it is {each.own:.6g}, and {each.script:.6g} in the script"
+            found[each.name] = Refusal(
+                evaluation.file, evaluation.line, f"{each.name!r} of this evaluation is left out: {why}. {BY_HAND}"
+            )  # fmt: skip
     if average is not None and proof.average is not None and proof.average > 1e-3:
-        last = watched.frames[-1]
         found["average"] = Refusal(
             last.path.name, last.line, f"{average.name!r} is left out: a job's average differs by {proof.average:.1e} of what training changed. See docs/watching.md."
         )  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
@@ -19,7 +19,7 @@ from meshloom.adopt.setup_pieces import JobFunction
 from meshloom.adopt.totals import Total
 from meshloom.adopt.watching.averaged import copy_of
 from meshloom.adopt.watching.passes import SeenPass
-from meshloom.adopt.watching.route import Line, Loop, UntranslatedError, follow
+from meshloom.adopt.watching.route import Line, Loop, Refusal, UntranslatedError, follow
 from meshloom.adopt.watching.script import Script, one_refusal
 from meshloom.adopt.watching.source import used
 from meshloom.adopt.watching.watch import MicroBatch
@@ -27,8 +27,8 @@ from meshloom.adopt.watching.watch import MicroBatch
 
 @dataclass(frozen=True, kw_only=True)
 class WrittenEvaluation:
-    """A script's evaluation in the job. totals: by metric. pieces: functions of the job. argument: of `ml.Job`. frames: the
-    lines of each that evaluate. done: statements that are translated."""
+    """A script's evaluation in the job. totals: by metric. pieces: functions of the job. argument: of `ml.Job`. line, file: of its loop.
+    lowered: whether it runs under autocast. notes: why totals are no metrics. done: statements that are translated."""
 
     seen: SeenPass
     totals: Mapping[str, Total]
@@ -36,11 +36,13 @@ class WrittenEvaluation:
     argument: str
     line: int
     file: str
+    lowered: bool
+    notes: Sequence[Refusal] = ()
     done: Sequence[Line] = field(default_factory=list[Line])
 
 
-def evaluation_of(script: Script) -> WrittenEvaluation | None:
-    """None where the script was not seen to evaluate. Raises `UntranslatedError`."""
+def evaluation_of(script: Script, without: Collection[str]) -> WrittenEvaluation | None:
+    """None where the script was not seen to evaluate. without: metrics that are left out. Raises `UntranslatedError`."""
     seen = _chosen(script)
     if seen is None:
         return None
@@ -61,7 +63,7 @@ def evaluation_of(script: Script) -> WrittenEvaluation | None:
         ),
         route,
     )
-    return _Evaluation(script, evaluating, seen).written()
+    return _Evaluation(script, evaluating, seen).written(without)
 
 
 def _chosen(script: Script) -> SeenPass | None:
@@ -105,7 +107,7 @@ class _Evaluation:
         self._file = loop.source.path.name
         self._functions = MetricFunctions(script, evaluating, seen, loop, self._left)
 
-    def written(self) -> WrittenEvaluation:
+    def written(self, without: Collection[str]) -> WrittenEvaluation | None:
         script = self._script
         loader = self._loader()
         depends = self._functions.totals
@@ -115,14 +117,17 @@ class _Evaluation:
             )
         improvement = improvement_of(self._evaluating, {each.name: each.name for each in depends})
         names = self._names(depends, improvement)
-        pieces = [self._functions.metric(names[each.name], each) for each in depends]
+        depends, pieces, refused = self._pieces(depends, names, without)
+        if not pieces:
+            return None
         metrics = ", ".join(f'"{names[each.name]}": {function_name(names[each.name])}' for each in depends)
         settings = [f"data=lambda: {loader}.dataset", f"metrics={{{metrics}}}", f"every={self._every()}"]  # fmt: skip
-        if improvement.best is not None:
-            metric, _, which = improvement.best.rpartition(":")
+        metric, _, which = (improvement.best or "").rpartition(":")
+        kept = metric in [each.name for each in depends]
+        if kept:
             settings.append(f'best="{names[metric]}:{which}"')
             script.because(improvement.lines[0].at, "the best checkpoint is kept in OUT/best by the run itself")  # fmt: skip
-        if improvement.patience is not None:
+        if kept and improvement.patience is not None:
             settings.append(f"patience={improvement.patience}")
             script.because(
                 improvement.lines[-1].at,
@@ -134,8 +139,28 @@ class _Evaluation:
         )
         return WrittenEvaluation(
             seen=self._seen, totals={names[each.name]: each for each in depends}, pieces=pieces, line=self._loop.node.lineno, file=self._file,
-            argument="ml.Evaluate(\n" + "".join(f"        {each},\n" for each in settings) + "    )", done=improvement.lines,
+            argument="ml.Evaluate(\n" + "".join(f"        {each},\n" for each in settings) + "    )", done=improvement.lines if kept else [],
+            notes=refused, lowered=bool(self._functions.contexts),
         )  # fmt: skip
+
+    def _pieces(
+        self, totals: Sequence[Total], names: Mapping[str, str], without: Collection[str]
+    ) -> tuple[list[Total], list[JobFunction], list[Refusal]]:
+        """The totals that become metrics, their functions, and why others do not. Raises if none does but for `without`."""
+        kept: list[Total] = []
+        pieces: list[JobFunction] = []
+        refused: list[Refusal] = []
+        for each in totals:
+            if names[each.name] in without:
+                continue
+            try:
+                pieces.append(self._functions.metric(names[each.name], each))
+                kept.append(each)
+            except UntranslatedError as error:
+                refused += error.refusals
+        if refused and not pieces:
+            raise UntranslatedError(*refused)
+        return kept, pieces, refused
 
     # --- What is evaluated, and when
 

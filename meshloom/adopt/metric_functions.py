@@ -22,7 +22,7 @@ from meshloom.adopt.watching.source import PythonSource, Replacement, bound, cal
 
 class MetricFunctions:
     """script: as it was at its first step; evaluating: at the end of the pass `seen`, whose innermost loop is `loop`. left: makes
-    an error of a sentence."""
+    an error of a sentence. contexts: of autocast, around a batch."""
 
     def __init__(
         self, script: Script, evaluating: Script, seen: SeenPass, loop: Loop, left: Callable[[str], UntranslatedError]
@@ -36,14 +36,14 @@ class MetricFunctions:
         )
         assert isinstance(loop.node, ast.For)
         route = evaluating.route
-        self._statements, self._contexts = _flat(evaluating, loop.node.body)
+        self._statements, self.contexts = _flat(evaluating, loop.node.body)
         shared = {id(each.node) for each in script.route.setup}
         self._before = [
             each
             for each in route.before
             if isinstance(each.node, ast.Assign) and id(each.node) not in shared and each.depth < len(route.loops)
         ]  # fmt: skip
-        self._contexts += [
+        self.contexts += [
             each.source.segment(item.context_expr)
             for each in route.contexts
             if isinstance(each.node, ast.With)
@@ -124,7 +124,7 @@ class MetricFunctions:
         elif total.over == "samples":
             returned = f"{texts[0]}, {self._rows(nodes)}"
         result = [*body, f"return {returned}"]
-        for context in reversed(self._contexts):
+        for context in reversed(self.contexts):
             result = [f"with {context}:\n" + textwrap.indent("\n".join(result), "    ")]
         free = free_names(result) - {"model", "batch"}
         constants = {each: self._evaluating.values.get(each) for each in free & names_of_loop(self._script)}

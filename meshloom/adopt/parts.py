@@ -43,7 +43,7 @@ class JobParts:
 
 
 def parts_of(script: Script, without: Collection[str] = ()) -> JobParts:
-    """without: "evaluate" or "average", which are left out. Raises `UntranslatedError`."""
+    """without: "evaluate", "average", or names of metrics, which are left out. Raises `UntranslatedError`."""
     parts = JobParts()
     model = model_piece(script)
     optimizer = optimizer_piece(script, model)
@@ -71,12 +71,13 @@ def parts_of(script: Script, without: Collection[str] = ()) -> JobParts:
         arguments["average"], parts.average = decay, True
         parts.notes += _differences_of_average(script, decay)
     try:
-        parts.evaluation = evaluation_of(script) if "evaluate" not in without else None
+        parts.evaluation = evaluation_of(script, without) if "evaluate" not in without else None
     except UntranslatedError as error:
         parts.notes += error.refusals
     parts.pieces += [model, optimizer, *(each for each in (scheduler, rates, loss) if each is not None)]
     if parts.evaluation is not None:
         parts.pieces += parts.evaluation.pieces
+        parts.notes += parts.evaluation.notes
         arguments["evaluate"] = parts.evaluation.argument
         if parts.average and not evaluates_average(script, parts.evaluation.seen):
             parts.notes.append(Refusal(parts.evaluation.file, parts.evaluation.line, OF_AVERAGE))  # fmt: skip
