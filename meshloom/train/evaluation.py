@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
 
@@ -14,19 +14,20 @@ from meshloom.data.job_data import build_dataset, evaluation_chunks
 from meshloom.data.shares import Shares
 from meshloom.replica.metrics import evaluate, untouched
 from meshloom.telemetry.best_metric import BestMetric
+from meshloom.telemetry.timings import Timings
 from meshloom.train.local_replicas import LocalReplicas
 from meshloom.train.step_meter import StepMeter
 
 
 class TeamEvaluation:
     """Replicas read the evaluation data in the proportions of their shares of a batch. best: of the metric that the job
-    goes by, as far as `fit()` has come. told: called with the batches that have been read of an evaluation, and their number."""
+    goes by, as far as `fit()` has come. timings: are told how many batches of an evaluation have been read."""
 
     def __init__(
-        self, job: Job, plan: Plan, shares: Shares, replicas: LocalReplicas, meter: StepMeter, told: Callable[[int, int], None],
+        self, job: Job, plan: Plan, shares: Shares, replicas: LocalReplicas, meter: StepMeter, timings: Timings,
     ) -> None:  # fmt: skip
         self._job, self._plan, self._shares, self._replicas, self._meter = job, plan, shares, replicas, meter
-        self._told = told
+        self._timings = timings
         self._data: Any = None
         given = job.evaluate
         self.best = BestMetric.of(given.best, given.patience) if given and given.best else None
@@ -64,7 +65,7 @@ class TeamEvaluation:
     def _counted(self, chunks: Iterator[Chunk], num_batches: int | None) -> Iterator[Chunk]:
         of = min(num_batches or self.num_batches, self.num_batches)
         for chunk in chunks:
-            self._told(chunk.step, of)
+            self._timings.counted(chunk.step, of)
             yield chunk
 
     def try_out(self, next_step: int) -> None:

@@ -78,14 +78,7 @@ class SynchronousRun:
             self._measurement = ShareMeasurement(job, plan, shares, self.replicas, listener, simulated=world.kind == "simulated")  # fmt: skip
             self._comparison = RankComparison(plan, self.replicas)
             self._meter = StepMeter(job, plan, self.replicas)
-            self.evaluation = TeamEvaluation(
-                job,
-                plan,
-                shares,
-                self.replicas,
-                self._meter,
-                lambda done, of: self._timings.counted(done, of),
-            )
+            self.evaluation = TeamEvaluation(job, plan, shares, self.replicas, self._meter, timings)
             if resume is not None:
                 self._resume(resume)
             self._recording = TimelineRecording(plan, self.replicas, out, start_step=self.next_step, steps=steps, main=world.main)  # fmt: skip

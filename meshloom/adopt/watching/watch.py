@@ -16,6 +16,7 @@ import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -156,17 +157,14 @@ class _Watcher:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        kept, trace = draws_now(), sys.gettrace()
-        torch.manual_seed(0)
-        random.seed(0)
-        numpy.random.seed(0)
-        threads, dtype = torch.get_num_threads(), torch.get_default_dtype()
+        trace = sys.gettrace()
         hooks: list[RemovableHandle] = [
             register_optimizer_step_pre_hook(self._before_step),
             register_optimizer_step_post_hook(self._after_step),
         ]
         clip = torch.nn.utils.clip_grad
         with ExitStack() as stack:
+            stack.enter_context(_from_seed_0())
             for place, name, wrap in (
                 (Tensor, "backward", self._backward),
                 (nn.Module, "__call__", self._call),
@@ -176,7 +174,7 @@ class _Watcher:
                 (torch.amp.grad_scaler.GradScaler, "scale", self._scale),
                 (DataLoader, "_get_iterator", self._iterator),
                 (_BaseDataLoaderIter, "__next__", self._next),
-                *((place, name, self._clip) for place in (torch.nn.utils, clip) for name in ("clip_grad_norm_", "clip_grad_value_")),
+                *((place, name, partial(_clipping, self.watched.clips)) for place in (torch.nn.utils, clip) for name in ("clip_grad_norm_", "clip_grad_value_")),
             ):  # fmt: skip
                 stack.enter_context(patch.object(place, name, wrap(getattr(place, name))))
             sys.settrace(self.python.trace)
@@ -186,9 +184,6 @@ class _Watcher:
                 sys.settrace(trace)
                 for hook in hooks:
                     hook.remove()
-                torch.set_num_threads(threads)
-                torch.set_default_dtype(dtype)
-                set_draws(kept)
 
     # --- What torch tells
 
@@ -267,18 +262,6 @@ class _Watcher:
 
         return scaled
 
-    def _clip(self, clip: Callable[..., Any]) -> Callable[..., Any]:
-        def clipped(parameters: Any, bound: float, *rest: Any, **named: Any) -> Any:
-            norm = named.get("norm_type", rest[0] if rest else 2.0) if "norm" in clip.__name__ else 0.0
-            self.watched.clips.append((clip.__name__, float(bound), float(norm), caller(2).f_lineno))
-            return clip(parameters, bound, *rest, **named)
-
-        def by_name(parameters: Any, *rest: Any, **named: Any) -> Any:
-            names = [each for each in ("max_norm", "clip_value") if each in named]
-            return clipped(parameters, *([named.pop(names[0])] if names else []), *rest, **named)
-
-        return by_name
-
     def _backward(self, backward: Callable[..., Any]) -> Callable[..., Any]:
         def watched_backward(loss: Tensor, *given: Any, **named: Any) -> Any:
             if loss.numel() == 1:
@@ -355,6 +338,21 @@ class _Watcher:
             raise _EnoughError
 
 
+@contextmanager
+def _from_seed_0() -> Iterator[None]:
+    """Seeds all generators; afterwards they, torch's threads and its default dtype are as they were."""
+    kept, threads, dtype = draws_now(), torch.get_num_threads(), torch.get_default_dtype()
+    torch.manual_seed(0)
+    random.seed(0)
+    numpy.random.seed(0)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        torch.set_default_dtype(dtype)
+        set_draws(kept)
+
+
 def _evaluates(watched: Watched) -> bool:
     """Whether an evaluation over another data loader may come."""
     if watched.model is None or watched.loader is None:
@@ -375,3 +373,18 @@ def _model_of(frames: Sequence[SeenFrame], optimizers: Sequence[Any]) -> nn.Modu
         if isinstance(value, nn.Module) and trained <= {id(each) for each in value.parameters()}
     }
     return min(modules.values(), key=lambda each: sum(1 for _ in each.modules()), default=None)
+
+
+def _clipping(clips: list[tuple[str, float, float, int]], clip: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that clips, and notes what it is given."""
+
+    def clipped(parameters: Any, bound: float, *rest: Any, **named: Any) -> Any:
+        norm = named.get("norm_type", rest[0] if rest else 2.0) if "norm" in clip.__name__ else 0.0
+        clips.append((clip.__name__, float(bound), float(norm), caller(2).f_lineno))
+        return clip(parameters, bound, *rest, **named)
+
+    def by_name(parameters: Any, *rest: Any, **named: Any) -> Any:
+        names = [each for each in ("max_norm", "clip_value") if each in named]
+        return clipped(parameters, *([named.pop(names[0])] if names else []), *rest, **named)
+
+    return by_name
