@@ -81,6 +81,8 @@ def adopt(
 
     words: the script's arguments. Raises `JobError` for a script that takes no step, and for a target that exists.
     """
+    if steps < 1:
+        raise JobError(f"--steps {steps} must be 1 or more.")
     target = target or script.with_name(f"{script.stem}_job.py")
     check_target_free(target, overwrite)
     before = script.read_text(encoding="utf-8")

@@ -64,8 +64,10 @@ class Evaluate:
         known = [f"{name}:{which}" for name in self.metrics for which in ("max", "min")]
         if self.best is not None and self.best not in known:
             raise JobError(f"Evaluate(best={self.best!r}) must be one of {', '.join(map(repr, known))}.")
-        if self.patience is not None and not (self.best and is_count(self.patience, 1)):
-            raise JobError(f"Evaluate(patience={self.patience!r}) must be a whole number of evaluations, 1 or more, beside best=.")  # fmt: skip
+        if self.patience is not None and not is_count(self.patience, 1):
+            raise JobError(f"Evaluate(patience={self.patience!r}) must be a whole number of evaluations, 1 or more.")  # fmt: skip
+        if self.patience is not None and self.best is None:
+            raise JobError(f"Evaluate(patience={self.patience}) waits for a better value of a metric. Name it, like best={known[0]!r}.")  # fmt: skip
         if self.batch_size is not None and not is_count(self.batch_size, 1):
             raise JobError(f"Evaluate(batch_size={self.batch_size!r}) must be a whole number of samples, 1 or more, or None.")  # fmt: skip
 
