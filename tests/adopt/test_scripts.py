@@ -56,6 +56,7 @@ REFUSED = {
 def adopted(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Adoption:
     script = SCRIPTS / f"{name}.py"
     monkeypatch.chdir(folder)
+    monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)  # no thread of its own
     monkeypatch.syspath_prepend(str(script.parent))
     return adopt(script, target=folder / "adopted_job.py")
 
