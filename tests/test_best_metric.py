@@ -78,7 +78,7 @@ def test_mistakes_are_one_sentence():
     with pytest.raises(JobError, match=r"best='score'. must be one of 'score:max', 'score:min'"):
         job(best="score")
     with pytest.raises(
-        JobError, match=r"patience=2\) must be a whole number of evaluations, 1 or more, beside best="
+        JobError, match=r"patience=2\) waits for a better value of a metric. Name it, like best='score:max'"
     ):
         job(best=None, patience=2)
     with pytest.raises(PlanError, match="keeps no best one"):

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.steps import run_in_steps
 from meshloom.core.errors import DataError, JobError
+from meshloom.core.job import Evaluate
 from meshloom.core.plan import Plan
 from meshloom.data.job_data import evaluation_chunks, open_reader
 
@@ -90,9 +91,11 @@ def test_random_data_is_built_alike_on_every_rank_and_the_callers_draws_are_kept
     batch_size=st.integers(1, 9),
     dp=st.integers(1, 4),
     microbatches=st.integers(1, 3),
+    own=st.none() | st.integers(1, 9),
 )
-def test_evaluation_reads_every_sample_once_in_order(num_samples, batch_size, dp, microbatches):
-    job = job_of([0], batch_size=batch_size)
+def test_evaluation_reads_every_sample_once_in_order(num_samples, batch_size, dp, microbatches, own):
+    evaluate = Evaluate(lambda: [0], {"a": lambda model, batch: batch}, 1, batch_size=own)
+    job = job_of([0], batch_size=batch_size, evaluate=evaluate)
     plan = Plan(dp=dp, microbatches=microbatches)
     chunks = [
         chunk
@@ -101,6 +104,8 @@ def test_evaluation_reads_every_sample_once_in_order(num_samples, batch_size, dp
     ]
     chunks.sort(key=lambda chunk: (chunk.step, chunk.index))
     assert all(chunk.samples == len(chunk.data) > 0 for chunk in chunks)
+    size = own or batch_size
+    assert all({int(each) // size for each in chunk.data[:, 0]} == {chunk.step} for chunk in chunks)
     assert torch.cat([chunk.data for chunk in chunks])[:, 0].tolist() == list(range(num_samples))
     (alone,) = (
         [chunk.data for chunk in evaluation_chunks(Augmented(num_samples), job, Plan(), group)]

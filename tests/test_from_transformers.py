@@ -177,6 +177,26 @@ def test_the_job_is_equal_under_other_plans(name: str, plan: str, tmp_path: Path
     assert report is not None and report.passed, (report.first_wrong, report.causes)
 
 
+@pytest.mark.parametrize(
+    "size",
+    [
+        pytest.param(8, marks=pytest.mark.long),
+        *(pytest.param(each, marks=pytest.mark.slow) for each in (5, 6, 12)),
+    ],
+)
+def test_evaluation_batches_need_not_align_with_chunks(size: int, tmp_path: Path) -> None:
+    """Chunks of 6 in training, and 22 samples to evaluate in batches of 8, 8 and 6, in a pipeline."""
+    torch.manual_seed(2)
+    settings = arguments(
+        tmp_path, per_device_train_batch_size=6, gradient_accumulation_steps=2, eval_strategy="steps", eval_steps=2,
+        per_device_eval_batch_size=size, prediction_loss_only=True,
+    )  # fmt: skip
+    job = meshloom.from_transformers(Trainer(OwnModel(), settings, collate, Words(24), Words(22, 2)))
+    assert job.evaluate is not None and job.evaluate.batch_size == size
+    report = verify(job, Plan.parse("pp=2,microbatches=2"), devices="simulated", dtype=torch.float64, steps=2)
+    assert report is not None and report.passed, (report.first_wrong, report.causes)
+
+
 @pytest.mark.long
 def test_a_plan_of_two_replicas_trains_as_train_does(tmp_path: Path) -> None:
     """An accumulation over three microbatches, cut in two."""

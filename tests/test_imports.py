@@ -20,6 +20,7 @@ ORDER = [
     ["report.page"],
     ["report"],
     ["adopt"],
+    ["adopt.proving"],
     ["adopt.watching"],
     ["__init__"],
     ["adapters"],

@@ -94,6 +94,10 @@ def test_evaluate_says_what_it_takes():
     with pytest.raises(JobError, match=r"^Evaluate\(every=0\) must be a whole number of steps, 1 or more\.$"):
         Evaluate(GOOD["data"], metrics, 0)
     with pytest.raises(
+        JobError, match=r"Evaluate\(batch_size=0\) must be a whole number of samples, 1 or more"
+    ):
+        Evaluate(GOOD["data"], metrics, 5, batch_size=0)
+    with pytest.raises(
         JobError, match=r"^Job\(evaluate=\.\.\.\) must be an Evaluate\(data, metrics, every\)\.$"
     ):
         Job(**GOOD, evaluate=metrics)

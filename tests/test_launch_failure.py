@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
@@ -34,6 +35,16 @@ def test_the_users_own_line_is_the_deepest_outside_of_libraries():
         torch.utils._pytree.tree_map(_fail_deep, ["boom"])
 
     assert own_line(_caught(through_torch)).endswith("raise ValueError(text)  # the user's line")
+
+
+def test_a_line_of_python_itself_is_nobodys():
+    """A metric that returns a wrong value is found behind a context manager, when no line of the user's runs."""
+    error = _caught(lambda: json.loads("x"))
+    assert "json.loads" in own_line(error)
+    assert error.__traceback__ is not None
+    while error.__traceback__.tb_next is not None:
+        error.__traceback__ = error.__traceback__.tb_next
+    assert own_line(error) == ""
 
 
 def test_the_users_own_line_comes_from_the_cause():

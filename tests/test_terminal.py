@@ -8,10 +8,13 @@ import threading
 import pytest
 from rich.console import Console
 
+from meshloom.core.plan import Plan
+from meshloom.report.records import RunStart
 from meshloom.report.terminal import LongPhases, Terminal, progress_text
 from meshloom.telemetry.progress import Progress
 from meshloom.telemetry.timings import Timings
 from meshloom.telemetry.traffic import Traffic
+from tests.jobs import make_job
 
 
 def _terminal() -> tuple[Terminal, io.StringIO]:
@@ -74,6 +77,10 @@ class Waited(io.StringIO):
         super().__init__()
         self._text, self.there = text, threading.Event()
 
+    def wait_for(self, text: str) -> None:
+        """From now on, this text."""
+        self._text = text
+
     def write(self, text: str, /) -> int:
         written = super().write(text)
         if self._text in self.getvalue():
@@ -93,6 +100,38 @@ def test_a_phase_that_lasts_is_named_while_it_does_and_gone_afterwards(monkeypat
     assert stream.getvalue().endswith(("\x1b[2K", "\x1b[?25h"))  # erased, and the cursor back
     assert "steps" not in stream.getvalue()
     assert threading.active_count() == before
+
+
+def test_a_phase_says_how_much_is_done_where_that_is_known(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("meshloom.report.terminal.LONG_SECONDS", 0.05)
+    stream, timings = Waited("evaluating 35% ("), Timings()
+    console = Console(file=stream, width=60, force_terminal=True, color_system=None)
+    with LongPhases(console) as phases, phases.of(timings):
+        with timings.of("evaluating"):
+            timings.counted(35, 100)
+            assert stream.there.wait(20)
+        with timings.of("saving"):
+            stream.there.clear()
+            stream.wait_for("saving (")
+            assert stream.there.wait(20)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "said"),
+    [
+        ({}, "batches of 12 samples over"),
+        ({0: 12}, "batches of 12 samples over"),
+        ({0: 2, 1: 6, 5: 12}, "batches of 2 samples, 6 from step 2 on, 12 from step 6 on over"),
+        ({0: 1, 1: 2, 2: 3, 3: 6, 4: 12}, "batches of 1 to 12 samples over"),
+    ],
+)
+def test_the_start_of_a_run_tells_the_sizes_of_its_batches(sizes: dict[int, int], said: str) -> None:
+    terminal, stream = _terminal()
+    job = make_job("mlp", "adamw", batch_sizes=sizes)
+    RunStart(
+        job=job, plan=Plan(), model="MLP", parameters=3, steps=7, step=0, devices="cpu", why=""
+    ).announce(terminal)
+    assert said in stream.getvalue()
 
 
 def test_nothing_is_shown_where_there_is_no_terminal():

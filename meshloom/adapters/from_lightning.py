@@ -16,7 +16,13 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 
-from meshloom.adapters.loader_data import EvaluationSamples, GroupedCollate, LoaderOrder, LoaderSamples
+from meshloom.adapters.loader_data import (
+    EvaluationSamples,
+    GroupedCollate,
+    LoaderOrder,
+    LoaderSamples,
+    size_of,
+)
 from meshloom.adapters.module_loss import LightningLoss, LightningMetric, log_of_module, with_logged
 from meshloom.adapters.module_refusals import check_module, is_datamodule, is_overridden
 from meshloom.adapters.with_parameters import with_parameters
@@ -169,7 +175,10 @@ class _Opened:
         metrics = {name: LightningMetric(name) for name in names}
         data = partial(EvaluationSamples, loader, batches, None)
         every_steps = min(every * self.steps_per_epoch, self.steps)
-        return Evaluate(data, metrics, every_steps, best=best, patience=patience), loader.collate_fn
+        size = size_of(batches)
+        return Evaluate(
+            data, metrics, every_steps, best=best, patience=patience, batch_size=size
+        ), loader.collate_fn
 
     def _validation(self) -> Any:
         if not is_overridden(self.module, "validation_step"):

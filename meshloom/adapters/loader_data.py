@@ -11,7 +11,7 @@ the trainer does, or of the part of it that a chunk holds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -197,6 +197,12 @@ class GroupedCollate:
         assert self.evaluation is not None
         items = -1 if first.items is None else first.items
         return {"inputs": self.evaluation(samples), "part": _part(group, items)}
+
+
+def size_of(batches: Sequence[Sequence[int]]) -> int | None:
+    """Samples of each batch but the last, which may have fewer; None: they have several sizes."""
+    sizes = [len(each) for each in batches]
+    return sizes[0] if set(sizes[:-1]) <= {sizes[0]} and sizes[-1] <= sizes[0] else None
 
 
 def _part(group: list[Any], more: int) -> torch.Tensor:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from meshloom.adapters.loader_data import EvaluationSamples
+from meshloom.adapters.loader_data import EvaluationSamples, size_of
 from meshloom.adapters.trainer_loss import counted, kind_of, loss_by_items, sum_of
 from meshloom.core.errors import JobError
 from meshloom.core.job import Evaluate, LossFunction
@@ -44,7 +44,8 @@ def evaluate_of(trainer: Any, every: int) -> tuple[Evaluate, Collator]:
     count = partial(_count, trainer) if counts and kind == "tokens" else None
     data = partial(EvaluationSamples, loader, batches, count)
     best, patience = _best(trainer, list(metrics))
-    return Evaluate(data, metrics, every, best=best, patience=patience), loader.collate_fn
+    size = size_of(batches)
+    return Evaluate(data, metrics, every, best=best, patience=patience, batch_size=size), loader.collate_fn
 
 
 def _count(trainer: Any, inputs: Any) -> int:

@@ -9,13 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from meshloom.adopt.leaving_out import left_out
-from meshloom.adopt.parts import parts_of
-from meshloom.adopt.proof import Proof, prove
-from meshloom.adopt.reduction_kind import kind_of_loss
+from meshloom.adopt.parts import JobParts, parts_of
+from meshloom.adopt.proving.evaluated import ExpectedMetrics
+from meshloom.adopt.proving.proof import Proof, prove
+from meshloom.adopt.proving.reduction_kind import kind_of_loss
 from meshloom.adopt.several import check_one_loss
 from meshloom.adopt.watching.route import Refusal, UntranslatedError, follow
 from meshloom.adopt.watching.script import Script
-from meshloom.adopt.watching.watch import watch
+from meshloom.adopt.watching.watch import Watched, watch
 from meshloom.adopt.writing import write
 from meshloom.core.errors import JobError
 
@@ -26,6 +27,8 @@ NEITHER = (
     "the loss of a batch is not the mean of the losses of its halves, so more ranks or microbatches are other training than one device. If it is a mean over something "
     "else than samples (tokens, pixels), return (sum, number) in training_loss."
 )
+
+BY_HAND = "Write Job(evaluate=ml.Evaluate(data=..., metrics=..., every=...)) by hand."
 
 
 @dataclass(frozen=True)
@@ -78,36 +81,87 @@ def adopt(
 
     words: the script's arguments. Raises `JobError` for a script that takes no step, and for a target that exists.
     """
+    if steps < 1:
+        raise JobError(f"--steps {steps} must be 1 or more.")
     target = target or script.with_name(f"{script.stem}_job.py")
     check_target_free(target, overwrite)
     before = script.read_text(encoding="utf-8")
+    was = target.read_text(encoding="utf-8") if target.exists() else None
     watched = watch(script, words, steps)
+    rejected: dict[str, Refusal] = {}
     try:
         check_one_loss(script, watched)
-        found = Script(watched, follow(watched))
-        parts = parts_of(found)
-        after = write(found, parts)
+        while True:
+            found, parts, after, notes = _written(target, tuple(words), watched, set(rejected))
+            proof = prove(target, tuple(words), watched, _expected(parts))
+            new = _rejected(proof, parts, watched)
+            if not new:
+                break
+            rejected |= new
     except UntranslatedError as error:
+        target.unlink(missing_ok=True) if was is None else target.write_text(was, encoding="utf-8")
         return Adoption(script, target, before, refusals=tuple(error.refusals))
-    target.write_text(after, encoding="utf-8")
-    notes = list(left_out(found, parts))
-    kind = kind_of_loss(target, tuple(words), watched)
-    end = found.route.end
-    if kind == "sum" and end is not None:
-        try:
-            found.sums = True
-            after = write(found, parts_of(found))
-        except UntranslatedError as error:
-            target.unlink()
-            return Adoption(script, target, before, refusals=tuple(error.refusals))
-        target.write_text(after, encoding="utf-8")
-    elif kind == "neither" and end is not None:
-        notes.append(Refusal(end.source.path.name, end.at, NEITHER))
-    proof = prove(target, tuple(words), watched)
     if not proof.holds:
         after = NOT_PROVED + after
         target.write_text(after, encoding="utf-8")
+    notes = [*rejected.values(), *notes]
     return Adoption(script, target, before, after, tuple(found.reasons), tuple(notes), (), proof)
+
+
+def _written(
+    target: Path, words: tuple[str, ...], watched: Watched, without: set[str]
+) -> tuple[Script, JobParts, str, list[Refusal]]:
+    """The script, the parts of the job, its text, which is in `target`, and notes. Raises `UntranslatedError`."""
+    found = Script(watched, follow(watched.frames))
+    parts = parts_of(found, without)
+    after = write(found, parts)
+    target.write_text(after, encoding="utf-8")
+    notes = list(left_out(found, parts))
+    kind = kind_of_loss(target, words, watched)
+    end = found.route.end
+    if kind == "sum" and end is not None:
+        found.sums = True
+        parts = parts_of(found, without)
+        after = write(found, parts)
+        target.write_text(after, encoding="utf-8")
+    elif kind == "neither" and end is not None:
+        notes.append(Refusal(end.source.path.name, end.at, NEITHER))
+    return found, parts, after, notes
+
+
+def _expected(parts: JobParts) -> ExpectedMetrics | None:
+    evaluation = parts.evaluation
+    if evaluation is None:
+        return None
+    return ExpectedMetrics(
+        seen=evaluation.seen,
+        means={name: each.mean for name, each in evaluation.totals.items()},
+        lowered=evaluation.lowered,
+        by_batch=frozenset(name for name, each in evaluation.totals.items() if each.over == "batches"),
+    )
+
+
+def _rejected(proof: Proof, parts: JobParts, watched: Watched) -> dict[str, Refusal]:
+    """What does not do what the script was seen to do, and so is left out, with the reason."""
+    found: dict[str, Refusal] = {}
+    evaluation, average, last = parts.evaluation, watched.average, watched.frames[-1]
+    if proof.problem:
+        if evaluation is not None:
+            found["evaluate"] = Refusal(evaluation.file, evaluation.line, f"this evaluation is left out: with it {proof.problem}. {BY_HAND}")  # fmt: skip
+        if parts.average and average is not None:
+            found["average"] = Refusal(last.path.name, last.line, f"{average.name!r} is left out: with it {proof.problem}.")  # fmt: skip
+        return found
+    for each in proof.metrics:
+        if evaluation is not None and not each.equal:
+            why = each.problem or f"as a metric it is {each.own:.6g}, and {each.script:.6g} in the script"
+            found[each.name] = Refusal(
+                evaluation.file, evaluation.line, f"{each.name!r} of this evaluation is left out: {why}. {BY_HAND}"
+            )  # fmt: skip
+    if average is not None and proof.average is not None and proof.average > 1e-3:
+        found["average"] = Refusal(
+            last.path.name, last.line, f"{average.name!r} is left out: a job's average differs by {proof.average:.1e} of what training changed. See docs/watching.md."
+        )  # fmt: skip
+    return found
 
 
 def check_target_free(target: Path, overwrite: bool) -> None:

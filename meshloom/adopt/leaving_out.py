@@ -7,10 +7,11 @@ from collections.abc import Iterator
 
 from torch.amp.grad_scaler import GradScaler
 
+from meshloom.adopt.evaluations import evaluates
 from meshloom.adopt.parts import JobParts
 from meshloom.adopt.watching.route import Line, Refusal
 from meshloom.adopt.watching.script import NO_CHANGE, Script, is_talk, uses
-from meshloom.adopt.watching.source import bound, calls, changed, method
+from meshloom.adopt.watching.source import bound, calls, changed, method, used
 
 OF_THE_JOB = {"zero_grad", "step", "backward", "scale", "unscale_", "clip_grad_norm_", "train"}
 SAVING = {"save", "save_pretrained", "save_checkpoint", "makedirs", "dump"}
@@ -18,15 +19,22 @@ SAVING = {"save", "save_pretrained", "save_checkpoint", "makedirs", "dump"}
 
 def left_out(script: Script, parts: JobParts) -> Iterator[Refusal]:
     """One for each statement, or run of statements, in order."""
+    yield from parts.notes
     own = {id(line.node) for piece in parts.pieces for line in piece.lines}
+    refused = {(each.file, each.line) for each in parts.notes}
     lines = [
         each
         for each in [*script.route.body, *script.route.beside, *script.route.after]
         if id(each.node) not in own
     ]
     for line in sorted(lines, key=lambda each: (each.frame, each.at)):
+        if parts.evaluation is not None and (evaluates(parts.evaluation, line) or _sets_mode(line.node)):
+            continue
+        average = script.watched.average
+        if parts.average and average is not None and used(line.node) & {average.name}:
+            continue
         text = _advice(script, line)
-        if text:
+        if text and (line.source.path.name, line.at) not in refused:
             yield Refusal(line.source.path.name, line.at, text)
 
 
@@ -73,6 +81,11 @@ def _advice(script: Script, line: Line) -> str:
     ):
         return ""  # meters
     return f"`{first}` is left out: a job has no place for it. What was compared does not depend on it; see docs/guide.md for what a job can do."
+
+
+def _sets_mode(node: ast.stmt) -> bool:
+    """`model.eval()`."""
+    return isinstance(node, ast.Expr | ast.If) and {method(each) for each in calls(node)} <= {"train", "eval"}
 
 
 def _steps_scaler(script: Script, node: ast.stmt) -> bool:

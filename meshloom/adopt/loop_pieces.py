@@ -7,7 +7,7 @@ import textwrap
 
 from meshloom.adopt.counters import accumulation, as_function_of_step, bound_by, loader_name
 from meshloom.adopt.setup_pieces import JobFunction, function_text, is_nothing, moves
-from meshloom.adopt.watching.route import Line, UntranslatedError, binds
+from meshloom.adopt.watching.route import Line, Loop, UntranslatedError, binds
 from meshloom.adopt.watching.script import NO_CHANGE, Script, is_talk, one_refusal
 from meshloom.adopt.watching.source import Replacement, bound, calls, changed, method, used
 
@@ -63,7 +63,7 @@ def loss_piece(script: Script) -> JobFunction:
     for context in reversed(contexts):
         assert isinstance(context.node, ast.With)
         items = ", ".join(context.source.segment(each.context_expr) for each in context.node.items)
-        body = [f"with {items}:", *(textwrap.indent(each, "    ") for each in body)]
+        body = [f"with {items}:\n" + textwrap.indent("\n".join(body), "    ")]
     texts += body
     names = (
         free_names(texts) & script.model_names
@@ -180,23 +180,9 @@ def _batch(script: Script, lines: list[Line], wanted: set[str]) -> tuple[list[st
     """Statements that take a batch apart, and the lines left."""
     data = script.data_loop
     if data is not None:
-        assert isinstance(data.node, ast.For)
-        target: ast.expr = data.node.target
-        if (
-            isinstance(data.node.iter, ast.Call)
-            and method(data.node.iter) == "enumerate"
-            and isinstance(target, ast.Tuple)
-        ) or (
-            any(method(each) == "enumerate" for each in calls(data.node.iter))
-            and isinstance(target, ast.Tuple)
-        ):
-            target = target.elts[1]
-        names = {each.id for each in ast.walk(target) if isinstance(each, ast.Name)}
         script.because(data.node.lineno, "the loop over batches is the job's; a loss gets one batch")
-        text = data.source.segment(target)
-        if isinstance(target, ast.Tuple) and text.startswith("("):
-            text = text[1:-1]
-        return ([] if text == "batch" else [f"{text} = batch"]), lines, wanted - names
+        texts, names = unpacking(data)
+        return texts, lines, wanted - names
     getter = script.first.source or "next"
     found = [line for line in lines if uses_batch(script, line)]
     other = [
@@ -218,6 +204,19 @@ def _batch(script: Script, lines: list[Line], wanted: set[str]) -> tuple[list[st
         [each for each in lines if each not in found],
         wanted - bound(line.node),
     )
+
+
+def unpacking(data: Loop) -> tuple[list[str], set[str]]:
+    """The statement that takes a batch apart as a loop over batches does, and the names that it binds."""
+    assert isinstance(data.node, ast.For)
+    target: ast.expr = data.node.target
+    if any(method(each) == "enumerate" for each in calls(data.node.iter)) and isinstance(target, ast.Tuple):
+        target = target.elts[1]
+    names = {each.id for each in ast.walk(target) if isinstance(each, ast.Name)}
+    text = data.source.segment(target)
+    if isinstance(target, ast.Tuple) and text.startswith("("):
+        text = text[1:-1]
+    return ([] if text == "batch" else [f"{text} = batch"]), names
 
 
 def carried(lines: list[Line], script: Script) -> set[str]:

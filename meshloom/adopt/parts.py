@@ -3,26 +3,35 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch.utils.data import IterableDataset, RandomSampler, SequentialSampler
 
 from meshloom.adopt.counters import accumulation, loader_name, steps_of_epoch, total_steps
+from meshloom.adopt.evaluations import WrittenEvaluation, evaluates_average, evaluation_of
 from meshloom.adopt.loop_pieces import loss_piece
-from meshloom.adopt.rates import clip_expression, rates_piece
+from meshloom.adopt.rates import average_expression, clip_expression, rates_piece
 from meshloom.adopt.setup_pieces import JobFunction, model_piece, optimizer_piece, scheduler_piece
+from meshloom.adopt.watching.route import Refusal, UntranslatedError
 from meshloom.adopt.watching.script import Script, one_refusal
 from meshloom.adopt.watching.source import bound, calls, used
+
+OF_AVERAGE = "the script evaluates the parameters here, and a job that keeps an average evaluates that. Leave average= out to see theirs."
 
 
 @dataclass
 class JobParts:
-    """What a job is written from. arguments: of `ml.Job`, as text, in order."""
+    """What a job is written from. arguments: of `ml.Job`, as text, in order. evaluation: the script's, if it is translated;
+    average: whether the one that it keeps is. notes: why one is not."""
 
     pieces: list[JobFunction] = field(default_factory=list[JobFunction])
     arguments: dict[str, str] = field(default_factory=dict[str, str])
     inline: str = ""
+    evaluation: WrittenEvaluation | None = None
+    average: bool = False
+    notes: list[Refusal] = field(default_factory=list[Refusal])
 
     @property
     def needs(self) -> set[str]:
@@ -33,8 +42,8 @@ class JobParts:
         return names
 
 
-def parts_of(script: Script) -> JobParts:
-    """Raises `UntranslatedError`."""
+def parts_of(script: Script, without: Collection[str] = ()) -> JobParts:
+    """without: "evaluate", "average", or names of metrics, which are left out. Raises `UntranslatedError`."""
     parts = JobParts()
     model = model_piece(script)
     optimizer = optimizer_piece(script, model)
@@ -57,9 +66,35 @@ def parts_of(script: Script) -> JobParts:
     if clip is not None:
         arguments["clip_grad_norm"] = clip[0]
         script.because(clip[1], "a job clips the gradient of the whole model, over all ranks")
+    decay = average_expression(script, loss.needs) if "average" not in without else None
+    if decay is not None:
+        arguments["average"], parts.average = decay, True
+        parts.notes += _differences_of_average(script, decay)
+    try:
+        parts.evaluation = evaluation_of(script, without) if "evaluate" not in without else None
+    except UntranslatedError as error:
+        parts.notes += error.refusals
     parts.pieces += [model, optimizer, *(each for each in (scheduler, rates, loss) if each is not None)]
+    if parts.evaluation is not None:
+        parts.pieces += parts.evaluation.pieces
+        parts.notes += parts.evaluation.notes
+        arguments["evaluate"] = parts.evaluation.argument
+        if parts.average and not evaluates_average(script, parts.evaluation.seen):
+            parts.notes.append(Refusal(parts.evaluation.file, parts.evaluation.line, OF_AVERAGE))  # fmt: skip
     parts.arguments = arguments
     return parts
+
+
+def _differences_of_average(script: Script, decay: str) -> Iterator[Refusal]:
+    """In what a job's average is another one than the script's."""
+    average = script.watched.average
+    if average is not None and average.from_initial:
+        made = [each for each in script.route.setup if average.name in bound(each.node)]
+        line = made[-1] if made else script.route.body[0]
+        yield Refusal(
+            line.source.path.name, line.at, f"{average.name!r} begins with the initial parameters, and a job's average with those after the first step: "
+            f"after k steps they differ by {decay} ** k of the first update.",
+        )  # fmt: skip
 
 
 def _data(script: Script, parts: JobParts) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""What the loop of a script does to its optimizer: rates that are set by hand, and clipping."""
+"""What the loop of a script does around the optimizer's step: rates that are set by hand, clipping, averages of parameters."""
 
 from __future__ import annotations
 
@@ -75,6 +75,34 @@ def clip_expression(script: Script) -> tuple[str, int] | None:
                 if used(given[0]) <= set(script.setup_values) | set(script.watched.frames[0].globals):
                     return source.segment(given[0]), line
     return f"{norm:g}", line
+
+
+def average_expression(script: Script, loss_needs: set[str]) -> str | None:
+    """The decay of the moving average that the script keeps of its parameters, as it has it. loss_needs: names that the loss
+    uses: an average that it is computed from is a part of the model."""
+    average = script.watched.average
+    if average is None or average.name in loss_needs:
+        return None
+    texts: dict[str, float] = {
+        name: value for name, value in script.setup_values.items() if type(value) is float
+    }
+    for source in script.route.sources:
+        for node in ast.walk(source.tree):
+            value = script.evaluate(node) if isinstance(node, ast.Attribute | ast.Constant) else None
+            known = isinstance(node, ast.Constant) or used(node) <= set(script.setup_values) - {average.name}
+            if type(value) is float and known:
+                texts.setdefault(ast.unparse(node), value)
+    near = [
+        (round(abs(value - average.decay), 9), not text[0].isalpha(), text)
+        for text, value in texts.items()
+        if 0 < value < 1 and abs(value - average.decay) <= 0.05 * (1 - value)
+    ]
+    if not near:
+        return None
+    made = [each for each in script.route.setup if average.name in bound(each.node)]
+    at = made[-1].at if made else script.first.line[1]
+    script.because(at, "the run keeps the average of the parameters itself, sharded as they are updated")
+    return min(near)[2]
 
 
 def _sets_rates(script: Script, node: ast.stmt, optimizers: set[str]) -> bool:

@@ -23,6 +23,8 @@ def write(script: Script, parts: JobParts) -> str:
     """The text of the job's file. Raises `UntranslatedError`."""
     main = script.route.sources[0]
     drop_functions_of_roles(script, main)
+    if parts.evaluation is not None:
+        drop_functions_of_evaluation(script, main, parts)
     functions = script.route.functions
     made = {id(line.node) for piece in parts.pieces for line in piece.lines if not line.depth}
     provided = {
@@ -75,6 +77,19 @@ def drop_functions_of_roles(script: Script, main: PythonSource) -> None:
             )
 
 
+def drop_functions_of_evaluation(script: Script, main: PythonSource, parts: JobParts) -> None:
+    """Functions at the top that evaluated go, since the job's metrics are in their place."""
+    assert parts.evaluation is not None
+    on_way = {each.function for each in parts.evaluation.seen.frames if each.path == main.path}
+    for node in main.tree.body:
+        if (
+            isinstance(node, ast.FunctionDef)
+            and node not in script.route.functions
+            and node.name in on_way - parts.needs
+        ):
+            script.route.functions.append(node)
+
+
 def _bound_at_top(main: PythonSource) -> set[str]:
     return set[str]().union(*(bound(node) for node in main.tree.body))
 
@@ -118,7 +133,8 @@ def _imports(script: Script, parts: JobParts, kept: list[Line]) -> list[str]:
     if "IterableDataset" in needs - have:
         found.append("from torch.utils.data import IterableDataset")
     of_kept = set[str]().union(*(used(line.node) for line in kept), needs)
-    for frame in script.watched.frames[1:]:
+    evaluation = parts.evaluation.seen.frames if parts.evaluation else []
+    for frame in [*script.watched.frames[1:], *evaluation[1:]]:
         if frame.path != main.path:
             names = sorted(
                 name

@@ -32,6 +32,8 @@ from meshloom.comm.objects import collect, on_rank_0, share
 from meshloom.comm.steps import Steps
 from meshloom.core.errors import CheckpointError
 
+Told = Callable[[int, int], None]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Loader:
@@ -59,16 +61,21 @@ def check_together(group: Group, check: Callable[[], None]) -> Steps[None]:
     yield from _raise_first(group, _attempt(check))
 
 
-def load_together(checkpoint: Checkpoint, keys: Sequence[str], loader: Loader, group: Group) -> Steps[None]:
-    """Passes all weights and the state of `keys`, equal on all ranks, to every rank's `loader`.
+def load_together(
+    checkpoint: Checkpoint, keys: Sequence[str], loader: Loader, group: Group, told: Told = lambda done, of: None
+) -> Steps[None]:  # fmt: skip
+    """Passes all weights and the state of `keys`, equal on all ranks, to every rank's `loader`. told: called with the tensors
+    that have been read, and their number.
 
     Raises the same error on every rank if a file is damaged, or else if some rank cannot load.
     """
     seen = yield from collect(group, read_meta(checkpoint.path) == checkpoint.meta)
-    yield from (read_slices if all(seen) else hand_over)(checkpoint, keys, loader, group)
+    yield from (read_slices if all(seen) else hand_over)(checkpoint, keys, loader, group, told)
 
 
-def read_slices(checkpoint: Checkpoint, keys: Sequence[str], loader: Loader, group: Group) -> Steps[None]:
+def read_slices(
+    checkpoint: Checkpoint, keys: Sequence[str], loader: Loader, group: Group, told: Told
+) -> Steps[None]:  # fmt: skip
     """`load_together` where all ranks see the files."""
     facts = checkpoint.meta["files"]
     sizes = {name: each["bytes"] for name, each in facts.items()}
@@ -83,27 +90,33 @@ def read_slices(checkpoint: Checkpoint, keys: Sequence[str], loader: Loader, gro
     )
     if damage:
         raise CheckpointError(damage)
-    yield from _raise_first(group, _attempt(lambda: _read(checkpoint, keys, loader)))
+    yield from _raise_first(group, _attempt(lambda: _read(checkpoint, keys, loader, told)))
 
 
-def _read(checkpoint: Checkpoint, keys: Sequence[str], loader: Loader) -> None:
+def _read(checkpoint: Checkpoint, keys: Sequence[str], loader: Loader, told: Told) -> None:
     weights = checkpoint.stored_weights()
     for name in checkpoint.meta["fingerprint"]:
         if name not in weights.entries:
             raise _absent(checkpoint, name)
-    for name in weights.entries:
+    of = len(weights.entries) + len(keys)
+    for number, name in enumerate(weights.entries):
+        told(number, of)
         loader.weight(name, weights.tensor(name))
-    for key in keys:
+    for number, key in enumerate(keys):
+        told(len(weights.entries) + number, of)
         loader.state(key, checkpoint.shape(key), partial(checkpoint.read, key))
     loader.finish()
 
 
-def hand_over(checkpoint: Checkpoint, keys: Sequence[str], loader: Loader, group: Group) -> Steps[None]:
+def hand_over(
+    checkpoint: Checkpoint, keys: Sequence[str], loader: Loader, group: Group, count: Told
+) -> Steps[None]:  # fmt: skip
     """`load_together` where only rank 0 need see the files."""
     files = yield from on_rank_0(group, lambda: _Files(checkpoint), CheckpointError)
     told: list[Any] = yield from share(group, files.table(keys) if files else None)
     problem: Exception | None = None
-    for kind, name, shape, dtype in told:
+    for number, (kind, name, shape, dtype) in enumerate(told):
+        count(number, len(told))
         entry = TensorEntry(name, tuple(shape), NAMED_DTYPES[dtype])
         take = loader.weight if kind == "weight" else partial(_take_state, loader)
         read = partial(files.read, kind, entry) if files else None

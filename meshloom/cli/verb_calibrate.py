@@ -34,7 +34,7 @@ def calibrate(arguments: argparse.Namespace) -> int:
     console = Console(stderr=arguments.json == "-")
     with LongPhases(console) as phases:
         phases.enter(None if is_rank() else "measuring this machine")
-        machine = measure_here(request) if is_rank() else measure_machine(request)
+        machine = measure_here(request) if is_rank() else measure_machine(request, phases.count)
     if isinstance(machine, int):
         return machine
     if not is_first_rank():

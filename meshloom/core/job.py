@@ -35,6 +35,7 @@ class Evaluate:
     every: steps between evaluations; there is one after the last step too.
     best: a metric and which of its values is best, like "accuracy:max": `fit()` keeps the best evaluation's checkpoint
         in best/. patience: evaluations in a row without a better value after which it stops.
+    batch_size: samples of a batch over all ranks; None: as in training. A chunk holds samples of one batch.
 
     >>> accuracy = lambda model, batch: (model(batch["x"]).argmax(1) == batch["y"]).float().mean()
     >>> Evaluate(data=lambda: range(100), metrics={"accuracy": accuracy}, every=50).every
@@ -46,6 +47,7 @@ class Evaluate:
     every: int
     best: str | None = None
     patience: int | None = None
+    batch_size: int | None = None
 
     def __post_init__(self) -> None:
         if not callable(self.data):
@@ -62,8 +64,12 @@ class Evaluate:
         known = [f"{name}:{which}" for name in self.metrics for which in ("max", "min")]
         if self.best is not None and self.best not in known:
             raise JobError(f"Evaluate(best={self.best!r}) must be one of {', '.join(map(repr, known))}.")
-        if self.patience is not None and not (self.best and is_count(self.patience, 1)):
-            raise JobError(f"Evaluate(patience={self.patience!r}) must be a whole number of evaluations, 1 or more, beside best=.")  # fmt: skip
+        if self.patience is not None and not is_count(self.patience, 1):
+            raise JobError(f"Evaluate(patience={self.patience!r}) must be a whole number of evaluations, 1 or more.")  # fmt: skip
+        if self.patience is not None and self.best is None:
+            raise JobError(f"Evaluate(patience={self.patience}) waits for a better value of a metric. Name it, like best={known[0]!r}.")  # fmt: skip
+        if self.batch_size is not None and not is_count(self.batch_size, 1):
+            raise JobError(f"Evaluate(batch_size={self.batch_size!r}) must be a whole number of samples, 1 or more, or None.")  # fmt: skip
 
 
 def _given_by_losses(*_: Any) -> Any:
@@ -222,6 +228,11 @@ class Job:
         """Samples of the batch of a step; the last one of an epoch may have fewer."""
         first = max((each for each in self.batch_sizes if each <= step), default=None)
         return self.batch_size if first is None else self.batch_sizes[first]
+
+    @property
+    def evaluation_batch_size(self) -> int:
+        """Samples of a batch of an evaluation; the last one may have fewer."""
+        return (self.evaluate and self.evaluate.batch_size) or self.batch_size
 
     def batch_sizes_before(self, step: int) -> list[list[int]]:
         """[first step, samples of a batch from it on] of the steps before `step`."""

@@ -210,8 +210,9 @@ def map_chunks(
     dataset: Any, job: Job, plan: Plan, replica: int, shares: Sequence[int], num_batches: int | None
 ) -> Iterator[Chunk]:
     """The nonempty chunks of `replica` of one pass, in order. Arguments: of `evaluation_chunks`."""
-    starts = range(0, len(dataset), job.batch_size)[:num_batches]
-    batches = [range(start, min(start + job.batch_size, len(dataset))) for start in starts]
+    size = job.evaluation_batch_size
+    starts = range(0, len(dataset), size)[:num_batches]
+    batches = [range(start, min(start + size, len(dataset))) for start in starts]
     requests = [
         ReadRequest(step, cut.index, EVALUATION, list(batch[cut.start : cut.stop]))
         for step, batch in enumerate(batches)

@@ -164,7 +164,7 @@ def own_line(error: BaseException) -> str:
     for others in (_installed(), _OURS):  # an installed package may be the user's own
         for trace in [*(told for _, told in reversed(chain)), *(frames for frames, _ in reversed(chain))]:
             for frame in reversed(trace):
-                if not frame[0].startswith(others):
+                if not frame[0].startswith(others) and not _is_of_python(frame[0]):
                     return _line(frame)
     return ""
 
@@ -246,6 +246,12 @@ _TRACEBACK, _WORKERS = "Traceback (most recent call last)", "Original Traceback"
 _MESHLOOM = f"{Path(__file__).parents[1]}{os.sep}"
 _AUTOGRAD = f"{Path(torch.__file__).parent / 'autograd'}{os.sep}"
 _OURS = (_MESHLOOM, f"{Path(torch.__file__).parent}{os.sep}", f"{sysconfig.get_path('scripts')}{os.sep}", "<")
+
+
+def _is_of_python(name: str) -> bool:
+    """Whether a file is of the standard library."""
+    packages = tuple(f"{sysconfig.get_path(each)}{os.sep}" for each in ("purelib", "platlib"))
+    return name.startswith(f"{sysconfig.get_path('stdlib')}{os.sep}") and not name.startswith(packages)
 
 
 def _installed() -> tuple[str, ...]:

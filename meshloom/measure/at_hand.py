@@ -87,7 +87,8 @@ def devices_for(wish: Wish, least: int, tell: Callable[[str], None]) -> Devices 
             f"this machine is not measured yet; measuring it for up to {max(2, ranks_here)} ranks (half a minute), into {machine_file('cpu')}"
         )
         measured = measure_machine(
-            CalibrationRequest(devices="cpu", ranks=max(2, ranks_here), transport=wish.transport)
+            CalibrationRequest(devices="cpu", ranks=max(2, ranks_here), transport=wish.transport),
+            lambda done, of: tell(f"measuring this machine: {done} of {of} numbers of ranks"),
         )
         if isinstance(measured, int):
             return measured

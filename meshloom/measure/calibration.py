@@ -14,7 +14,7 @@ import json
 import statistics
 import sys
 import tempfile
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -80,9 +80,11 @@ class CalibrationRequest:
         return choose_devices(Mesh(dp=self.num_ranks), wanted)[0]
 
 
-def measure_machine(request: CalibrationRequest) -> Machine | int:
+def measure_machine(
+    request: CalibrationRequest, told: Callable[[int, int], None] = lambda done, of: None
+) -> Machine | int:
     """Starts ranks for each number of them and measures. If they fail, returns their exit code, after they
-    have printed why."""
+    have printed why. told: called with the numbers of ranks that have been measured, and how many there are."""
     kind = request.kind
     numbers = numbers_of_ranks(request.num_ranks)
     if not numbers:
@@ -90,7 +92,8 @@ def measure_machine(request: CalibrationRequest) -> Machine | int:
     companies: list[Company] = []
     with tempfile.TemporaryDirectory(prefix="meshloom-") as directory:
         part = Path(directory) / "part.json"
-        for number in numbers:
+        for place, number in enumerate(numbers):
+            told(place, len(numbers))
             words = ["calibrate", "--devices", kind, "--transport", request.transport]
             words += ["--timeout", str(request.timeout_seconds)]
             words += ["--part" if number == numbers[-1] else "--company", str(part)]

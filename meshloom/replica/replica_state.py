@@ -161,6 +161,7 @@ def resume(replica: Replica, directory: Path, check: Callable[[Checkpoint], None
         [key for key in checkpoint.keys() if key.startswith(wanted)],  # noqa: SIM118
         found[0],
         world,
+        lambda done, of: replica.timings.counted(done, of),
     )
     return checkpoint
 

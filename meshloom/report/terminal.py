@@ -109,7 +109,7 @@ class LongPhases:
     ) -> None:
         self._console, self._clear, self._passed_over = console, clear, passed_over
         self._phase: str | None = None
-        self._since = 0.0
+        self._since, self._part = 0.0, ""
         self._shown: Live | None = None
         self._lock, self._ended = threading.Lock(), threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
@@ -128,20 +128,24 @@ class LongPhases:
     @contextmanager
     def of(self, timings: Timings) -> Iterator[None]:
         """A context in which these phases are."""
-        timings.entered = self.enter
+        timings.entered, timings.counted = self.enter, self.count
         try:
             yield
         finally:
-            timings.entered = lambda phase: None
+            timings.entered, timings.counted = lambda phase: None, lambda done, of: None
 
     def enter(self, phase: str | None) -> None:
         """From now on this is going on; None: nothing that is worth a line."""
         with self._lock:
             self._phase = None if phase in self._passed_over else phase
-            self._since = time.monotonic()
+            self._since, self._part = time.monotonic(), ""
             if self._shown:
                 self._shown.stop()
                 self._shown = None
+
+    def count(self, done: int, of: int) -> None:
+        """So much of what is going on is done."""
+        self._part = part_text(done, of)
 
     def _watch(self) -> None:
         while not self._ended.wait(LONG_SECONDS / 4):
@@ -149,12 +153,23 @@ class LongPhases:
                 seconds = time.monotonic() - self._since
                 if self._phase is None or seconds < LONG_SECONDS:
                     continue
-                text = Text(f"{self._phase} ({seconds:.0f} s)", style="dim")
+                text = Text(f"{self._phase}{self._part} ({seconds:.0f} s)", style="dim")
                 if self._shown is None:
                     self._clear()
                     self._shown = Live(console=self._console, transient=True, auto_refresh=False)
                     self._shown.start()
                 self._shown.update(text, refresh=True)
+
+
+def part_text(done: int, of: int) -> str:
+    """How much of a phase is done: few things are counted, many in per cent.
+
+    >>> part_text(2, 3), part_text(150, 1000), part_text(0, 0)
+    (' 2 of 3', ' 15%', '')
+    """
+    if not of:
+        return ""
+    return f" {done} of {of}" if of < 20 else f" {done / of:.0%}"
 
 
 def progress_text(progress: Progress) -> str:

@@ -11,7 +11,8 @@ class Timings:
     """Seconds by phase.
 
     clock: its seconds are counted. Default: this process's CPU time. entered: called with the innermost phase that is open
-    whenever that is another one, None where none is.
+    whenever that is another one, None where none is. counted: called with how much of that phase is done, and how much there
+    is, where that is known.
     """
 
     def __init__(self, clock: Callable[[], float] | None = None) -> None:
@@ -20,6 +21,7 @@ class Timings:
         self._nested = [0.0]  # seconds of the phases inside each phase that is open
         self._open: list[str] = []
         self.entered: Callable[[str | None], None] = lambda phase: None
+        self.counted: Callable[[int, int], None] = lambda done, of: None
         self.notes: list[str] = []  # sentences to print after the seconds
 
     @property

@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
 
 from meshloom.core.errors import JobError
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
+from meshloom.data.chunks import Chunk
 from meshloom.data.job_data import build_dataset, evaluation_chunks
 from meshloom.data.shares import Shares
 from meshloom.replica.metrics import evaluate, untouched
 from meshloom.telemetry.best_metric import BestMetric
+from meshloom.telemetry.timings import Timings
 from meshloom.train.local_replicas import LocalReplicas
 from meshloom.train.step_meter import StepMeter
 
 
 class TeamEvaluation:
     """Replicas read the evaluation data in the proportions of their shares of a batch. best: of the metric that the job
-    goes by, as far as `fit()` has come."""
+    goes by, as far as `fit()` has come. timings: are told how many batches of an evaluation have been read."""
 
     def __init__(
-        self, job: Job, plan: Plan, shares: Shares, replicas: LocalReplicas, meter: StepMeter
-    ) -> None:
+        self, job: Job, plan: Plan, shares: Shares, replicas: LocalReplicas, meter: StepMeter, timings: Timings,
+    ) -> None:  # fmt: skip
         self._job, self._plan, self._shares, self._replicas, self._meter = job, plan, shares, replicas, meter
+        self._timings = timings
         self._data: Any = None
         given = job.evaluate
         self.best = BestMetric.of(given.best, given.patience) if given and given.best else None
@@ -32,7 +36,7 @@ class TeamEvaluation:
     @property
     def num_batches(self) -> int:
         """Of all of the data, once it has been evaluated or tried out; else 0."""
-        return -(-len(self._data) // self._job.batch_size) if self._data is not None else 0
+        return -(-len(self._data) // self._job.evaluation_batch_size) if self._data is not None else 0
 
     def evaluate(self, next_step: int, num_batches: int | None = None) -> dict[str, float]:
         """Every metric, averaged over all of its data or its first batches. next_step: steps done."""
@@ -49,6 +53,7 @@ class TeamEvaluation:
             evaluation_chunks(self._data, self._job, self._plan, replica.context.readers, shares, num_batches)
             for replica in replicas.all
         ]
+        chunks[0] = self._counted(chunks[0], num_batches)
         self._meter.evaluations += 1
         with replicas.computing():
             values = replicas.together(
@@ -56,6 +61,12 @@ class TeamEvaluation:
             )[0]
         replicas.enter("between steps", next_step)
         return values
+
+    def _counted(self, chunks: Iterator[Chunk], num_batches: int | None) -> Iterator[Chunk]:
+        of = min(num_batches or self.num_batches, self.num_batches)
+        for chunk in chunks:
+            self._timings.counted(chunk.step, of)
+            yield chunk
 
     def try_out(self, next_step: int) -> None:
         """Evaluate all metrics on one batch, once, so that mistakes in them show before the first step."""

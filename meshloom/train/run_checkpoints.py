@@ -145,7 +145,8 @@ class RunCheckpoints:
                 copies.append((_copy_of(replica, divided, memory, later=later), carry_out, saving))
                 self._copying[replica.context.rank] = copies[-1][0]
                 return out / step_name(step)
-            return (yield from carry_out(write=write_divided(divided, lender), group=world))
+            write = write_divided(divided, lender, replica.timings.counted)
+            return (yield from carry_out(write=write, group=world))
 
         try:
             path = self._replicas.together(write)[0]

@@ -79,7 +79,7 @@ class SynchronousRun:
             self._measurement = ShareMeasurement(job, plan, shares, self.replicas, listener, simulated=world.kind == "simulated")  # fmt: skip
             self._comparison = RankComparison(plan, self.replicas)
             self._meter = StepMeter(job, plan, self.replicas)
-            self.evaluation = TeamEvaluation(job, plan, shares, self.replicas, self._meter)
+            self.evaluation = TeamEvaluation(job, plan, shares, self.replicas, self._meter, timings)
             if resume is not None:
                 self._resume(resume)
             Shortage.trim()

@@ -16,11 +16,30 @@ from meshloom.verify.run import verify
 
 SCRIPTS = Path(__file__).parent / "scripts"
 ADOPTED = [
-    "annealed", "averaged_meters", "bag_of_words", "diffusion", "digits_convnet", "frozen_backbone", "mixed_precision", "mixup", "moving_average", "nano_gpt",
-    "one_cycle", "poly_rate", "quickstart", "recommender", "sampled_regression", "several_files/train", "siamese", "streamed_text",
+    "annealed", "averaged_meters", "averaged_model", "bag_of_words", "diffusion", "digits_convnet", "early_stopped", "frozen_backbone", "mixed_precision", "mixup",
+    "moving_average", "nano_gpt", "one_cycle", "perplexity", "phases", "poly_rate", "quickstart", "recommender", "sampled_regression", "several_files/train",
+    "shadow_weights", "siamese", "streamed_text",
     "super_resolution", "text_classifier", "translation", "vae",
 ]  # fmt: skip
-QUICK = ["mixed_precision", "nano_gpt", "several_files/train", "vae"]
+QUICK = ["averaged_model", "early_stopped", "nano_gpt", "several_files/train"]
+# of jobs: metrics, steps between evaluations, best, patience, decay of the average
+EVALUATIONS = {
+    "averaged_meters": (["acc1"], 43, "acc1:max", None, None),
+    "averaged_model": (["loss", "acc"], 10, "acc:max", None, 0.98),
+    "digits_convnet": (["test_loss", "correct"], 47, None, None, None),
+    "early_stopped": (["val_loss"], 22, "val_loss:min", 4, None),
+    "moving_average": ([], 0, None, None, 0.99),
+    "perplexity": (["total_loss"], 15, "total_loss:min", None, None),
+    "phases": (["epoch_loss", "epoch_acc"], 44, "epoch_acc:max", None, None),
+    "quickstart": (["correct"], 20, None, None, None),
+    "shadow_weights": (["valid_loss", "valid_acc"], 32, "valid_loss:min", 3, 0.9),
+    "vae": (["test_loss"], 48, None, None, None),
+}
+# lines of evaluations that are named, and why
+NAMED = {
+    "several_files/train": "engine.py:28: this evaluation is left out: it is added up in an expression",
+    "super_resolution": "super_resolution.py:90: 'avg_psnr' of this evaluation is left out: it is no mean over samples",
+}
 PLANS = ["dp=2", "tp=2", "pp=2,microbatches=2"]
 REFUSED = {
     "dcgan": "dcgan.py:23: 2 optimizers take steps",
@@ -37,6 +56,7 @@ REFUSED = {
 def adopted(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Adoption:
     script = SCRIPTS / f"{name}.py"
     monkeypatch.chdir(folder)
+    monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)  # no thread of its own
     monkeypatch.syspath_prepend(str(script.parent))
     return adopt(script, target=folder / "adopted_job.py")
 
@@ -58,6 +78,15 @@ def test_the_job_takes_the_steps_of_the_script(
     assert "+" in shown and "# line " in shown
     for line, _ in found.reasons:
         assert line >= 1
+    with as_program(str(found.target), ()):
+        job = load_job(str(found.target))
+    assert job is not None
+    evaluate = job.evaluate
+    told = (list(evaluate.metrics), evaluate.every, evaluate.best, evaluate.patience) if evaluate else ([], 0, None, None)  # fmt: skip
+    assert (*told, job.average) == EVALUATIONS.get(name, ([], 0, None, None, None))
+    assert [each.name for each in found.proof.metrics] == told[0]
+    assert (found.proof.average is not None) == (job.average is not None)
+    assert NAMED.get(name, "") in "\n".join(map(str, found.left_out))
 
 
 @pytest.mark.filterwarnings("ignore")

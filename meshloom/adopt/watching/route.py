@@ -9,13 +9,12 @@ main():                       set-up       args = ...; model = ...; loader = ...
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
+from meshloom.adopt.watching.passes import SeenFrame
 from meshloom.adopt.watching.source import PythonSource, bound, calls, method, used
-from meshloom.adopt.watching.watch import SeenFrame, Watched
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,7 @@ class Loop:
 class WayToBackward:
     """before: statements on the way, in order. loops: from the outermost. beside: statements in these loops that are not on
     the way, before or after. after: those behind the loops. contexts: `with` statements around `backward()` within the
-    innermost loop. branches: `if` statements whose branch was taken. end: the statement with `backward()`."""
+    innermost loop. branches: `if` statements of which a branch was taken. end: the statement with `backward()`."""
 
     sources: list[PythonSource] = field(default_factory=list[PythonSource])
     before: list[Line] = field(default_factory=list[Line])
@@ -75,6 +74,7 @@ class WayToBackward:
     beside: list[Line] = field(default_factory=list[Line])
     after: list[Line] = field(default_factory=list[Line])
     contexts: list[Line] = field(default_factory=list[Line])
+    branches: list[Line] = field(default_factory=list[Line])
     functions: list[ast.FunctionDef] = field(default_factory=list[ast.FunctionDef])
     end: Line | None = None
 
@@ -87,14 +87,16 @@ class WayToBackward:
         return [each for each in self.before if each.depth]
 
 
-def follow(watched: Watched) -> WayToBackward:
-    """Raises `UntranslatedError`."""
+def follow(frames: Sequence[SeenFrame], sources: Sequence[PythonSource] = ()) -> WayToBackward:
+    """frames: outermost first. sources: of files that have been read. Raises `UntranslatedError`."""
     route = WayToBackward()
-    known: dict[Path, PythonSource] = {}
-    for index, frame in enumerate(watched.frames):
-        source = known.setdefault(frame.path, PythonSource.read(frame.path))
+    known = {each.path: each for each in sources}
+    for index, frame in enumerate(frames):
+        if frame.path not in known:
+            known[frame.path] = PythonSource.read(frame.path)
+        source = known[frame.path]
         route.sources.append(source)
-        following = watched.frames[index + 1] if index + 1 < len(watched.frames) else None
+        following = frames[index + 1] if index + 1 < len(frames) else None
         body = _body(route, source, frame)
         _Walker(route, source, index, frame, following).walk(body)
     return route
@@ -149,6 +151,7 @@ class _Walker:
             self.route.loops.append(Loop(self.source, node, self.index, depth))
             self.walk(node.body)
         elif isinstance(node, ast.If):
+            self.route.branches.append(line)
             taken = any(each.lineno <= self.frame.line <= (each.end_lineno or 0) for each in node.body)
             self.walk(node.body if taken else node.orelse)
         elif isinstance(node, ast.With):

@@ -56,8 +56,12 @@ class Script:
                     self.setup_values[name] = frames[line.frame].values[name]
         self.model = self._name_of(self.watched.model)
         self.optimizer = self._name_of(self.watched.optimizers[0])
-        self.loader = self._name_of(self.watched.loader) or self._item_of(self.watched.loader)
+        self.loader = self.expression_of(self.watched.loader)
         self.sums = False
+
+    def expression_of(self, value: Any) -> str | None:
+        """An expression of the set-up's names for an object."""
+        return self._name_of(value) or self._item_of(value)
 
     def _name_of(self, value: Any) -> str | None:
         if value is None:

@@ -6,16 +6,17 @@ Python tells which lines ran, and which functions returned the tensors that a mo
 
 from __future__ import annotations
 
-import inspect
+import gc
 import io
 import random
 import runpy
 import sys
+import time
 import types
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -28,22 +29,17 @@ from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter  # pyright: ignore[reportPrivateUsage]
 from torch.utils.hooks import RemovableHandle
 
-from meshloom.adopt.watching.draws import Draws, draws_now, is_batch, set_draws, tensors_of
+from meshloom.adopt.watching.averaged import Averages, SeenAverage
+from meshloom.adopt.watching.draws import Draws, draws_now, set_draws, tensors_of
+from meshloom.adopt.watching.passes import Passes, SeenFrame, SeenPass, values_of
+from meshloom.adopt.watching.users_code import UsersCode, caller
 from meshloom.core.errors import JobError
 
+FURTHER_STEPS, FURTHER_SECONDS = (
+    1000,
+    30.0,
+)  # of the processor, in which a script may come to its first evaluation
 NOISE = 3e-6  # of a parameter's largest gradient: what float32's rounding leaves of a gradient that is 0
-
-
-@dataclass(frozen=True)
-class SeenFrame:
-    """A function of the user's, or a file, on the way from the script to `backward()`. function: "<module>" of a file.
-    line: where it was. values: of its names."""
-
-    path: Path
-    function: str
-    line: int
-    values: dict[str, Any]
-    globals: dict[str, Any]
 
 
 @dataclass
@@ -67,7 +63,8 @@ class Watched:
     `backward()` of each step, whole numbers by name. rates: of each step, the learning rate of every group.
     before, after: parameters and buffers by name. noise: of each parameter, the elements whose gradient was rounding alone
     in some step. lines: that ran, by file. clips: of each call the function, its
-    largest norm, the kind of norm, and the line.
+    largest norm, the kind of norm, and the line. passes: evaluations over data loaders, up to the first step behind the first.
+    average: a moving average of the parameters.
     """
 
     frames: list[SeenFrame] = field(default_factory=list[SeenFrame])
@@ -82,6 +79,8 @@ class Watched:
     lines: dict[str, set[int]] = field(default_factory=dict[str, set[int]])
     clips: list[tuple[str, float, float, int]] = field(default_factory=list[tuple[str, float, float, int]])
     noise: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    passes: list[SeenPass] = field(default_factory=list[SeenPass])
+    average: SeenAverage | None = None
     seeded: bool = False
     closure: bool = False
     nexts: int = 1  # batches of the loader for one backward
@@ -108,12 +107,16 @@ def watch(script: Path, words: Sequence[str], num_steps: int) -> Watched:
                 raise JobError(
                     f"{script.name} ended with {leaving.code!r} before its first step. Give its arguments after --."
                 ) from leaving
+        except Exception:
+            if not watcher.enough:  # what fails behind the steps that are compared is the script's own affair
+                raise
     for name in set(sys.modules) - known:  # a job imports the script's other files anew
         if watcher.python.is_users(getattr(sys.modules[name], "__file__", None) or ""):
             del sys.modules[name]
     watched = watcher.watched
+    watched.passes, watched.average = watcher.passes.ended, watcher.averages.found()
     if watched.model is not None and not watched.after:  # a short script
-        watched.after = _values(watched.model)
+        watched.after = values_of(watched.model)
     if not watched.frames:
         raise JobError(
             f"{script.name} ran to its end, and no loss.backward() was seen. Give the arguments with which it trains after --."
@@ -135,87 +138,43 @@ class _Pending:
     called: tuple[str, Any, Draws] | None = None
 
 
-class _Python:
-    """What Python tells: the user's lines that ran, the tensors that the user's functions returned, frames."""
-
-    def __init__(self, script: Path, watched: Watched) -> None:
-        self._script, self._folder = script.resolve(), script.parent.resolve()
-        self._watched = watched
-        self._known: dict[str, bool] = {}
-        self.returned: deque[tuple[str, Any]] = deque(maxlen=64)
-
-    def is_users(self, file: str) -> bool:
-        """Whether a file is the script, or beside it or below."""
-        known = self._known.get(file)
-        if known is None:
-            inside = bool(file) and Path(file).resolve().is_relative_to(self._folder)
-            known = self._known[file] = inside and "site-packages" not in file
-        return known
-
-    def trace(self, frame: types.FrameType, event: str, value: Any) -> Any:
-        """For `sys.settrace`."""
-        if not self.is_users(frame.f_code.co_filename):
-            return None
-        frame.f_trace_lines = not self._watched.steps
-        return self._trace_users
-
-    def _trace_users(self, frame: types.FrameType, event: str, value: Any) -> Any:
-        if event == "line":
-            self._watched.lines.setdefault(frame.f_code.co_filename, set()).add(frame.f_lineno)
-        elif event == "return" and is_batch(value):
-            self.returned.append((frame.f_code.co_name, value))
-        return self._trace_users
-
-    def users_frames(self, frame: types.FrameType | None) -> list[SeenFrame]:
-        """The user's frames from the script to `frame`."""
-        frames: list[SeenFrame] = []
-        while frame is not None:
-            if self.is_users(frame.f_code.co_filename):
-                path = Path(frame.f_code.co_filename).resolve()
-                seen = SeenFrame(
-                    path, frame.f_code.co_name, frame.f_lineno, dict(frame.f_locals), frame.f_globals
-                )
-                frames.insert(0, seen)
-                if frame.f_code.co_name == "<module>" and path == self._script:
-                    break
-            frame = frame.f_back
-        return frames
-
-
 class _Watcher:
     def __init__(self, script: Path, num_steps: int) -> None:
         self.watched = Watched()
-        self.python = _Python(script, self.watched)
+        self.python = UsersCode(script)
+        self.watched.lines = self.python.lines
         self._num_steps = num_steps
         self._pending = _Pending()
         self._scaled: dict[int, tuple[Tensor, float]] = {}
         self._collated: list[Any] = []
         self._step: list[MicroBatch] = []
         self._in_step = False
+        self.passes = Passes(self.python.users_frames)
+        self.averages = Averages()
+        self.enough = False  # the steps that are compared have been seen
+        self._further, self._until = 0, 0.0
         self._buffers: dict[int, dict[str, Tensor]] = {}
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        kept, trace = draws_now(), sys.gettrace()
-        torch.manual_seed(0)
-        random.seed(0)
-        numpy.random.seed(0)
-        threads, dtype = torch.get_num_threads(), torch.get_default_dtype()
+        trace = sys.gettrace()
         hooks: list[RemovableHandle] = [
             register_optimizer_step_pre_hook(self._before_step),
             register_optimizer_step_post_hook(self._after_step),
         ]
         clip = torch.nn.utils.clip_grad
         with ExitStack() as stack:
+            stack.enter_context(_from_seed_0())
             for place, name, wrap in (
                 (Tensor, "backward", self._backward),
                 (nn.Module, "__call__", self._call),
                 (torch, "compile", lambda _: lambda model=None, **_: model if model is not None else (lambda each: each)),
                 (torch, "manual_seed", self._seed),
+                (torch, "save", self._save),
                 (torch.amp.grad_scaler.GradScaler, "scale", self._scale),
                 (DataLoader, "_get_iterator", self._iterator),
                 (_BaseDataLoaderIter, "__next__", self._next),
-                *((place, name, self._clip) for place in (torch.nn.utils, clip) for name in ("clip_grad_norm_", "clip_grad_value_")),
+                *((place, name, partial(_clipping, self.watched.clips)) for place in (torch.nn.utils, clip) for name in ("clip_grad_norm_", "clip_grad_value_")),
             ):  # fmt: skip
                 stack.enter_context(patch.object(place, name, wrap(getattr(place, name))))
             sys.settrace(self.python.trace)
@@ -225,18 +184,18 @@ class _Watcher:
                 sys.settrace(trace)
                 for hook in hooks:
                     hook.remove()
-                torch.set_num_threads(threads)
-                torch.set_default_dtype(dtype)
-                set_draws(kept)
 
     # --- What torch tells
 
     def _seed(self, seed: Callable[..., Any]) -> Callable[..., Any]:
         def manual_seed(value: int) -> Any:
-            self.watched.seeded |= self.python.is_users(_caller(1).f_code.co_filename)
+            self.watched.seeded |= self.python.is_users(caller(1).f_code.co_filename)
             return seed(value)
 
         return manual_seed
+
+    def _save(self, save: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *given, **named: None if self.enough else save(*given, **named)
 
     def _iterator(self, get: Callable[..., Any]) -> Callable[..., Any]:
         def get_iterator(loader: Any) -> Any:
@@ -252,14 +211,20 @@ class _Watcher:
 
             iterator._dataset_fetcher.collate_fn = recorded
             iterator._adopted = loader
+            self.passes.began(loader)
             return iterator
 
         return get_iterator
 
     def _next(self, following: Callable[..., Any]) -> Callable[..., Any]:
         def __next__(iterator: Any) -> Any:  # noqa: N807
-            batch = following(iterator)
             loader = iterator._adopted
+            try:
+                batch = following(iterator)
+            except StopIteration:
+                self.passes.came_to_end(loader, caller(1), len(self.watched.steps) + self._further)
+                raise
+            self.passes.gave(loader, self._collated)
             pending = self._pending
             pending.newest = loader
             pending.nexts[id(loader)] = pending.nexts.get(id(loader), 0) + 1
@@ -280,6 +245,8 @@ class _Watcher:
                     if inputs & {id(each) for each in tensors_of(value)}:
                         self._pending.called = name, value, draws_now()
                         break
+            if self.watched.loader is not None:
+                self.passes.called(module)
             if id(module) not in self._buffers and not self.watched.steps:
                 self._buffers[id(module)] = {name: each.clone() for name, each in module.named_buffers()}
             return call(module, *given, **named)
@@ -295,28 +262,19 @@ class _Watcher:
 
         return scaled
 
-    def _clip(self, clip: Callable[..., Any]) -> Callable[..., Any]:
-        def clipped(parameters: Any, bound: float, *rest: Any, **named: Any) -> Any:
-            norm = named.get("norm_type", rest[0] if rest else 2.0) if "norm" in clip.__name__ else 0.0
-            self.watched.clips.append((clip.__name__, float(bound), float(norm), _caller(2).f_lineno))
-            return clip(parameters, bound, *rest, **named)
-
-        def by_name(parameters: Any, *rest: Any, **named: Any) -> Any:
-            names = [each for each in ("max_norm", "clip_value") if each in named]
-            return clipped(parameters, *([named.pop(names[0])] if names else []), *rest, **named)
-
-        return by_name
-
     def _backward(self, backward: Callable[..., Any]) -> Callable[..., Any]:
         def watched_backward(loss: Tensor, *given: Any, **named: Any) -> Any:
             if loss.numel() == 1:
-                self._see_backward(loss, _caller(1))
+                self._see_backward(loss, caller(1))
             return backward(loss, *given, **named)
 
         return watched_backward
 
     def _see_backward(self, loss: Tensor, frame: types.FrameType | None) -> None:
         watched, pending = self.watched, self._pending
+        self.passes.trained()
+        if self.enough:
+            return
         frames = self.python.users_frames(frame)
         if not frames:
             return
@@ -342,14 +300,17 @@ class _Watcher:
 
     def _before_step(self, optimizer: Any, given: Any, named: Any) -> None:
         watched = self.watched
+        if self.enough:
+            return
         self._in_step = True
         if not any(each is optimizer for each in watched.optimizers):
             watched.optimizers.append(optimizer)
         if not watched.steps and watched.frames and watched.model is None:
             watched.model = _model_of(watched.frames, watched.optimizers)
             if watched.model is not None:
-                watched.before = _values(watched.model) | self._buffers.get(id(watched.model), {})
+                watched.before = values_of(watched.model) | self._buffers.get(id(watched.model), {})
         if watched.model is not None:
+            self.averages.record(watched.model, watched.frames)
             for name, parameter in watched.model.named_parameters():
                 if parameter.grad is not None and not parameter.grad.is_sparse:
                     size = parameter.grad.abs()
@@ -360,18 +321,46 @@ class _Watcher:
     def _after_step(self, optimizer: Any, given: Any, named: Any) -> None:
         watched = self.watched
         self._in_step = False
-        watched.steps.append(self._step)
-        self._step = []
-        if len(watched.steps) >= self._num_steps:
+        if self.enough:
+            self._further += 1
+        else:
+            watched.steps.append(self._step)
+            self._step = []
+            self.python.in_first_step = False
+            if len(watched.steps) < self._num_steps:
+                return
+            self.enough, self._until = True, time.process_time() + FURTHER_SECONDS
+            sys.settrace(None)
             if watched.model is not None:
-                watched.after = _values(watched.model)
+                watched.after = values_of(watched.model)
+        over = self._further >= FURTHER_STEPS or time.process_time() > self._until
+        if over or self.passes.ended or not _evaluates(watched):
             raise _EnoughError
 
 
-def _values(model: nn.Module) -> dict[str, Tensor]:
-    return {
-        name: each.detach().clone() for name, each in model.state_dict().items() if isinstance(each, Tensor)
-    }
+@contextmanager
+def _from_seed_0() -> Iterator[None]:
+    """Seeds all generators; afterwards they, torch's threads and its default dtype are as they were."""
+    kept, threads, dtype = draws_now(), torch.get_num_threads(), torch.get_default_dtype()
+    torch.manual_seed(0)
+    random.seed(0)
+    numpy.random.seed(0)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        torch.set_default_dtype(dtype)
+        set_draws(kept)
+
+
+def _evaluates(watched: Watched) -> bool:
+    """Whether an evaluation over another data loader may come."""
+    if watched.model is None or watched.loader is None:
+        return False
+    if any(issubclass(type(each), DataLoader) and each is not watched.loader for each in gc.get_objects()):
+        return True
+    texts = [each.read_text(encoding="utf-8") for each in {frame.path for frame in watched.frames}]
+    return sum(text.count("DataLoader(") for text in texts) > 1
 
 
 def _model_of(frames: Sequence[SeenFrame], optimizers: Sequence[Any]) -> nn.Module | None:
@@ -386,11 +375,16 @@ def _model_of(frames: Sequence[SeenFrame], optimizers: Sequence[Any]) -> nn.Modu
     return min(modules.values(), key=lambda each: sum(1 for _ in each.modules()), default=None)
 
 
-def _caller(depth: int) -> types.FrameType:
-    """The frame that called the function that asks, 1, or the one `depth` calls above."""
-    frame = inspect.currentframe()
-    for _ in range(depth + 1):
-        assert frame is not None
-        frame = frame.f_back
-    assert frame is not None
-    return frame
+def _clipping(clips: list[tuple[str, float, float, int]], clip: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that clips, and notes what it is given."""
+
+    def clipped(parameters: Any, bound: float, *rest: Any, **named: Any) -> Any:
+        norm = named.get("norm_type", rest[0] if rest else 2.0) if "norm" in clip.__name__ else 0.0
+        clips.append((clip.__name__, float(bound), float(norm), caller(2).f_lineno))
+        return clip(parameters, bound, *rest, **named)
+
+    def by_name(parameters: Any, *rest: Any, **named: Any) -> Any:
+        names = [each for each in ("max_norm", "clip_value") if each in named]
+        return clipped(parameters, *([named.pop(names[0])] if names else []), *rest, **named)
+
+    return by_name

@@ -91,8 +91,11 @@ def divide(
     return DividedState(layout=layout, parts=tuple(parts))
 
 
-def write_divided(divided: DividedState, lender: Lender | None = None) -> Write:
-    """Writes what ranks have agreed on. lender: of parts that are on a disk."""
+def write_divided(
+    divided: DividedState, lender: Lender | None = None, told: Callable[[int, int], None] = lambda done, of: None
+) -> Write:  # fmt: skip
+    """Writes what ranks have agreed on. lender: of parts that are on a disk. told: called with the bytes that this rank has
+    written, and their number."""
     layout, parts = divided.layout, divided.parts
     sizes = {each.name: each.num_bytes for each in layout.files}
 
@@ -100,7 +103,9 @@ def write_divided(divided: DividedState, lender: Lender | None = None) -> Write:
         rank, needed = group.rank, sum(span.num_bytes for span, _ in parts)
         problem = yield from _create_together(directory, temporary, group, layout)
         if problem is None:
-            problem = attempt(rank, directory, needed, lambda: write_parts(temporary, layout, parts, lender))
+            problem = attempt(
+                rank, directory, needed, lambda: write_parts(temporary, layout, parts, lender, told)
+            )
             problem = first_problem((yield from collect(group, {"problem": problem})))
         sums: list[Sum] = []
         if problem is None:
@@ -146,11 +151,18 @@ def create_files(temporary: Path, layout: CheckpointLayout) -> None:
 
 
 def write_parts(
-    temporary: Path, layout: CheckpointLayout, parts: Sequence[Part], lender: Lender | None = None
+    temporary: Path,
+    layout: CheckpointLayout,
+    parts: Sequence[Part],
+    lender: Lender | None = None,
+    told: Callable[[int, int], None] = lambda done, of: None,
 ) -> None:
-    """Writes elements to their places in the files. lender: is told what was read."""
+    """Writes elements to their places in the files. lender: is told what was read. told: as of `write_divided`."""
     check_seen(temporary)
+    done, of = 0, sum(span.num_bytes for span, _ in parts)
     for span, tensor in parts:
+        told(done, of)
+        done += span.num_bytes
         read = partial(lender.let_go, tensor) if lender else None
         file, start = layout.place(span)
         flat = tensor.detach().to("cpu").contiguous()

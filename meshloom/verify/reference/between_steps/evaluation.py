@@ -47,9 +47,10 @@ def _run(
     reference: Reference, dataset: Any, sums: dict[str, list[float]], updates: int, batches: int | None
 ) -> None:
     job = reference.job
-    for batch, start in enumerate(range(0, len(dataset), job.batch_size)[:batches]):
+    size = job.evaluation_batch_size
+    for batch, start in enumerate(range(0, len(dataset), size)[:batches]):
         samples: list[Any] = []
-        for index in range(start, min(start + job.batch_size, len(dataset))):
+        for index in range(start, min(start + size, len(dataset))):
             seed_everything(sample_seed(job.seed, -1, index))  # -1: the epoch of evaluations
             samples.append(dataset[index])
         for chunk in forwards_of(reference.plan, samples, reference.shares_now, synchronised=False):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshloom.adopt.proving.evaluated import ComparedMetric, ExpectedMetrics, compared_metrics
 from meshloom.adopt.watching.draws import set_draws, tensors_of
 from meshloom.adopt.watching.watch import Watched
 from meshloom.core.job import Job
@@ -29,7 +30,8 @@ class Proof:
     """losses: of each step, the script's and the job's. parameters: their number. largest: the largest difference of an
     element, over the largest change of its parameter's elements. initial: whether the job's own initial parameters are the
     script's. samples: whether the job's dataset gives the samples that the script's gave; None: not compared.
-    problem: why there is no comparison."""
+    metrics: of the script's evaluation after `evaluated_after` steps. average: the largest difference of an element of the
+    average, over the largest change of its parameter's elements. problem: why there is no comparison."""
 
     losses: list[tuple[float, float]]
     parameters: int
@@ -38,6 +40,9 @@ class Proof:
     initial: bool
     samples: bool | None
     problem: str = ""
+    metrics: Sequence[ComparedMetric] = ()
+    evaluated_after: int = 0
+    average: float | None = None
 
     @property
     def holds(self) -> bool:
@@ -66,6 +71,15 @@ class Proof:
             lines.append(
                 f"NOT PROVED: losses or parameters differ (at most {self.largest:.1e} of what training changed)."
             )
+        if self.metrics:
+            lines.append(f"Evaluation after step {self.evaluated_after}, of the script's parameters then:")
+            lines.append("                              script           job")
+            for each in self.metrics:
+                lines.append(f"  {each.name:22s}  {each.script:12.8f}  {each.own:12.8f}")
+                if abs(each.own - each.reported) > ROUNDING * max(1.0, abs(each.own)):
+                    lines.append(f"  (the script has the mean over batches; a job's, over samples, is {each.reported:.8f})")  # fmt: skip
+        if self.average is not None:
+            lines.append(f"The average of the parameters equals the script's up to rounding (at most {self.average:.1e} of what training changed).")  # fmt: skip
         if not self.initial:
             lines.append(
                 "The job's own initial parameters are other draws than the script's, which were used in this comparison."
@@ -75,13 +89,21 @@ class Proof:
         return "\n".join(lines)
 
 
-def prove(target: Path, words: tuple[str, ...], watched: Watched) -> Proof:
-    """Train the job in the file for the steps that were watched, on the same batches, with the same draws."""
+def prove(
+    target: Path, words: tuple[str, ...], watched: Watched, expected: ExpectedMetrics | None = None
+) -> Proof:
+    """Train the job in the file for the steps that were watched, on the same batches, with the same draws; then evaluate with
+    the parameters that the script evaluated. expected: of that evaluation."""
     try:
         with as_program(str(target), words):
             job = load_job(str(target))
         assert job is not None
-        return _compared(job, watched)
+        proof = _compared(job, watched)
+        if expected is None or job.evaluate is None:
+            return proof
+        with as_program(str(target), words):
+            metrics = compared_metrics(job, expected)
+        return replace(proof, metrics=metrics, evaluated_after=expected.seen.steps)
     except Exception as error:
         return Proof(
             [],
@@ -108,15 +130,56 @@ def _compared(job: Job, watched: Watched) -> Proof:
     )  # fmt: skip
     plan = Plan.parse("dp=1" if micro == 1 else f"dp=1,microbatches={micro}")
     with Trainer(comparison, plan, devices="simulated", cache="off") as trainer:
-        losses = [trainer.step(batch) for batch in trainer.batches()]
+        losses: list[float] = []
+        averages: list[dict[str, Tensor]] = []
+        parameters: list[dict[str, Tensor]] = []
+        for batch in trainer.batches():
+            losses.append(trainer.step(batch))
+            if job.average is not None:
+                averages.append(_averages(trainer))
+                parameters.append(_parameters(trainer))
         values = {
             name: each.detach().clone() for name, each in trainer.replicas[0].model.state_dict().items()
         }
     script = [sum(batch.loss for batch in each) for each in watched.steps]
     largest, bits = _difference(watched, values)
     return Proof(
-        list(zip(script, losses, strict=True)), len(watched.after), largest, bits and losses == script, found["initial"], checked
+        list(zip(script, losses, strict=True)), len(watched.after), largest, bits and losses == script, found["initial"], checked,
+        average=_difference_of_average(watched, averages, parameters) if averages else None,
     )  # fmt: skip
+
+
+def _averages(trainer: Trainer) -> dict[str, Tensor]:
+    """Of one rank that has all parameters, by name."""
+    averages = trainer.replicas[0].updater.state.averages
+    assert averages is not None
+    found = {name: each.flatten() for name, each in _parameters(trainer).items()}
+    for each in averages.held:
+        found[each.name][each.start : each.stop] = each.tensor.detach().flatten()
+    return found
+
+
+def _parameters(trainer: Trainer) -> dict[str, Tensor]:
+    return {name: each.detach().clone() for name, each in trainer.replicas[0].model.named_parameters()}
+
+
+def _difference_of_average(
+    watched: Watched, averages: Sequence[dict[str, Tensor]], parameters: Sequence[dict[str, Tensor]]
+) -> float:
+    """As `Proof.average`. An average that begins with the initial parameters differs from one that begins with those after the
+    first step by decay ** steps of the first update."""
+    seen = watched.average
+    assert seen is not None
+    largest = 0.0
+    for name, value in seen.values.items():
+        own = averages[seen.steps - 1][name].view_as(value).double()
+        first, before = parameters[0][name].double(), watched.before[name].double()
+        if seen.from_initial:
+            own = own + seen.decay**seen.steps * (before - first)
+        change = (parameters[seen.steps - 1][name].double() - before).abs().max().item()
+        scale = max(change, 1e-3 * value.double().abs().max().item(), 1e-12)
+        largest = max(largest, (own - value.double()).abs().max().item() / scale)
+    return largest
 
 
 def _samples(samples: list[Any] | None, batch: Any) -> list[Any]:

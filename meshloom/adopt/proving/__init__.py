@@ -1,0 +1,1 @@
+"""Whether a job does what the script was seen to do."""

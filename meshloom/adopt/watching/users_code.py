@@ -1,0 +1,72 @@
+"""The user's own code while a script runs: which lines ran, what functions returned, and who called."""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+from meshloom.adopt.watching.draws import is_batch
+from meshloom.adopt.watching.passes import SeenFrame
+
+
+class UsersCode:
+    """What Python tells: the user's lines that ran in the first step, by file, the tensors that the user's functions returned,
+    frames."""
+
+    def __init__(self, script: Path) -> None:
+        self._script, self._folder = script.resolve(), script.parent.resolve()
+        self.lines: dict[str, set[int]] = {}
+        self.in_first_step = True
+        self._known: dict[str, bool] = {}
+        self.returned: deque[tuple[str, Any]] = deque(maxlen=64)
+
+    def is_users(self, file: str) -> bool:
+        """Whether a file is the script, or beside it or below."""
+        known = self._known.get(file)
+        if known is None:
+            real = bool(file) and not file.startswith("<")  # <frozen runpy>, <string>
+            inside = real and Path(file).resolve().is_relative_to(self._folder)
+            known = self._known[file] = inside and "site-packages" not in file
+        return known
+
+    def trace(self, frame: types.FrameType, event: str, value: Any) -> Any:
+        """For `sys.settrace`."""
+        if not self.is_users(frame.f_code.co_filename):
+            return None
+        frame.f_trace_lines = self.in_first_step
+        return self._trace_users
+
+    def _trace_users(self, frame: types.FrameType, event: str, value: Any) -> Any:
+        if event == "line":
+            self.lines.setdefault(frame.f_code.co_filename, set()).add(frame.f_lineno)
+        elif event == "return" and is_batch(value):
+            self.returned.append((frame.f_code.co_name, value))
+        return self._trace_users
+
+    def users_frames(self, frame: types.FrameType | None) -> list[SeenFrame]:
+        """The user's frames from the script to `frame`."""
+        frames: list[SeenFrame] = []
+        while frame is not None:
+            if self.is_users(frame.f_code.co_filename):
+                path = Path(frame.f_code.co_filename).resolve()
+                seen = SeenFrame(
+                    path, frame.f_code.co_name, frame.f_lineno, dict(frame.f_locals), frame.f_globals
+                )
+                frames.insert(0, seen)
+                if frame.f_code.co_name == "<module>" and path == self._script:
+                    break
+            frame = frame.f_back
+        return frames
+
+
+def caller(depth: int) -> types.FrameType:
+    """The frame that called the function that asks, 1, or the one `depth` calls above."""
+    frame = inspect.currentframe()
+    for _ in range(depth + 1):
+        assert frame is not None
+        frame = frame.f_back
+    assert frame is not None
+    return frame
