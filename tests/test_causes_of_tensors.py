@@ -11,7 +11,7 @@ from torch import Tensor
 from meshloom.core.plan import Plan
 from meshloom.verify.between_steps.checks import TensorError
 from meshloom.verify.causes.of_tensors import exchanged, from_mixture, from_places, from_rounding
-from meshloom.verify.compare_chunks import facts_of, first_module
+from meshloom.verify.compare_chunks import facts_of, first_module, first_output
 from meshloom.verify.reference.mistakes import ChunkGradients, Evidence
 from meshloom.verify.reference.step_records import ChunkRecord, ModuleOutput, StepRecord
 
@@ -35,7 +35,7 @@ def test_rounding_on_the_way_names_the_precision(dtype: torch.dtype):
     assert (
         cause
         and cause.kind == "rounding"
-        and f"rounded to {str(dtype).removeprefix('torch.')}" in cause.sentence
+        and f"rounding to {str(dtype).removeprefix('torch.')}" in cause.sentence
     )
     assert from_rounding({"a": 1.001 * right["a"]}, right) is None  # a factor has a direction
     assert from_rounding({"a": right["a"] + 0.1}, right) is None
@@ -82,7 +82,8 @@ def test_the_first_module_is_that_of_the_program_and_not_of_the_alphabet(kind: s
     executed = record("zeta", "middle", "alpha", "")
     for ours in (executed, replace(executed, chunks=[])):  # observed or not, as in programs
         errors = [wrong("alpha.weight", kind), wrong("zeta.weight", kind), wrong("middle.weight", kind)]
-        assert first_module(ours, executed, errors, 1e-6, Plan()) == module
+        assert first_output(ours, executed, 1e-6, Plan()) is None
+        assert first_module(executed, errors, Plan()) == module
 
 
 def test_what_ranks_of_one_replica_hold_differently_is_not_said_of_replicas():

@@ -30,6 +30,7 @@ from meshloom.verify.between_steps.averages import AverageErrors
 from meshloom.verify.between_steps.checks import BetweenSteps, DifferingTensor, TensorError
 from meshloom.verify.between_steps.evaluation_check import metric_errors
 from meshloom.verify.between_steps.saved_check import check_saved
+from meshloom.verify.causes.other_runs import with_other_runs
 from meshloom.verify.compare import Comparer, Comparison
 from meshloom.verify.diagnose import diagnose
 from meshloom.verify.reference.between_steps.positions import go_to
@@ -273,7 +274,7 @@ class ComparisonRun(Comparing):
         if not all(error.passed for error in self._gradient_errors()) and all(
             step.passed for step in self._steps
         ):
-            self._evidence = full_evidence(reference, self._evidence)
+            self._evidence = with_other_runs(reference, full_evidence(reference, self._evidence))
         self._reference_record = reference.update()
         self._comparer.note(self._reference_record.casts)
         names = {id(each): name for name, each in reference.updated.all.items()}
@@ -344,7 +345,10 @@ class ComparisonRun(Comparing):
         if self._against and not self._reference_skips:
             self._from_float64, self._against = self._against.result(*comparison.loss), None
         if not comparison.passed and all(step.passed for step in self._steps):
-            self.causes = diagnose(comparison, ours, self._reference_record, self._evidence, self._steps)
+            of_averages = self._averages.cause() if self._averages else None
+            self.causes = diagnose(
+                comparison, ours, self._reference_record, self._evidence, self._steps, of_averages
+            )
         self._steps.append(comparison)
         self._previous = dict(self._reference_record.gradients)
 

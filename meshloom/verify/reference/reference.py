@@ -91,7 +91,7 @@ class Reference:
         self._watch = ModuleWatch(self.model)
         self.autocast = AUTOCAST.get(plan.precision)  # around losses; float64 tensors are not cast
         self._casts, self.scale = CastWatch(self.precision, self._watch), ReferenceScale(plan)
-        self._chunk_run = ChunkRun(job, self.model, self.device, dtype, self._watch, self.autocast, self.scale, dtype or self.updated.dtype, plan)  # fmt: skip
+        self.chunk_run = ChunkRun(job, self.model, self.device, dtype, self._watch, self.autocast, self.scale, dtype or self.updated.dtype, plan)  # fmt: skip
         self.turn = self.losses[0]  # the loss whose turn it is
         self.step = -1  # the last one
         self.samples, self.chunks = list[Any](), list[ChunkRecord]()
@@ -123,8 +123,8 @@ class Reference:
         """The first half of a step, or of one of its turns: forward and backward of all chunks, after which
         `gradients` are the average. Raises `DataError` if there is no data."""
         with preserved_draws(), self._watch.attached():
-            self.step, self.samples, self.turn, self._chunk_run.draws = next(self.turns_left)
-            self._chunk_run.loss = self.turn.loss
+            self.step, self.samples, self.turn, self.chunk_run.draws = next(self.turns_left)
+            self.chunk_run.loss = self.turn.loss
             for module, training in self._modes:
                 module.training = training
             _keep_earlier(self)
@@ -198,13 +198,13 @@ class Reference:
         """Forward and backward of the last step's `forward`; gradients accumulate. watched: whether casts are noted."""
         put_numbers(self.model, self._numbers)
         casts = self._casts if watched else None
-        result = self._chunk_run.run(forward, self.step, casts, len(self.samples))
+        result = self.chunk_run.run(forward, self.step, casts, len(self.samples))
         self._divisor = result.divisor
         return result
 
     def records(self, forward: ReferenceForward, result: ChunkResult) -> Iterator[ChunkRecord]:
         """One record per chunk of the plan in `forward`."""
-        return self._chunk_run.records(forward, result, self.step)
+        return self.chunk_run.records(forward, result, self.step)
 
     def divide(self, weight: float) -> None:
         """Turn what forwards have accumulated into averages, of a weight of 1 into gradient sums; those of other losses'
