@@ -11,7 +11,7 @@ from torch import Tensor
 from meshloom.core.plan import Plan
 from meshloom.verify.between_steps.checks import TensorError
 from meshloom.verify.causes.of_tensors import exchanged, from_mixture, from_places, from_rounding
-from meshloom.verify.compare_chunks import facts_of, first_module, first_output
+from meshloom.verify.compared.compare_chunks import facts_of, first_module, first_output
 from meshloom.verify.reference.mistakes import ChunkGradients, Evidence
 from meshloom.verify.reference.step_records import ChunkRecord, ModuleOutput, StepRecord
 

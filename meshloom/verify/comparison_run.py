@@ -30,8 +30,8 @@ from meshloom.verify.between_steps.averages import AverageErrors
 from meshloom.verify.between_steps.checks import BetweenSteps, DifferingTensor, TensorError
 from meshloom.verify.between_steps.evaluation_check import metric_errors
 from meshloom.verify.between_steps.saved_check import check_saved
-from meshloom.verify.causes.other_runs import with_other_runs
-from meshloom.verify.compare import Comparer, Comparison
+from meshloom.verify.causes.other_runs import whole_evidence
+from meshloom.verify.compared.compare import Comparer, Comparison
 from meshloom.verify.diagnose import diagnose
 from meshloom.verify.reference.between_steps.positions import go_to
 from meshloom.verify.reference.mistakes import Cause, Evidence, subsample
@@ -42,7 +42,7 @@ from meshloom.verify.reference.reference import (
     changed_buffers,
     replace_value,
 )
-from meshloom.verify.reference.reruns import full_evidence, initial_evidence, rounding_effect, travel_effect
+from meshloom.verify.reference.reruns import initial_evidence, rounding_effect, travel_effect
 from meshloom.verify.reference.step_records import StepRecord
 from meshloom.verify.stage_outputs import Values, first_wrong_module
 from meshloom.verify.tolerances.common_factor import CommonFactor
@@ -274,7 +274,9 @@ class ComparisonRun(Comparing):
         if not all(error.passed for error in self._gradient_errors()) and all(
             step.passed for step in self._steps
         ):
-            self._evidence = with_other_runs(reference, full_evidence(reference, self._evidence))
+            self._evidence = whole_evidence(
+                reference, self._evidence, self._gradient_errors(), self.subsampled, self._comparer.values
+            )
         self._reference_record = reference.update()
         self._comparer.note(self._reference_record.casts)
         names = {id(each): name for name, each in reference.updated.all.items()}
@@ -294,11 +296,7 @@ class ComparisonRun(Comparing):
         compared = self._state.compare(name, self.reference.updated.settled(name, ours))
         wrong = next((error for error in compared if not error.passed), None)
         if wrong is not None:
-            right = (
-                self.reference.updated.all
-                if name in self.reference.updated.all
-                else dict(self.reference.model.named_buffers())
-            )
+            right = {**dict(self.reference.model.named_buffers()), **self.reference.updated.all}
             self._keep_first(wrong, ours, right[name])
         elif compared:
             replace_value(self.reference, name, ours)

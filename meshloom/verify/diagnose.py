@@ -17,8 +17,8 @@ from collections.abc import Iterator, Sequence
 from meshloom.core.plan import Plan
 from meshloom.core.units import plural
 from meshloom.verify.causes.of_gradients import from_gradients
-from meshloom.verify.compare import Comparison
-from meshloom.verify.compare_chunks import filled, wrong_settings
+from meshloom.verify.compared.compare import Comparison
+from meshloom.verify.compared.compare_chunks import filled, wrong_settings
 from meshloom.verify.reference.mistakes import Cause, Evidence, subsample
 from meshloom.verify.reference.step_records import StepRecord
 

@@ -12,7 +12,7 @@ from rich.table import Table
 from meshloom.core.units import format_count
 from meshloom.verify.against_float64 import FromFloat64
 from meshloom.verify.between_steps.checks import BetweenSteps, DifferingTensor, TensorError
-from meshloom.verify.compare import Comparison
+from meshloom.verify.compared.compare import Comparison
 from meshloom.verify.fewer_blocks import FewerBlocks
 from meshloom.verify.reference.mistakes import Cause
 from meshloom.verify.reference.step_records import Cast

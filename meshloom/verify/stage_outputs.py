@@ -22,7 +22,7 @@ from meshloom.replica.program_engine import ProgramEngine
 from meshloom.replica.replica import Replica
 from meshloom.replica.replica_state import each_of_state
 from meshloom.tensor_parallel.layout.placement import PARTIAL, Part
-from meshloom.verify.compare_chunks import OutputSteps
+from meshloom.verify.compared.compare_chunks import OutputSteps
 from meshloom.verify.reference.observers import ramp_of
 from meshloom.verify.reference.reference import Reference, watching
 from meshloom.verify.reference.step_records import ModuleOutput

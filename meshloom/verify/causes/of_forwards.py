@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
-from meshloom.verify.compare import Comparison
-from meshloom.verify.compare_chunks import filled, order_of_modules, place_of_owner
+from meshloom.verify.compared.compare import Comparison
+from meshloom.verify.compared.compare_chunks import filled, order_of_modules, place_of_owner
 from meshloom.verify.reference.mistakes import Cause, Evidence
 from meshloom.verify.reference.step_records import StepRecord
 from meshloom.verify.tolerances.gradient_errors import FLOOR
@@ -36,7 +36,7 @@ def from_forward(
 
 
 def from_backward(
-    comparison: Comparison, reference: StepRecord, evidence: Evidence, sizes: dict[str, float]
+    comparison: Comparison, reference: StepRecord, evidence: Evidence, sizes: Mapping[str, float]
 ) -> Cause | None:
     """Outputs agree, and gradients do from some module on, but none before it. sizes: norms of one device's gradients."""
     plan, order = evidence.plan, order_of_modules(reference, evidence.plan)

@@ -4,27 +4,30 @@ else where in the step they go wrong, or what their elements look like."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import chain
 
 import torch
 from torch import Tensor
 
+from meshloom.verify.between_steps.checks import TensorError
 from meshloom.verify.causes.of_elements import from_elements, names_of
 from meshloom.verify.causes.of_forwards import differing_chunks, from_backward, from_forward
 from meshloom.verify.causes.of_reruns import mixed, of_other_reductions, of_other_runs, of_tied_uses
 from meshloom.verify.causes.of_tensors import from_exchanged, from_mixture, from_places, from_rounding
-from meshloom.verify.compare import Comparison
+from meshloom.verify.compared.compare import Comparison
 from meshloom.verify.reference.mistakes import Cause, Evidence, mistakes, subsample_each
 from meshloom.verify.reference.step_records import StepRecord
 from meshloom.verify.tolerances.gradient_errors import FLOOR
 
 Gradients = Mapping[str, Tensor]  # subsampled, by name
+AnyGradients = Mapping[str, Tensor | None]
 Expected = Callable[[str], Tensor]  # name -> subsampled gradient
 _LEFT = 0.03  # of the difference, that a cause may leave unexplained
 _BETTER = 0.1  # of what a simpler cause leaves, that another one may leave
 _MOST_WRONG = 0.95  # of the elements, up to which the rest is right
+_CERTAIN = 1e-3  # of the difference, up to which a cause needs no better one
 _FEW = 3  # elements that one factor may explain
 
 
@@ -32,46 +35,92 @@ def from_gradients(
     comparison: Comparison, ours: StepRecord, reference: StepRecord, evidence: Evidence
 ) -> list[Cause]:
     """The likeliest cause; none if nothing fits."""
-    a, b = subsample_each(ours.gradients), subsample_each(reference.gradients)
-    failed = [
-        name for name in comparison.failed("gradient") if a.get(name) is not None and b.get(name) is not None
-    ]
-    actual = {name: each for name in failed if (each := a[name]) is not None}
-    right = {name: each for name in failed if (each := b[name]) is not None}
+    wrong = _Wrong.of(comparison.errors, ours.gradients, reference.gradients)
+    actual, right = wrong.actual, wrong.right
     if not actual:
         return []
     broken = [name for name, each in actual.items() if not bool(each.isfinite().all())]
     if broken:
         return [Cause("unknown", f"Unknown cause: the gradient of {names_of(broken)} is not finite.")]
-    passed = {error.name for error in comparison.errors if error.kind == "gradient" and error.passed}
-    sizes = {name: float(each.norm()) for name, each in b.items() if each is not None}
-    # A gradient of pure rounding always agrees, so it is no evidence.
-    all_wrong = not any(name in passed and size > FLOOR * max(sizes.values()) for name, size in sizes.items())
-    who = "All gradients are" if all_wrong else f"The gradients of {names_of(failed)} are"
     rounding = min(each.tolerance for each in comparison.errors if each.kind == "loss")
     if comparison.first_output is None and not differing_chunks(comparison, ours, reference):
         # what changes a forward changes a loss
         evidence = replace(evidence, others=[run for run in evidence.others if run.kind != "forward"])
-    candidates = chain(
-        from_exchanged(actual, right, b), _candidates(evidence, reference, actual, right, all_wrong, who)
-    )
-    error = _distance(actual, lambda name: right[name])
     found = (
-        _best(candidates, actual, error, rounding)
-        or from_elements(actual, right, b, evidence.transposed)
-        or _in_some_elements(evidence, reference, actual, right, rounding)
+        _best(_all_candidates(wrong, evidence, reference.gradient_norm), actual, wrong.error, rounding)[1]
+        or from_elements(actual, right, wrong.everything, evidence.transposed)
+        or _in_some_elements(evidence, actual, right, rounding)
         or from_forward(comparison, ours, reference, evidence)
-        or from_backward(comparison, reference, evidence, sizes)
+        or from_backward(comparison, reference, evidence, wrong.sizes)
         or from_rounding(actual, right)
         or from_places(actual, right)
     )
-    return [found] if found else from_mixture(actual, error, evidence)
+    return [found] if found else from_mixture(actual, wrong.error, evidence)
+
+
+def is_explained(
+    errors: Sequence[TensorError],
+    ours: AnyGradients,
+    reference: AnyGradients,
+    evidence: Evidence,
+    rounding: float,
+) -> bool:
+    """Whether what is known explains the wrong gradients up to `rounding`, so that no other runs are needed. ours: subsampled."""
+    wrong = _Wrong.of(errors, ours, reference)
+    if not wrong.actual or not all(bool(each.isfinite().all()) for each in wrong.actual.values()):
+        return True
+    return _best(_all_candidates(wrong, evidence, None), wrong.actual, wrong.error, rounding)[0] <= max(
+        rounding, _CERTAIN * wrong.error
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Wrong:
+    """The wrong gradients of a step, subsampled: the plan's and one device's. everything, sizes: one device's gradients and their norms.
+    who: they, as the beginning of a sentence. error: relative to theirs."""
+
+    actual: Gradients
+    right: Gradients
+    everything: AnyGradients
+    sizes: Mapping[str, float]
+    all_wrong: bool
+    who: str
+    error: float
+
+    @staticmethod
+    def of(errors: Sequence[TensorError], ours: AnyGradients, reference: AnyGradients) -> _Wrong:
+        a, b = subsample_each(ours), subsample_each(reference)
+        of_gradients = [error for error in errors if error.kind == "gradient"]
+        failed = [error.name for error in of_gradients if not error.passed]
+        actual = {
+            name: each for name in failed if b.get(name) is not None and (each := a.get(name)) is not None
+        }
+        right = {name: each for name in actual if (each := b[name]) is not None}
+        passed = {error.name for error in of_gradients if error.passed}
+        sizes = {name: float(each.norm()) for name, each in b.items() if each is not None}
+        # A gradient of pure rounding always agrees, so it is no evidence.
+        largest = max(sizes.values(), default=0.0)
+        all_wrong = not any(name in passed and size > FLOOR * largest for name, size in sizes.items())
+        who = "All gradients are" if all_wrong else f"The gradients of {names_of(actual)} are"
+        return _Wrong(
+            actual=actual, right=right, everything=b, sizes=sizes, all_wrong=all_wrong, who=who,
+            error=_distance(actual, lambda name: right[name]) if actual else 0.0,
+        )  # fmt: skip
+
+
+def _all_candidates(
+    wrong: _Wrong, evidence: Evidence, norm: float | None
+) -> Iterator[tuple[Cause, Expected]]:
+    return chain(
+        from_exchanged(wrong.actual, wrong.right, wrong.everything),
+        _candidates(evidence, norm, wrong.actual, wrong.right, wrong.all_wrong, wrong.who),
+    )
 
 
 def _best(
     candidates: Iterator[tuple[Cause, Expected]], actual: Gradients, error: float, rounding: float
-) -> Cause | None:
-    """The cause that leaves least of `error` unexplained, if that is little. rounding: what need not be explained."""
+) -> tuple[float, Cause | None]:
+    """The cause that leaves least of `error` unexplained, if that is little, and what it leaves. rounding: what need not be explained."""
     best, cause = math.inf, None
     for candidate, expected in candidates:
         left = _distance(actual, expected)
@@ -79,13 +128,13 @@ def _best(
         if left <= _LEFT * error and left < _BETTER * best and best > rounding:
             best, cause = left, candidate
     if cause is None:
-        return None
+        return best, None
     share = max(0.0, 1 - best / error)
-    return Cause(cause.kind, f"{cause.sentence} This explains {share:.2%} of the difference.")
+    return best, Cause(cause.kind, f"{cause.sentence} This explains {share:.2%} of the difference.")
 
 
 def _in_some_elements(
-    evidence: Evidence, reference: StepRecord, actual: Gradients, right: Gradients, rounding: float
+    evidence: Evidence, actual: Gradients, right: Gradients, rounding: float
 ) -> Cause | None:
     """A mistake that reproduces the wrong elements of gradients of which others are right; where they are beside each other, it
     is at the border of two parts."""
@@ -111,7 +160,7 @@ def _in_some_elements(
     one = {name: each[wrong[name]] for name, each in right.items()}
     error = _distance(ours, lambda name: one[name])
     who = f"{share:.0%} of the elements of the gradients of {names_of(list(wrong))} are wrong. They are"
-    found = _best(_candidates(known, reference, ours, one, False, who), ours, error, rounding)
+    _, found = _best(_candidates(known, None, ours, one, False, who), ours, error, rounding)
     place = from_places(actual, right)
     if found and place:
         return Cause(place.kind, f"{place.sentence} {found.sentence}")
@@ -119,9 +168,9 @@ def _in_some_elements(
 
 
 def _candidates(
-    evidence: Evidence, reference: StepRecord, actual: Gradients, right: Gradients, all_wrong: bool, who: str
+    evidence: Evidence, norm: float | None, actual: Gradients, right: Gradients, all_wrong: bool, who: str
 ) -> Iterator[tuple[Cause, Expected]]:
-    """Possible causes and the gradients they would give, simple ones first."""
+    """Possible causes and the gradients they would give, simple ones first. norm: of one device's whole gradient."""
     tied = [name for name in right if name in evidence.tied]
     if tied and len(tied) == len(right):
         uses = 1 + max(len(evidence.tied[name]) for name in tied)
@@ -151,12 +200,7 @@ def _candidates(
     yield from of_other_runs(evidence, right, who)
     yield from of_other_reductions(evidence, right, who)
     factor = _dot(actual, right) / (_dot(right, right) or math.inf)
-    if (
-        evidence.clip
-        and all_wrong
-        and reference.gradient_norm
-        and math.isclose(factor * reference.gradient_norm, evidence.clip, rel_tol=1e-3)
-    ):
+    if evidence.clip and all_wrong and norm and math.isclose(factor * norm, evidence.clip, rel_tol=1e-3):
         sentence = f"{who} clipped to {evidence.clip:g} before the exchange: clipped too early, or twice."
         yield Cause("clipping", sentence), lambda name: factor * right[name]
     elif all_wrong or sum(map(torch.numel, right.values())) > _FEW:

@@ -3,7 +3,7 @@ draws of another step or chunk, with a module that lacks its bias or is in evalu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -13,20 +13,29 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 from torch.nn.modules.dropout import _DropoutNd  # pyright: ignore[reportPrivateUsage]
 
+from meshloom.verify.between_steps.checks import TensorError
+from meshloom.verify.causes.of_gradients import is_explained
 from meshloom.verify.reference.mistakes import Evidence, Gradients, OtherRun
 from meshloom.verify.reference.reference import Reference
-from meshloom.verify.reference.reruns import chunk_by_chunk, values_restored
+from meshloom.verify.reference.reruns import chunk_by_chunk, full_evidence, values_restored
 
 _MOST_MODULES = 8  # that are tried one by one
 _SMALL = 2**24  # parameters of a model that is run so often
 
 
-def with_other_runs(reference: Reference, evidence: Evidence) -> Evidence:
-    """To be called between `Reference.run` and `Reference.update`; all state is left unchanged."""
-    return replace(evidence, others=[*_other_runs(reference)])
+def whole_evidence(
+    reference: Reference, initial: Evidence, errors: Sequence[TensorError], ours: Gradients, rounding: float
+) -> Evidence:
+    """The evidence with reruns of the step, and with those in other ways if they are needed. errors, ours: of the plan's gradients, which are
+    subsampled. rounding: what need not be explained. To be called between `Reference.run` and `Reference.update`."""
+    evidence = full_evidence(reference, initial)
+    if is_explained(errors, ours, reference.gradients, evidence, rounding):
+        return evidence
+    return replace(evidence, others=[*other_runs(reference)])
 
 
-def _other_runs(reference: Reference) -> Iterator[OtherRun]:
+def other_runs(reference: Reference) -> Iterator[OtherRun]:
+    """All of them; state is left unchanged."""
     yield from _with_earlier_weights(reference)
     yield from _in_other_precision(reference)
     if any(chunk.draws for chunk in reference.chunks):

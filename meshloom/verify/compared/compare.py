@@ -26,7 +26,7 @@ import torch
 
 from meshloom.core.plan import Plan
 from meshloom.verify.between_steps.checks import Kind, TensorError
-from meshloom.verify.compare_chunks import facts_of, first_module, first_output
+from meshloom.verify.compared.compare_chunks import facts_of, first_module, first_output
 from meshloom.verify.reference.step_records import Cast, StepRecord
 from meshloom.verify.tolerances.of_precision import (
     most_tolerated,
