@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -28,7 +28,7 @@ from meshloom.core.plan import Plan
 from meshloom.verify.against_float64 import AgainstFloat64, FromFloat64
 from meshloom.verify.between_steps.averages import AverageErrors
 from meshloom.verify.between_steps.checks import BetweenSteps, DifferingTensor, TensorError
-from meshloom.verify.between_steps.evaluation_check import metric_errors
+from meshloom.verify.between_steps.evaluation_check import PlanEvaluation, check_metrics
 from meshloom.verify.between_steps.saved_check import check_saved
 from meshloom.verify.causes.other_runs import whole_evidence
 from meshloom.verify.compared.compare import Comparer, Comparison
@@ -124,10 +124,8 @@ class Comparing(ABC):
         """The next step is the one of this number."""
 
     @abstractmethod
-    def metric_errors(
-        self, ours: Mapping[str, float], updates: int, batches: int | None
-    ) -> list[TensorError]:
-        """Compare the plan's metrics; of `verify/between_steps/evaluation_check.py`."""
+    def check_metrics(self, ours: PlanEvaluation, updates: int) -> BetweenSteps:
+        """Compare the plan's metrics after so many updates."""
 
     @abstractmethod
     def check_saved(self, path: Path, what: str) -> BetweenSteps:
@@ -312,18 +310,11 @@ class ComparisonRun(Comparing):
     def go_to(self, step: int) -> None:
         go_to(self.reference, step)
 
-    def metric_errors(
-        self, ours: Mapping[str, float], updates: int, batches: int | None
-    ) -> list[TensorError]:
-        with self._evaluated():
-            return metric_errors(ours, self.reference, updates, self._comparer.values, batches)
+    def check_metrics(self, ours: PlanEvaluation, updates: int) -> BetweenSteps:
+        return check_metrics(ours, self.reference, updates, self._comparer.values, self._averages)
 
     def check_saved(self, path: Path, what: str) -> BetweenSteps:
         return check_saved(path, what, self.reference, self._updates.of)
-
-    def _evaluated(self) -> AbstractContextManager[None]:
-        """A context in which one device has the parameters that its evaluations see."""
-        return self._averages.in_place_of(self.reference.parameters) if self._averages else nullcontext()
 
     def begin_averages(self) -> None:
         if self._averages and not self._reference_skips:

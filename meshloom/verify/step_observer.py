@@ -6,7 +6,7 @@ It adds to the steps that the Trainer takes, and takes the place of nothing in t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -139,7 +139,7 @@ class StepObserver:
             moved = [name for name, each in _state_of(self._replica).items() if each != held[name]]
         record = yield from self._record(result, moved)
         self._apart(compared.end if compared else _ignore, record)
-        self._held, self._step = _state_of(self._replica), result.step
+        self._step = result.step
 
     def _apart(self, call: Callable[..., None], *arguments: Any) -> None:
         """Calls what belongs to one device, in the precision of new tensors that it has."""
@@ -153,7 +153,8 @@ class StepObserver:
         # recorded on the ranks with tp=0 and, in a pipeline, of the last stage
         mine = [each.to_dict() for each in self._computed] if self._replica.context.place.tp == 0 else []
         chunks: list[list[dict[str, Any]]] = yield from collect(world, mine)
-        digests = yield from _digests(self._replica)
+        self._held = _state_of(self._replica)
+        digests = yield from _digests(self._replica, self._held)
         inconsistent = yield from _inconsistencies(self._replica)
         mine_set = group_settings(self._replica.updater.state.optimizers)
         settings: list[dict[str, float]] = yield from collect(world, mine_set)
@@ -192,11 +193,9 @@ def _ignore(*arguments: Any) -> None:
     """What arrives is compared on rank 0 alone."""
 
 
-def _digests(replica: Replica) -> Steps[list[list[int]]]:
-    """For every replica, hashes of all state on its ranks: equal for equal replicas."""
-    of_ranks = yield from collect(
-        replica.context.world, [int(digest(each)) for each in replicated_state(replica).values()]
-    )
+def _digests(replica: Replica, mine: Mapping[str, int]) -> Steps[list[list[int]]]:
+    """For every replica, hashes of all state on its ranks: equal for equal replicas. mine: of this rank."""
+    of_ranks = yield from collect(replica.context.world, list(mine.values()))
     return [[each for rank in ranks for each in of_ranks[rank]] for ranks in replica.plan.mesh.teams()]
 
 

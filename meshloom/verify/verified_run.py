@@ -228,8 +228,7 @@ class VerifiedRun:
             return True
         ours = evaluate_plan(trainer)
         if self.comparison:
-            errors = self.comparison.metric_errors(ours.metrics, trainer.next_step, ours.batches)
-            self.between.append(BetweenSteps(what=ours.what, errors=errors, facts=ours.facts))
+            self.between.append(self.comparison.check_metrics(ours, trainer.next_step))
         return _of_first_rank(trainer, not ours.facts)
 
     def _epoch_end(self, trainer: Trainer, taken: int, steps: int) -> list[int]:
