@@ -340,7 +340,9 @@ def _of_programs(
     wrong, sentence = first_wrong_operator(division.first, model, job.loss, batch)
     first = next((step for step in result.steps if not step.passed), None)
     wrong_gradients = first is not None and bool(first.failed("gradient"))
-    if known.intersection(_INPUTS) or not (wrong or module or (wrong_gradients and "unknown" in known)):
+    # without replicas nothing but the ranks' programs makes gradients
+    of_ranks = wrong_gradients and ("unknown" in known or plan.dp == 1)
+    if known.intersection(_INPUTS) or not (wrong or module or of_ranks):
         return
     if not wrong and module:
         sentence += f" In a forward of the ranks on one device's parameters the output of {module} is the first that differs: what is sent there is wrong."
