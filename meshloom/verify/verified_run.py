@@ -95,9 +95,8 @@ class VerifiedRun:
     one_copy: bool = False
     notes: list[str] = field(default_factory=list[str])
     _steps_per_epoch: int | None = None
-    _changed: list[Cause] = field(
-        default_factory=list[Cause]
-    )  # what has changed after the steps so far, but by them
+    # what has changed after the steps so far, but by them
+    _changed: list[Cause] = field(default_factory=list[Cause], init=False)
 
     def quick(self, steps: int, *, own_copies: bool = False) -> None:
         """So many steps. own_copies: each replica has its own parameters."""

@@ -132,13 +132,18 @@ def _in_evaluation_mode(reference: Reference) -> Iterator[OtherRun]:
         for name, module in reference.model.named_modules()
         if module.training and isinstance(module, _BatchNorm | _DropoutNd)
     ]
-    for name, module in found if len(found) <= _MOST_MODULES else []:
-        module.training = False
+    parts = {"the whole model": found} if len(found) > 1 else {}
+    if len(found) <= _MOST_MODULES:
+        parts |= {name: [(name, module)] for name, module in found}
+    for where, modules in parts.items():
+        for _, module in modules:
+            module.training = False
         try:
             chunks = chunk_by_chunk(reference)
         finally:
-            module.training = True
-        what, why = f"in which {name} is in evaluation mode", "modes of modules are others"
+            for _, module in modules:
+                module.training = True
+        what, why = f"in which {where} is in evaluation mode", "modes of modules are others"
         yield OtherRun(kind="forward", what=what, why=why, chunks=chunks)
 
 
