@@ -26,7 +26,12 @@ import torch
 
 from meshloom.core.plan import Plan
 from meshloom.verify.between_steps.checks import Kind, TensorError
-from meshloom.verify.compared.compare_chunks import facts_of, first_module, first_output
+from meshloom.verify.compared.compare_chunks import (
+    facts_of,
+    first_module,
+    first_output,
+    module_of_settings,
+)
 from meshloom.verify.reference.step_records import Cast, StepRecord
 from meshloom.verify.tolerances.of_precision import (
     most_tolerated,
@@ -134,6 +139,7 @@ class Comparer:
         if facts or not all(error.passed for error in errors):
             output = first_output(ours, reference, self.outputs, self.plan)
             module = output or first_module(reference, errors, self.plan)
+            module = module or module_of_settings(ours, reference, self.plan)
         losses = ours.loss, reference.loss
         return Comparison(
             step=reference.step,

@@ -31,12 +31,27 @@ def facts_of(ours: StepRecord, reference: StepRecord, plan: Plan) -> Iterator[st
 
 def wrong_settings(ours: StepRecord, reference: StepRecord) -> Iterator[str]:
     """Numbers in the optimizers' groups after the step that are others than on one device, on any rank."""
+    for what, here, value in _differing_settings(ours, reference):
+        yield f"{what} is {here:g} after step {ours.step}, and {value:g} on one device."
+
+
+def _differing_settings(ours: StepRecord, reference: StepRecord) -> Iterator[tuple[str, float, float]]:
+    """What it is, on a rank, and on one device."""
     right = reference.settings[0] if reference.settings else {}
     for of_rank in ours.settings:
         for what, value in right.items():
             here = of_rank.get(what, value)
             if not (math.isclose(here, value, rel_tol=1e-6) or (math.isnan(here) and math.isnan(value))):
-                yield f"{what} is {here:g} after step {ours.step}, and {value:g} on one device."
+                yield what, here, value
+
+
+def module_of_settings(ours: StepRecord, reference: StepRecord, plan: Plan) -> str | None:
+    """The first module in order of execution that has a parameter in a group whose settings differ."""
+    place = order_of_modules(reference, plan)
+    groups = {what.partition(" of ")[2] for what, *_ in _differing_settings(ours, reference)}
+    names = [name for group in groups for name in reference.groups.get(group, ())]
+    first = min(names, key=lambda name: place_of_owner(name, place), default=None)
+    return None if first is None else first.rpartition(".")[0] or "the whole model"
 
 
 def _data_facts(ours: StepRecord, reference: StepRecord) -> Iterator[str]:
