@@ -14,7 +14,13 @@ from torch import Tensor
 from meshloom.verify.between_steps.checks import TensorError
 from meshloom.verify.causes.of_elements import from_elements, names_of
 from meshloom.verify.causes.of_forwards import differing_chunks, from_backward, from_forward
-from meshloom.verify.causes.of_reruns import mixed, of_other_reductions, of_other_runs, of_tied_uses
+from meshloom.verify.causes.of_reruns import (
+    mixed,
+    of_other_reductions,
+    of_other_runs,
+    of_tied_uses,
+    parts_of_replicas,
+)
 from meshloom.verify.causes.of_tensors import from_exchanged, from_mixture, from_places, from_rounding
 from meshloom.verify.compared.compare import Comparison
 from meshloom.verify.reference.mistakes import Cause, Evidence, mistakes, subsample_each
@@ -46,16 +52,21 @@ def from_gradients(
     if comparison.first_output is None and not differing_chunks(comparison, ours, reference):
         # what changes a forward changes a loss
         evidence = replace(evidence, others=[run for run in evidence.others if run.kind != "forward"])
+    mixture = from_mixture(actual, wrong.error, evidence)
+    named = next((cause for cause in mixture if cause.kind != "unknown"), None)
+    parts = parts_of_replicas(evidence, right)
     found = (
         _best(_all_candidates(wrong, evidence, reference.gradient_norm), actual, wrong.error, rounding)[1]
         or from_elements(actual, right, wrong.everything, evidence.transposed)
         or _in_some_elements(evidence, actual, right, rounding)
+        or named
         or from_forward(comparison, ours, reference, evidence)
         or from_backward(comparison, reference, evidence, wrong.sizes)
         or from_rounding(actual, right)
+        or (from_rounding(actual, right, parts) if parts else None)
         or from_places(actual, right)
     )
-    return [found] if found else from_mixture(actual, wrong.error, evidence)
+    return [found] if found else mixture
 
 
 def is_explained(

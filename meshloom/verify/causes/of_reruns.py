@@ -56,14 +56,7 @@ def of_other_runs(evidence: Evidence, right: Gradients, who: str) -> Iterator[tu
 
 def of_other_reductions(evidence: Evidence, right: Gradients, who: str) -> Iterator[tuple[Cause, Expected]]:
     """Each element the largest or smallest of the replicas' sums."""
-    plan, total = evidence.plan, sum(chunk.weight for chunk in evidence.chunks)
-    if plan.dp == 1 or plan.sync_batch_norm:
-        return
-    of_replicas = [
-        mixed(evidence, [(number in chosen) / total for number in range(len(evidence.chunks))], right)
-        for where, chosen in _replicas(evidence)
-        if where
-    ]
+    of_replicas = parts_of_replicas(evidence, right)
     for what, reduce in (("largest", torch.amax), ("smallest", torch.amin)) if of_replicas else ():
         sentence = f"{who} the {what} of the replicas' parts, element by element, and not their sum."
 
@@ -71,6 +64,16 @@ def of_other_reductions(evidence: Evidence, right: Gradients, who: str) -> Itera
             return reduce(torch.stack([each(name) for each in of_replicas]), 0)
 
         yield Cause("not reduced", sentence), expected
+
+
+def parts_of_replicas(evidence: Evidence, right: Gradients) -> list[Expected]:
+    """Each replica's part of the averaged gradients; none if there is one replica, or replicas share forwards."""
+    total = sum(chunk.weight for chunk in evidence.chunks)
+    return [
+        mixed(evidence, [(number in chosen) / total for number in range(len(evidence.chunks))], right)
+        for where, chosen in _replicas(evidence)
+        if where
+    ]
 
 
 def _replicas(evidence: Evidence) -> Iterator[tuple[str, set[int]]]:

@@ -4,7 +4,7 @@ a border that is off, a gradient of the wrong microbatches."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -49,15 +49,20 @@ def exchanged(actual: Gradients, right: Gradients, everything: Mapping[str, Tens
     return found
 
 
-def from_rounding(actual: Gradients, right: Gradients) -> Cause | None:
+def from_rounding(
+    actual: Gradients, right: Gradients, parts: Sequence[Callable[[str], Tensor]] = ()
+) -> Cause | None:
     """Whether the differences are what rounding to a lower precision makes of each element: as large as its half unit, and of
-    no direction."""
+    no direction. parts: what is rounded and then added up; none: the result."""
     ours, one = torch.cat(list(actual.values())), torch.cat(list(right.values()))
     held = one.abs() > 1e-3 * one.abs().max()  # smaller ones may be sums of larger ones
-    ours, one = ours[held], one[held]
+    size = one.abs()
+    if parts:
+        size = torch.cat([torch.stack([part(name) for part in parts]).abs().sum(0) for name in right])
+    ours, one, size = ours[held], one[held], size[held]
     if one.numel() < _MANY:
         return None
-    relative = (ours - one) / one
+    relative = (ours - one) * one.sign() / size
     typical, bias = float(relative.abs().median()), abs(float(relative.mean()))
     if not typical or bias > typical:
         return None
