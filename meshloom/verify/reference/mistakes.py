@@ -72,7 +72,7 @@ class Evidence:
     previous: averaged gradients of the step before; None in the first.
     tied: parameters with several names: first -> others.
     clip: the job's clip_grad_norm.
-    others: the chunks in other ways (`causes/other_runs.py`). uses: of each use of a tied parameter alone.
+    others: the chunks in other ways (`verify/causes/other_runs.py`). uses: of each use of a tied parameter alone.
     transposed: the averaged gradients of matrices, transposed. batch_norms: names of modules.
     """
 
