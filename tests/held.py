@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from meshloom.verify.compare import Comparer, Comparison
+from meshloom.verify.causes.other_runs import other_runs
+from meshloom.verify.compared.compare import Comparer, Comparison
 from meshloom.verify.comparison_run import ComparisonResult, ComparisonRun
 from meshloom.verify.reference.reference import Reference
 from meshloom.verify.reference.reruns import full_evidence, initial_evidence, whole_batch
@@ -34,6 +35,7 @@ def step_of(reference: Reference, *, look: bool = False) -> WholeRecord:
         with whole_batch(reference):
             pass
         full_evidence(reference, initial_evidence(reference, {}))
+        list(other_runs(reference))
     gradients = {name: None if each is None else each.clone() for name, each in reference.gradients.items()}
     record = vars(reference.update())
     buffers = {name: each.clone() for name, each in reference.model.named_buffers()}

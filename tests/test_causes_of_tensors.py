@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -10,8 +11,16 @@ from torch import Tensor
 
 from meshloom.core.plan import Plan
 from meshloom.verify.between_steps.checks import TensorError
+from meshloom.verify.causes.of_forwards import from_backward, from_forward
 from meshloom.verify.causes.of_tensors import exchanged, from_mixture, from_places, from_rounding
-from meshloom.verify.compare_chunks import facts_of, first_module
+from meshloom.verify.compared.compare import Comparison
+from meshloom.verify.compared.compare_chunks import (
+    OutputSteps,
+    facts_of,
+    first_module,
+    first_output,
+    output_differs,
+)
 from meshloom.verify.reference.mistakes import ChunkGradients, Evidence
 from meshloom.verify.reference.step_records import ChunkRecord, ModuleOutput, StepRecord
 
@@ -35,7 +44,7 @@ def test_rounding_on_the_way_names_the_precision(dtype: torch.dtype):
     assert (
         cause
         and cause.kind == "rounding"
-        and f"rounded to {str(dtype).removeprefix('torch.')}" in cause.sentence
+        and f"rounding to {str(dtype).removeprefix('torch.')}" in cause.sentence
     )
     assert from_rounding({"a": 1.001 * right["a"]}, right) is None  # a factor has a direction
     assert from_rounding({"a": right["a"] + 0.1}, right) is None
@@ -82,10 +91,64 @@ def test_the_first_module_is_that_of_the_program_and_not_of_the_alphabet(kind: s
     executed = record("zeta", "middle", "alpha", "")
     for ours in (executed, replace(executed, chunks=[])):  # observed or not, as in programs
         errors = [wrong("alpha.weight", kind), wrong("zeta.weight", kind), wrong("middle.weight", kind)]
-        assert first_module(ours, executed, errors, 1e-6, Plan()) == module
+        assert first_output(ours, executed, 1e-6, Plan()) is None
+        assert first_module(executed, errors, Plan()) == module
 
 
 def test_what_ranks_of_one_replica_hold_differently_is_not_said_of_replicas():
     ours = replace(record("a"), replicas=["x"], inconsistent=["a.weight differs between tp=0 and tp=1"])
     facts = [*facts_of(ours, record("a"), Plan(tp=2))]
     assert facts == ["After step 0, a.weight differs between tp=0 and tp=1."]
+
+
+def compared(wrong_names: list[str], right_names: list[str], **fields: Any) -> Comparison:
+    errors = [wrong(name, "gradient") for name in wrong_names]
+    errors += [replace(wrong(name, "gradient"), error=0.0) for name in right_names]
+    errors += [replace(wrong("loss", "loss"), error=0.0, tolerance=1e-6)]
+    return Comparison(step=0, loss=(1.0, 1.0), errors=errors, facts=[], first_module=None, **fields)
+
+
+def test_what_stages_send_back_is_wrong_where_gradients_are_right_from_a_module_on():
+    executed, sizes = record("a", "b", "c", ""), dict.fromkeys(("a.weight", "b.weight", "c.weight"), 1.0)
+    evidence = Evidence(plan=Plan(pp=2, microbatches=2), norms={}, tied={})
+    cause = from_backward(compared(["a.weight", "b.weight"], ["c.weight"]), executed, evidence, sizes)
+    assert (
+        cause
+        and cause.kind == "stages"
+        and "of c and all behind it, but none of b and before" in cause.sentence
+    )
+    assert from_backward(compared(["a.weight", "c.weight"], ["b.weight"]), executed, evidence, sizes) is None
+    one_bucket = replace(evidence, plan=Plan(dp=2))  # which may hold the same gradients
+    assert (
+        from_backward(compared(["a.weight", "b.weight"], ["c.weight"]), executed, one_bucket, sizes) is None
+    )
+    statistics = replace(evidence, plan=Plan(dp=2, sync_batch_norm=True), batch_norms=frozenset({"c"}))
+    cause = from_backward(compared(["a.weight", "b.weight"], ["c.weight"]), executed, statistics, sizes)
+    assert cause and cause.kind == "batch statistics" and "the statistics of c" in cause.sentence
+
+
+def test_a_forward_is_named_by_its_module_or_else_by_its_chunks():
+    executed, evidence = record("a", "b"), Evidence(plan=Plan(pp=2), norms={}, tied={})
+    cause = from_forward(compared([], [], first_output="b"), executed, executed, evidence)
+    assert cause and cause.kind == "forward" and "The output of b is the first" in cause.sentence
+    other = replace(executed, chunks=[replace(executed.chunks[0], loss_sum=1.1)])
+    cause = from_forward(compared([], []), other, executed, evidence)
+    assert cause and cause.kind == "stages" and "The losses of chunks 0 differ" in cause.sentence
+    assert from_forward(compared([], []), executed, executed, evidence) is None
+
+
+def test_an_output_differs_that_is_suddenly_much_farther_off_or_in_another_order():
+    def of(total: float, ramp: float = 0.0) -> ModuleOutput:
+        return ModuleOutput(name="a", call=0, total=total, square=1.0, count=1, ramp=ramp)
+
+    outputs = OutputSteps(tolerance=1e-4)
+    assert [outputs.differs(of(1 + off), of(1.0)) for off in (1e-7, 1e-6, 5e-5)] == [False, False, True]
+    assert output_differs(of(1.0, ramp=0.5), of(1.0, ramp=-0.5), 1e-4)
+    assert not output_differs(replace(of(1.0), ramp=None), of(1.0, ramp=-0.5), 1e-4)
+
+
+def test_noise_of_no_precision_is_said_to_be_of_as_many_bits():
+    right, noise = gradients("a"), gradients("b", "c")["c"]
+    cause = from_rounding({"a": right["a"] * (1 + 2e-5 * noise)}, right)
+    assert cause and cause.kind == "rounding" and "about 15 bits" in cause.sentence
+    assert from_rounding({"a": right["a"] * (1 + 0.1 * noise)}, right) is None

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from meshloom.core.plan import Plan
-from meshloom.verify.compare import Comparer, Comparison
+from meshloom.verify.compared.compare import Comparer, Comparison
 from meshloom.verify.reference.step_records import Cast, ChunkRecord, ModuleOutput
 from meshloom.verify.tolerances.state_errors import (
     BufferTolerances,

@@ -22,7 +22,7 @@ from meshloom.core.job import Job
 from meshloom.core.plan import Plan
 from meshloom.verify import comparison_run
 from meshloom.verify.against_float64 import AgainstFloat64
-from meshloom.verify.compare import Comparison, TensorError
+from meshloom.verify.compared.compare import Comparison, TensorError
 from meshloom.verify.comparison_run import ComparisonRun
 from meshloom.verify.reference.float64_blocks import distance, norm
 from meshloom.verify.reference.reference import Reference

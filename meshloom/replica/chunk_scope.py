@@ -35,6 +35,10 @@ class Observer(Protocol):
         random draws."""
         ...
 
+    def received(self, chunk: Chunk, data: Any) -> None:
+        """Before a chunk's forward, with its batch on the computing device."""
+        ...
+
     def chunk_done(self, chunk: Chunk, weight: float, loss_sum: float) -> None:
         """After a chunk's forward and backward."""
         ...
@@ -79,7 +83,10 @@ class ChunkScope:
 
     def data(self, chunk: Chunk) -> Any:
         """The chunk's batch on the computing device."""
-        return to_device(chunk.data, self._context.device, self._dtype)
+        found = to_device(chunk.data, self._context.device, self._dtype)
+        if self.observer:
+            self.observer.received(chunk, found)
+        return found
 
     @contextmanager
     def forward(

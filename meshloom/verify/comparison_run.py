@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -28,9 +28,10 @@ from meshloom.core.plan import Plan
 from meshloom.verify.against_float64 import AgainstFloat64, FromFloat64
 from meshloom.verify.between_steps.averages import AverageErrors
 from meshloom.verify.between_steps.checks import BetweenSteps, DifferingTensor, TensorError
-from meshloom.verify.between_steps.evaluation_check import metric_errors
+from meshloom.verify.between_steps.evaluation_check import PlanEvaluation, check_metrics
 from meshloom.verify.between_steps.saved_check import check_saved
-from meshloom.verify.compare import Comparer, Comparison
+from meshloom.verify.causes.other_runs import whole_evidence
+from meshloom.verify.compared.compare import Comparer, Comparison
 from meshloom.verify.diagnose import diagnose
 from meshloom.verify.reference.between_steps.positions import go_to
 from meshloom.verify.reference.mistakes import Cause, Evidence, subsample
@@ -41,7 +42,7 @@ from meshloom.verify.reference.reference import (
     changed_buffers,
     replace_value,
 )
-from meshloom.verify.reference.reruns import full_evidence, initial_evidence, rounding_effect, travel_effect
+from meshloom.verify.reference.reruns import initial_evidence, rounding_effect, travel_effect
 from meshloom.verify.reference.step_records import StepRecord
 from meshloom.verify.stage_outputs import Values, first_wrong_module
 from meshloom.verify.tolerances.common_factor import CommonFactor
@@ -123,10 +124,8 @@ class Comparing(ABC):
         """The next step is the one of this number."""
 
     @abstractmethod
-    def metric_errors(
-        self, ours: Mapping[str, float], updates: int, batches: int | None
-    ) -> list[TensorError]:
-        """Compare the plan's metrics; of `verify/between_steps/evaluation_check.py`."""
+    def check_metrics(self, ours: PlanEvaluation, updates: int) -> BetweenSteps:
+        """Compare the plan's metrics after so many updates."""
 
     @abstractmethod
     def check_saved(self, path: Path, what: str) -> BetweenSteps:
@@ -273,7 +272,9 @@ class ComparisonRun(Comparing):
         if not all(error.passed for error in self._gradient_errors()) and all(
             step.passed for step in self._steps
         ):
-            self._evidence = full_evidence(reference, self._evidence)
+            self._evidence = whole_evidence(
+                reference, self._evidence, self._gradient_errors(), self.subsampled, self._comparer.values
+            )
         self._reference_record = reference.update()
         self._comparer.note(self._reference_record.casts)
         names = {id(each): name for name, each in reference.updated.all.items()}
@@ -293,11 +294,7 @@ class ComparisonRun(Comparing):
         compared = self._state.compare(name, self.reference.updated.settled(name, ours))
         wrong = next((error for error in compared if not error.passed), None)
         if wrong is not None:
-            right = (
-                self.reference.updated.all
-                if name in self.reference.updated.all
-                else dict(self.reference.model.named_buffers())
-            )
+            right = {**dict(self.reference.model.named_buffers()), **self.reference.updated.all}
             self._keep_first(wrong, ours, right[name])
         elif compared:
             replace_value(self.reference, name, ours)
@@ -313,18 +310,11 @@ class ComparisonRun(Comparing):
     def go_to(self, step: int) -> None:
         go_to(self.reference, step)
 
-    def metric_errors(
-        self, ours: Mapping[str, float], updates: int, batches: int | None
-    ) -> list[TensorError]:
-        with self._evaluated():
-            return metric_errors(ours, self.reference, updates, self._comparer.values, batches)
+    def check_metrics(self, ours: PlanEvaluation, updates: int) -> BetweenSteps:
+        return check_metrics(ours, self.reference, updates, self._comparer.values, self._averages)
 
     def check_saved(self, path: Path, what: str) -> BetweenSteps:
         return check_saved(path, what, self.reference, self._updates.of)
-
-    def _evaluated(self) -> AbstractContextManager[None]:
-        """A context in which one device has the parameters that its evaluations see."""
-        return self._averages.in_place_of(self.reference.parameters) if self._averages else nullcontext()
 
     def begin_averages(self) -> None:
         if self._averages and not self._reference_skips:
@@ -344,7 +334,10 @@ class ComparisonRun(Comparing):
         if self._against and not self._reference_skips:
             self._from_float64, self._against = self._against.result(*comparison.loss), None
         if not comparison.passed and all(step.passed for step in self._steps):
-            self.causes = diagnose(comparison, ours, self._reference_record, self._evidence, self._steps)
+            of_averages = self._averages.cause() if self._averages else None
+            self.causes = diagnose(
+                comparison, ours, self._reference_record, self._evidence, self._steps, of_averages
+            )
         self._steps.append(comparison)
         self._previous = dict(self._reference_record.gradients)
 

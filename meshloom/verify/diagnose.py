@@ -12,24 +12,15 @@ It is derived from the two records and, once something differs, from each chunk'
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import chain
-
-import torch
-from torch import Tensor
+from collections.abc import Iterator, Sequence
 
 from meshloom.core.plan import Plan
 from meshloom.core.units import plural
-from meshloom.verify.causes.of_reruns import mixed, of_stale_weights, of_tied_uses
-from meshloom.verify.causes.of_tensors import from_elements, from_mixture, from_places, from_rounding
-from meshloom.verify.compare import Comparison
-from meshloom.verify.compare_chunks import filled, wrong_settings
-from meshloom.verify.reference.mistakes import Cause, Evidence, mistakes, subsample, subsample_each
+from meshloom.verify.causes.of_gradients import from_gradients
+from meshloom.verify.compared.compare import Comparison
+from meshloom.verify.compared.compare_chunks import filled, wrong_settings
+from meshloom.verify.reference.mistakes import Cause, Evidence, subsample
 from meshloom.verify.reference.step_records import StepRecord
-from meshloom.verify.tolerances.gradient_errors import FLOOR
-
-Gradients = Mapping[str, Tensor]  # subsampled, by name
-Expected = Callable[[str], Tensor]  # name -> subsampled gradient
 
 
 def diagnose(
@@ -38,17 +29,23 @@ def diagnose(
     reference: StepRecord,
     evidence: Evidence,
     earlier: Sequence[Comparison] = (),
+    of_averages: Cause | None = None,
 ) -> list[Cause]:
     """Likely causes of a step's difference, likeliest first: none if nothing differs, "unknown" if none
-    fits."""
+    fits. of_averages: what is wrong with moving averages, if parameters are right."""
     if comparison.passed:
         return []
-    causes = [*_from_draws(ours, reference, evidence.plan), *_from_data(ours, reference, evidence.plan)]
+    causes = [*ours.changed]
+    causes += [*_from_draws(ours, reference, evidence.plan), *_from_data(ours, reference, evidence.plan)]
     gradients = comparison.failed("gradient")
-    if gradients and not causes:
+    if gradients and len(causes) == len(ours.changed):
         causes += [
             *_from_missing(ours, reference, gradients),
-            *_from_gradients(comparison, ours, reference, evidence),
+            *(
+                cause
+                for cause in from_gradients(comparison, ours, reference, evidence)
+                if not (causes and cause.kind in ("forward", "unknown"))  # of parameters that are not equal
+            ),
         ]
     common = next((error for error in comparison.errors if error.kind == "scale"), None)
     if common is not None and common.multiple:
@@ -58,6 +55,8 @@ def diagnose(
         causes += _from_norm(comparison, ours, reference, evidence) or _from_update(
             comparison, ours, reference, evidence, earlier
         )
+    if of_averages and not causes and not gradients:
+        causes.append(of_averages)
     if not causes and not gradients and comparison.failed("loss"):
         losses = f"{ours.loss:.6g} instead of {reference.loss:.6g}"
         sentence = (
@@ -140,7 +139,7 @@ def _from_data(ours: StepRecord, reference: StepRecord, plan: Plan) -> Iterator[
         samples = f"the samples of chunk {other} (replica {other // m})"
         yield Cause("data", f"Chunk {index} (replica {index // m}) runs {samples}, {end}.")
     elif wrong:
-        why = "the batch is split or ordered in another way, or reading a sample is not deterministic"
+        why = "the batch is split or ordered in another way, reading a sample is not deterministic, or values change on their way to the device"
         yield Cause("data", f"{_chunks(wrong)}: other samples than one device reads; {why}.")
     elif missing := [index for index in right if index not in chunks]:
         yield Cause("data", f"{_chunks(missing)}: not computed under the plan.")
@@ -161,90 +160,6 @@ def _from_missing(ours: StepRecord, reference: StepRecord, names: Sequence[str])
         why = "where it is unused; optimizers distinguish zero from none"
         what = f"a gradient under the plan and none on one device, {why}"
         yield Cause("None or zero", f"{_names(extra)}: {what}.")
-
-
-def _from_gradients(
-    comparison: Comparison, ours: StepRecord, reference: StepRecord, evidence: Evidence
-) -> list[Cause]:
-    a, b = subsample_each(ours.gradients), subsample_each(reference.gradients)
-    failed = [
-        name for name in comparison.failed("gradient") if a.get(name) is not None and b.get(name) is not None
-    ]
-    actual = {name: each for name in failed if (each := a[name]) is not None}
-    right = {name: each for name in failed if (each := b[name]) is not None}
-    if not actual:
-        return []
-    broken = [name for name, each in actual.items() if not bool(each.isfinite().all())]
-    if broken:
-        return [Cause("unknown", f"Unknown cause: the gradient of {_names(broken)} is not finite.")]
-    passed = {error.name for error in comparison.errors if error.kind == "gradient" and error.passed}
-    sizes = {name: float(each.norm()) for name, each in b.items() if each is not None}
-    # A gradient of pure rounding always agrees, so it is no evidence.
-    all_wrong = not any(name in passed and size > FLOOR * max(sizes.values()) for name, size in sizes.items())
-    who = "All gradients are" if all_wrong else f"The gradients of {_names(failed)} are"
-    error = _distance(actual, lambda name: right[name])
-    rounding = min(each.tolerance for each in comparison.errors if each.kind == "loss")
-    best, cause = math.inf, None
-    simple = from_elements(actual, right, b)
-    for candidate, expected in chain(simple, _candidates(evidence, reference, actual, right, all_wrong, who)):
-        left = _distance(actual, expected)
-        # The residual must be small beside the difference, and far below that of simpler explanations.
-        if left <= 0.03 * error and left < 0.1 * best and best > rounding:
-            best, cause = left, candidate
-    if cause:
-        share = max(0.0, 1 - best / error)
-        return [Cause(cause.kind, f"{cause.sentence} This explains {share:.2%} of the difference.")]
-    special = [each for each in (from_rounding(actual, right), from_places(actual, right)) if each]
-    return special[:1] or from_mixture(actual, error, evidence)
-
-
-def _candidates(
-    evidence: Evidence, reference: StepRecord, actual: Gradients, right: Gradients, all_wrong: bool, who: str
-) -> Iterator[tuple[Cause, Expected]]:
-    """Possible causes and the gradients they would give, simple ones first."""
-    tied = [name for name in right if name in evidence.tied]
-    if tied and len(tied) == len(right):
-        uses = 1 + max(len(evidence.tied[name]) for name in tied)
-        others = ", ".join(other for name in tied for other in evidence.tied[name])
-        sentence = f"{who} {uses} times one device's: a parameter tied to {others} is counted once per name."
-        yield Cause("tied", sentence), lambda name: uses * right[name]
-    yield from of_tied_uses(evidence, actual, right)
-    for mistake in mistakes(evidence, all_wrong):
-        if all_wrong or mistake.partial:
-            expected = mixed(evidence, mistake.factors, right)
-            yield Cause(mistake.kind, f"{who} {mistake.description}."), expected
-    if evidence.unsynchronised is not None:
-        sentence = (
-            f"{who} those with each replica's own batch statistics, which the plan says to synchronise."
-        )
-        yield Cause("batch statistics", sentence), _from_named(evidence.unsynchronised, right)
-    if evidence.chained is not None:
-        sentence = f"{who} those of a forward that reads the buffers that the chunk before wrote, not those at the start of the step."
-        yield Cause("buffers", sentence), _from_named(evidence.chained, right)
-    if evidence.previous is not None:
-        old = {name: _or_zeros(evidence.previous.get(name), each) for name, each in right.items()}
-        share = _dot({name: actual[name] - right[name] for name in right}, old) / (_dot(old, old) or math.inf)
-        sentence = f"{who} one device's plus {share:.3g} times those of the step before: old gradients are not zeroed."
-        yield Cause("stale", sentence), lambda name: right[name] + share * old[name]
-        sentence = f"{who} those of the step before."
-        yield Cause("stale", sentence), lambda name: old[name]
-    yield from of_stale_weights(evidence, right, who)
-    factor = _dot(actual, right) / (_dot(right, right) or math.inf)
-    if (
-        evidence.clip
-        and all_wrong
-        and reference.gradient_norm
-        and math.isclose(factor * reference.gradient_norm, evidence.clip, rel_tol=1e-3)
-    ):
-        sentence = f"{who} clipped to {evidence.clip:g} before the exchange: clipped too early, or twice."
-        yield Cause("clipping", sentence), lambda name: factor * right[name]
-    elif all_wrong or len(right) > 1:
-        sentence = f"{who} {factor:.6g} times one device's: they are divided by a wrong number."
-        yield Cause("scale", sentence), lambda name: factor * right[name]
-
-
-def _from_named(gradients: Mapping[str, Tensor | None], right: Gradients) -> Expected:
-    return lambda name: _or_zeros(gradients.get(name), right[name])
 
 
 def _from_norm(
@@ -307,7 +222,7 @@ def _from_update(
 def _scaled_updates(comparison: Comparison, names: Sequence[str]) -> Cause | None:
     """Whether all wrong updates are one multiple of one device's."""
     found = [error.multiple for error in comparison.errors if error.kind == "update" and not error.passed]
-    ratios = [each[0] for each in found if each is not None and each[1] < 1e-2]
+    ratios = [each[0] for each in found if each is not None and each[1] < 0.1 * abs(each[0] - 1)]
     if (
         not found
         or len(ratios) < len(found)
@@ -322,22 +237,6 @@ def _scaled_updates(comparison: Comparison, names: Sequence[str]) -> Cause | Non
         why = "the update is applied a second time, or the learning rate is doubled"
     what = f"The gradients agree, and the updates of {_names(names)} are {ratio:.4g} times one device's"
     return Cause("optimizer", f"{what}: {why}.")
-
-
-def _distance(actual: Gradients, expected: Expected) -> float:
-    """||theirs - expected|| / ||theirs||."""
-    square = sum(float((each - expected(name)).square().sum()) for name, each in actual.items())
-    return (
-        math.sqrt(square) / (math.sqrt(_dot(actual, actual)) or 1e-300) if math.isfinite(square) else math.inf
-    )
-
-
-def _dot(a: Gradients, b: Gradients) -> float:
-    return sum(float((a[name] * b[name]).sum()) for name in b)
-
-
-def _or_zeros(tensor: Tensor | None, like: Tensor) -> Tensor:
-    return torch.zeros_like(like) if tensor is None else tensor
 
 
 def _figures(ours: StepRecord, reference: StepRecord, failed: Sequence[str]) -> str:

@@ -12,7 +12,7 @@ from rich.table import Table
 from meshloom.core.units import format_count
 from meshloom.verify.against_float64 import FromFloat64
 from meshloom.verify.between_steps.checks import BetweenSteps, DifferingTensor, TensorError
-from meshloom.verify.compare import Comparison
+from meshloom.verify.compared.compare import Comparison
 from meshloom.verify.fewer_blocks import FewerBlocks
 from meshloom.verify.reference.mistakes import Cause
 from meshloom.verify.reference.step_records import Cast
@@ -140,7 +140,14 @@ def print_report(report: Report, console: Console) -> None:
 
 def _between_record(checked: BetweenSteps) -> dict[str, Any]:
     errors = [_error_record(error) for error in checked.errors]
-    return {"what": checked.what, "passed": checked.passed, "facts": list(checked.facts), "errors": errors}
+    causes = [asdict(cause) for cause in checked.causes]
+    return {
+        "what": checked.what,
+        "passed": checked.passed,
+        "facts": list(checked.facts),
+        "errors": errors,
+        "causes": causes,
+    }
 
 
 def _losses(report: Report) -> Table:
@@ -242,7 +249,8 @@ def _between_lines(checked: BetweenSteps) -> list[str]:
         f"  {each.name} differs by {each.error:.1e}, and {each.tolerance:.1e} is tolerated"
         for each in wrong[:ROWS]
     ]
-    return [f"DIFFERS: {checked.what}", *(f"  {fact}" for fact in checked.facts[:ROWS]), *shown]
+    causes = [f"  likely cause: {cause.sentence}" for cause in checked.causes]
+    return [f"DIFFERS: {checked.what}", *(f"  {fact}" for fact in checked.facts[:ROWS]), *shown, *causes]
 
 
 def _moved_lines(steps: Sequence[Comparison]) -> list[str]:

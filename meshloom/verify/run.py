@@ -18,7 +18,7 @@ from meshloom.core.precisions import PRECISIONS, Precision
 from meshloom.launch.environment import launched_rank
 from meshloom.launch.one_at_a_time import working_alone
 from meshloom.telemetry.timings import Timings
-from meshloom.verify.compare import Comparer
+from meshloom.verify.compared.compare import Comparer
 from meshloom.verify.comparison_run import compare_here
 from meshloom.verify.fewer_blocks import with_fewer_blocks
 from meshloom.verify.findings import Report

@@ -22,12 +22,13 @@ from meshloom.replica.program_engine import ProgramEngine
 from meshloom.replica.replica import Replica
 from meshloom.replica.replica_state import each_of_state
 from meshloom.tensor_parallel.layout.placement import PARTIAL, Part
-from meshloom.verify.compare_chunks import output_differs
+from meshloom.verify.compared.compare_chunks import OutputSteps
+from meshloom.verify.reference.observers import ramp_of
 from meshloom.verify.reference.reference import Reference, watching
 from meshloom.verify.reference.step_records import ModuleOutput
 
-# whether it is a part of what ranks have together; total, sum of squares, elements
-Value = tuple[bool, float, float, int]
+# whether it is a part of what ranks have together; total, sum of squares, elements, ramp of `ModuleOutput`
+Value = tuple[bool, float, float, int, float]
 Values = Mapping[str, Sequence[Value]]  # by module
 _COPY = re.compile(r"__\d+$")  # at the end of the name of a value that was sent
 
@@ -66,12 +67,12 @@ def first_wrong_module(
         return None
     with watching(reference):
         outputs = reference.run_forward(forward).modules
-    last = {output.name: output for output in outputs}  # of several calls
+    last, steps = {output.name: output for output in outputs}, OutputSteps(tolerance)  # of several calls
     for name, right in last.items():
         for values in _together([each[name] for each in of_ranks if name in each]):
             parts = [value for value in values if value[0]]
             ours = _added(name, right.call, parts) if parts else _added(name, right.call, values[:1])
-            if name and ours.count == right.count and output_differs(ours, right, tolerance):
+            if name and ours.count == right.count and steps.differs(ours, right):
                 return name
     return None
 
@@ -117,7 +118,7 @@ def _draws_of(replica: Replica, chunk: Chunk) -> Any:
 
 def _sums(value: Tensor, *, is_part: bool) -> Value:
     exact = value.detach().double()
-    return is_part, float(exact.sum()), float(exact.square().sum()), value.numel()
+    return is_part, float(exact.sum()), float(exact.square().sum()), value.numel(), ramp_of(exact)
 
 
 def _together(of_ranks: Sequence[Sequence[Value]]) -> list[tuple[Value, ...]]:
@@ -126,5 +127,7 @@ def _together(of_ranks: Sequence[Sequence[Value]]) -> list[tuple[Value, ...]]:
 
 
 def _added(name: str, call: int, values: Sequence[Value]) -> ModuleOutput:
-    _, totals, squares, counts = zip(*values, strict=True)
-    return ModuleOutput(name=name, call=call, total=sum(totals), square=sum(squares), count=sum(counts))
+    _, totals, squares, counts, ramps = zip(*values, strict=True)
+    return ModuleOutput(
+        name=name, call=call, total=sum(totals), square=sum(squares), count=sum(counts), ramp=ramps[0] if len(ramps) == 1 else None
+    )  # fmt: skip

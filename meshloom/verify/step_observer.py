@@ -6,13 +6,14 @@ It adds to the steps that the Trainer takes, and takes the place of nothing in t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from meshloom.comm.objects import collect
 from meshloom.comm.steps import Steps
@@ -23,6 +24,7 @@ from meshloom.replica.replica import Gradients, Replica
 from meshloom.replica.replica_state import each_average, each_gradient, each_of_state, replicated_state
 from meshloom.telemetry.step_result import StepResult
 from meshloom.verify.comparison_run import Comparing
+from meshloom.verify.reference.mistakes import Cause
 from meshloom.verify.reference.observers import DrawWatch, ModuleWatch, digest_values
 from meshloom.verify.reference.other_precision import default_dtype
 from meshloom.verify.reference.step_records import (
@@ -48,6 +50,10 @@ class StepObserver:
         self._computed: list[ChunkRecord] = []  # in the first half of the step
         self._draws: list[str] = []
         self._seed, self._outputs = 0, tuple[ModuleOutput, ...]()
+        self._altered: dict[int, str] = {}  # chunk -> digest of its batch on the device, if that is another
+        self._held: dict[str, int] = {}  # digests of the state after the last step
+        self._changed: list[str] = []  # since then
+        self._step = -1  # the last one
 
     @contextmanager
     def attached(self) -> Iterator[None]:
@@ -63,6 +69,7 @@ class StepObserver:
     @contextmanager
     def watch(self, chunk: Chunk, model: nn.Module) -> Iterator[list[str]]:
         """Wraps a chunk's forward and backward; yields the list for the digests of its keyed draws."""
+        self._look_for_changes()
         self._draws, self._seed = [], torch.initial_seed()
         self._modules.start()
         if self._watch:
@@ -71,11 +78,36 @@ class StepObserver:
         self._draws += self._watch.stop() if self._watch else []
         self._outputs = self._modules.stop()
 
+    def received(self, chunk: Chunk, data: Any) -> None:
+        """Look whether tensors are as they were read, but for their precision."""
+        read, here = (
+            [leaf for leaf in tree_leaves(each) if isinstance(leaf, Tensor)] for each in (chunk.data, data)
+        )
+        pairs = [(a, b) for a, b in zip(read, here, strict=False) if a.dtype == b.dtype]
+        one, other = (digest_values([pair[side] for pair in pairs]) for side in (0, 1))
+        self._altered.pop(chunk.index, None)
+        if one != other:
+            self._altered[chunk.index] = other
+
+    def _look_for_changes(self) -> None:
+        """Before the first forward after a step."""
+        before, self._held = self._held, {}
+        if before:
+            now = _state_of(self._replica)
+            self._changed = [name for name in before if now.get(name) != before[name]]
+
+    def changes(self) -> Steps[list[Cause]]:
+        """What has changed since the last step, on all ranks, which call this together."""
+        self._look_for_changes()
+        changed: list[list[list[str]]] = yield from collect(self._replica.context.world, [self._changed, []])
+        return list(_causes(changed, self._step))
+
     def chunk_done(self, chunk: Chunk, weight: float, loss_sum: float) -> None:
         """Record the chunk, whose forward and backward may still be under way."""
         self._chunks.append(
             ChunkRecord(
-                index=chunk.index, samples=chunk.samples, weight=weight, loss_sum=loss_sum, data=digest_values(chunk.data), seed=self._seed,
+                index=chunk.index, samples=chunk.samples, weight=weight, loss_sum=loss_sum, seed=self._seed,
+                data=self._altered.pop(chunk.index, None) or digest_values(chunk.data),
                 draws=tuple(self._draws), modules=self._outputs,
             )
         )  # fmt: skip
@@ -98,24 +130,31 @@ class StepObserver:
         compared = self._comparison
         take = compared.add_state if compared else _ignore
         yield from each_of_state(self._replica, partial(self._apart, take))
+        moved: list[str] = []  # by averages, which are put in place of parameters and back, as in evaluations
         if self._replica.job.average is not None:
             self._apart(compared.begin_averages if compared else _ignore)
             take = compared.add_average if compared else _ignore
+            held = _state_of(self._replica)
             yield from each_average(self._replica, partial(self._apart, take))
-        record = yield from self._record(result)
+            moved = [name for name, each in _state_of(self._replica).items() if each != held[name]]
+        record = yield from self._record(result, moved)
         self._apart(compared.end if compared else _ignore, record)
+        self._step = result.step
 
     def _apart(self, call: Callable[..., None], *arguments: Any) -> None:
         """Calls what belongs to one device, in the precision of new tensors that it has."""
         with default_dtype(self._default):
             call(*arguments)
 
-    def _record(self, result: StepResult) -> Steps[StepRecord]:
+    def _record(self, result: StepResult, moved: Sequence[str]) -> Steps[StepRecord]:
         world = self._replica.context.world
+        changed: list[list[list[str]]] = yield from collect(world, [self._changed, list(moved)])
+        self._changed = []
         # recorded on the ranks with tp=0 and, in a pipeline, of the last stage
         mine = [each.to_dict() for each in self._computed] if self._replica.context.place.tp == 0 else []
         chunks: list[list[dict[str, Any]]] = yield from collect(world, mine)
-        digests = yield from _digests(self._replica)
+        self._held = _state_of(self._replica)
+        digests = yield from _digests(self._replica, self._held)
         inconsistent = yield from _inconsistencies(self._replica)
         mine_set = group_settings(self._replica.updater.state.optimizers)
         settings: list[dict[str, float]] = yield from collect(world, mine_set)
@@ -124,19 +163,39 @@ class StepObserver:
             step=result.step, loss=result.loss, weight=result.weight, gradient_norm=result.gradient_norm,
             gradients={}, chunks=sorted(records, key=lambda chunk: chunk.index),
             replicas=[*map(digest_values, digests)], inconsistent=inconsistent, skipped=result.skipped,
-            settings=settings,
+            settings=settings, changed=[*_causes(changed, result.step - 1)],
         )  # fmt: skip
+
+
+def _state_of(replica: Replica) -> dict[str, int]:
+    """Digests of what this rank holds of what every replica has."""
+    return {name: int(digest(each)) for name, each in replicated_state(replica).items()}
+
+
+def _causes(of_ranks: Sequence[Sequence[Sequence[str]]], step: int) -> Iterator[Cause]:
+    """What has changed on which ranks since the update of `step`, and in showing averages before."""
+    for number in (0, 1):
+        found = {rank: names[number] for rank, names in enumerate(of_ranks) if names[number]}
+        if not found:
+            continue
+        names = list(dict.fromkeys(name for names in found.values() for name in names))
+        what = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        some = len(found) < len(of_ranks)
+        ranks = f"rank {', '.join(map(str, found))} alone" if some else "all ranks"
+        if number:
+            sentence = f"The evaluation changes {what} on {ranks}: averages stay in place of parameters."
+        else:
+            sentence = f"{what} changed on {ranks} after the update of step {step} and before the next forward: something besides updates writes there."
+        yield Cause("replicas" if some else "between steps", sentence)
 
 
 def _ignore(*arguments: Any) -> None:
     """What arrives is compared on rank 0 alone."""
 
 
-def _digests(replica: Replica) -> Steps[list[list[int]]]:
-    """For every replica, hashes of all state on its ranks: equal for equal replicas."""
-    of_ranks = yield from collect(
-        replica.context.world, [int(digest(each)) for each in replicated_state(replica).values()]
-    )
+def _digests(replica: Replica, mine: Mapping[str, int]) -> Steps[list[list[int]]]:
+    """For every replica, hashes of all state on its ranks: equal for equal replicas. mine: of this rank."""
+    of_ranks = yield from collect(replica.context.world, list(mine.values()))
     return [[each for rank in ranks for each in of_ranks[rank]] for ranks in replica.plan.mesh.teams()]
 
 

@@ -53,6 +53,15 @@ _RESUMED = Cause(
     "resuming",
     "All steps before the checkpoint agree, and the first one after resuming does not: what is resumed is not what was saved, or the data goes on elsewhere.",
 )
+_SAVED = Cause(
+    "resuming",
+    "All steps before the checkpoint agree, and the first one after resuming does not: the checkpoint itself differs, as said below.",
+)
+_LATER = Cause(
+    "resuming",
+    "All steps before the checkpoint agree, and so does the first one after resuming, but not the second: something that is resumed is not what was saved, "
+    "or what happens between two steps is wrong.",
+)
 _NEXT_EPOCH = Cause(
     "epoch",
     "Earlier steps agree, and the end of the epoch does not: its last batch, which may be short, or the first batch of the next.",
@@ -86,6 +95,8 @@ class VerifiedRun:
     one_copy: bool = False
     notes: list[str] = field(default_factory=list[str])
     _steps_per_epoch: int | None = None
+    # what has changed after the steps so far, but by them
+    _changed: list[Cause] = field(default_factory=list[Cause], init=False)
 
     def quick(self, steps: int, *, own_copies: bool = False) -> None:
         """So many steps. own_copies: each replica has its own parameters."""
@@ -104,8 +115,7 @@ class VerifiedRun:
         total = max(self.job.steps, steps)
         with ExitStack() as around:
             with self._opened(total) as trainer:
-                passed = self._take(trainer, before) and self._evaluate(trainer)
-                if not passed:
+                if not (self._take(trainer, before) and self._evaluate(trainer)):
                     return
                 directory = around.enter_context(_directory(trainer))
                 ends = self._epoch_end(trainer, steps, total)
@@ -171,6 +181,11 @@ class VerifiedRun:
                 batch = next(batches)
                 trainer.step(batch)
             self._steps_per_epoch = run.data.steps_per_epoch
+
+            def changes(replica: Replica) -> Steps[list[Cause]]:
+                return (yield from observers[trainer.replicas.index(replica)].changes())
+
+            changed = trainer.together(changes)[0]
         run.observe([None] * len(observers))
         passed = _of_first_rank(trainer, comparison is None or comparison.passed)
         if not passed and batch:
@@ -178,8 +193,19 @@ class VerifiedRun:
             if comparison:
                 result = comparison.result()
                 causes = [*_of_programs(trainer, result, module, self.plan, self.dtype), *result.causes]
-                self.causes += _in_order(causes, special)
+                special = self._meaning(special, result, numbers[0])
+                self.causes += [*self._changed, *_in_order(causes, special)]
+        self._changed += changed
         return passed
+
+    def _meaning(self, special: Cause | None, result: ComparisonResult, first: int) -> Cause | None:
+        """What a difference says of resuming. first: the number of the first step after it."""
+        if special is not _RESUMED:
+            return special
+        if all(each.passed for each in result.steps if each.step == first):
+            return _LATER
+        wrong = [each for each in self.between if not each.passed and "checkpoint" in each.what]
+        return _SAVED if wrong else _RESUMED
 
     def _wrong_module(self, trainer: Trainer, batch: Batch) -> str | None:
         """The first one that differs in a forward of programs, on rank 0. All ranks call it."""
@@ -195,15 +221,14 @@ class VerifiedRun:
         return comparison.place(*found) if comparison else None
 
     def _evaluate(self, trainer: Trainer) -> bool:
-        """Whether evaluations agree, on every rank; that is so where there are none."""
+        """Whether an evaluation changes nothing, on every rank; that is so where there is none. Steps agree or not whatever its
+        metrics are."""
         if self.job.evaluate is None:
             return True
-        ours, found = evaluate_plan(trainer), None
+        ours = evaluate_plan(trainer)
         if self.comparison:
-            errors = self.comparison.metric_errors(ours.metrics, trainer.next_step, ours.batches)
-            found = BetweenSteps(what=ours.what, errors=errors, facts=ours.facts)
-            self.between.append(found)
-        return _of_first_rank(trainer, found is None or found.passed)
+            self.between.append(self.comparison.check_metrics(ours, trainer.next_step))
+        return _of_first_rank(trainer, not ours.facts)
 
     def _epoch_end(self, trainer: Trainer, taken: int, steps: int) -> list[int]:
         """The numbers of the last step of the first epoch and of the next, as far as a run of `steps` has them after `taken`. Of
@@ -314,7 +339,9 @@ def _of_programs(
     wrong, sentence = first_wrong_operator(division.first, model, job.loss, batch)
     first = next((step for step in result.steps if not step.passed), None)
     wrong_gradients = first is not None and bool(first.failed("gradient"))
-    if known.intersection(_INPUTS) or not (wrong or module or (wrong_gradients and "unknown" in known)):
+    # without replicas nothing but the ranks' programs makes gradients
+    of_ranks = wrong_gradients and ("unknown" in known or plan.dp == 1)
+    if known.intersection(_INPUTS) or not (wrong or module or of_ranks):
         return
     if not wrong and module:
         sentence += f" In a forward of the ranks on one device's parameters the output of {module} is the first that differs: what is sent there is wrong."

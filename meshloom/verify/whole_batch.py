@@ -15,7 +15,7 @@ from functools import reduce
 import torch
 from torch import nn
 
-from meshloom.verify.compare_chunks import add_outputs, output_differs
+from meshloom.verify.compared.compare_chunks import add_outputs, output_differs
 from meshloom.verify.reference.float64_blocks import distance, norm
 from meshloom.verify.reference.reference import Gradients, Reference
 from meshloom.verify.reference.reruns import whole_batch

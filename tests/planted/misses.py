@@ -1,56 +1,10 @@
-"""Bugs of the list that verification catches and does not name, or places in another module."""
+"""Bugs of the list that verification catches and does not name, or places in another module, with the reason of each."""
 
 from __future__ import annotations
 
-# most are changes of one tensor that no usual mistake makes, or show first in an evaluation, which has no causes of its own
-NOT_NAMED = {
-    "around_runs-averages_stay_in_place_of_parameters",
-    "buffers-statistics_are_of_equal_weight",
-    "buffers-the_gradient_through_statistics_is_this_replicas_own",
-    "data-all_epochs_are_augmented_alike",
-    "data-values_change_on_their_way_to_the_device",
-    "division-what_all_ranks_hold_drifts_on_one",
-    "exchange-a_gradient_of_a_millionth_is_another",
-    "exchange-a_gradient_of_a_millionth_is_doubled",
-    "exchange-a_layer_computes_with_the_weights_of_before_the_last_update",
-    "exchange-a_square_gradient_is_transposed",
-    "exchange-elements_are_limited",
-    "exchange-one_gradient_has_noise_of_a_hundred_thousandth",
-    "exchange-the_gradient_of_a_bias_is_zero",
-    "loop-a_layer_is_applied_without_its_bias",
-    "loop-dropout_has_another_rate",
-    "loop-evaluations_do_not_see_averages",
-    "loop-masks_of_programs_are_those_of_the_next_step",
-    "pipelines-a_stage_gets_the_first_microbatch_twice",
-    "pipelines-returned_gradients_are_rounded",
-    "pipelines-returned_gradients_are_those_of_another_microbatch",
-    "pipelines-samples_are_in_the_wrong_order_between_stages",
-    "pipelines-values_are_a_hundred_thousandth_too_large",
-    "pipelines-values_are_those_of_the_step_before",
-    "precision-nothing_is_computed_under_autocast",
-    "precision-one_gradient_that_travels_rounded_is_off_by_a_tenth",
-    "precision-one_gradient_under_autocast_is_off_by_a_hundredth",
-    "sharded-a_unit_is_gathered_as_it_was_a_step_before",
-    "sharded-a_unit_keeps_part_of_anothers_gradient",
-    "sharded-slices_begin_one_element_late",
-    "sharded-the_second_owners_sums_are_its_own",
-    "sharded-what_a_rank_keeps_begins_one_element_early",
-    "transports-a_sum_is_the_largest",
-    "transports-gathered_values_come_in_the_wrong_order",
-    "transports-slices_of_a_sum_go_to_the_wrong_rank",
-    "transports-the_tail_of_a_sum_is_the_first_ranks",
-}
-# the difference shows first elsewhere: in an evaluation, in the replicas, in the module behind
+NOT_NAMED: dict[str, str] = {}
 NOT_PLACED = {
-    "buffers-the_gradient_through_statistics_is_this_replicas_own",
-    "data-all_epochs_are_augmented_alike",
-    "data-labels_are_those_of_the_next_sample",
-    "division-gathered_parts_are_in_the_wrong_order",
-    "exchange-a_layer_computes_with_the_weights_of_before_the_last_update",
-    "loop-averages_begin_at_zero",
-    "loop-averages_move_too_fast",
-    "optimizer-the_largest_second_moment_is_used",
-    "precision-gradients_for_copies_are_halved",
-    "precision-nothing_is_computed_under_autocast",
-    "sharded-a_unit_is_gathered_as_it_was_a_step_before",
+    # The largest second moment is another one only where it has fallen, which after three steps is seen beyond the tolerance of updates in the
+    # head's weight alone: the first module by what it does would be `first`, by what it changes it is `head`.
+    "optimizer-the_largest_second_moment_is_used": "differs in the head alone when it is found",
 }

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import signal
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,8 @@ from meshloom.launch.failure import OUT_OF_MEMORY
 from meshloom.launch.processes.child import start_child
 from meshloom.launch.processes.rank_process import signal_name
 from meshloom.verify.apart.messages import ConnectionEndedError, receive, send
-from meshloom.verify.between_steps.checks import BetweenSteps, TensorError
+from meshloom.verify.between_steps.checks import BetweenSteps
+from meshloom.verify.between_steps.evaluation_check import PlanEvaluation
 from meshloom.verify.comparison_run import Comparing, ComparisonResult, OneDevice
 from meshloom.verify.reference.step_records import StepRecord
 from meshloom.verify.stage_outputs import Values
@@ -118,10 +119,8 @@ class _Remote(Comparing):
     def go_to(self, step: int) -> None:
         self._call("go_to", step)
 
-    def metric_errors(
-        self, ours: Mapping[str, float], updates: int, batches: int | None
-    ) -> list[TensorError]:
-        return self._call("metric_errors", dict(ours), updates, batches)
+    def check_metrics(self, ours: PlanEvaluation, updates: int) -> BetweenSteps:
+        return self._call("check_metrics", ours, updates)
 
     def check_saved(self, path: Path, what: str) -> BetweenSteps:
         return self._call("check_saved", path, what)

@@ -9,6 +9,9 @@ import torch
 from torch import Tensor
 
 from meshloom.verify.between_steps.checks import TensorError
+from meshloom.verify.reference.mistakes import Cause
+
+_EXPLAINED = 0.03  # of the error, that may be left
 
 
 class AverageErrors:
@@ -18,10 +21,14 @@ class AverageErrors:
         self._decay = decay
         self._averages: dict[str, Tensor] = {}
         self.errors: list[TensorError] = []  # of the newest step
+        self._parameters: Mapping[str, Tensor] = {}
+        self._moved: dict[str, tuple[float, float]] = {}  # of wrong ones: times of the way, what is left
+        self._begin = True  # in the first update
 
     def begin(self, parameters: Mapping[str, Tensor]) -> None:
         """After a step's update. parameters: one device's."""
-        self.errors = []
+        self.errors, self._moved, self._parameters = [], {}, parameters
+        self._begin = not self._averages
         for name, each in parameters.items():
             if each.requires_grad:
                 value = each.detach().to(torch.float64, copy=True)
@@ -60,3 +67,33 @@ class AverageErrors:
                 elements=expected.numel(),
             )
         )
+        if not self.errors[-1].passed:
+            self._moved[name] = self._way(name, ours.double(), expected)
+
+    def _way(self, name: str, ours: Tensor, expected: Tensor) -> tuple[float, float]:
+        """How many times as far from the parameter ours is as it should be, and what is left of the error. In the first update, when the
+        average is the parameter, the way is from 0."""
+        now = self._parameters[name].detach().double()
+        start = torch.zeros_like(now) if self._begin else now
+        way = expected - start
+        times = float(((ours - start) * way).sum() / way.square().sum().clamp_min(1e-300))
+        left = float((ours - start - times * way).norm() / (ours - expected).norm().clamp_min(1e-300))
+        return times, left
+
+    def cause(self) -> Cause | None:
+        """Of the wrong ones of the newest step; None: all agree."""
+        if not self._moved:
+            return None
+        names = ", ".join(list(self._moved)[:3]) + (", ..." if len(self._moved) > 3 else "")
+        times = [each for each, left in self._moved.values() if left < _EXPLAINED]
+        what = f"Parameters agree, and their moving averages do not ({names})"
+        alike = len(times) == len(self._moved) and max(times) - min(times) < 0.01
+        if alike and self._begin:
+            why = f"they are {times[0]:.4g} times the parameters, as which they begin"
+        elif alike and abs(times[0]) < 0.01:
+            why = "they are the parameters, as if nothing were averaged, or averages not put in their place"
+        elif alike:
+            why = f"they are {times[0]:.4g} times as far from the parameters as with decay {self._decay:g}: they move with another decay, or begin elsewhere"
+        else:
+            why = f"with decay {self._decay:g} they would be others: they miss an update, or are those of other parameters"
+        return Cause("averages", f"{what}: {why}.")

@@ -8,6 +8,8 @@ from typing import Literal
 
 from torch import Tensor
 
+from meshloom.verify.reference.mistakes import Cause
+
 Kind = Literal[
     "loss", "norm", "gradient", "buffer", "parameter", "update", "average", "scale", "metric", "saved"
 ]
@@ -47,11 +49,13 @@ class DifferingTensor:
 
 @dataclass(frozen=True, kw_only=True)
 class BetweenSteps:
-    """What was compared, such as "the evaluation after 2 steps". facts: differences other than numbers, a sentence each."""
+    """What was compared, such as "the evaluation after 2 steps". facts: differences other than numbers, a sentence each. causes: likely ones,
+    where something differs."""
 
     what: str
     errors: Sequence[TensorError] = ()
     facts: Sequence[str] = ()
+    causes: Sequence[Cause] = ()
 
     @property
     def passed(self) -> bool:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -14,8 +16,11 @@ from meshloom.parameters.digest import digest
 from meshloom.replica.replica import Replica
 from meshloom.replica.replica_state import replicated_state
 from meshloom.train.trainer import Trainer
-from meshloom.verify.between_steps.checks import TensorError
+from meshloom.verify.between_steps.averages import AverageErrors
+from meshloom.verify.between_steps.checks import BetweenSteps, TensorError
+from meshloom.verify.between_steps.evaluation_causes import cause_of_metrics, metric_error
 from meshloom.verify.reference.between_steps.evaluation import evaluate
+from meshloom.verify.reference.mistakes import Cause
 from meshloom.verify.reference.reference import Reference
 from meshloom.verify.reference.reruns import perturbed_parameters
 
@@ -66,12 +71,28 @@ def _changes(before: dict[str, int], after: dict[str, int]) -> list[str]:
     return [f"The evaluation changes {name}." for name in before if before[name] != after.get(name)]
 
 
-def metric_errors(
+def check_metrics(
+    ours: PlanEvaluation, reference: Reference, updates: int, tolerance: float, averages: AverageErrors | None
+) -> BetweenSteps:
+    """The plan's metrics after `updates` updates against those of one device. averages: what evaluations see in place of parameters."""
+    seen = partial(averages.in_place_of, reference.parameters) if averages else nullcontext
+    with seen():
+        errors = _metric_errors(ours.metrics, reference, updates, tolerance, ours.batches)
+    causes: list[Cause] = []
+    if not all(error.passed for error in errors):
+        allowed = {error.name: error.tolerance for error in errors}
+        found = cause_of_metrics(
+            ours.metrics, allowed, reference, updates, ours.batches, seen, averaged=averages is not None
+        )
+        causes = [found] if found else []
+    return BetweenSteps(what=ours.what, errors=errors, facts=ours.facts, causes=causes)
+
+
+def _metric_errors(
     ours: Mapping[str, float], reference: Reference, updates: int, tolerance: float, batches: int | None
 ) -> list[TensorError]:
-    """The plan's metrics after `updates` updates against those of one device. batches: of `PlanEvaluation`."""
     right = evaluate(reference, updates, batches)
-    errors = {name: _error(ours.get(name, math.nan), value) for name, value in right.items()}
+    errors = {name: metric_error(ours.get(name, math.nan), value) for name, value in right.items()}
     allowed = dict.fromkeys(right, tolerance)
     if any(not error <= tolerance for error in errors.values()):
         # an accuracy changes by a whole sample where rounding exchanges two classes
@@ -93,13 +114,5 @@ def _rounding_effects(
     for repeat in range(_REPEATS):
         with torch.no_grad(), perturbed_parameters(reference, repeat):
             for name, value in run().items():
-                most[name] = max(most[name], 2 * _error(value, right[name]))
+                most[name] = max(most[name], 2 * metric_error(value, right[name]))
     return most
-
-
-def _error(ours: float, right: float) -> float:
-    if math.isnan(ours) and math.isnan(right):
-        return 0.0
-    if ours == right:
-        return 0.0
-    return abs(ours - right) / abs(right) if right and math.isfinite(ours - right) else math.inf

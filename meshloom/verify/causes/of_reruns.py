@@ -1,5 +1,5 @@
 """Causes that a rerun of one device in another way reproduces: a use of a tied parameter that is lost, weights of an earlier step,
-wrong factors of the chunks' gradients."""
+another reduction over replicas, wrong factors of the chunks' gradients."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from meshloom.verify.reference.mistakes import Cause, Evidence
 
 Gradients = Mapping[str, Tensor]  # subsampled, by name
 Expected = Callable[[str], Tensor]  # name -> subsampled gradient
+_MOST_REPLICAS = 16  # that are tried one by one
 
 
 def of_tied_uses(evidence: Evidence, actual: Gradients, right: Gradients) -> Iterator[tuple[Cause, Expected]]:
@@ -40,9 +41,9 @@ def of_tied_uses(evidence: Evidence, actual: Gradients, right: Gradients) -> Ite
             )
 
 
-def of_stale_weights(evidence: Evidence, right: Gradients, who: str) -> Iterator[tuple[Cause, Expected]]:
-    """Forwards with parameters of an earlier step, on all replicas or on one."""
-    for run in evidence.stale:
+def of_other_runs(evidence: Evidence, right: Gradients, who: str) -> Iterator[tuple[Cause, Expected]]:
+    """Forwards in another way, on all replicas or on one."""
+    for run in evidence.others:
         for where, chosen in _replicas(evidence):
             chunks = [
                 replace(chunk, gradients=run.chunks[number]) if number in chosen else chunk
@@ -50,15 +51,36 @@ def of_stale_weights(evidence: Evidence, right: Gradients, who: str) -> Iterator
             ]
             total = sum(chunk.weight for chunk in chunks)
             expected = mixed(replace(evidence, chunks=chunks), [1 / total] * len(chunks), right)
-            sentence = f"{who} those of a forward of {run.what}{where}: what was updated is not used."
-            yield Cause("stale", sentence), expected
+            yield Cause(run.kind, f"{who} those of a forward {run.what}{where}: {run.why}."), expected
+
+
+def of_other_reductions(evidence: Evidence, right: Gradients, who: str) -> Iterator[tuple[Cause, Expected]]:
+    """Each element the largest or smallest of the replicas' sums."""
+    of_replicas = parts_of_replicas(evidence, right)
+    for what, reduce in (("largest", torch.amax), ("smallest", torch.amin)) if of_replicas else ():
+        sentence = f"{who} the {what} of the replicas' parts, element by element, and not their sum."
+
+        def expected(name: str, reduce: Callable[..., Tensor] = reduce) -> Tensor:
+            return reduce(torch.stack([each(name) for each in of_replicas]), 0)
+
+        yield Cause("not reduced", sentence), expected
+
+
+def parts_of_replicas(evidence: Evidence, right: Gradients) -> list[Expected]:
+    """Each replica's part of the averaged gradients; none if there is one replica, or replicas share forwards."""
+    total = sum(chunk.weight for chunk in evidence.chunks)
+    return [
+        mixed(evidence, [(number in chosen) / total for number in range(len(evidence.chunks))], right)
+        for where, chosen in _replicas(evidence)
+        if where
+    ]
 
 
 def _replicas(evidence: Evidence) -> Iterator[tuple[str, set[int]]]:
     """All chunks, and those of each replica, by number; as the end of a sentence."""
     yield "", set(range(len(evidence.chunks)))
     m = evidence.plan.microbatches
-    if evidence.plan.dp > 1 and not evidence.plan.sync_batch_norm:
+    if 1 < evidence.plan.dp <= _MOST_REPLICAS and not evidence.plan.sync_batch_norm:
         for replica in range(evidence.plan.dp):
             yield (
                 f" on replica {replica}",

@@ -9,14 +9,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from meshloom.verify.causes.of_elements import names_of
 from meshloom.verify.reference.mistakes import Cause, Evidence
 
 Gradients = Mapping[str, Tensor]  # subsampled, by name
 _LOWER = (torch.float32, torch.bfloat16, torch.float16)
 _MANY = 16  # elements, from which a distribution can be told
+_TAIL = 6  # times the median of relative differences, within which rounding keeps 95% of them
+_LARGEST = 1e-2  # of an element: more is no rounding
 
 
-def from_elements(
+def from_exchanged(
     actual: Gradients, right: Gradients, everything: Mapping[str, Tensor | None]
 ) -> Iterator[tuple[Cause, Callable[[str], Tensor]]]:
     """Causes, and the gradients that each would give. right, everything: one device's, of what is wrong and of all parameters."""
@@ -46,28 +49,37 @@ def exchanged(actual: Gradients, right: Gradients, everything: Mapping[str, Tens
     return found
 
 
-def from_rounding(actual: Gradients, right: Gradients) -> Cause | None:
+def from_rounding(
+    actual: Gradients, right: Gradients, parts: Sequence[Callable[[str], Tensor]] = ()
+) -> Cause | None:
     """Whether the differences are what rounding to a lower precision makes of each element: as large as its half unit, and of
-    no direction."""
+    no direction. parts: what is rounded and then added up; none: the result."""
     ours, one = torch.cat(list(actual.values())), torch.cat(list(right.values()))
     held = one.abs() > 1e-3 * one.abs().max()  # smaller ones may be sums of larger ones
-    ours, one = ours[held], one[held]
+    size = one.abs()
+    if parts:
+        size = torch.cat([torch.stack([part(name) for part in parts]).abs().sum(0) for name in right])
+    ours, one, size = ours[held], one[held], size[held]
     if one.numel() < _MANY:
         return None
-    relative = (ours - one) / one
+    relative = (ours - one) * one.sign() / size
     typical, bias = float(relative.abs().median()), abs(float(relative.mean()))
     if not typical or bias > typical:
         return None
+    # a mistake that happens to be as small has longer tails
+    if float(relative.abs().quantile(0.95)) >= _TAIL * typical or typical > _LARGEST:
+        return None
+    what = f"Elements of {names_of(actual)} differ by about {typical:.0e} of their size, in no direction"
     for dtype in _LOWER:
         eps = torch.finfo(dtype).eps
-        # a mistake that happens to be as small has longer tails
-        if 0.05 * eps < typical < 0.6 * eps and float(relative.abs().quantile(0.95)) < 6 * typical:
+        if 0.05 * eps < typical < 0.6 * eps:
             name = str(dtype).removeprefix("torch.")
-            return Cause(
-                "rounding",
-                f"Elements of {_names(list(actual))} differ by about {typical:.0e} of their size, in no direction: they are rounded to {name} on the way.",
-            )
-    return None
+            return Cause("rounding", f"{what}, as rounding to {name} on the way makes of them.")
+    bits = round(-math.log2(typical)) - 1
+    return Cause(
+        "rounding",
+        f"{what}, as rounding to about {bits} bits makes of them: something on the way is less precise, or adds noise.",
+    )
 
 
 def from_places(actual: Gradients, right: Gradients) -> Cause | None:
@@ -108,7 +120,7 @@ def from_mixture(actual: Gradients, error: float, evidence: Evidence) -> list[Ca
     names = ["+".join(map(str, chunk.chunks)) for chunk in evidence.chunks]
     values: list[float] = factors.tolist()
     if max(values) - min(values) < 0.02 * abs(1 - values[0]) and values[0] != 1:
-        which = f"The gradients of {_names(list(actual))} are {values[0]:.6g} times one device's"
+        which = f"The gradients of {names_of(actual)} are {values[0]:.6g} times one device's"
         return [Cause("scale", f"{which}: they are multiplied by a wrong number.")]
     whole = [round(value) for value in values]
     if all(math.isclose(value, count, abs_tol=1e-2) for value, count in zip(values, whole, strict=True)):
@@ -120,18 +132,14 @@ def from_mixture(actual: Gradients, error: float, evidence: Evidence) -> list[Ca
         return [
             Cause(
                 "microbatches",
-                f"The gradients of {_names(list(actual))} have {', '.join(times[:4])}: values of another microbatch are used, or one is used again.",
+                f"The gradients of {names_of(actual)} have {', '.join(times[:4])}: values of another microbatch are used, or one is used again.",
             )
         ]
     shown = [f"{name}: {factor:.3g}" for name, factor in zip(names, values, strict=True)]
-    what = f"the gradients of {_names(list(actual))} mix the chunks with wrong factors (chunk: factor, where 1 is right)"
+    what = f"the gradients of {names_of(actual)} mix the chunks with wrong factors (chunk: factor, where 1 is right)"
     listed = ", ".join(shown[:8]) + (", ..." if len(shown) > 8 else "")
     return [Cause("unknown", f"Unknown cause: {what} {listed}.")]
 
 
 def _given(tensor: Tensor | None, like: Tensor) -> Tensor:
     return torch.zeros_like(like) if tensor is None else tensor
-
-
-def _names(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

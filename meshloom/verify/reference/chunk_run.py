@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -55,10 +55,12 @@ class ChunkRun:
     ) -> None:
         # programs key each draw; else a chunk has one seed, after which draws follow each other
         self._scale, self._keyed = scale, plan.keyed_draws or plan.captures
-        self._autocast, self._of_batches = autocast, of_batches
+        self.autocast, self._of_batches = autocast, of_batches
         self._job, self._model, self._device, self._dtype, self._watch = job, model, device, dtype, watch
         self.loss = job.loss  # of several the one whose turn it is
         self.draws = 0  # losses whose turn it was before in the step
+        # step, key of a forward -> those whose seed it has
+        self.place_of_seed: Callable[[int, int], tuple[int, int]] = lambda step, key: (step, key)
 
     def run(
         self, forward: ReferenceForward, step: int, casts: CastWatch | None, batch_size: int
@@ -69,7 +71,7 @@ class ChunkRun:
         the mean over all of them, which hooks on gradients see.
         """
         batch = convert(self._collate(forward.samples, step, forward.key), self._device, self._of_batches)
-        seed = chunk_seed(self._job.seed, step, forward.key)
+        seed = chunk_seed(self._job.seed, *self.place_of_seed(step, forward.key))
         seed = derive(seed, "turn", self.draws) if self.draws else seed
         seed_everything(seed)
         seed_own_generators(own_generators(self._model), seed)
@@ -90,7 +92,7 @@ class ChunkRun:
             branches_as_written(),
             uncompiled(),
         ):
-            with torch.autocast(self._device.type, self._autocast, enabled=self._autocast is not None):
+            with torch.autocast(self._device.type, self.autocast, enabled=self.autocast is not None):
                 returned = self.loss(self._model, batch)
             loss_sum, weight = as_sum(returned, len(forward.samples))
             if self._scale.is_used:  # of the mean over samples, of what has been summed in float32

@@ -22,7 +22,8 @@ from meshloom.core.plan import Plan
 
 CauseKind = Literal[
     "same draws", "data", "weights", "scale", "mean of means", "microbatches", "missing chunk", "not reduced", "reduced twice", "tied", "clipping", "division",
-    "stale", "batch statistics", "buffers", "None or zero", "optimizer", "replicas", "loss", "resuming", "epoch", "exchanged", "rounding", "border", "stages", "unknown",
+    "stale", "batch statistics", "buffers", "None or zero", "optimizer", "replicas", "loss", "resuming", "epoch", "exchanged", "rounding", "border", "stages",
+    "forward", "averages", "between steps", "unknown",
 ]  # fmt: skip
 Gradients = Mapping[str, Tensor | None]
 MAX_ELEMENTS = 4096  # of each tensor that are compared
@@ -48,10 +49,12 @@ class ChunkGradients:
 
 @dataclass(frozen=True, kw_only=True)
 class OtherRun:
-    """The chunks run in another way. what: the way. chunks: the subsampled gradients of their loss sums, in the order of the
-    evidence's chunks; of a use of a tied parameter, what it adds to that parameter's."""
+    """The chunks run in another way. what: the way, behind "those of a forward". kind, why: of the mistake that it would be. chunks: the
+    subsampled gradients of their loss sums, in the order of the evidence's chunks; of a use of a tied parameter, what it adds to that parameter's."""
 
+    kind: CauseKind
     what: str
+    why: str
     chunks: Sequence[Gradients]
 
 
@@ -69,7 +72,8 @@ class Evidence:
     previous: averaged gradients of the step before; None in the first.
     tied: parameters with several names: first -> others.
     clip: the job's clip_grad_norm.
-    stale: with parameters of an earlier step, all or those of a module. uses: of each use of a tied parameter alone.
+    others: the chunks in other ways (`verify/causes/other_runs.py`). uses: of each use of a tied parameter alone.
+    transposed: the averaged gradients of matrices, transposed. batch_norms: names of modules.
     """
 
     plan: Plan
@@ -82,8 +86,10 @@ class Evidence:
     previous: Gradients | None = None
     tied: Mapping[str, Sequence[str]]
     clip: float | None = None
-    stale: Sequence[OtherRun] = ()
+    others: Sequence[OtherRun] = ()
     uses: Sequence[OtherRun] = ()
+    transposed: Gradients = field(default_factory=dict[str, Tensor | None])
+    batch_norms: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -169,8 +175,12 @@ def _scales(chunks: _Chunks, all_wrong: bool) -> Iterator[Mistake]:
         return Mistake(kind, description, chunks.all_times(factor), True)
 
     if dp > 1 and not all_wrong:
-        why = "and the others right: their bucket is reduced twice"
-        yield scale(dp, f"dp = {dp} times one device's {why}", "reduced twice")
+        if m == dp:  # which one cannot be told
+            why = "and the others right: their bucket is reduced twice, or they are not divided by the number of microbatches"
+            yield scale(dp, f"dp = microbatches = {dp} times one device's {why}")
+        else:
+            why = "and the others right: their bucket is reduced twice"
+            yield scale(dp, f"dp = {dp} times one device's {why}", "reduced twice")
     if dp > 1:
         also = f" (or of microbatches, {m} too)" if m == dp else ""
         why = f"the sum is not divided by the number of replicas{also}, or is reduced twice"

@@ -156,7 +156,7 @@ class ModuleWatch:
 
 
 def _summary(name: str, call: int, output: Any) -> ModuleOutput:
-    total, square, count = 0.0, 0.0, 0
+    total, square, ramp, count = 0.0, 0.0, 0.0, 0
     with torch.no_grad():
         for leaf in tree_leaves(output):
             if (
@@ -164,11 +164,28 @@ def _summary(name: str, call: int, output: Any) -> ModuleOutput:
                 and (leaf.is_floating_point() or leaf.is_complex())
                 and not _is_transformed(leaf)
             ):
+                ramp += ramp_of(leaf)
                 for values in float64_blocks(leaf):
                     total += values.sum().item()
                     square += values.square().sum().item()
                     count += values.numel()
-    return ModuleOutput(name=name, call=call, total=total, square=square, count=count)
+    return ModuleOutput(name=name, call=call, total=total, square=square, count=count, ramp=ramp)
+
+
+def ramp_of(tensor: Tensor) -> float:
+    """The sum of all elements, with weights that rise from -1 to 1.
+
+    >>> ramp_of(torch.tensor([1.0, 5.0, 2.0]))
+    1.0
+    """
+    start, total = 0, 0.0
+    blocks = list(float64_blocks(tensor))
+    last = sum(map(len, blocks)) - 1
+    for values in blocks:
+        places = torch.arange(start, start + len(values), dtype=torch.float64, device=values.device)
+        total += (2 * float(values @ places) / last - float(values.sum())) if last else 0.0
+        start += len(values)
+    return total
 
 
 def _is_transformed(leaf: Tensor) -> bool:

@@ -47,7 +47,7 @@ from meshloom.verify.reference.mistakes import subsample_each
 from meshloom.verify.reference.observers import CastWatch, ModuleWatch
 from meshloom.verify.reference.other_precision import convert_model, default_dtype, most_precise
 from meshloom.verify.reference.samples_of_epoch import read_batches
-from meshloom.verify.reference.step_records import Cast, ChunkRecord, StepRecord, group_settings
+from meshloom.verify.reference.step_records import Cast, ChunkRecord, StepRecord, group_names, group_settings
 from meshloom.verify.reference.trained_losses import needs_closure, trained_losses, turns
 
 Gradients = dict[str, Tensor | None]
@@ -91,7 +91,7 @@ class Reference:
         self._watch = ModuleWatch(self.model)
         self.autocast = AUTOCAST.get(plan.precision)  # around losses; float64 tensors are not cast
         self._casts, self.scale = CastWatch(self.precision, self._watch), ReferenceScale(plan)
-        self._chunk_run = ChunkRun(job, self.model, self.device, dtype, self._watch, self.autocast, self.scale, dtype or self.updated.dtype, plan)  # fmt: skip
+        self.chunk_run = ChunkRun(job, self.model, self.device, dtype, self._watch, self.autocast, self.scale, dtype or self.updated.dtype, plan)  # fmt: skip
         self.turn = self.losses[0]  # the loss whose turn it is
         self.step = -1  # the last one
         self.samples, self.chunks = list[Any](), list[ChunkRecord]()
@@ -123,8 +123,8 @@ class Reference:
         """The first half of a step, or of one of its turns: forward and backward of all chunks, after which
         `gradients` are the average. Raises `DataError` if there is no data."""
         with preserved_draws(), self._watch.attached():
-            self.step, self.samples, self.turn, self._chunk_run.draws = next(self.turns_left)
-            self._chunk_run.loss = self.turn.loss
+            self.step, self.samples, self.turn, self.chunk_run.draws = next(self.turns_left)
+            self.chunk_run.loss = self.turn.loss
             for module, training in self._modes:
                 module.training = training
             _keep_earlier(self)
@@ -179,10 +179,11 @@ class Reference:
         self.updated.round(self.step)
         self.model.zero_grad(set_to_none=True)
         self.scale.end()
+        optimizers = [each for loss in self.losses for each in loss.optimizers]
         return StepRecord(
             step=self.step, loss=self.loss, weight=self._weight, gradient_norm=norm, gradients=gradients, chunks=self.chunks,
             casts=tuple(dict.fromkeys(casts)), turn=self.turn.name, skipped=self.scale.overflowed,
-            settings=[group_settings([each for loss in self.losses for each in loss.optimizers])],
+            settings=[group_settings(optimizers)], groups=group_names(optimizers, {id(each): name for name, each in self.updated.all.items()}),
         )  # fmt: skip
 
     def forwards(self, synchronised: bool = True) -> Iterator[ReferenceForward]:
@@ -198,13 +199,13 @@ class Reference:
         """Forward and backward of the last step's `forward`; gradients accumulate. watched: whether casts are noted."""
         put_numbers(self.model, self._numbers)
         casts = self._casts if watched else None
-        result = self._chunk_run.run(forward, self.step, casts, len(self.samples))
+        result = self.chunk_run.run(forward, self.step, casts, len(self.samples))
         self._divisor = result.divisor
         return result
 
     def records(self, forward: ReferenceForward, result: ChunkResult) -> Iterator[ChunkRecord]:
         """One record per chunk of the plan in `forward`."""
-        return self._chunk_run.records(forward, result, self.step)
+        return self.chunk_run.records(forward, result, self.step)
 
     def divide(self, weight: float) -> None:
         """Turn what forwards have accumulated into averages, of a weight of 1 into gradient sums; those of other losses'

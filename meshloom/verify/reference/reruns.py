@@ -10,13 +10,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 
 from meshloom.core.plan import Plan
 from meshloom.core.random import derive
 from meshloom.verify.reference.chunk_run import ChunkResult
 from meshloom.verify.reference.chunks_of_plan import ReferenceForward
 from meshloom.verify.reference.float64_blocks import norm, norm_of_all, rerun_distance
-from meshloom.verify.reference.mistakes import ChunkGradients, Evidence, OtherRun, subsample_each
+from meshloom.verify.reference.mistakes import (
+    ChunkGradients,
+    Evidence,
+    OtherRun,
+    subsample,
+    subsample_each,
+)
 from meshloom.verify.reference.reference import Gradients, Reference, changed_buffers
 from meshloom.verify.reference.step_records import StepRecord
 
@@ -24,7 +31,7 @@ from meshloom.verify.reference.step_records import StepRecord
 # rare events that rounding causes, such as a ReLU that flips, occur often enough to be measured. In half
 # precisions products are summed in float32, so only the last rounding counts.
 _ROUNDING_UNITS = {torch.float64: 16, torch.float32: 16, torch.float16: 2, torch.bfloat16: 2}
-_MOST_MODULES = 8  # that are tried one by one
+_MOST_USES = 8  # of tied parameters, that are tried one by one
 _OTHER_ORDERS = 3  # how much farther than in the opposite order a sum may be in another
 
 
@@ -134,7 +141,7 @@ def perturbed_parameters(reference: Reference, number: int = 0) -> Iterator[None
     generator = torch.Generator(reference.device).manual_seed(
         derive(reference.job.seed, "moved", reference.step, *([number] if number else []))
     )
-    with _values_restored([each for _, each in named]):
+    with values_restored([each for _, each in named]):
         with torch.no_grad():
             for name, parameter in named:
                 largest = largest_of(name)
@@ -146,7 +153,7 @@ def perturbed_parameters(reference: Reference, number: int = 0) -> Iterator[None
 
 
 @contextmanager
-def _values_restored(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+def values_restored(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
     """A context at whose end parameters have the values of its beginning."""
     kept = [each.detach().clone() for each in parameters]
     try:
@@ -214,11 +221,17 @@ def full_evidence(reference: Reference, initial: Evidence) -> Evidence:
     chained = gradients_of(reference, chained=True) if has_buffers and plan.num_chunks > 1 else None
     return replace(
         initial, chunks=chunks, chunk_norms=chunk_norms, replica_norms=replica_norms, unsynchronised=unsynchronised, chained=chained,
-        stale=[*_stale_runs(reference)], uses=[*_tied_uses(reference, initial.tied, chunks)],
+        uses=[*_tied_uses(reference, initial.tied, chunks)],
+        transposed={
+            name: subsample(each.t())
+            for name, each in reference.gradients.items()
+            if each is not None and each.ndim == 2 and not each.is_sparse
+        },
+        batch_norms=frozenset(name for name, each in reference.model.named_modules() if isinstance(each, _BatchNorm)),
     )  # fmt: skip
 
 
-def _chunk_by_chunk(reference: Reference) -> list[Gradients]:
+def chunk_by_chunk(reference: Reference) -> list[Gradients]:
     """The subsampled gradients of each forward's loss sum."""
     with reference.rerun():
         return [subsample_each(reference.gradients) for _ in _one_by_one(reference)]
@@ -229,38 +242,9 @@ def _one_by_one(reference: Reference) -> Iterator[tuple[ReferenceForward, ChunkR
     for forward in reference.forwards():
         reference.restore()
         reference.model.zero_grad(set_to_none=True)
-        result = reference.run_forward(forward)
+        result = reference.run_forward(forward, watched=False)
         reference.divide(1.0)
         yield forward, result
-
-
-def _stale_runs(reference: Reference) -> Iterator[OtherRun]:
-    """With parameters of earlier steps: all, and those of each module, if there are few."""
-    by_module: dict[str, list[str]] = {}
-    for name, each in reference.parameters.items():
-        if each.requires_grad:
-            by_module.setdefault(name.rpartition(".")[0], []).append(name)
-    parts = {"all modules": [name for names in by_module.values() for name in names]}
-    if len(by_module) <= _MOST_MODULES:
-        parts |= {module or "the model": names for module, names in by_module.items()}
-    seen: list[Mapping[str, Tensor]] = []
-    for when, values in reference.earlier.items():
-        if any(values is each for each in seen):
-            continue
-        seen.append(values)
-        for where, names in parts.items():
-            with _put_values(reference, {name: values[name] for name in names}):
-                yield OtherRun(what=f"{where} with the weights {when}", chunks=_chunk_by_chunk(reference))
-
-
-@contextmanager
-def _put_values(reference: Reference, values: Mapping[str, Tensor]) -> Iterator[None]:
-    """A context in which parameters have other values."""
-    with _values_restored([reference.parameters[name] for name in values]):
-        with torch.no_grad():
-            for name, value in values.items():
-                reference.parameters[name].copy_(value)
-        yield
 
 
 def _tied_uses(
@@ -268,20 +252,22 @@ def _tied_uses(
 ) -> Iterator[OtherRun]:
     """What a tied parameter's use under each of its names adds to its gradient: all but that of a run in which another parameter takes its place there."""
     uses = [(name, use) for name, others in tied.items() for use in (name, *others)]
-    for name, use in uses[:_MOST_MODULES]:
+    for name, use in uses[:_MOST_USES]:
         path, _, leaf = use.rpartition(".")
         module: Any = reference.model.get_submodule(path)
         kept = module._parameters[leaf]
         module._parameters[leaf] = nn.Parameter(kept.detach())
         try:
-            others = _chunk_by_chunk(reference)
+            others = chunk_by_chunk(reference)
         finally:
             module._parameters[leaf] = kept
         added: list[Gradients] = []
         for chunk, rest in zip(chunks, others, strict=True):
             whole, without = chunk.gradients.get(name), rest.get(name)
             added.append({name: whole if whole is None or without is None else whole - without})
-        yield OtherRun(what=f"{name} in its use as {use}", chunks=added)
+        yield OtherRun(
+            kind="tied", what=f"{name} in its use as {use}", why="it is lost, or added again", chunks=added
+        )
 
 
 def gradients_of(reference: Reference, *, synchronised: bool = True, chained: bool = False) -> Gradients:

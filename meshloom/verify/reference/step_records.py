@@ -7,11 +7,13 @@ how the numbers were computed.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
+
+from meshloom.verify.reference.mistakes import Cause
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +22,8 @@ class ModuleOutput:
     output.
 
     All three are additive over the rows of a batch, so ranks that share a chunk can be compared with a device
-    that has all of it.
+    that has all of it. ramp: the sum with weights that rise from -1 to 1 from the first element to the last, which tells orders apart; None:
+    the output was added up from parts.
     """
 
     name: str
@@ -28,6 +31,7 @@ class ModuleOutput:
     total: float
     square: float
     count: int
+    ramp: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +90,8 @@ class StepRecord:
     casts: the reductions of precision in the step. turn: the name of its loss, if it is a turn of several.
     skipped: whether there was no update, as scaled gradients overflowed. inconsistent: what differs between ranks of a replica
         that hold the same, a sentence each. settings: numbers in the groups of optimizers after the step, by what they are, of one device
-    or of each rank.
+    or of each rank. changed: what besides updates has changed parameters or buffers since the step before. groups: of one
+    device's optimizers, "group 0 of optimizer 0" -> names of its parameters.
     """
 
     step: int
@@ -101,6 +106,8 @@ class StepRecord:
     skipped: bool = False
     inconsistent: Sequence[str] = ()
     settings: Sequence[Mapping[str, float]] = ()
+    changed: Sequence[Cause] = ()
+    groups: Mapping[str, Sequence[str]] = field(default_factory=dict[str, Sequence[str]])
 
 
 def group_settings(optimizers: Sequence[Optimizer]) -> dict[str, float]:
@@ -111,6 +118,17 @@ def group_settings(optimizers: Sequence[Optimizer]) -> dict[str, float]:
         for place, group in enumerate(optimizer.param_groups)
         for key, value in _single_values(group)
         if isinstance(value, int | float | Tensor) and not isinstance(value, bool)
+    }
+
+
+def group_names(optimizers: Sequence[Optimizer], names: Mapping[int, str]) -> dict[str, Sequence[str]]:
+    """The parameters in their groups: "group 0 of optimizer 0" -> names. names: by identity."""
+    return {
+        f"group {place} of optimizer {number}": [
+            names[id(each)] for each in group["params"] if id(each) in names
+        ]
+        for number, optimizer in enumerate(optimizers)
+        for place, group in enumerate(optimizer.param_groups)
     }
 
 

@@ -114,7 +114,9 @@ def statistics_are_of_equal_weight(patch: Patch) -> None:
     wrap(patch, meshloom.replica.buffers.batch_norm, "_joined_statistics", alike)
 
 
-@bug("cnn-adamw", SAME, causes="batch_statistics", module="conv")
+@bug(
+    "cnn-adamw", SAME, causes="batch_statistics", module="conv2"
+)  # the first in backward, behind the second layer of statistics
 def the_gradient_through_statistics_is_this_replicas_own(patch: Patch) -> None:
     norm: Any = meshloom.replica.buffers.batch_norm._Normalise
     right = norm.backward

@@ -92,7 +92,7 @@ def the_first_five_elements_are_those_beside_them(patch: Patch) -> None:
     _one(patch, "first.weight", rolled)
 
 
-@bug(causes="unknown|scale", module="first")
+@bug(causes="clipping", module="first")
 def elements_are_limited(patch: Patch) -> None:
     _one(patch, "first.weight", lambda each: each.clamp(-0.003, 0.003))
 

@@ -78,7 +78,7 @@ def dropout_is_off(patch: Patch) -> None:
     on_models(patch, off)
 
 
-@bug("cnn-adamw", causes="unknown|stale|same_draws|batch_statistics", module="dropout")
+@bug("cnn-adamw", causes="forward", module="dropout")
 def dropout_has_another_rate(patch: Patch) -> None:
     def other(model: Any, replica: int) -> None:
         model.dropout.p = 0.24
@@ -86,7 +86,7 @@ def dropout_has_another_rate(patch: Patch) -> None:
     on_models(patch, other)
 
 
-@bug(causes="unknown|stale", module="second")
+@bug(causes="forward", module="second")
 def a_layer_is_applied_without_its_bias(patch: Patch) -> None:
     def without(model: Any, replica: int) -> None:
         model.second.forward = lambda x: (
@@ -138,7 +138,7 @@ def averages_begin_at_zero(patch: Patch) -> None:
     wrap(patch, ParameterAverages, "update", zero)
 
 
-@bug("averaged-adamw", says="DIFFERS: the evaluation", module=None)
+@bug("averaged-adamw", causes="averages", says="DIFFERS: the evaluation", module=None)
 def evaluations_do_not_see_averages(patch: Patch) -> None:
     def nothing(right: Any, self: ParameterAverages) -> Any:
         return lambda: None

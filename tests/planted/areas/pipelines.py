@@ -96,12 +96,12 @@ def returned_gradients_are_divided_by_the_microbatches(patch: Patch) -> None:
     _returned(patch, lambda stage, microbatch, value: value / 3)
 
 
-@bug(plan=STAGES, causes="rounding|unknown", module=None)
+@bug(plan=STAGES, causes="stages", module=None)
 def returned_gradients_are_rounded(patch: Patch) -> None:
     _returned(patch, lambda stage, microbatch, value: value.bfloat16().to(value.dtype))
 
 
-@bug(plan=STAGES, causes="unknown|microbatches", module=None)
+@bug(plan=STAGES, causes="stages", module=None)
 def returned_gradients_are_those_of_another_microbatch(patch: Patch) -> None:
     kept: dict[int, Tensor] = {}
 

@@ -53,7 +53,7 @@ def values_are_cut_off_and_not_rounded(patch: Patch) -> None:
     wrap(patch, Masters, "publish", cut)
 
 
-@bug(plan=LOW, causes="optimizer|scale", module="first")
+@bug(plan=LOW, causes="optimizer|scale", module="head")  # the first in backward
 def gradients_for_copies_are_halved(patch: Patch) -> None:
     def halved(right: Any, self: WithMasters, weight: Any) -> Any:
         found = yield from right(self, weight)

@@ -132,7 +132,7 @@ def a_unit_is_gathered_as_it_was_a_step_before(patch: Patch) -> None:
     wrap(patch, UnitEntry, "fill", old)
 
 
-@bug(plan=THREE, causes="unknown|scale|missing_chunk|not_reduced", module="first")
+@bug(plan=THREE, causes="border", module="first")
 def a_unit_keeps_part_of_anothers_gradient(patch: Patch) -> None:
     def changed(exchange: Any, found: Gradients, step: int) -> None:
         each = found.get("first.weight")

@@ -30,7 +30,7 @@ def a_sum_is_what_the_first_rank_has(patch: Patch) -> None:
     _reduced(patch, lambda total, tensors, op: tensors[0].clone())
 
 
-@bug(causes="unknown|microbatches|scale", module=None)
+@bug(causes="not_reduced", module=None)
 def a_sum_is_the_largest(patch: Patch) -> None:
     _reduced(patch, lambda total, tensors, op: torch.stack(list(tensors)).amax(0))
 
@@ -63,7 +63,7 @@ def slices_of_a_sum_go_to_the_wrong_rank(patch: Patch) -> None:
     _reduced(patch, turned)
 
 
-@bug(causes="optimizer|replicas", plan=ONE, module=None)
+@bug(causes="exchanged", plan=ONE, module=None)
 def gathered_values_come_in_the_wrong_order(patch: Patch) -> None:
     def turned(right: Any, self: SimulatedGroup, output: Tensor, tensor: Tensor) -> Any:
         work = right(self, output, tensor)

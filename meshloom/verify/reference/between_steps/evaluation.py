@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,28 +26,53 @@ from meshloom.verify.reference.other_precision import convert, default_dtype
 from meshloom.verify.reference.reference import Reference
 
 
+@dataclass(frozen=True, kw_only=True)
+class EvaluatedChunk:
+    """The sum and weight of every metric of one chunk of one batch."""
+
+    batch: int
+    chunk: int
+    sums: Mapping[str, tuple[float, float]]
+
+
 def evaluate(reference: Reference, updates: int, batches: int | None = None) -> dict[str, float]:
-    """The mean of every metric after `updates` updates; nan where there is no weight. batches: so many of the data alone.
+    """The mean of every metric after `updates` updates; nan where there is no weight. batches: so many of the data alone."""
+    return means_of(evaluated_chunks(reference, updates, batches))
+
+
+def means_of(chunks: Sequence[EvaluatedChunk]) -> dict[str, float]:
+    """Of every metric; nan where there is no weight."""
+    found: dict[str, float] = {}
+    for name in chunks[0].sums if chunks else ():
+        total, weight = map(sum, zip(*(each.sums[name] for each in chunks), strict=True))
+        found[name] = total / weight if weight else math.nan
+    return found
+
+
+def evaluated_chunks(
+    reference: Reference, updates: int, batches: int | None = None, *, training: bool = False
+) -> list[EvaluatedChunk]:
+    """Every chunk after `updates` updates. batches: so many of the data alone. training: with modules in training mode, which would be wrong.
 
     Nothing of the reference changes: modules are put into evaluation mode and back, and metrics run without gradients.
     """
     assert reference.job.evaluate is not None
-    sums = {name: [0.0, 0.0] for name in reference.job.evaluate.metrics}
     modes = [(module, module.training) for module in reference.model.modules()]
+    buffers = [(each, each.clone()) for each in reference.model.buffers()] if training else []
     with preserved_draws(), torch.no_grad():
         seed_everything(derive(reference.job.seed, "data"))
         dataset = reference.job.evaluate.data()
-        reference.model.eval()
+        reference.model.train(training)
         with default_dtype(reference.dtype):
-            _run(reference, dataset, sums, updates, batches)
-        for module, training in modes:
-            module.training = training
-    return {name: total / weight if weight else math.nan for name, (total, weight) in sums.items()}
+            found = list(_run(reference, dataset, updates, batches))
+        for module, was in modes:
+            module.training = was
+        for buffer, value in buffers:
+            buffer.copy_(value)
+    return found
 
 
-def _run(
-    reference: Reference, dataset: Any, sums: dict[str, list[float]], updates: int, batches: int | None
-) -> None:
+def _run(reference: Reference, dataset: Any, updates: int, batches: int | None) -> Iterator[EvaluatedChunk]:
     job = reference.job
     size = job.evaluation_batch_size
     for batch, start in enumerate(range(0, len(dataset), size)[:batches]):
@@ -54,13 +81,15 @@ def _run(
             seed_everything(sample_seed(job.seed, -1, index))  # -1: the epoch of evaluations
             samples.append(dataset[index])
         for chunk in forwards_of(reference.plan, samples, reference.shares_now, synchronised=False):
-            _add(reference, sums, batch, chunk.members[0][0], chunk.samples, updates)
+            number = chunk.members[0][0]
+            sums = dict(_sums(reference, batch, number, chunk.samples, updates))
+            yield EvaluatedChunk(batch=batch, chunk=number, sums=sums)
 
 
-def _add(
-    reference: Reference, sums: dict[str, list[float]], batch: int, chunk: int, samples: Any, updates: int
-) -> None:
-    """Add every metric of one chunk."""
+def _sums(
+    reference: Reference, batch: int, chunk: int, samples: Any, updates: int
+) -> Iterator[tuple[str, tuple[float, float]]]:
+    """The sum and weight of every metric of one chunk."""
     job, device = reference.job, reference.device
     assert job.evaluate is not None
     seed_everything(derive(job.seed, "collate", batch, chunk))
@@ -79,5 +108,5 @@ def _add(
         value, weight = returned if isinstance(returned, tuple) else (returned, None)
         if isinstance(value, Tensor) and value.dtype == torch.float16:
             value = value.float()  # whose largest number is 65504
-        sums[name][0] += float(value if weight is not None else value * len(samples))
-        sums[name][1] += float(weight) if weight is not None else len(samples)
+        total = float(value if weight is not None else value * len(samples))
+        yield name, (total, float(weight) if weight is not None else float(len(samples)))

@@ -26,7 +26,12 @@ import torch
 
 from meshloom.core.plan import Plan
 from meshloom.verify.between_steps.checks import Kind, TensorError
-from meshloom.verify.compare_chunks import facts_of, first_module
+from meshloom.verify.compared.compare_chunks import (
+    facts_of,
+    first_module,
+    first_output,
+    module_of_settings,
+)
 from meshloom.verify.reference.step_records import Cast, StepRecord
 from meshloom.verify.tolerances.of_precision import (
     most_tolerated,
@@ -47,6 +52,7 @@ class Comparison:
     facts: Sequence[str]
     # the first in order of execution whose output differs, else the last whose gradient does
     first_module: str | None
+    first_output: str | None = None  # of those whose outputs were observed
     turn: str = ""
     skipped: bool = False
 
@@ -104,9 +110,15 @@ class Comparer:
 
     @property
     def modules(self) -> float:
-        """The tolerance of modules' outputs, which are compared where something differs, to find out where."""
+        """The tolerance of modules' outputs on the whole batch and on its chunks, which are compared to find out what mixes samples."""
         lower = [most_tolerated(getattr(torch, cast.dtype)) for cast in self._casts if not cast.in_optimizer]
         return max([most_tolerated(self.precision), *lower])
+
+    @property
+    def outputs(self) -> float:
+        """The tolerance of modules' outputs on equal chunks, which are compared where something differs, to find out where. Equal values
+        are cast to equal ones."""
+        return max(most_tolerated(self.precision), most_tolerated(self.partial))
 
     def compare(
         self,
@@ -123,9 +135,11 @@ class Comparer:
         of_norm = unmeasured_through(self.precision)
         errors = [*_loss_errors(ours, reference, tolerance, of_norm), *tensor_errors]
         facts = [*facts_of(ours, reference, self.plan)]
-        module: str | None = None
+        module = output = None
         if facts or not all(error.passed for error in errors):
-            module = first_module(ours, reference, errors, self.modules, self.plan)
+            output = first_output(ours, reference, self.outputs, self.plan)
+            module = output or first_module(reference, errors, self.plan)
+            module = module or module_of_settings(ours, reference, self.plan)
         losses = ours.loss, reference.loss
         return Comparison(
             step=reference.step,
@@ -133,6 +147,7 @@ class Comparer:
             errors=errors,
             facts=facts,
             first_module=module,
+            first_output=output,
             turn=reference.turn,
             skipped=reference.skipped,
         )

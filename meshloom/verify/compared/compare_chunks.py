@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from meshloom.core.plan import Plan
 from meshloom.verify.between_steps.checks import TensorError
 from meshloom.verify.reference.step_records import ChunkRecord, ModuleOutput, StepRecord
 
 _MOST = 8  # facts of one kind
+_SUDDEN, _SMALL = 16, 25  # times the errors before; of a tolerance, below which nothing is sudden
 
 
 def facts_of(ours: StepRecord, reference: StepRecord, plan: Plan) -> Iterator[str]:
@@ -29,12 +31,27 @@ def facts_of(ours: StepRecord, reference: StepRecord, plan: Plan) -> Iterator[st
 
 def wrong_settings(ours: StepRecord, reference: StepRecord) -> Iterator[str]:
     """Numbers in the optimizers' groups after the step that are others than on one device, on any rank."""
+    for what, here, value in _differing_settings(ours, reference):
+        yield f"{what} is {here:g} after step {ours.step}, and {value:g} on one device."
+
+
+def _differing_settings(ours: StepRecord, reference: StepRecord) -> Iterator[tuple[str, float, float]]:
+    """What it is, on a rank, and on one device."""
     right = reference.settings[0] if reference.settings else {}
     for of_rank in ours.settings:
         for what, value in right.items():
             here = of_rank.get(what, value)
             if not (math.isclose(here, value, rel_tol=1e-6) or (math.isnan(here) and math.isnan(value))):
-                yield f"{what} is {here:g} after step {ours.step}, and {value:g} on one device."
+                yield what, here, value
+
+
+def module_of_settings(ours: StepRecord, reference: StepRecord, plan: Plan) -> str | None:
+    """The first module in order of execution that has a parameter in a group whose settings differ."""
+    place = order_of_modules(reference, plan)
+    groups = {what.partition(" of ")[2] for what, *_ in _differing_settings(ours, reference)}
+    names = [name for group in groups for name in reference.groups.get(group, ())]
+    first = min(names, key=lambda name: place_of_owner(name, place), default=None)
+    return None if first is None else first.rpartition(".")[0] or "the whole model"
 
 
 def _data_facts(ours: StepRecord, reference: StepRecord) -> Iterator[str]:
@@ -61,28 +78,41 @@ def filled(chunks: Sequence[ChunkRecord]) -> dict[int, ChunkRecord]:
     return {chunk.index: chunk for chunk in chunks if chunk.samples}
 
 
-def first_module(
-    ours: StepRecord, reference: StepRecord, errors: Sequence[TensorError], tolerance: float, plan: Plan
-) -> str | None:
-    """The first module in order of execution whose output differs. If none does: the first in order of backward, from the
-    last module to the first, whose gradient differs; else the first in order of execution whose buffer, parameter or update does."""
-    right = _outputs(reference, plan)
-    for here, there in zip(_outputs(ours, plan), right, strict=False):
-        if output_differs(here, there, tolerance):
-            return there.name or "the whole model"
-    executed = dict.fromkeys(each.name for each in right)
-    place = {name: number for number, name in enumerate(executed)}
-    for kinds, last in ((("gradient",), True), (("buffer", "parameter", "update"), False)):
+def first_module(reference: StepRecord, errors: Sequence[TensorError], plan: Plan) -> str | None:
+    """Where all outputs agree: the first module in order of backward, from the last one to the first, whose gradient differs; else
+    the first in order of execution whose buffer, parameter or update does, or whose average."""
+    place = order_of_modules(reference, plan)
+    for kinds, last in (
+        (("gradient",), True),
+        (("buffer", "parameter", "update"), False),
+        (("average",), False),
+    ):
         wrong = [error.name for error in errors if error.kind in kinds and not error.passed]
         owners = {
-            _owner(name, place): name.rpartition(".")[0] for name in (wrong if last else reversed(wrong))
+            place_of_owner(name, place): name.rpartition(".")[0]
+            for name in (wrong if last else reversed(wrong))
         }
         if owners:
             return owners[max(owners) if last else min(owners)] or "the whole model"
     return None
 
 
-def _owner(name: str, place: Mapping[str, int]) -> int:
+def first_output(ours: StepRecord, reference: StepRecord, tolerance: float, plan: Plan) -> str | None:
+    """The first module in order of execution whose output differs; None: all that were observed agree."""
+    steps = OutputSteps(tolerance)
+    for here, there in zip(_outputs(ours, plan), _outputs(reference, plan), strict=False):
+        if steps.differs(here, there):
+            return there.name or "the whole model"
+    return None
+
+
+def order_of_modules(record: StepRecord, plan: Plan) -> dict[str, int]:
+    """Module -> its place in order of execution."""
+    executed = dict.fromkeys(each.name for each in _outputs(record, plan))
+    return {name: number for number, name in enumerate(executed)}
+
+
+def place_of_owner(name: str, place: Mapping[str, int]) -> int:
     """Place in order of execution of the module that owns a tensor, or of the one around it that is called."""
     module = name.rpartition(".")[0]
     while module not in place and module:
@@ -109,16 +139,40 @@ def _outputs(record: StepRecord, plan: Plan) -> list[ModuleOutput]:
 def add_outputs(a: ModuleOutput, b: ModuleOutput) -> ModuleOutput:
     """The output of one module on the rows of both."""
     return ModuleOutput(
-        name=a.name, call=a.call, total=a.total + b.total, square=a.square + b.square, count=a.count + b.count
-    )
+        name=a.name, call=a.call, total=a.total + b.total, square=a.square + b.square, count=a.count + b.count,
+    )  # fmt: skip
+
+
+@dataclass
+class OutputSteps:
+    """Outputs in order of execution, of which one differs that is off by more than `tolerance`, or by much more than all before
+    it, as rounding grows bit by bit."""
+
+    tolerance: float
+    _largest: float | None = None  # error so far
+
+    def differs(self, ours: ModuleOutput, right: ModuleOutput) -> bool:
+        """Whether the next one does."""
+        error, before = output_error(ours, right), self._largest
+        self._largest = max(error, before or 0.0)
+        jumps = before is not None and error > max(_SUDDEN * before, self.tolerance / _SMALL)
+        return not error <= self.tolerance or jumps
 
 
 def output_differs(a: ModuleOutput, b: ModuleOutput, tolerance: float) -> bool:
     """Whether two outputs differ by more than rounding, judged by their sums."""
+    return not output_error(a, b) <= tolerance  # NaN differs
+
+
+def output_error(a: ModuleOutput, b: ModuleOutput) -> float:
+    """How far two outputs differ, relative to their size, judged by their sums."""
     if (a.name, a.call, a.count) != (b.name, b.call, b.count):
-        return True
+        return math.inf
     if not (math.isfinite(a.square) and math.isfinite(b.square)):  # a mask of -inf, or a mistake
-        return (str(a.total), str(a.square)) != (str(b.total), str(b.square))
+        return 0.0 if (str(a.total), str(a.square)) == (str(b.total), str(b.square)) else math.inf
     size = math.sqrt(b.square)
     norm, total = abs(math.sqrt(a.square) - size), abs(a.total - b.total) / math.sqrt(max(b.count, 1))
-    return not (max(norm, total) <= tolerance * size)  # NaN differs
+    off = max(norm, total)
+    if a.ramp is not None and b.ramp is not None:
+        off = max(off, abs(a.ramp - b.ramp) / math.sqrt(max(b.count, 1)))
+    return off / size if size else (math.inf if off else 0.0)

@@ -1,0 +1,174 @@
+"""One device's chunks run again in ways that would be wrong: with parameters of an earlier step, in another precision, with the
+draws of another step or chunk, with a module that lacks its bias or is in evaluation mode."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
+from torch.nn.modules.dropout import _DropoutNd  # pyright: ignore[reportPrivateUsage]
+
+from meshloom.verify.between_steps.checks import TensorError
+from meshloom.verify.causes.of_gradients import is_explained
+from meshloom.verify.reference.mistakes import Evidence, Gradients, OtherRun
+from meshloom.verify.reference.reference import Reference
+from meshloom.verify.reference.reruns import chunk_by_chunk, full_evidence, values_restored
+
+_MOST_MODULES = 8  # that are tried one by one
+_SMALL = 2**24  # parameters of a model that is run so often
+
+
+def whole_evidence(
+    reference: Reference, initial: Evidence, errors: Sequence[TensorError], ours: Gradients, rounding: float
+) -> Evidence:
+    """The evidence with reruns of the step, and with those in other ways if they are needed. errors, ours: of the plan's gradients, which are
+    subsampled. rounding: what need not be explained. To be called between `Reference.run` and `Reference.update`."""
+    evidence = full_evidence(reference, initial)
+    if is_explained(errors, ours, reference.gradients, evidence, rounding):
+        return evidence
+    return replace(evidence, others=[*other_runs(reference)])
+
+
+def other_runs(reference: Reference) -> Iterator[OtherRun]:
+    """All of them; state is left unchanged."""
+    yield from _with_earlier_weights(reference)
+    yield from _in_other_precision(reference)
+    if any(chunk.draws for chunk in reference.chunks):
+        yield from _with_other_draws(reference)
+    if sum(each.numel() for each in reference.parameters.values()) <= _SMALL:
+        yield from _without_biases(reference)
+        yield from _in_evaluation_mode(reference)
+
+
+def _with_earlier_weights(reference: Reference) -> Iterator[OtherRun]:
+    """All, and those of each module, if there are few."""
+    by_module = _trained_by_module(reference)
+    parts = {"all modules": [name for names in by_module.values() for name in names]}
+    if len(by_module) <= _MOST_MODULES:
+        parts |= {module or "the model": names for module, names in by_module.items()}
+        if sum(map(len, by_module.values())) <= 2 * _MOST_MODULES:
+            parts |= {name: [name] for names in by_module.values() for name in names if len(names) > 1}
+    seen: list[Any] = []
+    for when, values in reference.earlier.items():
+        if any(values is each for each in seen):
+            continue
+        seen.append(values)
+        for where, names in parts.items():
+            with _values(reference, {name: values[name] for name in names}):
+                chunks = chunk_by_chunk(reference)
+            what = f"of {where} with the weights {when}"
+            yield OtherRun(kind="stale", what=what, why="what was updated is not used", chunks=chunks)
+
+
+def _in_other_precision(reference: Reference) -> Iterator[OtherRun]:
+    runs, kept = reference.chunk_run, reference.chunk_run.autocast
+    lower = (torch.bfloat16, torch.float16) if reference.device.type == "cuda" else ()
+    for other in lower if kept is None else (None,):
+        if reference.precision != torch.float32:
+            continue
+        runs.autocast = other
+        try:
+            chunks = chunk_by_chunk(reference)
+        finally:
+            runs.autocast = kept
+        name = str(other).removeprefix("torch.")
+        yield OtherRun(
+            kind="rounding", what=f"under autocast to {name}" if other else "without autocast",
+            why="losses are not computed in the precision that the plan says", chunks=chunks,
+        )  # fmt: skip
+
+
+def _with_other_draws(reference: Reference) -> Iterator[OtherRun]:
+    runs, kept, m = reference.chunk_run, reference.chunk_run.place_of_seed, reference.plan.microbatches
+    ways: dict[str, Callable[[int, int], tuple[int, int]]] = {
+        "the next step": lambda step, key: (step + 1, key),
+        "the step before": lambda step, key: (step - 1, key),
+        "step 0": lambda step, key: (0, key),
+        "chunk 0": lambda step, key: (step, 0),
+        "the chunk of this number of replica 0": lambda step, key: (step, key % m),
+        "the first chunk of the replica": lambda step, key: (step, key - key % m),
+    }
+    places = [(reference.step, forward.key) for forward in reference.forwards()]
+    seen = [places]
+    for what, way in ways.items():
+        others = [way(*place) for place in places]
+        if others in seen or min(step for step, _ in others) < 0:
+            continue
+        seen.append(others)
+        runs.place_of_seed = way
+        try:
+            chunks = chunk_by_chunk(reference)
+        finally:
+            runs.place_of_seed = kept
+        yield OtherRun(
+            kind="same draws", what=f"with the random draws, such as dropout masks, of {what}",
+            why="they depend on something besides seed, step and chunk", chunks=chunks,
+        )  # fmt: skip
+
+
+def _without_biases(reference: Reference) -> Iterator[OtherRun]:
+    by_module = _trained_by_module(reference)
+    if len(by_module) > _MOST_MODULES:
+        return
+    for module, names in by_module.items():
+        biases = [name for name in names if name.rpartition(".")[2].endswith("bias")]
+        if not biases:
+            continue
+        zeros = {name: torch.zeros_like(reference.parameters[name]) for name in biases}
+        with _values(reference, zeros):
+            chunks = [_without(each, biases) for each in chunk_by_chunk(reference)]
+        what, why = f"in which {module or 'the model'} has no bias", "it is left out"
+        yield OtherRun(kind="forward", what=what, why=why, chunks=chunks)
+
+
+def _in_evaluation_mode(reference: Reference) -> Iterator[OtherRun]:
+    found = [
+        (name, module)
+        for name, module in reference.model.named_modules()
+        if module.training and isinstance(module, _BatchNorm | _DropoutNd)
+    ]
+    parts = {"the whole model": found} if len(found) > 1 else {}
+    if len(found) <= _MOST_MODULES:
+        parts |= {name: [(name, module)] for name, module in found}
+    for where, modules in parts.items():
+        for _, module in modules:
+            module.training = False
+        try:
+            chunks = chunk_by_chunk(reference)
+        finally:
+            for _, module in modules:
+                module.training = True
+        what, why = f"in which {where} is in evaluation mode", "modes of modules are others"
+        yield OtherRun(kind="forward", what=what, why=why, chunks=chunks)
+
+
+def _trained_by_module(reference: Reference) -> dict[str, list[str]]:
+    """Module -> names of its trained parameters."""
+    found: dict[str, list[str]] = {}
+    for name, each in reference.parameters.items():
+        if each.requires_grad:
+            found.setdefault(name.rpartition(".")[0], []).append(name)
+    return found
+
+
+@contextmanager
+def _values(reference: Reference, values: dict[str, Tensor]) -> Iterator[None]:
+    """A context in which parameters have other values."""
+    parameters: list[nn.Parameter] = [reference.parameters[name] for name in values]
+    with values_restored(parameters):
+        with torch.no_grad():
+            for parameter, value in zip(parameters, values.values(), strict=True):
+                parameter.copy_(value)
+        yield
+
+
+def _without(gradients: Gradients, names: list[str]) -> Gradients:
+    return {
+        name: torch.zeros_like(each) if name in names and each is not None else each
+        for name, each in gradients.items()
+    }
