@@ -22,6 +22,7 @@ from meshloom.core.random import KeyedDraws, Rows, chunk_seed, evaluation_seed, 
 from meshloom.data.chunks import Chunk
 from meshloom.data.to_device import to_device
 from meshloom.program.ir.sparse_constants import sparse_attributes
+from meshloom.replica.buffers.carried_tensors import CarriedTensors
 from meshloom.replica.buffers.merged_buffers import RunningStatistics
 from meshloom.replica.buffers.plain_numbers import PlainNumbers
 from meshloom.telemetry.traffic import ExpectedBytes
@@ -75,7 +76,7 @@ class ChunkScope:
         self._constants, self._generators = list(sparse_attributes(model)), own_generators(model)
         self.turn = LossTurn()
         losses = [each.loss for each in job.losses.values()] or [job.loss]
-        self._numbers = PlainNumbers(model, losses, context.groups["dp"])
+        self._numbers, self.carried = PlainNumbers(model, losses, context.groups["dp"]), CarriedTensors(model)
 
     def turn_to(self, turn: LossTurn) -> None:
         """In a job of several losses: chunks are those of this turn from now on."""
@@ -97,6 +98,7 @@ class ChunkScope:
         with ExitStack() as around:
             around.enter_context(self._now[stage].chunk(partial(self._rerun, chunk, rerun)))
             around.enter_context(self._numbers.chunk())
+            around.enter_context(self.carried.chunk(chunk.index))
             self._seed(chunk, around, self.observer if observed else None)
             yield
 
@@ -143,6 +145,7 @@ class ChunkScope:
         for statistics in self._now.values():
             yield from statistics.finish()
         yield from self._numbers.finish()
+        self.carried.finish()
         self._finished[self.turn.number] += 1
 
     def take_notes(self) -> list[str]:
@@ -164,6 +167,7 @@ class ChunkScope:
 
     def _rerun(self, chunk: Chunk, rerun: Callable[[], Any]) -> Any:
         self._numbers.put_back()
+        self.carried.put_back(chunk.index)
         with self.draws(chunk):
             return rerun()
 

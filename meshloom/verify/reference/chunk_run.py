@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from meshloom.core.job import Job
@@ -37,6 +37,49 @@ class ChunkResult:
     divisor: float
 
 
+class LeftTensors:
+    """Tensors without gradients that forwards leave in plain attributes of a model. A chunk finds what the chunk of the same
+    number left in the step before (docs/buffers.md)."""
+
+    def __init__(self, model: nn.Module) -> None:
+        own = [each for each in model.modules() if not type(each).__module__.startswith("torch.")]
+        self._modules = [
+            (each, {name for name, value in vars(each).items() if not _is_left(value)}) for each in own
+        ]
+        self._initial = self._now()
+        self._found: dict[int, list[dict[str, Any]]] = {}
+        self._left: dict[int, list[dict[str, Any]]] = {}
+
+    def begin(self) -> None:
+        """A step."""
+        self._found, self._left = self._found | self._left, {}
+
+    def put(self, key: int | None) -> None:
+        """What a chunk finds; None: what is no chunk of a step."""
+        found = self._initial if key is None else self._found.get(key, self._initial)
+        for (module, _), now, values in zip(self._modules, self._now(), found, strict=True):
+            for name in now.keys() - values.keys():
+                del vars(module)[name]
+            vars(module).update(values)
+
+    def take(self, key: int) -> None:
+        """What a chunk has left, the first time that it runs in a step: further runs only ask."""
+        self._left.setdefault(key, self._now())
+
+    def _now(self) -> list[dict[str, Any]]:
+        return [
+            {name: value for name, value in vars(module).items() if name not in others and _is_left(value)}
+            for module, others in self._modules
+        ]
+
+
+def _is_left(value: Any) -> bool:
+    if isinstance(value, tuple | list):
+        return all(map(_is_left, value))
+    is_tensor = isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
+    return value is None or (is_tensor and not value.requires_grad)
+
+
 class ChunkRun:
     """Runs chunks of `job` on `model`, in precision `dtype`; None: the job's own precision. autocast: what losses are
     computed under. of_batches: what batches are converted to."""
@@ -59,6 +102,7 @@ class ChunkRun:
         self._job, self._model, self._device, self._dtype, self._watch = job, model, device, dtype, watch
         self.loss = job.loss  # of several the one whose turn it is
         self.draws = 0  # losses whose turn it was before in the step
+        self.left = LeftTensors(model)
         # step, key of a forward -> those whose seed it has
         self.place_of_seed: Callable[[int, int], tuple[int, int]] = lambda step, key: (step, key)
 
@@ -79,6 +123,7 @@ class ChunkRun:
         initial_seed = torch.initial_seed()
         if casts is not None:
             self._watch.start()
+        self.left.put(forward.key)
         # Includes backward: activation checkpointing repeats forwards there and must draw the same numbers.
         keyed = KeyedDraws(forward.rows, None if casts is None else draws) if self._keyed else nullcontext()
         moved = DrawWatch(self._device) if casts is not None and not self._keyed else None
@@ -101,6 +146,7 @@ class ChunkRun:
             else:
                 divisor = 1.0 if isinstance(returned, tuple) else float(batch_size)
                 (loss_sum / divisor).backward()
+        self.left.take(forward.key)
         draws += moved.stop() if moved else ()
         modules = () if casts is None else self._watch.stop()
         total = float(loss_sum.detach())

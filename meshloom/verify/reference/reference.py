@@ -125,6 +125,7 @@ class Reference:
         with preserved_draws(), self._watch.attached():
             self.step, self.samples, self.turn, self.chunk_run.draws = next(self.turns_left)
             self.chunk_run.loss = self.turn.loss
+            self.chunk_run.left.begin()
             for module, training in self._modes:
                 module.training = training
             _keep_earlier(self)

@@ -99,6 +99,7 @@ def _sums(
     seed = evaluation_seed(job.seed, batch, chunk)
     for name, metric in job.evaluate.metrics.items():
         seed_everything(seed)
+        reference.chunk_run.left.put(None)
         with (
             at_step(updates),
             KeyedDraws() if reference.plan.captures else nullcontext(),

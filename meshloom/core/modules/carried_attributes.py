@@ -1,0 +1,58 @@
+"""Plain attributes in which a module's forward leaves tensors for its next one."""
+
+from __future__ import annotations
+
+import dis
+from types import FunctionType
+from typing import Any
+
+from torch import Tensor, nn
+
+_DEPTH = 3  # of tuples in tuples
+Place = tuple[str, nn.Module, str]
+
+
+def carrying_places(model: nn.Module) -> list[Place]:
+    """(path, module, attribute) of what code of the model's classes, but for constructors, both reads and sets, where it
+    holds nothing or tensors without gradients."""
+    return [
+        (path, module, name)
+        for path, module in model.named_modules()
+        for name in sorted(_names(type(module)))
+        if name not in _registered(module) and is_carried(vars(module).get(name))
+    ]
+
+
+def is_carried(value: Any, depth: int = 0) -> bool:
+    """Whether a value is nothing, or tensors without gradients."""
+    if value is None or (isinstance(value, Tensor) and not isinstance(value, nn.Parameter)):
+        return value is None or not value.requires_grad
+    return (
+        isinstance(value, tuple | list)
+        and depth < _DEPTH
+        and all(is_carried(each, depth + 1) for each in value)
+    )
+
+
+def _registered(module: nn.Module) -> set[str]:
+    return {name for kind in ("_parameters", "_buffers", "_modules") for name in vars(module).get(kind, ())}
+
+
+def _names(kind: type) -> set[str]:
+    """Names of attributes that methods of a class both read and set."""
+    read, written = set[str](), set[str]()
+    for base in kind.__mro__:
+        if base is object or base.__module__.split(".")[0] == "torch":
+            continue
+        for name, each in vars(base).items():
+            function = getattr(each, "__wrapped__", each)
+            if name != "__init__" and isinstance(function, FunctionType):
+                read |= {
+                    each for each in function.__code__.co_consts if isinstance(each, str)
+                }  # getattr(self, "memory", None)
+                for instruction in dis.get_instructions(function):
+                    if instruction.opname == "STORE_ATTR":
+                        written.add(instruction.argval)
+                    elif instruction.opname.startswith("LOAD_ATTR"):
+                        read.add(instruction.argval)
+    return read & written
