@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dis
-from types import FunctionType
+from collections.abc import Iterator
+from types import CodeType, FunctionType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
 _DEPTH = 3  # of tuples in tuples
+_NAMES: WeakKeyDictionary[type, frozenset[str]] = WeakKeyDictionary()  # of classes that were asked for
 Place = tuple[str, nn.Module, str]
 
 
@@ -38,21 +41,24 @@ def _registered(module: nn.Module) -> set[str]:
     return {name for kind in ("_parameters", "_buffers", "_modules") for name in vars(module).get(kind, ())}
 
 
-def _names(kind: type) -> set[str]:
+def _names(kind: type) -> frozenset[str]:
     """Names of attributes that methods of a class both read and set."""
-    read, written = set[str](), set[str]()
-    for base in kind.__mro__:
-        if base is object or base.__module__.split(".")[0] == "torch":
-            continue
-        for name, each in vars(base).items():
-            function = getattr(each, "__wrapped__", each)
-            if name != "__init__" and isinstance(function, FunctionType):
-                read |= {
-                    each for each in function.__code__.co_consts if isinstance(each, str)
-                }  # getattr(self, "memory", None)
-                for instruction in dis.get_instructions(function):
-                    if instruction.opname == "STORE_ATTR":
-                        written.add(instruction.argval)
-                    elif instruction.opname.startswith("LOAD_ATTR"):
-                        read.add(instruction.argval)
-    return read & written
+    if kind not in _NAMES:
+        bases = [
+            each for each in kind.__mro__ if each is not object and each.__module__.split(".")[0] != "torch"
+        ]
+        methods = (each for base in bases for name, each in vars(base).items() if name != "__init__")
+        functions = [getattr(each, "__wrapped__", each) for each in methods]
+        codes = [each.__code__ for each in functions if isinstance(each, FunctionType)]
+        read = {name for code in codes for name in _read(code)}
+        _NAMES[kind] = frozenset(read & {name for code in codes for name in _set(code)})
+    return _NAMES[kind]
+
+
+def _read(code: CodeType) -> Iterator[str]:
+    yield from (each.argval for each in dis.get_instructions(code) if each.opname == "LOAD_ATTR")
+    yield from (each for each in code.co_consts if isinstance(each, str))  # getattr(self, "memory", None)
+
+
+def _set(code: CodeType) -> Iterator[str]:
+    yield from (each.argval for each in dis.get_instructions(code) if each.opname == "STORE_ATTR")
