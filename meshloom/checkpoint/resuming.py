@@ -61,8 +61,12 @@ def check_together(group: Group, check: Callable[[], None]) -> Steps[None]:
     yield from _raise_first(group, _attempt(check))
 
 
+def _untold(done: int, of: int) -> None:
+    """Nobody is told how far loading is."""
+
+
 def load_together(
-    checkpoint: Checkpoint, keys: Sequence[str], loader: Loader, group: Group, told: Told = lambda done, of: None
+    checkpoint: Checkpoint, keys: Sequence[str], loader: Loader, group: Group, told: Told = _untold
 ) -> Steps[None]:  # fmt: skip
     """Passes all weights and the state of `keys`, equal on all ranks, to every rank's `loader`. told: called with the tensors
     that have been read, and their number.
@@ -74,7 +78,7 @@ def load_together(
 
 
 def read_slices(
-    checkpoint: Checkpoint, keys: Sequence[str], loader: Loader, group: Group, told: Told
+    checkpoint: Checkpoint, keys: Sequence[str], loader: Loader, group: Group, told: Told = _untold
 ) -> Steps[None]:  # fmt: skip
     """`load_together` where all ranks see the files."""
     facts = checkpoint.meta["files"]
@@ -109,7 +113,7 @@ def _read(checkpoint: Checkpoint, keys: Sequence[str], loader: Loader, told: Tol
 
 
 def hand_over(
-    checkpoint: Checkpoint, keys: Sequence[str], loader: Loader, group: Group, count: Told
+    checkpoint: Checkpoint, keys: Sequence[str], loader: Loader, group: Group, count: Told = _untold
 ) -> Steps[None]:  # fmt: skip
     """`load_together` where only rank 0 need see the files."""
     files = yield from on_rank_0(group, lambda: _Files(checkpoint), CheckpointError)

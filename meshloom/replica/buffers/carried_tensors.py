@@ -59,7 +59,10 @@ class CarriedTensors:
 
     def _put(self, values: list[Any]) -> None:
         for (_, module, name), value in zip(self._places, values, strict=True):
+            now = vars(module).get(name, _ABSENT)
+            if now is value or not (now is _ABSENT or is_carried(now)):
+                continue  # numbers, texts and others are not carried
             if value is _ABSENT:
-                vars(module).pop(name, None)
-            elif vars(module).get(name, _ABSENT) is not value:
+                del vars(module)[name]
+            else:
                 vars(module)[name] = value
