@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from meshloom.core.modules.carried_attributes import carrying_places
 from meshloom.core.plan import Plan
 from meshloom.train.trainer import Trainer
 from meshloom.verify.run import verify
+from tests.zoo import integers, job_of, normal, sgd
 
 
 class Recurrent(nn.Module):
@@ -55,22 +57,13 @@ def cross_entropy(model: nn.Module, ids: Tensor) -> Tensor:
 
 
 def recurrent() -> Job:
-    generator = torch.Generator().manual_seed(5)
-    samples = [torch.randint(31, (8,), generator=generator) for _ in range(24)]
-    return Job(
-        model=Recurrent, loss=cross_entropy, data=lambda: samples, batch_size=8, steps=3, shuffle=False,
-        optimizer=lambda named: torch.optim.SGD([each for _, each in named], lr=0.5),
-        evaluate=Evaluate(data=lambda: samples[:12], metrics={"loss": cross_entropy}, every=1),
-    )  # fmt: skip
+    samples = list(integers(5, 31, 8))
+    evaluate = Evaluate(data=lambda: samples[:12], metrics={"loss": cross_entropy}, every=1)
+    return job_of(Recurrent, cross_entropy, samples, optimizer=sgd, shuffle=False, evaluate=evaluate)
 
 
 def remembering() -> Job:
-    generator = torch.Generator().manual_seed(6)
-    samples = [torch.randn(5, generator=generator) for _ in range(24)]
-    return Job(
-        model=Remembering, loss=lambda model, x: model(x).square().mean(), data=lambda: samples, batch_size=8, steps=3,
-        optimizer=lambda named: torch.optim.SGD([each for _, each in named], lr=0.5),
-    )  # fmt: skip
+    return job_of(Remembering, lambda model, x: model(x).square().mean(), list(normal(6, 5)), optimizer=sgd)
 
 
 PLANS = ["dp=2", "dp=2,zero=3,microbatches=2", "tp=2", "pp=2,microbatches=2"]
@@ -79,7 +72,7 @@ PLANS = ["dp=2", "dp=2,zero=3,microbatches=2", "tp=2", "pp=2,microbatches=2"]
 @pytest.mark.parametrize("job", [recurrent, remembering])
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.usefixtures("silent_export")
-def test_a_job_equals_one_device_on_the_whole_batch(job, plan: str):
+def test_a_job_equals_one_device_on_the_whole_batch(job: Callable[[], Job], plan: str):
     """Replicas began with nothing; programs found nothing in every step."""
     report = verify(job(), Plan.parse(plan), devices="simulated", steps=3, dtype=torch.float64)
     assert report is not None and report.passed, str(report)

@@ -18,6 +18,7 @@ from meshloom.core.modules.compiled import named_as_written, without_compilation
 from meshloom.core.plan import Plan
 from meshloom.train.trainer import Trainer
 from meshloom.verify.run import verify
+from tests import zoo
 from tests.jobs import MLP, make_job
 
 pytestmark = pytest.mark.usefixtures("silent_export")
@@ -113,12 +114,9 @@ def centred(h: torch.Tensor) -> torch.Tensor:
 
 
 def normalising() -> Job:
-    generator = torch.Generator().manual_seed(3)
-    samples = [torch.randn(5, generator=generator) for _ in range(12)]
-    return Job(
-        model=Normalising, loss=lambda model, x: model(x).square().mean(), data=lambda: samples, batch_size=6,
-        optimizer=lambda named: torch.optim.SGD([each for _, each in named], lr=0.1), steps=2,
-    )  # fmt: skip
+    return zoo.job_of(
+        Normalising, lambda model, x: model(x).square().mean(), list(zoo.normal(3, 5)), optimizer=zoo.sgd
+    )
 
 
 @pytest.mark.parametrize(("plan", "compiles"), [("dp=2", True), ("tp=2", False)])

@@ -12,6 +12,7 @@ from meshloom.core.job import Job
 from meshloom.core.modules.module_caches import no_tensors_kept
 from meshloom.core.plan import Plan
 from meshloom.verify.run import verify
+from tests.zoo import integers, job_of, sgd
 
 WAVES: dict[int, Tensor] = {}
 
@@ -50,17 +51,12 @@ class Attending(nn.Module):
         return self.out(h + weights @ v * self.slopes(n).to(h)[:, None])
 
 
+def next_ids(model: nn.Module, ids: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
+
+
 def attending() -> Job:
-    generator = torch.Generator().manual_seed(5)
-    samples = [torch.randint(31, (7,), generator=generator) for _ in range(12)]
-
-    def loss(model: nn.Module, ids: Tensor) -> Tensor:
-        return nn.functional.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
-
-    return Job(
-        model=Attending, loss=loss, data=lambda: samples, batch_size=6, steps=2,
-        optimizer=lambda named: torch.optim.SGD([each for _, each in named], lr=0.1),
-    )  # fmt: skip
+    return job_of(Attending, next_ids, list(integers(5, 31, 7)), optimizer=sgd)
 
 
 @pytest.mark.parametrize("plan", ["dp=2", "tp=2", "pp=2,microbatches=2"])

@@ -10,6 +10,7 @@ from meshloom.core.job import Job
 from meshloom.core.modules.own_generators import drawing_modules, own_generators
 from meshloom.core.plan import Plan
 from meshloom.verify.run import verify
+from tests.zoo import job_of, normal, sgd
 
 
 class Noisy(nn.Module):
@@ -38,12 +39,7 @@ def model() -> nn.Sequential:
 
 
 def job() -> Job:
-    generator = torch.Generator().manual_seed(3)
-    samples = [torch.randn(5, generator=generator) for _ in range(12)]
-    return Job(
-        model=model, loss=lambda model, x: model(x).square().mean(), data=lambda: samples, batch_size=6, steps=2,
-        optimizer=lambda named: torch.optim.SGD([each for _, each in named], lr=0.1),
-    )  # fmt: skip
+    return job_of(model, lambda model, x: model(x).square().mean(), list(normal(3, 5)), optimizer=sgd)
 
 
 def test_those_that_a_constructor_alone_draws_with_are_none():

@@ -23,6 +23,7 @@ from meshloom.parameters.digest import digest
 from meshloom.replica.replica import Gradients, Replica
 from meshloom.replica.replica_state import each_average, each_gradient, each_of_state, replicated_state
 from meshloom.telemetry.step_result import StepResult
+from meshloom.verify.causes.of_elements import names_of
 from meshloom.verify.comparison_run import Comparing
 from meshloom.verify.reference.mistakes import Cause
 from meshloom.verify.reference.observers import DrawWatch, ModuleWatch, digest_values
@@ -178,8 +179,7 @@ def _causes(of_ranks: Sequence[Sequence[Sequence[str]]], step: int) -> Iterator[
         found = {rank: names[number] for rank, names in enumerate(of_ranks) if names[number]}
         if not found:
             continue
-        names = list(dict.fromkeys(name for names in found.values() for name in names))
-        what = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        what = names_of(dict.fromkeys(name for names in found.values() for name in names))
         some = len(found) < len(of_ranks)
         ranks = f"rank {', '.join(map(str, found))} alone" if some else "all ranks"
         if number:

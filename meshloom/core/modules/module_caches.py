@@ -1,9 +1,9 @@
 """What the user's Python modules keep between calls must not be tensors of a trace or a recording, which have no values.
 
 @lru_cache
-def causal(n): return torch.ones(n, n).tril()      a function that keeps its results
+def causal(n): ...      a function that keeps its results
 
-MASKS = {}                                         a container that code fills
+MASKS = {}              a container that code fills
 """
 
 from __future__ import annotations

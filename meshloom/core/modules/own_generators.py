@@ -6,11 +6,11 @@ Each is seeded anew for every chunk, as torch's own is, so that all plans draw w
 from __future__ import annotations
 
 from collections.abc import Iterator
-from types import FunctionType
 
 import torch
 from torch import nn
 
+from meshloom.core.modules.class_code import names_read
 from meshloom.core.random import derive
 
 OwnGenerator = tuple[str, torch.Generator]  # module and attribute
@@ -38,19 +38,5 @@ def drawing_modules(model: nn.Module) -> dict[str, str]:
 
 
 def _read(module: nn.Module) -> Iterator[str]:
-    for name, value in vars(module).items():
-        if isinstance(value, torch.Generator) and any(
-            name in each.__code__.co_names for each in _methods(module)
-        ):
-            yield name
-
-
-def _methods(module: nn.Module) -> Iterator[FunctionType]:
-    for kind in type(module).__mro__:
-        for name, each in vars(kind).items():
-            if (
-                isinstance(each, FunctionType)
-                and name != "__init__"
-                and not kind.__module__.startswith("torch.")
-            ):
-                yield each
+    held = [name for name, value in vars(module).items() if isinstance(value, torch.Generator)]
+    return (name for name in held if name in names_read(type(module)))

@@ -6,12 +6,11 @@ they are, on every replica, what the last chunk made of them that changed them, 
 
 from __future__ import annotations
 
-import dis
 import struct
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from types import CodeType, FunctionType
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from torch import nn
 
 from meshloom.comm.group import Group
 from meshloom.comm.steps import Steps
+from meshloom.core.modules.class_code import names_set, set_by
 from meshloom.telemetry.traffic import ExpectedBytes, Traffic
 
 Place = tuple[nn.Module, str]
@@ -83,35 +83,17 @@ class PlainNumbers:
 
 def _places(model: nn.Module, losses: Iterable[Callable[..., Any]]) -> Iterator[Place]:
     """Attributes that hold numbers, of names that code of the model's classes, but for constructors, or of the losses sets."""
-    kinds = {base for module in model.modules() for base in type(module).__mro__ if not _is_torchs(base)}
-    functions = [
-        getattr(each, "__wrapped__", each)
-        for kind in kinds
-        for name, each in vars(kind).items()
-        if name != "__init__"
-    ]
+    names = {name for kind in set(map(type, model.modules())) for name in names_set(kind)}
     for loss in losses:
         while isinstance(loss, partial):
             loss = loss.func
-        functions.append(getattr(loss, "__func__", loss))
-    names = {name for each in functions if isinstance(each, FunctionType) for name in _set_by(each.__code__)}
+        function = getattr(loss, "__func__", loss)
+        if isinstance(function, FunctionType):
+            names |= set(set_by(function.__code__))
     for module in model.modules() if names else ():
         for name, value in vars(module).items():
             if name in names and type(value) in (int, float):
                 yield module, name
-
-
-def _set_by(code: CodeType) -> Iterator[str]:
-    for each in dis.get_instructions(code):
-        if each.opname == "STORE_ATTR":
-            yield each.argval
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _set_by(constant)
-
-
-def _is_torchs(kind: type) -> bool:
-    return kind is object or kind.__module__.split(".")[0] in ("torch", "builtins")
 
 
 def _encoded(value: float | None) -> tuple[int, int]:

@@ -5,14 +5,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-
-import torch
+from contextlib import AbstractContextManager
 
 from meshloom.verify.reference.between_steps.evaluation import EvaluatedChunk, evaluated_chunks, means_of
 from meshloom.verify.reference.mistakes import Cause, CauseKind
 from meshloom.verify.reference.reference import Reference
-from meshloom.verify.reference.reruns import values_restored
+from meshloom.verify.reference.reruns import having
 
 _MOST = 16  # replicas, chunks, batches, that are tried one by one
 
@@ -81,19 +79,8 @@ def _ways_to_evaluate(
         yield "averages", "those of the parameters, and not of their averages", metrics()
     for when, values in (("before the last update", reference.before), *reference.earlier.items()):
         if values:
-            with _having(reference, values):
+            with having(reference, values):
                 yield "stale", f"those of the weights {when}: what was updated is not used", metrics()
     with seen():
         trained = evaluated_chunks(reference, updates, batches, training=True)
     yield "forward", "those of modules in training mode", means_of(trained)
-
-
-@contextmanager
-def _having(reference: Reference, values: Mapping[str, torch.Tensor]) -> Iterator[None]:
-    """A context in which parameters have other values."""
-    named = {name: reference.parameters[name] for name in values if name in reference.parameters}
-    with values_restored(list(named.values())):
-        with torch.no_grad():
-            for name, each in named.items():
-                each.copy_(values[name])
-        yield

@@ -4,12 +4,10 @@ draws of another step or chunk, with a module that lacks its bias or is in evalu
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 from torch.nn.modules.dropout import _DropoutNd  # pyright: ignore[reportPrivateUsage]
 
@@ -17,7 +15,7 @@ from meshloom.verify.between_steps.checks import TensorError
 from meshloom.verify.causes.of_gradients import is_explained
 from meshloom.verify.reference.mistakes import Evidence, Gradients, OtherRun
 from meshloom.verify.reference.reference import Reference
-from meshloom.verify.reference.reruns import chunk_by_chunk, full_evidence, values_restored
+from meshloom.verify.reference.reruns import chunk_by_chunk, full_evidence, having
 
 _MOST_MODULES = 8  # that are tried one by one
 _SMALL = 2**24  # parameters of a model that is run so often
@@ -59,7 +57,7 @@ def _with_earlier_weights(reference: Reference) -> Iterator[OtherRun]:
             continue
         seen.append(values)
         for where, names in parts.items():
-            with _values(reference, {name: values[name] for name in names}):
+            with having(reference, {name: values[name] for name in names}):
                 chunks = chunk_by_chunk(reference)
             what = f"of {where} with the weights {when}"
             yield OtherRun(kind="stale", what=what, why="what was updated is not used", chunks=chunks)
@@ -120,7 +118,7 @@ def _without_biases(reference: Reference) -> Iterator[OtherRun]:
         if not biases:
             continue
         zeros = {name: torch.zeros_like(reference.parameters[name]) for name in biases}
-        with _values(reference, zeros):
+        with having(reference, zeros):
             chunks = [_without(each, biases) for each in chunk_by_chunk(reference)]
         what, why = f"in which {module or 'the model'} has no bias", "it is left out"
         yield OtherRun(kind="forward", what=what, why=why, chunks=chunks)
@@ -154,17 +152,6 @@ def _trained_by_module(reference: Reference) -> dict[str, list[str]]:
         if each.requires_grad:
             found.setdefault(name.rpartition(".")[0], []).append(name)
     return found
-
-
-@contextmanager
-def _values(reference: Reference, values: dict[str, Tensor]) -> Iterator[None]:
-    """A context in which parameters have other values."""
-    parameters: list[nn.Parameter] = [reference.parameters[name] for name in values]
-    with values_restored(parameters):
-        with torch.no_grad():
-            for parameter, value in zip(parameters, values.values(), strict=True):
-                parameter.copy_(value)
-        yield
 
 
 def _without(gradients: Gradients, names: list[str]) -> Gradients:

@@ -102,7 +102,7 @@ class ChunkRun:
         self._job, self._model, self._device, self._dtype, self._watch = job, model, device, dtype, watch
         self.loss = job.loss  # of several the one whose turn it is
         self.draws = 0  # losses whose turn it was before in the step
-        self.left = LeftTensors(model)
+        self.left, self._generators = LeftTensors(model), own_generators(model)
         # step, key of a forward -> those whose seed it has
         self.place_of_seed: Callable[[int, int], tuple[int, int]] = lambda step, key: (step, key)
 
@@ -118,7 +118,7 @@ class ChunkRun:
         seed = chunk_seed(self._job.seed, *self.place_of_seed(step, forward.key))
         seed = derive(seed, "turn", self.draws) if self.draws else seed
         seed_everything(seed)
-        seed_own_generators(own_generators(self._model), seed)
+        seed_own_generators(self._generators, seed)
         draws: list[str] = []
         initial_seed = torch.initial_seed()
         if casts is not None:

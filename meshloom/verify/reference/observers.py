@@ -136,16 +136,16 @@ class ModuleWatch:
 
     def _enter(self, name: str) -> Any:
         def hook(module: nn.Module, inputs: Any) -> None:
-            if self._on and not torch.compiler.is_compiling():
+            if (
+                self._on and not torch.compiler.is_compiling()
+            ):  # what runs inside compiled code is not observed
                 self._running.append(name)
 
         return hook
 
     def _leave(self, name: str) -> Any:
         def hook(module: nn.Module, inputs: Any, output: Any) -> None:
-            if (
-                not self._on or torch.compiler.is_compiling()
-            ):  # what runs inside compiled code is not observed
+            if not self._on or torch.compiler.is_compiling():
                 return
             while self._running and self._running.pop() != name:
                 pass  # a submodule that was left by an exception, since caught

@@ -141,7 +141,7 @@ def perturbed_parameters(reference: Reference, number: int = 0) -> Iterator[None
     generator = torch.Generator(reference.device).manual_seed(
         derive(reference.job.seed, "moved", reference.step, *([number] if number else []))
     )
-    with values_restored([each for _, each in named]):
+    with _values_restored([each for _, each in named]):
         with torch.no_grad():
             for name, parameter in named:
                 largest = largest_of(name)
@@ -153,7 +153,18 @@ def perturbed_parameters(reference: Reference, number: int = 0) -> Iterator[None
 
 
 @contextmanager
-def values_restored(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+def having(reference: Reference, values: Mapping[str, Tensor]) -> Iterator[None]:
+    """A context in which the parameters of these names have other values; names of other tensors are passed over."""
+    named = {name: reference.parameters[name] for name in values if name in reference.parameters}
+    with _values_restored(list(named.values())):
+        with torch.no_grad():
+            for name, each in named.items():
+                each.copy_(values[name])
+        yield
+
+
+@contextmanager
+def _values_restored(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
     """A context at whose end parameters have the values of its beginning."""
     kept = [each.detach().clone() for each in parameters]
     try:

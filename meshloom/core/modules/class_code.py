@@ -1,0 +1,63 @@
+"""What the code of a module's class does with attributes: the names that its methods read and set.
+
+Constructors and torch's own classes are left out: they say nothing of what the user's forwards do.
+"""
+
+from __future__ import annotations
+
+import dis
+from collections.abc import Callable, Iterator
+from types import CodeType, FunctionType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+_READ: WeakKeyDictionary[type, frozenset[str]] = WeakKeyDictionary()  # of classes that were asked for
+_SET: WeakKeyDictionary[type, frozenset[str]] = WeakKeyDictionary()
+
+
+def names_read(kind: type) -> frozenset[str]:
+    """Names of attributes that methods of a class read; also texts, as of `getattr(self, "memory", None)`."""
+    return _of_class(kind, _READ, _read)
+
+
+def names_set(kind: type) -> frozenset[str]:
+    """Names of attributes that methods of a class set."""
+    return _of_class(kind, _SET, set_by)
+
+
+def set_by(code: CodeType) -> Iterator[str]:
+    """Names of attributes that code sets, functions within it, too."""
+    yield from (each.argval for each in dis.get_instructions(code) if each.opname == "STORE_ATTR")
+    for inner in _within(code):
+        yield from set_by(inner)
+
+
+def _read(code: CodeType) -> Iterator[str]:
+    yield from (each.argval for each in dis.get_instructions(code) if each.opname == "LOAD_ATTR")
+    yield from (each for each in code.co_consts if isinstance(each, str))
+    for inner in _within(code):
+        yield from _read(inner)
+
+
+def _within(code: CodeType) -> Iterator[CodeType]:
+    return (each for each in code.co_consts if isinstance(each, CodeType))
+
+
+def _of_class(
+    kind: type,
+    known: WeakKeyDictionary[type, frozenset[str]],
+    names: Callable[[CodeType], Iterator[str]],
+) -> frozenset[str]:
+    if kind not in known:
+        known[kind] = frozenset(name for code in _codes(kind) for name in names(code))
+    return known[kind]
+
+
+def _codes(kind: type) -> Iterator[CodeType]:
+    for base in kind.__mro__:
+        if base.__module__.split(".")[0] in ("torch", "builtins"):
+            continue
+        for name, each in vars(base).items():
+            function: Any = getattr(each, "__wrapped__", each)
+            if name != "__init__" and isinstance(function, FunctionType):
+                yield function.__code__
