@@ -93,6 +93,8 @@ def optimizer_piece(script: Script, model: JobFunction) -> JobFunction:
         if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Import | ast.ImportFrom):
             return False
         if binds(line, wanted):
+            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple):
+                raise line.refuse("one statement makes the optimizer and something else. Make them in two.")
             return not bound(node) & script.model_names
         touched = changed(node) & wanted
         return bool(touched) and not is_talk(node) and not _leaves_unchanged(script, node, wanted)

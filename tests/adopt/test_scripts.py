@@ -48,6 +48,7 @@ REFUSED = {
     "reinforce": "reinforce.py:21: no batch was seen",
     "time_sequence": "time_sequence.py:20: the optimizer evaluates the loss itself",
     "trainer_class": "trainer_class.py:18: the loop runs in a method of Trainer",
+    "two_in_one": "two_in_one.py:10: one statement makes the optimizer and something else",
     "updates_by_hand": "updates_by_hand.py:11: no optimizer takes a step",
     "word_language_model": "word_language_model.py:46: no batch was seen",
 }
