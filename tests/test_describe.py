@@ -307,6 +307,7 @@ def test_timings_are_of_the_phases_that_a_plan_has(capsys: pytest.CaptureFixture
         "axes",
         "choosing a division",
         "dividing",
+        "memory of a comparison",
         "ranks",
     ]
     assert all(each >= 0 for each in seconds.values()) and seconds["reading"] > seconds["blocks"]

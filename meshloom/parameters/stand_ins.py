@@ -42,6 +42,32 @@ def standing_in(model: nn.Module, recorded: RecordedTensors, device: torch.devic
     before. Nothing may write to them."""
     replay = Replay(recorded.tape, SeededDraws(lambda draw: derive("stand-in", draw)))
     before = [(each, each.data) for each in model.parameters()]
+    try:
+        for found in _alike(model, recorded):
+            values = replay.values(found[0][0].storage)
+            if not _overlaps(found):
+                for place, parameter in found:
+                    parameter.data = place.within(values).to(device)
+            else:
+                _overlap(found[0][0].within(values).reshape(-1), [each for _, each in found], device)
+        yield
+    finally:
+        for parameter, data in before:
+            parameter.data = data
+
+
+def stand_in_bytes(model: nn.Module, recorded: RecordedTensors) -> int:
+    """Bytes of the values that `standing_in` gives to the parameters."""
+    total = 0
+    for found in _alike(model, recorded):
+        parameter = found[0][1]
+        more = APART * (len(found) - 1) * parameter.itemsize
+        total += parameter.nbytes + more if _overlaps(found) else recorded.tape.num_bytes[found[0][0].storage]
+    return total
+
+
+def _alike(model: nn.Module, recorded: RecordedTensors) -> list[list[tuple[Place, nn.Parameter]]]:
+    """The parameters that share memory: those that are made alike, or lie in one storage."""
     together: dict[int, set[Place]] = {}  # what lies in each storage
     for place in recorded.places.values():
         together.setdefault(place.storage, set()).add(place)
@@ -55,18 +81,12 @@ def standing_in(model: nn.Module, recorded: RecordedTensors, device: torch.devic
             if not isinstance(recipe, int):
                 recipe = recipe, parameter.requires_grad
             alike.setdefault(recipe, []).append((place, parameter))
-    try:
-        for recipe, found in alike.items():
-            values = replay.values(found[0][0].storage)
-            if len(found) == 1 or isinstance(recipe, int):
-                for place, parameter in found:
-                    parameter.data = place.within(values).to(device)
-            else:
-                _overlap(found[0][0].within(values).reshape(-1), [each for _, each in found], device)
-        yield
-    finally:
-        for parameter, data in before:
-            parameter.data = data
+    return list(alike.values())
+
+
+def _overlaps(found: Sequence[tuple[Place, nn.Parameter]]) -> bool:
+    """Whether they are of several storages, and get one memory all the same."""
+    return len({place.storage for place, _ in found}) > 1
 
 
 def _overlap(values: Tensor, parameters: Sequence[nn.Parameter], device: torch.device) -> None:

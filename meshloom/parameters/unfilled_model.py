@@ -20,7 +20,7 @@ from meshloom.parameters.initial_values import HeldTensor, InitialValues, Record
 from meshloom.parameters.keyed_init import keyed_values
 from meshloom.parameters.model import build_model, replace_tensors, state_of
 from meshloom.parameters.shards import Shards
-from meshloom.parameters.stand_ins import standing_in
+from meshloom.parameters.stand_ins import stand_in_bytes, standing_in
 from meshloom.program.ir.sparse_constants import sparse_attributes
 from meshloom.program.ir.written_parameters import named_buffers
 
@@ -128,6 +128,11 @@ class UnfilledModel:
         self.fill(buffers_only=True)
         with standing_in(self.model, self._recorded, self._device):
             yield
+
+    @property
+    def stand_in_bytes(self) -> int:
+        """Bytes that `standing_in` takes for parameters."""
+        return stand_in_bytes(self.model, self._recorded)
 
     @property
     def tape(self) -> Tape:

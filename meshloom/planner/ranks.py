@@ -12,7 +12,6 @@ import torch
 from meshloom.comm.shm.native_engine import why_not
 from meshloom.core.errors import PlanError
 from meshloom.core.exchanges import holds_only_buckets
-from meshloom.core.job import Job
 from meshloom.core.mesh import Axis
 from meshloom.core.plan import Plan
 from meshloom.exchange.buckets.gradient_bytes import held_gradients
@@ -250,17 +249,19 @@ def step_facts(readings: Readings, plan: Plan, *, batch_size: int | None = None)
         try:
             parts = function_fingerprint(job.optimizer, "optimizer") if readings.stored else {}
         except Exception:  # of the job's objects, when they are inspected
-            return _with_averages(make(), job)
+            return _of_job(make(), readings, plan, sizes[0])
         depends = {**parts, **settings}
         facts = (
             readings.stored.value("facts", reading.program, depends, StepFacts, make)
             if readings.stored
             else make()
         )
-    return _with_averages(facts, job)
+    return _of_job(facts, readings, plan, sizes[0])
 
 
-def _with_averages(facts: StepFacts, job: Job) -> StepFacts:
-    """With as many bytes again as there are trained parameters, if the job keeps their averages."""
-    averages = 0.0 if job.average is None else 1.0
-    return replace(facts, optimizer_factor=facts.optimizer_factor + averages)
+def _of_job(facts: StepFacts, readings: Readings, plan: Plan, samples: int) -> StepFacts:
+    """With as many bytes again as there are trained parameters, if the job keeps their averages; and what comparing the
+    program takes, where the plan needs one."""
+    averages = 0.0 if readings.job.average is None else 1.0
+    comparison = readings.comparison_bytes(samples) if plan.captures else 0
+    return replace(facts, optimizer_factor=facts.optimizer_factor + averages, comparison=comparison)

@@ -20,7 +20,8 @@ from meshloom.core.random import preserved_draws
 from meshloom.data.samples import first_batches
 from meshloom.machine.host_memory import free_bytes
 from meshloom.parameters.model import trainable
-from meshloom.parameters.unfilled_model import build_unfilled
+from meshloom.parameters.unfilled_model import UnfilledModel, build_unfilled
+from meshloom.planner.memory.comparison import compared_program, comparison_bytes
 from meshloom.program.capture.outside import ChangedWhileReadError
 from meshloom.program.capture.shapes import Built, capture_shapes
 from meshloom.program.capture.whole_program import whole_program
@@ -72,6 +73,7 @@ class Readings:
         self.timings = Timings()
         self.stored = ProgramCache(cache, self.timings) if cache is not None else None
         self._read: dict[int, Reading] = {}
+        self._comparisons: dict[int, int] = {}
         self._built: Built | None = None  # a model that nothing has read
         self._kinds: Mapping[str, str] = {}
         self._num_bytes = 0  # of its parameters and buffers
@@ -83,6 +85,23 @@ class Readings:
             with self.timings.of("reading"):
                 self._read[samples] = self._reading(samples)
         return self._read[samples]
+
+    def comparison_bytes(self, samples: int) -> int:
+        """Most bytes that comparing the program with eager takes, on the rank that does."""
+        if samples not in self._comparisons:
+            program = self.of(samples).program
+
+            def make() -> int:
+                (batch,) = first_batches(self.job, 1, samples)
+                compared = compared_program(
+                    program, self.job, batch, lambda small: capture_shapes(self.job, small)
+                )
+                return comparison_bytes(compared)
+
+            with self.timings.of("memory of a comparison"):
+                found = self.stored.value("comparison", program, {}, int, make) if self.stored else make()
+            self._comparisons[samples] = found + self._stand_in_bytes
+        return self._comparisons[samples]
 
     def _reading(self, samples: int) -> Reading:
         (batch,) = first_batches(self.job, 1, samples)
@@ -137,10 +156,20 @@ class Readings:
         return (undivided(plan), [*notes, unread_note(plan, unread)]) if unread else (plan, notes)
 
     @cached_property
-    def _unfilled(self) -> nn.Module:
-        """The model without values, with its hooks."""
+    def _recorded(self) -> tuple[nn.Module, UnfilledModel | None]:
+        """The model without values, with its hooks, where its construction can be recorded; else with values, and None."""
         with preserved_draws():
-            return build_unfilled(self.job, torch.device("cpu"), None)[0]
+            return build_unfilled(self.job, torch.device("cpu"), None)[:2]
+
+    @property
+    def _unfilled(self) -> nn.Module:
+        return self._recorded[0]
+
+    @property
+    def _stand_in_bytes(self) -> int:
+        """Of the parameters that a program is compared with."""
+        model, unfilled = self._recorded
+        return unfilled.stand_in_bytes if unfilled else sum(each.nbytes for each in model.parameters())
 
     @property
     def _hooks_gradients(self) -> bool:

@@ -162,8 +162,8 @@ def has_buckets(plan: Plan) -> bool:
 
 def _start(plan: Plan, held: HeldBytes, facts: StepFacts, *, first: bool, one_copy: bool) -> int:
     """Start-up. A rank that holds a part of the model fills it tensor by tensor; one that holds all of it builds it.
-    The rank that captures the loss runs a microbatch of it before, with parameters that share memory."""
-    captures = facts.largest + facts.chunks + facts.batch if plan.captures and first else 0
+    The rank that captures the loss compares the program with eager before."""
+    captures = facts.comparison if plan.captures and first else 0
     buckets = held.gradients + held.on_the_way if has_buckets(plan) and not held.full else 0
     flat = plan.dp > 1 and not one_copy and (plan.zero in (1, 2) or plan.exchange == "server")
     buckets += (

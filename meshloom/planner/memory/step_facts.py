@@ -30,6 +30,7 @@ class StepFacts:
     update: an optimizer's scratch; master_gradients: gradients of masters besides. evaluation: most bytes of a forward that saves nothing.
     optimizer_factor: bytes of state per byte of trainable parameters. kept_share: of what is saved, what a plan's
         recomputation keeps; recomputed: most bytes that it computes again at one time.
+    comparison: what the rank that captures takes to compare the program with eager, the stand-ins of its parameters among it.
     """
 
     parameters: int
@@ -47,6 +48,7 @@ class StepFacts:
     kept_share: float = 1.0
     recomputed: int = 0
     master_gradients: int = 0
+    comparison: int = 0
 
 
 def facts_of(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +21,7 @@ from meshloom.program.capture.restored import cloned, restored
 from meshloom.program.cost.cost_rules import bytes_read_and_written, flops
 from meshloom.program.ir.draws import CountDraws
 from meshloom.program.ir.nodes import Meta
-from meshloom.program.ir.replaced import replaced
+from meshloom.program.ir.replaced import seen_as_exported
 from meshloom.program.ir.sparse_constants import memory_of, storage_of
 from meshloom.program.ir.written_parameters import settled_names
 from meshloom.program.opaque.call import (
@@ -69,27 +69,17 @@ def _calls(
         path: str, module: nn.Module, method: str, run: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         try:
-            with _told(traced=False):
+            with seen_as_exported(False):
                 returned, call = _record(module, method, run, args, kwargs, settled)
         except CaptureError as error:
             raise OpaqueError(path, str(error)) from error
         found[path].append(call)
         return returned
 
-    with restored(model), preserved_draws(), intercepted(model, paths, handle), _told(traced=as_traced):
+    with restored(model), preserved_draws(), intercepted(model, paths, handle), seen_as_exported(as_traced):
         seed_everything(seed)
         loss(model, cloned(batch))
     return {path: calls for path, calls in found.items() if calls}
-
-
-@contextmanager
-def _told(*, traced: bool) -> Iterator[None]:
-    """What `torch.compiler.is_compiling` and `is_exporting` say."""
-    with (
-        replaced(torch.compiler, "_is_compiling_flag", traced),
-        replaced(torch.compiler, "_is_exporting_flag", traced),
-    ):
-        yield
 
 
 def _record(

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+
 
 @contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
@@ -19,3 +21,13 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
             delattr(owner, name)
         else:
             setattr(owner, name, before)
+
+
+@contextmanager
+def seen_as_exported(exported: bool = True) -> Iterator[None]:
+    """What `torch.compiler.is_compiling` and `is_exporting` say: code takes other branches when they say so."""
+    with (
+        replaced(torch.compiler, "_is_compiling_flag", exported),
+        replaced(torch.compiler, "_is_exporting_flag", exported),
+    ):
+        yield

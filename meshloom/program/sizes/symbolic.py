@@ -27,6 +27,7 @@ from meshloom.program.capture.shapes import model_by_shapes, on_cpu
 from meshloom.program.ir.batch_values import stand_ins
 from meshloom.program.ir.leaves import Leaves
 from meshloom.program.ir.program import Program
+from meshloom.program.ir.replaced import seen_as_exported
 from meshloom.program.trace.repeated_export import capturing
 
 Dim = tuple[str, int]  # name of a tensor of the batch, index of its dim
@@ -86,7 +87,7 @@ def trace(job: Job, program: Program, leaves: Leaves) -> Trace:
                 name: mode.from_tensor(each, static_shapes=True)
                 for name, each in stand_ins(program.others, leaves).items()
             }
-            with enable_python_dispatcher(), mode, calls:
+            with seen_as_exported(), enable_python_dispatcher(), mode, calls:
                 job.loss(model, leaves.rebuild(tensors, numbers))
         if env.deferred_runtime_asserts:
             raise NotTracedError("what it computes depends on values of the batch")
