@@ -12,6 +12,7 @@ from torch import Tensor, fx, nn
 
 from meshloom.core.errors import CaptureError
 from meshloom.core.job import Job, LossFunction
+from meshloom.program.capture.causal_masks import with_causal_attention
 from meshloom.program.capture.opaque_loss import loss_to_read
 from meshloom.program.capture.opaque_parts import asked_for
 from meshloom.program.capture.opaque_runs import recorded_calls
@@ -128,7 +129,7 @@ def capture_module(
             program, others = read_with_parts(as_traced=False)
         except CalledOtherwiseError:
             program, others = read_with_parts(as_traced=True)
-        program = with_hidden_units(program, model, loss, batches[0])
+        program = with_hidden_units(with_causal_attention(program), model, loss, batches[0])
     return with_needs(replace(program, others=others))
 
 

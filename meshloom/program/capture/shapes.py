@@ -27,6 +27,7 @@ from meshloom.core.job import Job
 from meshloom.core.modules.module_caches import no_tensors_kept
 from meshloom.data.to_device import lifted
 from meshloom.parameters.unfilled_model import UnfilledModel, record_unfilled
+from meshloom.program.capture.causal_masks import with_causal_attention
 from meshloom.program.ir.leaves import Leaves, leaves_of
 from meshloom.program.ir.lines import describe_line, line_of_error
 from meshloom.program.ir.nodes import Node
@@ -94,7 +95,7 @@ def capture_shapes(
                 exported = export_once(model, job.loss, shapes, shortcuts)
                 return build(exported, model, shapes.tensors, device_of(model, shapes), dtype)
 
-            program = with_shortcuts(built)
+            program = with_causal_attention(with_shortcuts(built))
             constants = {name: empty_like(each, "meta") for name, each in program.constants.items()}
             return replace(moved_to(program, where), constants=constants, by_shapes=True)
 
