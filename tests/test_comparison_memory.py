@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
+from torch import Tensor
 
 from meshloom.data.samples import first_batches
 from meshloom.parameters.unfilled_model import UnfilledModel, record_unfilled
@@ -12,8 +15,9 @@ from meshloom.planner.memory.measured import LiveBytes
 from meshloom.planner.readings import Readings
 from meshloom.program.capture.capture import capture
 from meshloom.program.capture.check import check_against_module
+from meshloom.program.capture.shapes import capture_shapes
 from meshloom.program.sizes import smaller as rules
-from tests.live_bytes import blocks_job
+from tests.live_bytes import Blocks, blocks_job
 
 pytestmark = [pytest.mark.usefixtures("silent_export")]
 
@@ -42,3 +46,18 @@ def test_a_comparison_takes_what_is_predicted(at_smaller_sizes: bool, monkeypatc
     assert 0.9 * live <= predicted <= 1.2 * live, (predicted, live)
     whole = sum(each.nbytes for each in unfilled.model.parameters())
     assert predicted - comparison_bytes(compared) == unfilled.stand_in_bytes < whole / 3
+
+
+class WithConstant(Blocks):
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(tokens) + torch.tensor([0.5])
+
+
+def test_a_constant_of_a_program_by_shapes_has_no_values(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(rules, "MIN_ELEMENTS", 0)
+    job = replace(blocks_job(length=160), model=WithConstant)
+    (batch,) = first_batches(job, 1, 4)
+    program = capture_shapes(job, batch)
+    assert program.constants
+    compared = compared_program(program, job, batch, lambda small: capture_shapes(job, small))
+    assert compared.inputs[0].meta.shape[1] < 50
