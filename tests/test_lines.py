@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy
 import pytest
 import torch
 
-from meshloom.program.ir.lines import SourcePlace, place_here, place_of_error
+from meshloom.program.ir.lines import SourceLine, SourcePlace, describe_line, place_here, place_of_error
 
 
 def test_an_error_in_a_package_names_the_users_line_and_the_packages():
@@ -39,3 +41,16 @@ def test_a_function_of_the_users_that_a_package_calls_is_the_users():
 
 def test_where_nothing_is_the_users():
     assert str(SourcePlace(None, None)) == "a line that could not be found"
+
+
+def test_a_sentence_shows_the_beginning_of_a_long_line(tmp_path: Path):
+    """Of a job in one line of 600 characters, five sentences about layers showed all of it."""
+    file = tmp_path / "job.py"
+    file.write_text(f"short = 1\nlong = {'1 + ' * 150}1\n")
+    assert describe_line(SourceLine(str(file), 1, "")) == f"{file}:1 (short = 1)"
+    text = describe_line(SourceLine(str(file), 2, ""))
+    assert (
+        text.startswith(f"{file}:2 (long = 1 + 1")
+        and text.endswith(" ...)")
+        and len(text) < len(str(file)) + 140
+    )

@@ -53,4 +53,4 @@ class Timings:
     def summary(self) -> str:
         """Phases and their sum as text, then the notes."""
         phases = ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in self._seconds.items())
-        return " ".join([f"{phases}; {sum(self._seconds.values()):.1f} in all.", *self.notes])
+        return " ".join([f"{phases}; {sum(self._seconds.values()):.1f} in all.", *dict.fromkeys(self.notes)])

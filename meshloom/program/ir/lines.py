@@ -15,6 +15,7 @@ WAY_OUT = "Plans with dp alone run the module as it is and need no program."  # 
 _MESHLOOM = str(Path(__file__).parents[2])
 _TORCH = str(Path(torch.__file__).parent)
 _LIBRARY = sysconfig.get_paths()["stdlib"]
+_MOST_LETTERS = 120  # of a line's code in a sentence
 _SYMBOLS = ("/sympy/", "/mpmath/")  # torch computes symbolic sizes in them
 
 
@@ -51,7 +52,8 @@ def describe_line(line: SourceLine | None) -> str:
     """`file:12 (code)` for an error."""
     if line is None:
         return "a line that could not be found"
-    return f"{line} ({line.text})" if line.text else str(line)
+    text = line.text if len(line.text) <= _MOST_LETTERS else f"{line.text[:_MOST_LETTERS]} ..."
+    return f"{line} ({text})" if text else str(line)
 
 
 def line_of_frame(frame: FrameType | None) -> SourceLine | None:
