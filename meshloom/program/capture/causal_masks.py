@@ -33,6 +33,7 @@ def with_causal_attention(program: Program) -> Program:
         node.name: mask
         for node in program.nodes
         if node.target is _ATTENTION
+        and len(node.args) >= _MASK
         and isinstance(mask := _argument(node, _MASK, "attn_mask", None), Ref)
         and not _argument(node, _IS_CAUSAL, "is_causal", False)
         and _is_small(fixed.get(mask.name))
