@@ -40,7 +40,7 @@ ORDER = [
     ["planner"],
     ["asynchronous.state", "planner.rehearsal"],
     ["replica"],
-    ["replica.buffers", "replica.exchanges"],
+    ["replica.attributes", "replica.buffers", "replica.exchanges"],
     ["pipeline.runtime", "planner.memory"],
     ["pipeline.stages"],
     ["tensor_parallel"],

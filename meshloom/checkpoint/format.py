@@ -35,6 +35,7 @@ MODEL = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 META = "meta.json"
 STATE = "optimizer/"  # what keys of the optimizer's state begin with
+CARRIED = "carried/"  # the same of tensors that forwards leave for the next step
 MASTER = "master of bfloat16"  # key in the state of a parameter: its copy in the precision of its updates
 AVERAGE = "average of the parameter"  # the same: its moving average
 SAVING = ".saving-"

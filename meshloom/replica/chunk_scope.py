@@ -22,9 +22,10 @@ from meshloom.core.random import KeyedDraws, Rows, chunk_seed, evaluation_seed, 
 from meshloom.data.chunks import Chunk
 from meshloom.data.to_device import to_device
 from meshloom.program.ir.sparse_constants import sparse_attributes
-from meshloom.replica.buffers.carried_tensors import CarriedTensors
+from meshloom.replica.attributes.carried_tensors import CarriedTensors
+from meshloom.replica.attributes.plain_numbers import PlainNumbers
+from meshloom.replica.attributes.saved_attributes import SavedAttributes
 from meshloom.replica.buffers.merged_buffers import RunningStatistics
-from meshloom.replica.buffers.plain_numbers import PlainNumbers
 from meshloom.telemetry.traffic import ExpectedBytes
 
 
@@ -77,6 +78,7 @@ class ChunkScope:
         self.turn = LossTurn()
         losses = [each.loss for each in job.losses.values()] or [job.loss]
         self._numbers, self.carried = PlainNumbers(model, losses, context.groups["dp"]), CarriedTensors(model)
+        self.attributes = SavedAttributes(plan, context.place.dp, context.device, self.carried, self._numbers)
 
     def turn_to(self, turn: LossTurn) -> None:
         """In a job of several losses: chunks are those of this turn from now on."""
@@ -98,7 +100,7 @@ class ChunkScope:
         with ExitStack() as around:
             around.enter_context(self._now[stage].chunk(partial(self._rerun, chunk, rerun)))
             around.enter_context(self._numbers.chunk())
-            around.enter_context(self.carried.chunk(chunk.index))
+            around.enter_context(self.carried.chunk(chunk, self.turn))
             self._seed(chunk, around, self.observer if observed else None)
             yield
 
@@ -145,7 +147,7 @@ class ChunkScope:
         for statistics in self._now.values():
             yield from statistics.finish()
         yield from self._numbers.finish()
-        self.carried.finish()
+        self.carried.clear()
         self._finished[self.turn.number] += 1
 
     def take_notes(self) -> list[str]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from meshloom.checkpoint.checkpoint import Checkpoint, Piece
-from meshloom.checkpoint.format import MASTER, STATE
+from meshloom.checkpoint.format import CARRIED, MASTER, STATE
 from meshloom.checkpoint.resuming import Loader, check_together, load_together, open_together
 from meshloom.checkpoint.tensor_file import Stream, TensorEntry
 from meshloom.comm.group import Group
@@ -112,11 +112,10 @@ def updated_weights(replica: Replica) -> frozenset[str]:
     return frozenset({name for name, each in state.items() if id(each) in trained} | hidden)
 
 
-def optimizer_state(
-    replica: Replica, *, gather: bool
-) -> Steps[tuple[list[Piece], list[Stream], dict[str, Any]]]:
-    """As `OptimizerState.save`, after replicas that take independent local steps have been averaged:
-    parameters by ending the round, optimizer state by its mean."""
+def run_state(replica: Replica, *, gather: bool) -> Steps[tuple[list[Piece], list[Stream], dict[str, Any]]]:
+    """What a checkpoint holds beside weights: this rank's pieces, streams of those that are gathered, as `OptimizerState.save`
+    gives them, and values. Replicas that take independent local steps are averaged first: parameters by ending the round, optimizer
+    state by its mean."""
     yield from settle(replica)
     if replica.exchange.independent:
         yield from replica.updater.state.average(replica.replicas, replica.context.readers)
@@ -135,13 +134,10 @@ def optimizer_state(
         if gathered:
             replica.saved += gathered.traffic
             streams = [*streams, gathered.stream]
-    return pieces, streams, values
-
-
-def scale_values(replica: Replica) -> dict[str, Any]:
-    """What a checkpoint says of the loss scale; {}: the plan has none."""
+    left, attributes = yield from replica.scope.attributes.save(replica.context.world)
     scale = replica.sums.scale
-    return {} if scale is None else {SCALE: scale.to_dict()}
+    scaling = {} if scale is None else {SCALE: scale.to_dict()}
+    return [*pieces, *left], streams, {"updater": values, **attributes, **scaling}
 
 
 def resume(replica: Replica, directory: Path, check: Callable[[Checkpoint], None]) -> Steps[Checkpoint]:
@@ -155,7 +151,7 @@ def resume(replica: Replica, directory: Path, check: Callable[[Checkpoint], None
     yield from check_together(world, lambda: check(checkpoint))
     found: list[Loader] = []
     yield from check_together(world, lambda: found.append(loader_of(replica, checkpoint)))
-    wanted = (STATE, OUTER) if replica.exchange.state is not None else (STATE,)
+    wanted = (STATE, CARRIED, OUTER) if replica.exchange.state is not None else (STATE, CARRIED)
     yield from load_together(
         checkpoint,
         [key for key in checkpoint.keys() if key.startswith(wanted)],  # noqa: SIM118
@@ -277,15 +273,18 @@ def loader_of(replica: Replica, checkpoint: Checkpoint) -> Loader:
     take, finish_updater = replica.updater.state.loading(checkpoint.values["updater"])
     momentum: dict[str, Tensor] = {}
     keys = set(checkpoint.keys())
+    take_left, finish_left = replica.scope.attributes.loading(checkpoint)
     take_outer = outer_loader(replica.named, replica.shards, momentum)
 
     def state(key: str, shape: Sequence[int], read: Callable[[int, int], Tensor]) -> None:
         take(key, shape, lambda _, start, stop: read(start, stop))
+        take_left(key, shape, read)
         if key.startswith(OUTER):
             take_outer(key, read(0, math.prod(shape)).view(tuple(shape)))
 
     def finish() -> None:
         finish_updater()
+        finish_left()
         if (masters := masters_of(replica.exchange)) is not None:
             masters.take_parameters({name for name in masters.parts if copy_key(name, MASTER) not in keys})
         if replica.exchange.state is not None:

@@ -12,9 +12,10 @@ from typing import Any
 
 from meshloom.checkpoint.checkpoint import Checkpoint
 from meshloom.checkpoint.copied_weights import tied_names
-from meshloom.checkpoint.format import step_name
+from meshloom.checkpoint.format import CARRIED, step_name
 from meshloom.checkpoint.writing.background_save import BackgroundSave
 from meshloom.checkpoint.writing.config_files import config_files_of
+from meshloom.checkpoint.writing.file_layout import HeldSpan
 from meshloom.checkpoint.writing.host_copy import CopyMemory, HostCopy
 from meshloom.checkpoint.writing.parallel import DividedState, divide, write_divided
 from meshloom.checkpoint.writing.run_directory import open_directory
@@ -35,9 +36,8 @@ from meshloom.machine.process_memory import regained_bytes
 from meshloom.replica.replica import Replica
 from meshloom.replica.replica_state import (
     held_weights,
-    optimizer_state,
     resume,
-    scale_values,
+    run_state,
     updated_weights,
     weights,
 )
@@ -117,11 +117,11 @@ class RunCheckpoints:
         copies: list[_Copy] = []
 
         def write(replica: Replica) -> Steps[Path]:
-            pieces, streams, values = yield from optimizer_state(replica, gather=not self._one_host)
+            pieces, streams, values = yield from run_state(replica, gather=not self._one_host)
             job = self._job
             values = {
-                "updater": values, "seed": job.seed, "batch_size": job.batch_size, "batch_sizes": job.batch_sizes_before(step),
-                "shares": self._shares.record, **self.also, **scale_values(replica), **tied_names(replica.model),
+                "seed": job.seed, "batch_size": job.batch_size, "batch_sizes": job.batch_sizes_before(step),
+                "shares": self._shares.record, **self.also, **values, **tied_names(replica.model),
             }  # fmt: skip
             carry_out = partial(
                 save,
@@ -157,6 +157,8 @@ class RunCheckpoints:
             raise
         for replica in self._replicas.all:
             replica.updater.state.give_back()
+        for note in self._replicas.first.scope.attributes.take_notes():
+            self._listener.note(note)
         if copies:
             self._under_way = BackgroundSave(
                 step, partial(_finish_copies, copies), partial(_carry_out, copies)
@@ -268,9 +270,14 @@ def _copy_of(replica: Replica, divided: DividedState, memory: CopyMemory, *, lat
     """later: of `RunCheckpoints.save`."""
     names = updated_weights(replica) if later else frozenset[str]()
     return HostCopy(
-        divided, memory, replica.updater.state.lender, later=lambda span: later and (span.kind == "state" or span.key in names),
+        divided, memory, replica.updater.state.lender, later=lambda span: later and _changes_in_updates(span, names),
         trusted=dict(replica.named) if later and replica.exchange.one_copy else {},
     )  # fmt: skip
+
+
+def _changes_in_updates(span: HeldSpan, names: frozenset[str]) -> bool:
+    """Whether only updates change it. names: of such weights."""
+    return not span.key.startswith(CARRIED) if span.kind == "state" else span.key in names
 
 
 def _finish_copies(copies: Sequence[_Copy]) -> None:

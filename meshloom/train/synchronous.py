@@ -239,6 +239,7 @@ class SynchronousRun:
             checkpoint = self._checkpoints.resume(directory, self._steps)
         if self._world.main and (said := checkpoint.meta.get("note") or passed_over(checkpoint.path)):
             self._listener.note(said)
+        _tell(self._listener, self.replicas.first.scope.attributes.take_notes())
         self._measurement.go_on_with(checkpoint)
         self.next_step = checkpoint.step
         _go_on_with_best(self.evaluation, self._checkpoints, checkpoint)

@@ -314,7 +314,7 @@ class ComparisonRun(Comparing):
         return check_metrics(ours, self.reference, updates, self._comparer.values, self._averages)
 
     def check_saved(self, path: Path, what: str) -> BetweenSteps:
-        return check_saved(path, what, self.reference, self._updates.of)
+        return check_saved(path, what, self.reference, self._updates.of, self.of_outputs)
 
     def begin_averages(self) -> None:
         if self._averages and not self._reference_skips:

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from meshloom.checkpoint.checkpoint import Checkpoint
 from meshloom.comm.objects import collect, share
 from meshloom.comm.steps import Steps
 from meshloom.core.job import Job
@@ -34,6 +35,7 @@ from meshloom.replica.replica import Replica
 from meshloom.telemetry.progress import Listener
 from meshloom.train.contract import Batch
 from meshloom.train.trainer import Trainer
+from meshloom.verify.between_steps.attributes_check import differing_attributes
 from meshloom.verify.between_steps.checks import BetweenSteps
 from meshloom.verify.between_steps.evaluation_check import evaluate_plan
 from meshloom.verify.between_steps.saved_check import same_files
@@ -124,6 +126,10 @@ class VerifiedRun:
                     _ = self._take(trainer, after) and self._take(trainer, ends, special=_NEXT_EPOCH)
                     return
                 path = self._save(trainer, directory, "the checkpoint")
+                if missing := trainer.together(partial(_left_out, path=path))[0]:
+                    self.notes.append(missing)
+                    _ = self._take(trainer, after) and self._take(trainer, ends, special=_NEXT_EPOCH)
+                    return
             with self._opened(total, resume=path) as trainer:
                 passed = self._take(trainer, after, special=_RESUMED)
                 if passed and self.job.average is not None:  # in the first step averages are the parameters
@@ -263,6 +269,7 @@ class VerifiedRun:
             run.save_into(directory)
             again = trainer.save()
             self.between += [same_files(path, again, "the checkpoint resumed under dp=1 and saved again")]
+            self.notes += _begun_without(path, again)
 
 
 def _of_first_rank(trainer: Trainer, value: T) -> T:
@@ -304,6 +311,27 @@ def _lacking_room(replica: Replica, directory: Path) -> Steps[str]:
             "TMPDIR names another directory"
         )
     return (yield from share(replica.context.world, lacking))
+
+
+def _left_out(replica: Replica, path: Path) -> Steps[str]:
+    """A sentence, where the checkpoint of the first rank does not hold everything that forwards leave for the next step; else ""."""
+    missing = ""
+    if replica.context.world.rank == 0:
+        left_out = Checkpoint.open(path, checksums=False).values.get("attributes", {}).get("left_out", {})
+        if left_out:
+            name, why = next(iter(left_out.items()))
+            missing = f"nothing was resumed: a checkpoint does not hold what forwards keep in {name}, {why}"
+    return (yield from share(replica.context.world, missing))
+
+
+def _begun_without(path: Path, again: Path) -> Iterator[str]:
+    """A sentence, where a run with other chunks begins without some of what forwards have left."""
+    opened = [Checkpoint.open(each, checksums=False) for each in (path, again)]
+    if names := differing_attributes(*opened).begun_without:
+        yield (
+            f"under dp=1 the checkpoint is resumed without what forwards keep in {', '.join(names)}: which dimension is the batch's is in doubt there, and "
+            "chunks have other sizes"
+        )
 
 
 def _in_order(causes: Sequence[Cause], special: Cause | None) -> list[Cause]:

@@ -12,10 +12,15 @@ import torch
 from torch import Tensor
 
 from meshloom.checkpoint.checkpoint import Checkpoint
-from meshloom.checkpoint.format import MASTER, STATE
+from meshloom.checkpoint.format import CARRIED, MASTER, STATE
 from meshloom.checkpoint.json_values import from_json
+from meshloom.verify.between_steps.attributes_check import (
+    check_attributes,
+    compared_with,
+    differing_attributes,
+    same_bits,
+)
 from meshloom.verify.between_steps.checks import BetweenSteps, TensorError
-from meshloom.verify.reference.float64_blocks import distance, norm
 from meshloom.verify.reference.reference import Reference
 
 _COUNTERS = ("last_epoch", "_step_count")  # of schedulers
@@ -24,15 +29,19 @@ _LEFT_OUT = ("params", "param_names")
 
 
 def check_saved(
-    path: Path, what: str, reference: Reference, tolerance: Callable[[str], float]
+    path: Path, what: str, reference: Reference, tolerance: Callable[[str], float], of_outputs: float
 ) -> BetweenSteps:
-    """Compare the checkpoint in `path` with the reference. tolerance: of what a parameter's optimizer computes, by name."""
+    """Compare the checkpoint in `path` with the reference. tolerance: of what a parameter's optimizer computes, by name. of_outputs: of
+    what forwards compute."""
     saved = Checkpoint.open(path)
     step = reference.step
     facts = [*_facts(saved, reference)]
     errors = [*_weight_errors(saved, reference, tolerance)]
     state, lost = _state_errors(saved, reference, tolerance)
-    return BetweenSteps(what=f"{what} after step {step}", errors=[*errors, *state], facts=[*facts, *lost])
+    left, wrong = check_attributes(saved, reference, of_outputs)
+    return BetweenSteps(
+        what=f"{what} after step {step}", errors=[*errors, *state, *left], facts=[*facts, *lost, *wrong]
+    )
 
 
 def same_files(path: Path, other: Path, what: str) -> BetweenSteps:
@@ -42,22 +51,21 @@ def same_files(path: Path, other: Path, what: str) -> BetweenSteps:
     facts = [
         f"{name} has other values."
         for name in here.entries
-        if name not in there.entries or not _same_bits(here.tensor(name), there.tensor(name))
+        if name not in there.entries or not same_bits(here.tensor(name), there.tensor(name))
     ]
+    left = differing_attributes(one, two)
     for key in one.keys():  # noqa: SIM118
+        if key.startswith(CARRIED) and not left.same_chunks:
+            continue
         size = math.prod(one.shape(key))
         if key not in two.keys() or one.shape(key) != two.shape(key):  # noqa: SIM118
             facts.append(f"{key} is lost.")
-        elif not _same_bits(one.read(key, 0, size), two.read(key, 0, size)):
+        elif not same_bits(one.read(key, 0, size), two.read(key, 0, size)):
             facts.append(f"{key} has other values.")
+    facts += left.facts
     if one.step != two.step:
         facts.append(f"It is of step {two.step} instead of {one.step}.")
     return BetweenSteps(what=f"{what}, after step {one.step - 1}", facts=facts[:_MOST])
-
-
-def _same_bits(one: Tensor, other: Tensor) -> bool:
-    same = one.shape == other.shape and one.dtype == other.dtype
-    return same and torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
 
 
 def _facts(saved: Checkpoint, reference: Reference) -> Iterator[str]:
@@ -115,7 +123,7 @@ def _weight_errors(
     right = {name: each for name, each in state.items() if isinstance(each, Tensor)}
     for name, tensor in right.items():
         ours = stored.tensor(name) if name in stored.entries else None
-        yield _compared(name, ours, tensor, reference.step, tolerance(name))
+        yield compared_with(name, ours, tensor, reference.step, tolerance(name))
 
 
 def _state_errors(
@@ -140,10 +148,10 @@ def _state_errors(
                     facts.append(f"The checkpoint has no {key} of {name}, and one device has.")
                 elif (found := _read(saved, keys[path])) is not None and isinstance(value, Tensor):
                     allowed = 0.0 if key == "step" else tolerance(name)
-                    errors.append(_compared(f"{key} of {name}", found, value, reference.step, allowed))
+                    errors.append(compared_with(f"{key} of {name}", found, value, reference.step, allowed))
     for name, parameter in reference.updated.all.items():
         if (path := f"{STATE}{name}/{MASTER}") in keys and (found := _read(saved, path)) is not None:
-            errors.append(_compared(f"copy of {name}", found, parameter, reference.step, tolerance(name)))
+            errors.append(compared_with(f"copy of {name}", found, parameter, reference.step, tolerance(name)))
     return errors, facts
 
 
@@ -160,19 +168,3 @@ def _read(saved: Checkpoint, key: str) -> Tensor | None:
             else None
         )
     return flat.view(shape)
-
-
-def _compared(name: str, ours: Tensor | None, right: Tensor, step: int, tolerance: float) -> TensorError:
-    right = right.detach().to_dense().cpu()
-    if ours is None or ours.numel() != right.numel():
-        error = math.inf
-    elif right.is_floating_point() or right.is_complex():
-        difference, size = distance(ours.to(right.dtype).view(right.shape), right), norm(right)
-        error = (
-            0.0 if difference == 0 else difference / size if size and math.isfinite(difference) else math.inf
-        )
-    else:
-        error = 0.0 if torch.equal(ours.view(right.shape).to(right.dtype), right) else math.inf
-    return TensorError(
-        name=name, kind="saved", step=step, error=error, tolerance=tolerance, elements=right.numel()
-    )

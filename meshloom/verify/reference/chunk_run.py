@@ -42,10 +42,15 @@ class LeftTensors:
     number left in the step before (docs/buffers.md)."""
 
     def __init__(self, model: nn.Module) -> None:
-        own = [each for each in model.modules() if not type(each).__module__.startswith("torch.")]
-        self._modules = [
-            (each, {name for name, value in vars(each).items() if not _is_left(value)}) for each in own
+        own = [
+            (path, each)
+            for path, each in model.named_modules()
+            if not type(each).__module__.startswith("torch.")
         ]
+        self._modules = [
+            (each, {name for name, value in vars(each).items() if not _is_left(value)}) for _, each in own
+        ]
+        self._paths = [path for path, _ in own]
         self._initial = self._now()
         self._found: dict[int, list[dict[str, Any]]] = {}
         self._left: dict[int, list[dict[str, Any]]] = {}
@@ -65,6 +70,17 @@ class LeftTensors:
     def take(self, key: int) -> None:
         """What a chunk has left, the first time that it runs in a step: further runs only ask."""
         self._left.setdefault(key, self._now())
+
+    def by_name(self) -> dict[str, dict[int, Any]]:
+        """After a step: module's path and attribute -> key of a forward -> the newest value that it has left, where that is
+        not what was there at first."""
+        found: dict[str, dict[int, Any]] = {}
+        for key, values in (self._found | self._left).items():
+            for path, initial, of_module in zip(self._paths, self._initial, values, strict=True):
+                for name, value in of_module.items():
+                    if name not in initial or value is not initial[name]:
+                        found.setdefault(f"{path}.{name}" if path else name, {})[key] = value
+        return found
 
     def _now(self) -> list[dict[str, Any]]:
         return [

@@ -7,7 +7,7 @@ they are, on every replica, what the last chunk made of them that changed them, 
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from types import FunctionType
@@ -21,22 +21,27 @@ from meshloom.comm.steps import Steps
 from meshloom.core.modules.class_code import names_set, set_by
 from meshloom.telemetry.traffic import ExpectedBytes, Traffic
 
-Place = tuple[nn.Module, str]
+Place = tuple[str, nn.Module, str]  # path of a module, and name of its attribute
 _UNCHANGED, _WHOLE, _REAL = range(3)
 _LARGEST = 2**63
 
 
 class PlainNumbers:
-    """Those of `model`. losses: functions that may set some. group: the replicas, in order of their chunks."""
+    """Those of `model`. losses: functions that may set some. group: the replicas, in order of their chunks. names: of the
+    attributes, with the paths of their modules."""
 
     def __init__(self, model: nn.Module, losses: Iterable[Callable[..., Any]], group: Group) -> None:
         self._group = group
-        self._places = list(_places(model, losses))
+        places = list(_places(model, losses))
+        self._places = [(module, name) for _, module, name in places]
+        self.names = [f"{path}.{name}" if path else name for path, _, name in places]
         self._start: list[Any] | None = None  # before the step, once a chunk of it has begun
         self._latest: dict[
             int, Any
         ] = {}  # number of a place -> what the last chunk made of it that changed it
         self._sent = 0  # bytes
+        self._resumed: set[str] = set()  # from a checkpoint, and left alone since
+        self._changed: set[str] = set()  # by some step of this run, on any replica
 
     @contextmanager
     def chunk(self) -> Iterator[None]:
@@ -71,10 +76,25 @@ class PlainNumbers:
             yield
             work.wait()
         for replica in everyone.tolist():
-            for (module, name), row in zip(self._places, replica, strict=True):
+            for (module, name), path, row in zip(self._places, self.names, replica, strict=True):
                 if row[0] != _UNCHANGED:
                     vars(module)[name] = _decoded(*row)
+                    self._changed.add(path)
         self._start, self._latest = None, {}
+
+    def changed(self) -> Iterator[tuple[str, float, bool]]:
+        """Between steps, those that steps have changed: name with the path of the module, value, and whether only steps before a
+        checkpoint have."""
+        for (module, name), path in zip(self._places, self.names, strict=True):
+            if path in self._changed or path in self._resumed:
+                yield path, vars(module)[name], path not in self._changed
+
+    def resume(self, values: Mapping[str, float]) -> None:
+        """Before the first step: those of a checkpoint, by name."""
+        for (module, name), path in zip(self._places, self.names, strict=True):
+            if path in values:
+                vars(module)[name] = values[path]
+                self._resumed.add(path)
 
     def expected_bytes(self) -> ExpectedBytes:
         """Bytes so far."""
@@ -90,10 +110,10 @@ def _places(model: nn.Module, losses: Iterable[Callable[..., Any]]) -> Iterator[
         function = getattr(loss, "__func__", loss)
         if isinstance(function, FunctionType):
             names |= set(set_by(function.__code__))
-    for module in model.modules() if names else ():
+    for path, module in model.named_modules() if names else ():
         for name, value in vars(module).items():
             if name in names and type(value) in (int, float):
-                yield module, name
+                yield path, module, name
 
 
 def _encoded(value: float | None) -> tuple[int, int]:

@@ -1,0 +1,145 @@
+"""Tensors that a forward leaves in plain attributes for the next one: the hidden state of a recurrent layer that is trained
+over consecutive parts of long sequences, a memory of earlier segments.
+
+    out, hidden = self.rnn(x, self.hidden)
+    self.hidden = hidden.detach()
+
+Chunk k of a step finds what chunk k of the step before has left (docs/buffers.md), so that rows of a batch go on with
+their own state, under every plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from meshloom.core.losses.turns import LossTurn
+from meshloom.core.modules.carried_attributes import carrying_places, is_carried
+from meshloom.data.chunks import Chunk
+
+ABSENT: Any = object()  # in place of the value of an attribute that a module does not have
+_Mark = tuple[Any, list[tuple[Tensor, int]]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeftValue:
+    """What the forward of a chunk of `rows` samples in step `step` has left in an attribute. resumed: it comes from a checkpoint."""
+
+    value: Any
+    rows: int
+    step: int
+    resumed: bool = False
+
+
+class CarriedTensors:
+    """Those of `model`. names: of their attributes, with the paths of their modules."""
+
+    def __init__(self, model: nn.Module) -> None:
+        places = carrying_places(model)
+        self._places = [(module, name) for _, module, name in places]
+        self.names = [f"{path}.{name}" if path else name for path, _, name in places]
+        self._initial = self._now()
+        self._moment: tuple[int, LossTurn] | None = None  # of the newest chunk: its step and turn
+        # chunk -> number of an attribute -> what it finds in this turn; what it has left in it
+        self._found: dict[int, dict[int, LeftValue]] = {}
+        self._left: dict[int, dict[int, LeftValue]] = {}
+        self._rows: dict[int, int] = {}  # of the chunks of this step
+
+    @contextmanager
+    def chunk(self, chunk: Chunk, turn: LossTurn) -> Iterator[None]:
+        """Around a forward of a chunk, or of some of its stages. The first one in a turn counts: others only ask."""
+        if not self._places:
+            yield
+            return
+        if (chunk.step, turn) != self._moment:
+            self._begin(chunk.step, turn)
+        self._rows[chunk.index] = chunk.samples
+        self.put_back(chunk.index)
+        before = [_mark(value) for value in self._now()]
+        yield
+        left = self._left.setdefault(chunk.index, {})
+        for number, (was, now) in enumerate(zip(before, self._now(), strict=True)):
+            if number not in left and _is_kept(now) and not _is_same(was, _mark(now)):
+                left[number] = LeftValue(value=now, rows=chunk.samples, step=chunk.step)
+
+    def put_back(self, index: int) -> None:
+        """As the chunk found them in this turn."""
+        found = self._found.get(index, {})
+        self._put(
+            [
+                found[number].value if number in found else initial
+                for number, initial in enumerate(self._initial)
+            ]
+        )
+
+    def clear(self) -> None:
+        """As before the first step, for what is not a chunk of a step."""
+        self._put(self._initial)
+
+    def rows(self) -> Mapping[int, int]:
+        """Samples of each chunk of the newest step that ran here."""
+        return self._rows
+
+    def left(self) -> Iterator[tuple[str, int, LeftValue]]:
+        """What chunks have left so far, between steps: the name of an attribute, the chunk, the newest value."""
+        for index in sorted({*self._found, *self._left}):
+            values = {**self._found.get(index, {}), **self._left.get(index, {})}
+            for number, value in sorted(values.items()):
+                yield self.names[number], index, value
+
+    def resume(self, rows: Mapping[int, int], values: Mapping[tuple[str, int], LeftValue]) -> None:
+        """Before the first step: what each chunk finds in it, by attribute and chunk. rows: as `rows` gives them."""
+        self._rows = dict(rows)
+        for (name, index), value in values.items():
+            if name in self.names:
+                self._found.setdefault(index, {})[self.names.index(name)] = value
+
+    def _begin(self, step: int, turn: LossTurn) -> None:
+        if self._moment is None or self._moment[0] != step:
+            self._rows = {}
+        self._moment = step, turn
+        for index, left in self._left.items():
+            self._found.setdefault(index, {}).update(left)
+        self._left = {}
+
+    def _now(self) -> list[Any]:
+        return [vars(module).get(name, ABSENT) for module, name in self._places]
+
+    def _put(self, values: list[Any]) -> None:
+        for (module, name), now, value in zip(self._places, self._now(), values, strict=True):
+            if now is value or not _is_kept(now):
+                continue  # numbers, texts and others are not carried
+            if value is ABSENT:
+                del vars(module)[name]
+            else:
+                vars(module)[name] = value
+
+
+def leaves_of_carried(value: Any) -> Iterator[Tensor]:
+    """The tensors in a value, in order."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        for each in value:
+            yield from leaves_of_carried(each)
+
+
+def _is_kept(value: Any) -> bool:
+    return value is ABSENT or is_carried(value)
+
+
+def _mark(value: Any) -> _Mark:
+    """What tells whether a value is another one later, or has been written to."""
+    return value, [(each, each._version) for each in leaves_of_carried(value)]
+
+
+def _is_same(one: _Mark, other: _Mark) -> bool:
+    return (
+        one[0] is other[0]
+        and len(one[1]) == len(other[1])
+        and all(a is b and before == after for (a, before), (b, after) in zip(one[1], other[1], strict=True))
+    )
