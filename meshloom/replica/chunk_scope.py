@@ -124,6 +124,14 @@ class ChunkScope:
         """Of a chunk's metrics after `updates` updates."""
         return Moment(evaluation_seed(self._job.seed, chunk.step, chunk.index), updates)
 
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Around a forward that leaves nothing behind in attributes."""
+        self.carried.clear()
+        with self._numbers.kept():
+            yield
+        self.carried.clear()
+
     def done(self, chunk: Chunk, weight: torch.Tensor | float, loss_sum: torch.Tensor) -> None:
         """After a chunk, once its loss is known."""
         if self.observer:

@@ -61,8 +61,7 @@ def _evaluate(replica: Replica, chunks: Iterable[Chunk], updates: int) -> Steps[
             data, moment = replica.scope.data(chunk), replica.scope.evaluation(chunk, updates)
             for name, metric in metrics.items():
                 seed_torch(moment.seed)
-                replica.scope.carried.clear()
-                with naming(name):
+                with naming(name), replica.scope.evaluating():
                     yield from replica.engine.evaluate(data, metric, moment, partial(sums.add, name, chunk))
     yield from replica.engine.add_up("pp", sums.sums)
     if replica.plan.dp > 1:

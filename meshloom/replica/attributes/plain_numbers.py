@@ -53,13 +53,18 @@ class PlainNumbers:
             if type(now) in (int, float) and (type(now) is not type(before) or now != before):
                 self._latest[number] = now
 
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Around what is no chunk of a step; afterwards they are as before."""
+        before = self._now()
+        yield
+        self._put(before)
+
     def put_back(self) -> None:
         """As they were before the step."""
         if self._start is None:
-            self._start = [vars(module).get(name) for module, name in self._places]
-        for (module, name), value in zip(self._places, self._start, strict=True):
-            if vars(module).get(name) is not value:
-                vars(module)[name] = value
+            self._start = self._now()
+        self._put(self._start)
 
     def finish(self) -> Steps[None]:
         """After the step's last chunk."""
@@ -99,6 +104,14 @@ class PlainNumbers:
     def expected_bytes(self) -> ExpectedBytes:
         """Bytes so far."""
         return ExpectedBytes(so_far=Traffic.along("dp", all_gather=self._sent))
+
+    def _now(self) -> list[Any]:
+        return [vars(module).get(name) for module, name in self._places]
+
+    def _put(self, values: list[Any]) -> None:
+        for (module, name), value in zip(self._places, values, strict=True):
+            if vars(module).get(name) is not value:
+                vars(module)[name] = value
 
 
 def _places(model: nn.Module, losses: Iterable[Callable[..., Any]]) -> Iterator[Place]:

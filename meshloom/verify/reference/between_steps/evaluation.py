@@ -21,6 +21,7 @@ from meshloom.core.random import (
     sample_seed,
     seed_everything,
 )
+from meshloom.verify.reference.buffer_merging import plain_numbers, put_numbers
 from meshloom.verify.reference.chunks_of_plan import forwards_of
 from meshloom.verify.reference.other_precision import convert, default_dtype
 from meshloom.verify.reference.reference import Reference
@@ -95,7 +96,7 @@ def _sums(
     seed_everything(derive(job.seed, "collate", batch, chunk))
     collated = (job.collate or default_collate)(list(samples))
     data = convert(collated, device, reference.dtype or reference.updated.dtype)
-    lower = reference.autocast
+    lower, numbers = reference.autocast, plain_numbers(reference.model)
     seed = evaluation_seed(job.seed, batch, chunk)
     for name, metric in job.evaluate.metrics.items():
         seed_everything(seed)
@@ -106,6 +107,7 @@ def _sums(
             torch.autocast(device.type, lower, enabled=lower is not None),
         ):
             returned = metric(reference.model, data)
+        put_numbers(reference.model, numbers)
         value, weight = returned if isinstance(returned, tuple) else (returned, None)
         if isinstance(value, Tensor) and value.dtype == torch.float16:
             value = value.float()  # whose largest number is 65504
