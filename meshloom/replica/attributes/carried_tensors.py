@@ -5,7 +5,7 @@ over consecutive parts of long sequences, a memory of earlier segments.
     self.hidden = hidden.detach()
 
 Chunk k of a step finds what chunk k of the step before has left (docs/buffers.md), so that rows of a batch go on with
-their own state, under every plan.
+their own state, under every plan. Where a forward writes to the tensor or the list itself (`self.count += 1`), chunks get copies.
 """
 
 from __future__ import annotations
@@ -43,6 +43,9 @@ class CarriedTensors:
         self._places = [(module, name) for _, module, name in places]
         self.names = [f"{path}.{name}" if path else name for path, _, name in places]
         self._initial = self._now()
+        # copies of these until the first turn is over, in which forwards show to which attributes they write in place
+        self._untouched: list[Any] = []
+        self._written: set[int] = set()  # their numbers
         self._moment: tuple[int, LossTurn] | None = None  # of the newest chunk: its step and turn
         # chunk -> number of an attribute -> what it finds in this turn; what it has left in it
         self._found: dict[int, dict[int, LeftValue]] = {}
@@ -63,22 +66,19 @@ class CarriedTensors:
         yield
         left = self._left.setdefault(chunk.index, {})
         for number, (was, now) in enumerate(zip(before, self._now(), strict=True)):
+            if not _is_same(was, _mark(was[0])):
+                self._note_written(number)
             if number not in left and _is_kept(now) and not _is_same(was, _mark(now)):
                 left[number] = LeftValue(value=now, rows=chunk.samples, step=chunk.step)
 
     def put_back(self, index: int) -> None:
         """As the chunk found them in this turn."""
         found = self._found.get(index, {})
-        self._put(
-            [
-                found[number].value if number in found else initial
-                for number, initial in enumerate(self._initial)
-            ]
-        )
+        self._put({number: each.value for number, each in found.items()})
 
     def clear(self) -> None:
         """As before the first step, for what is not a chunk of a step."""
-        self._put(self._initial)
+        self._put({})
 
     def rows(self) -> Mapping[int, int]:
         """Samples of each chunk of the newest step that ran here."""
@@ -101,6 +101,7 @@ class CarriedTensors:
     def _begin(self, step: int, turn: LossTurn) -> None:
         if self._moment is None or self._moment[0] != step:
             self._rows = {}
+        self._untouched = [_copied(value) for value in self._initial] if self._moment is None else []
         self._moment = step, turn
         for index, left in self._left.items():
             self._found.setdefault(index, {}).update(left)
@@ -109,14 +110,22 @@ class CarriedTensors:
     def _now(self) -> list[Any]:
         return [vars(module).get(name, ABSENT) for module, name in self._places]
 
-    def _put(self, values: list[Any]) -> None:
-        for (module, name), now, value in zip(self._places, self._now(), values, strict=True):
+    def _note_written(self, number: int) -> None:
+        """A forward has written to what it found in an attribute, which may be what all chunks found at first."""
+        if number not in self._written and self._untouched:
+            self._initial[number] = self._untouched[number]
+        self._written.add(number)
+
+    def _put(self, values: Mapping[int, Any]) -> None:
+        """values: by number of an attribute, in place of those before the first step."""
+        for number, ((module, name), now) in enumerate(zip(self._places, self._now(), strict=True)):
+            value = values.get(number, self._initial[number])
             if now is value or not _is_kept(now):
                 continue  # numbers, texts and others are not carried
             if value is ABSENT:
                 del vars(module)[name]
             else:
-                vars(module)[name] = value
+                vars(module)[name] = _copied(value) if number in self._written else value
 
 
 def leaves_of_carried(value: Any) -> Iterator[Tensor]:
@@ -134,7 +143,13 @@ def _is_kept(value: Any) -> bool:
 
 def _mark(value: Any) -> _Mark:
     """What tells whether a value is another one later, or has been written to."""
-    return value, [(each, each._version) for each in leaves_of_carried(value)]
+    return value, [(each, -1 if each.is_inference() else each._version) for each in leaves_of_carried(value)]
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    return type(value)(map(_copied, value)) if type(value) in (tuple, list) else value
 
 
 def _is_same(one: _Mark, other: _Mark) -> bool:

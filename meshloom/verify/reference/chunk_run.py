@@ -65,21 +65,19 @@ class LeftTensors:
         for (module, _), now, values in zip(self._modules, self._now(), found, strict=True):
             for name in now.keys() - values.keys():
                 del vars(module)[name]
-            vars(module).update(values)
+            vars(module).update({name: _copied(value) for name, value in values.items()})
 
     def take(self, key: int) -> None:
         """What a chunk has left, the first time that it runs in a step: further runs only ask."""
         self._left.setdefault(key, self._now())
 
     def by_name(self) -> dict[str, dict[int, Any]]:
-        """After a step: module's path and attribute -> key of a forward -> the newest value that it has left, where that is
-        not what was there at first."""
+        """After a step: module's path and attribute -> key of a forward -> the newest value that it has left."""
         found: dict[str, dict[int, Any]] = {}
         for key, values in (self._found | self._left).items():
-            for path, initial, of_module in zip(self._paths, self._initial, values, strict=True):
+            for path, of_module in zip(self._paths, values, strict=True):
                 for name, value in of_module.items():
-                    if name not in initial or value is not initial[name]:
-                        found.setdefault(f"{path}.{name}" if path else name, {})[key] = value
+                    found.setdefault(f"{path}.{name}" if path else name, {})[key] = value
         return found
 
     def _now(self) -> list[dict[str, Any]]:
@@ -87,6 +85,13 @@ class LeftTensors:
             {name: value for name, value in vars(module).items() if name not in others and _is_left(value)}
             for module, others in self._modules
         ]
+
+
+def _copied(value: Any) -> Any:
+    """Forwards may write to what they find."""
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    return type(value)(map(_copied, value)) if type(value) in (tuple, list) else value
 
 
 def _is_left(value: Any) -> bool:
