@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor, nn
@@ -32,6 +33,20 @@ def is_carried(value: Any, depth: int = 0) -> bool:
         and depth < _DEPTH
         and all(is_carried(each, depth + 1) for each in value)
     )
+
+
+def carried_tensors(value: Any) -> Iterator[Tensor]:
+    """The tensors in such a value, in order."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        for each in value:
+            yield from carried_tensors(each)
+
+
+def writes_to(tensor: Tensor) -> int:
+    """How often a tensor has been written to in place, as far as torch counts it."""
+    return -1 if tensor.is_inference() else tensor._version
 
 
 def _registered(module: nn.Module) -> set[str]:

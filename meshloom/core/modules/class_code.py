@@ -11,6 +11,8 @@ from types import CodeType, FunctionType
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from torch import nn
+
 _READ: WeakKeyDictionary[type, frozenset[str]] = WeakKeyDictionary()  # of classes that were asked for
 _SET: WeakKeyDictionary[type, frozenset[str]] = WeakKeyDictionary()
 
@@ -23,6 +25,12 @@ def names_read(kind: type) -> frozenset[str]:
 def names_set(kind: type) -> frozenset[str]:
     """Names of attributes that methods of a class set."""
     return _of_class(kind, _SET, set_by)
+
+
+def sets_numbers(module: nn.Module) -> bool:
+    """Whether methods set an attribute of this module that holds a number."""
+    names = names_set(type(module))
+    return any(name in names and type(value) in (int, float) for name, value in vars(module).items())
 
 
 def set_by(code: CodeType) -> Iterator[str]:

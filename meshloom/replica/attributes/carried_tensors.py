@@ -10,7 +10,7 @@ their own state, under every plan. Where a forward writes to the tensor or the l
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from meshloom.core.losses.turns import LossTurn
-from meshloom.core.modules.carried_attributes import carrying_places, is_carried
+from meshloom.core.modules.carried_attributes import carried_tensors, carrying_places, is_carried, writes_to
 from meshloom.data.chunks import Chunk
 
 ABSENT: Any = object()  # in place of the value of an attribute that a module does not have
@@ -43,8 +43,8 @@ class CarriedTensors:
         self._places = [(module, name) for _, module, name in places]
         self.names = [f"{path}.{name}" if path else name for path, _, name in places]
         self._initial = self._now()
-        # copies of these until the first turn is over, in which forwards show to which attributes they write in place
-        self._untouched: list[Any] = []
+        # copies of these until the first turn is over: by then forwards have shown to which attributes they write in place
+        self._untouched = [_copied(value) for value in self._initial]
         self._written: set[int] = set()  # their numbers
         self._moment: tuple[int, LossTurn] | None = None  # of the newest chunk: its step and turn
         # chunk -> number of an attribute -> what it finds in this turn; what it has left in it
@@ -64,10 +64,9 @@ class CarriedTensors:
         self.put_back(chunk.index)
         before = [_mark(value) for value in self._now()]
         yield
+        self._note_written(before)
         left = self._left.setdefault(chunk.index, {})
         for number, (was, now) in enumerate(zip(before, self._now(), strict=True)):
-            if not _is_same(was, _mark(was[0])):
-                self._note_written(number)
             if number not in left and _is_kept(now) and not _is_same(was, _mark(now)):
                 left[number] = LeftValue(value=now, rows=chunk.samples, step=chunk.step)
 
@@ -101,7 +100,8 @@ class CarriedTensors:
     def _begin(self, step: int, turn: LossTurn) -> None:
         if self._moment is None or self._moment[0] != step:
             self._rows = {}
-        self._untouched = [_copied(value) for value in self._initial] if self._moment is None else []
+        if self._moment is not None:
+            self._untouched = []
         self._moment = step, turn
         for index, left in self._left.items():
             self._found.setdefault(index, {}).update(left)
@@ -110,11 +110,13 @@ class CarriedTensors:
     def _now(self) -> list[Any]:
         return [vars(module).get(name, ABSENT) for module, name in self._places]
 
-    def _note_written(self, number: int) -> None:
-        """A forward has written to what it found in an attribute, which may be what all chunks found at first."""
-        if number not in self._written and self._untouched:
-            self._initial[number] = self._untouched[number]
-        self._written.add(number)
+    def _note_written(self, marks: Sequence[_Mark]) -> None:
+        """Whose values have been written to since they were marked; they may be what all chunks find at first."""
+        for number, was in enumerate(marks):
+            if not _is_same(was, _mark(was[0])):
+                if number not in self._written and self._untouched:
+                    self._initial[number] = self._untouched[number]
+                self._written.add(number)
 
     def _put(self, values: Mapping[int, Any]) -> None:
         """values: by number of an attribute, in place of those before the first step."""
@@ -128,22 +130,13 @@ class CarriedTensors:
                 vars(module)[name] = _copied(value) if number in self._written else value
 
 
-def leaves_of_carried(value: Any) -> Iterator[Tensor]:
-    """The tensors in a value, in order."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, tuple | list):
-        for each in value:
-            yield from leaves_of_carried(each)
-
-
 def _is_kept(value: Any) -> bool:
     return value is ABSENT or is_carried(value)
 
 
 def _mark(value: Any) -> _Mark:
     """What tells whether a value is another one later, or has been written to."""
-    return value, [(each, -1 if each.is_inference() else each._version) for each in leaves_of_carried(value)]
+    return value, [(each, writes_to(each)) for each in carried_tensors(value)]
 
 
 def _copied(value: Any) -> Any:

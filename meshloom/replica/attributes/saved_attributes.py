@@ -25,13 +25,13 @@ from meshloom.checkpoint.tensor_file import DTYPES
 from meshloom.comm.group import Group
 from meshloom.comm.objects import collect
 from meshloom.comm.steps import Steps
+from meshloom.core.modules.carried_attributes import carried_tensors
 from meshloom.core.plan import Plan
 from meshloom.core.units import format_count
 from meshloom.replica.attributes.carried_tensors import (
     ABSENT,
     CarriedTensors,
     LeftValue,
-    leaves_of_carried,
 )
 from meshloom.replica.attributes.plain_numbers import PlainNumbers
 from meshloom.replica.attributes.rows_anew import SavedRows, batch_dims, rows_anew
@@ -83,7 +83,7 @@ class SavedAttributes:
             Piece(_key(name, chunk, number), _flat(leaf), 0, leaf.numel(), tuple(leaf.shape))
             for name, chunk, each in left
             if name in tensors and each.resumed == tensors[name][str(chunk)][1]
-            for number, leaf in enumerate(leaves_of_carried(each.value))
+            for number, leaf in enumerate(carried_tensors(each.value))
         ]
         self._note_left_out(left_out)
         return pieces, {ATTRIBUTES: values}
