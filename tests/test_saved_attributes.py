@@ -150,8 +150,9 @@ def test_a_run_that_is_resumed_twice_is_one_that_was_not_interrupted(
     assert [loss for part in parts for loss in part] == run(of, plan, 5)
 
 
-@pytest.mark.parametrize("plan", ["dp=1", "dp=2,microbatches=2", "dp=3"])
-@pytest.mark.parametrize("kind", [Keeping, KeepingAList])
+@pytest.mark.parametrize(
+    ("plan", "kind"), [("dp=1", Keeping), ("dp=2,microbatches=2", KeepingAList), ("dp=3", KeepingAList)]
+)
 def test_rows_go_on_with_their_own_state_in_other_chunks(plan: str, kind: type[Keeping], tmp_path: Path):
     of = job(kind)
     first = run(of, "dp=2", 2, out=tmp_path)
