@@ -237,9 +237,7 @@ class SynchronousRun:
     def _resume(self, directory: Path) -> None:
         with self._timings.of("loading"):
             checkpoint = self._checkpoints.resume(directory, self._steps)
-        if self._world.main and (said := checkpoint.meta.get("note") or passed_over(checkpoint.path)):
-            self._listener.note(said)
-        _tell(self._listener, self.replicas.first.scope.attributes.take_notes())
+        _tell(self._listener, _notes_on(checkpoint, self.replicas, main=self._world.main))
         self._measurement.go_on_with(checkpoint)
         self.next_step = checkpoint.step
         _go_on_with_best(self.evaluation, self._checkpoints, checkpoint)
@@ -256,6 +254,12 @@ def _keep_best(
     if checkpoints.saves and best.step == step:
         checkpoints.save(step, best=True)
     return best.stops
+
+
+def _notes_on(checkpoint: Checkpoint, replicas: LocalReplicas, *, main: bool) -> list[str]:
+    """On the checkpoint that is resumed. main: of the first process."""
+    said = (checkpoint.meta.get("note") or passed_over(checkpoint.path)) if main else ""
+    return [*([said] if said else []), *replicas.first.scope.attributes.take_notes()]
 
 
 def _go_on_with_best(evaluation: TeamEvaluation, checkpoints: RunCheckpoints, checkpoint: Checkpoint) -> None:
