@@ -274,12 +274,17 @@ def is_plain(tensor: Tensor) -> bool:
     return tensor.layout == torch.strided and not tensor.is_nested
 
 
-class WorkMeter(TorchDispatchMode):
-    """Adds up FLOPs and bytes."""
+class MoreCallsError(Exception):
+    """Code calls more operators than it may."""
 
-    def __init__(self) -> None:
+
+class WorkMeter(TorchDispatchMode):
+    """Adds up FLOPs and bytes, and counts calls of operators. most_calls: raises `MoreCallsError` at the next one."""
+
+    def __init__(self, most_calls: int | None = None) -> None:
         super().__init__()
         self._flops = self._read = self._written = 0
+        self.calls, self._most_calls = 0, most_calls
 
     def cost(self) -> OpaqueCost:
         return OpaqueCost(flops=self._flops, read_bytes=self._read, written_bytes=self._written)
@@ -287,6 +292,9 @@ class WorkMeter(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        self.calls += 1
+        if self._most_calls is not None and self.calls > self._most_calls:
+            raise MoreCallsError
         value = func(*args, **(kwargs or {}))
         if func.namespace != "prim" and all(
             is_plain(each) for each in tree_leaves((args, value)) if isinstance(each, Tensor)

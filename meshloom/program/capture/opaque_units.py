@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from meshloom.core.job import LossFunction
 from meshloom.core.moments.branches import branches_as_written
 from meshloom.core.random import derive, preserved_draws, seed_everything
-from meshloom.program.capture.opaque_runs import WorkMeter
+from meshloom.program.capture.opaque_runs import MoreCallsError, WorkMeter
 from meshloom.program.capture.product_dims import ProductDims
 from meshloom.program.capture.restored import cloned, restored
 from meshloom.program.ir.nodes import Node, submodule
@@ -40,6 +40,8 @@ from meshloom.program.opaque.stand_ins import intercepted
 from meshloom.program.trace.attributes import TORCHS_OWN
 
 MOST_TRIALS = 256  # of one module
+MOST_TIMES = 8  # as many operators in one run as the module's own call has: a loop until a value is small may have no end
+MOST_CALLS = 1_000_000  # of operators in all trials of one module
 MOST_COMBINED = 4096  # ways to choose dims of one size
 MOST_REST = 1 / 3  # of the work; a second run of more takes longer than dividing saves
 SEVERAL = (2, 3, 4)  # tensors that may have been made one: a gate and a value, gates of a cell
@@ -88,10 +90,10 @@ def _found(
     def handle(
         path: str, module: nn.Module, method: str, run: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        with ProductDims(state_of(module)[1]) as products, branches_as_written():
+        with ProductDims(state_of(module)[1]) as products, branches_as_written(), WorkMeter() as meter:
             returned = run(*args, **kwargs)
         with restored(module), preserved_draws(), torch.autocast(_device(module), enabled=False):
-            trials = _Trials(module, run, args, kwargs, calls[path][0], products)
+            trials = _Trials(module, run, args, kwargs, calls[path][0], products, meter.calls)
             kind = type(module), tuple((names, tuple(each.shape)) for names, each in trials.named())
             if path in found:
                 found[path] = trials.confirmed(found[path])
@@ -123,7 +125,10 @@ class _Trials:
         kwargs: Any,
         call: OpaqueCall,
         products: ProductDims,
+        num_calls: int,
     ) -> None:
+        """num_calls: of operators in the call itself."""
+        self._most_calls, self._calls_left = MOST_TIMES * num_calls, MOST_CALLS
         self._module, self._run, self._given, self._call = module, run, (args, kwargs), call
         self._names, self._state = state_of(module)
         self._tensors = ModuleTensors(module, self._names)
@@ -134,13 +139,17 @@ class _Trials:
         return zip(self._names, self._state, strict=True)
 
     def best(self) -> HiddenUnits | None:
-        """The division of the most bytes that holds."""
+        """The division of the most bytes that holds; None if code whose work follows values takes too much of it."""
         tried = sorted(self._combined(), key=lambda each: -each[0])[:MOST_TRIALS]
-        return next((units for _, dims, count in tried if (units := self.result(dims, count))), None)
+        with suppress(MoreCallsError):
+            return next((units for _, dims, count in tried if (units := self.result(dims, count))), None)
+        return None
 
     def confirmed(self, known: HiddenUnits | None) -> HiddenUnits | None:
         """The division of another call, if it holds for this one."""
-        found = self.result(known.dims, known.count) if known is not None else None
+        found = None
+        with suppress(MoreCallsError):
+            found = self.result(known.dims, known.count) if known is not None else None
         return known if found is not None and known is not None and found.results == known.results else None
 
     def _combined(self) -> Iterator[tuple[int, tuple[UnitsDim, ...], int]]:
@@ -192,8 +201,12 @@ class _Trials:
     def result(self, dims: Sequence[UnitsDim], count: int) -> HiddenUnits | None:
         """The units in these dims, if they can be divided."""
         for dtype in (torch.float64, self._dtype()):
-            with suppress(Exception):  # what the user's code raises for fewer units
+            try:
                 return self._tried(dims, count, dtype)
+            except MoreCallsError:
+                raise
+            except Exception:  # what the user's code raises for fewer units
+                continue
         return None
 
     def _dtype(self) -> torch.dtype:
@@ -276,9 +289,13 @@ class _Trials:
 
     def _outcome(self, given: Any, state: Sequence[Tensor]) -> tuple[list[Tensor], int]:
         """Its results, and the FLOPs that it took."""
-        with self._tensors.replaced_by(state), torch.enable_grad(), WorkMeter() as meter:
-            returned = self._run(*given[0], **given[1])
-            left = [vars(submodule(self._module, below))[name] for below, name in self._call.attributes]
+        meter = WorkMeter(min(self._most_calls, self._calls_left))
+        try:
+            with self._tensors.replaced_by(state), torch.enable_grad(), meter:
+                returned = self._run(*given[0], **given[1])
+                left = [vars(submodule(self._module, below))[name] for below, name in self._call.attributes]
+        finally:
+            self._calls_left -= meter.calls
         leaves = tree_leaves(returned)
         return [*(leaves[place] for place in self._call.places), *left], meter.cost().flops
 
