@@ -22,6 +22,7 @@ from meshloom.program.opaque.operator import call_of_node, is_opaque
 from meshloom.program.store.captured_loss import CapturedLoss
 from meshloom.verify.run import verify
 from tests.opaque_jobs import WIDTH, Net, job_of
+from tests.zoo_outside.physics import ode_with_adaptive_steps
 
 pytestmark = [pytest.mark.usefixtures("silent_export", "dear_memory")]
 
@@ -278,6 +279,11 @@ def test_what_is_no_sum_over_units_stays_whole(name: str) -> None:
 @pytest.mark.slow
 def test_what_counts_its_calls_stays_whole() -> None:
     assert units_of(job(Counted)) == [None]
+
+
+def test_a_loop_that_follows_values_is_not_tried_without_end() -> None:
+    """With other numbers its steps shrink for ever: under tp the start never ended."""
+    assert units_of(ode_with_adaptive_steps()) == [None]
 
 
 @pytest.mark.slow

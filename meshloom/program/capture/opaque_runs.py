@@ -278,13 +278,28 @@ class MoreCallsError(Exception):
     """Code calls more operators than it may."""
 
 
-class WorkMeter(TorchDispatchMode):
-    """Adds up FLOPs and bytes, and counts calls of operators. most_calls: raises `MoreCallsError` at the next one."""
+class CallMeter(TorchDispatchMode):
+    """Counts calls of operators; raises `MoreCallsError` after the last that is allowed."""
 
-    def __init__(self, most_calls: int | None = None) -> None:
+    def __init__(self, most: int | None = None) -> None:
+        super().__init__()
+        self.calls, self._most = 0, most
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        self.calls += 1
+        if self._most is not None and self.calls > self._most:
+            raise MoreCallsError
+        return func(*args, **(kwargs or {}))
+
+
+class WorkMeter(TorchDispatchMode):
+    """Adds up FLOPs and bytes."""
+
+    def __init__(self) -> None:
         super().__init__()
         self._flops = self._read = self._written = 0
-        self.calls, self._most_calls = 0, most_calls
 
     def cost(self) -> OpaqueCost:
         return OpaqueCost(flops=self._flops, read_bytes=self._read, written_bytes=self._written)
@@ -292,9 +307,6 @@ class WorkMeter(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        self.calls += 1
-        if self._most_calls is not None and self.calls > self._most_calls:
-            raise MoreCallsError
         value = func(*args, **(kwargs or {}))
         if func.namespace != "prim" and all(
             is_plain(each) for each in tree_leaves((args, value)) if isinstance(each, Tensor)

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from meshloom.core.job import LossFunction
 from meshloom.core.moments.branches import branches_as_written
 from meshloom.core.random import derive, preserved_draws, seed_everything
-from meshloom.program.capture.opaque_runs import MoreCallsError, WorkMeter
+from meshloom.program.capture.opaque_runs import CallMeter, MoreCallsError, WorkMeter
 from meshloom.program.capture.product_dims import ProductDims
 from meshloom.program.capture.restored import cloned, restored
 from meshloom.program.ir.nodes import Node, submodule
@@ -41,7 +41,7 @@ from meshloom.program.trace.attributes import TORCHS_OWN
 
 MOST_TRIALS = 256  # of one module
 MOST_TIMES = 8  # as many operators in one run as the module's own call has: a loop until a value is small may have no end
-MOST_CALLS = 1_000_000  # of operators in all trials of one module
+MOST_CALLS = 100_000  # of operators in all trials of one module
 MOST_COMBINED = 4096  # ways to choose dims of one size
 MOST_REST = 1 / 3  # of the work; a second run of more takes longer than dividing saves
 SEVERAL = (2, 3, 4)  # tensors that may have been made one: a gate and a value, gates of a cell
@@ -90,7 +90,7 @@ def _found(
     def handle(
         path: str, module: nn.Module, method: str, run: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        with ProductDims(state_of(module)[1]) as products, branches_as_written(), WorkMeter() as meter:
+        with ProductDims(state_of(module)[1]) as products, branches_as_written(), CallMeter() as meter:
             returned = run(*args, **kwargs)
         with restored(module), preserved_draws(), torch.autocast(_device(module), enabled=False):
             trials = _Trials(module, run, args, kwargs, calls[path][0], products, meter.calls)
@@ -218,12 +218,13 @@ class _Trials:
             return None
         parts = [part for each in PARTS if (part := [unit for unit in each if unit < count])]
         given, state = self._drawn(dims, sum(map(len, parts)), dtype)
-        whole, _ = self._outcome(given, state)
+        whole = self._outcome(given, state)
         if [tuple(each.shape) for each in whole] != [each.shape for each in self._call.results]:
             return None
-        some = [self._outcome(given, _some(state, dims, part))[0] for part in parts]
+        some = [self._outcome(given, _some(state, dims, part)) for part in parts]
         before = _attributes(self._module)
-        none, flops = self._outcome(given, _some(state, dims, ()))
+        with WorkMeter() as work:
+            none = self._outcome(given, _some(state, dims, ()))
         every = [[each[number] for each in (none, whole, *some)] for number in range(len(whole))]
         kinds: tuple[Kind, ...] = tuple(
             "same"
@@ -231,7 +232,7 @@ class _Trials:
             else ("rest" if values[0].any() else "sum")
             for values in every
         )
-        rest = min(1.0, flops / self._call.cost.flops)
+        rest = min(1.0, work.cost().flops / self._call.cost.flops)
         if set(kinds) == {"same"} or ("rest" in kinds and rest > MOST_REST):
             return None
         if "rest" in kinds and not _are_same(before, _attributes(self._module)):
@@ -287,9 +288,9 @@ class _Trials:
 
         return tree_map_only(Tensor, given, self._given), found
 
-    def _outcome(self, given: Any, state: Sequence[Tensor]) -> tuple[list[Tensor], int]:
-        """Its results, and the FLOPs that it took."""
-        meter = WorkMeter(min(self._most_calls, self._calls_left))
+    def _outcome(self, given: Any, state: Sequence[Tensor]) -> list[Tensor]:
+        """Its results. Raises `MoreCallsError` where it takes too many operators."""
+        meter = CallMeter(min(self._most_calls, self._calls_left))
         try:
             with self._tensors.replaced_by(state), torch.enable_grad(), meter:
                 returned = self._run(*given[0], **given[1])
@@ -297,7 +298,7 @@ class _Trials:
         finally:
             self._calls_left -= meter.calls
         leaves = tree_leaves(returned)
-        return [*(leaves[place] for place in self._call.places), *left], meter.cost().flops
+        return [*(leaves[place] for place in self._call.places), *left]
 
 
 def _some(state: Sequence[Tensor], dims: Sequence[UnitsDim], units: Sequence[int]) -> list[Tensor]:
