@@ -41,6 +41,7 @@ from meshloom.program.store.stored_costs import cached_costs
 from meshloom.program.trace.precision import default_precision
 from meshloom.telemetry.timings import Timings
 from meshloom.tensor_parallel.division import Division
+from meshloom.tensor_parallel.search.choose import DivisionChoice
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,6 +109,9 @@ class ProgramStore:
         self._own_dtypes: dict[str, torch.dtype] = {}
         self._captured: dict[LossFunction, CapturedLoss] = {}
         self._entries: dict[ProgramKey, tuple[Stage, ...] | _Form] = {}
+        self._divided: dict[
+            tuple[LossFunction, bool], DivisionChoice
+        ] = {}  # by loss, and whether it is trained
         # key of the tensors' shapes alone -> other values of batches that have programs
         self._others: dict[ProgramKey, list[Mapping[str, str | None]]] = {}
         self._forms: dict[int, StageForms] = {}  # by id of what was proved of a loss
@@ -176,6 +180,14 @@ class ProgramStore:
         """All stages of this rank's shard, for batches that are ready."""
         entry = self._entries[key]
         return entry.stages() if isinstance(entry, _Form) else entry
+
+    def division_of(
+        self, batch: Any, *, loss: LossFunction | None = None, training: bool = True
+    ) -> DivisionChoice | None:
+        """How the newest program of this loss and mode is divided, or else of the other mode, whose nodes have the names of those of any
+        size; None: along tp there is one rank."""
+        loss = self.losses.on_the_way([batch], loss)
+        return self._divided.get((loss, training)) or self._divided.get((loss, not training))
 
     @property
     def pieces(self) -> Mapping[str, Pieces]:
@@ -270,6 +282,8 @@ class ProgramStore:
         part, routed = program, {}
         if self._division:
             part, routed = yield from self._division.part(program, group, own, losses_left=losses_left)
+            assert self._division.newest
+            self._divided[loss, program.training] = self._division.newest
         first = losses_left is not None
         self._entries[key] = yield from self.cutter.cut(program, part, routed, group, own, is_first=first)
         self.others = self.others if len(self._entries) > 1 else program.others
