@@ -27,14 +27,13 @@ from meshloom.core.plan import Plan
 from meshloom.verify.against_float64 import AgainstFloat64, FromFloat64
 from meshloom.verify.between_steps.averages import AverageErrors
 from meshloom.verify.between_steps.checks import BetweenSteps, DifferingTensor, TensorError
-from meshloom.verify.between_steps.evaluation_check import PlanEvaluation, check_metrics
+from meshloom.verify.between_steps.evaluation_check import PlanEvaluation
 from meshloom.verify.between_steps.saved_check import check_saved
 from meshloom.verify.causes.other_runs import whole_evidence
 from meshloom.verify.compared.compare import Comparer, Comparison
-from meshloom.verify.compared.compare_chunks import order_of_modules
 from meshloom.verify.compared.compare_evaluation import FoundMetric, SeenMetric
 from meshloom.verify.compared.compare_values import Values
-from meshloom.verify.compared.wrong_evaluation import WrongEvaluation
+from meshloom.verify.compared.compared_evaluation import ComparedEvaluation
 from meshloom.verify.comparing import Comparing, ComparisonResult, OneDevice
 from meshloom.verify.diagnose import diagnose
 from meshloom.verify.reference.between_steps.evaluation import EvaluatedChunk
@@ -82,12 +81,7 @@ class ComparisonRun(Comparing):
         self.reference = reference
         self._against = against
         self._from_float64: FromFloat64 | None = None
-        self._comparer = Comparer(
-            plan=reference.plan,
-            precision=torch.float32 if reference.updated.dtype else reference.precision,
-            autocast=reference.autocast,
-            lowered=reference.updated.dtype,
-        )
+        self._comparer = _comparer_of(reference)
         self._steps: list[Comparison] = []
         self.causes: Sequence[Cause] = ()
         self.differing: DifferingTensor | None = None
@@ -104,7 +98,7 @@ class ComparisonRun(Comparing):
         self._state: StateErrors
         self._reference_record: StepRecord
         self._evidence: Evidence
-        self._evaluation: WrongEvaluation  # the newest, which may be right
+        self._evaluation: ComparedEvaluation  # the newest
         self.subsampled: Gradients = {}  # the plan's gradients in this step
         self._reference_skips = False  # the update of this step
 
@@ -231,10 +225,9 @@ class ComparisonRun(Comparing):
         go_to(self.reference, step)
 
     def check_metrics(self, ours: PlanEvaluation, updates: int) -> BetweenSteps:
-        checked, wrong = check_metrics(ours, self.reference, updates, self._comparer.values, self._averages)
-        order = order_of_modules(self._reference_record, self.reference.plan)
-        self._evaluation = WrongEvaluation(checked, wrong, ours.changed, order)
-        return checked
+        known = self._comparer.values, self._averages, self._reference_record
+        self._evaluation = ComparedEvaluation(ours, self.reference, updates, *known)
+        return self._evaluation.checked
 
     def find_metric(self, chunks: Sequence[EvaluatedChunk], again: Mapping[str, float]) -> FoundMetric:
         return self._evaluation.find(chunks, again)
@@ -275,6 +268,12 @@ class ComparisonRun(Comparing):
             steps=self._steps, causes=self.causes, whole=self._whole, comparer=self._comparer,
             from_float64=self._from_float64, differing=self.differing,
         )  # fmt: skip
+
+
+def _comparer_of(reference: Reference) -> Comparer:
+    lowered = reference.updated.dtype
+    precision = torch.float32 if lowered else reference.precision
+    return Comparer(plan=reference.plan, precision=precision, autocast=reference.autocast, lowered=lowered)
 
 
 def _rounding_of(

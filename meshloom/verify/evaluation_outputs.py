@@ -16,7 +16,7 @@ from torch import Tensor
 from meshloom.comm.objects import collect, share
 from meshloom.comm.steps import Steps
 from meshloom.data.chunks import Chunk
-from meshloom.pipeline.runtime.microbatches import Visit
+from meshloom.replica.metrics import Visit
 from meshloom.replica.program_engine import ProgramEngine
 from meshloom.replica.replica import Replica
 from meshloom.train.trainer import Trainer

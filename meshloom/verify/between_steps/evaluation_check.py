@@ -121,7 +121,7 @@ def _metric_errors(
 
 
 def _rounding_effects(
-    run: Callable[[], dict[str, float]], reference: Reference, right: dict[str, float]
+    run: Callable[[], dict[str, float]], reference: Reference, right: Mapping[str, float]
 ) -> dict[str, float]:
     """By metric, twice the most that perturbed parameters move it."""
     most = dict.fromkeys(right, 0.0)

@@ -118,26 +118,30 @@ def place_metric(
     return PlacedMetric(module=module, training=training)
 
 
-def causes_of_place(found: FoundMetric, placed: PlacedMetric, *, observed: bool) -> Iterator[Cause]:
-    """What the place says. observed: whether all modules were, in the order of the program."""
+def cause_of_modes(placed: PlacedMetric) -> Cause | None:
+    """Of modules that are in training mode under the plan alone."""
+    if not (training := placed.training):
+        return None
+    names = ", ".join(name or "the model" for name in training[:3]) + (", ..." if len(training) > 3 else "")
+    are = "are" if len(training) > 1 else "is"
+    return Cause("forward", f"{names} {are} in training mode in the evaluation, and not on one device.")
+
+
+def cause_of_place(found: FoundMetric, placed: PlacedMetric, *, observed: bool) -> Cause | None:
+    """What the place says; None: nothing. observed: whether all modules were, in the order of the program."""
     place, (ours, right) = found.first, found.pair
     if place is None:
-        return
-    if placed.training:
-        names = ", ".join(name or "the model" for name in placed.training[:3]) + (
-            ", ..." if len(placed.training) > 3 else ""
-        )
-        are = "are" if len(placed.training) > 1 else "is"
-        yield Cause("forward", f"{names} {are} in training mode in the evaluation, and not on one device.")
+        return None
     of = f"{place.metric} of chunk {place.chunk} of batch {place.batch} is {ours:.6g}, and {right:.6g} on one device"
     if placed.tensor:
         why = f"{placed.tensor} is the first value that differs: what evaluations are given in its place, or gather, is not what updates have left"
-        yield Cause("stale", f"{of}, and in it {why}.")
-    elif placed.module:
+        return Cause("stale", f"{of}, and in it {why}.")
+    if placed.module:
         why = "it, or an operation before it, computes something else than on one device, or is sent something else"
-        yield Cause("forward", f"{of}, and in it the output of {placed.module} is the first that differs: {why}.")  # fmt: skip
-    elif observed:
-        yield Cause("loss", f"{of}, and in it the outputs of all modules agree: what the metric makes of them is another number.")  # fmt: skip
+        return Cause("forward", f"{of}, and in it the output of {placed.module} is the first that differs: {why}.")  # fmt: skip
+    if observed:
+        return Cause("loss", f"{of}, and in it the outputs of all modules agree: what the metric makes of them is another number.")  # fmt: skip
+    return None
 
 
 def _of_data(

@@ -1,5 +1,5 @@
-"""What one device says of an evaluation of the plan that differs: which metric of which chunk is the first, which module in it, and
-why."""
+"""What one device says of an evaluation of the plan: whether it differs, and then which metric of which chunk is the first, which module in
+it, and why."""
 
 from __future__ import annotations
 
@@ -7,15 +7,17 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from meshloom.verify.between_steps.averages import AverageErrors
 from meshloom.verify.between_steps.checks import BetweenSteps
-from meshloom.verify.between_steps.evaluation_causes import WrongMetrics, cause_in_module, metric_error
-from meshloom.verify.between_steps.evaluation_check import MODE
-from meshloom.verify.compared.compare_chunks import place_of_owner
+from meshloom.verify.between_steps.evaluation_causes import cause_in_module, metric_error
+from meshloom.verify.between_steps.evaluation_check import MODE, PlanEvaluation, check_metrics
+from meshloom.verify.compared.compare_chunks import order_of_modules, place_of_owner
 from meshloom.verify.compared.compare_evaluation import (
     FoundMetric,
     PlacedMetric,
     SeenMetric,
-    causes_of_place,
+    cause_of_modes,
+    cause_of_place,
     find_metric,
     place_metric,
 )
@@ -25,6 +27,8 @@ from meshloom.verify.reference.between_steps.evaluation import (
     watched_metric,
 )
 from meshloom.verify.reference.mistakes import Cause
+from meshloom.verify.reference.reference import Reference
+from meshloom.verify.reference.step_records import StepRecord
 
 _PASSED = Cause(
     "between steps",
@@ -32,15 +36,15 @@ _PASSED = Cause(
 )
 
 
-class WrongEvaluation:
-    """An evaluation that differs. checked: what is known so far. wrong: its metrics, if they differ. changed: names of parameters, buffers and
-    modes that it changes. order: of one device's modules in execution."""
+class ComparedEvaluation:
+    """An evaluation of the plan after `updates` updates, compared with one device's. tolerance: of metrics. averages: what evaluations see in place
+    of parameters. record: of one device's last step. checked: what is known without a repetition."""
 
     def __init__(
-        self, checked: BetweenSteps, wrong: WrongMetrics | None, changed: Sequence[str], order: Mapping[str, int]
+        self, ours: PlanEvaluation, reference: Reference, updates: int, tolerance: float, averages: AverageErrors | None, record: StepRecord,
     ) -> None:  # fmt: skip
-        self.checked, self._wrong = checked, wrong
-        self._changed, self._order = changed, order
+        self.checked, self._wrong = check_metrics(ours, reference, updates, tolerance, averages)
+        self._changed, self._order = ours.changed, order_of_modules(record, reference.plan)
         self._found = FoundMetric(first=None)
 
     def find(self, chunks: Sequence[EvaluatedChunk], again: Mapping[str, float]) -> FoundMetric:
@@ -69,16 +73,15 @@ class WrongEvaluation:
                 right = watched_metric(wrong.reference, wrong.updates, found.first)
             placed = place_metric(seen, right, tensors, tolerance)
         observed = bool(seen) and all(each.outputs for each in seen)
-        places = [*causes_of_place(found, placed, observed=observed)]
-        modes, places = places[: bool(placed.training)], places[bool(placed.training) :]
+        place, modes = cause_of_place(found, placed, observed=observed), cause_of_modes(placed)
         facts = [each for each in found.causes if each.kind == "data"]
         numbers = [*self.checked.causes]
         if wrong is not None and not facts and not numbers and placed.module:
-            numbers = [each for each in [cause_in_module(wrong, placed.module, placed.tensor)] if each]
+            numbers += filter(None, [cause_in_module(wrong, placed.module, placed.tensor)])
         weights = [*found.causes] if placed.module is None else []
-        rest = [] if facts or numbers else weights or places
+        rest = [] if facts or numbers else weights or [place]
         return replace(
-            self.checked, causes=[*facts, *modes, *numbers, *rest],
+            self.checked, causes=[each for each in (*facts, modes, *numbers, *rest) if each],
             first_module=None if facts else placed.module or self._first_changed(),
         )  # fmt: skip
 
