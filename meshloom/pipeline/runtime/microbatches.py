@@ -68,21 +68,11 @@ class Microbatches:
     """
 
     def __init__(
-        self,
-        programs: ProgramStore,
-        model: nn.Module,
-        parameters: Mapping[str, nn.Parameter],
-        pp: Group,
-        tp: Group | None,
-        device: torch.device,
-        ready: Callable[[nn.Parameter], None],
-        accumulator: GradAccumulator | None = None,
-        *,
-        each_microbatch: bool = False,
-        units: UnitAccess | None = None,
-        used_rows: UsedRows | None = None,
+        self, programs: ProgramStore, model: nn.Module, parameters: Mapping[str, nn.Parameter], pp: Group, tp: Group | None,
+        device: torch.device, ready: Callable[[nn.Parameter], None], accumulator: GradAccumulator | None = None, *,
+        each_microbatch: bool = False, units: UnitAccess | None = None, used_rows: UsedRows | None = None,
         compiler: Compiler | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._accumulator, self._units, self._compiler = accumulator, units, compiler
         self._used_rows = used_rows or UsedRows({}, device)
         self._meet = units.action_ended if units else None

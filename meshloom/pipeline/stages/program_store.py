@@ -87,17 +87,9 @@ class ProgramStore:
     """
 
     def __init__(
-        self,
-        job: Job,
-        plan: Plan,
-        team: Group,
-        division: Division | None = None,
-        *,
-        dtype: torch.dtype | None = None,
-        rates: Rates | None = None,
-        timings: Timings | None = None,
-        stored: ProgramCache | None = None,
-    ) -> None:
+        self, job: Job, plan: Plan, team: Group, division: Division | None = None, *, dtype: torch.dtype | None = None,
+        rates: Rates | None = None, timings: Timings | None = None, stored: ProgramCache | None = None,
+    ) -> None:  # fmt: skip
         self._timings = timings or Timings()
         self.cutter = StageCutter(job, plan, rates=rates, timings=self._timings, stored=stored)
         self.others: Mapping[str, str | None] = {}  # the first program's values of the batch besides tensors
@@ -131,9 +123,7 @@ class ProgramStore:
             names: dict[str, str] = yield from share(
                 world, {name: str(leaf.dtype) for name, leaf in leaves_of(own).tensors.items()}
             )
-            self._own_dtypes = {
-                name: getattr(torch, each.removeprefix("torch.")) for name, each in names.items()
-            }
+            self._own_dtypes = {name: getattr(torch, each.removeprefix("torch.")) for name, each in names.items()}  # fmt: skip
         loss = self.losses.on_the_way(batches)
         key = yield from self._capture(loss, True, batches, world, model, losses_left)
         return self.stages(key)
