@@ -127,7 +127,7 @@ class _Modules:
         training = [name for name, each in model.named_modules() if each.training]
         if isinstance(replica.engine, ProgramEngine):
             metrics = replica.job.evaluate.metrics if replica.job.evaluate else {}
-            choice = replica.engine.programs.division_of(data, loss=metrics[name], training=False)
+            choice = replica.engine.programs.division_of(data, metrics[name], training=False)
             values = ModuleSums(choice.strategies if choice else {})
             yield values.visit
             self.seen.append(SeenMetric(values=values.found, training=training))

@@ -171,11 +171,8 @@ class ProgramStore:
         entry = self._entries[key]
         return entry.stages() if isinstance(entry, _Form) else entry
 
-    def division_of(
-        self, batch: Any, *, loss: LossFunction | None = None, training: bool = True
-    ) -> DivisionChoice | None:
-        """How the newest program of this loss and mode is divided, or else of the other mode, whose nodes have the names of those of any
-        size; None: along tp there is one rank."""
+    def division_of(self, batch: Any, loss: LossFunction, *, training: bool) -> DivisionChoice | None:
+        """How the newest program of a loss in this mode, or else the other, is divided: for programs of any size. None: one rank along tp."""
         loss = self.losses.on_the_way([batch], loss)
         return self._divided.get((loss, training)) or self._divided.get((loss, not training))
 
