@@ -11,7 +11,7 @@ from torch import nn
 
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
-from meshloom.verify.comparison_run import ComparisonResult
+from meshloom.verify.comparing import ComparisonResult
 from meshloom.verify.reference.reference import Reference
 from meshloom.verify.reference.reruns import gradients_of
 from tests.covering import few

@@ -71,8 +71,8 @@ def last_evaluation_batch_is_lost(patch: pytest.MonkeyPatch) -> None:
 def evaluation_moves_a_parameter(patch: pytest.MonkeyPatch) -> None:
     right = meshloom.replica.metrics._evaluate
 
-    def moving(replica: Any, chunks: Any, updates: int) -> Any:
-        values = yield from right(replica, chunks, updates)
+    def moving(replica: Any, chunks: Any, updates: int, *rest: Any) -> Any:
+        values = yield from right(replica, chunks, updates, *rest)
         if updates:
             with torch.no_grad():
                 next(replica.model.parameters()).mul_(1.001)

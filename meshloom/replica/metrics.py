@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from meshloom.comm.steps import Steps
 from meshloom.core.errors import CaptureError, JobError, MeshloomError
@@ -17,12 +17,26 @@ from meshloom.core.job import LossFunction
 from meshloom.core.losses.loss_sum import as_sum
 from meshloom.core.random import preserved_draws, seed_torch
 from meshloom.data.chunks import Chunk
+from meshloom.pipeline.runtime.microbatches import Visit
 from meshloom.replica.buffers.rerun import written_restored
 from meshloom.replica.replica import Replica
 from meshloom.telemetry.traffic import ExpectedBytes, Traffic
 
 
-def evaluate(replica: Replica, chunks: Iterable[Chunk], updates: int) -> Steps[dict[str, float]]:
+class EvaluationObserver(Protocol):
+    """Observes an evaluation on one rank, for verification: it adds to it, and takes the place of nothing."""
+
+    def metric(
+        self, chunk: Chunk, name: str, data: Any, sums: Tensor
+    ) -> AbstractContextManager[Visit | None]:
+        """Context around a metric of a chunk. data: its batch on the computing device. sums: float64 [2], the metric's value and
+        weight on this rank so far, to which this chunk's are added within. Yields what sees the values of programs."""
+        ...
+
+
+def evaluate(
+    replica: Replica, chunks: Iterable[Chunk], updates: int, observer: EvaluationObserver | None = None
+) -> Steps[dict[str, float]]:
     """Mean of every metric over all replicas' chunks, in evaluation mode, after `updates` updates. If the job keeps averages
     of its parameters, these are evaluated.
 
@@ -33,24 +47,26 @@ def evaluate(replica: Replica, chunks: Iterable[Chunk], updates: int) -> Steps[d
     if averages and averages.started:
         put_back = yield from averages.show()
         yield from replica.engine.refresh_borrowed()
-        values = yield from _evaluate(replica, chunks, updates)
+        values = yield from _evaluate(replica, chunks, updates, observer)
         put_back()
         yield from averages.publish()
         yield from replica.engine.refresh_borrowed()
         return values
     if replica.exchange.settled:
-        return (yield from _evaluate(replica, chunks, updates))
+        return (yield from _evaluate(replica, chunks, updates, observer))
     put_back = yield from replica.exchange.show_mean()
     try:
         yield from replica.engine.refresh_borrowed()
-        values = yield from _evaluate(replica, chunks, updates)
+        values = yield from _evaluate(replica, chunks, updates, observer)
     finally:
         put_back()
     yield from replica.engine.refresh_borrowed()
     return values
 
 
-def _evaluate(replica: Replica, chunks: Iterable[Chunk], updates: int) -> Steps[dict[str, float]]:
+def _evaluate(
+    replica: Replica, chunks: Iterable[Chunk], updates: int, observer: EvaluationObserver | None
+) -> Steps[dict[str, float]]:
     assert replica.job.evaluate
     metrics = replica.job.evaluate.metrics
     sums = MetricSums(metrics, replica.context.device)
@@ -61,8 +77,10 @@ def _evaluate(replica: Replica, chunks: Iterable[Chunk], updates: int) -> Steps[
             data, moment = replica.scope.data(chunk), replica.scope.evaluation(chunk, updates)
             for name, metric in metrics.items():
                 seed_torch(moment.seed)
-                with naming(name), replica.scope.evaluating():
-                    yield from replica.engine.evaluate(data, metric, moment, partial(sums.add, name, chunk))
+                around = observer.metric(chunk, name, data, sums.of(name)) if observer else nullcontext()
+                with naming(name), replica.scope.evaluating(), around as visit:
+                    take = partial(sums.add, name, chunk)
+                    yield from replica.engine.evaluate(data, metric, moment, take, visit)
     yield from replica.engine.add_up("pp", sums.sums)
     if replica.plan.dp > 1:
         work = replica.replicas.all_reduce(sums.sums)
@@ -83,6 +101,10 @@ class MetricSums:
         value, weight = as_sum(_as_tensor(returned), chunk.samples, needs_gradient=False, who="The metric")
         for place, each in zip(self._rows[name], (value, weight), strict=True):
             place += each  # of a device, or a plain number, for which nobody waits
+
+    def of(self, name: str) -> Tensor:
+        """The sums of one metric: value, weight."""
+        return self._rows[name]
 
     def means(self) -> dict[str, float]:
         """By name; nan where there is no weight."""

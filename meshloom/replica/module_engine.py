@@ -32,6 +32,7 @@ from meshloom.parameters.model import state_of, trainable
 from meshloom.parameters.replica_check import first_difference_in_replica
 from meshloom.parameters.shards import Shards
 from meshloom.parameters.unfilled_model import UnfilledModel, take_share
+from meshloom.pipeline.runtime.microbatches import Visit
 from meshloom.pipeline.runtime.recorder import Recorder
 from meshloom.program.ir.written_parameters import named_buffers
 from meshloom.program.run.compiler import Compiler
@@ -140,8 +141,8 @@ class ModuleEngine(Engine):
         return self._units.computing(kind, idle=idle) if self._units else nullcontext()
 
     def evaluate(
-        self, batch: Any, metric: LossFunction, moment: Moment, take: Callable[[Any], None]
-    ) -> Steps[None]:
+        self, batch: Any, metric: LossFunction, moment: Moment, take: Callable[[Any], None], visit: Visit | None = None
+    ) -> Steps[None]:  # fmt: skip
         with moment.entered():
             take(metric(self._model, batch))
         if self._units:

@@ -41,7 +41,7 @@ from meshloom.parameters.replica_check import first_difference_in_replica
 from meshloom.parameters.shards import Shards
 from meshloom.parameters.unfilled_model import UnfilledModel, take_share
 from meshloom.pipeline.runtime.held_parameters import HeldParameters
-from meshloom.pipeline.runtime.microbatches import Around, Microbatches
+from meshloom.pipeline.runtime.microbatches import Around, Microbatches, Visit
 from meshloom.pipeline.runtime.recorder import Recorder
 from meshloom.pipeline.runtime.run import BothListeners
 from meshloom.pipeline.schedules.schedule import Schedule
@@ -225,15 +225,15 @@ class ProgramEngine(Engine):
         yield from self._sums.add_up(axis, sums)
 
     def evaluate(
-        self, batch: Any, metric: LossFunction, moment: Moment, take: Callable[[Any], None]
-    ) -> Steps[None]:
+        self, batch: Any, metric: LossFunction, moment: Moment, take: Callable[[Any], None], visit: Visit | None = None
+    ) -> Steps[None]:  # fmt: skip
         if metric in self._outside:
             self._outside[metric].check_step()
         batch = yield from self.drawn.with_draws(batch, moment, metric, training=False)
         yield from self.programs.ready(batch, loss=metric, training=False)
         if metric not in self._outside:
             self._outside[metric] = Outside(metric, self._model, self.programs.opaque)
-        self._sums.count(self.microbatches.evaluate(batch, metric, take))
+        self._sums.count(self.microbatches.evaluate(batch, metric, take, visit))
 
     def refresh_borrowed(self) -> Steps[None]:
         yield from self.ownership.lend(self._parameters, self._held.apart(self.lent))

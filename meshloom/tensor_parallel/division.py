@@ -74,6 +74,7 @@ class Division:
         self._used: set[str] = set()  # parameters and buffers, by the losses so far
         self._summed: dict[str, None] = {}
         self._choices: list[DivisionChoice] = []  # of programs that differ in more than sizes
+        self.newest: DivisionChoice | None = None  # of the last program that was divided
 
     @property
     def first(self) -> Partition:
@@ -168,6 +169,7 @@ class Division:
                 layout, self._group.size, numbers, held=held, placements=placements
             )
             self._choices.append(mine)
+        self.newest = mine
         with self._timings.of("dividing"):
             divided = partition(mine)
             own = divided.of(self._group.rank)

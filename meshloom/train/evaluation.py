@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -12,7 +12,7 @@ from meshloom.core.plan import Plan
 from meshloom.data.chunks import Chunk
 from meshloom.data.job_data import build_dataset, evaluation_chunks
 from meshloom.data.shares import Shares
-from meshloom.replica.metrics import evaluate, untouched
+from meshloom.replica.metrics import EvaluationObserver, evaluate, untouched
 from meshloom.telemetry.best_metric import BestMetric
 from meshloom.telemetry.timings import Timings
 from meshloom.train.local_replicas import LocalReplicas
@@ -40,6 +40,12 @@ class TeamEvaluation:
 
     def evaluate(self, next_step: int, num_batches: int | None = None) -> dict[str, float]:
         """Every metric, averaged over all of its data or its first batches. next_step: steps done."""
+        return self.evaluate_each(next_step, num_batches)[0]
+
+    def evaluate_each(
+        self, next_step: int, num_batches: int | None = None, observers: Sequence[EvaluationObserver] = ()
+    ) -> list[dict[str, float]]:
+        """The same, as each replica of this process has it. observers: one for each, or none."""
         if self._job.evaluate is None:
             raise JobError(
                 "This job has nothing to evaluate. Give it evaluate=Evaluate(data, metrics, every)."
@@ -56,9 +62,10 @@ class TeamEvaluation:
         chunks[0] = self._counted(chunks[0], num_batches)
         self._meter.evaluations += 1
         with replicas.computing():
+            seen = dict(zip(map(id, replicas.all), observers, strict=False))
             values = replicas.together(
-                lambda replica: evaluate(replica, chunks[replicas.all.index(replica)], next_step)
-            )[0]
+                lambda each: evaluate(each, chunks[replicas.all.index(each)], next_step, seen.get(id(each)))
+            )
         replicas.enter("between steps", next_step)
         return values
 

@@ -13,10 +13,9 @@ The calls of a step, in order; of tensors only numbers are kept:
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -28,11 +27,16 @@ from meshloom.core.plan import Plan
 from meshloom.verify.against_float64 import AgainstFloat64, FromFloat64
 from meshloom.verify.between_steps.averages import AverageErrors
 from meshloom.verify.between_steps.checks import BetweenSteps, DifferingTensor, TensorError
-from meshloom.verify.between_steps.evaluation_check import PlanEvaluation, check_metrics
+from meshloom.verify.between_steps.evaluation_check import PlanEvaluation
 from meshloom.verify.between_steps.saved_check import check_saved
 from meshloom.verify.causes.other_runs import whole_evidence
 from meshloom.verify.compared.compare import Comparer, Comparison
+from meshloom.verify.compared.compare_evaluation import FoundMetric, SeenMetric
+from meshloom.verify.compared.compare_values import Values
+from meshloom.verify.compared.compared_evaluation import ComparedEvaluation
+from meshloom.verify.comparing import Comparing, ComparisonResult, OneDevice
 from meshloom.verify.diagnose import diagnose
+from meshloom.verify.reference.between_steps.evaluation import EvaluatedChunk
 from meshloom.verify.reference.between_steps.positions import go_to
 from meshloom.verify.reference.mistakes import Cause, Evidence, subsample
 from meshloom.verify.reference.reference import (
@@ -44,7 +48,7 @@ from meshloom.verify.reference.reference import (
 )
 from meshloom.verify.reference.reruns import initial_evidence, rounding_effect, travel_effect
 from meshloom.verify.reference.step_records import StepRecord
-from meshloom.verify.stage_outputs import Values, first_wrong_module
+from meshloom.verify.stage_outputs import first_wrong_module
 from meshloom.verify.tolerances.common_factor import CommonFactor
 from meshloom.verify.tolerances.gradient_errors import GradientErrors, KnownEffects, Rounding
 from meshloom.verify.tolerances.of_precision import (
@@ -63,92 +67,6 @@ from meshloom.verify.tolerances.state_errors import (
 from meshloom.verify.whole_batch import WholeBatch, compare_whole_batch
 
 
-@dataclass(frozen=True, kw_only=True)
-class ComparisonResult:
-    """The result of comparing a plan with the reference. whole: None if the whole batch does not fit in
-    memory. from_float64: None if it was not asked for. differing: the first tensor that does, if one does."""
-
-    steps: Sequence[Comparison]
-    causes: Sequence[Cause]
-    whole: WholeBatch | None
-    comparer: Comparer
-    from_float64: FromFloat64 | None = None
-    differing: DifferingTensor | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class OneDevice:
-    """What a plan's run is compared with. dtype, device, shares: of the `Reference`. against: precision of a second one, for
-    the first step."""
-
-    plan: Plan
-    dtype: torch.dtype | None
-    device: torch.device
-    shares: Sequence[tuple[int, Sequence[int]]]
-    against: torch.dtype | None
-
-
-class Comparing(ABC):
-    """Compares a plan's run with one device's, wherever that is. Tensors are not kept."""
-
-    @abstractmethod
-    def begin(self) -> None:
-        """Begin a step: forward and backward of the reference."""
-
-    @abstractmethod
-    def add_gradient(self, name: str, ours: Tensor | None) -> None:
-        """Compare the plan's next averaged gradient; None: unused."""
-
-    @abstractmethod
-    def update(self) -> None:
-        """Update the reference after all gradients have arrived."""
-
-    @abstractmethod
-    def add_state(self, name: str, ours: Tensor) -> None:
-        """Compare the plan's next parameter or buffer after the step."""
-
-    @abstractmethod
-    def begin_averages(self) -> None:
-        """After `add_state` of everything."""
-
-    @abstractmethod
-    def add_average(self, name: str, ours: Tensor) -> None:
-        """Compare the plan's average of a parameter, or any other tensor in its place."""
-
-    @abstractmethod
-    def end(self, ours: StepRecord) -> None:
-        """Compare the rest of the step. ours: the plan's record, without gradients."""
-
-    @abstractmethod
-    def go_to(self, step: int) -> None:
-        """The next step is the one of this number."""
-
-    @abstractmethod
-    def check_metrics(self, ours: PlanEvaluation, updates: int) -> BetweenSteps:
-        """Compare the plan's metrics after so many updates."""
-
-    @abstractmethod
-    def check_saved(self, path: Path, what: str) -> BetweenSteps:
-        """Compare the checkpoint in `path`."""
-
-    @abstractmethod
-    def adopt(self, name: str, ours: Tensor) -> None:
-        """Once something differs: one device has this value of a parameter or buffer."""
-
-    @abstractmethod
-    def place(self, chunk: int, of_ranks: Sequence[Values]) -> str | None:
-        """Then: the first module whose output differs, which is that of the first step that does; of `stage_outputs.py`."""
-
-    @property
-    @abstractmethod
-    def passed(self) -> bool:
-        """Whether all steps so far agree."""
-
-    @abstractmethod
-    def result(self) -> ComparisonResult:
-        """The result of all steps so far."""
-
-
 def compare_here(job: Job, other: OneDevice) -> ComparisonRun:
     """In this process."""
     exact = Reference(job, other.plan, other.against, other.device, other.shares) if other.against else None
@@ -163,12 +81,7 @@ class ComparisonRun(Comparing):
         self.reference = reference
         self._against = against
         self._from_float64: FromFloat64 | None = None
-        self._comparer = Comparer(
-            plan=reference.plan,
-            precision=torch.float32 if reference.updated.dtype else reference.precision,
-            autocast=reference.autocast,
-            lowered=reference.updated.dtype,
-        )
+        self._comparer = _comparer_of(reference)
         self._steps: list[Comparison] = []
         self.causes: Sequence[Cause] = ()
         self.differing: DifferingTensor | None = None
@@ -185,6 +98,7 @@ class ComparisonRun(Comparing):
         self._state: StateErrors
         self._reference_record: StepRecord
         self._evidence: Evidence
+        self._evaluation: ComparedEvaluation  # the newest
         self.subsampled: Gradients = {}  # the plan's gradients in this step
         self._reference_skips = False  # the update of this step
 
@@ -311,7 +225,15 @@ class ComparisonRun(Comparing):
         go_to(self.reference, step)
 
     def check_metrics(self, ours: PlanEvaluation, updates: int) -> BetweenSteps:
-        return check_metrics(ours, self.reference, updates, self._comparer.values, self._averages)
+        known = self._comparer.values, self._averages, self._reference_record
+        self._evaluation = ComparedEvaluation(ours, self.reference, updates, *known)
+        return self._evaluation.checked
+
+    def find_metric(self, chunks: Sequence[EvaluatedChunk], again: Mapping[str, float]) -> FoundMetric:
+        return self._evaluation.find(chunks, again)
+
+    def explain_evaluation(self, seen: Sequence[SeenMetric]) -> BetweenSteps:
+        return self._evaluation.explain(seen, self.of_outputs)
 
     def check_saved(self, path: Path, what: str) -> BetweenSteps:
         return check_saved(path, what, self.reference, self._updates.of, self.of_outputs)
@@ -346,6 +268,12 @@ class ComparisonRun(Comparing):
             steps=self._steps, causes=self.causes, whole=self._whole, comparer=self._comparer,
             from_float64=self._from_float64, differing=self.differing,
         )  # fmt: skip
+
+
+def _comparer_of(reference: Reference) -> Comparer:
+    lowered = reference.updated.dtype
+    precision = torch.float32 if lowered else reference.precision
+    return Comparer(plan=reference.plan, precision=precision, autocast=reference.autocast, lowered=lowered)
 
 
 def _rounding_of(

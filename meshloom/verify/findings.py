@@ -144,6 +144,7 @@ def _between_record(checked: BetweenSteps) -> dict[str, Any]:
     return {
         "what": checked.what,
         "passed": checked.passed,
+        "first_module": checked.first_module,
         "facts": list(checked.facts),
         "errors": errors,
         "causes": causes,
@@ -250,7 +251,13 @@ def _between_lines(checked: BetweenSteps) -> list[str]:
         for each in wrong[:ROWS]
     ]
     causes = [f"  likely cause: {cause.sentence}" for cause in checked.causes]
-    return [f"DIFFERS: {checked.what}", *(f"  {fact}" for fact in checked.facts[:ROWS]), *shown, *causes]
+    module = f"; first module: {checked.first_module}" if checked.first_module else ""
+    return [
+        f"DIFFERS: {checked.what}{module}",
+        *(f"  {fact}" for fact in checked.facts[:ROWS]),
+        *shown,
+        *causes,
+    ]
 
 
 def _moved_lines(steps: Sequence[Comparison]) -> list[str]:

@@ -22,14 +22,11 @@ from meshloom.replica.program_engine import ProgramEngine
 from meshloom.replica.replica import Replica
 from meshloom.replica.replica_state import each_of_state
 from meshloom.tensor_parallel.layout.placement import PARTIAL, Part
-from meshloom.verify.compared.compare_chunks import OutputSteps
+from meshloom.tensor_parallel.search.strategies import Strategy
+from meshloom.verify.compared.compare_values import Value, Values, first_wrong_value
 from meshloom.verify.reference.observers import ramp_of
 from meshloom.verify.reference.reference import Reference, watching
-from meshloom.verify.reference.step_records import ModuleOutput
 
-# whether it is a part of what ranks have together; total, sum of squares, elements, ramp of `ModuleOutput`
-Value = tuple[bool, float, float, int, float]
-Values = Mapping[str, Sequence[Value]]  # by module
 _COPY = re.compile(r"__\d+$")  # at the end of the name of a value that was sent
 
 
@@ -67,49 +64,52 @@ def first_wrong_module(
         return None
     with watching(reference):
         outputs = reference.run_forward(forward).modules
-    last, steps = {output.name: output for output in outputs}, OutputSteps(tolerance)  # of several calls
-    for name, right in last.items():
-        for values in _together([each[name] for each in of_ranks if name in each]):
-            parts = [value for value in values if value[0]]
-            ours = _added(name, right.call, parts) if parts else _added(name, right.call, values[:1])
-            if name and ours.count == right.count and steps.differs(ours, right):
-                return name
-    return None
+    return first_wrong_value(outputs, of_ranks, tolerance)
 
 
 def _ignore(*arguments: Any) -> None:
     """The reference is on another rank."""
 
 
-def _values(
-    engine: ProgramEngine, replica: Replica, chunks: Sequence[Chunk]
-) -> Steps[dict[str, list[Value]]]:
-    """By module, this rank's sums of the last value in its forward, and of what is made of that."""
-    found: dict[str, list[Value]] = {}
-    paths: dict[str, str] = {}  # of the module's last value
-    strategies = engine.division.first.choice.strategies if engine.division else {}
+class ModuleSums:
+    """This rank's sums of the last value in each module's forward, and of what is made of that. strategies: how operators are divided,
+    by their nodes' names."""
 
-    def visit(stage: int, node: Node, value: Any) -> None:
+    def __init__(self, strategies: Mapping[str, Strategy]) -> None:
+        self.found: dict[str, list[Value]] = {}  # by module
+        self._strategies = strategies
+        self._paths: dict[str, str] = {}  # of the module's last value
+
+    def visit(self, stage: int, node: Node, value: Any) -> None:
+        """Of a program's values, in order."""
         if not isinstance(value, Tensor) or not value.is_floating_point():
             return
         base = _COPY.sub("", node.name)
         if isinstance(node.target, Transition):
-            if base in paths and node.target.target != "partial":
+            if base in self._paths and node.target.target != "partial":
                 is_part = node.target.target == "part" and not node.target.after.is_whole
-                found[paths[base]].append(_sums(value, is_part=is_part))
+                self.found[self._paths[base]].append(_sums(value, is_part=is_part))
             return
-        placement = strategies[node.name].output if node.name in strategies else None
-        paths[node.name] = node.path
-        found[node.path] = [] if placement == PARTIAL else [_sums(value, is_part=isinstance(placement, Part))]
+        placement = self._strategies[node.name].output if node.name in self._strategies else None
+        self._paths[node.name] = node.path
+        self.found[node.path] = (
+            [] if placement == PARTIAL else [_sums(value, is_part=isinstance(placement, Part))]
+        )
 
+
+def _values(
+    engine: ProgramEngine, replica: Replica, chunks: Sequence[Chunk]
+) -> Steps[dict[str, list[Value]]]:
+    """By module, what this rank's programs compute of these chunks."""
+    sums = ModuleSums(engine.division.first.choice.strategies if engine.division else {})
     with engine.computing("rerun", idle=not chunks):
         batches = yield from engine.drawn.all_drawn(
             replica.scope.moments(chunks), engine.programs.losses.loss
         )
         for batch, chunk in zip(batches, chunks, strict=True):
             yield from engine.programs.ready(batch)
-            engine.microbatches.look(batch, _draws_of(replica, chunk), visit)
-    return found
+            engine.microbatches.look(batch, _draws_of(replica, chunk), sums.visit)
+    return sums.found
 
 
 def _draws_of(replica: Replica, chunk: Chunk) -> Any:
@@ -119,15 +119,3 @@ def _draws_of(replica: Replica, chunk: Chunk) -> Any:
 def _sums(value: Tensor, *, is_part: bool) -> Value:
     exact = value.detach().double()
     return is_part, float(exact.sum()), float(exact.square().sum()), value.numel(), ramp_of(exact)
-
-
-def _together(of_ranks: Sequence[Sequence[Value]]) -> list[tuple[Value, ...]]:
-    """Values of all ranks that have one, in order."""
-    return list(zip(*of_ranks, strict=False)) if of_ranks else []
-
-
-def _added(name: str, call: int, values: Sequence[Value]) -> ModuleOutput:
-    _, totals, squares, counts, ramps = zip(*values, strict=True)
-    return ModuleOutput(
-        name=name, call=call, total=sum(totals), square=sum(squares), count=sum(counts), ramp=ramps[0] if len(ramps) == 1 else None
-    )  # fmt: skip

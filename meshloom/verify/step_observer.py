@@ -12,8 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch import nn
 
 from meshloom.comm.objects import collect
 from meshloom.comm.steps import Steps
@@ -24,9 +23,9 @@ from meshloom.replica.replica import Gradients, Replica
 from meshloom.replica.replica_state import each_average, each_gradient, each_of_state, replicated_state
 from meshloom.telemetry.step_result import StepResult
 from meshloom.verify.causes.of_elements import names_of
-from meshloom.verify.comparison_run import Comparing
+from meshloom.verify.comparing import Comparing
 from meshloom.verify.reference.mistakes import Cause
-from meshloom.verify.reference.observers import DrawWatch, ModuleWatch, digest_values
+from meshloom.verify.reference.observers import DrawWatch, ModuleWatch, altered_digest, digest_values
 from meshloom.verify.reference.other_precision import default_dtype
 from meshloom.verify.reference.step_records import (
     ChunkRecord,
@@ -81,13 +80,8 @@ class StepObserver:
 
     def received(self, chunk: Chunk, data: Any) -> None:
         """Look whether tensors are as they were read, but for their precision."""
-        read, here = (
-            [leaf for leaf in tree_leaves(each) if isinstance(leaf, Tensor)] for each in (chunk.data, data)
-        )
-        pairs = [(a, b) for a, b in zip(read, here, strict=False) if a.dtype == b.dtype]
-        one, other = (digest_values([pair[side] for pair in pairs]) for side in (0, 1))
         self._altered.pop(chunk.index, None)
-        if one != other:
+        if (other := altered_digest(chunk.data, data)) is not None:
             self._altered[chunk.index] = other
 
     def _look_for_changes(self) -> None:

@@ -39,7 +39,8 @@ from meshloom.verify.between_steps.attributes_check import differing_attributes
 from meshloom.verify.between_steps.checks import BetweenSteps
 from meshloom.verify.between_steps.evaluation_check import evaluate_plan
 from meshloom.verify.between_steps.saved_check import same_files
-from meshloom.verify.comparison_run import Comparing, ComparisonResult, OneDevice
+from meshloom.verify.comparing import Comparing, ComparisonResult, OneDevice
+from meshloom.verify.evaluation_outputs import explain_evaluation
 from meshloom.verify.lockstep_check import first_wrong_operator
 from meshloom.verify.reference.mistakes import Cause
 from meshloom.verify.reference.samples_of_epoch import batches_of_first_epoch
@@ -232,9 +233,11 @@ class VerifiedRun:
         if self.job.evaluate is None:
             return True
         ours = evaluate_plan(trainer)
-        if self.comparison:
-            self.between.append(self.comparison.check_metrics(ours, trainer.next_step))
-        return _of_first_rank(trainer, not ours.facts)
+        checked = self.comparison.check_metrics(ours, trainer.next_step) if self.comparison else None
+        if _of_first_rank(trainer, checked is not None and not checked.passed):
+            checked = explain_evaluation(trainer, ours, self.comparison)
+        self.between += [checked] if checked else []
+        return _of_first_rank(trainer, not ours.changed)
 
     def _epoch_end(self, trainer: Trainer, taken: int, steps: int) -> list[int]:
         """The numbers of the last step of the first epoch and of the next, as far as a run of `steps` has them after `taken`. Of

@@ -6,6 +6,7 @@ from tests.planted.areas import (  # noqa: F401  # each module adds its bugs to 
     buffers,
     data,
     division,
+    evaluation,
     exchange,
     loop,
     optimizer,

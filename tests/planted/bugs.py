@@ -44,11 +44,13 @@ class Bug:
     causes: tuple[str, ...]
     says: str
     module: str | None
+    number: int  # of the jobs that it is planted in
 
     @property
     def name(self) -> str:
         """For tests."""
-        return f"{self.area}-{self.plant.__name__}"
+        further = f"-{self.number}" if self.number else ""
+        return f"{self.area}-{self.plant.__name__}{further}"
 
 
 def bug(
@@ -59,11 +61,14 @@ def bug(
     def add(plant: Plant) -> Plant:
         area = plant.__module__.rpartition(".")[2]
         kinds = tuple(causes.replace("_", " ").split("|")) if causes else ()
+        before = [each for each in BUGS if _place(each.plant) == _place(plant)]
         # pytest imports a module twice that is in a package and has doctests collected
-        if all(_place(each.plant) != _place(plant) for each in BUGS):
+        if all((each.job, each.plan) != (job, plan) for each in before):
             BUGS.append(
-                Bug(plant=plant, area=area, job=job, plan=plan, causes=kinds, says=says, module=module)
-            )
+                Bug(
+                    plant=plant, area=area, job=job, plan=plan, causes=kinds, says=says, module=module, number=len(before)
+                )
+            )  # fmt: skip
         return plant
 
     return add
@@ -76,7 +81,9 @@ def _place(plant: Plant) -> tuple[str, int]:
 def job_of(name: str) -> Job:
     """A job that is evaluated and goes over the end of an epoch: 30 samples in batches of 13."""
     model, optimizer = name.split("-")
-    job = make_job("mlp" if model in MORE_MODELS else model, optimizer, batch_size=13, steps=40)
+    base = model.removeprefix("averaged_") if model.startswith("averaged_") else model
+    job = make_job("mlp" if base in MORE_MODELS else base, optimizer, batch_size=13, steps=40)
+    job = replace(job, average=0.9) if base != model else job
     job = replace(job, **MORE_MODELS.get(model, {}))
     metrics = {"loss": lambda model, batch: job.loss(model, batch)}
     data = vectors if model == "lines" else job.data

@@ -32,13 +32,15 @@ def judged(bug: Bug, patch: pytest.MonkeyPatch) -> Judgement:
         return Judgement(
             caught=True, named=True, module_right=bug.module is not None, said=f"error: {error}"[:200]
         )
-    wrong = report.first_wrong
+    between = [each for each in report.between if not each.passed]
+    wrong = report.first_wrong or next(iter(between), None)
     first = wrong.first_module if wrong else None
+    found = report.causes or [cause for each in between for cause in each.causes]
     # "resuming" and "epoch" say where in the run it happens
-    causes = [cause for cause in report.causes if cause.kind not in ("resuming", "epoch")]
+    causes = [cause for cause in found if cause.kind not in ("resuming", "epoch")]
     named = any(cause.kind in bug.causes for cause in causes[:1] if cause.kind != "unknown")
     named = named or bool(bug.says and bug.says in " ".join(text_of(report).split()))
-    said = "; ".join(f"{cause.kind}: {cause.sentence}" for cause in report.causes)
+    said = "; ".join(f"{cause.kind}: {cause.sentence}" for cause in found)
     return Judgement(
         caught=not report.passed, named=not report.passed and named, module_right=bug.module is not None and first == bug.module,
         said=f"[{first}] {said}",

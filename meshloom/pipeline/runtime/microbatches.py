@@ -34,6 +34,7 @@ from meshloom.program.run.compiler import Compiler
 from meshloom.program.store.fifo_cache import FifoCache
 from meshloom.program.store.program_key import ProgramKey
 
+Visit = Callable[[int, Node, Any], None]  # sees stage, node and value, in order
 MOST_KEPT = 64  # combinations of a step's microbatch shapes whose runs are cached
 
 
@@ -67,21 +68,11 @@ class Microbatches:
     """
 
     def __init__(
-        self,
-        programs: ProgramStore,
-        model: nn.Module,
-        parameters: Mapping[str, nn.Parameter],
-        pp: Group,
-        tp: Group | None,
-        device: torch.device,
-        ready: Callable[[nn.Parameter], None],
-        accumulator: GradAccumulator | None = None,
-        *,
-        each_microbatch: bool = False,
-        units: UnitAccess | None = None,
-        used_rows: UsedRows | None = None,
+        self, programs: ProgramStore, model: nn.Module, parameters: Mapping[str, nn.Parameter], pp: Group, tp: Group | None,
+        device: torch.device, ready: Callable[[nn.Parameter], None], accumulator: GradAccumulator | None = None, *,
+        each_microbatch: bool = False, units: UnitAccess | None = None, used_rows: UsedRows | None = None,
         compiler: Compiler | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._accumulator, self._units, self._compiler = accumulator, units, compiler
         self._used_rows = used_rows or UsedRows({}, device)
         self._meet = units.action_ended if units else None
@@ -130,11 +121,12 @@ class Microbatches:
         return known.sent
 
     def evaluate(
-        self, batch: Any, loss: LossFunction, finish: Callable[[Any], None]
+        self, batch: Any, loss: LossFunction, finish: Callable[[Any], None], visit: Visit | None = None
     ) -> Mapping[Axis, Mapping[str, int]]:
         """Forward of one batch in evaluation mode; returns bytes like `train`. finish: takes what `loss`
         returned, on the last stage."""
-        known = self._get([self._programs.key(batch, loss=loss, training=False)], training=False)
+        keys = [self._programs.key(batch, loss=loss, training=False)]
+        known = self._make(keys, False, 1, visit) if visit else self._get(keys, training=False)
 
         def take(microbatch: int, returned: Any) -> None:
             finish(returned)
@@ -147,9 +139,8 @@ class Microbatches:
             self._end(known)
         return known.sent
 
-    def look(self, batch: Any, around: Around, visit: Callable[[int, Node, Any], None]) -> None:
-        """Forward of one batch in training mode, without gradients or changes to buffers. visit: called
-        with stage, node and value, in order."""
+    def look(self, batch: Any, around: Around, visit: Visit) -> None:
+        """Forward of one batch in training mode, without gradients or changes to buffers."""
         key = self._programs.key(batch)
         stages = self._programs.stages(key)
         schedule = forward_only(self._programs.cutter.schedule(1))
@@ -187,7 +178,9 @@ class Microbatches:
             self._known[key] = self._make(keys, training, most)
         return self._known[key]
 
-    def _make(self, keys: Sequence[ProgramKey], training: bool, most: int) -> _Runs:
+    def _make(
+        self, keys: Sequence[ProgramKey], training: bool, most: int, visit: Visit | None = None
+    ) -> _Runs:
         stages, loss = [self._programs.stages(each) for each in keys], keys[0].function
         of_all = self._programs.cutter.schedule(most)
         of_all = of_all if training else forward_only(of_all)
@@ -196,7 +189,11 @@ class Microbatches:
         mine = schedule.stages_of(self._pp.rank)
         runs = {
             number: self._stage_run(
-                [each[number] for each in stages], number == last, bool(schedule.split), loss
+                [each[number] for each in stages],
+                number == last,
+                bool(schedule.split),
+                loss,
+                visit=partial(visit, number) if visit else None,
             )
             for number in mine
         }

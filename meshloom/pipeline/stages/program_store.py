@@ -41,6 +41,7 @@ from meshloom.program.store.stored_costs import cached_costs
 from meshloom.program.trace.precision import default_precision
 from meshloom.telemetry.timings import Timings
 from meshloom.tensor_parallel.division import Division
+from meshloom.tensor_parallel.search.choose import DivisionChoice
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,17 +91,9 @@ class ProgramStore:
     """
 
     def __init__(
-        self,
-        job: Job,
-        plan: Plan,
-        team: Group,
-        division: Division | None = None,
-        *,
-        dtype: torch.dtype | None = None,
-        rates: Rates | None = None,
-        timings: Timings | None = None,
-        stored: ProgramCache | None = None,
-    ) -> None:
+        self, job: Job, plan: Plan, team: Group, division: Division | None = None, *, dtype: torch.dtype | None = None,
+        rates: Rates | None = None, timings: Timings | None = None, stored: ProgramCache | None = None,
+    ) -> None:  # fmt: skip
         self._timings = timings or Timings()
         self.cutter = StageCutter(job, plan, rates=rates, timings=self._timings, stored=stored)
         self.others: Mapping[str, str | None] = {}  # the first program's values of the batch besides tensors
@@ -112,6 +105,9 @@ class ProgramStore:
         self._own_dtypes: dict[str, torch.dtype] = {}
         self._captured: dict[LossFunction, CapturedLoss] = {}
         self._entries: dict[ProgramKey, tuple[Stage, ...] | _Form] = {}
+        self._divided: dict[
+            tuple[LossFunction, bool], DivisionChoice
+        ] = {}  # by loss, and whether it is trained
         # key of the tensors' shapes alone -> other values of batches that have programs
         self._others: dict[ProgramKey, list[Mapping[str, str | None]]] = {}
         self._forms: dict[int, StageForms] = {}  # by id of what was proved of a loss
@@ -131,9 +127,7 @@ class ProgramStore:
             names: dict[str, str] = yield from share(
                 world, {name: str(leaf.dtype) for name, leaf in leaves_of(own).tensors.items()}
             )
-            self._own_dtypes = {
-                name: getattr(torch, each.removeprefix("torch.")) for name, each in names.items()
-            }
+            self._own_dtypes = {name: getattr(torch, each.removeprefix("torch.")) for name, each in names.items()}  # fmt: skip
         loss = self.losses.on_the_way(batches)
         key = yield from self._capture(loss, True, batches, world, model, losses_left)
         return self.stages(key)
@@ -180,6 +174,11 @@ class ProgramStore:
         """All stages of this rank's shard, for batches that are ready."""
         entry = self._entries[key]
         return entry.stages() if isinstance(entry, _Form) else entry
+
+    def division_of(self, batch: Any, loss: LossFunction, *, training: bool) -> DivisionChoice | None:
+        """How the newest program of a loss in this mode, or else the other, is divided: for programs of any size. None: one rank along tp."""
+        loss = self.losses.on_the_way([batch], loss)
+        return self._divided.get((loss, training)) or self._divided.get((loss, not training))
 
     @property
     def pieces(self) -> Mapping[str, Pieces]:
@@ -274,6 +273,8 @@ class ProgramStore:
         part, routed = program, {}
         if self._division:
             part, routed = yield from self._division.part(program, group, own, losses_left=losses_left)
+            assert self._division.newest
+            self._divided[loss, program.training] = self._division.newest
         first = losses_left is not None
         self._entries[key] = yield from self.cutter.cut(program, part, routed, group, own, is_first=first)
         self.others = self.others if len(self._entries) > 1 else program.others

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import signal
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +25,11 @@ from meshloom.launch.processes.rank_process import signal_name
 from meshloom.verify.apart.messages import ConnectionEndedError, receive, send
 from meshloom.verify.between_steps.checks import BetweenSteps
 from meshloom.verify.between_steps.evaluation_check import PlanEvaluation
-from meshloom.verify.comparison_run import Comparing, ComparisonResult, OneDevice
+from meshloom.verify.compared.compare_evaluation import FoundMetric, SeenMetric
+from meshloom.verify.compared.compare_values import Values
+from meshloom.verify.comparing import Comparing, ComparisonResult, OneDevice
+from meshloom.verify.reference.between_steps.evaluation import EvaluatedChunk
 from meshloom.verify.reference.step_records import StepRecord
-from meshloom.verify.stage_outputs import Values
 
 
 class ReferenceProcess:
@@ -121,6 +123,12 @@ class _Remote(Comparing):
 
     def check_metrics(self, ours: PlanEvaluation, updates: int) -> BetweenSteps:
         return self._call("check_metrics", ours, updates)
+
+    def find_metric(self, chunks: Sequence[EvaluatedChunk], again: Mapping[str, float]) -> FoundMetric:
+        return self._call("find_metric", list(chunks), again)
+
+    def explain_evaluation(self, seen: Sequence[SeenMetric]) -> BetweenSteps:
+        return self._call("explain_evaluation", list(seen))
 
     def check_saved(self, path: Path, what: str) -> BetweenSteps:
         return self._call("check_saved", path, what)

@@ -50,12 +50,13 @@ class DifferingTensor:
 @dataclass(frozen=True, kw_only=True)
 class BetweenSteps:
     """What was compared, such as "the evaluation after 2 steps". facts: differences other than numbers, a sentence each. causes: likely ones,
-    where something differs."""
+    where something differs. first_module: then the first one in the order of the program that is wrong, if there is one."""
 
     what: str
     errors: Sequence[TensorError] = ()
     facts: Sequence[str] = ()
     causes: Sequence[Cause] = ()
+    first_module: str | None = None
 
     @property
     def passed(self) -> bool:

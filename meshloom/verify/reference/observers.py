@@ -49,6 +49,14 @@ def digest_values(values: Any) -> str:
     return digest.hexdigest()
 
 
+def altered_digest(read: Any, here: Any) -> str | None:
+    """Of a batch on its device, if its tensors are not as they were read, but for their precision; None: they are."""
+    given = ([leaf for leaf in tree_leaves(each) if isinstance(leaf, Tensor)] for each in (read, here))
+    pairs = [(a, b) for a, b in zip(*given, strict=False) if a.dtype == b.dtype]
+    one, other = (digest_values([pair[side] for pair in pairs]) for side in (0, 1))
+    return None if one == other else other
+
+
 def _bytes_of(value: Any) -> bytes:
     attributes = getattr(value, "__dict__", {})
     # pickled tensors contain more than their values
@@ -88,7 +96,8 @@ class DrawWatch:
 
 
 class ModuleWatch:
-    """Records the output of every module, in order of execution, between `start` and `stop`.
+    """Records the output of every module, in order of execution, between `start` and `stop`. tensors: and before it, as if they were
+    outputs, the parameters and buffers that a module has itself when its forward begins.
 
     >>> watch = ModuleWatch(nn.Sequential(nn.Identity()))
     >>> with watch.attached():
@@ -98,8 +107,8 @@ class ModuleWatch:
     [('0', 3.0, 5.0), ('', 3.0, 5.0)]
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
+    def __init__(self, model: nn.Module, *, tensors: bool = False) -> None:
+        self.model, self._tensors = model, tensors
         self._outputs: list[ModuleOutput] = []
         self._calls: dict[str, int] = {}
         self._running: list[str] = []  # names of the modules whose forward is running, innermost last
@@ -140,8 +149,15 @@ class ModuleWatch:
                 self._on and not torch.compiler.is_compiling()
             ):  # what runs inside compiled code is not observed
                 self._running.append(name)
+                self._outputs += self._own(name, module) if self._tensors else ()
 
         return hook
+
+    def _own(self, name: str, module: nn.Module) -> Iterator[ModuleOutput]:
+        own = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+        for key, tensor in own:
+            if tensor.layout == torch.strided and not tensor.is_meta:
+                yield _summary(f"{name}.{key}".lstrip("."), self._calls.get(name, 0), tensor.detach())
 
     def _leave(self, name: str) -> Any:
         def hook(module: nn.Module, inputs: Any, output: Any) -> None:

@@ -78,8 +78,8 @@ def evaluations_read_a_sample_twice(patch: Patch) -> None:
 
 @bug("cnn-adamw", says="The evaluation changes")
 def evaluations_move_statistics(patch: Patch) -> None:
-    def moved(right: Any, replica: Any, chunks: Any, updates: int) -> Any:
-        values = yield from right(replica, chunks, updates)
+    def moved(right: Any, replica: Any, chunks: Any, updates: int, *rest: Any) -> Any:
+        values = yield from right(replica, chunks, updates, *rest)
         if updates:
             replica.model.norm.running_mean.add_(1e-4)
         return values
@@ -98,8 +98,8 @@ def averages_stay_in_place_of_parameters(patch: Patch) -> None:
 
 @bug("cnn-adamw", says="The evaluation changes the mode")
 def a_layer_stays_in_evaluation_mode(patch: Patch) -> None:
-    def left(right: Any, replica: Any, chunks: Any, updates: int) -> Any:
-        values = yield from right(replica, chunks, updates)
+    def left(right: Any, replica: Any, chunks: Any, updates: int, *rest: Any) -> Any:
+        values = yield from right(replica, chunks, updates, *rest)
         if updates:
             replica.model.norm2.eval()
         return values

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from meshloom.core.moments.current_step import at_step
@@ -23,17 +23,29 @@ from meshloom.core.random import (
 )
 from meshloom.verify.reference.buffer_merging import plain_numbers, put_numbers
 from meshloom.verify.reference.chunks_of_plan import forwards_of
+from meshloom.verify.reference.observers import ModuleWatch, digest_values
 from meshloom.verify.reference.other_precision import convert, default_dtype
 from meshloom.verify.reference.reference import Reference
+from meshloom.verify.reference.step_records import ModuleOutput
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluatedChunk:
-    """The sum and weight of every metric of one chunk of one batch."""
+    """The sum and weight of every metric of one chunk of one batch. data: digest of its batch; "": not asked for."""
 
     batch: int
     chunk: int
     sums: Mapping[str, tuple[float, float]]
+    data: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MetricPlace:
+    """One metric of one chunk of one batch."""
+
+    batch: int
+    chunk: int
+    metric: str
 
 
 def evaluate(reference: Reference, updates: int, batches: int | None = None) -> dict[str, float]:
@@ -51,65 +63,114 @@ def means_of(chunks: Sequence[EvaluatedChunk]) -> dict[str, float]:
 
 
 def evaluated_chunks(
-    reference: Reference, updates: int, batches: int | None = None, *, training: bool = False
-) -> list[EvaluatedChunk]:
-    """Every chunk after `updates` updates. batches: so many of the data alone. training: with modules in training mode, which would be wrong.
+    reference: Reference, updates: int, batches: int | None = None, *, training: Collection[nn.Module] = (), digests: bool = False
+) -> list[EvaluatedChunk]:  # fmt: skip
+    """Every chunk after `updates` updates. batches: so many of the data alone. training: modules in training mode, which would be wrong.
+    digests: whether those of the data are wanted.
 
     Nothing of the reference changes: modules are put into evaluation mode and back, and metrics run without gradients.
     """
+    found: list[EvaluatedChunk] = []
+    with _evaluating(reference, training) as dataset:
+        for batch, chunk, samples in _chunks(reference, dataset, range(batches) if batches else None):
+            collated = _collated(reference, batch, chunk, samples)
+            data, digest = _converted(reference, collated), digest_values(collated) if digests else ""
+            sums = {
+                name: _sums(reference, batch, chunk, len(samples), data, name, updates)
+                for name in _metrics(reference)
+            }
+            found.append(EvaluatedChunk(batch=batch, chunk=chunk, sums=sums, data=digest))
+    return found
+
+
+def watched_metric(
+    reference: Reference, updates: int, place: MetricPlace
+) -> tuple[Sequence[ModuleOutput], Sequence[str]]:
+    """What modules have and output in that metric alone, after `updates` updates, and the names of those that are in training mode."""
+    watch = ModuleWatch(reference.model, tensors=True)
+    with _evaluating(reference) as dataset, watch.attached():
+        for batch, chunk, samples in _chunks(reference, dataset, [place.batch]):
+            if chunk != place.chunk:
+                continue
+            data = _converted(reference, _collated(reference, batch, chunk, samples))
+            for name in _metrics(reference):
+                training = [name for name, each in reference.model.named_modules() if each.training]
+                watch.start()
+                _sums(reference, batch, chunk, len(samples), data, name, updates)
+                if name == place.metric:
+                    return watch.stop(), training
+    return (), ()
+
+
+@contextmanager
+def _evaluating(reference: Reference, training: Collection[nn.Module] = ()) -> Iterator[Any]:
+    """A context of metrics, at whose end nothing has changed; yields the evaluation data."""
     assert reference.job.evaluate is not None
     modes = [(module, module.training) for module in reference.model.modules()]
     buffers = [(each, each.clone()) for each in reference.model.buffers()] if training else []
     with preserved_draws(), torch.no_grad():
         seed_everything(derive(reference.job.seed, "data"))
         dataset = reference.job.evaluate.data()
-        reference.model.train(training)
-        with default_dtype(reference.dtype):
-            found = list(_run(reference, dataset, updates, batches))
-        for module, was in modes:
-            module.training = was
-        for buffer, value in buffers:
-            buffer.copy_(value)
-    return found
+        reference.model.eval()
+        for module in training:
+            module.training = True
+        try:
+            with default_dtype(reference.dtype):
+                yield dataset
+        finally:
+            for module, was in modes:
+                module.training = was
+            for buffer, value in buffers:
+                buffer.copy_(value)
 
 
-def _run(reference: Reference, dataset: Any, updates: int, batches: int | None) -> Iterator[EvaluatedChunk]:
+def _metrics(reference: Reference) -> Mapping[str, Any]:
+    assert reference.job.evaluate is not None
+    return reference.job.evaluate.metrics
+
+
+def _chunks(
+    reference: Reference, dataset: Any, batches: Sequence[int] | None
+) -> Iterator[tuple[int, int, Sequence[Any]]]:
+    """Number of the batch, of the chunk, and its samples. batches: of these alone; None: of all."""
     job = reference.job
     size = job.evaluation_batch_size
-    for batch, start in enumerate(range(0, len(dataset), size)[:batches]):
+    for batch, start in enumerate(range(0, len(dataset), size)):
+        if batches is not None and batch not in batches:
+            continue
         samples: list[Any] = []
         for index in range(start, min(start + size, len(dataset))):
             seed_everything(sample_seed(job.seed, -1, index))  # -1: the epoch of evaluations
             samples.append(dataset[index])
         for chunk in forwards_of(reference.plan, samples, reference.shares_now, synchronised=False):
-            number = chunk.members[0][0]
-            sums = dict(_sums(reference, batch, number, chunk.samples, updates))
-            yield EvaluatedChunk(batch=batch, chunk=number, sums=sums)
+            yield batch, chunk.members[0][0], chunk.samples
+
+
+def _collated(reference: Reference, batch: int, chunk: int, samples: Sequence[Any]) -> Any:
+    seed_everything(derive(reference.job.seed, "collate", batch, chunk))
+    return (reference.job.collate or default_collate)(list(samples))
+
+
+def _converted(reference: Reference, collated: Any) -> Any:
+    return convert(collated, reference.device, reference.dtype or reference.updated.dtype)
 
 
 def _sums(
-    reference: Reference, batch: int, chunk: int, samples: Any, updates: int
-) -> Iterator[tuple[str, tuple[float, float]]]:
-    """The sum and weight of every metric of one chunk."""
-    job, device = reference.job, reference.device
-    assert job.evaluate is not None
-    seed_everything(derive(job.seed, "collate", batch, chunk))
-    collated = (job.collate or default_collate)(list(samples))
-    data = convert(collated, device, reference.dtype or reference.updated.dtype)
+    reference: Reference, batch: int, chunk: int, num_samples: int, data: Any, metric: str, updates: int
+) -> tuple[float, float]:
+    """The sum and weight of a metric of one chunk."""
     lower, numbers = reference.autocast, plain_numbers(reference.model)
-    seed = evaluation_seed(job.seed, batch, chunk)
-    for name, metric in job.evaluate.metrics.items():
-        seed_everything(seed)
-        reference.chunk_run.left.put(None)
-        with (
-            at_step(updates),
-            KeyedDraws() if reference.plan.captures else nullcontext(),
-            torch.autocast(device.type, lower, enabled=lower is not None),
-        ):
-            returned = metric(reference.model, data)
-        put_numbers(reference.model, numbers)
-        value, weight = returned if isinstance(returned, tuple) else (returned, None)
-        if isinstance(value, Tensor) and value.dtype == torch.float16:
-            value = value.float()  # whose largest number is 65504
-        total = float(value if weight is not None else value * len(samples))
-        yield name, (total, float(weight) if weight is not None else float(len(samples)))
+    seed_everything(evaluation_seed(reference.job.seed, batch, chunk))
+    reference.chunk_run.left.put(None)
+    with (
+        at_step(updates),
+        KeyedDraws() if reference.plan.captures else nullcontext(),
+        torch.autocast(reference.device.type, lower, enabled=lower is not None),
+    ):
+        returned = _metrics(reference)[metric](reference.model, data)
+    put_numbers(reference.model, numbers)
+    value, weight = returned if isinstance(returned, tuple) else (returned, None)
+    if isinstance(value, Tensor) and value.dtype == torch.float16:
+        value = value.float()  # whose largest number is 65504
+    total = float(value if weight is not None else value * num_samples)
+    return total, float(weight) if weight is not None else float(num_samples)

@@ -1,0 +1,189 @@
+"""Where an evaluation goes wrong whose metrics differ: the first chunk and metric that do, and in it the first module.
+
+every chunk         its data, and the sum and weight of each metric, of all ranks
+the first wrong     what modules have and output, in the order of the program
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from meshloom.verify.compared.compare_chunks import OutputSteps
+from meshloom.verify.compared.compare_values import Values, first_wrong_value
+from meshloom.verify.reference.between_steps.evaluation import EvaluatedChunk, MetricPlace
+from meshloom.verify.reference.mistakes import Cause
+from meshloom.verify.reference.step_records import ModuleOutput
+
+_CHUNK = 4  # times a metric's tolerance, that a chunk's part may be off where another is off by more
+_LARGE = 0.01  # of the largest error of a chunk, below which one is rounding beside it
+
+
+@dataclass(frozen=True, kw_only=True)
+class SeenMetric:
+    """What one rank that computes a metric of a chunk sees in it. outputs: of modules that run as they are, and before them the
+    parameters and buffers that they have. values: of modules in programs. training: modules in training mode."""
+
+    outputs: Sequence[ModuleOutput] = ()
+    values: Values | None = None
+    training: Sequence[str] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-able values."""
+        return asdict(self)
+
+    @staticmethod
+    def from_dict(given: Mapping[str, Any]) -> SeenMetric:
+        """The inverse of `to_dict`, also after a round trip through JSON."""
+        outputs = [ModuleOutput(**each) for each in given["outputs"]]
+        return SeenMetric(outputs=outputs, values=given["values"], training=given["training"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class FoundMetric:
+    """What the chunks of an evaluation say. first: the first metric that differs, in the order of the data; None: all agree. pair: its
+    value there under the plan and on one device. causes: facts, which explain the rest."""
+
+    first: MetricPlace | None
+    pair: tuple[float, float] = (0.0, 0.0)
+    causes: Sequence[Cause] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlacedMetric:
+    """Where a metric goes wrong. module: the first one; None: outputs of all modules agree, or are not known. tensor: its parameter or
+    buffer, if that differs before its forward. training: modules that are in training mode under the plan alone."""
+
+    module: str | None = None
+    tensor: str | None = None
+    training: Sequence[str] = ()
+
+
+def find_metric(
+    ours: Sequence[EvaluatedChunk], right: Sequence[EvaluatedChunk], allowed: Mapping[str, float]
+) -> FoundMetric:
+    """Of the plan's chunks and of one device's. allowed: the tolerances of the metrics that differ."""
+    here = {(each.batch, each.chunk): each for each in ours}
+    there = {(each.batch, each.chunk): each for each in right}
+    causes = [*_of_data(here, there)]
+    errors: dict[MetricPlace, float] = {}
+    pairs: dict[MetricPlace, tuple[float, float]] = {}
+    for name, tolerance in allowed.items():
+        size = sum(abs(each.sums[name][0]) for each in right) / max(len(right), 1)
+        for (batch, chunk), each in there.items():
+            if (mine := here.get((batch, chunk))) is None:
+                continue
+            place = MetricPlace(batch=batch, chunk=chunk, metric=name)
+            (a, weight), (b, right_weight) = mine.sums[name], each.sums[name]
+            if not math.isclose(weight, right_weight, rel_tol=1e-6):
+                causes.append(Cause("weights", _weighed(place, weight, right_weight)))
+            error = _error(a, b, size)
+            if not error <= tolerance:
+                errors[place], pairs[place] = error, (_mean(a, weight), _mean(b, right_weight))
+    least = _LARGE * min(max(errors.values(), default=0.0), 1.0)
+    order = {name: number for number, name in enumerate(allowed)}
+    clear = [place for place, error in errors.items() if not error <= _CHUNK * allowed[place.metric]]
+    large = [place for place in clear or errors if not errors[place] < least]
+    first = min(large, key=lambda each: (each.batch, each.chunk, order[each.metric]), default=None)
+    if first is None:
+        return FoundMetric(first=None, causes=causes[:1] or [_ADDED_UP])
+    return FoundMetric(first=first, pair=pairs[first], causes=causes[:1])
+
+
+_ADDED_UP = Cause(
+    "loss",
+    "Evaluated once more, the metrics of every chunk agree with one device's: it is adding them up over chunks and ranks, or dividing, that is wrong.",
+)
+
+
+def place_metric(
+    seen: Sequence[SeenMetric],
+    right: tuple[Sequence[ModuleOutput], Sequence[str]],
+    tensors: Collection[str],
+    tolerance: float,
+) -> PlacedMetric:
+    """The first module of a metric that differs. seen: by the ranks that compute it. right: one device's outputs, and its modules in
+    training mode. tensors: names of parameters and buffers. tolerance: of outputs on equal parameters."""
+    outputs, modes = right
+    training = [name for each in seen[:1] for name in each.training if name not in modes]
+    for each in seen:
+        if (name := _first_output(each.outputs, outputs, tensors, tolerance)) is not None:
+            tensor = name if name in tensors else None
+            module = name.rpartition(".")[0] if tensor else name
+            return PlacedMetric(module=module or "the whole model", tensor=tensor, training=training)
+    of_modules = [each for each in outputs if each.name not in tensors]
+    module = first_wrong_value(of_modules, [each.values for each in seen if each.values], tolerance)
+    return PlacedMetric(module=module, training=training)
+
+
+def cause_of_modes(placed: PlacedMetric) -> Cause | None:
+    """Of modules that are in training mode under the plan alone."""
+    if not (training := placed.training):
+        return None
+    names = ", ".join(name or "the model" for name in training[:3]) + (", ..." if len(training) > 3 else "")
+    are = "are" if len(training) > 1 else "is"
+    return Cause("forward", f"{names} {are} in training mode in the evaluation, and not on one device.")
+
+
+def cause_of_place(found: FoundMetric, placed: PlacedMetric, *, observed: bool) -> Cause | None:
+    """What the place says; None: nothing. observed: whether all modules were, in the order of the program."""
+    place, (ours, right) = found.first, found.pair
+    if place is None:
+        return None
+    of = f"{place.metric} of chunk {place.chunk} of batch {place.batch} is {ours:.6g}, and {right:.6g} on one device"
+    if placed.tensor:
+        why = f"{placed.tensor} is the first value that differs: what evaluations are given in its place, or gather, is not what updates have left"
+        return Cause("stale", f"{of}, and in it {why}.")
+    if placed.module:
+        why = "it, or an operation before it, computes something else than on one device, or is sent something else"
+        return Cause("forward", f"{of}, and in it the output of {placed.module} is the first that differs: {why}.")  # fmt: skip
+    if observed:
+        return Cause("loss", f"{of}, and in it the outputs of all modules agree: what the metric makes of them is another number.")  # fmt: skip
+    return None
+
+
+def _of_data(
+    here: Mapping[tuple[int, int], EvaluatedChunk], there: Mapping[tuple[int, int], EvaluatedChunk]
+) -> Iterator[Cause]:
+    owners = {each.data: f"chunk {chunk} of batch {batch}" for (batch, chunk), each in there.items()}
+    for batch, chunk in sorted({*here, *there}):
+        what = f"Chunk {chunk} of batch {batch} of the evaluation"
+        if (batch, chunk) not in here:
+            yield Cause("data", f"{what} is not evaluated under the plan.")
+        elif (batch, chunk) not in there:
+            yield Cause("data", f"{what} is evaluated under the plan alone.")
+        elif (data := here[batch, chunk].data) != there[batch, chunk].data:
+            others = f"that of {owners[data]}" if data in owners else "another than one device reads"
+            yield Cause("data", f"{what} has other data, {others}: it is read, split or moved to the device in another way.")  # fmt: skip
+
+
+def _weighed(place: MetricPlace, ours: float, right: float) -> str:
+    of = f"{place.metric} of chunk {place.chunk} of batch {place.batch}"
+    return (
+        f"{of} counts with weight {ours:g}, and with {right:g} on one device: the mean is weighted wrongly."
+    )
+
+
+def _first_output(
+    ours: Sequence[ModuleOutput], right: Sequence[ModuleOutput], tensors: Collection[str], tolerance: float
+) -> str | None:
+    steps = OutputSteps(tolerance)
+    for here, there in zip(ours, right, strict=False):
+        elsewhere = here.name == there.name and here.name in tensors and here.count != there.count
+        if not elsewhere and steps.differs(here, there):
+            return there.name
+    return None
+
+
+def _error(ours: float, right: float, size: float) -> float:
+    """Relative to the larger of the right value and of what chunks have on average."""
+    if ours == right or (math.isnan(ours) and math.isnan(right)):
+        return 0.0
+    size = max(abs(right), size)
+    return abs(ours - right) / size if size and math.isfinite(ours - right) else math.inf
+
+
+def _mean(total: float, weight: float) -> float:
+    return total / weight if weight else math.nan

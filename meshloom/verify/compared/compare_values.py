@@ -1,0 +1,39 @@
+"""Outputs of one device's modules compared with what ranks say of theirs, which run programs: sums of each rank's part."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from meshloom.verify.compared.compare_chunks import OutputSteps
+from meshloom.verify.reference.step_records import ModuleOutput
+
+# whether it is a part of what ranks have together; total, sum of squares, elements, ramp of `ModuleOutput`
+Value = tuple[bool, float, float, int, float]
+Values = Mapping[str, Sequence[Value]]  # by module
+
+
+def first_wrong_value(
+    outputs: Sequence[ModuleOutput], of_ranks: Sequence[Values], tolerance: float
+) -> str | None:
+    """The first module, in one device's order, whose output differs from what ranks say; None: all agree that ranks have. outputs: one
+    device's; of several calls of a module the last counts."""
+    last, steps = {output.name: output for output in outputs}, OutputSteps(tolerance)
+    for name, right in last.items():
+        for values in _together([each[name] for each in of_ranks if name in each]):
+            parts = [value for value in values if value[0]]
+            ours = _added(name, right.call, parts) if parts else _added(name, right.call, values[:1])
+            if name and ours.count == right.count and steps.differs(ours, right):
+                return name
+    return None
+
+
+def _together(of_ranks: Sequence[Sequence[Value]]) -> list[tuple[Value, ...]]:
+    """Values of all ranks that have one, in order."""
+    return list(zip(*of_ranks, strict=False)) if of_ranks else []
+
+
+def _added(name: str, call: int, values: Sequence[Value]) -> ModuleOutput:
+    _, totals, squares, counts, ramps = zip(*values, strict=True)
+    return ModuleOutput(
+        name=name, call=call, total=sum(totals), square=sum(squares), count=sum(counts), ramp=ramps[0] if len(ramps) == 1 else None
+    )  # fmt: skip

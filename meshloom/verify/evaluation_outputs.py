@@ -1,0 +1,140 @@
+"""Where an evaluation of the plan differs, once its metrics do: it is repeated, and the ranks say what each chunk gives, and then what
+modules have and output in the first metric that is wrong.
+
+Nothing is watched in an evaluation that agrees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict
+from typing import Any
+
+from torch import Tensor
+
+from meshloom.comm.objects import collect, share
+from meshloom.comm.steps import Steps
+from meshloom.data.chunks import Chunk
+from meshloom.replica.metrics import Visit
+from meshloom.replica.program_engine import ProgramEngine
+from meshloom.replica.replica import Replica
+from meshloom.train.trainer import Trainer
+from meshloom.verify.between_steps.checks import BetweenSteps
+from meshloom.verify.between_steps.evaluation_check import PlanEvaluation
+from meshloom.verify.compared.compare_evaluation import SeenMetric
+from meshloom.verify.comparing import Comparing
+from meshloom.verify.reference.between_steps.evaluation import EvaluatedChunk, MetricPlace
+from meshloom.verify.reference.observers import ModuleWatch, altered_digest, digest_values
+from meshloom.verify.stage_outputs import ModuleSums
+
+
+def explain_evaluation(
+    trainer: Trainer, ours: PlanEvaluation, comparison: Comparing | None
+) -> BetweenSteps | None:
+    """What differs in the evaluation that was just compared, on rank 0. All ranks call it."""
+    observers = [_Chunks(each) for each in trainer.replicas]
+    again = _repeat(trainer, ours.batches, observers)
+    chunks = _collected(trainer, [[asdict(each) for each in observer.chunks()] for observer in observers])
+    found = comparison.find_metric(_added(chunks), again) if comparison else None
+    first = trainer.together(
+        lambda each: share(each.context.world, asdict(found.first) if found and found.first else None)
+    )[0]
+    seen: list[SeenMetric] = []
+    if first is not None:
+        place = MetricPlace(**first)
+        watching = [_Modules(each, place) for each in trainer.replicas]
+        _repeat(trainer, place.batch + 1, watching)
+        said = _collected(trainer, [[each.to_dict() for each in watch.seen] for watch in watching])
+        seen = [SeenMetric.from_dict(each) for each in said]
+    return comparison.explain_evaluation(seen) if comparison else None
+
+
+def _repeat(trainer: Trainer, batches: int | None, observers: Sequence[Any]) -> Mapping[str, float]:
+    """Evaluates once more; the metrics of this process's first rank."""
+    run = trainer.synchronous
+    assert run is not None
+    return run.evaluation.evaluate_each(trainer.next_step, batches, observers)[0]
+
+
+def _collected(trainer: Trainer, of_replicas: Sequence[Sequence[Any]]) -> list[Any]:
+    """What all ranks say, one after another."""
+
+    def everyone(replica: Replica) -> Steps[list[list[Any]]]:
+        return (yield from collect(replica.context.world, list(of_replicas[trainer.replicas.index(replica)])))
+
+    return [each for of_rank in trainer.together(everyone)[0] for each in of_rank]
+
+
+def _added(said: Sequence[Any]) -> list[EvaluatedChunk]:
+    """Chunks, of which several ranks along pp may have parts: zeros on all but the last."""
+    found: dict[tuple[int, int], EvaluatedChunk] = {}
+    for each in said:
+        key = each["batch"], each["chunk"]
+        before = found[key].sums if key in found else {}
+        sums = {
+            name: (value + before.get(name, (0.0, 0.0))[0], weight + before.get(name, (0.0, 0.0))[1])
+            for name, (value, weight) in each["sums"].items()
+        }
+        found[key] = EvaluatedChunk(batch=key[0], chunk=key[1], sums=sums, data=each["data"])
+    return list(found.values())
+
+
+class _Chunks:
+    """An `EvaluationObserver` of what each chunk of a rank gives."""
+
+    def __init__(self, replica: Replica) -> None:
+        place = replica.context.place
+        # the other ranks along tp have the same, and those along pp, where they do not run stages
+        self._speaks = not place.tp and (not place.pp or isinstance(replica.engine, ProgramEngine))
+        self._data: dict[tuple[int, int], str] = {}
+        self._sums: dict[tuple[int, int], dict[str, tuple[float, float]]] = {}
+
+    @contextmanager
+    def metric(self, chunk: Chunk, name: str, data: Any, sums: Tensor) -> Iterator[Visit | None]:
+        """Around each metric."""
+        key = chunk.step, chunk.index
+        if key not in self._data:
+            self._data[key] = altered_digest(chunk.data, data) or digest_values(chunk.data)
+        before = sums.tolist()
+        yield None
+        value, weight = (after - old for after, old in zip(sums.tolist(), before, strict=True))
+        self._sums.setdefault(key, {})[name] = value, weight
+
+    def chunks(self) -> list[EvaluatedChunk]:
+        """Those of this rank, for which it speaks."""
+        return [
+            EvaluatedChunk(batch=key[0], chunk=key[1], sums=sums, data=self._data[key])
+            for key, sums in self._sums.items()
+            if self._speaks
+        ]
+
+
+class _Modules:
+    """An `EvaluationObserver` of the modules of a rank, in one metric. seen: what it sees; nothing if another replica computes it."""
+
+    def __init__(self, replica: Replica, place: MetricPlace) -> None:
+        self._replica, self._place = replica, place
+        self.seen: list[SeenMetric] = []
+
+    @contextmanager
+    def metric(self, chunk: Chunk, name: str, data: Any, sums: Tensor) -> Iterator[Visit | None]:
+        """Around each metric."""
+        if MetricPlace(batch=chunk.step, chunk=chunk.index, metric=name) != self._place:
+            yield None
+            return
+        replica, model = self._replica, self._replica.model
+        training = [name for name, each in model.named_modules() if each.training]
+        if isinstance(replica.engine, ProgramEngine):
+            metrics = replica.job.evaluate.metrics if replica.job.evaluate else {}
+            choice = replica.engine.programs.division_of(data, metrics[name], training=False)
+            values = ModuleSums(choice.strategies if choice else {})
+            yield values.visit
+            self.seen.append(SeenMetric(values=values.found, training=training))
+            return
+        watch = ModuleWatch(model, tensors=True)
+        # hooks would be compiled with what is compiled
+        with nullcontext() if replica.plan.compiles else watch.attached():
+            watch.start()
+            yield None
+            self.seen.append(SeenMetric(outputs=watch.stop(), training=training))
