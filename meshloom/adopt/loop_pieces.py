@@ -181,7 +181,10 @@ def _batch(script: Script, lines: list[Line], wanted: set[str]) -> tuple[list[st
     data = script.data_loop
     if data is not None:
         script.because(data.node.lineno, "the loop over batches is the job's; a loss gets one batch")
-        texts, names = unpacking(data)
+        texts, names = unpacking(script, data)
+        repeated = script.repeats(data)
+        if repeated is not None:
+            script.because(repeated.lineno, "data comes in epochs, each in an order of its own")
         return texts, lines, wanted - names
     getter = script.first.source or "next"
     found = [line for line in lines if uses_batch(script, line)]
@@ -206,11 +209,11 @@ def _batch(script: Script, lines: list[Line], wanted: set[str]) -> tuple[list[st
     )
 
 
-def unpacking(data: Loop) -> tuple[list[str], set[str]]:
+def unpacking(script: Script, data: Loop) -> tuple[list[str], set[str]]:
     """The statement that takes a batch apart as a loop over batches does, and the names that it binds."""
     assert isinstance(data.node, ast.For)
     target: ast.expr = data.node.target
-    if any(method(each) == "enumerate" for each in calls(data.node.iter)) and isinstance(target, ast.Tuple):
+    if script.enumerates(data) and isinstance(target, ast.Tuple):
         target = target.elts[1]
     names = {each.id for each in ast.walk(target) if isinstance(each, ast.Name)}
     text = data.source.segment(target)
@@ -229,6 +232,12 @@ def carried(lines: list[Line], script: Script) -> set[str]:
 
 
 def _no_batch(script: Script) -> UntranslatedError:
+    for loop in script.route.loops:
+        if isinstance(loop.node, ast.For) and any(method(each) == "zip" for each in calls(loop.node.iter)):
+            return one_refusal(
+                script, loop.node.lineno,
+                "the loop takes a batch of each of several DataLoaders (zip). Make one Dataset whose sample is one of each (index % len), and loop over its DataLoader.",
+            )  # fmt: skip
     return one_refusal(
         script, script.first.line[1],
         "no batch was seen coming into the loop, from a DataLoader or from a function that returns "
@@ -296,7 +305,7 @@ def _index_name(script: Script) -> set[str]:
         data is not None
         and isinstance(data.node, ast.For)
         and isinstance(data.node.target, ast.Tuple)
-        and any(method(each) == "enumerate" for each in calls(data.node.iter))
+        and script.enumerates(data)
     ):
         return {each.id for each in ast.walk(data.node.target.elts[0]) if isinstance(each, ast.Name)}
     return set()

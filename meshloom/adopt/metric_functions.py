@@ -105,7 +105,7 @@ class MetricFunctions:
         parts = [total.expression, *([total.weight] if total.weight else []), *([divisor.expression] if divisor else [])]  # fmt: skip
         at = max(total.at, divisor.at if divisor else 0)
         nodes, wanted = self._slice(set[str]().union(*map(used, parts)), at)
-        unpacked, names = unpacking(self._loop)
+        unpacked, names = unpacking(self._evaluating, self._loop)
         assert isinstance(self._loop.node, ast.For)
         index = bound_by(self._loop.node) - names
         if wanted & index:

@@ -135,15 +135,23 @@ class _Walker:
     def walk(self, body: list[ast.stmt]) -> None:
         depth = len(self.route.loops)
         reached = False
+        following = self._following(body)
         for node in body:
             line = Line(self.source, node, self.index, depth, node.lineno)
             if reached:
                 (self.route.beside if depth else self.route.after).append(line)
-            elif node.lineno <= self.frame.line <= (node.end_lineno or 0):
+            elif node is following:
                 reached = True
                 self._enter(line, depth)
             else:
                 self.route.before.append(line)
+
+    def _following(self, body: list[ast.stmt]) -> ast.stmt | None:
+        """The statement in which the frame is; of several in one line, the one that calls what comes next."""
+        found = [each for each in body if each.lineno <= self.frame.line <= (each.end_lineno or 0)]
+        name = self.following.function if self.following else "backward"
+        calling = [each for each in found if any(method(call) == name for call in calls(each))]
+        return next(iter([*calling, *found]), None)
 
     def _enter(self, line: Line, depth: int) -> None:
         node = line.node

@@ -308,7 +308,8 @@ class _Watcher:
         if not watched.steps and watched.frames and watched.model is None:
             watched.model = _model_of(watched.frames, watched.optimizers)
             if watched.model is not None:
-                watched.before = values_of(watched.model) | self._buffers.get(id(watched.model), {})
+                now, early = values_of(watched.model), self._buffers.get(id(watched.model), {})
+                watched.before = now | {name: each for name, each in early.items() if name in now}
         if watched.model is not None:
             self.averages.record(watched.model, watched.frames)
             for name, parameter in watched.model.named_parameters():
