@@ -114,7 +114,7 @@ def _is_inner(script: Script) -> bool:
     """Whether the job is made in a function, since the script's set-up is in one, or in `if __name__ == "__main__":`."""
     top = {id(node) for node in script.route.sources[0].tree.body}
     return any(
-        line.frame > 0 or (line.at == line.node.lineno and id(line.node) not in top)
+        line.frame > 0 or (line.at == line.node.lineno and id(line.whole.node) not in top)
         for line in script.route.setup
     )
 
@@ -165,6 +165,7 @@ def _composed(
     """The script's lines, of which some are replaced."""
     top = {id(node) for node in main.tree.body}
     staying = {id(each.node) for each in kept}
+    rows = Rows(main)
     last = {
         id(piece.lines[-1].node): piece for piece in parts.pieces if piece.lines and not piece.lines[-1].depth
     }
@@ -173,28 +174,20 @@ def _composed(
     placed: set[str] = set()
     active = _active(script, main)
     for line in script.route.setup:
-        node, here = line.node, line.frame == 0 and id(line.node) in top
-        text = ""
+        node, here = line.node, line.frame == 0 and id(line.whole.node) in top
+        if here and ((isinstance(node, DEFINITIONS) and line.part_of is None) or _is_docstring(node)):
+            continue
+        text: str | None = ""
         if id(node) in last:
             text = last[id(node)].text
             placed.add(last[id(node)].name)
-        elif id(node) not in made and (
-            id(node) in staying
-            or (here and isinstance(node, DEFINITIONS) and node not in script.route.functions)
-        ):
-            if here:
-                continue
-            text = line.source.statement(node)
-        elif isinstance(node, ast.Import | ast.ImportFrom) and not here:
-            text = line.source.statement(node)
-        if here and isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-            continue  # the file's docstring
-        if here and isinstance(node, DEFINITIONS):
-            continue
+        elif id(node) not in made and (id(node) in staying or isinstance(node, ast.Import | ast.ImportFrom)):
+            text = None if here else line.source.statement(node)
         if here:
-            edits.append((*main.span(node), text))
+            rows.put(line, text)
         elif text:
             job.append(text)
+    edits += rows.edits()
     rest = [piece.text for piece in parts.pieces if piece.name not in placed]
     arguments = "".join(f"    {name}={value},\n" for name, value in parts.arguments.items())
     call = f"ml.Job(\n{arguments})"
@@ -214,6 +207,50 @@ def _composed(
         imports = [*imports, "", "torch.manual_seed(0)"]
     edits.append((_after_imports(main), _after_imports(main) - 1, "\n".join(imports)))
     return _edited(main, edits)
+
+
+class Rows:
+    """The statements at the top of a file that share lines, with their new texts, as edits of these lines."""
+
+    def __init__(self, main: PythonSource) -> None:
+        self._main = main
+        self._rows: list[list[ast.stmt]] = []
+        for node in main.tree.body:
+            if self._rows and node.lineno <= (self._rows[-1][-1].end_lineno or 0):
+                self._rows[-1].append(node)
+            else:
+                self._rows.append([node])
+        self._texts: dict[int, list[tuple[Line, str | None]]] = {}
+
+    def put(self, line: Line, text: str | None) -> None:
+        """text: of a statement, or of one that it stands for; None: it stays; "": it goes."""
+        self._texts.setdefault(id(line.whole.node), []).append((line, text))
+
+    def edits(self) -> list[tuple[int, int, str]]:
+        """(first line, last line, text in their place) of rows that change."""
+        found: list[tuple[int, int, str]] = []
+        for row in self._rows:
+            parts = [each for node in row for each in self._texts.get(id(node), [])]
+            if all(text is None for _, text in parts):
+                continue
+            texts = [text for node in row for text in self._of(node, first=node is row[0])]
+            start, _ = self._main.span(row[0])
+            found.append((start, max(node.end_lineno or 0 for node in row), _spaced(texts, 2)))
+        return found
+
+    def _of(self, node: ast.stmt, first: bool) -> list[str]:
+        parts = self._texts.get(id(node), [])
+        if all(text is None for _, text in parts):
+            return [self._main.statement(node) if first else self._main.segment(node)]
+        return [
+            text if text is not None else line.source.statement(line.node)
+            for line, text in parts
+            if text != ""
+        ]
+
+
+def _is_docstring(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
 
 
 def _active(script: Script, main: PythonSource) -> ast.stmt:

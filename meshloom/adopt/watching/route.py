@@ -9,10 +9,11 @@ main():                       set-up       args = ...; model = ...; loader = ...
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from meshloom.adopt.watching.inlining import arguments_of, single_statements
 from meshloom.adopt.watching.passes import SeenFrame
 from meshloom.adopt.watching.source import PythonSource, bound, calls, method, used
 
@@ -39,13 +40,19 @@ class UntranslatedError(Exception):
 
 @dataclass(frozen=True)
 class Line:
-    """A statement. frame: whose it is; depth: of how many loops of the way it is in. at: the line for messages."""
+    """A statement. frame: whose it is; depth: of how many loops of the way it is in. at: the line for messages. part_of: the
+    statement of the file that stands for it and others."""
 
     source: PythonSource
     node: ast.stmt
     frame: int
     depth: int
     at: int
+    part_of: Line | None = None
+
+    @property
+    def whole(self) -> Line:
+        return self.part_of or self
 
     def refuse(self, text: str, node: ast.AST | None = None) -> UntranslatedError:
         line = getattr(node, "lineno", self.at) if self.at == self.node.lineno else self.at
@@ -144,7 +151,16 @@ class _Walker:
                 reached = True
                 self._enter(line, depth)
             else:
-                self.route.before.append(line)
+                self.route.before += [line] if depth else self._singles(line)
+
+    def _singles(self, line: Line) -> list[Line]:
+        """A statement of the set-up, or those that it stands for."""
+        known = self.source.singles.get(id(line.node))
+        if known is None:
+            known = self.source.singles[id(line.node)] = list(
+                single_statements(self.source, line.node, self.frame)
+            )
+        return [Line(source, node, line.frame, 0, line.at, line) for source, node in known] or [line]
 
     def _following(self, body: list[ast.stmt]) -> ast.stmt | None:
         """The statement in which the frame is; of several in one line, the one that calls what comes next."""
@@ -183,32 +199,13 @@ class _Walker:
         source = PythonSource.read(self.following.path)
         function = source.function(name, self.following.line)
         assert function is not None
-        for parameter, given in _arguments(self.source, found[0], source, function, line):
-            if parameter != given:
-                bind = PythonSource(self.source.path, f"{parameter} = {given}")
+        given = arguments_of(self.source, found[0], source, function)
+        if given is None:
+            raise line.refuse(f"{function.name}() takes *arguments. Give each a name.", found[0])
+        for parameter, text in given:
+            if parameter != text:
+                bind = PythonSource(self.source.path, f"{parameter} = {text}")
                 self.route.before.append(Line(bind, bind.tree.body[0], self.index, depth, line.at))
-
-
-def _arguments(
-    source: PythonSource, call: ast.Call, into: PythonSource, function: ast.FunctionDef, line: Line
-) -> Iterator[tuple[str, str]]:
-    arguments = function.args
-    names = [each.arg for each in [*arguments.posonlyargs, *arguments.args]]
-    if arguments.vararg or any(isinstance(each, ast.Starred) for each in call.args):
-        raise line.refuse(f"{function.name}() takes *arguments. Give each a name.", call)
-    given = {name: source.segment(each) for name, each in zip(names, call.args, strict=False)}
-    given |= {each.arg: source.segment(each.value) for each in call.keywords if each.arg}
-    defaults = dict(zip(reversed(names), reversed(arguments.defaults), strict=False))
-    defaults |= {
-        each.arg: default
-        for each, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
-        if default
-    }
-    for name in [*names, *(each.arg for each in arguments.kwonlyargs)]:
-        if name in given:
-            yield name, given[name]
-        elif name in defaults:
-            yield name, into.segment(defaults[name])
 
 
 def slice_of(lines: list[Line], wanted: set[str], inside: Any, takes: Any) -> tuple[list[Line], set[str]]:

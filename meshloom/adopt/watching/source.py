@@ -28,6 +28,11 @@ class PythonSource:
         return ast.parse(self.text)
 
     @cached_property
+    def singles(self) -> dict[int, list[tuple[PythonSource, ast.stmt]]]:
+        """Of statements by id, the single ones that they stand for."""
+        return {}
+
+    @cached_property
     def lines(self) -> list[str]:
         return self.text.splitlines()
 
