@@ -194,9 +194,10 @@ def _limit(script: Script, loop: Loop) -> tuple[str, int] | None:
     """From `while step < limit`, or `if step >= limit: break`."""
     tests: list[tuple[ast.expr, bool]] = [(loop.node.test, True)] if isinstance(loop.node, ast.While) else []
     tests += [
-        (node.test, False)
+        (test, False)
         for node in ast.walk(loop.node)
         if isinstance(node, ast.If) and any(isinstance(each, ast.Break) for each in node.body)
+        for test in (node.test.values if isinstance(node.test, ast.BoolOp) else [node.test])
     ]
     for test, goes_on in tests:
         if isinstance(test, ast.Compare) and len(test.ops) == 1 and isinstance(test.left, ast.Name):

@@ -26,6 +26,12 @@ def write(script: Script, parts: JobParts) -> str:
     if parts.evaluation is not None:
         drop_functions_of_evaluation(script, main, parts)
     functions = script.route.functions
+    owner = script.route.owner
+    unused = [
+        each
+        for each in main.tree.body
+        if owner is not None and isinstance(each, ast.ClassDef) and each.name == owner.definition.name
+    ]
     made = {id(line.node) for piece in parts.pieces for line in piece.lines if not line.depth}
     provided = {
         "make_model",
@@ -40,7 +46,9 @@ def write(script: Script, parts: JobParts) -> str:
         "IterableDataset",
     }
     kept_definitions = [
-        node for node in main.tree.body if isinstance(node, DEFINITIONS) and node not in functions
+        node
+        for node in main.tree.body
+        if isinstance(node, DEFINITIONS) and node not in functions and node not in unused
     ]
     of_definitions = set[str]().union(*(used(node) for node in kept_definitions))
     wanted = (parts.needs | of_definitions) - provided - set(dir(builtins))
@@ -50,6 +58,7 @@ def write(script: Script, parts: JobParts) -> str:
         if id(each.node) not in made and not isinstance(each.node, ast.Import | ast.ImportFrom)
     ]
     kept, _ = slice_of(lines, wanted, lambda name: True, lambda line, names: _stays(script, line, names))
+    _refuse_owner(script, parts, kept)
     refuse_uses_of_model(script, [each for each in kept if not is_talk(each.node)])
     inner = _is_inner(script)
     imports = _imports(script, parts, kept)
@@ -58,7 +67,22 @@ def write(script: Script, parts: JobParts) -> str:
             main.tree.body[-1].lineno,
             "the script seeds nothing, and every rank has to make the same data: torch.manual_seed(0)",
         )
-    return _composed(script, main, parts, kept, made, imports, inner)
+    needed = set[str]().union(parts.needs, *(used(each.node) for each in kept))
+    dropped = [each for each in unused if each.name not in needed]
+    return _composed(script, main, parts, kept, made, imports, inner, dropped)
+
+
+def _refuse_owner(script: Script, parts: JobParts, kept: list[Line]) -> None:
+    """Nothing of the job uses the object whose methods were on the way. Raises `UntranslatedError`."""
+    owner = script.route.owner
+    if owner is None:
+        return
+    for line in [*kept, *(line for piece in parts.pieces for line in piece.lines)]:
+        if "self" in used(line.node):
+            kind = owner.definition.name
+            raise line.refuse(
+                f"the job needs what this line does with the {kind} itself. Make what it calls a function of the values that it uses."
+            )
 
 
 def drop_functions_of_roles(script: Script, main: PythonSource) -> None:
@@ -161,6 +185,7 @@ def _composed(
     made: set[int],
     imports: list[str],
     inner: bool,
+    dropped: list[ast.ClassDef],
 ) -> str:
     """The script's lines, of which some are replaced."""
     top = {id(node) for node in main.tree.body}
@@ -174,7 +199,8 @@ def _composed(
     placed: set[str] = set()
     active = _active(script, main)
     for line in script.route.setup:
-        node, here = line.node, line.frame == 0 and id(line.whole.node) in top
+        node, whole = line.node, line.whole.node
+        here = line.frame == 0 and id(whole) in top and whole is not active
         if here and ((isinstance(node, DEFINITIONS) and line.part_of is None) or _is_docstring(node)):
             continue
         text: str | None = ""
@@ -199,7 +225,9 @@ def _composed(
         text = text.replace("def job():\n", f"def job():\n{doc}", 1)
     else:
         text = _spaced([*job, *tail, f"job = {call}"], 2)
-    edits += [(*main.span(each), "") for each in script.route.functions if each in main.tree.body]
+    edits += [
+        (*main.span(each), "") for each in [*script.route.functions, *dropped] if each in main.tree.body
+    ]
     edits.append((*main.span(active), text))
     behind = [each for each in main.tree.body if each.lineno > active.lineno]
     edits += [(*main.span(each), "") for each in behind if not isinstance(each, DEFINITIONS)]
@@ -282,7 +310,7 @@ def _after_imports(main: PythonSource) -> int:
 
 
 def _edited(main: PythonSource, edits: list[tuple[int, int, str]]) -> str:
-    lines = list(main.lines)
+    lines = list(PythonSource.read(main.path).lines)  # in which attributes are not plain names
     for first, last, text in sorted(edits, key=lambda each: (each[0], each[1]), reverse=True):
         new = text.split("\n") if text else []
         definition = text.startswith(("def ", "class "))

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from meshloom.adopt.watching.inlining import arguments_of, single_statements
+from meshloom.adopt.watching.inlining import Part, arguments_of, single_statements
+from meshloom.adopt.watching.owners import NotPlainError, Owner, owner_of
 from meshloom.adopt.watching.passes import SeenFrame
 from meshloom.adopt.watching.source import PythonSource, bound, calls, method, used
 
@@ -73,7 +74,8 @@ class Loop:
 class WayToBackward:
     """before: statements on the way, in order. loops: from the outermost. beside: statements in these loops that are not on
     the way, before or after. after: those behind the loops. contexts: `with` statements around `backward()` within the
-    innermost loop. branches: `if` statements of which a branch was taken. end: the statement with `backward()`."""
+    innermost loop. branches: `if` statements of which a branch was taken. end: the statement with `backward()`. owner: the object
+    whose methods are on the way."""
 
     sources: list[PythonSource] = field(default_factory=list[PythonSource])
     before: list[Line] = field(default_factory=list[Line])
@@ -84,6 +86,7 @@ class WayToBackward:
     branches: list[Line] = field(default_factory=list[Line])
     functions: list[ast.FunctionDef] = field(default_factory=list[ast.FunctionDef])
     end: Line | None = None
+    owner: Owner | None = None
 
     @property
     def setup(self) -> list[Line]:
@@ -98,6 +101,10 @@ def follow(frames: Sequence[SeenFrame], sources: Sequence[PythonSource] = ()) ->
     """frames: outermost first. sources: of files that have been read. Raises `UntranslatedError`."""
     route = WayToBackward()
     known = {each.path: each for each in sources}
+    try:
+        route.owner = owner_of(frames, known)
+    except NotPlainError as error:
+        raise _in_a_method(frames, str(error)) from error
     for index, frame in enumerate(frames):
         if frame.path not in known:
             known[frame.path] = PythonSource.read(frame.path)
@@ -107,6 +114,18 @@ def follow(frames: Sequence[SeenFrame], sources: Sequence[PythonSource] = ()) ->
         body = _body(route, source, frame)
         _Walker(route, source, index, frame, following).walk(body)
     return route
+
+
+def _in_a_method(frames: Sequence[SeenFrame], why: str, owner: Owner | None = None) -> UntranslatedError:
+    frame = next((each for each in frames if each.owner is not None), frames[-1])
+    kind = type(owner.value if owner else frame.owner).__name__
+    where = frame.function if owner is None else "fit"
+    return UntranslatedError(
+        Refusal(
+            frame.path.name, frame.line,
+            f"the loop runs in a method of {kind} ({where}), {why}. Move it into a function of (model, loader, optimizer, ...), which the script calls.",
+        )
+    )  # fmt: skip
 
 
 def _body(route: WayToBackward, source: PythonSource, frame: SeenFrame) -> list[ast.stmt]:
@@ -120,7 +139,7 @@ def _body(route: WayToBackward, source: PythonSource, frame: SeenFrame) -> list[
         f"plain function. Call backward() in a loop or in functions called from it."
             )
         )  # fmt: skip
-    if "self" in [each.arg for each in function.args.args[:1]]:
+    if frame.owner is None and "self" in [each.arg for each in function.args.args[:1]]:
         raise UntranslatedError(
             Refusal(
                 source.path.name, function.lineno, f"the loop runs in a method ({function.name}) of an object. Move it "
@@ -151,16 +170,37 @@ class _Walker:
                 reached = True
                 self._enter(line, depth)
             else:
-                self.route.before += [line] if depth else self._singles(line)
+                self.route.before += self._of_batches(line) if depth else self._singles(line)
+
+    def _of_batches(self, line: Line) -> list[Line]:
+        """A statement of a loop; `batch = next(batches)` where it is tried, and done again behind the end of an epoch."""
+        node = line.node
+        if isinstance(node, ast.Try) and [ast.unparse(each.type) for each in node.handlers if each.type] == [
+            "StopIteration"
+        ]:
+            return [Line(self.source, each, line.frame, line.depth, each.lineno) for each in node.body]
+        return [line]
 
     def _singles(self, line: Line) -> list[Line]:
         """A statement of the set-up, or those that it stands for."""
         known = self.source.singles.get(id(line.node))
         if known is None:
-            known = self.source.singles[id(line.node)] = list(
-                single_statements(self.source, line.node, self.frame)
-            )
+            known = self.source.singles[id(line.node)] = self._parts(line.node)
         return [Line(source, node, line.frame, 0, line.at, line) for source, node in known] or [line]
+
+    def _parts(self, node: ast.stmt) -> list[Part]:
+        owner = self.route.owner
+        if owner is None or self.index != owner.frame or not owner.is_made_by(node):
+            return list(single_statements(self.source, node, self.frame))
+        try:
+            parts = owner.construction(self.source, node, self.frame)
+        except NotPlainError as error:
+            raise _in_a_method([self.frame], str(error), owner) from error
+        return [
+            again
+            for inner, each in parts
+            for again in list(single_statements(inner, each, self.frame)) or [(inner, each)]
+        ]
 
     def _following(self, body: list[ast.stmt]) -> ast.stmt | None:
         """The statement in which the frame is; of several in one line, the one that calls what comes next."""
@@ -199,6 +239,13 @@ class _Walker:
         source = PythonSource.read(self.following.path)
         function = source.function(name, self.following.line)
         assert function is not None
+        if (
+            not depth
+            and self.route.owner is not None
+            and self.index == self.route.owner.frame
+            and self.route.owner.is_made_by(line.node)
+        ):
+            self.route.before += self._singles(line)
         given = arguments_of(self.source, found[0], source, function)
         if given is None:
             raise line.refuse(f"{function.name}() takes *arguments. Give each a name.", found[0])

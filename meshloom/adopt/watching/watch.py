@@ -39,7 +39,7 @@ FURTHER_STEPS, FURTHER_SECONDS = (
     1000,
     30.0,
 )  # of the processor, in which a script may come to its first evaluation
-NOISE = 3e-6  # of a parameter's largest gradient: what float32's rounding leaves of a gradient that is 0
+NOISE = 3e-6  # of the model's largest gradient: what float32's rounding leaves of a gradient that is 0
 
 
 @dataclass
@@ -283,7 +283,12 @@ class _Watcher:
             watched.loader = pending.newest
         if not self._step:
             watched.numbers.append(
-                {name: value for each in frames for name, value in each.values.items() if type(value) is int}
+                {
+                    name: value
+                    for each in frames
+                    for name, value in {**each.attributes, **each.values}.items()
+                    if type(value) is int
+                }
             )
         known = self._scaled.get(id(loss))
         value = known[1] if known else float(loss.detach())
@@ -312,11 +317,15 @@ class _Watcher:
                 watched.before = now | {name: each for name, each in early.items() if name in now}
         if watched.model is not None:
             self.averages.record(watched.model, watched.frames)
-            for name, parameter in watched.model.named_parameters():
-                if parameter.grad is not None and not parameter.grad.is_sparse:
-                    size = parameter.grad.abs()
-                    small = (size > 0) & (size <= NOISE * size.max())
-                    watched.noise[name] = watched.noise.get(name, torch.zeros_like(small)) | small
+            sizes = {
+                name: each.grad.abs()
+                for name, each in watched.model.named_parameters()
+                if each.grad is not None and not each.grad.is_sparse
+            }
+            largest = max((float(each.max()) for each in sizes.values() if each.numel()), default=0.0)
+            for name, size in sizes.items():
+                small = (size > 0) & (size <= NOISE * largest)
+                watched.noise[name] = watched.noise.get(name, torch.zeros_like(small)) | small
         watched.rates.append([float(group["lr"]) for group in optimizer.param_groups if "lr" in group])
 
     def _after_step(self, optimizer: Any, given: Any, named: Any) -> None:
@@ -370,7 +379,7 @@ def _model_of(frames: Sequence[SeenFrame], optimizers: Sequence[Any]) -> nn.Modu
     modules = {
         id(value): value
         for frame in frames
-        for value in [*frame.values.values(), *frame.globals.values()]
+        for value in [*frame.values.values(), *frame.attributes.values(), *frame.globals.values()]
         if isinstance(value, nn.Module) and trained <= {id(each) for each in value.parameters()}
     }
     return min(modules.values(), key=lambda each: sum(1 for _ in each.modules()), default=None)
