@@ -78,7 +78,7 @@ def total_steps(script: Script) -> tuple[str, int]:
         node = loop.node
         if micro is not None and loop.depth >= micro.depth and loop is not data:
             continue
-        if loop is data:
+        if loop is data and isinstance(node, ast.For):
             assert per_epoch is not None
             limit = _taken(script, loop) or _limit(script, loop)
             if script.repeats(loop) is not None:

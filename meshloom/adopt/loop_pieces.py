@@ -54,6 +54,7 @@ def loss_piece(script: Script) -> JobFunction:
         )
     if script.sums:
         returned = f"{returned}, {_weight(script, end)}"
+    texts = [*_helpers(script, [*body, returned]), *texts]
     contexts = [
         each
         for each in script.route.contexts
@@ -79,6 +80,19 @@ def loss_piece(script: Script) -> JobFunction:
     )
     needs = free_names(texts) - {model or "", "batch"}
     return JobFunction("training_loss", function_text(f"training_loss({model}, batch)", texts), lines, needs)
+
+
+def _helpers(script: Script, texts: list[str]) -> list[str]:
+    """Methods of the object whose loop it was that the statements call, as functions within the loss: they read the model."""
+    owner = script.route.owner
+    if owner is None:
+        return []
+    found: list[str] = []
+    for method_node in owner.methods_in(free_names(texts)):
+        line = Line(owner.source, method_node, len(script.watched.frames) - 1, 1, method_node.lineno)
+        found.append(owner.as_function(method_node, _edits(script, line)))
+        script.because(line.at, f"{method_node.name} is a part of the loss, which is given the model")
+    return found
 
 
 def _weight(script: Script, end: Line) -> str:

@@ -65,9 +65,15 @@ class MetricFunctions:
         """Expressions in it that are the module that is evaluated, or one around it."""
         return [
             each
-            for each in ast.walk(node)
+            for inner in [node, *self._helpers(used(node))]
+            for each in ast.walk(inner)
             if isinstance(each, ast.Name | ast.Attribute) and self._is_model(each)
         ]
+
+    def _helpers(self, names: set[str]) -> list[ast.FunctionDef]:
+        """Methods, called by these names, of the object whose loop it is."""
+        owner = self._evaluating.route.owner
+        return owner.methods_in(names) if owner is not None else []
 
     def _is_model(self, node: ast.AST) -> bool:
         return self._is_model_itself(self._evaluating.evaluate(node))
@@ -126,6 +132,13 @@ class MetricFunctions:
         result = [*body, f"return {returned}"]
         for context in reversed(self.contexts):
             result = [f"with {context}:\n" + textwrap.indent("\n".join(result), "    ")]
+        owner = self._evaluating.route.owner
+        if owner is not None:
+            helpers = self._helpers(free_names(result))
+            result = [
+                *(owner.as_function(each, self._edits(owner.source, each)) for each in helpers),
+                *result,
+            ]
         free = free_names(result) - {"model", "batch"}
         constants = {each: self._evaluating.values.get(each) for each in free & names_of_loop(self._script)}
         for each, value in sorted(constants.items()):

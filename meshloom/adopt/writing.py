@@ -77,8 +77,10 @@ def _refuse_owner(script: Script, parts: JobParts, kept: list[Line]) -> None:
     owner = script.route.owner
     if owner is None:
         return
+    methods = {each.name for each in owner.methods_in(owner.names)}
     for line in [*kept, *(line for piece in parts.pieces for line in piece.lines)]:
-        if "self" in used(line.node):
+        unknown = {"self"} if line.depth else {"self", *methods}
+        if used(line.node) & unknown:
             kind = owner.definition.name
             raise line.refuse(
                 f"the job needs what this line does with the {kind} itself. Make what it calls a function of the values that it uses."

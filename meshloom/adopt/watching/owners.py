@@ -7,14 +7,15 @@ trainer.fit(3)                      the statements of fit, with model for self.m
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from meshloom.adopt.watching.inlining import Part, arguments_of, can_rename, part, replacements
 from meshloom.adopt.watching.passes import SeenFrame
-from meshloom.adopt.watching.source import PythonSource, bound, calls, used
+from meshloom.adopt.watching.source import PythonSource, Replacement, bound, calls, used
 
 OBJECT = "trainer"  # the name of one that the script gives none
 
@@ -26,7 +27,7 @@ class NotPlainError(Exception):
 @dataclass(frozen=True)
 class Owner:
     """source: of the class, with plain names for attributes; written: as it is. made: the call that makes the object, in a
-    function of `frame`. names: of attributes. constructor: its `__init__`."""
+    function of `frame`. names: of attributes and methods. constructor: its `__init__`."""
 
     value: Any
     source: PythonSource
@@ -36,6 +37,28 @@ class Owner:
     made: ast.Call
     frame: int
     names: Mapping[str, str] = field(default_factory=dict[str, str])
+
+    def methods_in(self, names: Collection[str]) -> list[ast.FunctionDef]:
+        """Its methods that are called by these plain names, and those that they call."""
+        of_class = next(
+            each
+            for each in ast.walk(self.source.tree)
+            if isinstance(each, ast.ClassDef) and each.name == self.definition.name
+        )
+        methods = {
+            each.name: each
+            for each in of_class.body
+            if isinstance(each, ast.FunctionDef) and self.names.get(each.name) == each.name
+        }
+        wanted, found = set(names), list[ast.FunctionDef]()
+        while new := [each for name, each in methods.items() if name in wanted and each not in found]:
+            found = [*new, *found]
+            wanted |= set[str]().union(*(used(each) for each in new))
+        return found
+
+    def as_function(self, method: ast.FunctionDef, edits: Sequence[Replacement]) -> str:
+        """The text of a method as a function of its other arguments, with an empty line behind."""
+        return re.sub(r"\(self(, *)?", "(", self.source.statement(method, edits), count=1) + "\n"
 
     def is_made_by(self, node: ast.AST) -> bool:
         """Whether the object is made within a statement; by its place, since the file may have been read anew."""
@@ -144,7 +167,8 @@ def _names(
     frame: SeenFrame,
     attributes: Mapping[str, Any],
 ) -> dict[str, str]:
-    """A plain name of each attribute: its own, unless that is another thing in a method or where the object is made."""
+    """A plain name of each attribute and method: its own, unless that is another thing in a method or where the object is made;
+    such methods have none."""
     stored = {each.attr for each in _of_self(definition) if isinstance(each.ctx, ast.Store)}
     later = {
         each.attr
@@ -165,7 +189,9 @@ def _names(
         )
         other = name in outside and not (same and name not in later)
         found[name] = f"{OBJECT}_{name}" if other or name in in_methods else name
-    return found
+    own = {name for name, each in methods.items() if not each.decorator_list and name not in stored}
+    static = {name: f"{definition.name}.{name}" for name, each in methods.items() if _is_static(each)}
+    return found | static | {name: name for name in own - in_methods - set(outside) - set(found.values())}
 
 
 def _equal(one: Any, other: Any) -> bool:
@@ -214,6 +240,10 @@ def _plain(
             return ast.Name(text, ast.Load()) if text else self.generic_visit(node)
 
     return replacements(node, new, Plain())
+
+
+def _is_static(method: ast.FunctionDef) -> bool:
+    return any(ast.unparse(each) in ("staticmethod", "classmethod") for each in method.decorator_list)
 
 
 def _is_docstring(node: ast.stmt) -> bool:

@@ -186,7 +186,7 @@ class _Walker:
         known = self.source.singles.get(id(line.node))
         if known is None:
             known = self.source.singles[id(line.node)] = self._parts(line.node)
-        return [Line(source, node, line.frame, 0, line.at, line) for source, node in known] or [line]
+        return [Line(source, node, line.frame, 0, node.lineno, line) for source, node in known] or [line]
 
     def _parts(self, node: ast.stmt) -> list[Part]:
         owner = self.route.owner
