@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import textwrap
+from collections.abc import Iterable
 
 from meshloom.adopt.counters import accumulation, as_function_of_step, bound_by, loader_name
 from meshloom.adopt.setup_pieces import JobFunction, function_text, is_nothing, moves
@@ -251,6 +252,17 @@ def _no_batch(script: Script) -> UntranslatedError:
             return one_refusal(
                 script, loop.node.lineno,
                 "the loop takes a batch of each of several DataLoaders (zip). Make one Dataset whose sample is one of each (index % len), and loop over its DataLoader.",
+            )  # fmt: skip
+        value = script.evaluate(script.unwrapped(loop.node.iter)) if isinstance(loop.node, ast.For) else None
+        if (
+            script.watched.loader is not None
+            and type(value).__module__ == "__main__"
+            and isinstance(value, Iterable)
+        ):
+            kind = type(value).__name__
+            return one_refusal(
+                script, loop.node.lineno,
+                f"the loop is over a {kind}, and not over the DataLoader that it reads. Loop over that, and do what {kind} does in the loop or in a collate_fn.",
             )  # fmt: skip
     return one_refusal(
         script, script.first.line[1],

@@ -21,7 +21,8 @@ ADOPTED = [
     "moving_average", "nano_gpt", "notebook", "one_cycle", "perplexity", "phases", "poly_rate", "progress_and_amp",
     "quickstart", "recommender", "sampled_regression", "settings_class", "several_files/train",
     "shadow_weights", "siamese", "streamed_text",
-    "super_resolution", "text_classifier", "trainer_by_steps", "trainer_class", "trainer_helper", "trainer_object", "translation", "two_inputs", "vae",
+    "super_resolution", "text_classifier", "trainer_by_steps", "trainer_class", "trainer_helper",
+    "trainer_object", "trainer_of_tutorial", "trainer_with_everything", "translation", "two_inputs", "vae",
 ]  # fmt: skip
 QUICK = [
     "averaged_model",
@@ -48,6 +49,7 @@ EVALUATIONS = {
     "settings_class": (["loss", "acc"], 44, "acc:max", None, None),
     "shadow_weights": (["valid_loss", "valid_acc"], 32, "valid_loss:min", 3, 0.9),
     "trainer_object": (["acc"], 22, "acc:max", None, None),
+    "trainer_with_everything": (["val_loss", "val_acc"], 14, "val_loss:min", 3, None),
     "vae": (["test_loss"], 48, None, None, None),
 }
 # lines of evaluations that are named, and why
@@ -63,10 +65,12 @@ REFUSED = {
     "plateau": "plateau.py:21: scheduler.step(...) takes a measured value",
     "reinforce": "reinforce.py:21: no batch was seen",
     "time_sequence": "time_sequence.py:20: the optimizer evaluates the loss itself",
+    "trainer_configures": "trainer_configures.py:11: the job needs what this line does with the Trainer itself",
     "trainer_with_a_base": "trainer_with_a_base.py:14: the loop runs in a method of Trainer (fit), which has a base class",
     "two_in_one": "two_in_one.py:17: one statement makes the optimizer and something else",
     "updates_by_hand": "updates_by_hand.py:11: no optimizer takes a step",
     "word_language_model": "word_language_model.py:46: no batch was seen",
+    "wrapped_loader": "wrapped_loader.py:28: the loop is over a WrappedDataLoader",
     "zipped": "zipped.py:16: the loop takes a batch of each of several DataLoaders (zip)",
 }
 

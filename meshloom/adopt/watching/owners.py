@@ -177,7 +177,9 @@ def _names(
         for each in _of_self(method)
         if isinstance(each.ctx, ast.Store)
     }
-    in_methods = set[str]().union(*(_locals(each) for name, each in methods.items() if name != "__init__"))
+    in_methods = set[str]().union(
+        *(_locals(each) for name, each in methods.items() if name != "__init__" and not _is_static(each))
+    )
     outside = frame.globals | frame.values
     found: dict[str, str] = {}
     for name in sorted((stored | set(attributes)) - set(methods)):

@@ -35,10 +35,8 @@ from meshloom.adopt.watching.passes import Passes, SeenFrame, SeenPass, values_o
 from meshloom.adopt.watching.users_code import UsersCode, caller
 from meshloom.core.errors import JobError
 
-FURTHER_STEPS, FURTHER_SECONDS = (
-    1000,
-    30.0,
-)  # of the processor, in which a script may come to its first evaluation
+FURTHER_STEPS = 1000  # in which a script may come to its first evaluation, and
+FURTHER_SECONDS = 30.0  # of the processor
 NOISE = 3e-6  # of the model's largest gradient: what float32's rounding leaves of a gradient that is 0
 
 
@@ -132,7 +130,7 @@ class _EnoughError(BaseException):
 class _Pending:
     """What has come since the last `backward()`."""
 
-    nexts: dict[int, int] = field(default_factory=dict[int, int])
+    nexts: dict[int, tuple[Any, int]] = field(default_factory=dict[int, tuple[Any, int]])
     samples: dict[int, tuple[list[Any], Draws]] = field(default_factory=dict[int, tuple[list[Any], Draws]])
     newest: Any = None
     called: tuple[str, Any, Draws] | None = None
@@ -227,7 +225,8 @@ class _Watcher:
             self.passes.gave(loader, self._collated)
             pending = self._pending
             pending.newest = loader
-            pending.nexts[id(loader)] = pending.nexts.get(id(loader), 0) + 1
+            last, count = pending.nexts.get(id(loader), (None, 0))
+            pending.nexts[id(loader)] = iterator, count + 1 if last is iterator else 1
             pending.samples[id(loader)] = (self._collated, draws_now())
             return batch
 
@@ -294,7 +293,7 @@ class _Watcher:
         value = known[1] if known else float(loss.detach())
         at = (str(frames[-1].path), frames[-1].line)
         if watched.loader is not None:
-            watched.nexts = max(watched.nexts, pending.nexts.get(id(watched.loader), 0))
+            watched.nexts = max(watched.nexts, pending.nexts.get(id(watched.loader), (None, 0))[1])
             samples, draws = pending.samples.get(id(watched.loader), (None, draws_now()))
             self._step.append(MicroBatch(samples, None, "", draws, value, at))
         else:
