@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import types
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -84,3 +85,18 @@ def caller(depth: int) -> types.FrameType:
         frame = frame.f_back
     assert frame is not None
     return frame
+
+
+def clipping(clips: list[tuple[str, float, float, int]], clip: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that clips, and notes what it is given."""
+
+    def clipped(parameters: Any, bound: float, *rest: Any, **named: Any) -> Any:
+        norm = named.get("norm_type", rest[0] if rest else 2.0) if "norm" in clip.__name__ else 0.0
+        clips.append((clip.__name__, float(bound), float(norm), caller(2).f_lineno))
+        return clip(parameters, bound, *rest, **named)
+
+    def by_name(parameters: Any, *rest: Any, **named: Any) -> Any:
+        names = [each for each in ("max_norm", "clip_value") if each in named]
+        return clipped(parameters, *([named.pop(names[0])] if names else []), *rest, **named)
+
+    return by_name

@@ -32,7 +32,7 @@ from torch.utils.hooks import RemovableHandle
 from meshloom.adopt.watching.averaged import Averages, SeenAverage
 from meshloom.adopt.watching.draws import Draws, draws_now, set_draws, tensors_of
 from meshloom.adopt.watching.passes import Passes, SeenFrame, SeenPass, values_of
-from meshloom.adopt.watching.users_code import UsersCode, caller
+from meshloom.adopt.watching.users_code import UsersCode, caller, clipping
 from meshloom.core.errors import JobError
 
 FURTHER_STEPS = 1000  # in which a script may come to its first evaluation, and
@@ -151,6 +151,7 @@ class _Watcher:
         self.averages = Averages()
         self.enough = False  # the steps that are compared have been seen
         self._further, self._until = 0, 0.0
+        self._earlier = _loaders()
         self._buffers: dict[int, dict[str, Tensor]] = {}
 
     @contextmanager
@@ -172,7 +173,7 @@ class _Watcher:
                 (torch.amp.grad_scaler.GradScaler, "scale", self._scale),
                 (DataLoader, "_get_iterator", self._iterator),
                 (_BaseDataLoaderIter, "__next__", self._next),
-                *((place, name, partial(_clipping, self.watched.clips)) for place in (torch.nn.utils, clip) for name in ("clip_grad_norm_", "clip_grad_value_")),
+                *((place, name, partial(clipping, self.watched.clips)) for place in (torch.nn.utils, clip) for name in ("clip_grad_norm_", "clip_grad_value_")),
             ):  # fmt: skip
                 stack.enter_context(patch.object(place, name, wrap(getattr(place, name))))
             sys.settrace(self.python.trace)
@@ -343,7 +344,7 @@ class _Watcher:
             if watched.model is not None:
                 watched.after = values_of(watched.model)
         over = self._further >= FURTHER_STEPS or time.process_time() > self._until
-        if over or self.passes.ended or not _evaluates(watched):
+        if over or self.passes.ended or not _evaluates(watched, self._earlier):
             raise _EnoughError
 
 
@@ -362,11 +363,16 @@ def _from_seed_0() -> Iterator[None]:
         set_draws(kept)
 
 
-def _evaluates(watched: Watched) -> bool:
-    """Whether an evaluation over another data loader may come."""
+def _loaders() -> list[Any]:
+    return [each for each in gc.get_objects() if issubclass(type(each), DataLoader)]
+
+
+def _evaluates(watched: Watched, earlier: Sequence[Any]) -> bool:
+    """Whether an evaluation over another data loader may come. earlier: loaders that are not the script's."""
     if watched.model is None or watched.loader is None:
         return False
-    if any(issubclass(type(each), DataLoader) and each is not watched.loader for each in gc.get_objects()):
+    known = {id(each) for each in [*earlier, watched.loader]}
+    if any(id(each) not in known for each in _loaders()):
         return True
     texts = [each.read_text(encoding="utf-8") for each in {frame.path for frame in watched.frames}]
     return sum(text.count("DataLoader(") for text in texts) > 1
@@ -382,18 +388,3 @@ def _model_of(frames: Sequence[SeenFrame], optimizers: Sequence[Any]) -> nn.Modu
         if isinstance(value, nn.Module) and trained <= {id(each) for each in value.parameters()}
     }
     return min(modules.values(), key=lambda each: sum(1 for _ in each.modules()), default=None)
-
-
-def _clipping(clips: list[tuple[str, float, float, int]], clip: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that clips, and notes what it is given."""
-
-    def clipped(parameters: Any, bound: float, *rest: Any, **named: Any) -> Any:
-        norm = named.get("norm_type", rest[0] if rest else 2.0) if "norm" in clip.__name__ else 0.0
-        clips.append((clip.__name__, float(bound), float(norm), caller(2).f_lineno))
-        return clip(parameters, bound, *rest, **named)
-
-    def by_name(parameters: Any, *rest: Any, **named: Any) -> Any:
-        names = [each for each in ("max_norm", "clip_value") if each in named]
-        return clipped(parameters, *([named.pop(names[0])] if names else []), *rest, **named)
-
-    return by_name

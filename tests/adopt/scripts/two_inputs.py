@@ -1,9 +1,8 @@
-"""Two input tensors, tuple assignments in the set-up, a tensorboard writer, a loss of two terms."""
+"""Two input tensors, tuple assignments in the set-up, the norm of the gradient, a loss of two terms."""
 
 import torch
 import torch.nn as nn
 from torch.utils.data import DataLoader, TensorDataset
-from torch.utils.tensorboard import SummaryWriter
 
 torch.manual_seed(0)
 epochs, batch_size, lr = 3, 32, 1e-2
@@ -30,7 +29,7 @@ train_loader = DataLoader(TensorDataset(image, table, target), batch_size=batch_
 device = "cuda" if torch.cuda.is_available() else "cpu"
 net = Fusion().to(device)
 criterion, optimizer = nn.MSELoss(), torch.optim.SGD(net.parameters(), lr=lr, momentum=0.9)
-writer = SummaryWriter("runs/fusion")
+history = {"loss": [], "norm": []}
 global_step = 0
 for epoch in range(epochs):
     running_loss = 0.0
@@ -44,10 +43,8 @@ for epoch in range(epochs):
         loss.backward()
         total_norm = torch.nn.utils.clip_grad_norm_(net.parameters(), 2.0)
         optimizer.step()
-        writer.add_scalar("train/loss", loss.item(), global_step)
-        writer.add_scalar("train/grad_norm", total_norm.item(), global_step)
-        writer.add_histogram("fc", net.fc.weight, global_step)
+        history["loss"].append(loss.item())
+        history["norm"].append(total_norm.item())
         global_step += 1
         running_loss += loss.item()
     print(f"epoch {epoch}: {running_loss / len(train_loader):.3f}")
-writer.close()
