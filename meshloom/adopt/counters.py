@@ -81,7 +81,7 @@ def total_steps(script: Script) -> tuple[str, int]:
         if loop is data and isinstance(node, ast.For):
             assert per_epoch is not None
             limit = _taken(script, loop) or _limit(script, loop)
-            if script.repeats(loop) is not None:
+            if script.iterated.repeats(loop) is not None:
                 if limit is None:
                     raise one_refusal(script, node.lineno, f"{loop.source.segment(node.iter)} has no end that can be read. {READABLE}")  # fmt: skip
                 return limit
@@ -123,7 +123,7 @@ def as_function_of_step(script: Script, name: str, step: str) -> str | None:
                     else f"{step} // {steps_of_epoch(script)}"
                 )
                 return epoch if start == "0" else f"{start} + {epoch}"
-            if loop is data and script.micro_batches == 1 and not script.repeats(loop):
+            if loop is data and script.micro_batches == 1 and not script.iterated.repeats(loop):
                 counted = f"{step} % {steps_of_epoch(script)}"
                 return f"{seen[0]} + {counted}" if seen and seen[0] else counted
     if len(seen) < 2:
@@ -160,7 +160,7 @@ def _range(script: Script, loop: Loop) -> ast.Call | None:
     inner = loop.node.iter
     if isinstance(inner, ast.Call) and method(inner) == "trange":
         return inner
-    inner = script.unwrapped(inner)
+    inner = script.iterated.unwrapped(inner)
     return inner if isinstance(inner, ast.Call) and method(inner) == "range" else None
 
 
@@ -213,7 +213,7 @@ def _limit(script: Script, loop: Loop) -> tuple[str, int] | None:
 def _taken(script: Script, loop: Loop) -> tuple[str, int] | None:
     """N of a loop over `islice(batches, N)`, and its line."""
     assert isinstance(loop.node, ast.For)
-    slices = [each for each in script.wrappers_of(loop.node.iter) if method(each) == "islice" and len(each.args) == 2]  # fmt: skip
+    slices = [each for each in script.iterated.wrappers_of(loop.node.iter) if method(each) == "islice" and len(each.args) == 2]  # fmt: skip
     if not slices:
         return None
     factor = script.micro_batches

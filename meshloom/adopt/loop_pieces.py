@@ -197,7 +197,7 @@ def _batch(script: Script, lines: list[Line], wanted: set[str]) -> tuple[list[st
     if data is not None:
         script.because(data.node.lineno, "the loop over batches is the job's; a loss gets one batch")
         texts, names = unpacking(script, data)
-        repeated = script.repeats(data)
+        repeated = script.iterated.repeats(data)
         if repeated is not None:
             script.because(repeated.lineno, "data comes in epochs, each in an order of its own")
         return texts, lines, wanted - names
@@ -228,7 +228,7 @@ def unpacking(script: Script, data: Loop) -> tuple[list[str], set[str]]:
     """The statement that takes a batch apart as a loop over batches does, and the names that it binds."""
     assert isinstance(data.node, ast.For)
     target: ast.expr = data.node.target
-    if script.enumerates(data) and isinstance(target, ast.Tuple):
+    if script.iterated.enumerates(data) and isinstance(target, ast.Tuple):
         target = target.elts[1]
     names = {each.id for each in ast.walk(target) if isinstance(each, ast.Name)}
     text = data.source.segment(target)
@@ -253,7 +253,11 @@ def _no_batch(script: Script) -> UntranslatedError:
                 script, loop.node.lineno,
                 "the loop takes a batch of each of several DataLoaders (zip). Make one Dataset whose sample is one of each (index % len), and loop over its DataLoader.",
             )  # fmt: skip
-        value = script.evaluate(script.unwrapped(loop.node.iter)) if isinstance(loop.node, ast.For) else None
+        value = (
+            script.evaluate(script.iterated.unwrapped(loop.node.iter))
+            if isinstance(loop.node, ast.For)
+            else None
+        )
         if (
             script.watched.loader is not None
             and type(value).__module__ == "__main__"
@@ -331,7 +335,7 @@ def _index_name(script: Script) -> set[str]:
         data is not None
         and isinstance(data.node, ast.For)
         and isinstance(data.node.target, ast.Tuple)
-        and script.enumerates(data)
+        and script.iterated.enumerates(data)
     ):
         return {each.id for each in ast.walk(data.node.target.elts[0]) if isinstance(each, ast.Name)}
     return set()

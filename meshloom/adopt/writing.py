@@ -192,7 +192,7 @@ def _composed(
     """The script's lines, of which some are replaced."""
     top = {id(node) for node in main.tree.body}
     staying = {id(each.node) for each in kept}
-    rows = Rows(main)
+    rows = TopLines(main)
     last = {
         id(piece.lines[-1].node): piece for piece in parts.pieces if piece.lines and not piece.lines[-1].depth
     }
@@ -239,7 +239,7 @@ def _composed(
     return _edited(main, edits)
 
 
-class Rows:
+class TopLines:
     """The statements at the top of a file that share lines, with their new texts, as edits of these lines."""
 
     def __init__(self, main: PythonSource) -> None:

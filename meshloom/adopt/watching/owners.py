@@ -20,7 +20,7 @@ from meshloom.adopt.watching.source import PythonSource, Replacement, bound, cal
 OBJECT = "trainer"  # the name of one that the script gives none
 
 
-class NotPlainError(Exception):
+class NotInlinedError(Exception):
     """Why an object cannot be taken apart, in words that go on from "the loop runs in a method of ...":"""
 
 
@@ -72,20 +72,20 @@ class Owner:
 
     def construction(self, source: PythonSource, node: ast.stmt, frame: SeenFrame) -> list[Part]:
         """The statements of `__init__` for the call in `node`, which is of `source`. frame: whose it is; its values gain
-        those of the constructor's names. Raises `NotPlainError`."""
+        those of the constructor's names. Raises `NotInlinedError`."""
         call = next(each for each in calls(node) if self._is_made(each))
         given = dict(arguments_of(source, call, self.written, self.constructor) or [])
         own = set[str]().union(*(bound(each) for each in self.constructor.body)) | set(given)
         rebound = set[str]().union(*(bound(each) for each in self.constructor.body))
         missing = {each.arg for each in self.constructor.args.args[1:]} - set(given)
         if missing or any(isinstance(each, ast.Return) for each in ast.walk(self.constructor)):
-            raise NotPlainError("whose __init__ takes *arguments or returns early")
+            raise NotInlinedError("whose __init__ takes *arguments or returns early")
         locals_of = {name: self._name(name, frame) for name in sorted(own)}
         locals_of |= {
             name: text for name, text in given.items() if text.isidentifier() and name not in rebound
         }
         if not can_rename(self.constructor.body, locals_of):
-            raise NotPlainError("whose __init__ defines functions of the same names")
+            raise NotInlinedError("whose __init__ defines functions of the same names")
         values = frame.made.get(type(self.value).__init__.__code__, {})
         frame.values.update({new: values[name] for name, new in locals_of.items() if name in values and new not in frame.values})  # fmt: skip
         parts = [
@@ -110,21 +110,21 @@ class Owner:
 
 def owner_of(frames: Sequence[SeenFrame], known: dict[Path, PythonSource]) -> Owner | None:
     """The object whose methods lead to `backward()`, taken apart: its class's file in `known` is the one with plain names, and
-    the frames' values have its attributes. None where there is none. Raises `NotPlainError`."""
+    the frames' values have its attributes. None where there is none. Raises `NotInlinedError`."""
     inside = [index for index, each in enumerate(frames) if each.owner is not None]
     if not inside:
         return None
     value, kind = frames[inside[0]].owner, type(frames[inside[0]].owner)
     if any(frames[each].owner is not value for each in inside):
-        raise NotPlainError("which calls those of another object")
+        raise NotInlinedError("which calls those of another object")
     path = frames[inside[0]].path
     written = PythonSource.read(path)
     definition = next((each for each in ast.walk(written.tree) if isinstance(each, ast.ClassDef) and each.name == kind.__name__), None)  # fmt: skip
     if definition is None or [each for each in definition.bases if ast.unparse(each) != "object"]:
-        raise NotPlainError("which has a base class")
+        raise NotInlinedError("which has a base class")
     methods = {each.name: each for each in definition.body if isinstance(each, ast.FunctionDef)}
     if "__init__" not in methods or any(frames[each].function not in methods for each in inside):
-        raise NotPlainError("which has no __init__ of its own")
+        raise NotInlinedError("which has no __init__ of its own")
     index, made = _made(frames[: inside[0]], kind, value)
     names = known[path].flattened if path in known and known[path].flattened else {}
     if not names:
@@ -158,7 +158,7 @@ def _made(frames: Sequence[SeenFrame], kind: type, value: Any) -> tuple[int, ast
             for call in calls(node) if named or here else []:
                 if isinstance(call.func, ast.Name) and known.get(call.func.id) is kind:
                     return index, call
-    raise NotPlainError("which is made in a way that is not known (trainer = Trainer(...) before the call)")
+    raise NotInlinedError("which is made in a way that is not known (trainer = Trainer(...) before the call)")
 
 
 def _names(

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from meshloom.adopt.watching.inlining import Part, arguments_of, single_statements
-from meshloom.adopt.watching.owners import NotPlainError, Owner, owner_of
+from meshloom.adopt.watching.owners import NotInlinedError, Owner, owner_of
 from meshloom.adopt.watching.passes import SeenFrame
 from meshloom.adopt.watching.source import PythonSource, bound, calls, method, used
 
@@ -103,7 +103,7 @@ def follow(frames: Sequence[SeenFrame], sources: Sequence[PythonSource] = ()) ->
     known = {each.path: each for each in sources}
     try:
         route.owner = owner_of(frames, known)
-    except NotPlainError as error:
+    except NotInlinedError as error:
         raise _in_a_method(frames, str(error)) from error
     for index, frame in enumerate(frames):
         if frame.path not in known:
@@ -194,7 +194,7 @@ class _Walker:
             return list(single_statements(self.source, node, self.frame))
         try:
             parts = owner.construction(self.source, node, self.frame)
-        except NotPlainError as error:
+        except NotInlinedError as error:
             raise _in_a_method([self.frame], str(error), owner) from error
         return [
             again

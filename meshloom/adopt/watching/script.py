@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import inspect
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,12 +11,12 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from meshloom.adopt.watching.draws import tensors_of
+from meshloom.adopt.watching.iterated import Iterated
 from meshloom.adopt.watching.route import Loop, Refusal, UntranslatedError, WayToBackward
 from meshloom.adopt.watching.source import bound, calls, dotted, method, roots, used
 from meshloom.adopt.watching.watch import MicroBatch, Watched
 
 TALK = ("print", "logging", "logger", "log", "wandb", "writer", "tqdm", "pbar", "warnings", "sys", "time")
-ITERATING = ("enumerate", "tqdm", "trange", "track", "iter", "progress_bar", "cycle", "islice")
 NO_CHANGE = (
     "train",
     "eval",
@@ -51,6 +50,7 @@ class Script:
         self.values: dict[str, Any] = {}
         for frame in frames:
             self.values |= frame.globals | frame.values
+        self.iterated = Iterated(self.route, self.values, self.watched.loader)
         self.setup_values: dict[str, Any] = {}
         for line in self.route.setup:
             for name in bound(line.node):
@@ -134,7 +134,7 @@ class Script:
 
     def is_loader(self, node: ast.expr) -> bool:
         """Whether a loop over it is one over the data loader that trains."""
-        inner = self.unwrapped(node)
+        inner = self.iterated.unwrapped(node)
         if self.watched.loader is None:
             return False
         value = self.evaluate(inner)
@@ -142,52 +142,6 @@ class Script:
         return value is self.watched.loader or (
             isinstance(inner, ast.Call) and method(inner) == "DataLoader" and self.loader is None
         )
-
-    def unwrapped(self, node: ast.expr) -> ast.expr:
-        """`x` of `enumerate(tqdm(x))`."""
-        wrappers = self.wrappers_of(node)
-        return self._inner(wrappers[-1]) if wrappers else node
-
-    def wrappers_of(self, node: ast.expr) -> list[ast.Call]:
-        """The calls around what a loop is over, as `tqdm(...)`, also where they have a name, the outermost first."""
-        found: list[ast.Call] = []
-        while True:
-            made = self._made_by(node.id) if isinstance(node, ast.Name) else node
-            if not isinstance(made, ast.Call) or made in found or self._inner(made) is made:
-                return found
-            found.append(made)
-            node = self._inner(made)
-
-    def _inner(self, call: ast.Call) -> ast.expr:
-        """What a call iterates over; the call itself if it is no iterator of something else."""
-        if not call.args:
-            return call
-        if method(call) in ITERATING:
-            return call.args[0]
-        if isinstance(call.func, ast.Name) and inspect.isgeneratorfunction(self.values.get(call.func.id)):
-            loaders = [each for each in call.args if self.evaluate(each) is self.watched.loader is not None]
-            return loaders[0] if loaders else call
-        return call
-
-    def _made_by(self, name: str) -> ast.expr | None:
-        """The value of the last assignment to a name before the loop that is over it."""
-        values = [
-            each.node.value
-            for each in self.route.before
-            if isinstance(each.node, ast.Assign) and each.source is self.route.sources[-1] and bound(each.node) == {name}
-        ]  # fmt: skip
-        return values[-1] if values else None
-
-    def enumerates(self, loop: Loop) -> bool:
-        """Whether a loop's target begins with the number of the round."""
-        assert isinstance(loop.node, ast.For)
-        return any(method(each) == "enumerate" for each in self.wrappers_of(loop.node.iter))
-
-    def repeats(self, loop: Loop) -> ast.Call | None:
-        """The call by which a loop over batches goes on behind the last one: `cycle(loader)`, or a generator of the user's."""
-        assert isinstance(loop.node, ast.For)
-        found = [each for each in self.wrappers_of(loop.node.iter) if method(each) == "cycle" or method(each) not in ITERATING]  # fmt: skip
-        return found[0] if found else None
 
     def evaluate(self, node: ast.AST) -> Any:
         """The value of a name, an attribute, an item or a constant; None of anything else."""

@@ -146,12 +146,10 @@ class _Watcher:
         self._scaled: dict[int, tuple[Tensor, float]] = {}
         self._collated: list[Any] = []
         self._step: list[MicroBatch] = []
-        self._in_step = False
         self.passes = Passes(self.python.users_frames)
         self.averages = Averages()
-        self.enough = False  # the steps that are compared have been seen
-        self._further, self._until = 0, 0.0
-        self._earlier = _loaders()
+        self._in_step, self.enough = False, False  # the steps that are compared have been seen
+        self._further, self._until, self._earlier = 0, 0.0, _loaders()
         self._buffers: dict[int, dict[str, Tensor]] = {}
 
     @contextmanager
@@ -313,19 +311,11 @@ class _Watcher:
         if not watched.steps and watched.frames and watched.model is None:
             watched.model = _model_of(watched.frames, watched.optimizers)
             if watched.model is not None:
-                now, early = values_of(watched.model), self._buffers.get(id(watched.model), {})
-                watched.before = now | {name: each for name, each in early.items() if name in now}
+                early, now = self._buffers.get(id(watched.model), {}), values_of(watched.model)
+                watched.before = {name: early.get(name, each) for name, each in now.items()}
         if watched.model is not None:
             self.averages.record(watched.model, watched.frames)
-            sizes = {
-                name: each.grad.abs()
-                for name, each in watched.model.named_parameters()
-                if each.grad is not None and not each.grad.is_sparse
-            }
-            largest = max((float(each.max()) for each in sizes.values() if each.numel()), default=0.0)
-            for name, size in sizes.items():
-                small = (size > 0) & (size <= NOISE * largest)
-                watched.noise[name] = watched.noise.get(name, torch.zeros_like(small)) | small
+            _note_noise(watched)
         watched.rates.append([float(group["lr"]) for group in optimizer.param_groups if "lr" in group])
 
     def _after_step(self, optimizer: Any, given: Any, named: Any) -> None:
@@ -361,6 +351,18 @@ def _from_seed_0() -> Iterator[None]:
         torch.set_num_threads(threads)
         torch.set_default_dtype(dtype)
         set_draws(kept)
+
+
+def _note_noise(watched: Watched) -> None:
+    """As `Watched.noise`, of the gradients that there are."""
+    named = watched.model.named_parameters()
+    sizes = {
+        name: each.grad.abs() for name, each in named if each.grad is not None and not each.grad.is_sparse
+    }
+    largest = max((float(each.max()) for each in sizes.values() if each.numel()), default=0.0)
+    for name, size in sizes.items():
+        small = (size > 0) & (size <= NOISE * largest)
+        watched.noise[name] = watched.noise.get(name, torch.zeros_like(small)) | small
 
 
 def _loaders() -> list[Any]:
