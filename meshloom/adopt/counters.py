@@ -85,7 +85,9 @@ def total_steps(script: Script) -> tuple[str, int]:
                 if limit is None:
                     raise one_refusal(script, node.lineno, f"{loop.source.segment(node.iter)} has no end that can be read. {READABLE}")  # fmt: skip
                 return limit
-            factors.append(per_epoch)
+            factors.append(
+                f"({per_epoch})" if per_epoch.startswith("len(") and "//" in per_epoch else per_epoch
+            )
             if limit is not None and not any(
                 isinstance(each.node, ast.For) for each in script.route.loops[: loop.depth]
             ):

@@ -54,8 +54,9 @@ class MetricFunctions:
 
     @property
     def totals(self) -> list[Total]:
-        """Those that depend on the model."""
-        return [each for each in self._all if self._uses_model(each)]
+        """Those that depend on the model, and are not what another is divided by."""
+        divisors = {each.over for each in self._all}
+        return [each for each in self._all if each.name not in divisors and self._uses_model(each)]
 
     def _uses_model(self, total: Total) -> bool:
         lines, _ = self._slice(used(total.expression), total.at)

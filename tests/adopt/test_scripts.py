@@ -17,7 +17,7 @@ from meshloom.verify.run import verify
 SCRIPTS = Path(__file__).parent / "scripts"
 ADOPTED = [
     "annealed", "averaged_meters", "averaged_model", "bag_of_words", "bert_by_hand", "built_together", "cycled_steps",
-    "diffusion", "digits_convnet", "early_stopped", "frozen_backbone", "mixed_precision", "mixup",
+    "diffusion", "digits_convnet", "early_stopped", "engine_class", "frozen_backbone", "learner", "mixed_precision", "mixup",
     "moving_average", "nano_gpt", "notebook", "one_cycle", "perplexity", "phases", "poly_rate", "progress_and_amp",
     "quickstart", "recommender", "sampled_regression", "settings_class", "several_files/train",
     "shadow_weights", "siamese", "streamed_text",
@@ -41,6 +41,7 @@ EVALUATIONS = {
     "averaged_model": (["loss", "acc"], 10, "acc:max", None, 0.98),
     "digits_convnet": (["test_loss", "correct"], 47, None, None, None),
     "early_stopped": (["val_loss"], 22, "val_loss:min", 4, None),
+    "engine_class": (["score"], 6, "score:max", None, None),
     "moving_average": ([], 0, None, None, 0.99),
     "perplexity": (["total_loss"], 15, "total_loss:min", None, None),
     "phases": (["epoch_loss", "epoch_acc"], 44, "epoch_acc:max", None, None),
@@ -55,6 +56,7 @@ EVALUATIONS = {
 # lines of evaluations that are named, and why
 NAMED = {
     "built_together": "built_together.py:42: this evaluation is left out: it is added up in an expression",
+    "learner": "learner.py:37: this evaluation is left out: it uses 'loss' of the loop",
     "several_files/train": "engine.py:28: this evaluation is left out: it is added up in an expression",
     "super_resolution": "super_resolution.py:90: 'avg_psnr' of this evaluation is left out: it is no mean over samples",
 }

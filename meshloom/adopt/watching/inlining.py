@@ -106,12 +106,13 @@ def replacements(node: ast.AST, new: Any, transformer: ast.NodeTransformer) -> l
 def arguments_of(
     source: PythonSource, call: ast.Call, into: PythonSource, function: ast.FunctionDef
 ) -> list[tuple[str, str]] | None:
-    """Parameters with the text that they are given, or their default's; None where either has *arguments. A method's first
-    parameter is left out."""
+    """Parameters with the text that they are given, or their default's; None where either has *arguments or the call
+    **arguments. A method's first parameter is left out."""
     arguments = function.args
     names = [each.arg for each in [*arguments.posonlyargs, *arguments.args]]
     names = names[1:] if names[:1] == ["self"] else names
-    if arguments.vararg or any(isinstance(each, ast.Starred) for each in call.args):
+    unnamed = [each for each in call.args if isinstance(each, ast.Starred)]
+    if arguments.vararg or unnamed or any(each.arg is None for each in call.keywords):
         return None
     given = {name: source.segment(each) for name, each in zip(names, call.args, strict=False)}
     given |= {each.arg: source.segment(each.value) for each in call.keywords if each.arg}
@@ -119,6 +120,10 @@ def arguments_of(
     defaults |= {each.arg: default for each, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True) if default}  # fmt: skip
     order = [*names, *(each.arg for each in arguments.kwonlyargs)]
     values = {name: into.segment(default) for name, default in defaults.items()} | given
+    if arguments.kwarg is not None:
+        rest = [f'"{name}": {text}' for name, text in given.items() if name not in order]
+        order.append(arguments.kwarg.arg)
+        values[arguments.kwarg.arg] = f"{{{', '.join(rest)}}}"
     return [(name, values[name]) for name in order if name in values]
 
 

@@ -79,7 +79,7 @@ class Owner:
         rebound = set[str]().union(*(bound(each) for each in self.constructor.body))
         missing = {each.arg for each in self.constructor.args.args[1:]} - set(given)
         if missing or any(isinstance(each, ast.Return) for each in ast.walk(self.constructor)):
-            raise NotInlinedError("whose __init__ takes *arguments or returns early")
+            raise NotInlinedError("whose __init__ takes *arguments, is given **arguments, or returns early")
         locals_of = {name: self._name(name, frame) for name in sorted(own)}
         locals_of |= {
             name: text for name, text in given.items() if text.isidentifier() and name not in rebound

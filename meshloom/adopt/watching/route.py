@@ -248,7 +248,10 @@ class _Walker:
             self.route.before += self._singles(line)
         given = arguments_of(self.source, found[0], source, function)
         if given is None:
-            raise line.refuse(f"{function.name}() takes *arguments. Give each a name.", found[0])
+            raise line.refuse(
+                f"{function.name}() takes *arguments, or is given **arguments. Give each by its name.",
+                found[0],
+            )
         for parameter, text in given:
             if parameter != text:
                 bind = PythonSource(self.source.path, f"{parameter} = {text}")
