@@ -149,7 +149,7 @@ class _Watcher:
         self.passes = Passes(self.python.users_frames)
         self.averages = Averages()
         self._in_step, self.enough = False, False  # the steps that are compared have been seen
-        self._further, self._until, self._earlier = 0, 0.0, _loaders()
+        self._further, self._until, self._earlier = 0, 0.0, list(_loaders())
         self._buffers: dict[int, dict[str, Tensor]] = {}
 
     @contextmanager
@@ -365,8 +365,8 @@ def _note_noise(watched: Watched) -> None:
         watched.noise[name] = watched.noise.get(name, torch.zeros_like(small)) | small
 
 
-def _loaders() -> list[Any]:
-    return [each for each in gc.get_objects() if issubclass(type(each), DataLoader)]
+def _loaders() -> Iterator[Any]:
+    return (each for each in gc.get_objects() if issubclass(type(each), DataLoader))
 
 
 def _evaluates(watched: Watched, earlier: Sequence[Any]) -> bool:
