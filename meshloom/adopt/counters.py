@@ -6,7 +6,9 @@ import ast
 
 from meshloom.adopt.watching.route import Loop
 from meshloom.adopt.watching.script import Script, one_refusal
-from meshloom.adopt.watching.source import bound, method, used
+from meshloom.adopt.watching.source import bound, calls, method, used
+
+READABLE = "Let its condition, or the one of its break, compare the number of steps done with a limit."
 
 
 def steps_of_epoch(script: Script) -> str | None:
@@ -16,8 +18,24 @@ def steps_of_epoch(script: Script) -> str | None:
     accumulated = accumulation(script)
     loop = script.data_loop
     if accumulated and (loop is None or not _is_within(script, loop)):
+        if _steps_at_end_of_epoch(script):
+            return f"-(-len({loader_name(script)}) // {accumulated})"
         return f"len({loader_name(script)}) // {accumulated}"
     return f"len({loader_name(script)})"
+
+
+def _steps_at_end_of_epoch(script: Script) -> bool:
+    """Whether `if (i + 1) % n == 0 or i + 1 == len(loader):` is around the optimizer's step, so that the last has fewer batches."""
+    tests = [
+        each.test
+        for node in script.statements_of(script.step_loop)
+        for each in ast.walk(node)
+        if isinstance(each, ast.If) and any(method(call) == "step" for call in calls(each))
+    ]
+    return any(
+        isinstance(test, ast.BoolOp) and isinstance(test.op, ast.Or) and any(method(call) == "len" for call in calls(test))
+        for test in tests
+    )  # fmt: skip
 
 
 def loader_name(script: Script) -> str:
@@ -60,10 +78,16 @@ def total_steps(script: Script) -> tuple[str, int]:
         node = loop.node
         if micro is not None and loop.depth >= micro.depth and loop is not data:
             continue
-        if loop is data:
+        if loop is data and isinstance(node, ast.For):
             assert per_epoch is not None
-            factors.append(per_epoch)
-            limit = _limit(script, loop)
+            limit = _taken(script, loop) or _limit(script, loop)
+            if script.iterated.repeats(loop) is not None:
+                if limit is None:
+                    raise one_refusal(script, node.lineno, f"{loop.source.segment(node.iter)} has no end that can be read. {READABLE}")  # fmt: skip
+                return limit
+            factors.append(
+                f"({per_epoch})" if per_epoch.startswith("len(") and "//" in per_epoch else per_epoch
+            )
             if limit is not None and not any(
                 isinstance(each.node, ast.For) for each in script.route.loops[: loop.depth]
             ):
@@ -72,10 +96,7 @@ def total_steps(script: Script) -> tuple[str, int]:
         if isinstance(node, ast.While):
             limit = _limit(script, loop)
             if limit is None:
-                raise one_refusal(
-                    script, node.lineno, "no number of steps can be read from this loop. Let its condition, "
-        "or the one of its break, compare the number of steps done with a limit."
-                )  # fmt: skip
+                raise one_refusal(script, node.lineno, f"no number of steps can be read from this loop. {READABLE}")  # fmt: skip
             return limit
         counted = _count(script, loop)
         if counted is None:
@@ -104,8 +125,9 @@ def as_function_of_step(script: Script, name: str, step: str) -> str | None:
                     else f"{step} // {steps_of_epoch(script)}"
                 )
                 return epoch if start == "0" else f"{start} + {epoch}"
-            if loop is data and script.micro_batches == 1:
-                return f"{step} % {steps_of_epoch(script)}"
+            if loop is data and script.micro_batches == 1 and not script.iterated.repeats(loop):
+                counted = f"{step} % {steps_of_epoch(script)}"
+                return f"{seen[0]} + {counted}" if seen and seen[0] else counted
     if len(seen) < 2:
         return None
     start, slope = seen[0], seen[1] - seen[0]
@@ -140,7 +162,7 @@ def _range(script: Script, loop: Loop) -> ast.Call | None:
     inner = loop.node.iter
     if isinstance(inner, ast.Call) and method(inner) == "trange":
         return inner
-    inner = script.unwrapped(inner)
+    inner = script.iterated.unwrapped(inner)
     return inner if isinstance(inner, ast.Call) and method(inner) == "range" else None
 
 
@@ -174,9 +196,10 @@ def _limit(script: Script, loop: Loop) -> tuple[str, int] | None:
     """From `while step < limit`, or `if step >= limit: break`."""
     tests: list[tuple[ast.expr, bool]] = [(loop.node.test, True)] if isinstance(loop.node, ast.While) else []
     tests += [
-        (node.test, False)
+        (test, False)
         for node in ast.walk(loop.node)
         if isinstance(node, ast.If) and any(isinstance(each, ast.Break) for each in node.body)
+        for test in (node.test.values if isinstance(node.test, ast.BoolOp) else [node.test])
     ]
     for test, goes_on in tests:
         if isinstance(test, ast.Compare) and len(test.ops) == 1 and isinstance(test.left, ast.Name):
@@ -187,6 +210,17 @@ def _limit(script: Script, loop: Loop) -> tuple[str, int] | None:
             more = isinstance(test.ops[0], ast.LtE if goes_on else ast.Gt)
             return (f"{limit} + 1" if more else limit), test.lineno
     return None
+
+
+def _taken(script: Script, loop: Loop) -> tuple[str, int] | None:
+    """N of a loop over `islice(batches, N)`, and its line."""
+    assert isinstance(loop.node, ast.For)
+    slices = [each for each in script.iterated.wrappers_of(loop.node.iter) if method(each) == "islice" and len(each.args) == 2]  # fmt: skip
+    if not slices:
+        return None
+    factor = script.micro_batches
+    number = loop.source.segment(slices[0].args[1])
+    return (number if factor == 1 else f"({number}) // {accumulation(script)}"), slices[0].lineno
 
 
 def _attribute(script: Script) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import textwrap
+from collections.abc import Iterable
 
 from meshloom.adopt.counters import accumulation, as_function_of_step, bound_by, loader_name
 from meshloom.adopt.setup_pieces import JobFunction, function_text, is_nothing, moves
@@ -54,6 +55,7 @@ def loss_piece(script: Script) -> JobFunction:
         )
     if script.sums:
         returned = f"{returned}, {_weight(script, end)}"
+    texts = [*_helpers(script, [*body, returned]), *texts]
     contexts = [
         each
         for each in script.route.contexts
@@ -79,6 +81,19 @@ def loss_piece(script: Script) -> JobFunction:
     )
     needs = free_names(texts) - {model or "", "batch"}
     return JobFunction("training_loss", function_text(f"training_loss({model}, batch)", texts), lines, needs)
+
+
+def _helpers(script: Script, texts: list[str]) -> list[str]:
+    """Methods of the object whose loop it was that the statements call, as functions within the loss: they read the model."""
+    owner = script.route.owner
+    if owner is None:
+        return []
+    found: list[str] = []
+    for method_node in owner.methods_in(free_names(texts)):
+        line = Line(owner.source, method_node, len(script.watched.frames) - 1, 1, method_node.lineno)
+        found.append(owner.as_function(method_node, _edits(script, line)))
+        script.because(line.at, f"{method_node.name} is a part of the loss, which is given the model")
+    return found
 
 
 def _weight(script: Script, end: Line) -> str:
@@ -181,7 +196,10 @@ def _batch(script: Script, lines: list[Line], wanted: set[str]) -> tuple[list[st
     data = script.data_loop
     if data is not None:
         script.because(data.node.lineno, "the loop over batches is the job's; a loss gets one batch")
-        texts, names = unpacking(data)
+        texts, names = unpacking(script, data)
+        repeated = script.iterated.repeats(data)
+        if repeated is not None:
+            script.because(repeated.lineno, "data comes in epochs, each in an order of its own")
         return texts, lines, wanted - names
     getter = script.first.source or "next"
     found = [line for line in lines if uses_batch(script, line)]
@@ -206,11 +224,11 @@ def _batch(script: Script, lines: list[Line], wanted: set[str]) -> tuple[list[st
     )
 
 
-def unpacking(data: Loop) -> tuple[list[str], set[str]]:
+def unpacking(script: Script, data: Loop) -> tuple[list[str], set[str]]:
     """The statement that takes a batch apart as a loop over batches does, and the names that it binds."""
     assert isinstance(data.node, ast.For)
     target: ast.expr = data.node.target
-    if any(method(each) == "enumerate" for each in calls(data.node.iter)) and isinstance(target, ast.Tuple):
+    if script.iterated.enumerates(data) and isinstance(target, ast.Tuple):
         target = target.elts[1]
     names = {each.id for each in ast.walk(target) if isinstance(each, ast.Name)}
     text = data.source.segment(target)
@@ -229,6 +247,27 @@ def carried(lines: list[Line], script: Script) -> set[str]:
 
 
 def _no_batch(script: Script) -> UntranslatedError:
+    for loop in script.route.loops:
+        if isinstance(loop.node, ast.For) and any(method(each) == "zip" for each in calls(loop.node.iter)):
+            return one_refusal(
+                script, loop.node.lineno,
+                "the loop takes a batch of each of several DataLoaders (zip). Make one Dataset whose sample is one of each (index % len), and loop over its DataLoader.",
+            )  # fmt: skip
+        value = (
+            script.evaluate(script.iterated.unwrapped(loop.node.iter))
+            if isinstance(loop.node, ast.For)
+            else None
+        )
+        if (
+            script.watched.loader is not None
+            and type(value).__module__ == "__main__"
+            and isinstance(value, Iterable)
+        ):
+            kind = type(value).__name__
+            return one_refusal(
+                script, loop.node.lineno,
+                f"the loop is over a {kind}, and not over the DataLoader that it reads. Loop over that, and do what {kind} does in the loop or in a collate_fn.",
+            )  # fmt: skip
     return one_refusal(
         script, script.first.line[1],
         "no batch was seen coming into the loop, from a DataLoader or from a function that returns "
@@ -296,7 +335,7 @@ def _index_name(script: Script) -> set[str]:
         data is not None
         and isinstance(data.node, ast.For)
         and isinstance(data.node.target, ast.Tuple)
-        and any(method(each) == "enumerate" for each in calls(data.node.iter))
+        and script.iterated.enumerates(data)
     ):
         return {each.id for each in ast.walk(data.node.target.elts[0]) if isinstance(each, ast.Name)}
     return set()

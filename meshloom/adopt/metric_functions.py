@@ -54,8 +54,9 @@ class MetricFunctions:
 
     @property
     def totals(self) -> list[Total]:
-        """Those that depend on the model."""
-        return [each for each in self._all if self._uses_model(each)]
+        """Those that depend on the model, and are not what another is divided by."""
+        divisors = {each.over for each in self._all}
+        return [each for each in self._all if each.name not in divisors and self._uses_model(each)]
 
     def _uses_model(self, total: Total) -> bool:
         lines, _ = self._slice(used(total.expression), total.at)
@@ -65,9 +66,15 @@ class MetricFunctions:
         """Expressions in it that are the module that is evaluated, or one around it."""
         return [
             each
-            for each in ast.walk(node)
+            for inner in [node, *self._helpers(used(node))]
+            for each in ast.walk(inner)
             if isinstance(each, ast.Name | ast.Attribute) and self._is_model(each)
         ]
+
+    def _helpers(self, names: set[str]) -> list[ast.FunctionDef]:
+        """Methods, called by these names, of the object whose loop it is."""
+        owner = self._evaluating.route.owner
+        return owner.methods_in(names) if owner is not None else []
 
     def _is_model(self, node: ast.AST) -> bool:
         return self._is_model_itself(self._evaluating.evaluate(node))
@@ -105,7 +112,7 @@ class MetricFunctions:
         parts = [total.expression, *([total.weight] if total.weight else []), *([divisor.expression] if divisor else [])]  # fmt: skip
         at = max(total.at, divisor.at if divisor else 0)
         nodes, wanted = self._slice(set[str]().union(*map(used, parts)), at)
-        unpacked, names = unpacking(self._loop)
+        unpacked, names = unpacking(self._evaluating, self._loop)
         assert isinstance(self._loop.node, ast.For)
         index = bound_by(self._loop.node) - names
         if wanted & index:
@@ -126,6 +133,13 @@ class MetricFunctions:
         result = [*body, f"return {returned}"]
         for context in reversed(self.contexts):
             result = [f"with {context}:\n" + textwrap.indent("\n".join(result), "    ")]
+        owner = self._evaluating.route.owner
+        if owner is not None:
+            helpers = self._helpers(free_names(result))
+            result = [
+                *(owner.as_function(each, self._edits(owner.source, each)) for each in helpers),
+                *result,
+            ]
         free = free_names(result) - {"model", "batch"}
         constants = {each: self._evaluating.values.get(each) for each in free & names_of_loop(self._script)}
         for each, value in sorted(constants.items()):

@@ -122,7 +122,7 @@ def _data(script: Script, parts: JobParts) -> dict[str, str]:
                 line,
                 "the DataLoader has no name in the set-up. Make it before the loop, and give it a name.",
             )
-        parts.inline = f"{name} = {loop.source.segment(script.unwrapped(loop.node.iter))}"
+        parts.inline = f"{name} = {loop.source.segment(script.iterated.unwrapped(loop.node.iter))}"
     if loader.batch_size is None or script.watched.nexts > 1:
         what = (
             "several batches come for one backward()"

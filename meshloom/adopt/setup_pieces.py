@@ -93,7 +93,7 @@ def optimizer_piece(script: Script, model: JobFunction) -> JobFunction:
         if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Import | ast.ImportFrom):
             return False
         if binds(line, wanted):
-            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple):
+            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Tuple):
                 raise line.refuse("one statement makes the optimizer and something else. Make them in two.")
             return not bound(node) & script.model_names
         touched = changed(node) & wanted

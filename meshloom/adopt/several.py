@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from torch import nn
-
 from meshloom.adopt.watching.route import Refusal, UntranslatedError
 from meshloom.adopt.watching.watch import Watched
 
@@ -19,17 +17,6 @@ def check_one_loss(script: Path, watched: Watched) -> None:
             [(str(last.path), last.line)],
             "no optimizer takes a step after this backward(). Use one of torch.optim in place of updates by hand",
         )
-    for frame in watched.frames:
-        if (
-            frame.function != "<module>"
-            and "self" in frame.values
-            and not isinstance(frame.values["self"], nn.Module)
-        ):
-            kind = type(frame.values["self"]).__name__
-            raise _refused(
-                [(str(frame.path), frame.line)],
-                f"the loop runs in a method of {kind} ({frame.function}). Move it into a function of (model, loader, optimizer, ...), which the script calls",
-            )
     if watched.closure:
         raise _refused(at[:1], "the optimizer evaluates the loss itself (optimizer.step(closure)). Write "
         "Job(loss=..., optimizer=...) by hand: a job has no closure (docs/several_losses.md)")  # fmt: skip

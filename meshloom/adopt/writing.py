@@ -26,6 +26,12 @@ def write(script: Script, parts: JobParts) -> str:
     if parts.evaluation is not None:
         drop_functions_of_evaluation(script, main, parts)
     functions = script.route.functions
+    owner = script.route.owner
+    unused = [
+        each
+        for each in main.tree.body
+        if owner is not None and isinstance(each, ast.ClassDef) and each.name == owner.definition.name
+    ]
     made = {id(line.node) for piece in parts.pieces for line in piece.lines if not line.depth}
     provided = {
         "make_model",
@@ -40,7 +46,9 @@ def write(script: Script, parts: JobParts) -> str:
         "IterableDataset",
     }
     kept_definitions = [
-        node for node in main.tree.body if isinstance(node, DEFINITIONS) and node not in functions
+        node
+        for node in main.tree.body
+        if isinstance(node, DEFINITIONS) and node not in functions and node not in unused
     ]
     of_definitions = set[str]().union(*(used(node) for node in kept_definitions))
     wanted = (parts.needs | of_definitions) - provided - set(dir(builtins))
@@ -50,6 +58,7 @@ def write(script: Script, parts: JobParts) -> str:
         if id(each.node) not in made and not isinstance(each.node, ast.Import | ast.ImportFrom)
     ]
     kept, _ = slice_of(lines, wanted, lambda name: True, lambda line, names: _stays(script, line, names))
+    _refuse_owner(script, parts, kept)
     refuse_uses_of_model(script, [each for each in kept if not is_talk(each.node)])
     inner = _is_inner(script)
     imports = _imports(script, parts, kept)
@@ -58,7 +67,24 @@ def write(script: Script, parts: JobParts) -> str:
             main.tree.body[-1].lineno,
             "the script seeds nothing, and every rank has to make the same data: torch.manual_seed(0)",
         )
-    return _composed(script, main, parts, kept, made, imports, inner)
+    needed = set[str]().union(parts.needs, *(used(each.node) for each in kept))
+    dropped = [each for each in unused if each.name not in needed]
+    return _composed(script, main, parts, kept, made, imports, inner, dropped)
+
+
+def _refuse_owner(script: Script, parts: JobParts, kept: list[Line]) -> None:
+    """Nothing of the job uses the object whose methods were on the way. Raises `UntranslatedError`."""
+    owner = script.route.owner
+    if owner is None:
+        return
+    methods = {each.name for each in owner.methods_in(owner.names)}
+    for line in [*kept, *(line for piece in parts.pieces for line in piece.lines)]:
+        unknown = {"self"} if line.depth else {"self", *methods}
+        if used(line.node) & unknown:
+            kind = owner.definition.name
+            raise line.refuse(
+                f"the job needs what this line does with the {kind} itself. Make what it calls a function of the values that it uses."
+            )
 
 
 def drop_functions_of_roles(script: Script, main: PythonSource) -> None:
@@ -114,7 +140,7 @@ def _is_inner(script: Script) -> bool:
     """Whether the job is made in a function, since the script's set-up is in one, or in `if __name__ == "__main__":`."""
     top = {id(node) for node in script.route.sources[0].tree.body}
     return any(
-        line.frame > 0 or (line.at == line.node.lineno and id(line.node) not in top)
+        line.frame > 0 or (line.at == line.node.lineno and id(line.whole.node) not in top)
         for line in script.route.setup
     )
 
@@ -161,10 +187,12 @@ def _composed(
     made: set[int],
     imports: list[str],
     inner: bool,
+    dropped: list[ast.ClassDef],
 ) -> str:
     """The script's lines, of which some are replaced."""
     top = {id(node) for node in main.tree.body}
     staying = {id(each.node) for each in kept}
+    rows = TopLines(main)
     last = {
         id(piece.lines[-1].node): piece for piece in parts.pieces if piece.lines and not piece.lines[-1].depth
     }
@@ -173,28 +201,21 @@ def _composed(
     placed: set[str] = set()
     active = _active(script, main)
     for line in script.route.setup:
-        node, here = line.node, line.frame == 0 and id(line.node) in top
-        text = ""
+        node, whole = line.node, line.whole.node
+        here = line.frame == 0 and id(whole) in top and whole is not active
+        if here and ((isinstance(node, DEFINITIONS) and line.part_of is None) or _is_docstring(node)):
+            continue
+        text: str | None = ""
         if id(node) in last:
             text = last[id(node)].text
             placed.add(last[id(node)].name)
-        elif id(node) not in made and (
-            id(node) in staying
-            or (here and isinstance(node, DEFINITIONS) and node not in script.route.functions)
-        ):
-            if here:
-                continue
-            text = line.source.statement(node)
-        elif isinstance(node, ast.Import | ast.ImportFrom) and not here:
-            text = line.source.statement(node)
-        if here and isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-            continue  # the file's docstring
-        if here and isinstance(node, DEFINITIONS):
-            continue
+        elif id(node) not in made and (id(node) in staying or isinstance(node, ast.Import | ast.ImportFrom)):
+            text = None if here else line.source.statement(node)
         if here:
-            edits.append((*main.span(node), text))
+            rows.put(line, text)
         elif text:
             job.append(text)
+    edits += rows.edits()
     rest = [piece.text for piece in parts.pieces if piece.name not in placed]
     arguments = "".join(f"    {name}={value},\n" for name, value in parts.arguments.items())
     call = f"ml.Job(\n{arguments})"
@@ -206,7 +227,9 @@ def _composed(
         text = text.replace("def job():\n", f"def job():\n{doc}", 1)
     else:
         text = _spaced([*job, *tail, f"job = {call}"], 2)
-    edits += [(*main.span(each), "") for each in script.route.functions if each in main.tree.body]
+    edits += [
+        (*main.span(each), "") for each in [*script.route.functions, *dropped] if each in main.tree.body
+    ]
     edits.append((*main.span(active), text))
     behind = [each for each in main.tree.body if each.lineno > active.lineno]
     edits += [(*main.span(each), "") for each in behind if not isinstance(each, DEFINITIONS)]
@@ -214,6 +237,50 @@ def _composed(
         imports = [*imports, "", "torch.manual_seed(0)"]
     edits.append((_after_imports(main), _after_imports(main) - 1, "\n".join(imports)))
     return _edited(main, edits)
+
+
+class TopLines:
+    """The statements at the top of a file that share lines, with their new texts, as edits of these lines."""
+
+    def __init__(self, main: PythonSource) -> None:
+        self._main = main
+        self._rows: list[list[ast.stmt]] = []
+        for node in main.tree.body:
+            if self._rows and node.lineno <= (self._rows[-1][-1].end_lineno or 0):
+                self._rows[-1].append(node)
+            else:
+                self._rows.append([node])
+        self._texts: dict[int, list[tuple[Line, str | None]]] = {}
+
+    def put(self, line: Line, text: str | None) -> None:
+        """text: of a statement, or of one that it stands for; None: it stays; "": it goes."""
+        self._texts.setdefault(id(line.whole.node), []).append((line, text))
+
+    def edits(self) -> list[tuple[int, int, str]]:
+        """(first line, last line, text in their place) of rows that change."""
+        found: list[tuple[int, int, str]] = []
+        for row in self._rows:
+            parts = [each for node in row for each in self._texts.get(id(node), [])]
+            if all(text is None for _, text in parts):
+                continue
+            texts = [text for node in row for text in self._of(node, first=node is row[0])]
+            start, _ = self._main.span(row[0])
+            found.append((start, max(node.end_lineno or 0 for node in row), _spaced(texts, 2)))
+        return found
+
+    def _of(self, node: ast.stmt, first: bool) -> list[str]:
+        parts = self._texts.get(id(node), [])
+        if all(text is None for _, text in parts):
+            return [self._main.statement(node) if first else self._main.segment(node)]
+        return [
+            text if text is not None else line.source.statement(line.node)
+            for line, text in parts
+            if text != ""
+        ]
+
+
+def _is_docstring(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
 
 
 def _active(script: Script, main: PythonSource) -> ast.stmt:
@@ -245,7 +312,7 @@ def _after_imports(main: PythonSource) -> int:
 
 
 def _edited(main: PythonSource, edits: list[tuple[int, int, str]]) -> str:
-    lines = list(main.lines)
+    lines = list(PythonSource.read(main.path).lines)  # in which attributes are not plain names
     for first, last, text in sorted(edits, key=lambda each: (each[0], each[1]), reverse=True):
         new = text.split("\n") if text else []
         definition = text.startswith(("def ", "class "))

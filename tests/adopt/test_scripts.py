@@ -16,27 +16,47 @@ from meshloom.verify.run import verify
 
 SCRIPTS = Path(__file__).parent / "scripts"
 ADOPTED = [
-    "annealed", "averaged_meters", "averaged_model", "bag_of_words", "diffusion", "digits_convnet", "early_stopped", "frozen_backbone", "mixed_precision", "mixup",
-    "moving_average", "nano_gpt", "one_cycle", "perplexity", "phases", "poly_rate", "quickstart", "recommender", "sampled_regression", "several_files/train",
+    "annealed", "averaged_meters", "averaged_model", "bag_of_words", "bert_by_hand", "built_together", "cycled_steps",
+    "diffusion", "digits_convnet", "early_stopped", "engine_class", "frozen_backbone", "learner", "mixed_precision", "mixup",
+    "moving_average", "nano_gpt", "notebook", "one_cycle", "perplexity", "phases", "poly_rate", "progress_and_amp",
+    "quickstart", "recommender", "sampled_regression", "settings_class", "several_files/train",
     "shadow_weights", "siamese", "streamed_text",
-    "super_resolution", "text_classifier", "translation", "vae",
+    "super_resolution", "text_classifier", "trainer_by_steps", "trainer_class", "trainer_helper",
+    "trainer_object", "trainer_of_tutorial", "trainer_with_everything", "translation", "two_inputs", "vae",
 ]  # fmt: skip
-QUICK = ["averaged_model", "early_stopped", "nano_gpt", "several_files/train"]
+QUICK = [
+    "averaged_model",
+    "built_together",
+    "early_stopped",
+    "nano_gpt",
+    "several_files/train",
+    "trainer_helper",
+    "trainer_object",
+    "two_inputs",
+]
 # of jobs: metrics, steps between evaluations, best, patience, decay of the average
 EVALUATIONS = {
     "averaged_meters": (["acc1"], 43, "acc1:max", None, None),
+    "bert_by_hand": (["correct"], 24, None, None, None),
     "averaged_model": (["loss", "acc"], 10, "acc:max", None, 0.98),
     "digits_convnet": (["test_loss", "correct"], 47, None, None, None),
     "early_stopped": (["val_loss"], 22, "val_loss:min", 4, None),
+    "engine_class": (["score"], 6, "score:max", None, None),
     "moving_average": ([], 0, None, None, 0.99),
     "perplexity": (["total_loss"], 15, "total_loss:min", None, None),
     "phases": (["epoch_loss", "epoch_acc"], 44, "epoch_acc:max", None, None),
+    "progress_and_amp": (["val_loss", "val_acc"], 6, None, None, None),
     "quickstart": (["correct"], 20, None, None, None),
+    "settings_class": (["loss", "acc"], 44, "acc:max", None, None),
     "shadow_weights": (["valid_loss", "valid_acc"], 32, "valid_loss:min", 3, 0.9),
+    "trainer_object": (["acc"], 22, "acc:max", None, None),
+    "trainer_with_everything": (["val_loss", "val_acc"], 14, "val_loss:min", 3, None),
     "vae": (["test_loss"], 48, None, None, None),
 }
 # lines of evaluations that are named, and why
 NAMED = {
+    "built_together": "built_together.py:42: this evaluation is left out: it is added up in an expression",
+    "learner": "learner.py:37: this evaluation is left out: it uses 'loss' of the loop",
     "several_files/train": "engine.py:28: this evaluation is left out: it is added up in an expression",
     "super_resolution": "super_resolution.py:90: 'avg_psnr' of this evaluation is left out: it is no mean over samples",
 }
@@ -47,10 +67,13 @@ REFUSED = {
     "plateau": "plateau.py:21: scheduler.step(...) takes a measured value",
     "reinforce": "reinforce.py:21: no batch was seen",
     "time_sequence": "time_sequence.py:20: the optimizer evaluates the loss itself",
-    "trainer_class": "trainer_class.py:18: the loop runs in a method of Trainer",
-    "two_in_one": "two_in_one.py:10: one statement makes the optimizer and something else",
+    "trainer_configures": "trainer_configures.py:11: the job needs what this line does with the Trainer itself",
+    "trainer_with_a_base": "trainer_with_a_base.py:14: the loop runs in a method of Trainer (fit), which has a base class",
+    "two_in_one": "two_in_one.py:17: one statement makes the optimizer and something else",
     "updates_by_hand": "updates_by_hand.py:11: no optimizer takes a step",
     "word_language_model": "word_language_model.py:46: no batch was seen",
+    "wrapped_loader": "wrapped_loader.py:28: the loop is over a WrappedDataLoader",
+    "zipped": "zipped.py:16: the loop takes a batch of each of several DataLoaders (zip)",
 }
 
 
@@ -120,6 +143,29 @@ def test_a_file_that_can_have_no_place_is_refused_before_the_script_runs(tmp_pat
         JobError, match=r"nowhere/job.py cannot be written: there is no directory .*nowhere. Give --to"
     ):
         adopt(script, target=tmp_path / "nowhere/job.py")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_several_statements_in_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of which one calls `backward()`, and others make what the job needs or has no use for."""
+    script = tmp_path / "short.py"
+    script.write_text(
+        "import torch; from torch import nn\n"
+        "from torch.utils.data import DataLoader, TensorDataset\n"
+        "torch.manual_seed(0); rate = 0.1; shown = []\n"
+        "# data of a line\n"
+        "x = torch.randn(64, 4); y = x.sum(1, keepdim=True)\n"
+        "loader, best = DataLoader(TensorDataset(x, y), batch_size=8), 1e9\n"
+        "model = nn.Linear(4, 1); optimizer = torch.optim.SGD(model.parameters(), lr=rate)\n"
+        "for a, b in loader:\n"
+        "    loss = nn.functional.mse_loss(model(a), b); shown.append(loss.item())\n"
+        "    optimizer.zero_grad(); loss.backward(); optimizer.step()\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    found = adopt(script)
+    assert found.proved
+    assert "rate = 0.1" in found.after and "best" not in found.after and "shown" not in found.after
+    assert found.after.count("# data of a line") == 1
 
 
 def test_a_job_that_differs_is_not_proved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,8 +46,9 @@ class Averages:
         trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
         self._parameters.append({name: each.detach().clone() for name, each in trained.items()})
         for frame in frames:
-            for name, value in [*frame.globals.items(), *frame.values.items()]:
-                copy = copy_of(value, model, trained)
+            for name, value in [*frame.globals.items(), *frame.attributes.items(), *frame.values.items()]:
+                is_owner = any(value is each.owner for each in frames if each.owner is not None)
+                copy = None if is_owner else copy_of(value, model, trained)
                 if copy is not None:
                     kept = self._copies.setdefault(name, (value, []))[1]
                     if len(kept) < len(self._parameters):

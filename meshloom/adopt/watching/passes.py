@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,13 +18,19 @@ from meshloom.adopt.watching.draws import Draws, draws_now
 @dataclass(frozen=True)
 class SeenFrame:
     """A function of the user's, or a file, on the way from the script to where something was seen. function: "<module>" of a
-    file. line: where it was. values: of its names."""
+    file. line: where it was. values: of its names. owner: the object whose method it is, unless that is a module; attributes: the
+    owner's then. made: of functions that have returned an optimizer with something else, or made an owner, their names."""
 
     path: Path
     function: str
     line: int
     values: dict[str, Any]
     globals: dict[str, Any]
+    owner: Any = None
+    attributes: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    made: Mapping[types.CodeType, dict[str, Any]] = field(
+        default_factory=dict[types.CodeType, dict[str, Any]]
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,10 +9,12 @@ main():                       set-up       args = ...; model = ...; loader = ...
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from meshloom.adopt.watching.inlining import Part, arguments_of, single_statements
+from meshloom.adopt.watching.owners import NotInlinedError, Owner, owner_of
 from meshloom.adopt.watching.passes import SeenFrame
 from meshloom.adopt.watching.source import PythonSource, bound, calls, method, used
 
@@ -39,13 +41,19 @@ class UntranslatedError(Exception):
 
 @dataclass(frozen=True)
 class Line:
-    """A statement. frame: whose it is; depth: of how many loops of the way it is in. at: the line for messages."""
+    """A statement. frame: whose it is; depth: of how many loops of the way it is in. at: the line for messages. part_of: the
+    statement of the file that stands for it and others."""
 
     source: PythonSource
     node: ast.stmt
     frame: int
     depth: int
     at: int
+    part_of: Line | None = None
+
+    @property
+    def whole(self) -> Line:
+        return self.part_of or self
 
     def refuse(self, text: str, node: ast.AST | None = None) -> UntranslatedError:
         line = getattr(node, "lineno", self.at) if self.at == self.node.lineno else self.at
@@ -66,7 +74,8 @@ class Loop:
 class WayToBackward:
     """before: statements on the way, in order. loops: from the outermost. beside: statements in these loops that are not on
     the way, before or after. after: those behind the loops. contexts: `with` statements around `backward()` within the
-    innermost loop. branches: `if` statements of which a branch was taken. end: the statement with `backward()`."""
+    innermost loop. branches: `if` statements of which a branch was taken. end: the statement with `backward()`. owner: the object
+    whose methods are on the way."""
 
     sources: list[PythonSource] = field(default_factory=list[PythonSource])
     before: list[Line] = field(default_factory=list[Line])
@@ -77,6 +86,7 @@ class WayToBackward:
     branches: list[Line] = field(default_factory=list[Line])
     functions: list[ast.FunctionDef] = field(default_factory=list[ast.FunctionDef])
     end: Line | None = None
+    owner: Owner | None = None
 
     @property
     def setup(self) -> list[Line]:
@@ -91,6 +101,10 @@ def follow(frames: Sequence[SeenFrame], sources: Sequence[PythonSource] = ()) ->
     """frames: outermost first. sources: of files that have been read. Raises `UntranslatedError`."""
     route = WayToBackward()
     known = {each.path: each for each in sources}
+    try:
+        route.owner = owner_of(frames, known)
+    except NotInlinedError as error:
+        raise _in_a_method(frames, str(error)) from error
     for index, frame in enumerate(frames):
         if frame.path not in known:
             known[frame.path] = PythonSource.read(frame.path)
@@ -100,6 +114,18 @@ def follow(frames: Sequence[SeenFrame], sources: Sequence[PythonSource] = ()) ->
         body = _body(route, source, frame)
         _Walker(route, source, index, frame, following).walk(body)
     return route
+
+
+def _in_a_method(frames: Sequence[SeenFrame], why: str, owner: Owner | None = None) -> UntranslatedError:
+    frame = next((each for each in frames if each.owner is not None), frames[-1])
+    kind = type(owner.value if owner else frame.owner).__name__
+    where = frame.function if owner is None else "fit"
+    return UntranslatedError(
+        Refusal(
+            frame.path.name, frame.line,
+            f"the loop runs in a method of {kind} ({where}), {why}. Move it into a function of (model, loader, optimizer, ...), which the script calls.",
+        )
+    )  # fmt: skip
 
 
 def _body(route: WayToBackward, source: PythonSource, frame: SeenFrame) -> list[ast.stmt]:
@@ -113,7 +139,7 @@ def _body(route: WayToBackward, source: PythonSource, frame: SeenFrame) -> list[
         f"plain function. Call backward() in a loop or in functions called from it."
             )
         )  # fmt: skip
-    if "self" in [each.arg for each in function.args.args[:1]]:
+    if frame.owner is None and "self" in [each.arg for each in function.args.args[:1]]:
         raise UntranslatedError(
             Refusal(
                 source.path.name, function.lineno, f"the loop runs in a method ({function.name}) of an object. Move it "
@@ -135,15 +161,53 @@ class _Walker:
     def walk(self, body: list[ast.stmt]) -> None:
         depth = len(self.route.loops)
         reached = False
+        following = self._following(body)
         for node in body:
             line = Line(self.source, node, self.index, depth, node.lineno)
             if reached:
                 (self.route.beside if depth else self.route.after).append(line)
-            elif node.lineno <= self.frame.line <= (node.end_lineno or 0):
+            elif node is following:
                 reached = True
                 self._enter(line, depth)
             else:
-                self.route.before.append(line)
+                self.route.before += self._of_batches(line) if depth else self._singles(line)
+
+    def _of_batches(self, line: Line) -> list[Line]:
+        """A statement of a loop; `batch = next(batches)` where it is tried, and done again behind the end of an epoch."""
+        node = line.node
+        if isinstance(node, ast.Try) and [ast.unparse(each.type) for each in node.handlers if each.type] == [
+            "StopIteration"
+        ]:
+            return [Line(self.source, each, line.frame, line.depth, each.lineno) for each in node.body]
+        return [line]
+
+    def _singles(self, line: Line) -> list[Line]:
+        """A statement of the set-up, or those that it stands for."""
+        known = self.source.singles.get(id(line.node))
+        if known is None:
+            known = self.source.singles[id(line.node)] = self._parts(line.node)
+        return [Line(source, node, line.frame, 0, node.lineno, line) for source, node in known] or [line]
+
+    def _parts(self, node: ast.stmt) -> list[Part]:
+        owner = self.route.owner
+        if owner is None or self.index != owner.frame or not owner.is_made_by(node):
+            return list(single_statements(self.source, node, self.frame))
+        try:
+            parts = owner.construction(self.source, node, self.frame)
+        except NotInlinedError as error:
+            raise _in_a_method([self.frame], str(error), owner) from error
+        return [
+            again
+            for inner, each in parts
+            for again in list(single_statements(inner, each, self.frame)) or [(inner, each)]
+        ]
+
+    def _following(self, body: list[ast.stmt]) -> ast.stmt | None:
+        """The statement in which the frame is; of several in one line, the one that calls what comes next."""
+        found = [each for each in body if each.lineno <= self.frame.line <= (each.end_lineno or 0)]
+        name = self.following.function if self.following else "backward"
+        calling = [each for each in found if any(method(call) == name for call in calls(each))]
+        return next(iter([*calling, *found]), None)
 
     def _enter(self, line: Line, depth: int) -> None:
         node = line.node
@@ -175,32 +239,23 @@ class _Walker:
         source = PythonSource.read(self.following.path)
         function = source.function(name, self.following.line)
         assert function is not None
-        for parameter, given in _arguments(self.source, found[0], source, function, line):
-            if parameter != given:
-                bind = PythonSource(self.source.path, f"{parameter} = {given}")
+        if (
+            not depth
+            and self.route.owner is not None
+            and self.index == self.route.owner.frame
+            and self.route.owner.is_made_by(line.node)
+        ):
+            self.route.before += self._singles(line)
+        given = arguments_of(self.source, found[0], source, function)
+        if given is None:
+            raise line.refuse(
+                f"{function.name}() takes *arguments, or is given **arguments. Give each by its name.",
+                found[0],
+            )
+        for parameter, text in given:
+            if parameter != text:
+                bind = PythonSource(self.source.path, f"{parameter} = {text}")
                 self.route.before.append(Line(bind, bind.tree.body[0], self.index, depth, line.at))
-
-
-def _arguments(
-    source: PythonSource, call: ast.Call, into: PythonSource, function: ast.FunctionDef, line: Line
-) -> Iterator[tuple[str, str]]:
-    arguments = function.args
-    names = [each.arg for each in [*arguments.posonlyargs, *arguments.args]]
-    if arguments.vararg or any(isinstance(each, ast.Starred) for each in call.args):
-        raise line.refuse(f"{function.name}() takes *arguments. Give each a name.", call)
-    given = {name: source.segment(each) for name, each in zip(names, call.args, strict=False)}
-    given |= {each.arg: source.segment(each.value) for each in call.keywords if each.arg}
-    defaults = dict(zip(reversed(names), reversed(arguments.defaults), strict=False))
-    defaults |= {
-        each.arg: default
-        for each, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
-        if default
-    }
-    for name in [*names, *(each.arg for each in arguments.kwonlyargs)]:
-        if name in given:
-            yield name, given[name]
-        elif name in defaults:
-            yield name, into.segment(defaults[name])
 
 
 def slice_of(lines: list[Line], wanted: set[str], inside: Any, takes: Any) -> tuple[list[Line], set[str]]:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from meshloom.adopt.watching.draws import tensors_of
+from meshloom.adopt.watching.iterated import Iterated
 from meshloom.adopt.watching.route import Loop, Refusal, UntranslatedError, WayToBackward
 from meshloom.adopt.watching.source import bound, calls, dotted, method, roots, used
 from meshloom.adopt.watching.watch import MicroBatch, Watched
@@ -49,6 +50,7 @@ class Script:
         self.values: dict[str, Any] = {}
         for frame in frames:
             self.values |= frame.globals | frame.values
+        self.iterated = Iterated(self.route, self.values, self.watched.loader)
         self.setup_values: dict[str, Any] = {}
         for line in self.route.setup:
             for name in bound(line.node):
@@ -132,19 +134,14 @@ class Script:
 
     def is_loader(self, node: ast.expr) -> bool:
         """Whether a loop over it is one over the data loader that trains."""
-        inner = self.unwrapped(node)
+        inner = self.iterated.unwrapped(node)
         if self.watched.loader is None:
             return False
         value = self.evaluate(inner)
+        value = getattr(value, "iterable", value)  # of a progress bar
         return value is self.watched.loader or (
             isinstance(inner, ast.Call) and method(inner) == "DataLoader" and self.loader is None
         )
-
-    def unwrapped(self, node: ast.expr) -> ast.expr:
-        """`x` of `enumerate(tqdm(x))`."""
-        while isinstance(node, ast.Call) and method(node) in ("enumerate", "tqdm", "trange", "track", "iter", "progress_bar") and node.args:  # fmt: skip
-            node = node.args[0]
-        return node
 
     def evaluate(self, node: ast.AST) -> Any:
         """The value of a name, an attribute, an item or a constant; None of anything else."""

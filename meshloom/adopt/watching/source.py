@@ -28,6 +28,16 @@ class PythonSource:
         return ast.parse(self.text)
 
     @cached_property
+    def singles(self) -> dict[int, list[tuple[PythonSource, ast.stmt]]]:
+        """Of statements by id, the single ones that they stand for."""
+        return {}
+
+    @cached_property
+    def flattened(self) -> dict[str, str]:
+        """Plain names of the attributes of an object whose class is in the file, where they stand in place of these."""
+        return {}
+
+    @cached_property
     def lines(self) -> list[str]:
         return self.text.splitlines()
 
@@ -44,7 +54,13 @@ class PythonSource:
 
     def segment(self, node: ast.AST, replacements: Sequence[Replacement] = ()) -> str:
         """The text of a node, with other text in place of some nodes within it."""
-        start, stop = self._range(node)
+        return self._between(*self._range(node), replacements)
+
+    def replaced(self, replacements: Sequence[Replacement]) -> str:
+        """The whole text, with other text in place of some nodes."""
+        return self._between(0, len(self._bytes), replacements)
+
+    def _between(self, start: int, stop: int, replacements: Sequence[Replacement]) -> str:
         text, at = b"", start
         for inner, new in sorted(replacements, key=lambda each: self._range(each[0])):
             first, last = self._range(inner)

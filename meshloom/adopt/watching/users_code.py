@@ -5,8 +5,12 @@ from __future__ import annotations
 import inspect
 import types
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
 
 from meshloom.adopt.watching.draws import is_batch
 from meshloom.adopt.watching.passes import SeenFrame
@@ -14,12 +18,13 @@ from meshloom.adopt.watching.passes import SeenFrame
 
 class UsersCode:
     """What Python tells: the user's lines that ran in the first step, by file, the tensors that the user's functions returned,
-    frames."""
+    frames, and the names of functions and constructors that made what is trained."""
 
     def __init__(self, script: Path) -> None:
         self._script, self._folder = script.resolve(), script.parent.resolve()
         self.lines: dict[str, set[int]] = {}
         self.in_first_step = True
+        self.made: dict[types.CodeType, dict[str, Any]] = {}
         self._known: dict[str, bool] = {}
         self.returned: deque[tuple[str, Any]] = deque(maxlen=64)
 
@@ -42,8 +47,11 @@ class UsersCode:
     def _trace_users(self, frame: types.FrameType, event: str, value: Any) -> Any:
         if event == "line":
             self.lines.setdefault(frame.f_code.co_filename, set()).add(frame.f_lineno)
-        elif event == "return" and is_batch(value):
-            self.returned.append((frame.f_code.co_name, value))
+        elif event == "return":
+            if is_batch(value):
+                self.returned.append((frame.f_code.co_name, value))
+            if frame.f_code.co_name == "__init__" or _makes_optimizer(value):
+                self.made[frame.f_code] = dict(frame.f_locals)
         return self._trace_users
 
     def users_frames(self, frame: types.FrameType | None) -> list[SeenFrame]:
@@ -52,14 +60,21 @@ class UsersCode:
         while frame is not None:
             if self.is_users(frame.f_code.co_filename):
                 path = Path(frame.f_code.co_filename).resolve()
+                values = dict(frame.f_locals)
+                owner = None if isinstance(values.get("self"), nn.Module) else values.pop("self", None)
                 seen = SeenFrame(
-                    path, frame.f_code.co_name, frame.f_lineno, dict(frame.f_locals), frame.f_globals
-                )
+                    path, frame.f_code.co_name, frame.f_lineno, values, frame.f_globals,
+                    owner=owner, attributes=dict(getattr(owner, "__dict__", {})), made=self.made,
+                )  # fmt: skip
                 frames.insert(0, seen)
                 if frame.f_code.co_name == "<module>" and path == self._script:
                     break
             frame = frame.f_back
         return frames
+
+
+def _makes_optimizer(value: Any) -> bool:
+    return isinstance(value, tuple) and any(isinstance(each, Optimizer | nn.Module) for each in value)
 
 
 def caller(depth: int) -> types.FrameType:
@@ -70,3 +85,18 @@ def caller(depth: int) -> types.FrameType:
         frame = frame.f_back
     assert frame is not None
     return frame
+
+
+def clipping(clips: list[tuple[str, float, float, int]], clip: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that clips, and notes what it is given."""
+
+    def clipped(parameters: Any, bound: float, *rest: Any, **named: Any) -> Any:
+        norm = named.get("norm_type", rest[0] if rest else 2.0) if "norm" in clip.__name__ else 0.0
+        clips.append((clip.__name__, float(bound), float(norm), caller(2).f_lineno))
+        return clip(parameters, bound, *rest, **named)
+
+    def by_name(parameters: Any, *rest: Any, **named: Any) -> Any:
+        names = [each for each in ("max_norm", "clip_value") if each in named]
+        return clipped(parameters, *([named.pop(names[0])] if names else []), *rest, **named)
+
+    return by_name

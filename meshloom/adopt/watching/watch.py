@@ -32,14 +32,12 @@ from torch.utils.hooks import RemovableHandle
 from meshloom.adopt.watching.averaged import Averages, SeenAverage
 from meshloom.adopt.watching.draws import Draws, draws_now, set_draws, tensors_of
 from meshloom.adopt.watching.passes import Passes, SeenFrame, SeenPass, values_of
-from meshloom.adopt.watching.users_code import UsersCode, caller
+from meshloom.adopt.watching.users_code import UsersCode, caller, clipping
 from meshloom.core.errors import JobError
 
-FURTHER_STEPS, FURTHER_SECONDS = (
-    1000,
-    30.0,
-)  # of the processor, in which a script may come to its first evaluation
-NOISE = 3e-6  # of a parameter's largest gradient: what float32's rounding leaves of a gradient that is 0
+FURTHER_STEPS = 1000  # in which a script may come to its first evaluation, and
+FURTHER_SECONDS = 30.0  # of the processor
+NOISE = 3e-6  # of the model's largest gradient: what float32's rounding leaves of a gradient that is 0
 
 
 @dataclass
@@ -132,7 +130,7 @@ class _EnoughError(BaseException):
 class _Pending:
     """What has come since the last `backward()`."""
 
-    nexts: dict[int, int] = field(default_factory=dict[int, int])
+    nexts: dict[int, tuple[Any, int]] = field(default_factory=dict[int, tuple[Any, int]])
     samples: dict[int, tuple[list[Any], Draws]] = field(default_factory=dict[int, tuple[list[Any], Draws]])
     newest: Any = None
     called: tuple[str, Any, Draws] | None = None
@@ -148,11 +146,10 @@ class _Watcher:
         self._scaled: dict[int, tuple[Tensor, float]] = {}
         self._collated: list[Any] = []
         self._step: list[MicroBatch] = []
-        self._in_step = False
         self.passes = Passes(self.python.users_frames)
         self.averages = Averages()
-        self.enough = False  # the steps that are compared have been seen
-        self._further, self._until = 0, 0.0
+        self._in_step, self.enough = False, False  # the steps that are compared have been seen
+        self._further, self._until, self._earlier = 0, 0.0, list(_loaders())
         self._buffers: dict[int, dict[str, Tensor]] = {}
 
     @contextmanager
@@ -174,7 +171,7 @@ class _Watcher:
                 (torch.amp.grad_scaler.GradScaler, "scale", self._scale),
                 (DataLoader, "_get_iterator", self._iterator),
                 (_BaseDataLoaderIter, "__next__", self._next),
-                *((place, name, partial(_clipping, self.watched.clips)) for place in (torch.nn.utils, clip) for name in ("clip_grad_norm_", "clip_grad_value_")),
+                *((place, name, partial(clipping, self.watched.clips)) for place in (torch.nn.utils, clip) for name in ("clip_grad_norm_", "clip_grad_value_")),
             ):  # fmt: skip
                 stack.enter_context(patch.object(place, name, wrap(getattr(place, name))))
             sys.settrace(self.python.trace)
@@ -227,7 +224,8 @@ class _Watcher:
             self.passes.gave(loader, self._collated)
             pending = self._pending
             pending.newest = loader
-            pending.nexts[id(loader)] = pending.nexts.get(id(loader), 0) + 1
+            last, count = pending.nexts.get(id(loader), (None, 0))
+            pending.nexts[id(loader)] = iterator, count + 1 if last is iterator else 1
             pending.samples[id(loader)] = (self._collated, draws_now())
             return batch
 
@@ -283,13 +281,18 @@ class _Watcher:
             watched.loader = pending.newest
         if not self._step:
             watched.numbers.append(
-                {name: value for each in frames for name, value in each.values.items() if type(value) is int}
+                {
+                    name: value
+                    for each in frames
+                    for name, value in {**each.attributes, **each.values}.items()
+                    if type(value) is int
+                }
             )
         known = self._scaled.get(id(loss))
         value = known[1] if known else float(loss.detach())
         at = (str(frames[-1].path), frames[-1].line)
         if watched.loader is not None:
-            watched.nexts = max(watched.nexts, pending.nexts.get(id(watched.loader), 0))
+            watched.nexts = max(watched.nexts, pending.nexts.get(id(watched.loader), (None, 0))[1])
             samples, draws = pending.samples.get(id(watched.loader), (None, draws_now()))
             self._step.append(MicroBatch(samples, None, "", draws, value, at))
         else:
@@ -308,14 +311,11 @@ class _Watcher:
         if not watched.steps and watched.frames and watched.model is None:
             watched.model = _model_of(watched.frames, watched.optimizers)
             if watched.model is not None:
-                watched.before = values_of(watched.model) | self._buffers.get(id(watched.model), {})
+                early, now = self._buffers.get(id(watched.model), {}), values_of(watched.model)
+                watched.before = {name: early.get(name, each) for name, each in now.items()}
         if watched.model is not None:
             self.averages.record(watched.model, watched.frames)
-            for name, parameter in watched.model.named_parameters():
-                if parameter.grad is not None and not parameter.grad.is_sparse:
-                    size = parameter.grad.abs()
-                    small = (size > 0) & (size <= NOISE * size.max())
-                    watched.noise[name] = watched.noise.get(name, torch.zeros_like(small)) | small
+            _note_noise(watched)
         watched.rates.append([float(group["lr"]) for group in optimizer.param_groups if "lr" in group])
 
     def _after_step(self, optimizer: Any, given: Any, named: Any) -> None:
@@ -334,7 +334,7 @@ class _Watcher:
             if watched.model is not None:
                 watched.after = values_of(watched.model)
         over = self._further >= FURTHER_STEPS or time.process_time() > self._until
-        if over or self.passes.ended or not _evaluates(watched):
+        if over or self.passes.ended or not _evaluates(watched, self._earlier):
             raise _EnoughError
 
 
@@ -353,11 +353,28 @@ def _from_seed_0() -> Iterator[None]:
         set_draws(kept)
 
 
-def _evaluates(watched: Watched) -> bool:
-    """Whether an evaluation over another data loader may come."""
+def _note_noise(watched: Watched) -> None:
+    """As `Watched.noise`, of the gradients that there are."""
+    named = watched.model.named_parameters()
+    sizes = {
+        name: each.grad.abs() for name, each in named if each.grad is not None and not each.grad.is_sparse
+    }
+    largest = max((float(each.max()) for each in sizes.values() if each.numel()), default=0.0)
+    for name, size in sizes.items():
+        small = (size > 0) & (size <= NOISE * largest)
+        watched.noise[name] = watched.noise.get(name, torch.zeros_like(small)) | small
+
+
+def _loaders() -> Iterator[Any]:
+    return (each for each in gc.get_objects() if issubclass(type(each), DataLoader))
+
+
+def _evaluates(watched: Watched, earlier: Sequence[Any]) -> bool:
+    """Whether an evaluation over another data loader may come. earlier: loaders that are not the script's."""
     if watched.model is None or watched.loader is None:
         return False
-    if any(issubclass(type(each), DataLoader) and each is not watched.loader for each in gc.get_objects()):
+    known = {id(each) for each in [*earlier, watched.loader]}
+    if any(id(each) not in known for each in _loaders()):
         return True
     texts = [each.read_text(encoding="utf-8") for each in {frame.path for frame in watched.frames}]
     return sum(text.count("DataLoader(") for text in texts) > 1
@@ -369,22 +386,7 @@ def _model_of(frames: Sequence[SeenFrame], optimizers: Sequence[Any]) -> nn.Modu
     modules = {
         id(value): value
         for frame in frames
-        for value in [*frame.values.values(), *frame.globals.values()]
+        for value in [*frame.values.values(), *frame.attributes.values(), *frame.globals.values()]
         if isinstance(value, nn.Module) and trained <= {id(each) for each in value.parameters()}
     }
     return min(modules.values(), key=lambda each: sum(1 for _ in each.modules()), default=None)
-
-
-def _clipping(clips: list[tuple[str, float, float, int]], clip: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that clips, and notes what it is given."""
-
-    def clipped(parameters: Any, bound: float, *rest: Any, **named: Any) -> Any:
-        norm = named.get("norm_type", rest[0] if rest else 2.0) if "norm" in clip.__name__ else 0.0
-        clips.append((clip.__name__, float(bound), float(norm), caller(2).f_lineno))
-        return clip(parameters, bound, *rest, **named)
-
-    def by_name(parameters: Any, *rest: Any, **named: Any) -> Any:
-        names = [each for each in ("max_norm", "clip_value") if each in named]
-        return clipped(parameters, *([named.pop(names[0])] if names else []), *rest, **named)
-
-    return by_name

@@ -1,0 +1,257 @@
+"""A class of the user's whose methods train, as plain names and statements.
+
+trainer = Trainer(net, lr=0.1)      the statements of __init__, with the arguments' names: model = net; optimizer = SGD(model.parameters(), lr=0.1)
+trainer.fit(3)                      the statements of fit, with model for self.model
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from meshloom.adopt.watching.inlining import Part, arguments_of, can_rename, part, replacements
+from meshloom.adopt.watching.passes import SeenFrame
+from meshloom.adopt.watching.source import PythonSource, Replacement, bound, calls, used
+
+OBJECT = "trainer"  # the name of one that the script gives none
+
+
+class NotInlinedError(Exception):
+    """Why an object cannot be taken apart, in words that go on from "the loop runs in a method of ...":"""
+
+
+@dataclass(frozen=True)
+class Owner:
+    """source: of the class, with plain names for attributes; written: as it is. made: the call that makes the object, in a
+    function of `frame`. names: of attributes and methods. constructor: its `__init__`."""
+
+    value: Any
+    source: PythonSource
+    written: PythonSource
+    definition: ast.ClassDef
+    constructor: ast.FunctionDef
+    made: ast.Call
+    frame: int
+    names: Mapping[str, str] = field(default_factory=dict[str, str])
+
+    def methods_in(self, names: Collection[str]) -> list[ast.FunctionDef]:
+        """Its methods that are called by these plain names, and those that they call."""
+        of_class = next(
+            each
+            for each in ast.walk(self.source.tree)
+            if isinstance(each, ast.ClassDef) and each.name == self.definition.name
+        )
+        methods = {
+            each.name: each
+            for each in of_class.body
+            if isinstance(each, ast.FunctionDef) and self.names.get(each.name) == each.name
+        }
+        wanted, found = set(names), list[ast.FunctionDef]()
+        while new := [each for name, each in methods.items() if name in wanted and each not in found]:
+            found = [*new, *found]
+            wanted |= set[str]().union(*(used(each) for each in new))
+        return found
+
+    def as_function(self, method: ast.FunctionDef, edits: Sequence[Replacement]) -> str:
+        """The text of a method as a function of its other arguments, with an empty line behind."""
+        return re.sub(r"\(self(, *)?", "(", self.source.statement(method, edits), count=1) + "\n"
+
+    def is_made_by(self, node: ast.AST) -> bool:
+        """Whether the object is made within a statement; by its place, since the file may have been read anew."""
+        return any(self._is_made(each) for each in calls(node))
+
+    def _is_made(self, call: ast.Call) -> bool:
+        place = (self.made.lineno, self.made.col_offset)
+        return (call.lineno, call.col_offset) == place and ast.unparse(call.func) == ast.unparse(
+            self.made.func
+        )
+
+    def construction(self, source: PythonSource, node: ast.stmt, frame: SeenFrame) -> list[Part]:
+        """The statements of `__init__` for the call in `node`, which is of `source`. frame: whose it is; its values gain
+        those of the constructor's names. Raises `NotInlinedError`."""
+        call = next(each for each in calls(node) if self._is_made(each))
+        given = dict(arguments_of(source, call, self.written, self.constructor) or [])
+        own = set[str]().union(*(bound(each) for each in self.constructor.body)) | set(given)
+        rebound = set[str]().union(*(bound(each) for each in self.constructor.body))
+        missing = {each.arg for each in self.constructor.args.args[1:]} - set(given)
+        if missing or any(isinstance(each, ast.Return) for each in ast.walk(self.constructor)):
+            raise NotInlinedError("whose __init__ takes *arguments, is given **arguments, or returns early")
+        locals_of = {name: self._name(name, frame) for name in sorted(own)}
+        locals_of |= {
+            name: text for name, text in given.items() if text.isidentifier() and name not in rebound
+        }
+        if not can_rename(self.constructor.body, locals_of):
+            raise NotInlinedError("whose __init__ defines functions of the same names")
+        values = frame.made.get(type(self.value).__init__.__code__, {})
+        frame.values.update({new: values[name] for name, new in locals_of.items() if name in values and new not in frame.values})  # fmt: skip
+        parts = [
+            part(source, node, f"{locals_of[name]} = {text}")
+            for name, text in given.items()
+            if locals_of[name] != text
+        ]
+        for each in self.constructor.body:
+            if _is_docstring(each) or "super" in used(each):
+                continue
+            text = self.written.statement(each, _plain(each, self.names, locals_of))
+            inner, made = part(self.written, each, text)
+            if not _is_itself(made):
+                parts.append((inner, made))
+        return parts
+
+    def _name(self, name: str, frame: SeenFrame) -> str:
+        """The name that one of `__init__` has outside."""
+        taken = name in frame.values or name in frame.globals
+        return f"{OBJECT}_{name}" if taken and name not in self.names.values() else name
+
+
+def owner_of(frames: Sequence[SeenFrame], known: dict[Path, PythonSource]) -> Owner | None:
+    """The object whose methods lead to `backward()`, taken apart: its class's file in `known` is the one with plain names, and
+    the frames' values have its attributes. None where there is none. Raises `NotInlinedError`."""
+    inside = [index for index, each in enumerate(frames) if each.owner is not None]
+    if not inside:
+        return None
+    value, kind = frames[inside[0]].owner, type(frames[inside[0]].owner)
+    if any(frames[each].owner is not value for each in inside):
+        raise NotInlinedError("which calls those of another object")
+    path = frames[inside[0]].path
+    written = PythonSource.read(path)
+    definition = next((each for each in ast.walk(written.tree) if isinstance(each, ast.ClassDef) and each.name == kind.__name__), None)  # fmt: skip
+    if definition is None or [each for each in definition.bases if ast.unparse(each) != "object"]:
+        raise NotInlinedError("which has a base class")
+    methods = {each.name: each for each in definition.body if isinstance(each, ast.FunctionDef)}
+    if "__init__" not in methods or any(frames[each].function not in methods for each in inside):
+        raise NotInlinedError("which has no __init__ of its own")
+    index, made = _made(frames[: inside[0]], kind, value)
+    names = known[path].flattened if path in known and known[path].flattened else {}
+    if not names:
+        names = _names(definition, methods, frames[index], frames[inside[0]].attributes)
+        inner = [
+            each
+            for name, method in methods.items()
+            if name != "__init__"
+            for each in _plain(method, names, {})
+        ]
+        known[path] = PythonSource(path, written.replaced(inner))
+        known[path].flattened.update(names)
+    for each in [index, *inside]:
+        attributes = frames[each].attributes if each != index else frames[inside[-1]].attributes
+        plain = {names[name]: one for name, one in attributes.items() if name in names}
+        frames[each].values.update(
+            {name: one for name, one in plain.items() if name not in frames[each].values}
+        )
+    return Owner(value, known[path], written, definition, methods["__init__"], made, index, names)
+
+
+def _made(frames: Sequence[SeenFrame], kind: type, value: Any) -> tuple[int, ast.Call]:
+    """The frame and the call that made the object: one with a name, or one in the statement on the way."""
+    for index, frame in reversed(list(enumerate(frames))):
+        source = PythonSource.read(frame.path)
+        body = source.tree if frame.function == "<module>" else source.function(frame.function, frame.line)
+        known = frame.globals | frame.values
+        for node in ast.walk(body) if body is not None else []:
+            named = isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and known.get(node.targets[0].id) is value  # fmt: skip
+            here = isinstance(node, ast.Expr) and node.lineno <= frame.line <= (node.end_lineno or 0)
+            for call in calls(node) if named or here else []:
+                if isinstance(call.func, ast.Name) and known.get(call.func.id) is kind:
+                    return index, call
+    raise NotInlinedError("which is made in a way that is not known (trainer = Trainer(...) before the call)")
+
+
+def _names(
+    definition: ast.ClassDef,
+    methods: Mapping[str, ast.FunctionDef],
+    frame: SeenFrame,
+    attributes: Mapping[str, Any],
+) -> dict[str, str]:
+    """A plain name of each attribute and method: its own, unless that is another thing in a method or where the object is made;
+    such methods have none."""
+    stored = {each.attr for each in _of_self(definition) if isinstance(each.ctx, ast.Store)}
+    later = {
+        each.attr
+        for name, method in methods.items()
+        if name != "__init__"
+        for each in _of_self(method)
+        if isinstance(each.ctx, ast.Store)
+    }
+    in_methods = set[str]().union(
+        *(_locals(each) for name, each in methods.items() if name != "__init__" and not _is_static(each))
+    )
+    outside = frame.globals | frame.values
+    found: dict[str, str] = {}
+    for name in sorted((stored | set(attributes)) - set(methods)):
+        value = attributes.get(name)
+        same = (
+            name in attributes
+            and name in outside
+            and (outside[name] is value or _equal(outside[name], value))
+        )
+        other = name in outside and not (same and name not in later)
+        found[name] = f"{OBJECT}_{name}" if other or name in in_methods else name
+    own = {name for name, each in methods.items() if not each.decorator_list and name not in stored}
+    static = {name: f"{definition.name}.{name}" for name, each in methods.items() if _is_static(each)}
+    return found | static | {name: name for name in own - in_methods - set(outside) - set(found.values())}
+
+
+def _equal(one: Any, other: Any) -> bool:
+    return type(one) is type(other) and isinstance(one, int | float | str) and one == other
+
+
+def _locals(method: ast.FunctionDef) -> set[str]:
+    """Names that a method binds, but for those of `model = self.model`."""
+    names = {each.arg for each in [*method.args.args, *method.args.kwonlyargs]}
+    for node in method.body:
+        pairs: list[tuple[ast.expr, ast.expr]] = []
+        if isinstance(node, ast.Assign) and len(node.targets) == 1:
+            pairs = [(node.targets[0], node.value)]
+            if isinstance(node.targets[0], ast.Tuple) and isinstance(node.value, ast.Tuple):
+                pairs = list(zip(node.targets[0].elts, node.value.elts, strict=False))
+        same = {
+            ast.unparse(target)
+            for target, value in pairs
+            if ast.unparse(value) == f"self.{ast.unparse(target)}"
+        }
+        names |= bound(node) - same
+    return names
+
+
+def _of_self(node: ast.AST) -> Iterator[ast.Attribute]:
+    return (
+        each
+        for each in ast.walk(node)
+        if isinstance(each, ast.Attribute) and isinstance(each.value, ast.Name) and each.value.id == "self"
+    )
+
+
+def _plain(
+    node: ast.AST, names: Mapping[str, str], locals_of: Mapping[str, str]
+) -> list[tuple[ast.AST, str]]:
+    """Replacements of the attributes of `self`, and of names."""
+
+    def new(each: ast.AST) -> str | None:
+        if isinstance(each, ast.Attribute) and isinstance(each.value, ast.Name) and each.value.id == "self":
+            return names.get(each.attr)
+        return locals_of.get(each.id) if isinstance(each, ast.Name) else None
+
+    class Plain(ast.NodeTransformer):
+        def visit(self, node: ast.AST) -> ast.AST:
+            text = new(node)
+            return ast.Name(text, ast.Load()) if text else self.generic_visit(node)
+
+    return replacements(node, new, Plain())
+
+
+def _is_static(method: ast.FunctionDef) -> bool:
+    return any(ast.unparse(each) in ("staticmethod", "classmethod") for each in method.decorator_list)
+
+
+def _is_docstring(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+
+
+def _is_itself(node: ast.stmt) -> bool:
+    """`model = model`."""
+    return isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == ast.unparse(node.value)

@@ -1,0 +1,28 @@
+"""An optimizer that a method of the trainer makes."""
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+
+class Trainer:
+    def __init__(self, model, loader):
+        self.model, self.loader = model, loader
+        self.optimizer = self.configure()
+
+    def configure(self):
+        return torch.optim.SGD(self.model.parameters(), lr=0.1)
+
+    def fit(self, epochs):
+        for _ in range(epochs):
+            for x, y in self.loader:
+                loss = nn.functional.mse_loss(self.model(x), y)
+                self.optimizer.zero_grad()
+                loss.backward()
+                self.optimizer.step()
+
+
+torch.manual_seed(0)
+x = torch.randn(64, 4)
+trainer = Trainer(nn.Linear(4, 1), DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=8))
+trainer.fit(2)
