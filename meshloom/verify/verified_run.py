@@ -122,13 +122,12 @@ class VerifiedRun:
                     return
                 directory = around.enter_context(_directory(trainer))
                 ends = self._epoch_end(trainer, steps, total)
-                if lacking := trainer.together(partial(_lacking_room, directory=directory))[0]:
+                lacking = trainer.together(partial(_lacking_room, directory=directory))[0]
+                path = None if lacking else self._save(trainer, directory, "the checkpoint")
+                if path is not None:
+                    lacking = trainer.together(partial(_left_out, path=path))[0]
+                if path is None or lacking:
                     self.notes.append(lacking)
-                    _ = self._take(trainer, after) and self._take(trainer, ends, special=_NEXT_EPOCH)
-                    return
-                path = self._save(trainer, directory, "the checkpoint")
-                if missing := trainer.together(partial(_left_out, path=path))[0]:
-                    self.notes.append(missing)
                     _ = self._take(trainer, after) and self._take(trainer, ends, special=_NEXT_EPOCH)
                     return
             with self._opened(total, resume=path) as trainer:
