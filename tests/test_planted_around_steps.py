@@ -278,7 +278,7 @@ BUGS: list[tuple[Plant, str, str]] = [
     (never_updated_from_the_second_step, "mlp-adamw", "these parameters are not updated"),
     (gradients_are_exchanged, "cnn-adamw", "that of norm.weight is norm.bias's"),
     (gradients_are_rounded, "cnn-adamw", "rounding to bfloat16 on the way"),
-    (a_factor_of_two_in_a_hundred_thousand, "cnn-adamw", "All gradients are 1.00002 times one device's"),
+    (a_factor_of_two_in_a_hundred_thousand, "cnn-adamw", "are 1.00002 times one device's"),
     (a_tail_is_lost, "cnn-adamw", "of hidden.weight differs and are zero"),
 ]
 QUICK = {left_in_evaluation_mode, momentum_is_not_saved, schedule_begins_anew, every_epoch_is_the_first}
