@@ -116,11 +116,13 @@ def choose_cuts(
 
 
 def line_of(
-    program: Program, work: Mapping[str, Seconds], kept: Mapping[str, Sequence[SavedTensor]], rates: Rates
-) -> Intervals:
+    program: Program, work: Mapping[str, Seconds], kept: Mapping[str, Sequence[SavedTensor]], rates: Rates, pinned: Collection[str] = (),
+) -> Intervals:  # fmt: skip
     """The cost of a program's operators as stages, between any two places."""
     speed = rates.send.bytes_per_second if rates.send else rates.link_bytes_per_second
-    return Intervals(program, work, kept, link_bytes_per_second=speed, state_factor=HELD_COPIES)
+    return Intervals(
+        program, work, kept, link_bytes_per_second=speed, state_factor=HELD_COPIES, pinned=pinned
+    )
 
 
 def where_used(program: Program, holders: Holders, ranks: Sequence[int]) -> dict[str, list[int]]:

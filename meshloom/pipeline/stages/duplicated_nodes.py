@@ -11,7 +11,7 @@ that only their senders know.
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from meshloom.pipeline.stages.stages import computed_from_batch
@@ -54,15 +54,15 @@ def split_fused_layers(part: Program, stage_of: Mapping[str, int]) -> Program:
 
 
 def restore_routed_rows(
-    part: Program, stage_of: Mapping[str, int], routed: Mapping[str, RoutedRows]
+    part: Program, stage_of: Mapping[str, int], routed: Mapping[str, RoutedRows], pinned: Collection[str] = ()
 ) -> tuple[Program, dict[str, int]]:
     """The program with routed rows in their places while they are sent: other stages do not know their
     number.
 
-    stage_of: of all nodes. routed: values with such rows.
+    stage_of: of all nodes. routed: values with such rows. pinned: as for `computed_from_batch`.
     """
     row_indices = {node.name: node for node in part.nodes if node.target is rows_here}
-    free = computed_from_batch(part)  # is never sent
+    free = computed_from_batch(part, pinned)  # is never sent
     routed = {name: each for name, each in routed.items() if name not in free}
     found = dict(stage_of)
     later: dict[str, set[int]] = {}

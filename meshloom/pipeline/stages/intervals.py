@@ -11,7 +11,7 @@ Such an item is a span: it counts in stages that start in some range of places a
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -97,13 +97,14 @@ class Intervals:
         *,
         link_bytes_per_second: float = math.inf,
         state_factor: float = 1.0,
+        pinned: Collection[str] = (),
     ) -> None:
         self.program = program
         self._speed = link_bytes_per_second
         nodes = program.nodes
         self.num_nodes = len(nodes)
         self._at = {node.name: number for number, node in enumerate(nodes)}
-        self._free = computed_from_batch(program)
+        self._free = computed_from_batch(program, pinned)
         self._lists = lists_in(nodes)
         self._users = self._users_of_values()
         state = {each.value: name for name, each in (*program.parameters.items(), *program.buffers.items())}

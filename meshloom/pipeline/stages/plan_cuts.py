@@ -36,6 +36,7 @@ def choose_stages(
     sizes: Sequence[int],
     holders: Mapping[str, Collection[int]] | None = None,
     line: Intervals | None = None,
+    pinned: Collection[str] = (),
 ) -> CutChoice:
     """The stages of a full program under `plan`. priced: node -> its cost. sizes: [microbatch], samples of
     one replica's, largest first.
@@ -43,10 +44,11 @@ def choose_stages(
     line: `line_of_plan`, if known.
     holders: parameter or buffer -> the stages that hold it since the job's first program was cut. Then
         nothing else counts, and a stage may be empty. Raises `PlanError` as `choose_cuts` does.
+    pinned: as for `computed_from_batch`.
     """
     schedule = schedule_of(plan, len(sizes))
     price = step_seconds(schedule, rates.message_seconds, sizes=[each / sizes[0] for each in sizes])
-    line = line or line_of_plan(program, priced, plan, rates)
+    line = line or line_of_plan(program, priced, plan, rates, pinned)
     try:
         return choose_cuts(
             program,
@@ -68,7 +70,9 @@ def choose_stages(
         return CutChoice(stage_of=stage_of, stages=(), rank_bytes=())
 
 
-def line_of_plan(program: Program, priced: Mapping[str, Cost], plan: Plan, rates: Rates) -> Intervals:
+def line_of_plan(
+    program: Program, priced: Mapping[str, Cost], plan: Plan, rates: Rates, pinned: Collection[str] = ()
+) -> Intervals:
     """The cost of operators as stages under the plan's recomputation, whatever its stages and schedule."""
     work, kept = work_of(program, priced, rates), {name: each.kept for name, each in priced.items()}
     if plan.recompute != "none":
@@ -77,7 +81,7 @@ def line_of_plan(program: Program, priced: Mapping[str, Cost], plan: Plan, rates
         kept = {
             name: (SavedTensor(memory=name, num_bytes=size),) for name, size in recomputation.kept_of.items()
         }
-    return line_of(program, work, kept, rates)
+    return line_of(program, work, kept, rates, pinned)
 
 
 def _followed(

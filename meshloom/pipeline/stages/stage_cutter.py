@@ -3,8 +3,9 @@ parameters stay in their stages."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from meshloom.comm.group import Group
 from meshloom.comm.objects import on_rank_0, share
@@ -38,11 +39,13 @@ from meshloom.tensor_parallel.partition import RoutedRows
 
 @dataclass(frozen=True, kw_only=True)
 class _Decided:
-    """The decisions for a program, also at other sizes. stage_of: of each node. kept: as in `Program`."""
+    """The decisions for a program, also at other sizes. stage_of: of each node. kept: as in `Program`. pinned: as for
+    `computed_from_batch`."""
 
     program: Program
     stage_of: Mapping[str, int]
     kept: frozenset[str] | None
+    pinned: frozenset[str]
 
 
 class StageCutter:
@@ -117,7 +120,7 @@ class StageCutter:
         if decided.kept is not None:
             part = replace(part, kept=decided.kept)
         with self._timings.of("cutting"):
-            stages = stages_of_part(part, decided.stage_of, routed, self._plan.num_stages)
+            stages = stages_of_part(part, decided.stage_of, routed, self._plan.num_stages, decided.pinned)
         self._note_users(full, stages, is_first=is_first or self._users is None)
         self.first = self.first or stages
         return stages
@@ -161,7 +164,7 @@ class StageCutter:
                 decided = yield from on_rank_0(group, lambda: self._kept(priced_program, priced), PlanError)
             kept = frozenset((yield from share(group, decided)))
         stage_of = {node.name: number for node, number in zip(full.nodes, numbers, strict=True)}
-        return _Decided(program=full, stage_of=stage_of, kept=kept)
+        return _Decided(program=full, stage_of=stage_of, kept=kept, pinned=self._pinned())
 
     def _rates_here(self, full: Program) -> Rates:
         self.rates = self.rates or rates_here(full.device.type, self._plan.pp)
@@ -179,18 +182,25 @@ class StageCutter:
             holders = self._users
             if is_first and holders is not None:
                 holders = {name: holders[name] for name in self._used}
+            chosen = partial(
+                choose_stages, full, priced, self._plan, rates, self.sizes, pinned=self._pinned()
+            )
             try:
-                return choose_stages(full, priced, self._plan, rates, self.sizes, holders)
+                return chosen(holders)
             except PlanError:
                 if not is_first or holders is None:
                     raise
                 # Buffers that change have one place each; parameters can be lent.
                 changing = full.changing.union(*(each.changing for each in self.first))
                 holders = {name: stages for name, stages in holders.items() if name in changing}
-                return choose_stages(full, priced, self._plan, rates, self.sizes, holders)
+                return chosen(holders)
 
         stored = self._stored if self._users is None else None
         return stored_cuts(stored, full, rates, choose, plan=self._plan, sizes=self.sizes), priced
+
+    def _pinned(self) -> frozenset[str]:
+        """Buffers that change in a program so far, and are where that changes them."""
+        return frozenset[str]().union(*(each.program.changing for each in self._decided))
 
     def _kept(self, full: Program, priced: Mapping[str, Cost] | None) -> list[str]:
         rates, mode = self._rates_here(full), self._plan.recompute
@@ -200,13 +210,13 @@ class StageCutter:
 
 
 def stages_of_part(
-    part: Program, stage_of: Mapping[str, int], routed: Mapping[str, RoutedRows], num_stages: int
-) -> tuple[Stage, ...]:
+    part: Program, stage_of: Mapping[str, int], routed: Mapping[str, RoutedRows], num_stages: int, pinned: Collection[str] = (),
+) -> tuple[Stage, ...]:  # fmt: skip
     """The stages of one rank's part along tp. stage_of: of the full program's nodes. routed: values with
-    rows that data routes to this rank."""
+    rows that data routes to this rank. pinned: as for `computed_from_batch`."""
     part = split_fused_layers(part, stage_of)
-    placed = restore_routed_rows(part, with_reshard_stages(part, stage_of), routed)
-    return cut_into_stages(*duplicate_reshards(*placed), num_stages)
+    placed = restore_routed_rows(part, with_reshard_stages(part, stage_of), routed, pinned)
+    return cut_into_stages(*duplicate_reshards(*placed), num_stages, pinned)
 
 
 def with_reshard_stages(part: Program, stage_of: Mapping[str, int]) -> dict[str, int]:

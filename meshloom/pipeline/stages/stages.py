@@ -11,7 +11,7 @@ the batch. Parameters that several stages use are held by each.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -78,12 +78,14 @@ class Stage:
         return self.program.changing
 
 
-def cut_into_stages(program: Program, stage_of: Mapping[str, int], num_stages: int) -> tuple[Stage, ...]:
+def cut_into_stages(
+    program: Program, stage_of: Mapping[str, int], num_stages: int, pinned: Collection[str] = ()
+) -> tuple[Stage, ...]:
     """The stages of `program`. stage_of: node -> its stage; it moves to a later one with its operands.
 
     Raises `CaptureError` if several stages use a buffer that is updated: each would see another value.
     """
-    return _Cutter(program, stage_of, num_stages).stages()
+    return _Cutter(program, stage_of, num_stages, pinned).stages()
 
 
 def with_places_behind_parts(program: Program, num_stages: int) -> Program:
@@ -126,12 +128,14 @@ def users_of(stages: Sequence[Stage]) -> dict[str, tuple[int, ...]]:
 
 
 class _Cutter:
-    def __init__(self, program: Program, stage_of: Mapping[str, int], num_stages: int) -> None:
+    def __init__(
+        self, program: Program, stage_of: Mapping[str, int], num_stages: int, pinned: Collection[str]
+    ) -> None:
         self.program = program
         self.num_stages = num_stages
         self.by_name = {node.name: node for node in program.nodes}
         self.lists = lists_in(program.nodes)
-        self.free = computed_from_batch(program)
+        self.free = computed_from_batch(program, pinned)
         self.home = self._homes(stage_of)
         self.inputs = {each.value: each for each in program.inputs}
 
@@ -225,10 +229,11 @@ class _Cutter:
         )
 
 
-def computed_from_batch(program: Program) -> frozenset[str]:
+def computed_from_batch(program: Program, pinned: Collection[str] = ()) -> frozenset[str]:
     """Nodes that depend only on the batch, constants and buffers that do not change, without draws or
-    gradients: any stage can compute them."""
-    steady = [each.value for name, each in program.buffers.items() if name not in program.changing]
+    gradients: any stage can compute them. pinned: buffers that change in another program, so that not every stage has them."""
+    moving = program.changing.union(pinned)
+    steady = [each.value for name, each in program.buffers.items() if name not in moving]
     given = {*program.constants, *steady, *(each.value for each in program.inputs)}
     free: set[str] = set()
     for node in program.nodes:
