@@ -381,6 +381,7 @@ def test_a_second_description_reads_and_chooses_nothing_and_says_the_same(
         "planner.divided.account_of",
         "planner.ranks.rank_shares",
         "planner.readings.costs",
+        "planner.readings.comparison_bytes",
     ]
     kept += [
         "program.capture.shapes.export_once",
@@ -396,7 +397,17 @@ def test_a_second_description_reads_and_chooses_nothing_and_says_the_same(
     events = [record["event"] for record in first]
     assert first == second and {"division", "stages", "ranks"} <= set(events)
     kinds = {path.name.partition("-")[0] for path in tmp_path.iterdir()}
-    assert kinds == {"reading", "division", "cut", "costs", "memory", "account", "ranks", "facts"}
+    assert kinds == {
+        "reading",
+        "division",
+        "cut",
+        "costs",
+        "memory",
+        "account",
+        "ranks",
+        "facts",
+        "comparison",
+    }
     for path in tmp_path.iterdir():
         path.write_bytes(path.read_bytes()[:-1])
     third, _ = described()
