@@ -158,7 +158,8 @@ def test_a_rank_of_processes_never_holds_the_whole_model_before_the_first_step(t
         assert found.keys() == expected.keys() and all(
             torch.equal(found[name], expected[name]) for name in found
         )
-        assert 32 << 20 <= grown < 64 << 20  # all of it, as under dp=2, is 129 MiB at the peak
+        # all of it, as under dp=2, is 129 MiB at the peak; what earlier tests left to the allocator moves this by 20 MiB
+        assert 32 << 20 <= grown < 80 << 20
 
 
 def resized() -> Callable[[], nn.Module]:
