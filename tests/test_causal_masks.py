@@ -1,5 +1,5 @@
 """Masks that are made of sizes alone: causal ones, and such as hide nothing, are left to the attention. Llama 3 of 8 billion
-parameters made a mask of 32 MiB for every microbatch of two texts of 4,096 tokens, sent it to the next stage, and read it in 32 layers."""
+parameters made a mask of 32 MiB for every microbatch of two texts of 4,096 tokens, and read it in 32 layers."""
 
 from __future__ import annotations
 

@@ -118,7 +118,7 @@ def test_programs_are_placed_by_their_values():
         {"first": [[True, 1.2, 3.0, 2, 0.0]], "last": [[False, 1.0, 1.0, 4, 0.5]]},
         {"first": [[True, 0.8, 1.0, 2, 0.0]], "last": [[False, 1.0, 1.0, 4, 0.5]]},
     ]
-    seen = [SeenMetric(values=each) for each in halves]  # type: ignore[arg-type]
+    seen = [SeenMetric.from_dict({"outputs": [], "values": each, "training": []}) for each in halves]
     assert place_metric(seen, (RIGHT, []), TENSORS, 1e-5).module is None
     halves[1]["first"] = [[True, 0.7, 1.0, 2, 0.0]]
     assert place_metric(seen, (RIGHT, []), TENSORS, 1e-5).module == "first"

@@ -14,7 +14,7 @@ from meshloom.adopt.setup_pieces import (
 )
 from meshloom.adopt.watching.route import Line, slice_of
 from meshloom.adopt.watching.script import Script, configures, is_talk, seeds
-from meshloom.adopt.watching.source import PythonSource, bound, changed, used
+from meshloom.adopt.watching.source import PythonSource, bound, changed, is_docstring, used
 
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
 
@@ -203,7 +203,7 @@ def _composed(
     for line in script.route.setup:
         node, whole = line.node, line.whole.node
         here = line.frame == 0 and id(whole) in top and whole is not active
-        if here and ((isinstance(node, DEFINITIONS) and line.part_of is None) or _is_docstring(node)):
+        if here and ((isinstance(node, DEFINITIONS) and line.part_of is None) or is_docstring(node)):
             continue
         text: str | None = ""
         if id(node) in last:
@@ -279,10 +279,6 @@ class TopLines:
         ]
 
 
-def _is_docstring(node: ast.stmt) -> bool:
-    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-
-
 def _active(script: Script, main: PythonSource) -> ast.stmt:
     line = script.watched.frames[0].line
     return next(node for node in main.tree.body if node.lineno <= line <= (node.end_lineno or 0))
@@ -303,8 +299,7 @@ def _after_imports(main: PythonSource) -> int:
     """The line behind the last import at the top."""
     line = 1
     for node in main.tree.body:
-        docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-        if isinstance(node, ast.Import | ast.ImportFrom) or docstring:
+        if isinstance(node, ast.Import | ast.ImportFrom) or is_docstring(node):
             line = (node.end_lineno or 0) + 1
         elif line > 1:
             break

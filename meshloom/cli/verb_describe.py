@@ -86,7 +86,7 @@ def describe_job(arguments: argparse.Namespace, job: Job, records: Records) -> i
                 seconds[phase] = seconds.get(phase, 0.0) + taken
         shown = ", ".join(f"{phase} {taken:.1f}" for phase, taken in seconds.items())
         total = f"{sum(seconds.values()):.1f} in all."
-        print(f"\nCPU seconds: {shown}; {total}", *dict.fromkeys(readings.timings.notes), file=stream)
+        print(f"\nCPU seconds: {shown}; {total}", *readings.timings.notes, file=stream)
         records.write("timings", plan=str(plan), seconds=seconds)
     return 0
 

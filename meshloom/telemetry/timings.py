@@ -22,7 +22,7 @@ class Timings:
         self._open: list[str] = []
         self.entered: Callable[[str | None], None] = lambda phase: None
         self.counted: Callable[[int, int], None] = lambda done, of: None
-        self.notes: list[str] = []  # sentences to print after the seconds
+        self.notes: list[str] = []  # sentences to print after the seconds, each once
 
     @property
     def seconds(self) -> Mapping[str, float]:
@@ -50,7 +50,12 @@ class Timings:
         """Add seconds that were measured elsewhere."""
         self._seconds[phase] = self._seconds.get(phase, 0.0) + seconds
 
+    def note(self, sentence: str) -> None:
+        """Add a sentence to the notes."""
+        if sentence not in self.notes:
+            self.notes.append(sentence)
+
     def summary(self) -> str:
         """Phases and their sum as text, then the notes."""
         phases = ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in self._seconds.items())
-        return " ".join([f"{phases}; {sum(self._seconds.values()):.1f} in all.", *dict.fromkeys(self.notes)])
+        return " ".join([f"{phases}; {sum(self._seconds.values()):.1f} in all.", *self.notes])

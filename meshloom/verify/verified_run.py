@@ -35,7 +35,6 @@ from meshloom.replica.replica import Replica
 from meshloom.telemetry.progress import Listener
 from meshloom.train.contract import Batch
 from meshloom.train.trainer import Trainer
-from meshloom.verify.between_steps.attributes_check import differing_attributes
 from meshloom.verify.between_steps.checks import BetweenSteps
 from meshloom.verify.between_steps.evaluation_check import evaluate_plan
 from meshloom.verify.between_steps.saved_check import same_files
@@ -69,6 +68,7 @@ _NEXT_EPOCH = Cause(
     "epoch",
     "Earlier steps agree, and the end of the epoch does not: its last batch, which may be short, or the first batch of the next.",
 )
+_AGAIN = "the checkpoint resumed under dp=1 and saved again"
 
 
 @dataclass(kw_only=True)
@@ -269,9 +269,9 @@ class VerifiedRun:
             run = trainer.synchronous
             assert run is not None
             run.save_into(directory)
-            again = trainer.save()
-            self.between += [same_files(path, again, "the checkpoint resumed under dp=1 and saved again")]
-            self.notes += _begun_without(path, again)
+            checked, lost = same_files(path, trainer.save(), _AGAIN)
+            self.between.append(checked)
+            self.notes += [_begun_without(lost)] if lost else []
 
 
 def _of_first_rank(trainer: Trainer, value: T) -> T:
@@ -326,14 +326,12 @@ def _left_out(replica: Replica, path: Path) -> Steps[str]:
     return (yield from share(replica.context.world, missing))
 
 
-def _begun_without(path: Path, again: Path) -> Iterator[str]:
-    """A sentence, where a run with other chunks begins without some of what forwards have left."""
-    opened = [Checkpoint.open(each, checksums=False) for each in (path, again)]
-    if names := differing_attributes(*opened).begun_without:
-        yield (
-            f"under dp=1 the checkpoint is resumed without what forwards keep in {', '.join(names)}: which dimension is the batch's is in doubt there, and "
-            "chunks have other sizes"
-        )
+def _begun_without(names: Sequence[str]) -> str:
+    """A run with other chunks begins without what forwards have left in these attributes."""
+    return (
+        f"under dp=1 the checkpoint is resumed without what forwards keep in {', '.join(names)}: which dimension is the batch's is in doubt there, and "
+        "chunks have other sizes"
+    )
 
 
 def _in_order(causes: Sequence[Cause], special: Cause | None) -> list[Cause]:

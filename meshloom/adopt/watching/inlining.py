@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from meshloom.adopt.watching.passes import SeenFrame
-from meshloom.adopt.watching.source import PythonSource, Replacement, bound, used
+from meshloom.adopt.watching.source import PythonSource, Replacement, bound, is_docstring, used
 
 Part = tuple[PythonSource, ast.stmt]  # a statement in a text of its own, at its line
 
@@ -198,9 +198,7 @@ def _function_of(
 
 
 def _body_of(function: ast.FunctionDef) -> list[ast.stmt]:
-    first = function.body[0]
-    documented = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant)
-    return function.body[1:] if documented else function.body
+    return function.body[1:] if is_docstring(function.body[0]) else function.body
 
 
 def _returns_once(function: ast.FunctionDef, end: ast.Return) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 
 from meshloom.adopt.watching.inlining import Part, arguments_of, can_rename, part, replacements
 from meshloom.adopt.watching.passes import SeenFrame
-from meshloom.adopt.watching.source import PythonSource, Replacement, bound, calls, used
+from meshloom.adopt.watching.source import PythonSource, Replacement, bound, calls, is_docstring, used
 
 OBJECT = "trainer"  # the name of one that the script gives none
 
@@ -94,7 +94,7 @@ class Owner:
             if locals_of[name] != text
         ]
         for each in self.constructor.body:
-            if _is_docstring(each) or "super" in used(each):
+            if is_docstring(each) or "super" in used(each):
                 continue
             text = self.written.statement(each, _plain(each, self.names, locals_of))
             inner, made = part(self.written, each, text)
@@ -246,10 +246,6 @@ def _plain(
 
 def _is_static(method: ast.FunctionDef) -> bool:
     return any(ast.unparse(each) in ("staticmethod", "classmethod") for each in method.decorator_list)
-
-
-def _is_docstring(node: ast.stmt) -> bool:
-    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
 
 
 def _is_itself(node: ast.stmt) -> bool:

@@ -156,6 +156,11 @@ def used(node: ast.AST) -> set[str]:
     return names - own
 
 
+def is_docstring(node: ast.stmt) -> bool:
+    """Whether a statement is a text, or another constant, alone."""
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+
+
 def bound(node: ast.AST) -> set[str]:
     """Names that a statement binds in its scope.
 

@@ -201,12 +201,8 @@ class _Trials:
     def result(self, dims: Sequence[UnitsDim], count: int) -> HiddenUnits | None:
         """The units in these dims, if they can be divided."""
         for dtype in (torch.float64, self._dtype()):
-            try:
+            with suppress(Exception):  # what the user's code raises for fewer units
                 return self._tried(dims, count, dtype)
-            except MoreCallsError:
-                raise
-            except Exception:  # what the user's code raises for fewer units
-                continue
         return None
 
     def _dtype(self) -> torch.dtype:

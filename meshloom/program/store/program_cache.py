@@ -43,7 +43,7 @@ class ProgramCache:
     def __init__(self, cache: Cache, timings: Timings | None = None) -> None:
         self.warnings: list[str] = []  # cached entries that are not trusted, and those that cannot be saved
         self._cache = cache
-        self._notes = (timings or Timings()).notes
+        self._note = (timings or Timings()).note
 
     def entry(
         self, model: nn.Module, loss: LossFunction, leaves: Leaves, *, kind: str, values: bool = True
@@ -55,10 +55,10 @@ class ProgramCache:
         try:
             parts = capture_fingerprint(model, loss, leaves, values=values, known=self._versions)
         except NoDigestError as error:
-            self._notes.append(f"The captured loss is not cached: {error.what} has no digest.")
+            self._note(f"The captured loss is not cached: {error.what} has no digest.")
             return None
         except Exception as error:  # raised by the job's objects when inspected
-            self._notes.append(
+            self._note(
                 f"The captured loss is not cached: inspecting the job raised {type(error).__name__}: {str(error)[:160]}."
             )
             return None
@@ -79,7 +79,7 @@ class ProgramCache:
         """The cached program, if it is for this model and batch and `check` does not raise."""
         found = self._cache.get("reading", entry.place, entry.parts)
         if found.content is None:
-            (self._warn if found.refused else self._notes.append)(f"The loss was captured anew: {found.why}.")
+            (self._warn if found.refused else self._note)(f"The loss was captured anew: {found.why}.")
             return None
         try:
             program, small = _unpacked(found.content)
@@ -89,7 +89,7 @@ class ProgramCache:
             self._cache.drop("reading", entry.place, entry.parts)
             self._warn(f"A cached program is not used: {str(error)[:300]}")
             return None
-        self._notes.append("The captured loss is taken from an earlier run.")
+        self._note("The captured loss is taken from an earlier run.")
         return program
 
     def keep(self, entry: ProgramCacheKey, program: Program, small: Smaller | None) -> None:
@@ -146,7 +146,7 @@ class ProgramCache:
         return versions()
 
     def _warn(self, sentence: str) -> None:
-        self._notes.append(sentence)
+        self._note(sentence)
         self.warnings.append(sentence)
 
 

@@ -13,9 +13,8 @@ from torch import Tensor
 from meshloom.checkpoint.checkpoint import Checkpoint
 from meshloom.checkpoint.format import CARRIED
 from meshloom.checkpoint.json_values import from_json
-from meshloom.verify.between_steps.checks import TensorError
+from meshloom.verify.between_steps.checks import TensorError, compared_with, same_bits
 from meshloom.verify.reference.buffer_merging import plain_numbers
-from meshloom.verify.reference.float64_blocks import distance, norm
 from meshloom.verify.reference.reference import Reference
 
 
@@ -171,26 +170,3 @@ def _nearest(name: str, parts: Sequence[Tensor], right: Tensor, step: int, toler
         compared_with(name, None, right, step, tolerance)
     ]
     return min(found, key=lambda each: each.error)
-
-
-def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors have equal shapes, dtypes and bytes."""
-    same = one.shape == other.shape and one.dtype == other.dtype
-    return same and torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
-
-
-def compared_with(name: str, ours: Tensor | None, right: Tensor, step: int, tolerance: float) -> TensorError:
-    """The comparison of a tensor of a checkpoint with one device's; None: the checkpoint has none."""
-    right = right.detach().to_dense().cpu()
-    if ours is None or ours.numel() != right.numel():
-        error = math.inf
-    elif right.is_floating_point() or right.is_complex():
-        difference, size = distance(ours.to(right.dtype).view(right.shape), right), norm(right)
-        error = (
-            0.0 if difference == 0 else difference / size if size and math.isfinite(difference) else math.inf
-        )
-    else:
-        error = 0.0 if torch.equal(ours.view(right.shape).to(right.dtype), right) else math.inf
-    return TensorError(
-        name=name, kind="saved", step=step, error=error, tolerance=tolerance, elements=right.numel()
-    )

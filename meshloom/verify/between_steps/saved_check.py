@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +14,8 @@ from torch import Tensor
 from meshloom.checkpoint.checkpoint import Checkpoint
 from meshloom.checkpoint.format import CARRIED, MASTER, STATE
 from meshloom.checkpoint.json_values import from_json
-from meshloom.verify.between_steps.attributes_check import (
-    check_attributes,
-    compared_with,
-    differing_attributes,
-    same_bits,
-)
-from meshloom.verify.between_steps.checks import BetweenSteps, TensorError
+from meshloom.verify.between_steps.attributes_check import check_attributes, differing_attributes
+from meshloom.verify.between_steps.checks import BetweenSteps, TensorError, compared_with, same_bits
 from meshloom.verify.reference.reference import Reference
 
 _COUNTERS = ("last_epoch", "_step_count")  # of schedulers
@@ -44,8 +39,9 @@ def check_saved(
     )
 
 
-def same_files(path: Path, other: Path, what: str) -> BetweenSteps:
-    """Compare two checkpoints of one step, whose values must be the same bits."""
+def same_files(path: Path, other: Path, what: str) -> tuple[BetweenSteps, Sequence[str]]:
+    """Compare two checkpoints of one step, whose values must be the same bits; and the attributes that the other one, of other chunks,
+    rightly begins without."""
     one, two = Checkpoint.open(path), Checkpoint.open(other)
     here, there = one.stored_weights(), two.stored_weights()
     facts = [
@@ -65,7 +61,8 @@ def same_files(path: Path, other: Path, what: str) -> BetweenSteps:
     facts += left.facts
     if one.step != two.step:
         facts.append(f"It is of step {two.step} instead of {one.step}.")
-    return BetweenSteps(what=f"{what}, after step {one.step - 1}", facts=facts[:_MOST])
+    checked = BetweenSteps(what=f"{what}, after step {one.step - 1}", facts=facts[:_MOST])
+    return checked, left.begun_without
 
 
 def _facts(saved: Checkpoint, reference: Reference) -> Iterator[str]:
