@@ -1,5 +1,5 @@
 # make train      train the byte GPT on eight CPU processes (dp=2, pp=2, tp=2), then prove the plan equal to one device
-# make check      style, types, and the tests that start no processes
+# make check      style, types, and the quick ones of the tests that start no processes
 # make test       the covering subset of all tests
 # make test-all   every family, every three settings that go together, kills; AREA=launch limits it to tests/test_launch*.py
 # make campaigns  faults and random choices with hundreds of further seeds
@@ -44,8 +44,9 @@ check: $(READY)
 types: $(READY)
 	$(PYTHON) -m pyright
 
+# Importing Lightning takes as long as importing torch and all of meshloom.
 quick: $(READY)
-	$(PYTHON) -m pytest $(BOTH_CORES) -m "not processes and not long and not slow"
+	$(PYTHON) -m pytest $(BOTH_CORES) -m "not processes and not long and not slow" --ignore=tests/test_from_lightning.py
 
 # Both halves run, whatever becomes of the first.
 test: $(READY)

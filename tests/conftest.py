@@ -32,6 +32,7 @@ from meshloom.launch import opening
 from meshloom.launch.one_process import world_in_one_process
 from meshloom.launch.world import World
 from meshloom.program.cost.rates import Rates
+from tests.subset import pytest_collection_modifyitems as pytest_collection_modifyitems
 
 GRACE_SECONDS = 5.0  # for what is ending by itself when the test returns
 # it reads the program's words as it is imported, as people's files do, and here they are pytest's

@@ -94,6 +94,7 @@ def wide_job(layers: int = 6, width: int = 192) -> Any:
     )
 
 
+@pytest.mark.long
 def test_a_machine_without_the_memory_gets_its_optimizer_state_on_disk(monkeypatch: pytest.MonkeyPatch):
     """Where nothing else fits. Its price is that of the plan without it and of the bytes that the disk reads and writes."""
     monkeypatch.setattr(rank_memory, "WINDOW_BYTES", 4096)
@@ -120,6 +121,7 @@ def test_a_machine_without_the_memory_gets_its_optimizer_state_on_disk(monkeypat
     assert "offload=optimizer" in written.getvalue() and tight.disk in written.getvalue()
 
 
+@pytest.mark.slow
 def test_a_slow_disk_is_not_taken_where_something_else_fits(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(rank_memory, "WINDOW_BYTES", 4096)
     job = wide_job()
@@ -226,6 +228,7 @@ def test_ring_and_server_are_compared_by_their_formulas():
     assert exchange_reason([option("tp=2", 1.0)], devices()) == ""
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_a_memory_limit_only_removes_plans():
     job = make_job("mlp", "adamw")

@@ -94,6 +94,7 @@ def _in_threads(algorithm: str, size: int, hosts: Sequence[int] | None = None):
             group.close()
 
 
+@pytest.mark.long
 @given(
     algorithm=st.sampled_from(ALGORITHMS), size=st.integers(1, 6), seed=st.integers(0, 1000), data=st.data()
 )

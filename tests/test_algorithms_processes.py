@@ -43,6 +43,9 @@ CALLS = [
 ]
 
 
+@pytest.mark.covering(
+    "gpt-adamw-dp=2,exchange=ring", "cnn-sgd-dp=3", "gpt-adamw-dp=5", "gpt-sgd-dp=6", "gpt-adamw-dp=8"
+)
 @pytest.mark.long
 @pytest.mark.usefixtures("dear_memory")
 @pytest.mark.parametrize(
@@ -79,6 +82,7 @@ def test_every_algorithm_on_every_number_of_simulated_ranks(model: str, algorith
     )
 
 
+@pytest.mark.covering("dp=3,exchange=ring,zero=1", "dp=5", "dp=4")
 @pytest.mark.long
 @pytest.mark.parametrize(
     "plan",

@@ -62,6 +62,7 @@ def test_freed_memory_is_kept():
     assert kept and pages < 100
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_it_is_returned_where_memory_is_short():
     kept, pages = run(returned=True)
@@ -115,6 +116,7 @@ def test_phases_end_around_each_update(monkeypatch: pytest.MonkeyPatch):
     assert trims == [0, 0, 1, 1]
 
 
+@pytest.mark.covering("setting1")
 @pytest.mark.long
 @pytest.mark.parametrize(
     "setting",

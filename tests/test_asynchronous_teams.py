@@ -53,6 +53,7 @@ OTHERS = [
 ]
 
 
+@pytest.mark.covering("pp=2-cnn", "recompute=full")
 @pytest.mark.usefixtures("dear_memory")  # so that tp shards
 @pytest.mark.parametrize(
     ("plan", "model"), [*COVERED, *(pytest.param(*each, marks=pytest.mark.slow) for each in OTHERS)]
@@ -68,6 +69,7 @@ def test_one_divided_worker_is_one_device(plan: str, model: str) -> None:
         assert bool(divided.summary.counted.bytes.get(axis)) == (f"{axis}=" in plan)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", ["tp=2", "pp=2,microbatches=2"])
 def test_several_divided_workers_are_several_whole_ones(plan: str) -> None:
     """The same speeds, two servers, one worker that is killed and one that joins."""
@@ -85,6 +87,7 @@ def test_several_divided_workers_are_several_whole_ones(plan: str) -> None:
     assert_alike(a, b)
 
 
+@pytest.mark.slow
 def test_a_divided_run_evaluates_saves_and_is_resumed(tmp_path: Path) -> None:
     def right(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         return (model(batch["x"]).argmax(-1) == batch["y"]).double().mean()

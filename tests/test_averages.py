@@ -69,6 +69,8 @@ def averages_in(path: Path) -> dict[str, Tensor]:
     return torch.load(out)
 
 
+@pytest.mark.long
+@pytest.mark.covering("dp=2,zero=1", "dp=2,zero=3", "pp=2")
 @pytest.mark.parametrize("plan", PLANS)
 def test_averages_are_evaluated_saved_and_those_of_one_device(
     plan: str, expected: tuple[AveragedModel, list[float]], tmp_path: Path
@@ -84,6 +86,8 @@ def test_averages_are_evaluated_saved_and_those_of_one_device(
         torch.testing.assert_close(value, averaged.module.state_dict()[name], rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.long
+@pytest.mark.covering("tp=2")
 @pytest.mark.parametrize(("before", "after"), [("dp=2,zero=1", "pp=2,microbatches=2"), (TP, "dp=2,zero=3")])
 def test_averages_go_on_under_another_plan(
     before: str, after: str, expected: tuple[AveragedModel, list[float]], tmp_path: Path
@@ -112,6 +116,7 @@ def test_a_run_without_averages_takes_a_checkpoint_with_them_and_the_other_way(t
         assert torch.equal(value, now[name])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("optimizer", [pytest.param("adamw", marks=pytest.mark.slow), "muon"])
 def test_other_optimizers_have_averages_too(optimizer: str, tmp_path: Path):
     """Muon updates whole matrices, on one rank each: equal under dp=1 and a division."""
@@ -136,6 +141,7 @@ def test_what_has_no_average_is_refused():
             ml.Trainer(job(), plan, listener=QUIET)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("plan", ["dp=2,zero=1", TP, "pp=2,microbatches=2"])
 def test_verify_compares_averages(plan: str):
     report = verify(job(evaluate=None), Plan.parse(plan), devices="simulated")
@@ -173,6 +179,7 @@ def test_processes_with_one_copy_evaluate_averages(
     assert found == pytest.approx([expected[1][1], expected[1][3]], rel=1e-6)  # sum order: ranks
 
 
+@pytest.mark.long
 def test_memory_of_averages_is_predicted():
     """As many bytes as there are trained parameters, on one device and in shares."""
     found = [Readings(each) for each in (job(average=None), job())]
@@ -186,6 +193,7 @@ def test_memory_of_averages_is_predicted():
     assert shares[1].optimizer_factor - shares[0].optimizer_factor == 1.0
 
 
+@pytest.mark.long
 def test_a_tied_parameter_has_one_average_under_both_names(tmp_path: Path):
     """The embedding is also the output projection, in another stage."""
     small = make_job("gpt", "adamw", average=0.5, steps=2)

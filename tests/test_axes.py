@@ -77,6 +77,7 @@ def most_parts(mix: Callable[[Tensor], Tensor], length: int) -> int:
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mix", few([padded, torch.tanh, before, differences, doubling], 2))
 def test_parts_are_as_many_for_a_long_text_as_for_a_short_one(mix: Callable[[Tensor], Tensor]):
     """A text and itself one token on were made one axis of as many parts as there are tokens: minutes at 800,
@@ -105,6 +106,7 @@ def test_an_axis_that_occurs_twice_is_split_where_that_ends():
     assert [leaf.size for leaf in half.leaves()] == [300, 200]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("newer_first", few([True, False]))
 def test_ways_do_not_grow_with_the_number_of_layers(newer_first: bool):
     """Every layer made the axis of the one before the same as its own. Who then asked what an axis is went

@@ -117,6 +117,9 @@ def assert_equal(one: Path, other: Path) -> None:
         assert files_of(one / name) == files_of(other / name), name
 
 
+@pytest.mark.covering(
+    "mlp-dp=1", "mlp-dp=3,zero=2", "mlp-dp=2,zero=3", "mlp-tp=2", "mlp-dp=2,exchange=local_sgd,local_steps=2"
+)
 @pytest.mark.parametrize("plan", few(PLANS, 2))
 @pytest.mark.parametrize(
     "model", ["mlp", pytest.param("gpt", marks=pytest.mark.slow), pytest.param("cnn", marks=pytest.mark.slow)]
@@ -130,6 +133,14 @@ def test_the_files_are_those_of_a_foreground_save(plan: str, model: str, held: H
     assert [each for each in notes if each.startswith("saved")] == ["saved 2", "saved 4", "saved 5"]
 
 
+@pytest.mark.covering(
+    "dp=1-False",
+    "dp=3,zero=2-True",
+    "dp=2,zero=3-True",
+    "pp=2-True",
+    "dp=2,exchange=diloco,local_steps=2-True",
+    "dp=2,exchange=server-True",
+)
 @pytest.mark.parametrize(
     ("plan", "share"),
     few([("dp=2", True), ("dp=1", False), *((plan, True) for plan in PLANS[1:]), ("tp=2", False)], 3),

@@ -41,6 +41,7 @@ def check(name: str, plan: str, steps: int = STEPS) -> None:
     assert report and report.passed
 
 
+@pytest.mark.covering("float", "int that picks", "text")
 @pytest.mark.parametrize("name", EQUAL)
 def test_what_a_batch_holds_besides_tensors_is_what_it_is_in_every_step(name: str):
     check(name, "tp=2")
@@ -63,6 +64,7 @@ def test_what_has_another_value_in_every_batch_runs_whole_and_is_named(
     assert re.search(f"runs as written, whole, .*{why}", capsys.readouterr().err)
 
 
+@pytest.mark.covering("pp=2-words", "dp=2-an object")
 @pytest.mark.parametrize("name", REFUSED)
 @pytest.mark.parametrize("plan", ["dp=2", "pp=2"])
 def test_it_is_trained_all_the_same(name: str, plan: str):

@@ -50,6 +50,7 @@ def bf16(plan: str) -> Plan:
     return Plan.parse(f"{plan},precision=bf16")
 
 
+@pytest.mark.covering("mlp-dp=2", "cnn-dp=2")
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize(("model", "plan"), CASES)
 def test_a_plan_is_one_device_at_the_same_precision(model: str, plan: str):

@@ -43,6 +43,7 @@ def test_every_kind_is_measured_forward_and_backward():
     assert machine.memory_bytes > 2**28 and machine.threads == torch.get_num_threads()
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.long
 def test_two_ranks_measure_their_links_and_write_the_file(tmp_path: Path, capfd: pytest.CaptureFixture[str]):

@@ -49,6 +49,18 @@ def batches_of(model: Model, count: int = 4) -> list[Any]:
     return [model[2](generator) for _ in range(count)]
 
 
+@pytest.mark.covering(
+    "in_place",
+    "autocast",
+    "no_grad",
+    "checkpointed",
+    "tied",
+    "rotary",
+    "average",
+    "noise",
+    "precisions",
+    "gpt2",
+)
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
@@ -70,6 +82,7 @@ def test_program_equals_eager(name: str, dtype: torch.dtype):
     check_against_eager(program, job, batches[2:], tolerance=tolerance)
 
 
+@pytest.mark.covering("training-mlp", "training-cnn", "training-unused_twice", "evaluation-gpt")
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "branch"])
 @pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
 def test_program_of_a_job_equals_eager(name: str, training: bool):
@@ -80,6 +93,7 @@ def test_program_of_a_job_equals_eager(name: str, training: bool):
     check_against_eager(program, job, batches[2:], tolerance=0.0)
 
 
+@pytest.mark.covering("in_place", "autocast", "rotary", "precisions")
 @pytest.mark.parametrize("name", ["in_place", "autocast", "rotary", "precisions", "transformer", "gpt2"])
 def test_lifted_program_computes_all_in_float64_near_the_unlifted_value(name: str):
     model = ALL[name]

@@ -66,6 +66,7 @@ def errors(programs: list[CapturedLoss], given: list[Any] | None) -> list[Meshlo
     )
 
 
+@pytest.mark.covering("3")
 @pytest.mark.parametrize("size", [1, 3])
 def test_all_ranks_have_the_program_that_rank_0_read(size: int):
     job = make_job("mlp", "sgd")

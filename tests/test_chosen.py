@@ -71,6 +71,7 @@ def counted(part: Partition, model: nn.Module, batch: Any) -> list[dict[str, tup
     return [{name: (count.calls, count.bytes) for name, count in group.counts.items()} for group in groups]
 
 
+@pytest.mark.covering("tied-2", "grouped-3", "convolutions")
 @pytest.mark.parametrize(
     "rates", ["usual", *(pytest.param(name, marks=pytest.mark.slow) for name in list(RATES)[1:])]
 )
@@ -100,6 +101,7 @@ def benchmark() -> tuple[Layout, dict[str, Tensor]]:
     return layout_of(capture(job_of(gpt.GPT, next_token), (batch, batch)), BUILT_IN), batch
 
 
+@pytest.mark.slow
 def test_sequences_are_divided_by_gathers_and_scatters_of_equal_volume(
     benchmark: tuple[Layout, dict[str, Tensor]],
 ):
@@ -225,6 +227,7 @@ def test_a_plan_is_described(capsys: pytest.CaptureFixture[str], tmp_path: Path)
     }
 
 
+@pytest.mark.slow
 def test_a_limit_on_memory_is_kept_or_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path):
     """The smallest that a rank can hold is named, and holding that is then possible; nothing is a little
     less."""

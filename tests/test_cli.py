@@ -101,6 +101,7 @@ def test_verification_passes_with_0(capsys: pytest.CaptureFixture[str]) -> None:
     assert "EQUAL to one device that runs the same chunks: 2 steps" in text and "checkpoint" not in text
 
 
+@pytest.mark.long
 def test_a_verification_is_handed_on_as_files(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     page, junit, directory = tmp_path / "page.html", tmp_path / "verify.xml", tmp_path / "repro"
     flags = [

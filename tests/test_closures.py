@@ -99,6 +99,7 @@ MARKS = {
 }
 
 
+@pytest.mark.covering("dp=3,bucket_bytes=100-lbfgs", "dp=1,microbatches=3-searching", "tp=2-lbfgs")
 @pytest.mark.parametrize("optimizer", [lbfgs, searching])
 @pytest.mark.parametrize(
     "plan", [pytest.param(each, marks=MARKS.get(each, pytest.mark.slow)) for each in PLANS]
@@ -148,6 +149,7 @@ def test_its_history_goes_on_under_another_plan(saved: str, resumed: str, tmp_pa
         assert torch.allclose(found[name], value, rtol=1e-9, atol=1e-9), name  # four steps of rounding
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("plan", ["dp=2", pytest.param("tp=2", marks=pytest.mark.slow)])
 def test_verification_evaluates_as_often(plan: str):
     report = verify(closure_job(searching), ml.Plan.parse(plan), devices="simulated", steps=2, dtype=torch.float64)  # fmt: skip
@@ -170,6 +172,7 @@ def test_processes_evaluate_as_often():
         assert is_as_predicted
 
 
+@pytest.mark.long
 def test_lbfgs_may_train_one_of_several_losses():
     losses = {
         "up": ml.Objective(loss=loss, optimizer=lbfgs, parameters=["up", "unused"]),
@@ -195,6 +198,8 @@ def test_plans_that_divide_its_history_are_refused(plan: str, sentence: str):
         ml.Trainer(closure_job(), plan, devices="simulated", listener=QUIET)
 
 
+@pytest.mark.long
+@pytest.mark.covering("zero=3", "pp=2")
 @pytest.mark.parametrize(
     ("plan", "note"),
     [

@@ -210,6 +210,7 @@ def push_of(held: dict[str, Any]) -> Push:
 CHANGES = ("drop", "repeat", "dtype", "shape", "number", "kind", "header", "flag")
 
 
+@pytest.mark.long
 @given(
     message=st.one_of(MESSAGES, tensors(HOLDING, all_there=False).map(push_of)),
     change=st.sampled_from(CHANGES),

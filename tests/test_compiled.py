@@ -56,6 +56,7 @@ def test_names_are_those_without_it_and_what_was_compiled_is_called(model: Calla
     assert without_compilation(found) == []
 
 
+@pytest.mark.covering("whole-dp=2", "a_layer-pp=2", "in_place-tp=2")
 @pytest.mark.long
 @pytest.mark.parametrize("plan", ["dp=2", "tp=2", "pp=2"])
 @pytest.mark.parametrize("model", FORMS)
@@ -64,6 +65,7 @@ def test_a_plan_equals_one_device(model: Callable[[], nn.Module], plan: str):
     assert report is not None and report.passed
 
 
+@pytest.mark.covering("whole-MLP", "MLP-whole")
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("before", "after", "plan"), [(whole, MLP, "dp=1"), (MLP, whole, "dp=1"), (a_layer, in_place, "pp=2")]

@@ -300,6 +300,7 @@ COMPRESSED = ["bf16", "powersgd:2", "topk:0.05"]
 SLOW = pytest.mark.slow
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("compress", few(COMPRESSED))
 def test_a_model_learns_from_what_arrives(compress: str) -> None:
     """All data in every step, so that the loss falls without noise."""

@@ -74,6 +74,7 @@ def _described(num_blocks: int) -> int:
     return len(program.nodes)
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_a_model_of_more_layers_than_python_has_frames_is_divided():
     assert _described(1100) == 2 * 1100 + 2

@@ -32,6 +32,7 @@ def kinds(of: ComparisonResult) -> list[str]:
     return [cause.kind for cause in of.causes]
 
 
+@pytest.mark.covering("mlp-sgd", "cnn-adamw", "gpt-muon", "unused_twice-adafactor")
 @pytest.mark.long
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("model", MODELS)
@@ -41,6 +42,7 @@ def test_a_correct_run_has_no_cause(model, optimizer):
     assert all(step.passed for step in right.steps) and not right.causes
 
 
+@pytest.mark.covering("mlp")
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("model", "plan"),
@@ -84,6 +86,8 @@ def test_a_mistake_is_named(model, plan, bug, kind, words):
     )
 
 
+@pytest.mark.long
+@pytest.mark.covering("mean of means", "other state")
 @pytest.mark.parametrize(
     "bug",
     few(
@@ -103,6 +107,7 @@ def test_float64_names_the_same_mistakes(bug):
     assert kinds(found(job, PLANS[0], bug, torch.float64)) == kinds(found(job, PLANS[0], bug))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("bug", few(["tied twice", "tied twice in the norm"]))
 def test_a_tied_weight_that_is_counted_twice_is_named(bug):
     wrong = found(make_job("gpt", "sgd"), PLANS[0], bug)
@@ -110,6 +115,7 @@ def test_a_tied_weight_that_is_counted_twice_is_named(bug):
     assert "embed.weight" in wrong.causes[0].sentence
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("model", few(["cnn", "gpt"]))
 def test_masks_that_replicas_share_are_named(model):
     wrong = found(make_job(model, "sgd"), PLANS[0], "same masks")
@@ -124,6 +130,7 @@ def test_masks_that_one_device_shares_too_are_named(monkeypatch):
     assert kinds(wrong) == ["same draws"]
 
 
+@pytest.mark.long
 def test_only_the_first_wrong_step_is_diagnosed():
     wrong = found(make_job("mlp", "adamw"), PLANS[0], "stale", steps=3)
     assert [step.passed for step in wrong.steps] == [True, False, False]
@@ -208,6 +215,7 @@ class Counting(nn.Module):
         return self.linear(x) * self.seen
 
 
+@pytest.mark.long
 def test_a_forward_that_reads_what_the_chunk_before_wrote_is_named():
     job, plan = replace(make_job("mlp", "sgd"), model=Counting), PLANS[0]
     separate = Reference(job, plan)

@@ -61,6 +61,7 @@ def scheduled(name: str, **settings: Any) -> Job:
     return job(BUILDS[name], scheduler=schedule, **settings)
 
 
+@pytest.mark.covering("(1, 2, 0)", "(2, 3, 1)")
 @pytest.mark.long
 @pytest.mark.parametrize("plan", PLANS, ids=str)
 @pytest.mark.parametrize("name", SOME)
@@ -109,6 +110,8 @@ def test_clipping_counts_every_element_once(largest: float, plan: tuple[int, int
         assert counted["dp"] == ({"all_reduce": 8} if zero else {}) == per_step.bytes["dp"]
 
 
+@pytest.mark.long
+@pytest.mark.covering("(1, 2, 0)", "(2, 3, 1)")
 @pytest.mark.parametrize("plan", FEWER, ids=str)
 def test_bytes_are_predicted_and_state_is_divided(plan: tuple[int, int, int]):
     dp, tp, zero = plan
@@ -176,6 +179,7 @@ def test_whole_parameters_are_let_go(name: str):
         assert all(ref() is None for refs in wholes for ref in refs.values())
 
 
+@pytest.mark.covering("momentum-0", "Adafactor-1", "muon and adamw-0")
 @pytest.mark.long
 @pytest.mark.parametrize(("name", "zero"), in_turn([name for name in SOME if name != "own list"], [0, 1]))
 def test_a_checkpoint_goes_on_under_any_plan(name: str, zero: int, tmp_path: Path):

@@ -130,6 +130,7 @@ def test_whatever_happens_many_times(**run: Any) -> None:
 # --- What the clock and the bound come to.
 
 
+@pytest.mark.long
 @given(
     step_seconds=st.lists(SECONDS, min_size=4, max_size=4).map(tuple),
     latency=st.sampled_from([0.0, 0.3]),

@@ -84,6 +84,7 @@ def test_one_worker_is_one_device_although_its_server_was_killed(tmp_path: Path)
     assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
+@pytest.mark.slow
 def test_workers_and_servers_come_and_go(tmp_path: Path) -> None:
     """Two servers, two workers and a third: one is killed, one leaves, one joins, each server is killed,
     strangers knock; the digits are learnt."""

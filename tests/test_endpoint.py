@@ -218,6 +218,7 @@ def test_a_peer_that_is_dropped_is_not_heard_again():
         assert endpoint.refused.messages == 1 and not endpoint.peers
 
 
+@pytest.mark.long
 def test_what_waits_for_a_stuck_peer_is_bounded_and_arrives_once():
     """The peer's socket takes what its queue and the system's buffers take; the rest waits here, to the mark
     and no further."""

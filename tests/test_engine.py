@@ -225,6 +225,7 @@ def test_nothing_but_the_module_is_visible_and_the_engine_s_names_have_its_prefi
     assert not [name for name in names if not name.startswith("ml_")]
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_hostile_ranks_reach_nothing_outside_of_what_is_shared(tmp_path: Path) -> None:
     """The engine believed offsets, lengths and windows that others had written, and read its own calls where

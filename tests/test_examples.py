@@ -37,6 +37,25 @@ def records(text: str) -> dict[str, list[dict[str, object]]]:
     return found
 
 
+@pytest.mark.covering(
+    "01_gpt_bytes",
+    "02_digits",
+    "03_data_parallel",
+    "04_own_loop",
+    "05_from_a_script",
+    "06_tensor_parallel",
+    "07_own_operator",
+    "08_layers_on_devices",
+    "09_grid",
+    "10_parameter_server",
+    "11_fine_tuning",
+    "12_gan",
+    "13_small_gpt",
+    "14_lora",
+    "15_resnet",
+    "16_speech",
+    "18_diffusion",
+)
 @alone
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_every_example_trains_on_simulated_devices(
@@ -105,6 +124,7 @@ def test_digits_verify_with_synchronised_statistics(tmp_path: Path):
     run("-m", "meshloom", "verify", str(ROOT / "examples/02_digits.py"), *plan, cwd=tmp_path)
 
 
+@pytest.mark.slow
 @alone
 def test_data_parallel_shows_the_mean_of_four_gradients(tmp_path: Path):
     lines = run(str(ROOT / "examples/03_data_parallel.py"), cwd=tmp_path).stdout.splitlines()
@@ -149,6 +169,7 @@ def test_own_loop_takes_the_same_decisions_simulated_and_under_torchrun(tmp_path
     assert held_out[0] < 0.2
 
 
+@pytest.mark.slow
 @alone
 def test_a_script_and_its_parallel_form_have_the_same_losses(tmp_path: Path):
     done = run(str(ROOT / "examples/05_from_a_script.py"), cwd=tmp_path)
@@ -166,6 +187,7 @@ def test_an_own_operator_has_the_losses_of_one_device_with_its_rule_and_without(
         assert losses == pytest.approx(rows["tp=1  with the rule"], rel=1e-4)
 
 
+@pytest.mark.slow
 @alone
 def test_tensor_parallel_shows_one_product_twice_and_verifies_a_transformer(tmp_path: Path):
     lines = run(str(ROOT / "examples/06_tensor_parallel.py"), cwd=tmp_path).stdout.splitlines()
@@ -242,6 +264,7 @@ def test_layers_on_devices_show_bounds_beside_what_was_measured(tmp_path: Path):
     assert 0.5 < ratios[2] <= ratios[1] <= 2.0
 
 
+@pytest.mark.slow
 @alone
 def test_the_grid_takes_one_devices_step(tmp_path: Path):
     lines = run(str(ROOT / "examples/09_grid.py"), cwd=tmp_path).stdout.splitlines()
@@ -257,6 +280,7 @@ def test_the_grid_takes_one_devices_step(tmp_path: Path):
     assert [line[-1] for line in words if line[:1] in (["dp"], ["pp"], ["tp"])] == ["none"] * 12
 
 
+@pytest.mark.slow
 @alone
 def test_waiting_pays_with_even_workers_and_not_with_a_slow_one(tmp_path: Path):
     lines = run(
@@ -274,6 +298,7 @@ def test_waiting_pays_with_even_workers_and_not_with_a_slow_one(tmp_path: Path):
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 @alone
 def test_a_fine_tuned_model_loads_back_into_transformers_with_equal_outputs(tmp_path: Path):
     lines = run(str(ROOT / "examples/11_fine_tuning.py"), cwd=tmp_path).stdout.splitlines()

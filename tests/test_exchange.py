@@ -17,6 +17,7 @@ from tests.exchange_world import KINDS, assert_same, backward, data, one_device,
 pytestmark = pytest.mark.parametrize("kind", KINDS)
 
 
+@pytest.mark.covering("200-3", "1-4", "1000000000-2")
 @pytest.mark.parametrize(
     "size", [pytest.param(2, marks=pytest.mark.long), 3, pytest.param(4, marks=pytest.mark.long)]
 )

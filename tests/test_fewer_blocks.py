@@ -63,6 +63,7 @@ def test_a_recorded_model_is_shortened_too():
     assert dict(model.named_parameters()).keys() == expected.keys() <= recorded.places.keys()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "plan",
     [
@@ -112,6 +113,7 @@ def test_groups_that_take_turns_are_blocks_and_what_is_behind_keeps_its_name():
     assert run(replace(make_job("mlp", "sgd"), model=TakesTurns), "dp=2", blocks=1).passed
 
 
+@pytest.mark.long
 def test_weights_of_the_kept_blocks_are_read_from_files(tmp_path: Path):
     torch.manual_seed(5)
     stored = GPT(layers=5)

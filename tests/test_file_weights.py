@@ -83,6 +83,7 @@ def test_a_run_of_whole_models_starts_from_the_file(model: str, plan: str, tmp_p
     assert_same(at_the_start(job, plan), by_hand(job))
 
 
+@pytest.mark.covering("gpt-pp=2", "mlp-dp=2,tp=2")
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("model", "plan"),
@@ -113,6 +114,7 @@ def test_what_files_give_is_not_drawn(plan: str, tmp_path: Path) -> None:
     assert drawn == [[0, 0], [77, 0]]
 
 
+@pytest.mark.covering("dp=2,microbatches=2")
 @pytest.mark.long
 @pytest.mark.parametrize(
     "plan", ["dp=2,microbatches=2", "dp=2,pp=2", pytest.param("tp=2" + COLUMNS, marks=pytest.mark.slow)]

@@ -162,6 +162,7 @@ def test_offloaded_state_is_not_what_ranks_hold_at_least():
     assert needs["dp=2,offload=optimizer"] == {**needs["dp=2"], "optimizer": 0}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("silent_export")
 @pytest.mark.long
 def test_state_that_alone_does_not_fit_is_offered_to_be_offloaded(

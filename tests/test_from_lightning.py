@@ -385,6 +385,7 @@ job = ml.from_lightning(Lines(), data, max_epochs=2, accumulate_grad_batches=2)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_processes_equal_one_device(tmp_path: Path) -> None:
     file = tmp_path / "train.py"

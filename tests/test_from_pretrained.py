@@ -93,6 +93,7 @@ def equal(job: Job, plan: str, devices: str) -> bool | None:
     return report.passed if report else None
 
 
+@pytest.mark.covering("gpt2-dp=2")
 @pytest.mark.parametrize(
     ("kind", "plan"),
     [

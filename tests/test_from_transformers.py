@@ -159,6 +159,7 @@ PAIRS = [
 ]
 
 
+@pytest.mark.covering("classified", "own_loss", "smoothed", "streamed_with_length", "own_trainer")
 @pytest.mark.long
 @pytest.mark.parametrize("name", MAKES)
 def test_the_job_takes_the_steps_of_train(name: str, tmp_path: Path) -> None:
@@ -168,6 +169,7 @@ def test_the_job_takes_the_steps_of_train(name: str, tmp_path: Path) -> None:
     agree(by_job(job), expected, tolerance)
 
 
+@pytest.mark.covering("own_model", "own_loss")
 @pytest.mark.parametrize(("name", "plan"), PAIRS)
 def test_the_job_is_equal_under_other_plans(name: str, plan: str, tmp_path: Path) -> None:
     job = meshloom.from_transformers(MAKES[name][0](tmp_path))

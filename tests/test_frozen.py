@@ -266,6 +266,7 @@ def test_a_log_of_tensors_in_containers_is_no_harm_and_holds_nothing_afterwards(
     assert model.logged == logged and model.outputs == {"train": []} and not outputs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", ["tp=2", "pp=2"])
 def test_a_model_that_reads_what_an_earlier_forward_logged_runs_as_it_is(plan: str):
     class Contrasts(Logs):

@@ -23,6 +23,8 @@ def adamw(kind: str, named: NamedParameters) -> torch.optim.Optimizer:
     return torch.optim.AdamW([each for _, each in named], lr=1e-2, **given)
 
 
+@pytest.mark.long
+@pytest.mark.covering("dp=1", "dp=2,zero=1", "dp=2,zero=3", "tp=2-fused")
 @pytest.mark.parametrize("kind", CALLED)
 @pytest.mark.parametrize(
     "plan", ["dp=1", "dp=2", "dp=2,zero=1", "dp=2,zero=2,microbatches=2", "dp=2,zero=3", "tp=2"]

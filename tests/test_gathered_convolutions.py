@@ -55,6 +55,7 @@ def layers_in(program: Any) -> list[GatheredConvolutions]:
     return [node.target for node in program.nodes if isinstance(node.target, GatheredConvolutions)]
 
 
+@pytest.mark.covering("1-3", "2-2", "3-1")
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("dims", [1, 2, 3])
 def test_in_lockstep_they_equal_one_device(dims: int, seed: int):
@@ -69,6 +70,7 @@ def test_in_lockstep_they_equal_one_device(dims: int, seed: int):
         assert shapes == shapes[:1] * num_ranks, "ranks would talk in another order"
 
 
+@pytest.mark.covering("2-first:column+shortcut:column-0", "3-stem:row")
 @pytest.mark.parametrize(
     ("placements", "at_least"),
     [

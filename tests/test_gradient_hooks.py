@@ -80,6 +80,8 @@ def equal(job: Job, plan: str) -> bool:
     return report.passed
 
 
+@pytest.mark.long
+@pytest.mark.covering("clamp-before_module", "sign-on_module", "clip-on_parameters", "clip-on_tensor")
 @pytest.mark.parametrize("place", sorted(PLACES))
 @pytest.mark.parametrize("hook", [clamp, sign, clip])
 def test_hooks_that_are_not_linear_equal_one_device_under_dp(place: str, hook: Hook) -> None:

@@ -50,6 +50,7 @@ def check_same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
         torch.testing.assert_close(found[name], each, rtol=1e-7, atol=1e-9)
 
 
+@pytest.mark.covering("dp=2-0.0-dp=1-short")
 @pytest.mark.parametrize(
     ("lengths", "steps"),
     [((3, 24), 14), pytest.param((32, 512), 200, marks=pytest.mark.slow)],

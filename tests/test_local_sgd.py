@@ -121,6 +121,7 @@ def steady(optimizer: str, **settings: Any) -> Job:
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "job",
     [make_job("mlp", "sgd", batch_size=13, steps=5), steady("adamw")],
@@ -161,6 +162,7 @@ def even_sgd(**settings: Any) -> Job:
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dp", [2, 3, 4])
 def test_one_local_step_is_all_reduce(dp: int) -> None:
     """For SGD with momentum the mean of the updates is the update of the mean."""
@@ -193,6 +195,7 @@ def test_a_replica_without_samples_keeps_its_parameters_until_the_mean() -> None
     assert_near(trained(job, "dp=3,exchange=local_sgd,local_steps=3"), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.parametrize("exchange", ["local_sgd", pytest.param("diloco", marks=SLOW)])
 @pytest.mark.parametrize(
@@ -283,6 +286,7 @@ def test_a_save_ends_the_round_and_a_resumed_run_goes_on_as_the_saving_one(
     assert all(torch.equal(ends[name], ended[name]) for name in ends)
 
 
+@pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.parametrize(
     "optimizer",
@@ -317,6 +321,7 @@ def test_checkpoints_go_to_and_come_from_any_plan(exchange: str, optimizer: str,
             assert_near(whole(trainer), saved, rtol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_the_outer_momentum_is_saved_whole_where_parameters_are_divided(tmp_path: Path) -> None:
     job = steady("sgd", batch_size=12, steps=6)

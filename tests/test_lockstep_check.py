@@ -92,6 +92,7 @@ def test_a_gradient_that_is_not_summed_is_found_backward(monkeypatch: pytest.Mon
     assert any("backward, the first gradient that differs" in cause.sentence for cause in report.causes)
 
 
+@pytest.mark.slow
 def test_no_values_are_kept_to_be_compared(monkeypatch: pytest.MonkeyPatch):
     """The story: one device's values, all ranks' and the gradients of both were kept until they had been
     compared, 9.9 GB for a model of 60 million parameters."""

@@ -75,6 +75,7 @@ SLOW = [
 PLANS: Sequence[Any] = [*QUICK, *(pytest.param(plan, marks=pytest.mark.slow) for plan in SLOW)]
 
 
+@pytest.mark.covering("of a logit-dp=2", "of a logit-pp=2")
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize(
     ("place", "part"),

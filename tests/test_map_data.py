@@ -56,6 +56,7 @@ def test_replicas_together_read_what_one_device_reads(
         assert [len(chunk.data) for chunk in filled] == [chunk.samples for chunk in chunks if chunk.samples]
 
 
+@pytest.mark.long
 @settings(deadline=None, max_examples=30)
 @given(start=st.integers(0, 8), dp=st.sampled_from([1, 2, 3]), drop_last=st.booleans())
 def test_resuming_at_any_step_reads_what_an_uninterrupted_run_reads(start, dp, drop_last):

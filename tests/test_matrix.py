@@ -55,6 +55,21 @@ def covering_params() -> Iterator[Any]:
         met |= values
 
 
+@pytest.mark.long
+@pytest.mark.covering(
+    "dp4-microbatches5-zero1-even-mlp",
+    "dp8-microbatches5-zero1-empty-branch",
+    "dp8-microbatches1-zero1-even-cnn",
+    "dp8-microbatches2-zero1-empty-mlp",
+    "dp1-microbatches5-zero1-uneven-gpt",
+    "dp2-microbatches1-zero0-empty-gpt",
+    "dp2-microbatches5-zero1-empty-branch",
+    "dp2-microbatches2-zero1-empty-unused",
+    "dp3-microbatches1-zero0-uneven-unused",
+    "dp3-microbatches2-zero0-uneven-cnn",
+    "dp4-microbatches1-zero1-even-unused",
+    "dp4-microbatches2-zero0-empty",
+)
 @pytest.mark.parametrize("case", list(covering_params()))
 def test_a_plan_equals_one_device(case: Case) -> None:
     assert run_cases([case], "simulated") == []

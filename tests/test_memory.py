@@ -61,6 +61,7 @@ def read(job: Job, batches: list[Any]) -> Program:
     return capture(job, (batches[0], batches[1]))
 
 
+@pytest.mark.covering("u_net", "lstm")
 @pytest.mark.parametrize(("name", "optimizer", "precision"), all_cases())
 def test_predicted_peak_is_the_measured_one(name: str, optimizer: str, precision: str):
     if (name, precision) == (

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,6 +17,7 @@ from meshloom.pipeline.schedules.schedule import Schedule
 Posted = list[tuple[StageMessage, bool]]
 
 
+@pytest.mark.long
 @given(
     name=st.sampled_from(list(SCHEDULES)),
     p=st.integers(1, 4),

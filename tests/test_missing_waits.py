@@ -81,6 +81,7 @@ WAITS: dict[str, tuple[Any, str, int, str, str]] = {
 QUICK = {"buckets are summed", "a unit of zero=3", "a stage's input or gradient", "a sum along tp"}
 
 
+@pytest.mark.covering("buckets", "a unit of zero=3", "a stage's")
 @pytest.mark.parametrize(
     "wait", [pytest.param(each, marks=() if each in QUICK else pytest.mark.slow) for each in WAITS]
 )

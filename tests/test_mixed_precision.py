@@ -260,6 +260,7 @@ BUGS = [
 ]  # fmt: skip
 
 
+@pytest.mark.covering("mean_of_means")
 @pytest.mark.parametrize(("plant", "kind", "model", "optimizer", "plan"), BUGS)
 def test_a_planted_bug_is_caught_and_named(plant: Any, kind: str, model: str, optimizer: str, plan: Plan, monkeypatch: Any):  # fmt: skip
     plant(monkeypatch, plan)

@@ -129,6 +129,12 @@ def test_a_plan_that_reads_trains_in_the_mode_of_one_device(model: Callable[[], 
     assert run(job, "tp=2,keyed_draws=true") == pytest.approx(expected, rel=2e-5)
 
 
+@pytest.mark.covering(
+    "handed_over_in_evaluation_mode-tp=2",
+    "with_a_new_head-pp=2",
+    "with_frozen_statistics-dp=2",
+    "with_a_train_of_its_own-dp=2",
+)
 @pytest.mark.parametrize(
     "plan", few(["dp=2", "tp=2", "pp=2,microbatches=2,recompute=full", "dp=1", "pp=2"], 3, pytest.mark.slow)
 )

@@ -85,6 +85,9 @@ def check(view: Callable[[Tensor], Tensor], write: Callable[[Tensor], object]) -
     check_against_module(program, model, loss, batches[2:], tolerance=1e-6)
 
 
+@pytest.mark.covering(
+    "view", "transpose", "narrow", "slice of slice", "diagonal", "expand of itself", "complex"
+)
 @pytest.mark.parametrize("view", VIEWS)
 def test_write_through_a_view(view: str):
     check(VIEWS[view], WRITES["mul_"])

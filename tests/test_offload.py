@@ -48,6 +48,7 @@ def _on_cpus(request: pytest.FixtureRequest) -> None:
         pytest.skip("it is about ranks on CPUs; benchmarks/gpu has a part for GPUs")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("model", "optimizer", "plan"), few(CASES, 3, pytest.mark.slow))
 def test_bits_are_those_of_the_plan_without_it(
     model: str, optimizer: str, plan: str, monkeypatch: pytest.MonkeyPatch
@@ -116,6 +117,8 @@ def test_what_cannot_update_a_few_parameters_is_stepped_once(monkeypatch: pytest
     assert any("Optimizer state is in an unlinked file in" in each for each in notes)
 
 
+@pytest.mark.long
+@pytest.mark.covering("dp=2,zero=1", "diloco")
 @pytest.mark.parametrize(
     "plan", few(["dp=2,zero=1", "dp=2,zero=3", "tp=2", "dp=2,exchange=diloco,local_steps=2"])
 )
@@ -184,6 +187,7 @@ def test_restored_state_goes_to_the_file_tensor_by_tensor(
         assert in_file(trainer.replicas[0].updater) == 18  # two averages and a count of six parameters
 
 
+@pytest.mark.slow
 def test_a_process_holds_the_state_of_one_window(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Resident pages of the file, as the kernel counts them, while a window is updated and after a save."""
     width = 256  # a matrix is 64 pages

@@ -110,6 +110,8 @@ def let_go_after(held: Held, step: int) -> Callable[[int], None]:
     return lambda done: held.go.set() if done == step else None
 
 
+@pytest.mark.long
+@pytest.mark.covering("mlp-groups", "mlp-counting", "mlp-frozen")
 @pytest.mark.parametrize(("model", "optimizer", "plan"), few(CASES, 5, pytest.mark.slow))
 def test_files_and_training_are_those_of_a_foreground_save_in_memory(
     model: str, optimizer: str, plan: str, held: Held, tmp_path: Path
@@ -165,6 +167,7 @@ def test_only_what_is_in_memory_is_copied_and_that_is_said(
     )
 
 
+@pytest.mark.long
 def test_pages_of_the_file_are_not_kept_in_memory(held: Held, tmp_path: Path) -> None:
     """While a save is under way, and after it."""
     width = 256
@@ -188,6 +191,7 @@ def test_pages_of_the_file_are_not_kept_in_memory(held: Held, tmp_path: Path) ->
     assert found == [0] * 6
 
 
+@pytest.mark.long
 def test_a_full_disk_means_a_save_in_the_foreground(
     held: Held, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -233,6 +237,7 @@ def test_disk_that_one_rank_cannot_reserve_is_given_back_by_the_others(
     assert [each.num_bytes for each in files] == before and 0 not in before
 
 
+@pytest.mark.long
 def test_a_loop_that_fails_meanwhile_leaves_the_checkpoint(held: Held, tmp_path: Path) -> None:
     def fail(step: int) -> None:
         if step == 5:

@@ -83,6 +83,7 @@ def test_the_smallest_module_is_found_in_each_kind(name: str) -> None:
     assert opaque_paths(captured(part_job(name))) == FOUND[name]
 
 
+@pytest.mark.covering("1", "3")
 @pytest.mark.long
 @pytest.mark.parametrize("number", few(range(len(PARTS)), 5, pytest.mark.slow))
 def test_parts_equal_one_device(number: int) -> None:
@@ -97,6 +98,7 @@ def test_every_part_equals_one_device_under_every_plan(name: str, plan: str) -> 
     assert equal(part_job(name), plan)
 
 
+@pytest.mark.long
 def test_a_program_with_a_part_travels_as_bytes() -> None:
     program = captured(part_job("router"))
     other = unpack(pack(program))
@@ -182,6 +184,7 @@ SHAPES_OF_MODELS = {
 }
 
 
+@pytest.mark.covering("tied-dp=2,pp=2,tp=2")
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "plan"),
@@ -292,6 +295,7 @@ def test_ranks_in_processes_equal_one_device(kind: str, plan: str, size: int) ->
     assert on_ranks(verdict, size, kind, plan, timeout_seconds=150.0)[0]
 
 
+@pytest.mark.long
 def test_a_part_whose_shapes_change_later_stops_the_step() -> None:
     program = captured(part_job("router"))
     (node,) = filter(is_opaque, program.nodes)
@@ -316,6 +320,7 @@ class Cuts(Router):
         return y if x.sum() > 0 else y[:4]
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_what_a_loss_differs_by_is_found_by_bisection() -> None:
     class OnlyInEager(nn.Module):

@@ -67,6 +67,7 @@ def trained(plan: str, out: Path, *, steps: int, resume: Path | None = None) -> 
     return load_file(out / f"step-{steps:08d}" / "model.safetensors")
 
 
+@pytest.mark.covering("tp=2,microbatches=2-pp=2")
 @pytest.mark.parametrize(
     ("first", "second"),
     [

@@ -96,6 +96,7 @@ def test_modules_that_a_loss_calls_are_read() -> None:
     assert unpack(pack(program)).digest() == program.digest()
 
 
+@pytest.mark.covering("0")
 @pytest.mark.long
 @pytest.mark.parametrize("number", few(range(len(LOSSES)), 3, pytest.mark.slow))
 def test_losses_equal_one_device(number: int) -> None:

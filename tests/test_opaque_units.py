@@ -234,6 +234,7 @@ def check_divided(name: str) -> None:
     assert held and max(held) < 0.7
 
 
+@pytest.mark.long
 def test_experts_that_run_as_written_are_divided_by_their_units() -> None:
     check_divided("tensors")
 
@@ -244,6 +245,7 @@ def test_experts_of_every_kind_are_divided(name: str) -> None:
     check_divided(name)
 
 
+@pytest.mark.covering("with losses")
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "plan"),

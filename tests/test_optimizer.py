@@ -218,6 +218,7 @@ def on_one_device(name: str) -> dict[str, Tensor]:
     return one_device(job(BUILDS[name]))[0]
 
 
+@pytest.mark.covering("-zero", "-two_servers")
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
@@ -270,6 +271,7 @@ def test_unused_parameters_are_left_alone():
             assert not torch.equal(before["first.weight"], after["first.weight"])
 
 
+@pytest.mark.long
 def test_gradients_belong_to_the_exchange_afterwards():
     for kind in KINDS:
         world, _ = trained(job(BUILDS["muon and adamw"]), kind, steps=1)
@@ -333,6 +335,7 @@ SIZES = [
 ]
 
 
+@pytest.mark.covering("zero-4-zero-3", "Adafactor-all_reduce-4-zero-4", "AdamW-zero-4-all_reduce-4")
 @pytest.mark.long
 @pytest.mark.parametrize(("kind", "size", "kind2", "size2"), SIZES)
 @pytest.mark.parametrize("name", RESUMED)

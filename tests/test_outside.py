@@ -105,6 +105,7 @@ def test_a_loss_that_changes_what_it_reads_is_refused_before_the_first_step(make
         pass
 
 
+@pytest.mark.covering("the_clock")
 @pytest.mark.parametrize("make", [a_tensor_outside, the_clock])
 def test_what_ranks_compute_differently_is_noticed_after_the_first_step(make: Callable[[], Job]):
     """A loss that cannot be read runs on every rank, here on one tensor outside of the model or at its own time."""
@@ -128,6 +129,7 @@ def test_the_refusal_names_what_it_is():
 USUAL = ("float", "int that says how often", "text", "words")
 
 
+@pytest.mark.covering("float", "words")
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=() if name in USUAL else pytest.mark.slow) for name in (*EQUAL, *REFUSED)],

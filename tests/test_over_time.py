@@ -167,12 +167,14 @@ def slow_unless(quick: Collection[tuple[str, str]], plans: Sequence[str]) -> lis
     return [pair if pair in quick else pytest.param(*pair, marks=pytest.mark.slow) for pair in pairs]
 
 
+@pytest.mark.covering("frozen-dp=2", "frozen-pp=2", "mixed", "by hand")
 @pytest.mark.parametrize(("kind", "plan"), slow_unless(QUICK, PLANS))
 def test_a_run_is_the_plain_loop(kind: str, plan: str, tmp_path: Path):
     make, expected = JOBS[kind]
     check_equal(trained(make(), plan, tmp_path), expected(make()))
 
 
+@pytest.mark.covering("frozen")
 @pytest.mark.parametrize(("kind", "plan"), slow_unless({("frozen", PP), ("growing", PP)}, [PP]))
 def test_a_resumed_run_goes_on_under_another_plan(kind: str, plan: str, tmp_path: Path):
     """In the middle of what changes: the first layer has no optimizer state yet, the batch has its second size."""
@@ -180,12 +182,14 @@ def test_a_resumed_run_goes_on_under_another_plan(kind: str, plan: str, tmp_path
     check_equal(trained(make(), "dp=2,zero=1", tmp_path, 2, plan), expected(make()))
 
 
+@pytest.mark.covering("mixed")
 @pytest.mark.parametrize(("kind", "plan"), slow_unless({("frozen", TP), ("mixed", "dp=2")}, ["dp=2", TP, PP]))
 def test_verify_finds_them_equal(kind: str, plan: str):
     report = verify(JOBS[kind][0](), Plan.parse(plan), devices="simulated")
     assert report is not None and report.passed
 
 
+@pytest.mark.covering("dp=2")
 @pytest.mark.parametrize("plan", ["dp=2", TP])
 def test_verify_sees_a_frozen_parameter_that_is_trained(plan: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("meshloom.core.losses.frozen.FrozenParameters.at", lambda self, step: set())
@@ -280,6 +284,7 @@ def test_accumulation_over_batches_of_a_loader_is_one_larger_batch_in_microbatch
     )
 
 
+@pytest.mark.slow
 def test_several_losses_freeze_their_parameters(tmp_path: Path):
     def objective(**overrides: Any) -> ml.Objective:
         return ml.Objective(loss=class_loss, optimizer=adamw, **overrides)

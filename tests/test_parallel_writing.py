@@ -147,6 +147,7 @@ def test_what_several_ranks_hold_is_written_by_all_of_them() -> None:
         assert sorted(each[1 + number] for each in parts) == [(0, 0), (0, 0), (0, 10)]
 
 
+@pytest.mark.long
 @given(st.dictionaries(st.text(max_size=2), st.integers(0, 50), max_size=5), st.integers(1, 6))
 def test_shares_of_bytes_are_all_bytes_once(sizes: dict[str, int], num_ranks: int) -> None:
     found = [part for rank in range(num_ranks) for part in shares_of(sizes, rank, num_ranks)]
@@ -182,6 +183,7 @@ def test_checksums_are_of_the_files_as_they_are(tmp_path: Path) -> None:
         assert facts == {"bytes": len(text), "crc32": zlib.crc32(text)}
 
 
+@pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.parametrize("plan", ["tp=2", "pp=2", "dp=2,zero=1"])
 def test_ranks_of_several_hosts_save_the_same_tensors_in_files_of_their_own(

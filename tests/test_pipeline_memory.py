@@ -76,11 +76,13 @@ def kept(schedule: str, num_microbatches: int) -> list[int]:
     return [watch.most for watch in watches]
 
 
+@pytest.mark.slow
 def test_1f1b_keeps_as_much_for_any_number_of_microbatches():
     found = {number: kept("1f1b", number) for number in (4, 16, 64)}
     assert found[4] == found[16] == found[64]
 
 
+@pytest.mark.slow
 def test_gpipe_keeps_every_microbatch():
     """Four times as many keep as much more as four times those between 4 and 8, to the byte."""
     four, eight, sixteen, many = (kept("gpipe", number) for number in (4, 8, 16, 64))
@@ -90,6 +92,7 @@ def test_gpipe_keeps_every_microbatch():
         assert sixteen[rank] == four[rank] + 12 * one and many[rank] == four[rank] + 60 * one
 
 
+@pytest.mark.covering("zb-h1", "interleaved")
 @pytest.mark.parametrize("schedule", ["interleaved", "zb-h1", "zb-v"])
 def test_others_keep_as_much_for_any_number_of_microbatches(schedule: str):
     """From as many on as their bound needs."""

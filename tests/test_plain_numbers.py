@@ -43,6 +43,7 @@ def job() -> ml.Job:
     return job_of(Annealed, lambda m, b: F.cross_entropy(m(b["x"]), b["y"]), DATA)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "plan",
     [

@@ -71,6 +71,7 @@ def test_one_plan_is_priced_by_itself(measured: Path, capsys: pytest.CaptureFixt
     assert "Amdahl" not in text
 
 
+@pytest.mark.long
 def test_a_second_start_captures_nothing(
     measured: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
@@ -173,6 +174,7 @@ def test_a_wish_that_cannot_be_is_refused():
         Wish(devices="0")
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_a_plan_that_is_tried_has_what_was_measured(measured: Path, capfd: pytest.CaptureFixture[str]):
     assert main(["plan", FILE, "--plan", "dp=2", "--ranks", "2", "--try", "2", "--json", "-"]) == 0
@@ -228,6 +230,7 @@ job = ml.Job(
 """
 
 
+@pytest.mark.slow
 @pytest.mark.slow
 def test_a_cluster_of_two_hosts_of_eight_gets_slices_within_hosts(
     measured: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -301,6 +301,7 @@ def whole(name: str, plan: str = "dp=2,microbatches=2", dtype: torch.dtype | Non
     return report
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("plant", "name", "said"), CASES)
 def test_a_planted_bug_is_caught_and_placed(
     plant: Plant, name: str, said: str, monkeypatch: pytest.MonkeyPatch
@@ -313,6 +314,7 @@ def test_a_planted_bug_is_caught_and_placed(
     assert said in " ".join(text(report).split()), text(report)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "plan", "dtype"),
     [
@@ -341,6 +343,7 @@ def test_without_a_bug_everything_around_the_steps_agrees(name: str, plan: str, 
     assert [step.step for step in report.steps] == [0, 1, 2, 3]  # an epoch has three batches, of 13, 13 and 4
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("plan", ["dp=2,zero=1", pytest.param("tp=2", marks=pytest.mark.slow)])
 def test_what_is_verified_has_the_digest_of_what_trains_in_any_precision(plan: str):
     from meshloom.telemetry.progress import QUIET

@@ -261,6 +261,10 @@ CASES = [
 ]
 
 
+@pytest.mark.long
+@pytest.mark.covering(
+    "mlp-sgd", "tied_twice-gpt-sgd", "tied_twice_in_the_norm-gpt-sgd-dp=2", "same_masks-cnn"
+)
 @pytest.mark.parametrize(("plant", "kind", "model", "optimizer", "plan"), few(CASES, 4))
 def test_a_planted_bug_is_caught_and_named(plant, kind, model, optimizer, plan, monkeypatch):
     plant(monkeypatch, plan)
@@ -269,6 +273,7 @@ def test_a_planted_bug_is_caught_and_named(plant, kind, model, optimizer, plan, 
     assert [cause.kind for cause in report.causes][:1] == [kind], report.causes
 
 
+@pytest.mark.covering("cnn-adamw-dp=3", "gpt-adamw", "mlp-sgd-dp=2,microbatches=3,bucket")
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("model", "optimizer", "plan"),

@@ -158,6 +158,7 @@ def patched() -> nn.Module:
     return made
 
 
+@pytest.mark.covering("hooked")
 @pytest.mark.parametrize(
     "make",
     [
@@ -183,6 +184,7 @@ class Setting:
     names: list[str] = field(default_factory=list)
 
 
+@pytest.mark.slow
 def test_a_model_that_keeps_its_setting_as_a_data_class_is_kept(runs: Runs):
     def of(setting: Setting) -> Callable[[], nn.Module]:
         def make() -> nn.Module:
@@ -196,6 +198,7 @@ def test_a_model_that_keeps_its_setting_as_a_data_class_is_kept(runs: Runs):
     assert runs.read(job_of(of(Setting(names=["x"]))))
 
 
+@pytest.mark.slow
 def test_another_loss_is_read_anew(runs: Runs, monkeypatch: pytest.MonkeyPatch):
     """Another source, another value in its closure, and one in a global list that is too long to be compared
     in every step."""
@@ -207,6 +210,7 @@ def test_another_loss_is_read_anew(runs: Runs, monkeypatch: pytest.MonkeyPatch):
     assert runs.notes == ["The loss was captured anew: changed since an earlier run: loss."]
 
 
+@pytest.mark.slow
 def test_other_versions_settings_and_shapes_are_read_anew(runs: Runs, monkeypatch: pytest.MonkeyPatch):
     with monkeypatch.context() as patched:
         patched.setattr("torch.__version__", "9.9.9")
@@ -221,6 +225,7 @@ def test_other_versions_settings_and_shapes_are_read_anew(runs: Runs, monkeypatc
     assert runs.read(given=batches(samples=3))
 
 
+@pytest.mark.slow
 def test_source_of_a_module_of_the_users_counts(runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "helpers_of_mine.py").write_text("RATE = 1\n")
     monkeypatch.syspath_prepend(tmp_path)
@@ -240,6 +245,7 @@ def test_source_of_a_module_of_the_users_counts(runs: Runs, tmp_path: Path, monk
         del sys.modules["helpers_of_mine"]
 
 
+@pytest.mark.slow
 def test_what_has_no_digest_is_not_kept(runs: Runs):
     """A lock in the model: nobody can tell whether another run's is the same."""
 
@@ -253,6 +259,7 @@ def test_what_has_no_digest_is_not_kept(runs: Runs):
         assert runs.notes == ["The captured loss is not cached: 1.lock, a lock, has no digest."]
 
 
+@pytest.mark.slow
 def test_a_file_that_is_damaged_is_read_anew_with_one_sentence(runs: Runs):
     (path,) = runs.directory.iterdir()
     path.write_bytes(path.read_bytes()[:-1])
@@ -275,6 +282,7 @@ def test_a_reading_that_is_not_eagers_is_refused_even_if_its_digests_are_equal(
     assert "2.weight has another shape or dtype in the model" in runs.notes[0]
 
 
+@pytest.mark.slow
 def test_a_large_program_is_looked_at_as_small_as_it_was_compared(
     runs: Runs, monkeypatch: pytest.MonkeyPatch
 ):
@@ -295,6 +303,7 @@ def test_a_large_program_is_looked_at_as_small_as_it_was_compared(
     assert sizes == [32] and len(many[0]["x"]) == 160
 
 
+@pytest.mark.covering("pp=2,tp=2")
 @pytest.mark.parametrize(
     "plan", ["tp=2", "pp=2,microbatches=2", "pp=2,tp=2,microbatches=2,recompute=selective"]
 )
@@ -361,6 +370,7 @@ def test_another_plan_takes_the_reading_and_chooses_for_itself(tmp_path: Path):
     assert "reading" not in timings.seconds
 
 
+@pytest.mark.slow
 def test_a_second_description_reads_and_chooses_nothing_and_says_the_same(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):

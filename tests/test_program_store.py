@@ -57,6 +57,7 @@ def in_bags(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     }
 
 
+@pytest.mark.covering("pp=2,tp=2")
 @pytest.mark.long
 @pytest.mark.parametrize("plan", ["tp=2", "pp=2,tp=2"])
 def test_bags_with_offsets_equal_one_device(plan: str):

@@ -181,6 +181,7 @@ def annealed(model: nn.Module, batch: Any) -> Tensor:
     return loss + weight * found.square().mean() if ml.step() % 2 == 0 else loss
 
 
+@pytest.mark.covering("Drops")
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("model", "loss", "plan"),
@@ -202,6 +203,7 @@ def test_verify_draws_alike(plan: str) -> None:
     assert report is not None and report.passed
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_metrics_draw_alike_in_programs() -> None:
     def metric(model: nn.Module, batch: Any) -> Tensor:

@@ -19,6 +19,7 @@ from tests.jobs import make_job
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export")]
 
 
+@pytest.mark.covering("pp=2,microbatches=2,schedule=interleaved")
 @pytest.mark.parametrize(
     "text",
     [

@@ -190,6 +190,7 @@ def test_tied_parameters_are_listed_once():
     assert "head.weight" not in step_of(reference).gradients
 
 
+@pytest.mark.long
 def test_looking_back_changes_nothing():
     job, plan = make_job("cnn", "adamw"), Plan(dp=2, microbatches=2)
     plain, looked = Reference(job, plan), Reference(job, plan)
@@ -202,6 +203,7 @@ def test_looking_back_changes_nothing():
             assert torch.equal(a.buffers[name], b.buffers[name])
 
 
+@pytest.mark.long
 def test_the_chunks_of_the_evidence_add_up_to_the_gradient():
     reference = Reference(make_job("gpt", "sgd"), Plan(dp=2, microbatches=2), torch.float64)
     step_of(reference)

@@ -51,6 +51,7 @@ def counted(trainer: Trainer) -> dict[str, int]:
     return found
 
 
+@pytest.mark.covering("gpt-dp=3", "cnn-dp=2", "mlp-dp=2,exchange=server", "local_sgd", "powersgd")
 @pytest.mark.long
 @pytest.mark.parametrize(("model", "text"), PLANS)
 def test_bytes_are_those_that_a_run_counts(model: str, text: str):

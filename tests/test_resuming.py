@@ -104,6 +104,7 @@ def sizes(directory: Path) -> dict[str, int]:
 # --- Runs.
 
 
+@pytest.mark.covering("True-dp=2,zero=1", "True-tp=2", "False-dp=3", "False-dp=2,exchange=diloco")
 @pytest.mark.parametrize(
     ("plan", "ranks"),
     [
@@ -179,6 +180,7 @@ def test_only_rank_0_needs_to_see_the_checkpoint(plan: str, transport: str, tmp_
     assert most == most_by_other == 1
 
 
+@pytest.mark.covering("dp=2", "tp=2")
 @pytest.mark.parametrize(
     "plan",
     ["dp=2", pytest.param("tp=2", marks=pytest.mark.long), pytest.param("pp=2", marks=pytest.mark.long)],
@@ -300,6 +302,7 @@ VERSION_1 = (
 )  # as dp=2,zero=1 wrote it when there was one version
 
 
+@pytest.mark.covering("dp=2", "pp=2")
 @pytest.mark.parametrize(
     "plan",
     [

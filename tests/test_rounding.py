@@ -118,6 +118,7 @@ def in_float64(job: Job, plan: Plan) -> Mapping[str, Tensor]:
     return {name: each for name, each in exact.gradients.items() if each is not None}
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_where_rounding_grows_a_right_plan_agrees_and_is_as_near_to_float64_as_one_device(monkeypatch):
     monkeypatch.setattr("meshloom.verify.comparison_run.ComparisonRun", _Streamed)
@@ -144,6 +145,7 @@ def test_where_it_grows_mistakes_that_it_does_not_explain_are_caught():
     assert not any(error.passed for error in of_kind(found.steps[0], "gradient"))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("model", ["mlp", "gpt", "cnn"])
 def test_a_mean_of_means_over_almost_equal_chunks_is_caught_in_float32(model):
     """Of 17, 17, 17 and 16 samples: the smallest mistake worth the name. Rounding, measured because it fails,
@@ -162,6 +164,7 @@ def test_a_mean_of_means_over_almost_equal_chunks_is_caught_in_float32(model):
     assert len(wrong) >= 0.9 * len(gradients) and not any(error.moved for error in gradients)
 
 
+@pytest.mark.long
 def test_parameters_are_moved_once_a_step_and_only_where_something_is_far_off(monkeypatch):
     calls: list[int] = []
     monkeypatch.setattr(

@@ -33,6 +33,7 @@ def equal(model: str, optimizer: str | Callable[[Any], Any], plan: str) -> bool:
     return report.passed and not report.causes
 
 
+@pytest.mark.covering("mlp-sgd", "cnn-adamw", "branch-adafactor")
 @pytest.mark.parametrize(
     ("model", "optimizer", "plan"),
     [
@@ -78,6 +79,7 @@ class ByWholeNorm(torch.optim.SGD):
                 each.data.sub_(each.grad, alpha=float(0.1 / norm))
 
 
+@pytest.mark.long
 def test_an_optimizer_that_looks_at_everything_runs_on_every_server() -> None:
     def optimizer(named: Any) -> torch.optim.Optimizer:
         return ByWholeNorm(named, lr=0.1)
@@ -194,6 +196,7 @@ def values_of_a_server_are_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server._FromServers, "publish", of_the_first_only)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("plant", "kind"),
     [

@@ -59,6 +59,8 @@ def marks(name: str, plan: str) -> Any:
     return pytest.mark.long if (name, plan) in COVERING else pytest.mark.slow
 
 
+@pytest.mark.long
+@pytest.mark.covering("wgan dp=1", "wgan dp=3", "agent dp=2,zero=3", "norms")
 @pytest.mark.parametrize(
     ("name", "plan"),
     [
@@ -130,6 +132,7 @@ def test_verification_finds_a_wrong_turn(mistake: str, monkeypatch: pytest.Monke
     assert report is not None and not report.passed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "saved_under", "resumed_under"),
     [pytest.param("wgan", "dp=2,zero=1", "tp=2", marks=pytest.mark.long), pytest.param("agent", "dp=3,zero=3", "pp=2,microbatches=3", marks=pytest.mark.slow),
@@ -170,6 +173,7 @@ def test_resuming_takes_the_same_losses(tmp_path: Path):
         ml.Trainer(one, devices="simulated", resume=tmp_path, listener=QUIET)
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_an_annealed_loss_may_be_a_metric_under_every_plan():
     """The function of a loss, which trains its own parameters, is a metric of the whole model, too."""
@@ -257,6 +261,7 @@ def test_a_mistake_is_said_in_one_sentence(changes: dict[str, Any], sentence: st
         trainer.fit()
 
 
+@pytest.mark.covering("tp=2")
 @pytest.mark.long
 @pytest.mark.parametrize("plan", ["tp=2", "pp=2,microbatches=2"])
 def test_a_loss_without_gradients_is_said_under_plans_that_read_it(plan: str):
@@ -307,6 +312,7 @@ def test_exchanges_without_turns_are_refused(plan: str):
         ml.Trainer(turns_job("wgan"), plan, devices="simulated", listener=QUIET)
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_one_function_may_be_two_losses():
     """A saddle point by descent and ascent: maximize=True of the one optimizer."""

@@ -55,6 +55,12 @@ PLANS = [
 ]
 
 
+@pytest.mark.covering(
+    "dp=2,microbatches=2,bucket_bytes=300-mlp",
+    "dp=3,zero=1,bucket_bytes=300-gpt",
+    "dp=3,zero=1,bucket_bytes=300-branch",
+    "overlap=false,bucket_bytes=1000000000-cnn",
+)
 @pytest.mark.parametrize(
     ("model", "optimizer"),
     [
@@ -73,6 +79,7 @@ def test_one_copy_equals_one_device(model: str, optimizer: str, plan: Plan) -> N
     assert max(report.owned) < 1  # each owns a part
 
 
+@pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.usefixtures("silent_export")
 @pytest.mark.parametrize(
@@ -92,6 +99,7 @@ def test_one_copy_per_place_of_a_divided_model(model: str, optimizer: str, plan:
     assert report.passed, report.causes
 
 
+@pytest.mark.long
 def test_bfloat16_parameters() -> None:
     """Their sums are in rank order, as those of a copy each: the same bits."""
     job = replace(
@@ -264,6 +272,8 @@ def test_what_needs_whole_parameters_gets_a_copy_each() -> None:
         trainer.fit()
 
 
+@pytest.mark.long
+@pytest.mark.covering("saved0-resumed0-adamw", "saved1-resumed1-muon")
 @pytest.mark.parametrize("optimizer", few(["adamw", "muon"]))
 @pytest.mark.parametrize(
     ("saved", "resumed"),
@@ -379,6 +389,7 @@ def share_never_written(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(OneForAll, "__init__", forget)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("plant", few([owned_twice, one_rank_dropped, updated_early, share_never_written], 2))
 def test_a_planted_bug_is_caught(
     plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch

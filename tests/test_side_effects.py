@@ -43,6 +43,7 @@ def of_features(model: Any, batch: dict[str, Tensor]) -> Tensor:
     return F.mse_loss(model(batch["x"]), batch["y"]) + 0.1 * model.features["first"].square().mean()
 
 
+@pytest.mark.covering("plain")
 @pytest.mark.parametrize("how", ["reentrant", "plain", "sequential"])
 def test_norms_in_checkpointed_blocks_count_both_runs(how: str) -> None:
     job = job_of(lambda: Net([Checkpointed(how)]))

@@ -119,6 +119,7 @@ def with_longest(model: Model, x: Tensor) -> Tensor:
     return x + model.places.weight
 
 
+@pytest.mark.covering("scaled", "with_longest")
 @pytest.mark.parametrize(
     ("forward", "expected"), [(scaled, TOKENS), (in_windows, 80), (only_long, TOKENS), (with_longest, TOKENS)]
 )
@@ -154,6 +155,7 @@ def test_where_nothing_is_left_to_compare_the_whole_is(sizes: list[int]):
     assert sizes == [32, TOKENS]
 
 
+@pytest.mark.slow
 def test_a_program_that_is_not_eager_is_not_used_all_the_same(
     sizes: list[int], monkeypatch: pytest.MonkeyPatch
 ):

@@ -146,6 +146,9 @@ def _read(trainer: Trainer) -> list[Any]:
     return found
 
 
+@pytest.mark.covering(
+    "SparseAdam-rows", "SGD-rows-dp=2,zero=3", "SGD-dense-dp=2,zero=1", "Adagrad-dense-dp=3,exchange=server"
+)
 @pytest.mark.parametrize("plan", few(PLANS, 2))
 @pytest.mark.parametrize("size", list(SIZES))
 @pytest.mark.parametrize(
@@ -201,6 +204,7 @@ def test_tables_in_parts_that_run_as_written(parts: list[str], plan: str) -> Non
         torch.testing.assert_close(found[name], each, **TOLERANCE)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("optimizer", ["momentum", "AdamW"])
 def test_optimizers_that_move_all_rows_get_the_same_numbers_dense(optimizer: str) -> None:
     the_job = job(optimizer)
@@ -253,6 +257,7 @@ def test_what_is_not_possible_is_refused_by_name() -> None:
             trained(replace(job("SparseAdam"), model=lambda: Tied(300)), plan)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("optimizer", ["SparseAdam", "Adagrad"])
 def test_a_run_goes_on_under_another_plan(optimizer: str, tmp_path: Path) -> None:
     the_job = job(optimizer)
@@ -287,6 +292,7 @@ def verified(the_job: Job, plan: str) -> bool:
     return report.passed
 
 
+@pytest.mark.covering("dp=3,zero=1", "dp=2,zero=3")
 @pytest.mark.parametrize(
     "plan",
     [

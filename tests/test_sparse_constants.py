@@ -72,6 +72,7 @@ def job(operator: str = "sparse.mm") -> Job:
 BATCH = {"x": torch.ones(2, NODES, 8, dtype=torch.float64), "y": torch.zeros(2, NODES, dtype=torch.long)}
 
 
+@pytest.mark.covering("sparse.mm-tp=2", "@-dp=2", "@-pp=2,cuts=two,recompute")
 @pytest.mark.long
 @pytest.mark.parametrize(
     "plan", ["dp=2", "tp=2,tp_placements=one:column+two:row", "pp=2,cuts=two", "pp=2,cuts=two,recompute=full"]
@@ -125,6 +126,7 @@ class Normalised(GCN):
         return super().forward(x)
 
 
+@pytest.mark.covering("dp=1", "dp=2,zero=3", "pp=2")
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("plan", "layout"),
@@ -141,6 +143,7 @@ def test_a_sparse_buffer_is_a_constant(plan: str, layout: torch.layout):
     assert report is not None and report.passed, report and report.causes
 
 
+@pytest.mark.long
 def test_checkpoints_leave_it_out_and_resume(tmp_path: Path):
     normalised = replace(job(), model=Normalised, steps=2)
     for plan, steps, resume in (("dp=2", 1, None), ("tp=2", 2, tmp_path)):

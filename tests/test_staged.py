@@ -43,6 +43,7 @@ def staged_of(job: ml.Job, plan: ml.Plan, machine: Machine | None = None) -> Sta
     return staged(Readings(job), plan, machine=machine)
 
 
+@pytest.mark.slow
 def test_traffic_is_the_formula_for_even_and_uneven_microbatches():
     """s = 7 x 8 values a sample cross before a layer; b = 10 samples; both ways: C = s b 2, in float32. The
     tied weight is on both sides."""
@@ -90,6 +91,7 @@ def test_what_a_rank_holds_is_its_state_and_what_is_in_flight():
     )  # and the loss: log-probabilities of 11 tokens, a sum of weights
 
 
+@pytest.mark.slow
 def test_offers_are_what_is_found_when_they_are_taken():
     found = staged_of(job_of(Stack, batch_size=16), plan("pp=3,microbatches=2"), machine=FAST)
     assert found.better
@@ -106,6 +108,7 @@ def test_offers_are_what_is_found_when_they_are_taken():
     assert {"microbatches", "schedule"} <= {each.setting.partition("=")[0] for each in found.better}
 
 
+@pytest.mark.slow
 def test_nothing_is_offered_that_does_not_fit():
     free = staged_of(job_of(Stack, batch_size=16), plan("pp=3,microbatches=8"), machine=FAST)
     offered = max(each.rank_bytes for each in free.better)

@@ -24,6 +24,7 @@ def whole_batches(num_samples, batch_size, drop_last, steps):
     return batches[:steps]
 
 
+@pytest.mark.long
 @settings(deadline=None, max_examples=60)
 @given(
     num_samples=st.integers(1, 12),

@@ -229,6 +229,7 @@ def test_report_draws_the_newest_step_in_the_terminal(run: Path, capsys: pytest.
     assert capsys.readouterr().out.startswith("step 2 of")
 
 
+@pytest.mark.long
 def test_the_ending_decides_what_is_written(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     begins = {"svg": b"<?xml", "png": b"\x89PNG\r\n", "json": b'{"traceEvents"', "PNG": b"\x89PNG\r\n"}
     for ending, start in begins.items():

@@ -280,6 +280,7 @@ def extents(figure: Any) -> list[tuple[str, Any]]:
     return [(text.get_text(), text.get_window_extent()) for text in shown]
 
 
+@pytest.mark.covering("1f1b", "zb-v", "grid", "one")
 @pytest.mark.long
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_nothing_that_is_written_overlaps_or_leaves_the_picture(name: str):

@@ -382,6 +382,7 @@ def test_transformer_with_sequence_parallelism(width: int, heads: int, vocabular
     assert found.at_the_end == 1  # PyTorch: 30, one for every value of every norm's optimizer
 
 
+@pytest.mark.covering("None-True", "trained3", "trained4")
 @pytest.mark.parametrize(
     ("trained", "sequence", "backward", "at_the_end"),
     [
@@ -456,6 +457,14 @@ def test_norm_of_parts_of_the_sequence(affine: bool):
     assert found.forward == {} and found.backward == {} and found.at_the_end == affine
 
 
+@pytest.mark.covering(
+    "shape0-4-none-True-0.2",
+    "shape0-4-mean-False-0.0",
+    "shape1-4-sum-True-0.0",
+    "shape1-4-mean-True-0.2",
+    "shape2-3-mean-False-0.2",
+    "shape2-3-sum-True-0.2",
+)
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
 @pytest.mark.parametrize("weighted", [True, False])
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
@@ -583,6 +592,7 @@ def assert_same(
         )
 
 
+@pytest.mark.covering("mlp-tp=4", "mlp-dp=2,tp=2", "weight_tying")
 @pytest.mark.parametrize(
     ("name", "plan"),
     [

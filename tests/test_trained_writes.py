@@ -137,6 +137,7 @@ def test_what_every_forward_leaves_alike_is_one_device_s(write: Any, plan: str) 
     check(between(write), plan)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("plan", few(["pp=2,microbatches=2", "tp=2", "dp=2,pp=2,tp=2"], 1, pytest.mark.slow))
 @pytest.mark.parametrize("write", few(SETTLED, 1, pytest.mark.slow))
 def test_in_programs_the_module_that_writes_runs_as_written(write: Any, plan: str) -> None:

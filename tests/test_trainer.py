@@ -58,6 +58,7 @@ def test_a_run_repeats_bit_for_bit() -> None:
     assert losses(job, "dp=3,microbatches=2") == losses(job, "dp=3,microbatches=2")
 
 
+@pytest.mark.long
 def test_keyed_draws_are_the_same_under_every_plan_too() -> None:
     job = make_job("gpt", "sgd", steps=3)
     keyed = losses(job, "dp=2,microbatches=2,keyed_draws=true")
@@ -115,6 +116,7 @@ def test_batches_show_this_processs_chunks() -> None:
 # --- Stopping and going on.
 
 
+@pytest.mark.covering("sgd-dp=2", "adamw-dp=4,zero=1", "muon-dp=1")
 @pytest.mark.long
 @pytest.mark.parametrize("plan", ["dp=2,microbatches=2", "dp=4,zero=1", "dp=1,microbatches=4"])
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw", "adafactor", "muon"])
@@ -224,6 +226,7 @@ def test_evaluation_does_not_change_training() -> None:
     assert found == losses(job, "dp=2")
 
 
+@pytest.mark.covering("cnn-dp=4", "gpt-dp=2,microbatches", "branch-dp=3")
 @pytest.mark.parametrize(
     "plan",
     few(["dp=3", "dp=2,microbatches=3,zero=1", "dp=2,bucket_bytes=100", "dp=4,sync_batch_norm=true"], 3),
@@ -335,6 +338,7 @@ def test_a_parameter_that_drifts_on_one_replica_is_named() -> None:
             train(trainer, lambda: drifting.add_(1e-6))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("plan", ["dp=2", "tp=2"])
 def test_what_drifts_from_the_start_is_named_after_the_first_step(plan: str) -> None:
     """It was after a hundred."""

@@ -76,6 +76,7 @@ def combinations(usual: list[tuple[str, str]], often: list[tuple[str, str]], tur
     ]
 
 
+@pytest.mark.covering("moco-dp=2", "annealed")
 @pytest.mark.parametrize(
     ("case", "plan"),
     combinations(
@@ -89,6 +90,7 @@ def test_a_plan_trains_by_the_rule(case: str, plan: str):
     agree(found, by_the_rule(case, copy.deepcopy(built(case)), Plan.parse(plan).num_chunks))
 
 
+@pytest.mark.covering("spectral norm", "observed")
 @pytest.mark.parametrize(
     ("case", "plan"),
     combinations(
@@ -190,6 +192,9 @@ PLANTED: list[tuple[Any, str]] = [
 ]
 
 
+@pytest.mark.covering(
+    "reads_what_the_chunk_before_wrote-annealed-dp=2", "loses_the_keys", "merges_in_another", "takes_the_last"
+)
 @pytest.mark.parametrize(
     ("plant", "case", "plan"),
     [

@@ -86,6 +86,7 @@ def test_shares_that_change_in_the_middle_of_a_run_do_not_change_what_is_learned
             torch.testing.assert_close(state[name], value, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("model", "optimizer"), few([("cnn", "adamw"), ("gpt", "muon"), ("branch", "sgd")]))
 def test_where_chunks_matter_they_are_those_of_the_record(model: str, optimizer: str) -> None:
     job = make_job(model, optimizer, steps=5)
@@ -205,6 +206,7 @@ def report_of(model: str, optimizer: str, plan: str, steps: int = 3, **settings:
     return report
 
 
+@pytest.mark.covering("cnn-adamw", "cnn-sgd", "gpt-muon", "gpt-adamw", "unused_twice")
 @pytest.mark.long
 @pytest.mark.usefixtures("dear_memory")
 @pytest.mark.parametrize(
@@ -286,6 +288,7 @@ def shares_of_the_step_before(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(MapReader, "_ranges", late)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("plant", "plan", "passes", "fails"),
     [

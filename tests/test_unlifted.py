@@ -96,6 +96,7 @@ def chosen(job: Job, plan: str, dtype: torch.dtype | None = None) -> Any:
         return engine.cutter.choice.stage_of
 
 
+@pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("model", "plan", "rates"),

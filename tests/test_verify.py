@@ -60,6 +60,15 @@ CASES = [
 ]
 
 
+@pytest.mark.covering(
+    "cnn-adamw-13-1-2-0",
+    "branch-sgd-3-2-1-1",
+    "mlp-adafactor-12-2-2-0",
+    "unused_twice-adamw-13-2-5-1",
+    "gpt-sgd-3-2-5-0",
+    "branch-adafactor-3-4-5-0",
+    "cnn-muon-3-4-1-1",
+)
 @pytest.mark.long
 @pytest.mark.parametrize(("model", "optimizer", "batch_size", "dp", "m", "zero"), CASES)
 def test_a_correct_run_passes_with_room_to_spare(model, optimizer, batch_size, dp, m, zero):
@@ -75,6 +84,7 @@ def test_a_correct_run_passes_with_room_to_spare(model, optimizer, batch_size, d
     assert not in_float32.causes and in_float32.first_wrong is None
 
 
+@pytest.mark.covering("dp=2,microbatches=2-cnn", "dp=3,zero=1-gpt")
 @pytest.mark.parametrize("model", ["cnn", pytest.param("gpt", marks=pytest.mark.long)])
 @pytest.mark.parametrize("plan", few(["dp=2,microbatches=2", "dp=3,zero=1", "dp=4"]))
 def test_synchronised_statistics_equal_one_device(model, plan):
@@ -88,6 +98,7 @@ def test_without_chunks_that_interact_the_whole_batch_is_the_same():
     assert "equal to one device on the whole batch" in text(report)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("model", "reasons"),
     [("cnn", ["batch statistics (norm, norm2)", "random draws"]), ("gpt", ["random draws"])],
@@ -121,6 +132,7 @@ def test_the_module_where_samples_interact_is_named():
     assert report.passed and report.whole and report.whole.why == "samples of a batch interact in center"
 
 
+@pytest.mark.long
 def test_a_mean_over_something_else_than_samples_is_recognised():
     def mean_over_tokens(model: nn.Module, batch: Any) -> Tensor:
         return F.cross_entropy(model(batch["x"]).flatten(0, 1), batch["y"].flatten(), ignore_index=-100)
@@ -132,6 +144,7 @@ def test_a_mean_over_something_else_than_samples_is_recognised():
     assert report.passed and report.whole and "return (sum, weight)" in report.whole.why
 
 
+@pytest.mark.long
 def test_a_report_is_text_and_json():
     report = run(make_job("gpt", "muon"), "dp=2,zero=1", torch.float64)
     records = json.loads(json.dumps(report.records(), allow_nan=False))
@@ -211,6 +224,7 @@ class Lines(IterableDataset[Any]):
             yield {**vectors()[index], "x": vectors()[index]["x"] + torch.rand(1)}
 
 
+@pytest.mark.long
 def test_iterable_data_passes():
     assert run(make_job("mlp", "sgd", data=Lines), "dp=3,microbatches=2", torch.float64, steps=4).passed
 
@@ -231,6 +245,7 @@ def noisy_collate(samples: list[Any]) -> Any:
     }
 
 
+@pytest.mark.long
 def test_draws_while_reading_and_collating_are_the_same():
     assert run(
         make_job("cnn", "sgd", data=Augmented, collate=noisy_collate), "dp=2,microbatches=2", torch.float64

@@ -87,6 +87,7 @@ def test_it_equals_one_device_and_is_said(plan: str, capsys: pytest.CaptureFixtu
     assert "The loss cannot be read, so it runs as written, whole, on every rank" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_training_and_evaluation_are_those_of_dp_alone() -> None:
     losses, state, metrics, _ = trained("dp=2")
     ours, held, found, as_predicted = trained("dp=2,pp=2,tp=2")
@@ -96,6 +97,7 @@ def test_training_and_evaluation_are_those_of_dp_alone() -> None:
     assert as_predicted
 
 
+@pytest.mark.long
 def test_a_run_goes_on_under_another_plan(tmp_path: Path) -> None:
     _, state, _, _ = trained("dp=1")
     with ml.Trainer(job(), "tp=2,pp=2", devices="simulated", listener=QUIET, out=tmp_path) as trainer:
@@ -108,6 +110,7 @@ def test_a_run_goes_on_under_another_plan(tmp_path: Path) -> None:
     assert all(torch.allclose(held[name], each, rtol=TOLERANCE) for name, each in state.items())
 
 
+@pytest.mark.long
 def test_what_only_a_program_can_do_is_refused() -> None:
     for asked, what in (
         ("tp=2,recompute=full", "recompute runs operators of the loss a second time"),
@@ -158,6 +161,7 @@ def test_describe_counts_it_while_it_runs_once() -> None:
     assert found.memory.kept == pytest.approx(measured.kept, rel=0.1)  # results that nothing keeps
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_what_ranks_run_is_known_before() -> None:
     """For the loss, for an optimizer that looks at all parameters, and for hooks that no program has."""

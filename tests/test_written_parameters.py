@@ -95,6 +95,8 @@ def pairs() -> list[Any]:
     ]
 
 
+@pytest.mark.long
+@pytest.mark.covering("first, in place", "first, new data")
 @pytest.mark.parametrize(("name", "plan"), pairs())
 def test_a_teacher_is_one_device_s(name: str, plan: str) -> None:
     """Replicas had teachers of their own, under dp, without a word; tp and pp refused the loss."""
@@ -114,6 +116,7 @@ def test_teachers_are_verified(plan: str) -> None:
     assert report.passed
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("plan", few(["dp=2", *PLANS[1:]], 1, pytest.mark.slow))
 @pytest.mark.parametrize("name", few([*reversed(PUBLISHED)], 1, pytest.mark.slow))
 def test_published_teachers_are_verified(name: str, plan: str) -> None:
@@ -155,6 +158,7 @@ def _on_processes() -> dict[str, Tensor]:
         return {name: each.clone() for name, each in trainer.replicas[0].model.named_parameters()}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("plan", ["dp=2,zero=3", pytest.param("tp=2", marks=pytest.mark.slow)])
 def test_a_run_with_a_teacher_goes_on(plan: str, tmp_path: Path) -> None:
     name = "last, in place"
@@ -202,6 +206,7 @@ class Normed(nn.Module):
         return self.student(x), aim
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "plan", few(["pp=2,microbatches=2", "tp=2", "dp=2", "dp=2,pp=2,tp=2"], 1, pytest.mark.slow)
 )
@@ -219,6 +224,7 @@ def _towards_teacher(model: Any, batch: Any) -> Tensor:
     return F.cross_entropy(found, batch[1]) + (found - aim).square().mean()
 
 
+@pytest.mark.slow
 def test_a_trained_parameter_that_each_forward_changes_further_is_whole_under_tp_and_refused_under_dp() -> (
     None
 ):

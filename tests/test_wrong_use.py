@@ -151,6 +151,7 @@ def test_who_means_it_gets_more_ranks() -> None:
     check_ranks(8, "cpu", oversubscribe=False)  # eight processes show the grid on any machine
 
 
+@pytest.mark.covering("dp=16", "dp=5", "dp=2,microbatches=7")
 @pytest.mark.parametrize(
     ("plan", "sentence"),
     [

@@ -62,6 +62,13 @@ def in_turns(cases: list[Case]) -> list[Any]:
     ]
 
 
+@pytest.mark.covering(
+    "(2, 1, 'mlp', 'sgd', 13)",
+    "(2, 3, 'gpt', 'adafactor', 13)",
+    "(3, 1, 'gpt', 'adafactor', 13)",
+    "(4, 3, 'mlp', 'sgd', 13)",
+    "(3, 3, 'mlp', 'sgd', 2)",
+)
 @pytest.mark.parametrize("case", in_turns(CASES + EMPTY), ids=str)
 def test_a_plan_equals_one_device(case: Case) -> None:
     assert equal(case)
@@ -71,6 +78,7 @@ QUICK = ("decayed",)
 LONG = ("shuffled", "recomputed_reentrant", "again", "inside")
 
 
+@pytest.mark.covering("inside")
 @pytest.mark.parametrize(
     "kind",
     [
@@ -123,6 +131,7 @@ def loss(model: Any, batch: Any) -> Tensor:
 EVALUATE = Evaluate(data=partial(vectors, 11), metrics={"loss": loss}, every=2)
 
 
+@pytest.mark.long
 def test_bytes_are_as_predicted_and_evaluation_is_one_devices() -> None:
     summary, ours = trained("dp=2,zero=3,microbatches=2", steps=4, evaluate=EVALUATE)
     one, theirs = trained("dp=1", steps=4, evaluate=EVALUATE)
@@ -173,6 +182,7 @@ def test_nobody_holds_more_than_slices_the_rest_and_two_units(monkeypatch: pytes
         )
 
 
+@pytest.mark.covering("adamw-dp=1", "muon")
 @pytest.mark.parametrize(
     ("optimizer", "plan"),
     [
@@ -214,6 +224,7 @@ def test_blocks_that_repeat_large_parts_and_the_rest_are_units() -> None:
         find_units(model, chosen=["even"], large_bytes=1)
 
 
+@pytest.mark.long
 def test_units_are_the_users() -> None:
     _, chosen = trained("dp=2,zero=3", kind="again", units=["blocks.1", nn.LayerNorm])
     _, none = trained("dp=2,zero=3", kind="again", units=())

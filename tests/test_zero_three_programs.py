@@ -51,6 +51,7 @@ Case = tuple[int, str, str, str, int]
 CASES: list[Case] = list(product((2, 3, 4), ("tp", "pp"), TP, OPTIMIZERS, (1, 3)))
 
 
+@pytest.mark.covering("(2, 'tp', 'mlp', 'sgd', 1)")
 @pytest.mark.parametrize(
     "case",
     [
@@ -76,6 +77,7 @@ def holds(kind: str, plan: str, **job: Any) -> None:
 SCHEDULED = list(product(SCHEDULES, ("tied", "again", "frozen"), ("none", "full", "selective")))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("schedule", "kind", "recompute"),
     [
@@ -93,6 +95,7 @@ def test_every_schedule_and_recomputation_finds_its_parameters(
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "plan",
     [
@@ -129,6 +132,7 @@ def test_replicas_with_fewer_microbatches_pass_over_the_others(schedule: str, ba
     holds("blocks", plan, batch_size=batch, samples=3 * batch - 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "plan",
     [
@@ -145,6 +149,7 @@ def test_bytes_are_as_predicted_and_evaluation_is_one_devices(plan: str) -> None
     assert all(torch.allclose(ours[name], theirs[name], rtol=1e-10, atol=1e-12) for name in theirs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "plan",
     [
@@ -200,6 +205,7 @@ def test_nobody_holds_more_than_slices_the_rest_and_two_units(
             assert sum(each.untyped_storage().nbytes() for each in held) == 4 * len(held)  # one number each
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "optimizer", "ours", "other"),
     [
@@ -304,6 +310,7 @@ def on_one_copy(plans: list[str]) -> list[list[float]]:
     return on_gloo(plans, devices="cpu", share=True)
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("run", "plans"),

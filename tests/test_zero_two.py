@@ -65,6 +65,9 @@ def run(job: Job, plan: str, steps: int = 3) -> Report:
     return report
 
 
+@pytest.mark.covering(
+    "mlp-adamw-dp=2,microbatches=1", "cnn-sgd-dp=3", "gpt-muon-dp=4", "unused_twice-sgd-dp=4"
+)
 @pytest.mark.parametrize(
     ("model", "optimizer", "plan"),
     [pytest.param(*each, marks=pytest.mark.long if each in COVERING else pytest.mark.slow) for each in EVERY],
@@ -74,6 +77,7 @@ def test_a_plan_equals_one_device(model: str, optimizer: str, plan: str):
     assert max(report.owned) < 0.75
 
 
+@pytest.mark.covering("mlp-sgd-dp=2", "unused_twice-adamw-dp=2,pp=2", "branch-adafactor-dp=3")
 @pytest.mark.parametrize(
     ("model", "optimizer", "plan"),
     few(
@@ -98,6 +102,7 @@ def test_with_other_settings_it_equals_one_device(model: str, optimizer: str, pl
     run(job, f"{plan},zero=2,bucket_bytes=300", steps=2)
 
 
+@pytest.mark.covering("dp=3,microbatches=3", "dp=2,microbatches=4,shares=7+1")
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("plan", "batch_size"),
@@ -165,6 +170,8 @@ def buckets_of(trainer: Trainer) -> list[ScatteredBuckets]:
     return made
 
 
+@pytest.mark.long
+@pytest.mark.covering("dp=2,microbatches=3", "dp=3")
 @pytest.mark.parametrize("plan", few(["dp=2,microbatches=3", "dp=2,pp=2,microbatches=4", "dp=3"]))
 def test_a_rank_holds_its_slices_and_a_few_buckets(plan: str, monkeypatch: pytest.MonkeyPatch):
     held, text = Held(monkeypatch), f"{plan},zero=2,bucket_bytes=3000"

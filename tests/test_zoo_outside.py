@@ -42,6 +42,7 @@ def _cases() -> Iterator[Any]:
             yield pytest.param(name, plan, marks=marks, id=f"{name}-{plan}")
 
 
+@pytest.mark.covering("adversaries: style gan", "lengths: nested in the batch", "sequences: self critical")
 @pytest.mark.parametrize(("name", "plan"), [*_cases()])
 def test_a_job_equals_one_device(name: str, plan: str) -> None:
     def check() -> None:

@@ -113,6 +113,7 @@ def test_the_job_takes_the_steps_of_the_script(
     assert NAMED.get(name, "") in "\n".join(map(str, found.left_out))
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("name", some(ADOPTED, ["vae"]))
