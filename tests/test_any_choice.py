@@ -81,6 +81,7 @@ def test_thousands_of_choices_equal_one_device(first: int, kept: Readings, monke
     outcomes(range(first, first + BLOCK), kept, monkeypatch)
 
 
+@pytest.mark.covering("125")
 @pytest.mark.parametrize("seed", [125, 1451])
 def test_rows_that_data_sends_to_a_rank_cross_stages(
     seed: int, kept: Readings, monkeypatch: pytest.MonkeyPatch
@@ -90,6 +91,7 @@ def test_rows_that_data_sends_to_a_rank_cross_stages(
     outcomes([seed], kept, monkeypatch)
 
 
+@pytest.mark.slow
 def test_running_statistics_stay_in_the_stage_that_merges_them(
     kept: Readings, monkeypatch: pytest.MonkeyPatch
 ):
@@ -143,6 +145,7 @@ def test_a_whisper_where_memory_has_no_price_equals_one_device(monkeypatch: pyte
     verified(whisper(), "tp=3", Rates(memory_price=0.0, **WHISPER), monkeypatch)
 
 
+@pytest.mark.covering("1")
 @pytest.mark.parametrize("seed", range(3))
 def test_uneven_gated_units_equal_one_device(seed: int, kept: Readings, monkeypatch: pytest.MonkeyPatch):
     """They ended in "'tuple' object has no attribute 'requires_grad'": layers that are run with the change of

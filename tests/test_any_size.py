@@ -161,6 +161,7 @@ BY_SIZE: dict[str, Forward] = {
 SIZES = [(4, 9), (4, 6), (4, 11), (4, 17), (3, 23), (2, 8), (6, 6), (4, 40), (2, 3), (5, 13)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind",
     [each if each == "all of it" else pytest.param(each, marks=pytest.mark.slow) for each in INDIFFERENT],

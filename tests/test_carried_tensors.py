@@ -69,6 +69,12 @@ def remembering() -> Job:
 PLANS = ["dp=2", "dp=2,zero=3,microbatches=2", "tp=2", "pp=2,microbatches=2"]
 
 
+@pytest.mark.covering(
+    "dp=2-recurrent",
+    "zero=3,microbatches=2-remembering",
+    "tp=2-remembering",
+    "pp=2,microbatches=2-remembering",
+)
 @pytest.mark.parametrize("job", [recurrent, remembering])
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.usefixtures("silent_export")

@@ -94,6 +94,7 @@ def with_padding(tokens: Tensor) -> Tensor:
     return ((places[:, None] >= places) & ((tokens != 0)[:, None] | (places == 0))).unsqueeze(1)
 
 
+@pytest.mark.covering("causal-True-7", "added-True-3", "everything-False-5", "<lambda>-False-7")
 @pytest.mark.parametrize(
     "length", [LENGTH, HEADS, SIZE]
 )  # as many tokens as heads, and as elements of a head

@@ -106,6 +106,7 @@ def check_equal(model: str, plan: str, steps: int) -> None:
     assert all(step.passed for step in report.steps), wrong
 
 
+@pytest.mark.covering("tp=2")
 @pytest.mark.long
 @pytest.mark.usefixtures("small_regions")
 @pytest.mark.parametrize("plan", ["dp=2", "tp=2"])
@@ -209,6 +210,7 @@ def test_a_unit_with_a_unit_in_it_runs_as_written():
 FAMILIES = ("gpt2", "conv2d", "mixtral", "recommendation")
 
 
+@pytest.mark.covering("gpt2", "conv2d", "recommendation")
 @pytest.mark.usefixtures("small_regions")
 @pytest.mark.parametrize(("name", "how"), in_turn(FAMILIES, ("none", "full", "selective")))
 def test_regions_are_the_operators_in_them_bit_for_bit(name: str, how: str):

@@ -149,6 +149,7 @@ def program_of(model: nn.Module, batch: Tensor) -> Program:
     return capture_module(model, lambda model, batch: model(batch).sum(), (batch, batch + 1))
 
 
+@pytest.mark.covering("in_place", "autocast", "no_grad", "tied", "rotary", "noise", "precisions")
 @pytest.mark.parametrize(
     "name", [name for name in OWN if name not in ("slice_writes", "average", "checkpointed")]
 )
@@ -169,6 +170,7 @@ def test_cost_is_the_programs_own_where_eager_writes_in_place_or_recomputes(name
     assert predicted_step(program) == (*run[:2], run[2] + (8 if name == "average" else 0))
 
 
+@pytest.mark.covering("lstm")
 @pytest.mark.parametrize(
     "name",
     [

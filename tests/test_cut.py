@@ -193,6 +193,7 @@ MODELS = [Chain, Skips]
 DEEP = partial(Chain, 260)  # of which most cuts are never looked at
 
 
+@pytest.mark.covering("Chain-3", "Skips-2")
 @pytest.mark.parametrize("num_stages", [2, 3])
 @pytest.mark.parametrize("model", MODELS)
 def test_the_slowest_stage_is_as_fast_as_can_be(model: type[nn.Module], num_stages: int):
@@ -206,6 +207,7 @@ def test_the_slowest_stage_is_as_fast_as_can_be(model: type[nn.Module], num_stag
         assert max(found.takes) == pytest.approx(min(max(cut.takes) for cut in cuts.values()), rel=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_stages", few([5, 2], 1, pytest.mark.slow))
 def test_what_is_not_looked_at_could_not_have_been_faster(num_stages: int):
     """Against all places where a stage may end, one after another. 16 and 128 places a stage are tried before
@@ -416,6 +418,7 @@ def test_the_simulated_step_is_as_short_as_can_be(schedule: str, ranks: int, mic
         assert best * (1 - 1e-9) <= found <= min(best * 1.05, plain * (1 + 1e-9))
 
 
+@pytest.mark.covering("gpt2", "conv2d")
 @pytest.mark.parametrize("name", ["gpt2", "t5", "conv2d"])
 def test_kept_bytes_are_what_a_stage_really_keeps(name: str):
     """Against torch's own hooks, stage by stage on real tensors: memory saved for backward, and values

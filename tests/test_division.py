@@ -43,6 +43,7 @@ def own_subject(name: str) -> Subject:
     )
 
 
+@pytest.mark.covering("in_place", "slice_writes", "tied", "rotary", "average", "noise", "precisions")
 @pytest.mark.parametrize("name", OWN)
 def test_any_division_of_a_small_model_equals_one_device(name: str):
     subject = own_subject(name)
@@ -50,11 +51,13 @@ def test_any_division_of_a_small_model_equals_one_device(name: str):
         check(subject, 2 + seed, f"seed {seed}", at_random(seed))
 
 
+@pytest.mark.covering("lstm", "u_net")
 @pytest.mark.parametrize(("name", "num_ranks"), CHOSEN.items())
 def test_a_family_divided_as_a_plan_would_equals_one_device(name: str, num_ranks: int):
     check(subject_of(FAMILIES[name].make_job(True)), num_ranks, "as a plan would", cheapest)
 
 
+@pytest.mark.covering("llama", "mixtral")
 @pytest.mark.parametrize(("name", "num_ranks"), DRAWN.items())
 def test_any_division_of_a_family_equals_one_device(name: str, num_ranks: int):
     subject = subject_of(FAMILIES[name].make_job(True))

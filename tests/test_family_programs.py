@@ -57,6 +57,7 @@ def test_every_kind_of_family_meets_every_way():
     assert {(FAMILIES[name].kind, way) for name, way in IN_TURN} >= set(itertools.product(kinds, WAYS))
 
 
+@pytest.mark.covering("gpt2", "llama", "resnet-evaluation", "two_towers", "lstm", "diffusion")
 @pytest.mark.parametrize(
     ("name", "way"),
     [

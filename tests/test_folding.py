@@ -49,6 +49,7 @@ def both_readings(monkeypatch: pytest.MonkeyPatch, job: Job, batch: Any) -> tupl
         return folded, capture_shapes(job, batch)
 
 
+@pytest.mark.covering("lstm", "phi3")
 @pytest.mark.long
 @pytest.mark.parametrize(
     "name",
@@ -236,6 +237,7 @@ def test_is_read_once(name: str, monkeypatch: pytest.MonkeyPatch, counted: list[
     assert counted == names
 
 
+@pytest.mark.covering("index looked at", "input written", "one module shared")
 @pytest.mark.parametrize("name", few(READ, 2))
 def test_is_read_as_often_as_it_is_called(
     name: str, monkeypatch: pytest.MonkeyPatch, counted: list[str]
@@ -364,6 +366,7 @@ def test_layers_are_read_once_although_each_fills_its_place_in_a_cache(counted: 
     assert program.digest() == capture_shapes(language_model(own_loss, use_cache=False), words).digest()
 
 
+@pytest.mark.slow
 def test_a_loss_that_looks_at_the_cache_has_one() -> None:
     def loss(model: Any, words: Tensor) -> Tensor:
         result = model(input_ids=words, labels=words)

@@ -39,6 +39,7 @@ def small_layers_fused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(meshloom.pipeline.runtime.stage, "with_fused_accumulation", fuse_all)
 
 
+@pytest.mark.covering("unused_twice-dp=2,tp=2")
 @pytest.mark.parametrize(
     ("model", "plan"),
     [
@@ -57,6 +58,7 @@ def test_a_divided_plan_equals_one_device(model: str, plan: str):
     assert largest_error(report) < 1e-10
 
 
+@pytest.mark.slow
 def test_gradients_that_are_added_up_over_tp_equal_one_device():
     # 6 heads in 2 groups on 4 ranks: keys and values of a group lie on two ranks, whose gradients are parts
     # of one sum.

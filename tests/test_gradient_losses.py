@@ -47,6 +47,7 @@ def pinned(name: str, plan: str) -> Plan:
     return replace(found, tp_placements={first: "dim0"})
 
 
+@pytest.mark.covering("hamiltonian", "sliced")
 @pytest.mark.parametrize(
     ("name", "plan"),
     [

@@ -55,6 +55,7 @@ def keyed(job: Job, plan: str, **settings: Any) -> Trainer:
     return Trainer(job, f"{plan},keyed_draws=true", devices="simulated", dtype=torch.float64, **settings)
 
 
+@pytest.mark.covering("mlp-adamw", "cnn-adamw-pp=3", "unused_twice-muon")
 @pytest.mark.parametrize(("model", "optimizer", "plan"), CASES)
 def test_a_plan_equals_one_device(model: str, optimizer: str, plan: str):
     # the third batch is a short one
@@ -79,6 +80,7 @@ def test_a_stage_without_parameters_divides_none_over_tp():
     assert min(report.owned) == 0 and max(report.owned) < 0.75
 
 
+@pytest.mark.covering("dp=3,pp=2")
 @pytest.mark.parametrize(
     "plan",
     [
@@ -110,6 +112,7 @@ def test_every_parameter_is_owned_once_and_the_rest_is_let_go():
         assert lent == ["embed.weight"]  # tied to the head
 
 
+@pytest.mark.covering("pp=2,microbatches=3,schedule=zb-v")
 @pytest.mark.parametrize(
     "plan",
     [
@@ -130,6 +133,7 @@ def test_bytes_along_every_axis_are_as_predicted(plan: str, tmp_path: Path):
     assert summary.counted.bytes["pp"] and summary.predicted == summary.counted
 
 
+@pytest.mark.slow
 def test_evaluation_is_one_devices():
     def error(model: torch.nn.Module, batch: Any) -> Tensor:
         return (model(batch["x"]).argmax(-1) != batch["y"]).double().mean()
@@ -266,6 +270,7 @@ def test_cuts_by_name_are_where_they_are_asked_for():
         } | {name for name in first if "position" in name}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "plan"),
     [

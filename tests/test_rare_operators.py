@@ -30,6 +30,7 @@ def _cases() -> Iterator[Any]:
             yield pytest.param(name, plan, marks=marks, id=f"{name}-{plan}")
 
 
+@pytest.mark.covering("lu solve", "view dtype", "torch.cond")
 @pytest.mark.parametrize(("name", "plan"), [*_cases()])
 def test_an_operator_equals_one_device(name: str, plan: str):
     report = verify(job(name), Plan.parse(plan), devices="simulated", dtype=torch.float64)

@@ -114,6 +114,7 @@ def family(name: str) -> tuple[Program, Callable[[], nn.Module], list[Any]]:
     return program, lambda: build_model(job, torch.float64, training=True), batches
 
 
+@pytest.mark.covering("gpt2", "conv2d", "recommendation")
 @pytest.mark.parametrize(
     ("name", "how"),
     [
@@ -134,6 +135,7 @@ def test_a_family_is_the_same_bit_for_bit(name: str, how: str):
         )
 
 
+@pytest.mark.covering("in_place", "autocast", "checkpointed", "tied", "rotary", "noise", "precisions")
 @pytest.mark.parametrize("name", OWN)
 def test_own_models_are_the_same_bit_for_bit(name: str):
     """Autocast with cached casts, buffers that are read before and after they change, every kind of draw,
@@ -151,6 +153,7 @@ def test_own_models_are_the_same_bit_for_bit(name: str):
         assert not differences(program, with_recomputation(program, how), build, batches), how
 
 
+@pytest.mark.covering("u_net")
 @pytest.mark.parametrize("precision", ["float32", pytest.param("bfloat16 autocast", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "name",
@@ -281,6 +284,7 @@ def test_backward_may_run_twice():
     assert all(torch.equal(one, other) for one, other in zip(once, twice, strict=True))
 
 
+@pytest.mark.covering("conv2d")
 @pytest.mark.parametrize(
     ("name", "schedule", "how"),
     [("gpt2", "1f1b", "full"), ("conv2d", "zb-h1", "selective"), ("mixtral", "zb-v", "full")],
@@ -299,6 +303,7 @@ def test_pipelines_equal_one_device(name: str, schedule: str, how: str):
     assert ran.error <= 1e-10, f"{ran.what}: {ran.error:.1e}"
 
 
+@pytest.mark.covering("full")
 @pytest.mark.parametrize("how", HOW)
 def test_divided_programs_send_no_more_and_are_the_same_bit_for_bit(how: str):
     subject = divided_subject_of(FAMILIES["gpt2"].make_job(True))

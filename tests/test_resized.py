@@ -101,6 +101,7 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> list[None]:
     return found
 
 
+@pytest.mark.covering("attention-tp=2")
 @pytest.mark.parametrize(
     ("kind", "plan"),
     [

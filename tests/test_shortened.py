@@ -208,6 +208,7 @@ class Steps(nn.Module):
         )
 
 
+@pytest.mark.covering("stack", "views")
 @pytest.mark.long
 @pytest.mark.parametrize("form", ["stack", "cat", "slices", "views", "twice", "last"])
 def test_steps_of_a_loop_whose_results_are_joined_are_found_of_four(form: str, whole: Any):

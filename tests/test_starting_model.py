@@ -59,6 +59,7 @@ def assert_ranks_start_as_one_device(trainer: Trainer, job: Job) -> None:
         assert elements in (0, sum(each.numel() for each in whole.values() if isinstance(each, nn.Parameter)))
 
 
+@pytest.mark.covering("gpt-tp=2", "gpt-dp=3,zero=3")
 @pytest.mark.parametrize(
     "plan",
     [
@@ -197,6 +198,7 @@ def different() -> Callable[[], nn.Module]:
     return model
 
 
+@pytest.mark.covering("read-only")
 @pytest.mark.parametrize(
     ("model", "note"),
     [(resized(), "builds the whole model"), (array_written(), "read-only"), (different(), None)],
@@ -247,6 +249,7 @@ def test_an_optimizer_function_may_read_values(plan: str):
         assert [each for each in read if each == expected] == [expected] * len(trainer.replicas)
 
 
+@pytest.mark.covering("False-dp=2,zero=3", "True-tp=2")
 @pytest.mark.parametrize("plan", ["dp=2,zero=3", "tp=2", pytest.param("dp=2,pp=2", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("reads", [False, True])
 def test_where_memory_is_not_given_lazily_tensors_are_copied(
@@ -272,6 +275,7 @@ def test_where_memory_is_not_given_lazily_tensors_are_copied(
             break
 
 
+@pytest.mark.covering("False-dp=2,zero=3", "True-pp=2,tp=2")
 @pytest.mark.parametrize("plan", ["dp=2,zero=3", "pp=2,tp=2"])
 @pytest.mark.parametrize("from_files", [False, True])
 def test_an_optimizer_function_may_draw(plan: str, from_files: bool, tmp_path: Path):

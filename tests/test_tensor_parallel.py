@@ -51,6 +51,7 @@ def keyed(job: Job, plan: str, **settings: Any) -> Trainer:
     return Trainer(job, f"{plan},keyed_draws=true", devices="simulated", dtype=torch.float64, **settings)
 
 
+@pytest.mark.covering("mlp-sgd", "cnn-adafactor")
 @pytest.mark.parametrize(("model", "optimizer", "plan"), CASES)
 def test_a_plan_equals_one_device(model: str, optimizer: str, plan: str):
     divided = replace(Plan.parse(plan), tp_placements=PINS[model])
@@ -61,6 +62,7 @@ def test_a_plan_equals_one_device(model: str, optimizer: str, plan: str):
     assert largest_error(report) < 1e-10
 
 
+@pytest.mark.slow
 def test_heads_that_several_ranks_share_equal_one_device():
     # 6 heads in 2 groups on 4 ranks: keys and values of a group lie on two ranks, whose gradients are parts
     # of one sum.
@@ -101,6 +103,7 @@ class SharedValues(nn.Module):
         return self.o(heads.transpose(1, 2).flatten(2)) + self.u(torch.tanh(beside))
 
 
+@pytest.mark.covering("linear")
 @pytest.mark.parametrize("kind", ["linear", "convolution"])
 def test_values_of_shared_heads_that_another_layer_reads_have_one_gradient(kind: str):
     """Two ranks hold the same two heads, and each was given the sum of what the further layer sends back,
@@ -165,6 +168,7 @@ def test_what_is_divided_takes_less_of_every_rank():
             assert parameter.untyped_storage().nbytes() == parameter.nbytes  # the rest is let go
 
 
+@pytest.mark.slow
 def test_bytes_along_tp_are_as_predicted(tmp_path: Path):
     for plan in ("tp=2", "dp=2,tp=3,microbatches=2,zero=1"):
         job = replace(make_job("mlp", "muon"), clip_grad_norm=0.5)

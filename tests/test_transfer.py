@@ -76,6 +76,7 @@ def same(one: Program, other: Program) -> None:
         )
 
 
+@pytest.mark.covering("in_place", "slice_writes", "checkpointed", "tied", "rotary", "precisions")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name in OWN else pytest.mark.slow) for name in ALL]
 )
