@@ -13,9 +13,8 @@ from torch import Tensor
 from meshloom.core.plan import Plan
 from meshloom.verify.against_float64 import FromFloat64
 from meshloom.verify.between_steps.checks import BetweenSteps, DifferingTensor
-from meshloom.verify.between_steps.evaluation_check import PlanEvaluation
 from meshloom.verify.compared.compare import Comparer, Comparison
-from meshloom.verify.compared.compare_evaluation import FoundMetric, SeenMetric
+from meshloom.verify.compared.compare_evaluation import FoundMetric, PlanEvaluation, SeenMetric
 from meshloom.verify.compared.compare_values import Values
 from meshloom.verify.reference.between_steps.evaluation import EvaluatedChunk
 from meshloom.verify.reference.mistakes import Cause

@@ -27,11 +27,10 @@ from meshloom.core.plan import Plan
 from meshloom.verify.against_float64 import AgainstFloat64, FromFloat64
 from meshloom.verify.between_steps.averages import AverageErrors
 from meshloom.verify.between_steps.checks import BetweenSteps, DifferingTensor, TensorError
-from meshloom.verify.between_steps.evaluation_check import PlanEvaluation
 from meshloom.verify.between_steps.saved_check import check_saved
 from meshloom.verify.causes.other_runs import whole_evidence
 from meshloom.verify.compared.compare import Comparer, Comparison
-from meshloom.verify.compared.compare_evaluation import FoundMetric, SeenMetric
+from meshloom.verify.compared.compare_evaluation import FoundMetric, PlanEvaluation, SeenMetric
 from meshloom.verify.compared.compare_values import Values
 from meshloom.verify.compared.compared_evaluation import ComparedEvaluation
 from meshloom.verify.comparing import Comparing, ComparisonResult, OneDevice
@@ -225,8 +224,10 @@ class ComparisonRun(Comparing):
         go_to(self.reference, step)
 
     def check_metrics(self, ours: PlanEvaluation, updates: int) -> BetweenSteps:
-        known = self._comparer.values, self._averages, self._reference_record
-        self._evaluation = ComparedEvaluation(ours, self.reference, updates, *known)
+        comparer = self._comparer
+        self._evaluation = ComparedEvaluation(
+            ours, self.reference, updates, self._averages, self._reference_record, unmeasured=comparer.numbers, lower=comparer.partial
+        )  # fmt: skip
         return self._evaluation.checked
 
     def find_metric(self, chunks: Sequence[EvaluatedChunk], again: Mapping[str, float]) -> FoundMetric:

@@ -1,7 +1,5 @@
-"""Where an evaluation of the plan differs, once its metrics do: it is repeated, and the ranks say what each chunk gives, and then what
-modules have and output in the first metric that is wrong.
-
-Nothing is watched in an evaluation that agrees.
+"""An evaluation of the plan: what each chunk gives, and in the first of each replica what modules output; and where it differs, once it does: it is
+repeated, and the ranks say what each chunk gives then, and what modules have and output in the first metric that is wrong.
 """
 
 from __future__ import annotations
@@ -16,17 +14,81 @@ from torch import Tensor
 from meshloom.comm.objects import collect, share
 from meshloom.comm.steps import Steps
 from meshloom.data.chunks import Chunk
+from meshloom.parameters.digest import digest
 from meshloom.replica.metrics import Visit
 from meshloom.replica.program_engine import ProgramEngine
 from meshloom.replica.replica import Replica
+from meshloom.replica.replica_state import replicated_state
 from meshloom.train.trainer import Trainer
 from meshloom.verify.between_steps.checks import BetweenSteps
-from meshloom.verify.between_steps.evaluation_check import PlanEvaluation
-from meshloom.verify.compared.compare_evaluation import SeenMetric
+from meshloom.verify.between_steps.evaluation_causes import metric_error
+from meshloom.verify.compared.compare_evaluation import PlanEvaluation, SeenMetric
+from meshloom.verify.compared.compared_evaluation import MODE, TRAINED
 from meshloom.verify.comparing import Comparing
 from meshloom.verify.reference.between_steps.evaluation import EvaluatedChunk, MetricPlace
 from meshloom.verify.reference.observers import ModuleWatch, altered_digest, digest_values
 from meshloom.verify.stage_outputs import ModuleSums
+
+_ALIKE = 1e-6  # how far ranks' metrics may be apart
+_MOST_BATCHES = 8  # of an evaluation, which may be of many
+
+
+def evaluate_plan(trainer: Trainer) -> PlanEvaluation:
+    """Evaluate under the plan. All ranks call it.
+
+    Programs say what their modules output node by node, so the first batch is evaluated once more for that; modules have hooks.
+    """
+    before = [_state(each) for each in trainer.replicas]
+    run = trainer.synchronous
+    assert run is not None
+    whole = run.evaluation.num_batches <= _MOST_BATCHES
+    batches = None if whole else _MOST_BATCHES
+    observers = [_Chunks(each) for each in trainer.replicas]
+    modules = [_Modules(each) for each in trainer.replicas]
+    if any(isinstance(each.engine, ProgramEngine) for each in trainer.replicas):
+        ours = run.evaluation.evaluate_each(trainer.next_step, batches, observers)
+        run.evaluation.evaluate_each(trainer.next_step, 1, modules)
+    else:
+        both = [_Both(*each) for each in zip(observers, modules, strict=True)]
+        ours = run.evaluation.evaluate_each(trainer.next_step, batches, both)
+    changed = [_changes(old, _state(each)) for old, each in zip(before, trainer.replicas, strict=True)]
+    of_ranks = _collected(trainer, [[each] for each in zip(changed, ours, strict=True)])
+    chunks = _collected(trainer, [[asdict(each) for each in observer.chunks()] for observer in observers])
+    watched = _collected(
+        trainer, [[[asdict(place), each.to_dict()] for place, each in of.seen] for of in modules]
+    )
+    what = "" if whole else f" of the first {_MOST_BATCHES} batches"
+    return PlanEvaluation(
+        what=f"the evaluation{what} after step {trainer.next_step - 1}", metrics=ours[0], batches=batches, chunks=_added(chunks),
+        watched=[(MetricPlace(**place), SeenMetric.from_dict(each)) for place, each in watched],
+        changed=list(dict.fromkeys(name for names, _ in of_ranks for name in names)),
+        disagree=list(_disagreements([metrics for _, metrics in of_ranks])),
+    )  # fmt: skip
+
+
+def _disagreements(of_ranks: Sequence[Mapping[str, float]]) -> Iterator[str]:
+    for rank, metrics in enumerate(of_ranks):
+        for name, value in metrics.items():
+            if not metric_error(value, of_ranks[0][name]) <= _ALIKE:
+                yield f"{name} is {value:.6g} on rank {rank}, and {of_ranks[0][name]:.6g} on rank 0."
+                return
+
+
+def _state(replica: Replica) -> dict[str, int]:
+    """Digests of what this rank holds, the mode of every module, and which parameters are trained."""
+    modes = {
+        f"{MODE}{name or 'the model'}": int(each.training) for name, each in replica.model.named_modules()
+    }
+    trained = {f"{TRAINED}{name}": int(each.requires_grad) for name, each in replica.model.named_parameters()}
+    return {
+        **{name: int(digest(each)) for name, each in replicated_state(replica).items()},
+        **modes,
+        **trained,
+    }
+
+
+def _changes(before: dict[str, int], after: dict[str, int]) -> list[str]:
+    return [name for name in before if before[name] != after.get(name)]
 
 
 def explain_evaluation(
@@ -45,7 +107,7 @@ def explain_evaluation(
         place = MetricPlace(**first)
         watching = [_Modules(each, place) for each in trainer.replicas]
         _repeat(trainer, place.batch + 1, watching)
-        said = _collected(trainer, [[each.to_dict() for each in watch.seen] for watch in watching])
+        said = _collected(trainer, [[each.to_dict() for _, each in watch.seen] for watch in watching])
         seen = [SeenMetric.from_dict(each) for each in said]
     return comparison.explain_evaluation(seen) if comparison else None
 
@@ -110,17 +172,33 @@ class _Chunks:
         ]
 
 
-class _Modules:
-    """An `EvaluationObserver` of the modules of a rank, in one metric. seen: what it sees; nothing if another replica computes it."""
+class _Both:
+    """An `EvaluationObserver` of chunks, and of modules that run as they are."""
 
-    def __init__(self, replica: Replica, place: MetricPlace) -> None:
-        self._replica, self._place = replica, place
-        self.seen: list[SeenMetric] = []
+    def __init__(self, chunks: _Chunks, modules: _Modules) -> None:
+        self._chunks, self._modules = chunks, modules
 
     @contextmanager
     def metric(self, chunk: Chunk, name: str, data: Any, sums: Tensor) -> Iterator[Visit | None]:
         """Around each metric."""
-        if MetricPlace(batch=chunk.step, chunk=chunk.index, metric=name) != self._place:
+        given = chunk, name, data, sums
+        with self._chunks.metric(*given), self._modules.metric(*given) as visit:
+            yield visit
+
+
+class _Modules:
+    """An `EvaluationObserver` of the modules of a rank. place: the metric in which they are observed; None: each one of the first chunk. seen: what it
+    sees; nothing if another replica computes it."""
+
+    def __init__(self, replica: Replica, place: MetricPlace | None = None) -> None:
+        self._replica, self._place = replica, place
+        self.seen: list[tuple[MetricPlace, SeenMetric]] = []
+
+    @contextmanager
+    def metric(self, chunk: Chunk, name: str, data: Any, sums: Tensor) -> Iterator[Visit | None]:
+        """Around each metric."""
+        place = MetricPlace(batch=chunk.step, chunk=chunk.index, metric=name)
+        if not self._observes(place):
             yield None
             return
         replica, model = self._replica, self._replica.model
@@ -130,11 +208,17 @@ class _Modules:
             choice = replica.engine.programs.division_of(data, metrics[name], training=False)
             values = ModuleSums(choice.strategies if choice else {})
             yield values.visit
-            self.seen.append(SeenMetric(values=values.found, training=training))
+            self.seen.append((place, SeenMetric(values=values.found, training=training)))
             return
-        watch = ModuleWatch(model, tensors=True)
+        watch = ModuleWatch(model, tensors=True, sampled=True)
         # hooks would be compiled with what is compiled
         with nullcontext() if replica.plan.compiles else watch.attached():
             watch.start()
             yield None
-            self.seen.append(SeenMetric(outputs=watch.stop(), training=training))
+            self.seen.append((place, SeenMetric(outputs=watch.stop(), training=training)))
+
+    def _observes(self, place: MetricPlace) -> bool:
+        if self._place is not None:
+            return place == self._place
+        first = self.seen[0][0] if self.seen else place
+        return (first.batch, first.chunk) == (place.batch, place.chunk)

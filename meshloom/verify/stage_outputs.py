@@ -24,7 +24,7 @@ from meshloom.replica.replica_state import each_of_state
 from meshloom.tensor_parallel.layout.placement import PARTIAL, Part
 from meshloom.tensor_parallel.search.strategies import Strategy
 from meshloom.verify.compared.compare_values import Value, Values, first_wrong_value
-from meshloom.verify.reference.observers import ramp_of
+from meshloom.verify.reference.observers import ramp_of, sample_of
 from meshloom.verify.reference.reference import Reference, watching
 
 _COPY = re.compile(r"__\d+$")  # at the end of the name of a value that was sent
@@ -118,4 +118,5 @@ def _draws_of(replica: Replica, chunk: Chunk) -> Any:
 
 def _sums(value: Tensor, *, is_part: bool) -> Value:
     exact = value.detach().double()
-    return is_part, float(exact.sum()), float(exact.square().sum()), value.numel(), ramp_of(exact)
+    sample = [] if is_part else sample_of(exact)
+    return is_part, float(exact.sum()), float(exact.square().sum()), value.numel(), ramp_of(exact), sample

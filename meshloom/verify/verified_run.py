@@ -36,10 +36,9 @@ from meshloom.telemetry.progress import Listener
 from meshloom.train.contract import Batch
 from meshloom.train.trainer import Trainer
 from meshloom.verify.between_steps.checks import BetweenSteps
-from meshloom.verify.between_steps.evaluation_check import evaluate_plan
 from meshloom.verify.between_steps.saved_check import same_files
 from meshloom.verify.comparing import Comparing, ComparisonResult, OneDevice
-from meshloom.verify.evaluation_outputs import explain_evaluation
+from meshloom.verify.evaluation_outputs import evaluate_plan, explain_evaluation
 from meshloom.verify.lockstep_check import first_wrong_operator
 from meshloom.verify.reference.mistakes import Cause
 from meshloom.verify.reference.samples_of_epoch import batches_of_first_epoch

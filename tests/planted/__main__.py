@@ -1,4 +1,4 @@
-"""Plants each bug of the list and counts: `python -m tests.planted [PART OF A NAME ...]`."""
+"""Plants each bug of the list and counts: `python -m tests.planted [--float64] [PART OF A NAME ...]`."""
 
 from __future__ import annotations
 
@@ -6,19 +6,22 @@ import sys
 import time
 
 import pytest
+import torch
 
 from tests.planted import BUGS
 from tests.planted.judging import judged
 
 if __name__ == "__main__":
-    chosen = [each for each in BUGS if not sys.argv[1:] or any(part in each.name for part in sys.argv[1:])]
+    parts = [each for each in sys.argv[1:] if each != "--float64"]
+    dtype = torch.float64 if "--float64" in sys.argv else None
+    chosen = [each for each in BUGS if not parts or any(part in each.name for part in parts)]
     counts = [0, 0, 0]
     with_module = 0
     for bug in chosen:
         began = time.monotonic()
         with pytest.MonkeyPatch.context() as patch:
             try:
-                found = judged(bug, patch)
+                found = judged(bug, patch, dtype)
             except Exception as error:  # the plant is wrong, or verification is
                 print(f"!!! {bug.name}: {type(error).__name__}: {error}".replace("\n", " ")[:300], flush=True)
                 continue

@@ -6,6 +6,7 @@ import io
 from dataclasses import dataclass
 
 import pytest
+import torch
 from rich.console import Console
 
 from meshloom.core.errors import MeshloomError
@@ -23,11 +24,11 @@ class Judgement:
     said: str
 
 
-def judged(bug: Bug, patch: pytest.MonkeyPatch) -> Judgement:
-    """Plant and verify. A run that ends in one of the product's own errors is caught as well, and named by it."""
+def judged(bug: Bug, patch: pytest.MonkeyPatch, dtype: torch.dtype | None = None) -> Judgement:
+    """Plant and verify, in the job's own precision or `dtype`. A run that ends in one of the product's own errors is caught as well, and named by it."""
     bug.plant(patch)
     try:
-        report = whole(bug.job, bug.plan)
+        report = whole(bug.job, bug.plan, dtype)
     except MeshloomError as error:
         return Judgement(
             caught=True, named=True, module_right=bug.module is not None, said=f"error: {error}"[:200]

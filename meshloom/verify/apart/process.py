@@ -24,8 +24,7 @@ from meshloom.launch.processes.child import start_child
 from meshloom.launch.processes.rank_process import signal_name
 from meshloom.verify.apart.messages import ConnectionEndedError, receive, send
 from meshloom.verify.between_steps.checks import BetweenSteps
-from meshloom.verify.between_steps.evaluation_check import PlanEvaluation
-from meshloom.verify.compared.compare_evaluation import FoundMetric, SeenMetric
+from meshloom.verify.compared.compare_evaluation import FoundMetric, PlanEvaluation, SeenMetric
 from meshloom.verify.compared.compare_values import Values
 from meshloom.verify.comparing import Comparing, ComparisonResult, OneDevice
 from meshloom.verify.reference.between_steps.evaluation import EvaluatedChunk

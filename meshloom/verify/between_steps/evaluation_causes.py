@@ -11,7 +11,12 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from meshloom.verify.between_steps.averages import AverageErrors
-from meshloom.verify.reference.between_steps.evaluation import EvaluatedChunk, evaluated_chunks, means_of
+from meshloom.verify.reference.between_steps.evaluation import (
+    EvaluatedChunk,
+    MetricPlace,
+    evaluated_chunks,
+    means_of,
+)
 from meshloom.verify.reference.mistakes import Cause, CauseKind
 from meshloom.verify.reference.reference import Reference
 from meshloom.verify.reference.reruns import having
@@ -20,14 +25,18 @@ _LEFT = 0.1  # of a difference, that a cause may leave
 _MOST = 16  # replicas, chunks, batches, that are tried one by one
 
 
+Numbers = Mapping[str | MetricPlace, float]  # the mean of a metric, by its name; what a chunk adds to it
+
+
 @dataclass(frozen=True, kw_only=True)
 class WrongMetrics:
-    """Metrics of a plan that differ from one device's, `right`, after `updates` updates. allowed: the tolerance of each. batches: of the evaluation; None: all.
-    averages: what evaluations see in place of parameters."""
+    """Numbers of a plan's evaluation that differ from one device's, `right`, after `updates` updates. allowed: the tolerance of each. sizes: what it is at least
+    relative to. batches: of the evaluation; None: all. averages: what evaluations see in place of parameters."""
 
-    ours: Mapping[str, float]
-    right: Mapping[str, float]
-    allowed: Mapping[str, float]
+    ours: Numbers
+    right: Numbers
+    allowed: Numbers
+    sizes: Numbers
     reference: Reference
     updates: int
     batches: int | None
@@ -38,19 +47,40 @@ class WrongMetrics:
         averages, parameters = self.averages, self.reference.parameters
         return averages.in_place_of(parameters) if averages else nullcontext()
 
-    def metrics(self, training: Collection[nn.Module] = ()) -> dict[str, float]:
+    def numbers(self, training: Collection[nn.Module] = ()) -> Numbers:
         """One device's, with these modules in training mode."""
-        return means_of(evaluated_chunks(self.reference, self.updates, self.batches, training=training))
+        return numbers_of(evaluated_chunks(self.reference, self.updates, self.batches, training=training))
 
-    def fits(self, metrics: Mapping[str, float]) -> bool:
-        """Whether these are the plan's metrics: within the tolerances, and all but a small part of what differs."""
-        for name, value in metrics.items():
-            ours, right = self.ours.get(name, math.nan), self.right[name]
-            differs = not metric_error(ours, right) <= self.allowed[name]
+    def allowed_of_chunks(self) -> dict[str, float]:
+        """By metric that differs, in its mean or in a chunk, how far a chunk may be off."""
+        found: dict[str, float] = {}
+        for key, right in self.right.items():
+            allowed = self.allowed[key]
+            if not metric_error(self.ours.get(key, math.nan), right, self.sizes[key]) <= allowed:
+                found.setdefault(key if isinstance(key, str) else key.metric, allowed)
+        return found
+
+    def fits(self, numbers: Numbers) -> bool:
+        """Whether these are the plan's: within the tolerances, and all but a small part of what differs, which is something."""
+        explains = False
+        for key, value in numbers.items():
+            ours, right = self.ours.get(key, math.nan), self.right[key]
+            allowed, size = self.allowed[key], self.sizes[key]
+            differs = not metric_error(ours, right, size) <= allowed
             left = _LEFT * abs(ours - right) if differs and math.isfinite(ours - right) else math.inf
-            if not metric_error(ours, value) <= self.allowed[name] or abs(ours - value) > left:
+            if not metric_error(ours, value, size) <= allowed or abs(ours - value) > left:
                 return False
-        return True
+            explains = explains or differs
+        return explains
+
+
+def numbers_of(chunks: Sequence[EvaluatedChunk]) -> dict[str | MetricPlace, float]:
+    """Of an evaluation."""
+    found: dict[str | MetricPlace, float] = {**means_of(chunks)}
+    for each in chunks:
+        for name, (value, _) in each.sums.items():
+            found[MetricPlace(batch=each.batch, chunk=each.chunk, metric=name)] = value
+    return found
 
 
 def cause_of_metrics(wrong: WrongMetrics) -> Cause | None:
@@ -72,26 +102,29 @@ def cause_in_module(wrong: WrongMetrics, name: str, tensor: str | None) -> Cause
     return None
 
 
-def metric_error(ours: float, right: float) -> float:
-    """How far a metric is off, relative to one device's."""
-    if math.isnan(ours) and math.isnan(right):
+def metric_error(ours: float, right: float, size: float = 0.0) -> float:
+    """How far a number is off, relative to the larger of one device's and of `size`."""
+    if ours == right or (math.isnan(ours) and math.isnan(right)):
         return 0.0
-    if ours == right:
-        return 0.0
-    return abs(ours - right) / abs(right) if right and math.isfinite(ours - right) else math.inf
+    size = max(abs(right), size)
+    return abs(ours - right) / size if size and math.isfinite(ours - right) else math.inf
 
 
 def _ways_to_average(
     chunks: Sequence[EvaluatedChunk], reference: Reference
-) -> Iterator[tuple[CauseKind, str, dict[str, float]]]:
+) -> Iterator[tuple[CauseKind, str, Numbers]]:
     """Of one device's chunks."""
     dp, m, right = reference.plan.dp, reference.plan.microbatches, means_of(chunks)
     for times in dict.fromkeys((dp, m, dp * m)):
         if times > 1:
             much = {name: times * value for name, value in right.items()}
             little = {name: value / times for name, value in right.items()}
-            yield "scale", f"{times} times one device's: sums over replicas or chunks are not divided", much
-            yield "scale", f"1/{times} of one device's: means are divided once more", little
+            yield (
+                "scale",
+                f"{times} times one device's: sums over replicas or chunks are not divided",
+                _numbers(much),
+            )
+            yield "scale", f"1/{times} of one device's: means are divided once more", _numbers(little)
     for what, key in (
         ("replicas", lambda each: each.chunk // m), ("batches", lambda each: each.batch), ("chunks", lambda each: (each.batch, each.chunk)),
     ):  # fmt: skip
@@ -102,39 +135,47 @@ def _ways_to_average(
             continue
         of_groups = [means_of(group) for group in groups.values()]
         plain = {name: sum(each[name] for each in of_groups) / len(of_groups) for name in right}
-        yield "mean of means", f"the plain mean of the {what}' means: their weights are ignored", plain
+        yield (
+            "mean of means",
+            f"the plain mean of the {what}' means: their weights are ignored",
+            _numbers(plain),
+        )
         for number, (mine, group) in enumerate(zip(of_groups, groups.values(), strict=True)):
             rest = [each for each in chunks if each not in group]
-            yield "not reduced", f"those of number {number} of the {what} alone", mine
-            yield "missing chunk", f"without those of number {number} of the {what}", means_of(rest)
+            yield "not reduced", f"those of number {number} of the {what} alone", _numbers(mine)
+            yield "missing chunk", f"without those of number {number} of the {what}", _numbers(means_of(rest))
 
 
-def _ways_to_evaluate(wrong: WrongMetrics) -> Iterator[tuple[CauseKind, str, dict[str, float]]]:
+def _numbers(means: Mapping[str, float]) -> Numbers:
+    return {**means}
+
+
+def _ways_to_evaluate(wrong: WrongMetrics) -> Iterator[tuple[CauseKind, str, Numbers]]:
     reference = wrong.reference
     if wrong.averages:
-        yield "averages", "those of the parameters, and not of their averages", wrong.metrics()
+        yield "averages", "those of the parameters, and not of their averages", wrong.numbers()
     for when, values in (("before the last update", reference.before), *reference.earlier.items()):
         if values:
             with having(reference, values):
-                yield "stale", f"those of the weights {when}: what was updated is not used", wrong.metrics()
+                yield "stale", f"those of the weights {when}: what was updated is not used", wrong.numbers()
     with wrong.seen():
         everything = list(reference.model.modules())
-        yield "forward", "those of modules in training mode", wrong.metrics(everything)
+        yield "forward", "those of modules in training mode", wrong.numbers(everything)
 
 
 def _ways_of_module(
     wrong: WrongMetrics, name: str, tensor: str | None
-) -> Iterator[tuple[CauseKind, str, dict[str, float]]]:
+) -> Iterator[tuple[CauseKind, str, Numbers]]:
     reference = wrong.reference
     modules = dict(reference.model.named_modules())
     if (module := modules.get(name)) is None:
         return
     alike = [each for each in modules.values() if type(each) is type(module)]
     with wrong.seen():
-        yield "forward", f"those with {name} in training mode", wrong.metrics(list(module.modules()))
+        yield "forward", f"those with {name} in training mode", wrong.numbers(list(module.modules()))
         if len(alike) > 1:
             what = f"those with every {type(module).__name__} in training mode"
-            yield "forward", what, wrong.metrics(alike)
+            yield "forward", what, wrong.numbers(alike)
     own = [f"{name}.{key}".lstrip(".") for key, _ in module.named_parameters(recurse=False)]
     own = [key for key in own if tensor in (None, key)]
     ways: list[tuple[CauseKind, str, Mapping[str, Tensor]]] = []
@@ -147,4 +188,4 @@ def _ways_of_module(
         known = [key for key in own if key in values]
         for names in [[key] for key in known] + ([known] if len(known) > 1 else []):
             with wrong.seen(), having(reference, {key: values[key] for key in names}):
-                yield kind, f"those of {' and '.join(names)} {what}", wrong.metrics()
+                yield kind, f"those of {' and '.join(names)} {what}", wrong.numbers()

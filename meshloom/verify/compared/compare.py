@@ -102,11 +102,16 @@ class Comparer:
 
     @property
     def values(self) -> float:
-        """The tolerance of a loss or a metric: of one number, whose movement under a perturbation says nothing. Casts are of
+        """The tolerance of a loss: of one number, whose movement under a perturbation says nothing. Casts are of
         equal values wherever operators run on whole chunks, so they widen nothing there (decision 40)."""
         if not rounds_partial_sums(self.plan):
             return unmeasured(self.precision)
         return max(unmeasured_through(self.precision), most_tolerated(self.partial))
+
+    @property
+    def numbers(self) -> float:
+        """The tolerance of an evaluation before rounding is measured there, which it is where that does not suffice."""
+        return (unmeasured_through if rounds_partial_sums(self.plan) else unmeasured)(self.precision)
 
     @property
     def modules(self) -> float:

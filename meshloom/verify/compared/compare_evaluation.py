@@ -1,4 +1,4 @@
-"""Where an evaluation goes wrong whose metrics differ: the first chunk and metric that do, and in it the first module.
+"""What ranks say of an evaluation; and where one goes wrong whose metrics differ: the first chunk and metric that do, and in it the first module.
 
 every chunk         its data, and the sum and weight of each metric, of all ranks
 the first wrong     what modules have and output, in the order of the program
@@ -12,10 +12,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from meshloom.verify.compared.compare_chunks import OutputSteps
-from meshloom.verify.compared.compare_values import Values, first_wrong_value
+from meshloom.verify.compared.compare_values import Values, first_wrong_value, pairs_of_values
 from meshloom.verify.reference.between_steps.evaluation import EvaluatedChunk, MetricPlace
 from meshloom.verify.reference.mistakes import Cause
 from meshloom.verify.reference.step_records import ModuleOutput
+from meshloom.verify.tolerances.evaluation_errors import chunk_errors
 
 _CHUNK = 4  # times a metric's tolerance, that a chunk's part may be off where another is off by more
 _LARGE = 0.01  # of the largest error of a chunk, below which one is rounding beside it
@@ -39,6 +40,21 @@ class SeenMetric:
         """The inverse of `to_dict`, also after a round trip through JSON."""
         outputs = [ModuleOutput(**each) for each in given["outputs"]]
         return SeenMetric(outputs=outputs, values=given["values"], training=given["training"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanEvaluation:
+    """metrics: of the first `batches`, None: of all. chunks: of all ranks. watched: what ranks see in each metric of the first chunk of each
+    replica. changed: names of parameters, buffers and modules' modes that are others after it. disagree: what ranks have of metrics, if it is not
+    the same, a sentence each."""
+
+    what: str
+    metrics: Mapping[str, float]
+    batches: int | None
+    chunks: Sequence[EvaluatedChunk] = ()
+    watched: Sequence[tuple[MetricPlace, SeenMetric]] = ()
+    changed: Sequence[str] = ()
+    disagree: Sequence[str] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,19 +83,15 @@ def find_metric(
     """Of the plan's chunks and of one device's. allowed: the tolerances of the metrics that differ."""
     here = {(each.batch, each.chunk): each for each in ours}
     there = {(each.batch, each.chunk): each for each in right}
-    causes = [*_of_data(here, there)]
+    causes = [*wrong_data(ours, right)]
     errors: dict[MetricPlace, float] = {}
     pairs: dict[MetricPlace, tuple[float, float]] = {}
     for name, tolerance in allowed.items():
-        size = sum(abs(each.sums[name][0]) for each in right) / max(len(right), 1)
-        for (batch, chunk), each in there.items():
-            if (mine := here.get((batch, chunk))) is None:
-                continue
-            place = MetricPlace(batch=batch, chunk=chunk, metric=name)
-            (a, weight), (b, right_weight) = mine.sums[name], each.sums[name]
+        for place, error in chunk_errors(ours, right, name):
+            key = place.batch, place.chunk
+            (a, weight), (b, right_weight) = here[key].sums[name], there[key].sums[name]
             if not math.isclose(weight, right_weight, rel_tol=1e-6):
                 causes.append(Cause("weights", _weighed(place, weight, right_weight)))
-            error = _error(a, b, size)
             if not error <= tolerance:
                 errors[place], pairs[place] = error, (_mean(a, weight), _mean(b, right_weight))
     least = _LARGE * min(max(errors.values(), default=0.0), 1.0)
@@ -118,6 +130,17 @@ def place_metric(
     return PlacedMetric(module=module, training=training)
 
 
+def pairs_of_outputs(
+    seen: SeenMetric, right: Sequence[ModuleOutput]
+) -> Iterator[tuple[int, ModuleOutput, ModuleOutput]]:
+    """What a rank sees of a module, and one device, with its number there. What has another size there is a part."""
+    if seen.values:
+        yield from pairs_of_values(right, [seen.values])
+    for number, (here, there) in enumerate(zip(seen.outputs, right, strict=False)):
+        if here.name == there.name and here.count == there.count:
+            yield number, here, there
+
+
 def cause_of_modes(placed: PlacedMetric) -> Cause | None:
     """Of modules that are in training mode under the plan alone."""
     if not (training := placed.training):
@@ -144,9 +167,10 @@ def cause_of_place(found: FoundMetric, placed: PlacedMetric, *, observed: bool) 
     return None
 
 
-def _of_data(
-    here: Mapping[tuple[int, int], EvaluatedChunk], there: Mapping[tuple[int, int], EvaluatedChunk]
-) -> Iterator[Cause]:
+def wrong_data(ours: Sequence[EvaluatedChunk], right: Sequence[EvaluatedChunk]) -> Iterator[Cause]:
+    """Chunks that are not those of one device, or have other data."""
+    here = {(each.batch, each.chunk): each for each in ours}
+    there = {(each.batch, each.chunk): each for each in right}
     owners = {each.data: f"chunk {chunk} of batch {batch}" for (batch, chunk), each in there.items()}
     for batch, chunk in sorted({*here, *there}):
         what = f"Chunk {chunk} of batch {batch} of the evaluation"
@@ -175,14 +199,6 @@ def _first_output(
         if not elsewhere and steps.differs(here, there):
             return there.name
     return None
-
-
-def _error(ours: float, right: float, size: float) -> float:
-    """Relative to the larger of the right value and of what chunks have on average."""
-    if ours == right or (math.isnan(ours) and math.isnan(right)):
-        return 0.0
-    size = max(abs(right), size)
-    return abs(ours - right) / size if size and math.isfinite(ours - right) else math.inf
 
 
 def _mean(total: float, weight: float) -> float:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from meshloom.verify.compared.compare_chunks import OutputSteps
 from meshloom.verify.reference.step_records import ModuleOutput
 
-# whether it is a part of what ranks have together; total, sum of squares, elements, ramp of `ModuleOutput`
-Value = tuple[bool, float, float, int, float]
+# whether it is a part of what ranks have together; total, sum of squares, elements, ramp, sample of `ModuleOutput`
+Value = tuple[bool, float, float, int, float, Sequence[float]]
 Values = Mapping[str, Sequence[Value]]  # by module
 
 
@@ -17,14 +17,24 @@ def first_wrong_value(
 ) -> str | None:
     """The first module, in one device's order, whose output differs from what ranks say; None: all agree that ranks have. outputs: one
     device's; of several calls of a module the last counts."""
-    last, steps = {output.name: output for output in outputs}, OutputSteps(tolerance)
-    for name, right in last.items():
+    steps = OutputSteps(tolerance)
+    for _, ours, right in pairs_of_values(outputs, of_ranks):
+        if steps.differs(ours, right):
+            return right.name
+    return None
+
+
+def pairs_of_values(
+    outputs: Sequence[ModuleOutput], of_ranks: Sequence[Values]
+) -> Iterator[tuple[int, ModuleOutput, ModuleOutput]]:
+    """What ranks say of a module and what one device does, of modules of which ranks have as many elements, with its number among `outputs`."""
+    last = {output.name: (number, output) for number, output in enumerate(outputs)}
+    for name, (number, right) in last.items():
         for values in _together([each[name] for each in of_ranks if name in each]):
             parts = [value for value in values if value[0]]
             ours = _added(name, right.call, parts) if parts else _added(name, right.call, values[:1])
-            if name and ours.count == right.count and steps.differs(ours, right):
-                return name
-    return None
+            if name and ours.count == right.count:
+                yield number, ours, right
 
 
 def _together(of_ranks: Sequence[Sequence[Value]]) -> list[tuple[Value, ...]]:
@@ -33,7 +43,9 @@ def _together(of_ranks: Sequence[Sequence[Value]]) -> list[tuple[Value, ...]]:
 
 
 def _added(name: str, call: int, values: Sequence[Value]) -> ModuleOutput:
-    _, totals, squares, counts, ramps = zip(*values, strict=True)
+    _, totals, squares, counts, ramps, samples = zip(*values, strict=True)
+    whole = len(values) == 1
     return ModuleOutput(
-        name=name, call=call, total=sum(totals), square=sum(squares), count=sum(counts), ramp=ramps[0] if len(ramps) == 1 else None
+        name=name, call=call, total=sum(totals), square=sum(squares), count=sum(counts), ramp=ramps[0] if whole else None,
+        sample=samples[0] if whole else (),
     )  # fmt: skip

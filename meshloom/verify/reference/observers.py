@@ -17,8 +17,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from meshloom.verify.reference.float64_blocks import float64_blocks
+from meshloom.verify.reference.float64_blocks import elements, float64_blocks
 from meshloom.verify.reference.step_records import Cast, ModuleOutput
+
+_SAMPLED = 256  # elements of an output
 
 
 def digest_values(values: Any) -> str:
@@ -96,8 +98,8 @@ class DrawWatch:
 
 
 class ModuleWatch:
-    """Records the output of every module, in order of execution, between `start` and `stop`. tensors: and before it, as if they were
-    outputs, the parameters and buffers that a module has itself when its forward begins.
+    """Records the output of every module, in order of execution, between `start` and `stop`. tensors: and before it,
+    as if they were outputs, the parameters and buffers that a module has itself when its forward begins. sampled: with some of their elements.
 
     >>> watch = ModuleWatch(nn.Sequential(nn.Identity()))
     >>> with watch.attached():
@@ -107,8 +109,8 @@ class ModuleWatch:
     [('0', 3.0, 5.0), ('', 3.0, 5.0)]
     """
 
-    def __init__(self, model: nn.Module, *, tensors: bool = False) -> None:
-        self.model, self._tensors = model, tensors
+    def __init__(self, model: nn.Module, *, tensors: bool = False, sampled: bool = False) -> None:
+        self.model, self._tensors, self._sampled = model, tensors, sampled
         self._outputs: list[ModuleOutput] = []
         self._calls: dict[str, int] = {}
         self._running: list[str] = []  # names of the modules whose forward is running, innermost last
@@ -157,7 +159,7 @@ class ModuleWatch:
         own = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
         for key, tensor in own:
             if tensor.layout == torch.strided and not tensor.is_meta:
-                yield _summary(f"{name}.{key}".lstrip("."), self._calls.get(name, 0), tensor.detach())
+                yield self._summary(f"{name}.{key}".lstrip("."), self._calls.get(name, 0), tensor.detach())
 
     def _leave(self, name: str) -> Any:
         def hook(module: nn.Module, inputs: Any, output: Any) -> None:
@@ -166,13 +168,17 @@ class ModuleWatch:
             while self._running and self._running.pop() != name:
                 pass  # a submodule that was left by an exception, since caught
             call = self._calls[name] = self._calls.get(name, 0) + 1
-            self._outputs.append(_summary(name, call - 1, output))
+            self._outputs.append(self._summary(name, call - 1, output))
 
         return hook
 
+    def _summary(self, name: str, call: int, output: Any) -> ModuleOutput:
+        return _summary(name, call, output, sampled=self._sampled)
 
-def _summary(name: str, call: int, output: Any) -> ModuleOutput:
+
+def _summary(name: str, call: int, output: Any, *, sampled: bool) -> ModuleOutput:
     total, square, ramp, count = 0.0, 0.0, 0.0, 0
+    sample: list[float] = []
     with torch.no_grad():
         for leaf in tree_leaves(output):
             if (
@@ -181,11 +187,26 @@ def _summary(name: str, call: int, output: Any) -> ModuleOutput:
                 and not _is_transformed(leaf)
             ):
                 ramp += ramp_of(leaf)
+                sample += sample_of(leaf) if sampled else ()
                 for values in float64_blocks(leaf):
                     total += values.sum().item()
                     square += values.square().sum().item()
                     count += values.numel()
-    return ModuleOutput(name=name, call=call, total=total, square=square, count=count, ramp=ramp)
+    return ModuleOutput(
+        name=name, call=call, total=total, square=square, count=count, ramp=ramp, sample=sample
+    )
+
+
+def sample_of(tensor: Tensor) -> list[float]:
+    """Some elements, evenly spaced; of complex numbers real and imaginary parts.
+
+    >>> sample_of(torch.arange(3.0))
+    [0.0, 1.0, 2.0]
+    """
+    flat = elements(tensor).reshape(-1)
+    if len(flat) > _SAMPLED:
+        flat = flat[torch.arange(_SAMPLED, device=flat.device) * len(flat) // _SAMPLED]
+    return [float(each) for block in float64_blocks(flat) for each in block.tolist()]
 
 
 def ramp_of(tensor: Tensor) -> float:

@@ -134,10 +134,11 @@ def travel_effect(reference: Reference, unit: float) -> dict[str, float]:
 
 
 @contextmanager
-def perturbed_parameters(reference: Reference, number: int = 0) -> Iterator[None]:
-    """A context in which the trainable parameters are perturbed, by other draws for every number."""
+def perturbed_parameters(reference: Reference, number: int = 0, *, whole: bool = False) -> Iterator[None]:
+    """A context in which the trainable parameters are perturbed, by other draws for every number. whole: for forwards of whole chunks alone,
+    where equal values are cast to equal ones: by units of their own precision."""
     named = [(name, each) for name, each in reference.parameters.items() if each.requires_grad]
-    largest_of = _units_of(reference)
+    largest_of = _units_of(reference, whole=whole)
     generator = torch.Generator(reference.device).manual_seed(
         derive(reference.job.seed, "moved", reference.step, *([number] if number else []))
     )
@@ -175,11 +176,11 @@ def _values_restored(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
                 parameter.copy_(value)
 
 
-def _units_of(reference: Reference) -> Callable[[str], float]:
+def _units_of(reference: Reference, *, whole: bool) -> Callable[[str], float]:
     """How far a parameter of this name is perturbed, relative to each of its elements: by units of its model's precision, and
-    by those of the lower precisions that its module, or one around it, computes in."""
-    casts = [(cast.place, getattr(torch, cast.dtype)) for cast in reference.casts]
-    if reference.updated.dtype:
+    by those of the lower precisions that its module, or one around it, computes in. whole: by the first alone."""
+    casts = [] if whole else [(cast.place, getattr(torch, cast.dtype)) for cast in reference.casts]
+    if reference.updated.dtype and not whole:
         casts.append(("", reference.updated.dtype))
     if _is_whole(reference.plan) and reference.plan.pp == 1:  # and in one device's order
         casts = [(place, dtype) for place, dtype in casts if dtype != reference.autocast]

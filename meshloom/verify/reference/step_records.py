@@ -23,7 +23,7 @@ class ModuleOutput:
 
     All three are additive over the rows of a batch, so ranks that share a chunk can be compared with a device
     that has all of it. ramp: the sum with weights that rise from -1 to 1 from the first element to the last, which tells orders apart; None:
-    the output was added up from parts.
+    the output was added up from parts. sample: some of its elements, evenly spaced, where they were asked for.
     """
 
     name: str
@@ -32,6 +32,7 @@ class ModuleOutput:
     square: float
     count: int
     ramp: float | None = None
+    sample: Sequence[float] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

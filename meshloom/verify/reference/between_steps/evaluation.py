@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -31,12 +31,14 @@ from meshloom.verify.reference.step_records import ModuleOutput
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluatedChunk:
-    """The sum and weight of every metric of one chunk of one batch. data: digest of its batch; "": not asked for."""
+    """The sum and weight of every metric of one chunk of one batch. data: digest of its batch; "": not asked for. outputs: by metric, of modules;
+    of chunks that are watched."""
 
     batch: int
     chunk: int
     sums: Mapping[str, tuple[float, float]]
     data: str = ""
+    outputs: Mapping[str, Sequence[ModuleOutput]] = field(default_factory=dict[str, Sequence[ModuleOutput]])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,23 +65,30 @@ def means_of(chunks: Sequence[EvaluatedChunk]) -> dict[str, float]:
 
 
 def evaluated_chunks(
-    reference: Reference, updates: int, batches: int | None = None, *, training: Collection[nn.Module] = (), digests: bool = False
+    reference: Reference, updates: int, batches: int | None = None, *, training: Collection[nn.Module] = (), digests: bool = False,
+    watch: Collection[tuple[int, int]] = (),
 ) -> list[EvaluatedChunk]:  # fmt: skip
     """Every chunk after `updates` updates. batches: so many of the data alone. training: modules in training mode, which would be wrong.
-    digests: whether those of the data are wanted.
+    digests: whether those of the data are wanted. watch: batch and chunk of those in which modules are.
 
     Nothing of the reference changes: modules are put into evaluation mode and back, and metrics run without gradients.
     """
     found: list[EvaluatedChunk] = []
+    modules = ModuleWatch(reference.model, tensors=True, sampled=True)
     with _evaluating(reference, training) as dataset:
         for batch, chunk, samples in _chunks(reference, dataset, range(batches) if batches else None):
             collated = _collated(reference, batch, chunk, samples)
             data, digest = _converted(reference, collated), digest_values(collated) if digests else ""
-            sums = {
-                name: _sums(reference, batch, chunk, len(samples), data, name, updates)
-                for name in _metrics(reference)
-            }
-            found.append(EvaluatedChunk(batch=batch, chunk=chunk, sums=sums, data=digest))
+            sums: dict[str, tuple[float, float]] = {}
+            outputs: dict[str, Sequence[ModuleOutput]] = {}
+            watched = (batch, chunk) in watch
+            with modules.attached() if watched else nullcontext():
+                for name in _metrics(reference):
+                    modules.start()
+                    sums[name] = _sums(reference, batch, chunk, len(samples), data, name, updates)
+                    if watched:
+                        outputs[name] = modules.stop()
+            found.append(EvaluatedChunk(batch=batch, chunk=chunk, sums=sums, data=digest, outputs=outputs))
     return found
 
 
@@ -87,7 +96,7 @@ def watched_metric(
     reference: Reference, updates: int, place: MetricPlace
 ) -> tuple[Sequence[ModuleOutput], Sequence[str]]:
     """What modules have and output in that metric alone, after `updates` updates, and the names of those that are in training mode."""
-    watch = ModuleWatch(reference.model, tensors=True)
+    watch = ModuleWatch(reference.model, tensors=True, sampled=True)
     with _evaluating(reference) as dataset, watch.attached():
         for batch, chunk, samples in _chunks(reference, dataset, [place.batch]):
             if chunk != place.chunk:
