@@ -54,6 +54,7 @@ from meshloom.verify.tolerances.of_precision import (
     most_tolerated,
     rounds_partial_sums,
     sums_in_other_orders,
+    unmeasured,
     unmeasured_through,
 )
 from meshloom.verify.tolerances.state_errors import (
@@ -226,7 +227,7 @@ class ComparisonRun(Comparing):
     def check_metrics(self, ours: PlanEvaluation, updates: int) -> BetweenSteps:
         comparer = self._comparer
         self._evaluation = ComparedEvaluation(
-            ours, self.reference, updates, self._averages, self._reference_record, unmeasured=comparer.numbers, lower=comparer.partial
+            ours, self.reference, updates, self._averages, self._reference_record, unmeasured=unmeasured(comparer.precision), lower=comparer.partial
         )  # fmt: skip
         return self._evaluation.checked
 
@@ -234,7 +235,9 @@ class ComparisonRun(Comparing):
         return self._evaluation.find(chunks, again)
 
     def explain_evaluation(self, seen: Sequence[SeenMetric]) -> BetweenSteps:
-        return self._evaluation.explain(seen, self.of_outputs)
+        return self._evaluation.explain(
+            seen, max(unmeasured_through(self._comparer.precision), most_tolerated(self._comparer.partial))
+        )
 
     def check_saved(self, path: Path, what: str) -> BetweenSteps:
         return check_saved(path, what, self.reference, self._updates.of, self.of_outputs)

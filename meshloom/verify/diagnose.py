@@ -18,7 +18,7 @@ from meshloom.core.plan import Plan
 from meshloom.core.units import plural
 from meshloom.verify.causes.of_gradients import from_gradients
 from meshloom.verify.compared.compare import Comparison
-from meshloom.verify.compared.compare_chunks import filled, wrong_settings
+from meshloom.verify.compared.compare_chunks import filled, other_turn, wrong_settings
 from meshloom.verify.reference.mistakes import Cause, Evidence, subsample
 from meshloom.verify.reference.step_records import StepRecord
 
@@ -36,6 +36,13 @@ def diagnose(
     if comparison.passed:
         return []
     causes = [*ours.changed]
+    if (turn := other_turn(ours, reference)) is not None:
+        return [
+            *causes,
+            Cause(
+                "turns", f"{turn} Losses take their turns in another order, or as often as they should not."
+            ),
+        ]
     causes += [*_from_draws(ours, reference, evidence.plan), *_from_data(ours, reference, evidence.plan)]
     gradients = comparison.failed("gradient")
     if gradients and len(causes) == len(ours.changed):
@@ -57,7 +64,15 @@ def diagnose(
         )
     if of_averages and not causes and not gradients:
         causes.append(of_averages)
-    if not causes and not gradients and comparison.failed("loss"):
+    logged = [name for name in comparison.failed("loss") if name != "loss"]
+    if not causes and not gradients and logged == comparison.failed("loss") and logged:
+        causes.append(
+            Cause(
+                "logged",
+                f"Gradients and the loss agree, but not what is {_names(logged)}: it is averaged in another way.",
+            )
+        )
+    elif not causes and not gradients and logged != comparison.failed("loss"):
         losses = f"{ours.loss:.6g} instead of {reference.loss:.6g}"
         sentence = (
             f"All gradients agree, but the loss is reported as {losses}: it is averaged in another way."
@@ -73,7 +88,10 @@ def diagnose(
             )
         )
     if len(set(ours.replicas)) > 1:
-        sentence = "The replicas have different parameters or buffers after the step: they drift apart."
+        which = f", first {ours.apart[0]}" if ours.apart else ""
+        sentence = (
+            f"The replicas have different parameters or buffers after the step{which}: they drift apart."
+        )
         causes.append(Cause("replicas", sentence))
     if ours.inconsistent:
         sentence = (

@@ -89,7 +89,7 @@ def verify(
         compare=compare,
     )  # fmt: skip
     with working_alone():
-        run.quick(steps) if quick else run.whole(max(steps, 3))
+        run.quick(steps) if quick else run.whole(max(steps, 3 if job.average is None else 4))
         apart = replace(run, result=None, between=[], causes=[], notes=[], against=None)
         if run.one_copy and not quick:
             apart.quick(_STEPS_APART, own_copies=True)

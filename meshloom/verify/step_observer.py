@@ -6,7 +6,7 @@ It adds to the steps that the Trainer takes, and takes the place of nothing in t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -149,15 +149,16 @@ class StepObserver:
         mine = [each.to_dict() for each in self._computed] if self._replica.context.place.tp == 0 else []
         chunks: list[list[dict[str, Any]]] = yield from collect(world, mine)
         self._held = _state_of(self._replica)
-        digests = yield from _digests(self._replica, self._held)
+        digests = yield from _digests(self._replica, self._held.values())
+        apart = (yield from _apart_of(self._replica, self._held, digests)) if _differ(digests) else []
         inconsistent = yield from _inconsistencies(self._replica)
         mine_set = group_settings(self._replica.updater.state.optimizers)
         settings: list[dict[str, float]] = yield from collect(world, mine_set)
         records = (ChunkRecord.from_dict(chunk) for of_rank in chunks for chunk in of_rank)
         return StepRecord(
-            step=result.step, loss=result.loss, weight=result.weight, gradient_norm=result.gradient_norm,
+            step=result.step, turn=self._replica.scope.turn.loss, loss=result.loss, weight=result.weight, gradient_norm=result.gradient_norm,
             gradients={}, chunks=sorted(records, key=lambda chunk: chunk.index),
-            replicas=[*map(digest_values, digests)], inconsistent=inconsistent, skipped=result.skipped,
+            replicas=[*map(digest_values, digests)], apart=apart, logged=result.logged, inconsistent=inconsistent, skipped=result.skipped,
             settings=settings, changed=[*_causes(changed, result.step - 1)],
         )  # fmt: skip
 
@@ -187,10 +188,25 @@ def _ignore(*arguments: Any) -> None:
     """What arrives is compared on rank 0 alone."""
 
 
-def _digests(replica: Replica, mine: Mapping[str, int]) -> Steps[list[list[int]]]:
-    """For every replica, hashes of all state on its ranks: equal for equal replicas. mine: of this rank."""
-    of_ranks = yield from collect(replica.context.world, list(mine.values()))
+def _digests(replica: Replica, mine: Iterable[Any]) -> Steps[list[list[Any]]]:
+    """For every replica, hashes of all state on its ranks, or their names: equal for equal replicas. mine: of this rank."""
+    of_ranks = yield from collect(replica.context.world, list(mine))
     return [[each for rank in ranks for each in of_ranks[rank]] for ranks in replica.plan.mesh.teams()]
+
+
+def _differ(digests: Sequence[Sequence[int]]) -> bool:
+    return any(each != digests[0] for each in digests)
+
+
+def _apart_of(replica: Replica, mine: Iterable[str], digests: Sequence[Sequence[int]]) -> Steps[list[str]]:
+    """Names of what replicas have others of. digests: of all replicas."""
+    names = yield from _digests(replica, mine)
+    odd = [
+        name
+        for number, name in enumerate(names[0])
+        if any(each[number : number + 1] != digests[0][number : number + 1] for each in digests)
+    ]
+    return list(dict.fromkeys(odd))
 
 
 def _inconsistencies(replica: Replica) -> Steps[list[str]]:

@@ -84,7 +84,7 @@ def job_of(name: str) -> Job:
     base = model.removeprefix("averaged_") if model.startswith("averaged_") else model
     job = make_job("mlp" if base in MORE_MODELS else base, optimizer, batch_size=13, steps=40)
     job = replace(job, average=0.9) if base != model else job
-    job = replace(job, **MORE_MODELS.get(model, {}))
+    job = replace(job, **MORE_MODELS.get(base, {}))
     metrics = {"loss": lambda model, batch: job.loss(model, batch)}
     data = vectors if model == "lines" else job.data
     return replace(job, evaluate=Evaluate(data=data, metrics=metrics, every=2))

@@ -30,6 +30,7 @@ from meshloom.verify.compared.compare_chunks import (
     facts_of,
     first_module,
     first_output,
+    module_of_names,
     module_of_settings,
 )
 from meshloom.verify.reference.step_records import Cast, StepRecord
@@ -109,11 +110,6 @@ class Comparer:
         return max(unmeasured_through(self.precision), most_tolerated(self.partial))
 
     @property
-    def numbers(self) -> float:
-        """The tolerance of an evaluation before rounding is measured there, which it is where that does not suffice."""
-        return (unmeasured_through if rounds_partial_sums(self.plan) else unmeasured)(self.precision)
-
-    @property
     def modules(self) -> float:
         """The tolerance of modules' outputs on the whole batch and on its chunks, which are compared to find out what mixes samples."""
         lower = [most_tolerated(getattr(torch, cast.dtype)) for cast in self._casts if not cast.in_optimizer]
@@ -144,6 +140,7 @@ class Comparer:
         if facts or not all(error.passed for error in errors):
             output = first_output(ours, reference, self.outputs, self.plan)
             module = output or first_module(reference, errors, self.plan)
+            module = module or module_of_names(ours.apart, reference, self.plan)
             module = module or module_of_settings(ours, reference, self.plan)
         losses = ours.loss, reference.loss
         return Comparison(
@@ -173,6 +170,15 @@ def _loss_errors(
         yield TensorError(
             name="gradient norm", kind="norm", step=reference.step, error=error, tolerance=of_norm
         )
+    for name, value in reference.logged.items():
+        error = _logged_error(ours.logged.get(name, math.nan), value)
+        yield TensorError(
+            name=f"logged {name}", kind="loss", step=reference.step, error=error, tolerance=tolerance
+        )
+
+
+def _logged_error(ours: float, right: float) -> float:
+    return 0.0 if math.isnan(ours) and math.isnan(right) else _ratio(abs(ours - right), abs(right))
 
 
 def _ratio(difference: float, size: float) -> float:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from meshloom.core.plan import Plan
 from meshloom.verify.between_steps.checks import TensorError
 from meshloom.verify.reference.step_records import ChunkRecord, ModuleOutput, StepRecord
+from meshloom.verify.tolerances.evaluation_errors import output_distance
 
 _MOST = 8  # facts of one kind
 _SUDDEN, _SMALL = 16, 25  # times the errors before; of a tolerance, below which nothing is sudden
@@ -18,15 +19,28 @@ def facts_of(ours: StepRecord, reference: StepRecord, plan: Plan) -> Iterator[st
     """Differences that may occur although every tensor agrees, a sentence each."""
     if len(set(ours.replicas)) > 1:
         odd = next(replica for replica, digest in enumerate(ours.replicas) if digest != ours.replicas[0])
-        yield f"Replicas 0 and {odd} hold different parameters or buffers after step {ours.step}."
+        which = f", first {ours.apart[0]}" if ours.apart else ""
+        yield f"Replicas 0 and {odd} hold different parameters or buffers after step {ours.step}{which}."
     yield from (f"After step {ours.step}, {each}." for each in ours.inconsistent)
     if ours.skipped != reference.skipped:
         which = ("the plan", "one device") if ours.skipped else ("one device", "the plan")
         yield f"Of step {ours.step} gradients overflow float16 and {which[0]} skips the update, but {which[1]} does not."
+    if (turn := other_turn(ours, reference)) is not None:
+        yield turn
     yield from list(dict.fromkeys(wrong_settings(ours, reference)))[:_MOST]
     if len(ours.chunks) == len(reference.chunks) or not plan.sync_batch_norm:
         yield from _data_facts(ours, reference)
     yield from _draw_facts(reference)
+
+
+def other_turn(ours: StepRecord, reference: StepRecord) -> str | None:
+    """A sentence, where the plan takes another step, or another of its turns, than one device; else None."""
+    if (ours.step, ours.turn) == (reference.step, reference.turn):
+        return None
+    here, there = (
+        f"step {each.step}" + (f", loss {each.turn}" if each.turn else "") for each in (ours, reference)
+    )
+    return f"The plan is in {here}, and one device in {there}."
 
 
 def wrong_settings(ours: StepRecord, reference: StepRecord) -> Iterator[str]:
@@ -47,9 +61,14 @@ def _differing_settings(ours: StepRecord, reference: StepRecord) -> Iterator[tup
 
 def module_of_settings(ours: StepRecord, reference: StepRecord, plan: Plan) -> str | None:
     """The first module in order of execution that has a parameter in a group whose settings differ."""
-    place = order_of_modules(reference, plan)
     groups = {what.partition(" of ")[2] for what, *_ in _differing_settings(ours, reference)}
     names = [name for group in groups for name in reference.groups.get(group, ())]
+    return module_of_names(names, reference, plan)
+
+
+def module_of_names(names: Sequence[str], reference: StepRecord, plan: Plan) -> str | None:
+    """The first module in order of execution that has one of these tensors; None: there are none."""
+    place = order_of_modules(reference, plan)
     first = min(names, key=lambda name: place_of_owner(name, place), default=None)
     return None if first is None else first.rpartition(".")[0] or "the whole model"
 
@@ -175,4 +194,4 @@ def output_error(a: ModuleOutput, b: ModuleOutput) -> float:
     off = max(norm, total)
     if a.ramp is not None and b.ramp is not None:
         off = max(off, abs(a.ramp - b.ramp) / math.sqrt(max(b.count, 1)))
-    return off / size if size else (math.inf if off else 0.0)
+    return max(off / size if size else (math.inf if off else 0.0), output_distance(a, b))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from meshloom.core.job import Job
+from meshloom.core.losses.logged import computed_with_logs, taken_apart
 from meshloom.core.modules.compiled import uncompiled
 from meshloom.core.modules.own_generators import own_generators, seed_own_generators
 from meshloom.core.moments.branches import branches_as_written
@@ -27,7 +28,7 @@ from meshloom.verify.reference.step_records import ChunkRecord, ModuleOutput
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkResult:
-    """What a forward computed, drew and output. divisor: its gradients are those of the loss sum, divided by it, apart from a scale."""
+    """What a forward computed, drew, output and logged. divisor: its gradients are those of the loss sum, divided by it, apart from a scale."""
 
     loss_sum: float
     weight: float
@@ -35,6 +36,7 @@ class ChunkResult:
     draws: tuple[str, ...]
     modules: tuple[ModuleOutput, ...]
     divisor: float
+    logged: Mapping[str, float] = field(default_factory=dict[str, float])
 
 
 class LeftTensors:
@@ -159,7 +161,8 @@ class ChunkRun:
             uncompiled(),
         ):
             with torch.autocast(self._device.type, self.autocast, enabled=self.autocast is not None):
-                returned = self.loss(self._model, batch)
+                computed = computed_with_logs(self.loss, self._model, batch)
+            returned, logged = taken_apart(computed)
             loss_sum, weight = as_sum(returned, len(forward.samples))
             if self._scale.is_used:  # of the mean over samples, of what has been summed in float32
                 divisor = float(batch_size)
@@ -172,7 +175,8 @@ class ChunkRun:
         modules = () if casts is None else self._watch.stop()
         total = float(loss_sum.detach())
         return ChunkResult(
-            loss_sum=total, weight=float(weight), seed=initial_seed, draws=tuple(draws), modules=modules, divisor=divisor
+            loss_sum=total, weight=float(weight), seed=initial_seed, draws=tuple(draws), modules=modules, divisor=divisor,
+            logged={name: float(value) for name, value in logged.items()},
         )  # fmt: skip
 
     def records(self, forward: ReferenceForward, result: ChunkResult, step: int) -> Iterator[ChunkRecord]:
@@ -183,9 +187,9 @@ class ChunkRun:
             data = digest_values(self._collate(samples, step, index))
             yield ChunkRecord(
                 index=index, samples=len(samples), weight=computed.weight, loss_sum=computed.loss_sum, data=data, seed=result.seed,
-                draws=computed.draws, modules=computed.modules,
+                draws=computed.draws, modules=computed.modules, logged=computed.logged,
             )  # fmt: skip
-            computed = replace(result, loss_sum=0.0, weight=0.0, draws=(), modules=())
+            computed = replace(result, loss_sum=0.0, weight=0.0, draws=(), modules=(), logged={})
 
     def _collate(self, samples: Sequence[Any], step: int, index: int) -> Any:
         with preserved_draws():

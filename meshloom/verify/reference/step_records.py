@@ -6,6 +6,7 @@ how the numbers were computed.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -54,7 +55,7 @@ class ChunkRecord:
     data: digest of the batch passed to the loss.
     seed: the generator's seed at the start of the forward.
     draws: digest of every random draw, in order.
-    modules: outputs of all modules, in order of execution.
+    modules: outputs of all modules, in order of execution. logged: by the loss, of one device.
     """
 
     index: int
@@ -65,6 +66,7 @@ class ChunkRecord:
     seed: int
     draws: tuple[str, ...] = ()
     modules: tuple[ModuleOutput, ...] = ()
+    logged: Mapping[str, float] = field(default_factory=dict[str, float])
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able values."""
@@ -87,7 +89,8 @@ class StepRecord:
     gradients: by parameter name, averaged, not clipped, subsampled (`mistakes.py`); None for unused
         parameters. Full tensors are compared as they arrive and are not kept.
     chunks: of all replicas, in order of their index; empty ones may be missing.
-    replicas: a digest of each replica's parameters after the update.
+    replicas: a digest of each replica's parameters after the update. apart: names of what replicas have others of, if they do.
+    logged: by the loss, means over the batch.
     casts: the reductions of precision in the step. turn: the name of its loss, if it is a turn of several.
     skipped: whether there was no update, as scaled gradients overflowed. inconsistent: what differs between ranks of a replica
         that hold the same, a sentence each. settings: numbers in the groups of optimizers after the step, by what they are, of one device
@@ -102,6 +105,8 @@ class StepRecord:
     gradients: Mapping[str, Tensor | None]
     chunks: Sequence[ChunkRecord]
     replicas: Sequence[str] = ()
+    apart: Sequence[str] = ()
+    logged: Mapping[str, float] = field(default_factory=dict[str, float])
     casts: Sequence[Cast] = ()
     turn: str = ""
     skipped: bool = False
@@ -109,6 +114,16 @@ class StepRecord:
     settings: Sequence[Mapping[str, float]] = ()
     changed: Sequence[Cause] = ()
     groups: Mapping[str, Sequence[str]] = field(default_factory=dict[str, Sequence[str]])
+
+
+def logged_means(chunks: Sequence[ChunkRecord]) -> dict[str, float]:
+    """What losses have logged, in the mean over the chunks that did, with the weights of their losses."""
+    found: dict[str, float] = {}
+    for name in dict.fromkeys(name for each in chunks for name in each.logged):
+        weighted = [(each.logged[name] * each.weight, each.weight) for each in chunks if name in each.logged]
+        total, weight = map(sum, zip(*weighted, strict=True))
+        found[name] = total / weight if weight else math.nan
+    return found
 
 
 def group_settings(optimizers: Sequence[Optimizer]) -> dict[str, float]:

@@ -3,7 +3,7 @@ it, and in the chunks that are watched the outputs of modules.
 
 An error passes up to the first of these that suffices; the second costs evaluations more, and is only asked where the first does not:
 
-    32 units in the last place; 128 where operators are divided
+    32 units in the last place
     what rounding does: how far parameters that are perturbed by some units move it on one device. Of a metric twice the most of several
         perturbations, for a chunk that of any chunk, as one number may stay where it is by chance; of an output 8 times that
 
@@ -145,6 +145,8 @@ def output_distance(ours: ModuleOutput, right: ModuleOutput) -> float:
     if (ours.name, ours.call, ours.count) != (right.name, right.call, right.count):
         return math.inf
     square, size = 0.0, 0.0
+    if len(ours.sample) != len(right.sample):  # of parts
+        return 0.0
     for here, there in zip(ours.sample, right.sample, strict=True):
         if math.isfinite(here) and math.isfinite(there):
             square, size = square + (here - there) ** 2, size + there**2

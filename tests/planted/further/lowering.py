@@ -61,7 +61,7 @@ def evaluations_have_no_autocast(patch: Patch) -> None:
 @bug("two-adamw", "dp=2,precision=bf16", causes="loss", says="evaluation", module=None)
 def metrics_in_low_precision_are_off_by_a_five_hundredth(patch: Patch) -> None:
     def add(right: Any, self: MetricSums, name: str, chunk: Any, returned: Any) -> None:
-        right(self, name, chunk, returned * 1.002)
+        right(self, name, chunk, returned.float() * 1.002)
 
     wrap(patch, MetricSums, "add", add)
 

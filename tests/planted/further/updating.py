@@ -20,31 +20,26 @@ from tests.planted.bugs import Patch, around_update, bug, groups_of, wrap
 @bug("two-adamw", causes="optimizer|scale|unknown", module="first")
 @bug("convolutions-adamw", "dp=2,zero=2", causes="optimizer|scale|unknown", module="conv")
 def decay_is_added_to_gradients(patch: Patch) -> None:
+    """In place of moving the parameters by it."""
     kept: list[tuple[dict[str, Any], float]] = []
 
-    def before(updater: Updater, number: int) -> None:
-        kept.extend((group, group["weight_decay"]) for group in groups_of(updater))
-
-    def step(right: Any, self: Any, *given: Any, **settings: Any) -> Any:
-        for group in self.param_groups:
+    def take(right: Any, self: Updater, gradients: Any) -> Any:
+        norm = yield from right(self, gradients)
+        for group in groups_of(self):
             for each in group["params"]:
-                if each.grad is not None and group["weight_decay"]:
+                if each.grad is not None:
                     each.grad.add_(each.detach(), alpha=group["weight_decay"])
-            group["weight_decay"], decay = 0.0, group["weight_decay"]
-            undo.append((group, decay))
-        found = right(self, *given, **settings)
-        for group, decay in undo:
+            kept.append((group, group["weight_decay"]))
+            group["weight_decay"] = 0.0
+        return norm
+
+    def restore(updater: Updater, number: int) -> None:
+        for group, decay in kept:
             group["weight_decay"] = decay
-        undo.clear()
-        return found
+        kept.clear()
 
-    def updated(right: Any, self: Updater, *given: Any, **settings: Any) -> Any:
-        with patch.context() as within:
-            wrap(within, torch.optim.AdamW, "step", step)
-            return (yield from right(self, *given, **settings))
-
-    undo: list[tuple[dict[str, Any], float]] = []
-    wrap(patch, Updater, "update", updated)
+    wrap(patch, Updater, "_take", take)
+    around_update(patch, after=restore)
 
 
 @bug("two-adamw", causes="optimizer|rounding", module="first")
