@@ -14,6 +14,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
+import torch
+
 from meshloom.core.plan import Plan
 from meshloom.core.units import plural
 from meshloom.verify.causes.of_gradients import from_gradients
@@ -21,6 +23,8 @@ from meshloom.verify.compared.compare import Comparison
 from meshloom.verify.compared.compare_chunks import filled, other_turn, wrong_settings
 from meshloom.verify.reference.mistakes import Cause, Evidence, subsample
 from meshloom.verify.reference.step_records import StepRecord
+
+_LARGEST, _ALIKE = 1e-2, 8  # what rounding may leave of an update; times the least of several
 
 
 def diagnose(
@@ -221,8 +225,8 @@ def _from_update(
     if len(untrained) == len(names):
         what = "changed under the plan differently than on one device, without a gradient"
         return [Cause("optimizer", f"{_names(names)}: {what}.")]
-    if (scaled := _scaled_updates(comparison, names)) is not None:
-        return [scaled]
+    if (found := _scaled_updates(comparison, names) or _rounded_updates(comparison, names)) is not None:
+        return [found]
     some = f"those of {_names(names)}" if len(names) < len(reference.gradients) else "all of them"
     if earlier:
         when = f"The gradients agree, and so did all updates until step {comparison.step}, where updates differ ({some})"
@@ -255,6 +259,25 @@ def _scaled_updates(comparison: Comparison, names: Sequence[str]) -> Cause | Non
         why = "the update is applied a second time, or the learning rate is doubled"
     what = f"The gradients agree, and the updates of {_names(names)} are {ratio:.4g} times one device's"
     return Cause("optimizer", f"{what}: {why}.")
+
+
+def _rounded_updates(comparison: Comparison, names: Sequence[str]) -> Cause | None:
+    """Whether all wrong updates are one device's but for what rounding leaves: about the same part of each, in no direction."""
+    wrong = [error for error in comparison.errors if error.kind == "update" and not error.passed]
+    left = [
+        error.multiple[1]
+        for error in wrong
+        if error.multiple and abs(error.multiple[0] - 1) < error.multiple[1]
+    ]
+    if not left or len(left) < len(wrong) or max(left) > min(_LARGEST, _ALIKE * min(left)):
+        return None
+    typical = math.sqrt(max(left) * min(left))
+    what = f"The gradients agree, and elements of the updates of {_names(names)} differ by about {typical:.0e} of their size, in no direction"
+    for dtype in (torch.bfloat16, torch.float16):
+        if 0.05 * torch.finfo(dtype).eps < typical < 0.6 * torch.finfo(dtype).eps:
+            name = str(dtype).removeprefix("torch.")
+            return Cause("rounding", f"{what}, as rounding to {name} makes of them.")
+    return None
 
 
 def _figures(ours: StepRecord, reference: StepRecord, failed: Sequence[str]) -> str:

@@ -351,8 +351,19 @@ def _of_programs(
     """What is wrong with programs, or with what ranks that run them send each other. module: the first that differs in a
     forward."""
     replica, known = trainer.replicas[0], {cause.kind for cause in result.causes}
+    if not module and plan.recompute != "none" and "unknown" in known and replica.engine.division is None:
+        what = "what backward needs is not what forward has computed: under a plan that recomputes, other draws or values there"
+        yield Cause("recompute", f"A forward agrees with one device's, and gradients do not, so that {what}.")
+        return
     division = replica.engine.division
+    first = next((step for step in result.steps if not step.passed), None)
+    wrong_gradients = first is not None and bool(first.failed("gradient"))
     if division is None:
+        if not module and plan.pp > 1 and plan.dp == 1 and wrong_gradients and "unknown" in known:
+            yield Cause(
+                "stages",
+                "A forward of the stages agrees with one device's, and gradients do not: what a stage computes or keeps for backward, or is sent there, is wrong.",
+            )
         if module and not known.intersection(_INPUTS):
             yield Cause(
                 "stages",
@@ -364,8 +375,6 @@ def _of_programs(
     (batch,) = first_batches(job, 1, plan.largest_share(job.batch_size)[0])
     model, batch = build_filled_model(job, device, dtype), to_device(batch, device, dtype)
     wrong, sentence = first_wrong_operator(division.first, model, job.loss, batch)
-    first = next((step for step in result.steps if not step.passed), None)
-    wrong_gradients = first is not None and bool(first.failed("gradient"))
     # without replicas nothing but the ranks' programs makes gradients
     of_ranks = wrong_gradients and ("unknown" in known or plan.dp == 1)
     if known.intersection(_INPUTS) or not (wrong or module or of_ranks):

@@ -16,6 +16,7 @@ from meshloom.verify.causes.of_elements import from_elements, names_of
 from meshloom.verify.causes.of_forwards import differing_chunks, from_backward, from_forward
 from meshloom.verify.causes.of_reruns import (
     mixed,
+    of_exchanged_parts,
     of_other_reductions,
     of_other_runs,
     of_tied_uses,
@@ -124,6 +125,7 @@ def _all_candidates(
 ) -> Iterator[tuple[Cause, Expected]]:
     return chain(
         from_exchanged(wrong.actual, wrong.right, wrong.everything),
+        of_exchanged_parts(evidence, wrong.actual, wrong.right, wrong.everything),
         _candidates(evidence, norm, wrong.actual, wrong.right, wrong.all_wrong, wrong.who),
     )
 

@@ -66,6 +66,29 @@ def of_other_reductions(evidence: Evidence, right: Gradients, who: str) -> Itera
         yield Cause("not reduced", sentence), expected
 
 
+def of_exchanged_parts(
+    evidence: Evidence, actual: Gradients, right: Gradients, everything: Mapping[str, Tensor | None]
+) -> Iterator[tuple[Cause, Expected]]:
+    """Parts of one replica that are exchanged for one another. everything: one device's gradients."""
+    known = {name: each for name, each in everything.items() if each is not None}
+    for replica, part in enumerate(parts_of_replicas(evidence, known)):
+        found: dict[str, Tensor] = {}
+        others: list[str] = []
+        for name, each in actual.items():
+            off, left = each - right[name], each - right[name] + part(name)
+            for other, like in known.items():
+                same = other != name and like.shape == each.shape
+                if same and float((left - part(other)).norm()) < 0.01 * float(off.norm()):
+                    found[name] = right[name] - part(name) + part(other)
+                    others.append(f"that of {name} is {other}'s")
+                    break
+        if found:
+            yield (
+                Cause("exchanged", f"What replica {replica} adds to gradients is exchanged: {', '.join(others[:3])}."),
+                lambda name, found=found: found.get(name, right[name]),
+            )  # fmt: skip
+
+
 def parts_of_replicas(evidence: Evidence, right: Gradients) -> list[Expected]:
     """Each replica's part of the averaged gradients; none if there is one replica, or replicas share forwards."""
     total = sum(chunk.weight for chunk in evidence.chunks)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from meshloom.verify.compared.compare_chunks import OutputSteps
+from meshloom.verify.compared.compare_chunks import OutputSteps, output_error
 from meshloom.verify.reference.step_records import ModuleOutput
 
 # whether it is a part of what ranks have together; total, sum of squares, elements, ramp, sample of `ModuleOutput`
@@ -32,9 +32,15 @@ def pairs_of_values(
     for name, (number, right) in last.items():
         for values in _together([each[name] for each in of_ranks if name in each]):
             parts = [value for value in values if value[0]]
-            ours = _added(name, right.call, parts) if parts else _added(name, right.call, values[:1])
+            ours = _added(name, right.call, parts) if parts else _of_call(right, values)
             if name and ours.count == right.count:
                 yield number, ours, right
+
+
+def _of_call(right: ModuleOutput, values: Sequence[Value]) -> ModuleOutput:
+    """What ranks have whole; of a module that is called several times, in stages of several ranks perhaps, what is nearest."""
+    found = [_added(right.name, right.call, [value]) for value in values]
+    return min(found, key=lambda each: output_error(each, right)) if right.call else found[0]
 
 
 def _together(of_ranks: Sequence[Sequence[Value]]) -> list[tuple[Value, ...]]:

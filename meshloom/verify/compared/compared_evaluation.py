@@ -118,7 +118,7 @@ class ComparedEvaluation:
             with self._seen():
                 right = watched_metric(reference, self._updates, found.first)
             placed = place_metric(seen, right, tensors, tolerance)
-        observed = bool(seen) and all(each.outputs for each in seen)
+        observed = bool(seen) and all(each.outputs or each.values for each in seen)
         place, modes = cause_of_place(found, placed, observed=observed), cause_of_modes(placed)
         facts = [each for each in found.causes if each.kind == "data"]
         numbers = [*self.checked.causes]

@@ -39,7 +39,7 @@ def what_is_gathered_for_a_forward_is_rounded(patch: Patch) -> None:
     wrap(patch, UnitGathering, "_gather", rounded)
 
 
-@bug("two-adamw", "dp=2,zero=1", causes="border|optimizer|unknown", module=None)
+@bug("two-adamw", "dp=2,zero=1", causes="border|optimizer|scale", module=None)
 def the_last_element_of_a_slice_has_no_gradient(patch: Patch) -> None:
     def without(right: Any, self: Sharded, weight: Any) -> Any:
         found = yield from right(self, weight)

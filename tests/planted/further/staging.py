@@ -107,8 +107,8 @@ def a_gradient_of_one_later_stage_replaces_that_of_another(patch: Patch) -> None
     wrap(patch, StageRun, "receive_gradients", replaced)
 
 
-@bug("texts-adamw", "pp=2,microbatches=2,recompute=full", causes="same_draws|stages|unknown", module=None)
-@bug("long-adamw", "dp=2,recompute=full", causes="same_draws|unknown|stages|division", module=None)
+@bug("texts-adamw", "pp=2,microbatches=2,recompute=full", causes="recompute|same_draws", module=None)
+@bug("long-adamw", "dp=2,recompute=full", causes="recompute|same_draws", module=None)
 def what_is_recomputed_has_masks_of_its_own(patch: Patch) -> None:
     """In backward."""
 

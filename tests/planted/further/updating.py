@@ -61,7 +61,7 @@ def updates_are_rounded(patch: Patch) -> None:
     around_update(patch, keep, rounded)
 
 
-@bug("texts-sgd", causes="clipping", module=None)
+@bug("texts-sgd", causes="clipping|tied", module=None)
 def what_is_tied_counts_twice_in_the_norm(patch: Patch) -> None:
     def twice(right: Any, gradients: Any, device: Any) -> Tensor:
         given = list(gradients)
@@ -159,7 +159,7 @@ def the_turn_of_the_generator_is_the_critics(patch: Patch) -> None:
     wrap(patch, replicas, "turns_of", stays)
 
 
-@bug("duel-adamw", causes="optimizer|unknown|same_draws|turns|loss", module=None)
+@bug("duel-adamw", causes="turns", module=None)
 def the_critic_takes_one_turn_of_two(patch: Patch) -> None:
     wrap(
         patch, replicas, "turns_of",
