@@ -5,7 +5,8 @@ An error passes up to the first of these that suffices; the second costs evaluat
 
     32 units in the last place
     what rounding does: how far parameters that are perturbed by some units move it on one device. Of a metric twice the most of several
-        perturbations, for a chunk that of any chunk, as one number may stay where it is by chance; of an output 8 times that
+        perturbations (where operators are divided and cast, four times), for a chunk that of any chunk, as one number may stay where it is by chance;
+        of an output 8 times that
 
 Equal values are cast to equal ones wherever operators run on whole chunks, so there units are those of the parameters' precision, whatever
 the metric is computed in; where operators are divided they are those of what modules cast to.
@@ -29,7 +30,10 @@ from meshloom.verify.tolerances.gradient_errors import TIMES
 from meshloom.verify.tolerances.of_precision import most_tolerated, rounds_partial_sums
 
 _LEAST, _ENOUGH = 3, 12  # perturbations; perturbed chunks
-_OF_METRICS = 2  # times the most that perturbations move a metric
+_OF_METRICS, _OF_LOWERED = (
+    2,
+    4,
+)  # times the most that perturbations move a metric; of units that are no more than operators round by
 
 Evaluated = Sequence[EvaluatedChunk]
 
@@ -58,11 +62,11 @@ class EvaluationTolerances:
 
     def of_mean(self, name: str, error: float) -> float:
         """Of a metric whose mean is off by `error`."""
-        return self._allowed(error, lambda effects: _OF_METRICS * effects.means.get(name, 0.0))
+        return self._allowed(error, lambda effects: self._times * effects.means.get(name, 0.0))
 
     def of_chunk(self, name: str, error: float) -> float:
         """Of a chunk's part in it."""
-        return self._allowed(error, lambda effects: _OF_METRICS * effects.chunks.get(name, 0.0))
+        return self._allowed(error, lambda effects: self._times * effects.chunks.get(name, 0.0))
 
     def of_output(self, place: MetricPlace, number: int, error: float) -> float:
         """Of the output of this number in a chunk."""
@@ -73,6 +77,10 @@ class EvaluationTolerances:
             return max(effect, min(TIMES * effect, most_tolerated(self.lower or self.reference.precision)))
 
         return self._allowed(error, measured)
+
+    @property
+    def _times(self) -> int:
+        return _OF_METRICS if self.lower is None else _OF_LOWERED
 
     def _allowed(self, error: float, measured: Callable[[EvaluationEffects], float]) -> float:
         if error <= self.unmeasured or not math.isfinite(error):
