@@ -33,7 +33,7 @@ from meshloom.verify.compared.compare_chunks import (
     module_of_names,
     module_of_settings,
 )
-from meshloom.verify.reference.step_records import Cast, StepRecord
+from meshloom.verify.reference.step_records import Cast, StepRecord, logged_means
 from meshloom.verify.tolerances.of_precision import (
     most_tolerated,
     rounds_partial_sums,
@@ -170,7 +170,7 @@ def _loss_errors(
         yield TensorError(
             name="gradient norm", kind="norm", step=reference.step, error=error, tolerance=of_norm
         )
-    for name, value in reference.logged.items():
+    for name, value in logged_means(reference.chunks).items():
         error = _logged_error(ours.logged.get(name, math.nan), value)
         yield TensorError(
             name=f"logged {name}", kind="loss", step=reference.step, error=error, tolerance=tolerance

@@ -90,7 +90,7 @@ class StepRecord:
         parameters. Full tensors are compared as they arrive and are not kept.
     chunks: of all replicas, in order of their index; empty ones may be missing.
     replicas: a digest of each replica's parameters after the update. apart: names of what replicas have others of, if they do.
-    logged: by the loss, means over the batch.
+    logged: by the loss, means over the batch; of the plan, as it reports them.
     casts: the reductions of precision in the step. turn: the name of its loss, if it is a turn of several.
     skipped: whether there was no update, as scaled gradients overflowed. inconsistent: what differs between ranks of a replica
         that hold the same, a sentence each. settings: numbers in the groups of optimizers after the step, by what they are, of one device
