@@ -162,6 +162,3 @@ def one_bias_is_left_out_of_evaluations(patch: Patch) -> None:
         return lambda: [each() for each in undo] and None
 
     _around(patch, change)
-
-
-assert Tensor

@@ -14,7 +14,7 @@ import meshloom.exchange.server
 import meshloom.exchange.sparse_gradients as sparse
 from meshloom.exchange.all_reduce import AllReduce
 from meshloom.replica.loss_sums import LossSums
-from tests.planted.bugs import TWO, Gradients, Patch, after_finish, bug, wrap
+from tests.planted.bugs import Gradients, Patch, after_finish, bug, wrap
 
 
 @bug("long-adamw", causes="exchanged|unknown", module="blocks.1.out")
@@ -199,6 +199,3 @@ def all_rows_count_as_used(patch: Patch) -> None:
         return torch.sparse_coo_tensor(rows, dense, dense.shape).coalesce()
 
     wrap(patch, sparse.WithSparse, "_of_slice", everything)
-
-
-assert TWO

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import meshloom as ml
 from meshloom.core.job import _given_by_losses
-from tests.jobs import GPT, Samples, class_loss, images, make_job, texts, token_loss
+from tests.jobs import GPT, Samples, images, make_job, texts, token_loss
 from tests.planted.models import MORE_MODELS
 
 LENGTH = 193
@@ -298,5 +298,3 @@ MORE_MODELS |= {
         "scheduler": None,
     },
 }
-
-__all__ = ["class_loss"]

@@ -14,7 +14,6 @@ from meshloom.replica.attributes.carried_tensors import CarriedTensors
 from meshloom.replica.attributes.plain_numbers import PlainNumbers
 from meshloom.replica.buffers.chunk_writes import ChunkWrites
 from meshloom.replica.chunk_scope import ChunkScope
-from meshloom.train.synchronous import SynchronousRun
 from tests.planted.bugs import Patch, bug, groups_of, states_of, wrap
 
 CHECKPOINT, RESUMED = "DIFFERS: the checkpoint", "the first one after resuming"
@@ -186,6 +185,3 @@ def a_resumed_run_draws_another_order(patch: Patch) -> None:
 
     _after_resuming(patch, lambda replica: resumed.append(True))
     wrap(patch, Batches, "of", turned)
-
-
-assert SynchronousRun

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from meshloom.exchange.buckets.scattered import ScatteredBuckets
@@ -97,6 +96,3 @@ def the_last_element_that_a_rank_keeps_is_never_updated(patch: Patch) -> None:
             yield UnitSlice(each.entry, each.start, each.stop - (1 if inner and each.entry.name == "down.weight" else 0), each.at)  # fmt: skip
 
     wrap(patch, UnitFlat, "slices", shorter)
-
-
-assert torch

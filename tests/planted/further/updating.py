@@ -151,7 +151,7 @@ def averages_leave_out_every_second_step(patch: Patch) -> None:
     wrap(patch, ParameterAverages, "update", seldom)
 
 
-@bug("duel-adamw", causes="optimizer|None_or_zero|unknown|same_draws|loss|not_zeroed", module=None)
+@bug("duel-adamw", causes="turns", module=None)
 def the_turn_of_the_generator_is_the_critics(patch: Patch) -> None:
     def stays(right: Any, job: Any, step: int) -> Any:
         return [replace(each, loss="critic", number=0) for each in right(job, step)]
