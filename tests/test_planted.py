@@ -16,7 +16,8 @@ pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export")]
 COVERING = {
     "one_gradient_is_off_by_three_in_a_hundred_thousand", "a_tied_gradient_is_missing_on_one_replica", "sums_are_off_by_three_in_a_hundred_thousand",
     "the_learning_rate_is_off_by_a_thousandth", "an_average_is_off_by_a_ten_thousandth", "metrics_are_off_by_a_ten_thousandth",
-    "a_norm_stays_in_training_mode", "the_second_replica_sees_an_older_weight",
+    "a_norm_stays_in_training_mode", "the_second_replica_sees_an_older_weight", "a_layer_is_rounded_in_the_second_replica",
+    "evaluations_freeze_a_weight", "the_critic_takes_one_turn_of_two",
 }  # fmt: skip
 
 
