@@ -105,7 +105,7 @@ class ComparedEvaluation:
                 self._found = replace(self._found, causes=[_PASSED])
         elif self._data:
             self._found = FoundMetric(first=None, causes=[self._data])
-        if self._found.first is None and self._wrong_outputs:
+        if self._found.first is None and self._wrong_outputs and _PASSED not in self._found.causes:
             self._found = self._at(self._wrong_outputs[0], chunks)
         return self._found
 
