@@ -4,22 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
-
-import meshloom.program.operators.sliced_draws as sliced_draws
-from meshloom.comm.pieces import take
 from meshloom.optimizer import clipping
-from tests.planted.bugs import PARTS, Patch, bug, wrap
-
-
-@bug("texts-adamw", "tp=3", causes="same_draws|division", module=None)
-def parts_of_masks_are_those_of_the_first_rank(patch: Patch) -> None:
-    def first(right: Any, pieces: Any, rank: int, whole: Tensor) -> Tensor:
-        mine = take(pieces, rank, whole)
-        flat = whole.reshape(-1)[: mine.numel()]
-        return flat.view(mine.shape).clone()
-
-    wrap(patch, sliced_draws, "take", first)
+from tests.planted.bugs import PARTS, Patch, bug
 
 
 @bug("mlp-sgd", PARTS, causes="clipping|replicas", module=None)

@@ -286,9 +286,9 @@ MORE_MODELS |= {
     "opaque": {"opaque": ["second"]},
     "texts": {"model": GPT, "data": texts, "loss": token_loss},
     "lbfgs": {
-        "model": Two,
-        "optimizer": lambda named: torch.optim.LBFGS([each for _, each in named], lr=0.1, max_iter=3),
+        "optimizer": lambda named: torch.optim.LBFGS([each for _, each in named], lr=0.5, max_iter=3),
         "scheduler": None,
+        "clip_grad_norm": None,
     },
     "duel": {
         "model": Duel,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 import meshloom.train.run_checkpoints
@@ -150,17 +149,6 @@ def momentum_is_loaded_with_the_wrong_sign(patch: Patch) -> None:
             state["exp_avg"].neg_()
 
     _after_resuming(patch, negated)
-
-
-@bug("long-adamw", "pp=2,microbatches=2", says=RESUMED, module=None)
-def one_weight_is_loaded_rounded(patch: Patch) -> None:
-    def rounded(replica: Any) -> None:
-        with torch.no_grad():
-            for name, each in replica.model.named_parameters():
-                if name == "blocks.1.up.weight" and not each.is_meta:
-                    each.copy_(each.bfloat16())
-
-    _after_resuming(patch, rounded)
 
 
 @bug("averaged_two-adamw", says="average", module=None)

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 
 from meshloom.comm.simulated import SimulatedGroup
-from meshloom.replica.loss_sums import LossSums
 from meshloom.replica.metrics import MetricSums
 from tests.planted.areas.evaluation import _around
 from tests.planted.bugs import Gradients, Patch, after_finish, bug, on_models, wrap
@@ -82,14 +81,6 @@ def products_keep_ten_digits(patch: Patch) -> None:
 def _truncated(x: torch.Tensor) -> torch.Tensor:
     low = (x.detach().float().contiguous().view(torch.int32) & ~0x1FFF).view(torch.float32).to(x.dtype)
     return x + (low - x).detach()
-
-
-@bug("two-adamw", "dp=2,compile=true", causes="loss|scale|unknown|division", module=None)
-def compiled_losses_are_a_thousandth_too_large(patch: Patch) -> None:
-    def larger(right: Any, self: LossSums, returned: Any, chunk: Any) -> Any:
-        return right(self, returned * 1.001, chunk)
-
-    wrap(patch, LossSums, "add", larger)
 
 
 @bug("two-adamw", "dp=2,bucket_bytes=300", causes="exchanged|stale|unknown|not_reduced", module=None)

@@ -65,7 +65,6 @@ def padding_is_a_token(patch: Patch) -> None:
 
 
 @bug("long-adamw", causes="data", module="embed")
-@bug("long-adamw", "pp=2,microbatches=2", causes="data", module=None)
 def the_last_token_is_cut_off(patch: Patch) -> None:
     def cut(found: Any, chunk: Any) -> Any:
         x = found["x"].clone()

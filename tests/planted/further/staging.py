@@ -74,7 +74,6 @@ def later_weight_gradients_use_inputs_of_the_microbatch_before(patch: Patch) -> 
 
 
 @bug("texts-adamw", STAGES, causes="tied|missing_chunk|unknown", module="embed")
-@bug("long-adamw", "pp=2,microbatches=2", causes="tied|missing_chunk|unknown", module="embed")
 def the_borrowers_gradient_is_lost(patch: Patch) -> None:
     def lost(right: Any, self: PipelineOwnership, parameters: Any) -> Any:
         for name, parameter in self._lent_here(parameters):
