@@ -34,6 +34,7 @@ from meshloom.program.trace.attributes import (
     Changed,
     attributes_restored,
     containers_kept,
+    other_value,
     plain_attributes,
     plain_values,
 )
@@ -237,8 +238,12 @@ class _Loss(nn.Module):
         after, now = plain_attributes(self.model), plain_values(self.model)
         # a new attribute is no change, as nothing can have read it
         changed = {place: text for place, text in before.items() if after.get(place, "nothing") != text}
-        self._seen.changed = [(*place, text, after.get(place, "nothing")) for place, text in changed.items()]
-        self._seen.left = [(*place, values[place], now.get(place)) for place in changed]
+        self._seen.changed = [
+            (*place, text, after.get(place) or other_value(self.model, place))
+            for place, text in changed.items()
+        ]
+        # what is no plain value any more, as a number that depends on the batch, cannot be left
+        self._seen.left = [(*place, values[place], now.get(place, values[place])) for place in changed]
         flat, self._seen.out_spec = tree_flatten(value)
         return tuple(flat)
 
@@ -346,6 +351,8 @@ def _quiet() -> Iterator[None]:
 def _from_exported(exported: ExportedProgram, seen: _Seen) -> Exported:
     assert seen.out_spec is not None
     graph = exported.graph_module.graph
+    for node in [each for each in graph.nodes if _has_failed(each)]:
+        graph.erase_node(node)
     result = Exported(
         graph=graph, parameters={}, buffers={}, constants={}, inputs=[],
         out_spec=seen.out_spec, changed=seen.changed, left=seen.left,
@@ -372,6 +379,12 @@ def _from_exported(exported: ExportedProgram, seen: _Seen) -> Exported:
                 f"{node.target} at {describe_place(node)} is control flow or a kernel that a program cannot represent. {WAY_OUT}"
             ).at(path_of(node))
     return result
+
+
+def _has_failed(node: fx.Node) -> bool:
+    """Whether a call has raised an error that the user's code has caught, as where it tries a faster way."""
+    returns = getattr(getattr(node.target, "_schema", None), "returns", ())
+    return bool(returns) and node.meta.get("val") is None and not node.users
 
 
 def _explain(error: Exception) -> str:
