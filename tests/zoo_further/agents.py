@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ CONTROL = {"s": normal(561, 5), "a": uniform(562, 2) * 1.8 - 0.9, "r": normal(56
 
 def net(*sizes: int) -> nn.Sequential:
     layers: list[nn.Module] = []
-    for i, o in zip(sizes[:-1], sizes[1:], strict=True):
+    for i, o in pairwise(sizes):
         layers += [nn.Linear(i, o), nn.Tanh()]
     return nn.Sequential(*layers[:-1])
 

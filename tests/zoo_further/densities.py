@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ BITS = {"x": integers(575, 5, 7)}
 
 def mlp(*sizes: int, act: Any = nn.SiLU) -> nn.Sequential:
     layers: list[nn.Module] = []
-    for i, o in zip(sizes[:-1], sizes[1:], strict=True):
+    for i, o in pairwise(sizes):
         layers += [nn.Linear(i, o), act()]
     return nn.Sequential(*layers[:-1])
 

@@ -73,14 +73,14 @@ class Records(nn.Module):
         kept: list[Tensor] = []
         states: dict[int, State] = {}
         h = self.proj(x)
-        for turn in range(3):
+        for _ in range(3):
             for i, step in enumerate(self.steps):
                 h, states[i] = step(h, states.get(i))
             if kwargs.get("output_hidden_states", False):
                 kept.append(h)
         logits = self.head(h)
         loss = F.cross_entropy(logits, labels) if labels is not None else None
-        return Output(logits=logits, loss=loss, hidden_states=tuple(kept), extra={"turns": turn + 1})
+        return Output(logits=logits, loss=loss, hidden_states=tuple(kept), extra={"turns": 3})
 
 
 def _records_loss(model: Any, b: Any) -> Tensor:

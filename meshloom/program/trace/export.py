@@ -238,10 +238,8 @@ class _Loss(nn.Module):
         after, now = plain_attributes(self.model), plain_values(self.model)
         # a new attribute is no change, as nothing can have read it
         changed = {place: text for place, text in before.items() if after.get(place, "nothing") != text}
-        self._seen.changed = [
-            (*place, text, after.get(place) or other_value(self.model, place))
-            for place, text in changed.items()
-        ]
+        now_text = {place: after.get(place) or other_value(self.model, place) for place in changed}
+        self._seen.changed = [(*place, text, now_text[place]) for place, text in changed.items()]
         # what is no plain value any more, as a number that depends on the batch, cannot be left
         self._seen.left = [(*place, values[place], now.get(place, values[place])) for place in changed]
         flat, self._seen.out_spec = tree_flatten(value)
