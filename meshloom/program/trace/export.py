@@ -42,6 +42,7 @@ from meshloom.program.trace.block_calls import SHORTCUTS, ShortcutError, Shortcu
 from meshloom.program.trace.export_patches import (
     ctc_loss_without_values,
     patched_for_export,
+    take_out_failed_calls,
     untraced,
     without_cache,
 )
@@ -148,6 +149,7 @@ def _traced(
         except Exception as error:
             raise CaptureError(_explain(error)) from error
     assert seen.out_spec is not None
+    take_out_failed_calls(found.graph)
     names = (
         {value: name.removeprefix("model.") for value, name in each.items()}
         for each in (found.parameters, found.buffers)
@@ -349,8 +351,7 @@ def _quiet() -> Iterator[None]:
 def _from_exported(exported: ExportedProgram, seen: _Seen) -> Exported:
     assert seen.out_spec is not None
     graph = exported.graph_module.graph
-    for node in [each for each in graph.nodes if _has_failed(each)]:
-        graph.erase_node(node)
+    take_out_failed_calls(graph)
     result = Exported(
         graph=graph, parameters={}, buffers={}, constants={}, inputs=[],
         out_spec=seen.out_spec, changed=seen.changed, left=seen.left,
@@ -377,12 +378,6 @@ def _from_exported(exported: ExportedProgram, seen: _Seen) -> Exported:
                 f"{node.target} at {describe_place(node)} is control flow or a kernel that a program cannot represent. {WAY_OUT}"
             ).at(path_of(node))
     return result
-
-
-def _has_failed(node: fx.Node) -> bool:
-    """Whether a call has raised an error that the user's code has caught, as where it tries a faster way."""
-    returns = getattr(getattr(node.target, "_schema", None), "returns", ())
-    return bool(returns) and node.meta.get("val") is None and not node.users
 
 
 def _explain(error: Exception) -> str:
