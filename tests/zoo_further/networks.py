@@ -40,7 +40,7 @@ _PARTS = {
 GRAPHS = [{name: each[i] for name, each in _PARTS.items()} for i in range(SAMPLES)]
 
 
-def graph_job(model: Any, loss: Any, **settings: Any) -> Job:
+def _graph_job(model: Any, loss: Any, **settings: Any) -> Job:
     return job_of(model, loss, GRAPHS, collate=_collate, **settings)
 
 
@@ -116,7 +116,7 @@ class PNANet(nn.Module):
 
 
 def aggregators_by_degree() -> Job:
-    return graph_job(PNANet, classify)
+    return _graph_job(PNANet, classify)
 
 
 class GATv2(nn.Module):
@@ -165,7 +165,7 @@ class GATv2Net(nn.Module):
 
 
 def attention_by_segments() -> Job:
-    return graph_job(GATv2Net, lambda m, b: classify(m, b) - 1e-2 * m.entropy)
+    return _graph_job(GATv2Net, lambda m, b: classify(m, b) - 1e-2 * m.entropy)
 
 
 class RelationalNet(nn.Module):
@@ -199,7 +199,7 @@ class RelationalNet(nn.Module):
 
 
 def relations_by_type_with_dropped_edges() -> Job:
-    return graph_job(RelationalNet, classify)
+    return _graph_job(RelationalNet, classify)
 
 
 class Walks(nn.Module):
@@ -251,7 +251,7 @@ class Walks(nn.Module):
 
 
 def walks_and_laplacians() -> Job:
-    return graph_job(Walks, classify)
+    return _graph_job(Walks, classify)
 
 
 class Links(nn.Module):
@@ -300,7 +300,7 @@ def _links(model: Any, b: Any) -> Tensor:
 
 
 def links_against_drawn_ones() -> Job:
-    return graph_job(Links, _links)
+    return _graph_job(Links, _links)
 
 
 class Normalised(nn.Module):
@@ -344,7 +344,7 @@ class Normalised(nn.Module):
 
 
 def statistics_until_enough() -> Job:
-    return graph_job(Normalised, classify)
+    return _graph_job(Normalised, classify)
 
 
 class Triplets(nn.Module):

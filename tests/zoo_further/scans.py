@@ -27,11 +27,13 @@ class Stack(nn.Module):
         self.embed, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
         self.layers = nn.ModuleList([mixer() for _ in range(layers)])
         self.norms = nn.ModuleList([nn.LayerNorm(WIDTH) for _ in range(layers)])
-        # no two tokens are alike, or rounding would decide which of them is among the largest
         self.places = nn.Parameter(torch.randn(LENGTH, WIDTH) * 0.3)
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embed(ids) + self.places[: ids.size(1)]
+        x = x + x.mean(
+            1, keepdim=True
+        )  # no two tokens are alike, or rounding would decide which is among the largest
         for norm, layer in zip(self.norms, self.layers, strict=True):
             x = x + layer(norm(x))
         return self.head(x)
