@@ -142,6 +142,7 @@ OPERATORS: dict[str, Operator] = {
     "cholesky_solve": lambda h: torch.cholesky_solve(h[:, :3, None], torch.linalg.cholesky(h.view(-1, 3, 4) @ h.view(-1, 3, 4).mT + 2 * torch.eye(3).to(h))),
     "triangular solve": lambda h: torch.linalg.solve_triangular(h[:, :9].view(-1, 3, 3).tril(-1) + 2 * torch.eye(3).to(h), h[:, 9:, None], upper=False),
     "lu solve": lambda h: torch.linalg.lu_solve(*torch.linalg.lu_factor(h[:, :9].view(-1, 3, 3) + 4 * torch.eye(3).to(h)), h[:, 9:, None]),
+    "lstsq": lambda h: torch.linalg.lstsq(h.view(-1, 4, 3), h[:, :4, None]).solution[..., 0],
     "matrix_power": lambda h: torch.linalg.matrix_power(h[:, :9].view(-1, 3, 3) * 0.3, 3),
     "matrix_norm nuclear": lambda h: torch.linalg.matrix_norm(h.view(-1, 3, 4), "nuc")[:, None] * h,
     "vector_norm inf": lambda h: torch.linalg.vector_norm(h, float("inf"), 1, keepdim=True) * h,

@@ -411,3 +411,46 @@ def test_difference_from_eager_names_the_first_module():
     program = capture_module(model, loss, (torch.randn(4, 3), torch.randn(4, 3)))
     with pytest.raises(CaptureError, match=r"the first module whose output differs is 1\."):
         check_against_module(program, model, loss, [torch.randn(4, 3)])
+
+
+def test_a_faster_way_that_fails_is_not_in_the_program() -> None:
+    """The call that raised an error, which the user's code catches, stayed in the export, and the whole model ran as written."""
+
+    class Tries(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            try:
+                return super().forward(x.view(7, 9))
+            except RuntimeError:
+                return super().forward(x)
+
+    def slope(model: Any, batch: Tensor) -> Tensor:
+        x = batch.clone().requires_grad_()
+        (gradient,) = torch.autograd.grad(model(x).tanh().sum(), x, create_graph=True)
+        return gradient.square().sum()
+
+    one, two, fresh = (torch.randn(5, 3) for _ in range(3))
+    model = Tries(3, 4)
+    for loss in (lambda model, batch: model(batch).square().sum(), slope):
+        program = capture_module(model, loss, (one, two))
+        assert not any("(7, 9)" in str(node.args) for node in program.nodes)
+        check_against_module(program, model, loss, [fresh])
+
+
+def test_a_number_of_the_batch_in_a_dict_is_named() -> None:
+    """The second export found nothing where the dict had been, and failed with a `TypeError`."""
+
+    class Notes(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(3, 4)
+            self.metrics: dict[str, float] = {}
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.metrics["mean"] = x.mean().item()
+            return super().forward(x)
+
+    model = Notes()
+    with pytest.raises(
+        CaptureError, match="changes the attribute metrics from {} to a value that is not plain at"
+    ):
+        capture_module(model, lambda model, batch: model(batch).sum(), (torch.ones(5, 3), torch.zeros(5, 3)))
+    assert model.metrics == {}

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import meshloom as ml
 from meshloom.core.errors import CaptureError
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
@@ -149,3 +150,56 @@ def test_a_loss_that_fails_is_refused_with_its_line() -> None:
 
     with pytest.raises((CaptureError, KeyError), match="no such name"):
         captured(job_of(lambda: Net([], "r"), loss=fails))
+
+
+class Remembers(Net):
+    """With a queue of what the head gave, and how large it was."""
+
+    def __init__(self) -> None:
+        super().__init__([], "r")
+        self.register_buffer("queue", torch.zeros(6, 5))
+        self.register_buffer("place", torch.zeros((), dtype=torch.long))
+        self.register_buffer("size", torch.ones(()))
+
+
+def remembered(model: Any, batch: Batch) -> Tensor:
+    """The loss's own code writes buffers of the model in place."""
+    made = model(batch["x"]).flatten(1)
+    error = (
+        F.mse_loss(made, batch["y"].flatten(1))
+        + (made[:, :5] @ model.queue.clone().to(made).T).square().mean()
+    )
+    with torch.no_grad():
+        rows = (int(model.place) + torch.arange(len(made))) % 6
+        model.queue[rows] = made[:, :5].detach().to(model.queue.dtype)
+        model.place.fill_((int(model.place) + len(made)) % 6)
+    return error
+
+
+def renewed(model: Any, batch: Batch) -> Tensor:
+    """It puts another tensor in the place of a buffer."""
+    made = model(batch["x"])
+    error = F.mse_loss(made, batch["y"]) * model.size.to(made)
+    if error.item() < 1e9:
+        model.size = 0.5 * model.size + made.detach().square().mean().to(model.size.dtype)
+    return error
+
+
+def stepped(model: nn.Module, batch: Batch) -> Tensor:
+    """It asks for the step, and looks at values."""
+    error = F.mse_loss(model(batch["x"]), batch["y"])
+    return error * (1 + 0.1 * ml.step()) if error.item() < 1e9 else error
+
+
+@pytest.mark.parametrize("plan", few(["dp=2,pp=2,tp=2", "pp=2,microbatches=2", "tp=2"], 1, pytest.mark.slow))
+@pytest.mark.parametrize("loss", [remembered, renewed])
+def test_what_a_loss_writes_to_buffers_itself_is_merged_over_chunks(loss: Any, plan: str) -> None:
+    """An operator that did not say that it writes wrote to each rank's buffers at once."""
+    job = job_of(Remembers, loss=loss)
+    assert list(captured(job).opaque) == [WHOLE]
+    assert equal(job, plan)
+
+
+def test_a_loss_that_asks_for_the_step_and_looks_at_values_runs_whole() -> None:
+    """It ended in an error of torch's."""
+    assert equal(job_of(lambda: Net([], "r"), loss=stepped), "tp=2")

@@ -17,6 +17,7 @@ from meshloom.data.samples import first_batches
 from meshloom.planner.describe import describe
 from meshloom.planner.divided import divided
 from meshloom.planner.readings import Readings
+from meshloom.program.capture.opaque_runs import recorded_calls
 from meshloom.program.opaque.hidden_units import HiddenUnits
 from meshloom.program.opaque.operator import call_of_node, is_opaque
 from meshloom.program.store.captured_loss import CapturedLoss
@@ -286,6 +287,29 @@ def test_what_counts_its_calls_stays_whole() -> None:
 def test_a_loop_that_follows_values_is_not_tried_without_end() -> None:
     """With other numbers its steps shrink for ever: under tp the start never ended."""
     assert units_of(ode_with_adaptive_steps()) == [None]
+
+
+class Doubling(nn.Module):
+    """Until a difference is large: if it is negative, for ever."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        size = x.flatten()[0] - x.flatten()[-1]
+        while size < 9:
+            size, y = size * 2, y * 1.01
+        return x + y
+
+
+def test_a_loop_without_end_for_other_inputs_is_given_up() -> None:
+    """Whether shapes depend on values is asked with inputs in another order, for which the start never ended."""
+    model = Doubling()
+    batch = torch.arange(WIDTH * 2.0).flip(0).view(2, WIDTH)
+    (found,) = recorded_calls(model, lambda model, batch: model(batch).sum(), [batch], [""]).values()
+    assert [each.shape for each in found[0].call.results] == [(2, WIDTH)]
 
 
 @pytest.mark.slow

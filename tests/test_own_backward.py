@@ -62,6 +62,22 @@ class Gated(torch.autograd.Function):
         return gradient * y.sigmoid(), 2 * gradient * x  # a gradient that somebody chose
 
 
+class Quantised(torch.autograd.Function):
+    """With arguments that a call may leave out: a gradient for each of them, as torch takes it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, levels: int, mode: str = "round", clip: bool = True) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.clip = clip
+        return getattr(torch, mode)(x * levels) / levels
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        assert ctx.needs_input_grad[1:] == (False,) * (len(ctx.needs_input_grad) - 1)
+        (x,) = ctx.saved_tensors
+        return gradient * (x.abs() < 1) if ctx.clip else gradient, None, None, None
+
+
 class Turned(torch.autograd.Function):
     """Its backward moves elements."""
 
@@ -114,8 +130,9 @@ def batches(count: int) -> list[Tensor]:
         lambda x: ClippedRoot.apply(x, 3.0),
         lambda x: Gated.apply(x, x.cos()),
         lambda x: Gated.apply(x, x.detach()),
+        lambda x: Quantised.apply(x, 7) + Quantised.apply(x, 3, "floor", False),
     ],
-    ids=["rounds", "clipped root", "gated", "gated by what has no gradient"],
+    ids=["rounds", "clipped root", "gated", "gated by what has no gradient", "arguments left out"],
 )
 def test_its_value_and_its_gradient_are_kept(apply: Any):
     model, loss, (one, two, *fresh) = nn.Linear(3, 3), loss_of(apply), batches(4)

@@ -17,6 +17,7 @@ COVERING = {
     "relaxed bernoulli": "dp=2,pp=2,tp=2",
     "fold unfold": "tp=2",
     "lu solve": "tp=2",
+    "lstsq": "dp=2,pp=2,tp=2",
     "torch.cond": "tp=2",
 }
 

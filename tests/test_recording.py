@@ -413,3 +413,12 @@ def test_a_draw_from_which_the_generator_has_gone_on_is_made_again():
     for name in ("4.weight", "2.weight", "3.bias", "0.weight", "2.weight"):
         values = recorded.replay.values(recorded.places[name].storage)
         assert torch.equal(recorded.places[name].within(values), expected[name].detach()), name
+
+
+def test_a_construction_that_traces_is_built_as_usual() -> None:
+    """`torch.export` in a model function ended the process: the error was raised inside of the tracer."""
+    linear = nn.Linear(3, 5)
+    with pytest.raises(NotRecordableError, match="traces"):
+        record(lambda: torch.export.export(linear, (torch.ones(2, 3),)).module())
+    exported = torch.export.export(linear, (torch.ones(2, 3),)).module()
+    assert torch.equal(exported(torch.ones(2, 3)), linear(torch.ones(2, 3)))

@@ -338,3 +338,18 @@ def test_an_evaluation_counts_for_nothing():
         assert [each.model.get_submodule("1").steps for each in trainer.replicas] == [5, 5]
     with Trainer(of, "dp=2", devices="simulated", listener=Listener(started=lambda _: None)) as trainer:
         assert losses == [trainer.step(batch) for batch in trainer.batches()]
+
+
+@pytest.mark.parametrize("saves", [True, False])
+def test_an_asynchronous_run_names_what_its_checkpoints_leave_out(tmp_path: Path, saves: bool) -> None:
+    notes: list[str] = []
+    listener = Listener(started=lambda _: None, note=notes.append)
+    out = tmp_path if saves else None
+    with Trainer(job(steps=2), "dp=2,exchange=async", devices="simulated", out=out, listener=listener) as trainer:  # fmt: skip
+        trainer.fit()
+    named = [
+        note
+        for note in notes
+        if "do not hold what forwards leave in attributes (1.state, 3.state, 1.steps" in note
+    ]
+    assert len(named) == saves, notes

@@ -90,8 +90,8 @@ class ProcessRun:
         self._inspection = Inspection(job, plan, settings, self._replica)
         self._inspection.try_out()
         start = Start.find(settings, job, plan, PushShares(job, plan), self.model)
-        if start.note:
-            listener.note(start.note)
+        for note in start.notes(settings, self._replica.attributes):
+            listener.note(note)
         whole = self._replica.whole_model
         self._inspection.load([start.snapshot(whole, number)[1] for number in range(plan.servers)])
         self._account = RunAccount(job, plan, settings.steps)

@@ -63,8 +63,8 @@ class AsynchronousRun:
         self._inspection = Inspection(job, plan, settings, self._replica)
         self._inspection.try_out()
         start = Start.find(settings, job, plan, self._shares, self.model)
-        if start.note:
-            listener.note(start.note)
+        for note in start.notes(settings, self._replica.attributes):
+            listener.note(note)
         self.next_step = start.version
         self._servers = _Servers(job, plan, settings, self._replica.whole_model, device, start)
         self._newest = start.version, start.state  # snapshot that all servers have

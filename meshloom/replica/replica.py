@@ -32,6 +32,7 @@ from meshloom.core.losses.in_precision import in_precision
 from meshloom.core.losses.logged import with_logs
 from meshloom.core.losses.turns import LossTurn, OwnGradients, turns_of
 from meshloom.core.moments.branches import branches_as_written
+from meshloom.core.moments.least_squares import least_squares_alike
 from meshloom.core.moments.modes import Modes
 from meshloom.core.plan import Plan
 from meshloom.data.chunks import Chunk
@@ -363,13 +364,12 @@ def _find_written(replica: Replica, undo: ExitStack) -> Steps[list[str]]:
 @contextmanager
 def _around_chunks(replica: Replica, step: int) -> Iterator[None]:
     """The context of a step's chunks: what trains does, what is frozen stays, and parameters stay where they lie."""
-    alone = replica.plan.num_chunks == 1 or replica.exchange.only_slices or replica.inner.captures
+    captures = replica.inner.captures  # programs compute all that they were captured with
+    alone = replica.plan.num_chunks == 1 or replica.exchange.only_slices or captures
     settled = [each for name, each in replica.named if name in replica.settled]
-    eager = (
-        [] if replica.inner.captures else replica.named
-    )  # programs compute all that they were captured with
     with (
-        replica.freezing.without_gradients(step, eager),
+        least_squares_alike() if captures else nullcontext(),
+        replica.freezing.without_gradients(step, [] if captures else replica.named),
         replica.modes.training(),
         step_checks.frozen_kept(replica.frozen, alone=alone),
         step_checks.memory_kept(settled),

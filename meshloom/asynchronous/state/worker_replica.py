@@ -100,6 +100,11 @@ class WorkerReplica:
         return self.whole_model.model
 
     @property
+    def attributes(self) -> Sequence[str]:
+        """Plain attributes in which forwards may leave something for the next one."""
+        return self._replicas[0].scope.attributes.names
+
+    @property
     def division(self) -> Sequence[Sequence[Slice]]:
         """The slices that each server holds."""
         return self.whole_model.division

@@ -10,10 +10,12 @@ from typing import Any, Protocol
 import numpy
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 
 from meshloom.parameters.construction.tape import NotRecordableError, address
+from meshloom.program.ir.replaced import replaced
 
 
 class RecordedValues(Protocol):
@@ -84,6 +86,18 @@ _WAYS_OUT = {*_READ, *_REFUSED, Tensor.__deepcopy__}
 def without_functions() -> AbstractContextManager[None]:
     """A context in which torch calls no function modes."""
     return torch._C.DisableTorchFunction()  # pyright: ignore[reportPrivateUsage]
+
+
+@contextmanager
+def tracing_refused() -> Iterator[None]:
+    """A construction that traces (`torch.export`, `make_fx`) is not recorded: the error that an operator would raise inside of the tracer
+    ends the process."""
+
+    def enter(mode: Any) -> None:
+        raise NotRecordableError("it traces operators without values")
+
+    with replaced(FakeTensorMode, "__enter__", enter):
+        yield
 
 
 @contextmanager

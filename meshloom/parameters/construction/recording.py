@@ -20,7 +20,12 @@ from torch.utils._pytree import tree_leaves, tree_map
 from meshloom.core.modules.compiled import uncompiled
 from meshloom.core.modules.module_caches import no_tensors_kept
 from meshloom.parameters.construction.draw_marks import draws_made, set_mark
-from meshloom.parameters.construction.exits import Exits, truncated_normal_whole, without_functions
+from meshloom.parameters.construction.exits import (
+    Exits,
+    tracing_refused,
+    truncated_normal_whole,
+    without_functions,
+)
 from meshloom.parameters.construction.operators import OperatorKind, kind_of
 from meshloom.parameters.construction.replay import Replay
 from meshloom.parameters.construction.storages import StorageNumbers
@@ -62,7 +67,14 @@ def record(build: Callable[[], nn.Module]) -> tuple[nn.Module, RecordedTensors]:
     settings: Any = torch.utils.deterministic
     fills, settings.fill_uninitialized_memory = settings.fill_uninitialized_memory, False
     try:
-        with no_tensors_kept(), recording, Exits(recording), truncated_normal_whole(recording), uncompiled():
+        with (
+            no_tensors_kept(),
+            tracing_refused(),
+            recording,
+            Exits(recording),
+            truncated_normal_whole(recording),
+            uncompiled(),
+        ):
             model = build()
     finally:
         settings.fill_uninitialized_memory = fills

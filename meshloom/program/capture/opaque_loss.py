@@ -110,7 +110,9 @@ def _recorded(
         path: str, module: nn.Module, method: str, run: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         with watch.paused():
+            own_writes.note()
             returned = run(*args, **kwargs)
+            own_writes.begin()
         events.append(_Event(path, (args, kwargs), returned, _versions(returned)))
         return returned
 
@@ -121,6 +123,7 @@ def _recorded(
         versions = _versions(operands)
         buffers = list(named_buffers(model) if whole else model.named_buffers())
         values = [each.detach().clone() for _, each in buffers]
+        own_writes, (names, tensors) = _OwnWrites(model), state_of(model)
         as_buffers = {id(each) for _, each in buffers}
         parameters = [
             (name, each, each.detach().clone())
@@ -129,14 +132,19 @@ def _recorded(
         ]
         with intercepted(model, () if whole else paths_of(model), handle), watch, branches_as_written():
             returned = numbers_as_tensors(loss(model, batch), operands)
-        names, tensors = state_of(model)
-        for (name, each), value in zip(buffers, values, strict=True):
-            if each.shape != value.shape:
+        own_writes.note()
+        now = dict(named_buffers(model) if whole else model.named_buffers())
+        for (name, _), value in zip(buffers, values, strict=True):
+            if name not in now:
+                raise CaptureError(f"it removes the buffer {name}")
+            if now[name].shape != value.shape:
                 raise CaptureError(
-                    f"the buffer {name} gets another shape, {list(each.shape)} in place of {list(value.shape)}"
+                    f"the buffer {name} gets another shape, {list(now[name].shape)} in place of {list(value.shape)}"
                 )
         changed = {
-            id(each) for (_, each), value in zip(buffers, values, strict=True) if not equal_bits(each, value)
+            id(each)
+            for (name, each), value in zip(buffers, values, strict=True)
+            if not equal_bits(now[name], value)
         }
         for name, each in model.named_parameters():
             if each.grad is not None:
@@ -146,6 +154,8 @@ def _recorded(
                 raise CaptureError(f"it writes to the parameter {name}")
     if versions != _versions(operands) or any(each.versions != _versions(each.returned) for each in events):
         raise CaptureError("it writes in place to the batch or to what a module returned")
+    if own_writes.names and not whole:
+        raise CaptureError(f"it writes to the buffer {min(own_writes.names)}")
     if watch.num_draws and not whole:
         raise CaptureError("it draws random numbers besides what its modules draw")
     used = [number for number, each in enumerate(tensors) if id(each) in watch.used]
@@ -197,6 +207,28 @@ def _are_alike(one: Sequence[LossSegment], other: Sequence[LossSegment]) -> bool
 
 def _versions(tree: Any) -> list[int]:
     return [each._version for each in tree_leaves(tree) if isinstance(each, Tensor)]  # pyright: ignore[reportPrivateUsage]
+
+
+class _OwnWrites:
+    """The buffers that change outside of the modules that are read, in place or by others in their places."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.names: set[str] = set()
+        self._model = model
+        self.begin()
+
+    def begin(self) -> None:
+        """The loss's own code runs from here on."""
+        self._before = {name: each.detach().clone() for name, each in self._model.named_buffers()}
+
+    def note(self) -> None:
+        """It has run to here."""
+        now = dict(self._model.named_buffers())
+        self.names |= {
+            name
+            for name, each in self._before.items()
+            if name not in now or now[name].shape != each.shape or not equal_bits(now[name], each)
+        }
 
 
 class _Watch(TorchDispatchMode):

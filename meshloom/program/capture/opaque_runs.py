@@ -171,16 +171,27 @@ def _record(
 def _shapes_for_other_values(
     module: nn.Module, run: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> list[list[tuple[int, ...]]]:
-    """Shapes of what it returns for inputs with other values: negated, and in another order. It may fail on some."""
+    """Shapes of what it returns for inputs with other values: negated, and in another order. It may fail on some, and
+    have no end on others."""
+
+    def tried(change: Any, most: int) -> tuple[int, list[tuple[int, ...]]] | None:
+        """How many operators a run calls, and the shapes; None: more than `most`."""
+        with suppress(MoreCallsError), torch.no_grad(), restored(module), preserved_draws():
+            given = tree_map_only(Tensor, change, (args, kwargs))
+            with CallMeter(most) as meter:
+                returned = run(*given[0], **given[1])
+            unique = {id(each): each for each in tree_leaves(returned) if isinstance(each, Tensor)}
+            return meter.calls, [tuple(each.shape) for each in unique.values()]
+        return None
+
     found: list[list[tuple[int, ...]]] = []
     for change in (_negated, _turned):
-        with suppress(Exception), torch.no_grad(), restored(module), preserved_draws():
-            given = tree_map_only(Tensor, change, (args, kwargs))
-            unique: dict[int, Tensor] = {}
-            for each in tree_leaves(run(*given[0], **given[1])):
-                if isinstance(each, Tensor):
-                    unique.setdefault(id(each), each)
-            found.append([tuple(each.shape) for each in unique.values()])
+        with suppress(Exception):
+            made = tried(change, FEW_CALLS)
+            if made is None and (own := tried(torch.clone, MOST_CALLS)):
+                made = tried(change, MOST_TIMES * own[0])
+            if made is not None:
+                found.append(made[1])
     return found
 
 
@@ -272,6 +283,11 @@ def kept_by_autograd(
 def is_plain(tensor: Tensor) -> bool:
     """Whether a tensor is dense, and no nested one."""
     return tensor.layout == torch.strided and not tensor.is_nested
+
+
+FEW_CALLS = 5_000  # of operators, which every run may have
+MOST_TIMES = 8  # as many operators in one run as the module's own call has: a loop until a value is small may have no end
+MOST_CALLS = 100_000  # of operators in all trials of one module
 
 
 class MoreCallsError(BaseException):

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from meshloom.core.job import LossFunction
 from meshloom.core.moments.branches import branches_as_written
 from meshloom.core.random import derive, preserved_draws, seed_everything
-from meshloom.program.capture.opaque_runs import CallMeter, MoreCallsError, WorkMeter
+from meshloom.program.capture.opaque_runs import MOST_CALLS, MOST_TIMES, CallMeter, MoreCallsError, WorkMeter
 from meshloom.program.capture.product_dims import ProductDims
 from meshloom.program.capture.restored import cloned, restored
 from meshloom.program.ir.nodes import Node, submodule
@@ -40,8 +40,6 @@ from meshloom.program.opaque.stand_ins import intercepted
 from meshloom.program.trace.attributes import TORCHS_OWN
 
 MOST_TRIALS = 256  # of one module
-MOST_TIMES = 8  # as many operators in one run as the module's own call has: a loop until a value is small may have no end
-MOST_CALLS = 100_000  # of operators in all trials of one module
 MOST_COMBINED = 4096  # ways to choose dims of one size
 MOST_REST = 1 / 3  # of the work; a second run of more takes longer than dividing saves
 SEVERAL = (2, 3, 4)  # tensors that may have been made one: a gate and a value, gates of a cell

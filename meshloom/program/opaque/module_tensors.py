@@ -23,8 +23,9 @@ class ModuleTensors:
         self._recurrent = [each for each in module.modules() if isinstance(each, nn.RNNBase)]
 
     @contextmanager
-    def replaced_by(self, tensors: Sequence[Tensor]) -> Iterator[None]:
-        """The module has `tensors` inside. A buffer that it replaces there is written to the tensor that was given."""
+    def replaced_by(self, tensors: Sequence[Tensor], left: dict[int, Tensor] | None = None) -> Iterator[None]:
+        """The module has `tensors` inside. A buffer that it replaces there is written to the tensor that was given, or, if its number is in
+        `left`, put there: a backward may have saved what was given."""
         with ExitStack() as around:
             moved = False
             for places, tensor in zip(self._places, tensors, strict=True):
@@ -39,10 +40,13 @@ class ModuleTensors:
                 around.callback(self._list_weights)
             yield
             with torch.no_grad():
-                for places, tensor in zip(self._places, tensors, strict=True):
+                for number, (places, tensor) in enumerate(zip(self._places, tensors, strict=True)):
                     for place in places:
                         if (now := place.get()) is not tensor:
-                            tensor.copy_(now)
+                            if left is not None and number in left:
+                                left[number] = now
+                            else:
+                                tensor.copy_(now)
                             place.put(tensor)
 
     @contextmanager
@@ -56,11 +60,12 @@ class ModuleTensors:
         """
         copied = {*written, *settled}
         own = [each.clone() if number in copied else each for number, each in enumerate(state)]
-        with self.replaced_by(own):
+        left = {number: own[number] for number in written}
+        with self.replaced_by(own, left):
             yield
         with torch.no_grad():
             for number in written:
-                state[number].copy_(own[number])
+                state[number].copy_(left[number])
             for number in settled:
                 state[number].data.copy_(own[number])
 

@@ -40,8 +40,8 @@ class _Context:
 
     saved_tensors: tuple[Tensor, ...] = ()
 
-    def __init__(self, count: int) -> None:
-        self.needs_input_grad = (True,) * count
+    def __init__(self, args: Sequence[Any]) -> None:
+        self.needs_input_grad = tuple(isinstance(each, Tensor) for each in args)
 
     def save_for_backward(self, *tensors: Tensor) -> None:
         self.saved_tensors = tensors
@@ -135,7 +135,7 @@ def refusal(applied: Applied) -> CaptureError:
 
 def _run(applied: Applied, args: Sequence[Any]) -> tuple[Any, Any]:
     """The function's result and its backward."""
-    function, context = applied.function, _Context(len(args))
+    function, context = applied.function, _Context(args)
     with torch.no_grad():
         try:
             if function.setup_context is torch.autograd.Function.setup_context:
@@ -151,7 +151,10 @@ def _run(applied: Applied, args: Sequence[Any]) -> tuple[Any, Any]:
     def backward(incoming: Tensor) -> tuple[Any, ...]:
         with torch.no_grad():
             found = function.backward(context, incoming)
-        return found if isinstance(found, tuple) else (found,)
+        gradients = found if isinstance(found, tuple) else (found,)
+        # of arguments that a call leaves out, torch takes None
+        further = gradients[len(args) :]
+        return gradients[: len(args)] if all(each is None for each in further) else gradients
 
     return y, backward
 

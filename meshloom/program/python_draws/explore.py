@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from meshloom.core.errors import CaptureError
 from meshloom.core.job import LossFunction
 from meshloom.core.moments.current_step import Moment
-from meshloom.program.ir.lines import WAY_OUT, describe_line, is_users
+from meshloom.program.ir.lines import WAY_OUT, describe_line, is_users, place_of_error
 from meshloom.program.python_draws.following import MAX_WAYS, Follower, check_followed
 from meshloom.program.python_draws.paths import Path
 
@@ -58,11 +58,11 @@ def explore(run: Callable[[], Any]) -> list[Path]:
                 run()
         except CaptureError:
             raise
-        except Exception:
+        except Exception as error:
             if not follower.events:
                 return []  # whoever captures it says what is wrong
             if not forced:
-                raise
+                raise _without_values(error) from error
             continue  # what is drawn may never lead here
         if not follower.events:
             return []
@@ -77,6 +77,14 @@ def explore(run: Callable[[], Any]) -> list[Path]:
         for number in range(len(forced), len(outcomes)):
             waiting += [(*outcomes[:number], other) for other in follower.alternatives[number]]
     return sorted(found, key=lambda each: -found[each])
+
+
+def _without_values(error: Exception) -> CaptureError:
+    first = next(iter(str(error).strip().splitlines()), "").rstrip(".")
+    return CaptureError(
+        f"The loss draws with random or numpy, or asks for meshloom.step(), and what it runs could not be found without values at "
+        f"{place_of_error(error.__traceback__)}: {type(error).__name__}: {first[:160]}. {WAY_OUT}"
+    )
 
 
 def may_draw(loss: LossFunction, model: nn.Module) -> bool:

@@ -37,6 +37,12 @@ def plain_values(model: nn.Module) -> dict[tuple[str, str], Any]:
     }
 
 
+def other_value(model: nn.Module, place: tuple[str, str]) -> str:
+    """What an attribute has become that had a plain value."""
+    path, name = place
+    return "a value that is not plain" if name in vars(submodule(model, path)) else "nothing"
+
+
 def put_attribute(model: nn.Module, path: str, name: str, value: Any) -> None:
     """Gives an attribute a value of `plain_values`; a container keeps its identity, as hooks may refer to it."""
     attributes = vars(submodule(model, path))

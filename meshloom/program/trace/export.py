@@ -34,6 +34,7 @@ from meshloom.program.trace.attributes import (
     Changed,
     attributes_restored,
     containers_kept,
+    other_value,
     plain_attributes,
     plain_values,
 )
@@ -41,6 +42,7 @@ from meshloom.program.trace.block_calls import SHORTCUTS, ShortcutError, Shortcu
 from meshloom.program.trace.export_patches import (
     ctc_loss_without_values,
     patched_for_export,
+    take_out_failed_calls,
     untraced,
     without_cache,
 )
@@ -147,6 +149,7 @@ def _traced(
         except Exception as error:
             raise CaptureError(_explain(error)) from error
     assert seen.out_spec is not None
+    take_out_failed_calls(found.graph)
     names = (
         {value: name.removeprefix("model.") for value, name in each.items()}
         for each in (found.parameters, found.buffers)
@@ -237,8 +240,10 @@ class _Loss(nn.Module):
         after, now = plain_attributes(self.model), plain_values(self.model)
         # a new attribute is no change, as nothing can have read it
         changed = {place: text for place, text in before.items() if after.get(place, "nothing") != text}
-        self._seen.changed = [(*place, text, after.get(place, "nothing")) for place, text in changed.items()]
-        self._seen.left = [(*place, values[place], now.get(place)) for place in changed]
+        now_text = {place: after.get(place) or other_value(self.model, place) for place in changed}
+        self._seen.changed = [(*place, text, now_text[place]) for place, text in changed.items()]
+        # what is no plain value any more, as a number that depends on the batch, cannot be left
+        self._seen.left = [(*place, values[place], now.get(place, values[place])) for place in changed]
         flat, self._seen.out_spec = tree_flatten(value)
         return tuple(flat)
 
@@ -346,6 +351,7 @@ def _quiet() -> Iterator[None]:
 def _from_exported(exported: ExportedProgram, seen: _Seen) -> Exported:
     assert seen.out_spec is not None
     graph = exported.graph_module.graph
+    take_out_failed_calls(graph)
     result = Exported(
         graph=graph, parameters={}, buffers={}, constants={}, inputs=[],
         out_spec=seen.out_spec, changed=seen.changed, left=seen.left,

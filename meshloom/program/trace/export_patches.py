@@ -2,7 +2,7 @@
 
 Checkpointed blocks are traced through, and count their batches twice, autograd functions become operators, distributions
 do not check their arguments, the CTC loss has a shape, caches for generating text are not filled, statements that only
-look at values are passed by, `.data` is a detached tensor, and what stands in for an array becomes a tensor.
+look at values are passed by, `.data` is a detached tensor, what stands in for an array becomes a tensor, and calls that failed are taken out.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch._subclasses import FakeTensor, fake_impls
 from torch.distributions import Distribution
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
@@ -67,6 +67,14 @@ def ctc_loss_without_values() -> Iterator[None]:
         for operator in added:
             del table[operator]
         table.update(before)
+
+
+def take_out_failed_calls(graph: fx.Graph) -> None:
+    """Erases calls that have raised an error, which the user's code has caught, as where it tries a faster way."""
+    for node in list(graph.nodes):
+        returns = getattr(getattr(node.target, "_schema", None), "returns", ())
+        if returns and node.meta.get("val") is None and not node.users:
+            graph.erase_node(node)
 
 
 @contextmanager

@@ -153,7 +153,7 @@ class SavedAttributes:
                 found |= {(name, chunk): (anew[chunk], dims) for chunk in self._chunks if anew[chunk]}
         if in_doubt:
             self._notes.append(
-                f"A step has {_sizes_text(sizes)} now and had {_sizes_text(rows)} when {checkpoint.path} was saved. {_shown(in_doubt)} begin without what "
+                f"A step has {_sizes_text(sizes)} now and had {_sizes_text(rows)} when {checkpoint.path} was saved. {shown_names(in_doubt)} begin without what "
                 "forwards had left there, as no dimension is certainly that of the batch. Resume with as many chunks of the same sizes to go on with it."
             )
         return found
@@ -185,14 +185,14 @@ class SavedAttributes:
         self._told |= left_out.keys()
         if new:
             self._notes.append(
-                f"Checkpoints leave out what forwards keep in {_shown(new)}: {left_out[new[0]]}. A resumed run begins there as the model is built. Keep dense "
+                f"Checkpoints leave out what forwards keep in {shown_names(new)}: {left_out[new[0]]}. A resumed run begins there as the model is built. Keep dense "
                 "tensors, and tuples and lists of them."
             )
 
     def _note_none(self, checkpoint: Checkpoint, names: Sequence[str]) -> None:
         if names:
             self._notes.append(
-                f"{checkpoint.path} does not hold what forwards leave in attributes ({_shown(names)}): they begin as the model is built."
+                f"{checkpoint.path} does not hold what forwards leave in attributes ({shown_names(names)}): they begin as the model is built."
             )
 
 
@@ -273,6 +273,7 @@ def _sizes_text(sizes: Sequence[int]) -> str:
     return f"{format_count(len(sizes), 'chunk')} of {'' if least == most else f'{least} to '}{format_count(most, 'row')}"
 
 
-def _shown(names: Sequence[str]) -> str:
+def shown_names(names: Sequence[str]) -> str:
+    """The first few of them, for a sentence."""
     more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
     return ", ".join(names[:_MOST_NAMES]) + more
