@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import difflib
 import re
 from collections.abc import Iterator, Sequence
@@ -16,6 +17,7 @@ from meshloom.adopt.proving.reduction_kind import kind_of_loss
 from meshloom.adopt.several import check_one_loss
 from meshloom.adopt.watching.route import Refusal, UntranslatedError, follow
 from meshloom.adopt.watching.script import Script
+from meshloom.adopt.watching.source import is_docstring
 from meshloom.adopt.watching.watch import Watched, watch
 from meshloom.adopt.writing import write
 from meshloom.core.errors import JobError
@@ -92,7 +94,7 @@ def adopt(
     try:
         check_one_loss(script, watched)
         while True:
-            found, parts, after, notes = _written(target, tuple(words), watched, set(rejected))
+            found, parts, after, notes = _written(script, target, tuple(words), watched, set(rejected))
             proof = prove(target, tuple(words), watched, _expected(parts))
             new = _rejected(proof, parts, watched)
             if not new:
@@ -109,12 +111,18 @@ def adopt(
 
 
 def _written(
-    target: Path, words: tuple[str, ...], watched: Watched, without: set[str]
+    file: Path, target: Path, words: tuple[str, ...], watched: Watched, without: set[str]
 ) -> tuple[Script, JobParts, str, list[Refusal]]:
     """The script, the parts of the job, its text, which is in `target`, and notes. Raises `UntranslatedError`."""
     found = Script(watched, follow(watched.frames))
+
+    def text() -> str:
+        written = write(found, parts)
+        beside = target.resolve().parent == file.resolve().parent or not watched.own_modules
+        return written if beside else _importing_from(file.resolve().parent, written)
+
     parts = parts_of(found, without)
-    after = write(found, parts)
+    after = text()
     target.write_text(after, encoding="utf-8")
     notes = list(left_out(found, parts))
     kind = kind_of_loss(target, words, watched)
@@ -122,11 +130,22 @@ def _written(
     if kind == "sum" and end is not None:
         found.sums = True
         parts = parts_of(found, without)
-        after = write(found, parts)
+        after = text()
         target.write_text(after, encoding="utf-8")
     elif kind == "neither" and end is not None:
         notes.append(Refusal(end.source.path.name, end.at, NEITHER))
     return found, parts, after, notes
+
+
+def _importing_from(folder: Path, text: str) -> str:
+    """The text of a job that imports the files of a script's folder from another one."""
+    lines = text.split("\n")
+    tree = ast.parse(text).body
+    first = next(
+        each for each in tree if not is_docstring(each) and getattr(each, "module", None) != "__future__"
+    )
+    lines[first.lineno - 1 : first.lineno - 1] = ["import sys", "", f'sys.path.insert(0, "{folder.as_posix()}")', ""]  # fmt: skip
+    return "\n".join(lines)
 
 
 def _expected(parts: JobParts) -> ExpectedMetrics | None:

@@ -62,7 +62,7 @@ def accumulation(script: Script) -> str | None:
         return loop.source.segment(loop.node.iter.args[0])
     names = [
         name for name, value in script.setup_values.items()
-        if value == script.micro_batches and type(value) is int and any(word in name.lower() for word in ("acc", "micro"))
+        if type(value) is int and value == script.micro_batches and any(word in name.lower() for word in ("acc", "micro"))
     ]  # fmt: skip
     found = names[0] if names else _attribute(script)
     return found or str(script.micro_batches)
@@ -201,7 +201,16 @@ def _limit(script: Script, loop: Loop) -> tuple[str, int] | None:
         if isinstance(node, ast.If) and any(isinstance(each, ast.Break) for each in node.body)
         for test in (node.test.values if isinstance(node.test, ast.BoolOp) else [node.test])
     ]
+    joined = {
+        id(value)
+        for node in ast.walk(loop.node)
+        if isinstance(node, ast.BoolOp) and isinstance(node.op, ast.And)
+        for value in node.values
+    }
     for test, goes_on in tests:
+        exact = isinstance(test, ast.Compare) and isinstance(test.ops[0], ast.Eq | ast.NotEq)
+        if exact and id(test) in joined:
+            continue  # `if step == 0 and eval_only`
         if isinstance(test, ast.Compare) and len(test.ops) == 1 and isinstance(test.left, ast.Name):
             counted = as_function_of_step(script, test.left.id, "step")
             if counted is None:

@@ -44,6 +44,8 @@ def write(script: Script, parts: JobParts) -> str:
         "OnceIn",
         "ParametersOf",
         "IterableDataset",
+        "Subset",
+        "DrawnSamples",
     }
     kept_definitions = [
         node
@@ -152,12 +154,15 @@ def _imports(script: Script, parts: JobParts, kept: list[Line]) -> list[str]:
         found.append("from meshloom.adopt.rate_schedules import OnceIn")
     if "ParametersOf" in needs:
         found.append("from meshloom.adopt.views import ParametersOf")
+    if "DrawnSamples" in needs:
+        found.append("from meshloom.adopt.data.drawn_samples import DrawnSamples")
     main = script.route.sources[0]
     have = set[str]().union(*(bound(node) for node in main.tree.body)) | {
         name for line in kept for name in bound(line.node)
     }
-    if "IterableDataset" in needs - have:
-        found.append("from torch.utils.data import IterableDataset")
+    found += [
+        f"from torch.utils.data import {name}" for name in ("IterableDataset", "Subset") if name in needs - have
+    ]
     of_kept = set[str]().union(*(used(line.node) for line in kept), needs)
     evaluation = parts.evaluation.seen.frames if parts.evaluation else []
     for frame in [*script.watched.frames[1:], *evaluation[1:]]:
@@ -167,7 +172,7 @@ def _imports(script: Script, parts: JobParts, kept: list[Line]) -> list[str]:
                 for name in of_kept - have
                 if name in frame.globals and not name.startswith("__") and name not in dir(builtins)
             )
-            found += [_import_of(script, frame.path.stem, name, frame.globals[name]) for name in names]
+            found += [_import_of(script, frame.globals["__name__"], name, frame.globals[name]) for name in names]
             have |= set(names)
     return found
 
