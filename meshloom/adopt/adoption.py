@@ -17,7 +17,7 @@ from meshloom.adopt.proving.reduction_kind import kind_of_loss
 from meshloom.adopt.several import check_one_loss
 from meshloom.adopt.watching.route import Refusal, UntranslatedError, follow
 from meshloom.adopt.watching.script import Script
-from meshloom.adopt.watching.source import is_docstring
+from meshloom.adopt.watching.source import is_docstring, used
 from meshloom.adopt.watching.watch import Watched, watch
 from meshloom.adopt.writing import write
 from meshloom.core.errors import JobError
@@ -118,8 +118,8 @@ def _written(
 
     def text() -> str:
         written = write(found, parts)
-        beside = target.resolve().parent == file.resolve().parent or not watched.own_modules
-        return written if beside else _importing_from(file.resolve().parent, written)
+        beside = target.resolve().parent == file.resolve().parent
+        return written if beside else _as_if_beside(file.resolve(), written, watched.own_modules)
 
     parts = parts_of(found, without)
     after = text()
@@ -137,14 +137,18 @@ def _written(
     return found, parts, after, notes
 
 
-def _importing_from(folder: Path, text: str) -> str:
-    """The text of a job that imports the files of a script's folder from another one."""
-    lines = text.split("\n")
-    tree = ast.parse(text).body
+def _as_if_beside(script: Path, text: str, own_modules: bool) -> str:
+    """The text of a job in another folder than the script, which finds files and modules there."""
     first = next(
-        each for each in tree if not is_docstring(each) and getattr(each, "module", None) != "__future__"
+        each
+        for each in ast.parse(text).body
+        if not is_docstring(each) and getattr(each, "module", None) != "__future__"
     )
-    lines[first.lineno - 1 : first.lineno - 1] = ["import sys", "", f'sys.path.insert(0, "{folder.as_posix()}")', ""]  # fmt: skip
+    new = ["import sys", "", f'sys.path.insert(0, "{script.parent.as_posix()}")'] if own_modules else []
+    if "__file__" in used(ast.parse(text)):
+        new.append(f'__file__ = "{script.as_posix()}"  # paths are those of the script')
+    lines = text.split("\n")
+    lines[first.lineno - 1 : first.lineno - 1] = [*new, ""] if new else []
     return "\n".join(lines)
 
 

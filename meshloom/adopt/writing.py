@@ -30,7 +30,7 @@ def write(script: Script, parts: JobParts) -> str:
     unused = [
         each
         for each in main.tree.body
-        if owner is not None and isinstance(each, ast.ClassDef) and each.name == owner.definition.name
+        if owner is not None and isinstance(each, ast.ClassDef) and each.name in owner.class_names
     ]
     made = {id(line.node) for piece in parts.pieces for line in piece.lines if not line.depth}
     provided = {
@@ -83,7 +83,7 @@ def _refuse_owner(script: Script, parts: JobParts, kept: list[Line]) -> None:
     for line in [*kept, *(line for piece in parts.pieces for line in piece.lines)]:
         unknown = {"self"} if line.depth else {"self", *methods}
         if used(line.node) & unknown:
-            kind = owner.definition.name
+            kind = owner.class_names[0]
             raise line.refuse(
                 f"the job needs what this line does with the {kind} itself. Make what it calls a function of the values that it uses."
             )
@@ -161,7 +161,9 @@ def _imports(script: Script, parts: JobParts, kept: list[Line]) -> list[str]:
         name for line in kept for name in bound(line.node)
     }
     found += [
-        f"from torch.utils.data import {name}" for name in ("IterableDataset", "Subset") if name in needs - have
+        f"from torch.utils.data import {name}"
+        for name in ("IterableDataset", "Subset")
+        if name in needs - have
     ]
     of_kept = set[str]().union(*(used(line.node) for line in kept), needs)
     evaluation = parts.evaluation.seen.frames if parts.evaluation else []
@@ -172,7 +174,9 @@ def _imports(script: Script, parts: JobParts, kept: list[Line]) -> list[str]:
                 for name in of_kept - have
                 if name in frame.globals and not name.startswith("__") and name not in dir(builtins)
             )
-            found += [_import_of(script, frame.globals["__name__"], name, frame.globals[name]) for name in names]
+            found += [
+                _import_of(script, frame.globals["__name__"], name, frame.globals[name]) for name in names
+            ]
             have |= set(names)
     return found
 

@@ -130,7 +130,11 @@ class Script:
     def statements_of(self, loop: Loop) -> list[ast.stmt]:
         """The loop's statements, and those on the way in functions that it calls."""
         called = {each.function for each in self.watched.frames[loop.frame + 1 :]}
-        return [*loop.node.body, *(each for each in self.route.functions if each.name in called)]
+        inside = [*loop.node.body, *(each for each in self.route.functions if each.name in called)]
+        owner = self.route.owner
+        names = set[str]().union(*(used(each) for each in inside)) - called
+        hooks = owner.methods_in(names) if owner is not None else []
+        return [*inside, *(each for each in hooks if each.name not in called)]
 
     def is_loader(self, node: ast.expr) -> bool:
         """Whether a loop over it is one over the data loader that trains."""
