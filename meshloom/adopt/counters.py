@@ -222,14 +222,22 @@ def _limit(script: Script, loop: Loop) -> tuple[str, int] | None:
 
 
 def _taken(script: Script, loop: Loop) -> tuple[str, int] | None:
-    """N of a loop over `islice(batches, N)`, and its line."""
+    """N of a loop over `islice(batches, N)` or `zip(range(N), batches)`, and its line."""
     assert isinstance(loop.node, ast.For)
-    slices = [each for each in script.iterated.wrappers_of(loop.node.iter) if method(each) == "islice" and len(each.args) == 2]  # fmt: skip
-    if not slices:
+    wrappers = script.iterated.wrappers_of(loop.node.iter)
+    numbers = [each.args[1] for each in wrappers if method(each) == "islice" and len(each.args) == 2]
+    numbers += [
+        each.args[0]
+        for one in wrappers
+        for each in (one.args if method(one) == "zip" else [])
+        if isinstance(each, ast.Call) and method(each) == "range" and len(each.args) == 1
+    ]
+    if not numbers:
         return None
-    factor = script.micro_batches
-    number = loop.source.segment(slices[0].args[1])
-    return (number if factor == 1 else f"({number}) // {accumulation(script)}"), slices[0].lineno
+    number = loop.source.segment(numbers[0])
+    return (number if script.micro_batches == 1 else f"({number}) // {accumulation(script)}"), numbers[
+        0
+    ].lineno
 
 
 def _attribute(script: Script) -> str | None:

@@ -227,9 +227,7 @@ def _batch(script: Script, lines: list[Line], wanted: set[str]) -> tuple[list[st
 def unpacking(script: Script, data: Loop) -> tuple[list[str], set[str]]:
     """The statement that takes a batch apart as a loop over batches does, and the names that it binds."""
     assert isinstance(data.node, ast.For)
-    target: ast.expr = data.node.target
-    if script.iterated.enumerates(data) and isinstance(target, ast.Tuple):
-        target = target.elts[1]
+    target = script.iterated.batch_in(data)
     names = {each.id for each in ast.walk(target) if isinstance(each, ast.Name)}
     text = data.source.segment(target)
     if isinstance(target, ast.Tuple) and text.startswith("("):
@@ -330,15 +328,12 @@ def _numbers(script: Script, lines: list[Line], wanted: set[str]) -> list[str]:
 
 
 def _index_name(script: Script) -> set[str]:
+    """Names of the numbers beside the batch in the target of the loop over the data loader."""
     data = script.data_loop
-    if (
-        data is not None
-        and isinstance(data.node, ast.For)
-        and isinstance(data.node.target, ast.Tuple)
-        and script.iterated.enumerates(data)
-    ):
-        return {each.id for each in ast.walk(data.node.target.elts[0]) if isinstance(each, ast.Name)}
-    return set()
+    if data is None or not isinstance(data.node, ast.For):
+        return set()
+    batch = {each.id for each in ast.walk(script.iterated.batch_in(data)) if isinstance(each, ast.Name)}
+    return bound_by(data.node) - batch
 
 
 def _edits(script: Script, line: Line) -> list[Replacement]:

@@ -16,8 +16,8 @@ from typing import Any
 from torch import nn
 
 from meshloom.adopt.watching.inlining import Part, arguments_of, single_statements
-from meshloom.adopt.watching.owners import NotInlinedError, Owner, owner_of
 from meshloom.adopt.watching.modules import with_numbers_of_module
+from meshloom.adopt.watching.owners import NotInlinedError, Owner, owner_of
 from meshloom.adopt.watching.passes import SeenFrame
 from meshloom.adopt.watching.source import PythonSource, bound, calls, method, used
 
