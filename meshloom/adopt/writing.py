@@ -10,6 +10,7 @@ from typing import Any
 from meshloom.adopt.parts import JobParts
 from meshloom.adopt.setup_pieces import (
     did_not_run,
+    numbers_of_model,
     refuse_uses_of_model,
 )
 from meshloom.adopt.watching.route import Line, slice_of
@@ -219,7 +220,8 @@ def _composed(
             text = last[id(node)].text
             placed.add(last[id(node)].name)
         elif id(node) not in made and (id(node) in staying or isinstance(node, ast.Import | ast.ImportFrom)):
-            text = None if here else line.source.statement(node)
+            numbers = numbers_of_model(script, line)
+            text = None if here and not numbers else line.source.statement(node, numbers)
         if here:
             rows.put(line, text)
         elif text:

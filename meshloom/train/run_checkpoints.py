@@ -8,7 +8,7 @@ from contextlib import suppress
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from meshloom.checkpoint.checkpoint import Checkpoint
 from meshloom.checkpoint.copied_weights import tied_names
@@ -76,8 +76,7 @@ class RunCheckpoints:
         self.newest: tuple[int, Path] | None = None
         self.also: dict[str, Any] = {}
         self._listener, self._told, self._has_waited = listener, False, False
-        self._under_way: BackgroundSave | None = None
-        self._written = Written()
+        self._under_way, self._written = cast(BackgroundSave | None, None), Written()
         self._memory = {replica.context.rank: CopyMemory() for replica in replicas.all}
         self._copying: dict[int, HostCopy] = {}  # by rank, what may not be copied yet
         for replica in replicas.all:
