@@ -15,6 +15,7 @@ from meshloom.adopt.proving.evaluated import ExpectedMetrics
 from meshloom.adopt.proving.proof import Proof, prove
 from meshloom.adopt.proving.reduction_kind import kind_of_loss
 from meshloom.adopt.several import check_one_loss
+from meshloom.adopt.watching.no_batch import no_batch
 from meshloom.adopt.watching.route import Refusal, UntranslatedError, follow
 from meshloom.adopt.watching.script import Script
 from meshloom.adopt.watching.source import is_docstring, used
@@ -127,6 +128,8 @@ def _written(
     notes = list(left_out(found, parts))
     kind = kind_of_loss(target, words, watched)
     end = found.route.end
+    if found.whole and kind not in ("mean", "sum"):
+        raise no_batch(found)
     if kind == "sum" and end is not None:
         found.sums = True
         parts = parts_of(found, without)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import ast
 import textwrap
-from collections.abc import Iterable
 
 from meshloom.adopt.counters import accumulation, as_function_of_step, bound_by, loader_name
 from meshloom.adopt.setup_pieces import JobFunction, function_text, is_nothing, moves
-from meshloom.adopt.watching.route import Line, Loop, UntranslatedError, binds
+from meshloom.adopt.watching.no_batch import no_batch, whole_batch
+from meshloom.adopt.watching.route import Line, Loop, binds
 from meshloom.adopt.watching.script import NO_CHANGE, Script, is_talk, one_refusal
 from meshloom.adopt.watching.source import Replacement, bound, calls, changed, method, used
 
@@ -211,8 +211,16 @@ def _batch(script: Script, lines: list[Line], wanted: set[str]) -> tuple[list[st
     if any(used(line.node) & carried(lines, script) for line in [*found, *other]):
         found = other = []  # it is made from what the batch before has left
     if not (found or other):
-        _numbers(script, lines, wanted)
-        raise _no_batch(script)
+        numbers = _numbers(script, lines, wanted)
+        names = whole_batch(script, wanted) if not numbers else []
+        if not names:
+            raise no_batch(script)
+        script.take_whole(names)
+        script.because(
+            script.first.line[1],
+            f"every step is of all rows of {', '.join(names)}, which are one batch: more ranks divide them",
+        )
+        return [f"{', '.join(names)}{',' if len(names) == 1 else ''} = batch"], lines, wanted - set(names)
     line = (found or other)[0]
     call = next(each for each in calls(line.node) if method(each) == getter)
     script.because(line.at, "batches come from the job's data; a loss gets one batch")
@@ -242,35 +250,6 @@ def carried(lines: list[Line], script: Script) -> set[str]:
         first |= used(line.node) - before
         before |= bound(line.node)
     return first & names_of_loop(script) - script.model_names
-
-
-def _no_batch(script: Script) -> UntranslatedError:
-    for loop in script.route.loops:
-        if isinstance(loop.node, ast.For) and any(method(each) == "zip" for each in calls(loop.node.iter)):
-            return one_refusal(
-                script, loop.node.lineno,
-                "the loop takes a batch of each of several DataLoaders (zip). Make one Dataset whose sample is one of each (index % len), and loop over its DataLoader.",
-            )  # fmt: skip
-        value = (
-            script.evaluate(script.iterated.unwrapped(loop.node.iter))
-            if isinstance(loop.node, ast.For)
-            else None
-        )
-        if (
-            script.watched.loader is not None
-            and type(value).__module__ == "__main__"
-            and isinstance(value, Iterable)
-        ):
-            kind = type(value).__name__
-            return one_refusal(
-                script, loop.node.lineno,
-                f"the loop is over a {kind}, and not over the DataLoader that it reads. Loop over that, and do what {kind} does in the loop or in a collate_fn.",
-            )  # fmt: skip
-    return one_refusal(
-        script, script.first.line[1],
-        "no batch was seen coming into the loop, from a DataLoader or from a function that returns "
-        "tensors of as many rows. Put the data into a DataLoader, or into a function like get_batch().",
-    )  # fmt: skip
 
 
 def names_of_loop(script: Script) -> set[str]:

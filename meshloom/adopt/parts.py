@@ -14,6 +14,7 @@ from meshloom.adopt.evaluations import WrittenEvaluation, evaluates_average, eva
 from meshloom.adopt.loop_pieces import loss_piece
 from meshloom.adopt.rates import average_expression, clip_expression, rates_piece
 from meshloom.adopt.setup_pieces import JobFunction, model_piece, optimizer_piece, scheduler_piece
+from meshloom.adopt.watching.no_batch import no_batch
 from meshloom.adopt.watching.route import Refusal, UntranslatedError
 from meshloom.adopt.watching.script import Script, one_refusal
 from meshloom.adopt.watching.source import bound, calls, used
@@ -102,6 +103,12 @@ def _data(script: Script, parts: JobParts) -> dict[str, str]:
     accumulated = accumulation(script)
     times = f" * {accumulated}" if accumulated else ""
     loader: Any = script.watched.loader
+    if script.whole:
+        return {
+            "data": f"lambda: TensorDataset({', '.join(script.whole)})",
+            "batch_size": f"len({script.whole[0]}){times}",
+            "shuffle": "False",
+        }
     if loader is None:
         return _stream(script, parts, times)
     name = loader_name(script)
@@ -195,10 +202,7 @@ def _stream(script: Script, parts: JobParts, times: str) -> dict[str, str]:
         if isinstance(call.func, ast.Name) and call.func.id == getter
     ]
     if not found:
-        raise one_refusal(
-            script, script.first.line[1], "no batch was seen coming into the loop, from a DataLoader or from a function that returns "
-        "tensors of as many rows. Put the data into a DataLoader, or into a function like get_batch()."
-        )  # fmt: skip
+        raise no_batch(script)
     line, call = found[0]
     rows = (
         len(script.first.batch[0])

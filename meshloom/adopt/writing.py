@@ -46,6 +46,7 @@ def write(script: Script, parts: JobParts) -> str:
         "ParametersOf",
         "IterableDataset",
         "Subset",
+        "TensorDataset",
         "DrawnSamples",
     }
     kept_definitions = [
@@ -163,7 +164,7 @@ def _imports(script: Script, parts: JobParts, kept: list[Line]) -> list[str]:
     }
     found += [
         f"from torch.utils.data import {name}"
-        for name in ("IterableDataset", "Subset")
+        for name in ("IterableDataset", "Subset", "TensorDataset")
         if name in needs - have
     ]
     of_kept = set[str]().union(*(used(line.node) for line in kept), needs)
