@@ -8,12 +8,12 @@ from contextlib import suppress
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from meshloom.checkpoint.checkpoint import Checkpoint
 from meshloom.checkpoint.copied_weights import tied_names
 from meshloom.checkpoint.format import CARRIED, step_name
-from meshloom.checkpoint.writing.background_save import BackgroundSave, Written
+from meshloom.checkpoint.writing.background_save import BackgroundSave, SavedShare
 from meshloom.checkpoint.writing.config_files import config_files_of
 from meshloom.checkpoint.writing.file_layout import HeldSpan
 from meshloom.checkpoint.writing.host_copy import CopyMemory, HostCopy
@@ -76,7 +76,8 @@ class RunCheckpoints:
         self.newest: tuple[int, Path] | None = None
         self.also: dict[str, Any] = {}
         self._listener, self._told, self._has_waited = listener, False, False
-        self._under_way, self._written = cast(BackgroundSave | None, None), Written()
+        self._under_way: BackgroundSave | None = None
+        self._written = SavedShare()
         self._memory = {replica.context.rank: CopyMemory() for replica in replicas.all}
         self._copying: dict[int, HostCopy] = {}  # by rank, what may not be copied yet
         for replica in replicas.all:
@@ -87,7 +88,7 @@ class RunCheckpoints:
         self._background = out is not None and job.checkpoint == "background" and self._one_host
         if out is not None and job.checkpoint == "background" and not self._one_host:
             listener.note(SEVERAL_HOSTS.format(len(set(hosts))))
-        # An earlier run's checkpoints, until this run has its own.
+        # an earlier run's checkpoints, until this run has its own
         self._replaced = replicas.together(
             lambda replica: open_directory(out, replica.context.world, resume=resume, overwrite=overwrite)
         )[0]
@@ -144,7 +145,7 @@ class RunCheckpoints:
             lender = replica.updater.state.lender
             if background and saving and (yield from self._fits(replica, divided, step)):
                 memory = self._memory[replica.context.rank]
-                written = self._written if replica is self._replicas.first else Written()
+                written = self._written if replica is self._replicas.first else SavedShare()
                 copies.append((_copy_of(replica, divided, memory, written, later=later), carry_out, saving))
                 self._copying[replica.context.rank] = copies[-1][0]
                 return out / step_name(step)
@@ -164,9 +165,7 @@ class RunCheckpoints:
             self._listener.note(note)
         if copies:
             self._written.share = 0.0
-            self._under_way = BackgroundSave(
-                step, partial(_finish_copies, copies), partial(_carry_out, copies)
-            )
+            self._under_way = BackgroundSave(step, partial(_finish_copies, copies), partial(_carry_out, copies))  # fmt: skip
         elif best:
             self._saved.append((step, path))
         else:
@@ -274,7 +273,7 @@ _Copy = tuple[HostCopy, Callable[..., Steps[Path]], Group]  # the save that writ
 
 
 def _copy_of(
-    replica: Replica, divided: DividedState, memory: CopyMemory, written: Written, *, later: bool
+    replica: Replica, divided: DividedState, memory: CopyMemory, written: SavedShare, *, later: bool
 ) -> HostCopy:  # fmt: skip
     """written: what it notes. later: of `RunCheckpoints.save`."""
     names = updated_weights(replica) if later else frozenset[str]()

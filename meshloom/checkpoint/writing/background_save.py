@@ -16,7 +16,7 @@ _LOWEST_PRIORITY = 19  # as `nice` counts
 
 
 @dataclass
-class Written:
+class SavedShare:
     """How much of its bytes a rank has written of a save, 0 to 1. told: called with the bytes and their number, for whoever waits."""
 
     share: float = 0.0

@@ -17,7 +17,11 @@ class MoonModel(nn.Module):
     def __init__(self, hidden_units=10):
         super().__init__()
         self.layers = nn.Sequential(
-            nn.Linear(2, hidden_units), nn.ReLU(), nn.Linear(hidden_units, hidden_units), nn.ReLU(), nn.Linear(hidden_units, 1)
+            nn.Linear(2, hidden_units),
+            nn.ReLU(),
+            nn.Linear(hidden_units, hidden_units),
+            nn.ReLU(),
+            nn.Linear(hidden_units, 1),
         )
 
     def forward(self, x):
