@@ -325,7 +325,7 @@ def refuse_uses_of_model(script: Script, kept: list[Line]) -> None:
     for line in kept:
         numbers = [each for each, _ in numbers_of_model(script, line)]
         for each in numbers:
-            script.because(each.lineno, f"{ast.unparse(each)} is a number that the model keeps")
+            script.because(line.at, f"{ast.unparse(each)} is a number that the model keeps")
         names = {script.model or "", script.optimizer or ""} - bound(line.node)
         names -= {name for name in names if _only_in(line.node, name, numbers)}
         if not isinstance(line.node, ast.FunctionDef | ast.ClassDef) and uses(line.node, names):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import ast
 import dis
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from torch import nn
 
@@ -23,7 +24,7 @@ def with_numbers_of_module(source: PythonSource, frame: SeenFrame) -> PythonSour
     return PythonSource(source.path, source.replaced(edits)) if edits else source
 
 
-def numbers_within(node: ast.AST, modules: dict[str, nn.Module]) -> Iterator[Replacement]:
+def numbers_within(node: ast.AST, modules: Mapping[str, Any]) -> Iterator[Replacement]:
     """The values of attributes of the modules, by name, in place of these; but for those that a method changes, or the node."""
     for each in ast.walk(node):
         if isinstance(each, ast.Attribute) and isinstance(each.value, ast.Name) and each.value.id in modules:
