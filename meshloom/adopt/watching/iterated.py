@@ -38,11 +38,6 @@ class Iterated:
             found.append(made)
             node = self._inner(made)
 
-    def enumerates(self, loop: Loop) -> bool:
-        """Whether a loop's target has the number of the round beside the batch."""
-        assert isinstance(loop.node, ast.For)
-        return self.batch_in(loop) is not loop.node.target
-
     def batch_in(self, loop: Loop) -> ast.expr:
         """The part of a loop's target that is a batch, beside numbers of the round."""
         assert isinstance(loop.node, ast.For)
