@@ -31,6 +31,11 @@ NEITHER = (
     "else than samples (tokens, pixels), return (sum, number) in training_loss."
 )
 
+UNDIVIDED = (
+    "the loss fails on half of a batch, so it trains under plans that divide none (tp, pp with microbatches=1) alone. Take sizes from the batch itself (len(x)) "
+    "in place of the batch size of the settings."
+)
+
 BY_HAND = "Write Job(evaluate=ml.Evaluate(data=..., metrics=..., every=...)) by hand."
 
 
@@ -135,6 +140,8 @@ def _written(
         parts = parts_of(found, without)
         after = text()
         target.write_text(after, encoding="utf-8")
+    elif kind == "undivided" and end is not None:
+        notes.append(Refusal(end.source.path.name, end.at, UNDIVIDED))
     elif kind == "neither" and end is not None:
         notes.append(Refusal(end.source.path.name, end.at, NEITHER))
     return found, parts, after, notes
