@@ -28,7 +28,7 @@ from meshloom.core.errors import CheckpointError, JobError
 from meshloom.core.job import Job
 from meshloom.core.units import format_bytes
 from meshloom.machine.process_memory import regained_bytes
-from meshloom.telemetry.progress import QUIET, Listener
+from meshloom.telemetry.progress import QUIET, Listener, Progress
 from meshloom.train import run_checkpoints
 from meshloom.train.contract import Batch
 from meshloom.train.trainer import Trainer
@@ -266,6 +266,34 @@ def test_a_save_waits_for_the_one_under_way_and_says_so(held: Held, tmp_path: Pa
         for note in notes
     )
     assert checkpoints_in(tmp_path) == ["step-00000001", "step-00000002", "step-00000003"]
+
+
+def test_progress_says_how_much_of_a_save_is_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    real, go, half = parallel.write_parts, threading.Event(), threading.Event()
+
+    def write(
+        temporary: Path, layout: Any, parts: Any, lender: Any, told: Callable[[int, int], None]
+    ) -> None:
+        if threading.current_thread().name.startswith("saving"):
+            told(5, 10)
+            half.set()
+            assert go.wait(HELD_SECONDS)
+        real(temporary, layout, parts, lender, told)
+
+    monkeypatch.setattr(parallel, "write_parts", write)
+    seen: list[float | None] = []
+
+    def step(progress: Progress) -> None:
+        seen.append(progress.saving)
+        if progress.step == 3:
+            assert half.wait(HELD_SECONDS)
+        elif progress.step == 4:
+            go.set()
+
+    listener = Listener(started=lambda text: None, note=lambda text: None, step=step)
+    with Trainer(job_of(), "dp=2", devices="simulated", out=tmp_path, listener=listener) as trainer:
+        trainer.fit()
+    assert seen[:2] == [None, None] and seen[2] in (0.0, 0.5) and seen[3] == 0.5
 
 
 def test_each_rank_copies_what_it_writes_and_that_is_said(

@@ -331,7 +331,10 @@ def test_what_iterations_share_costs_what_they_cost_alone(monkeypatch: pytest.Mo
 
 
 def test_a_choice_travels_as_numbers(small: Layout):
-    choice = choose(small, 2, FAST, placements={"blocks.0.up": "row"})
+    told: list[tuple[int, int]] = []
+    choice = choose(small, 2, FAST, placements={"blocks.0.up": "row"}, told=lambda *count: told.append(count))
+    every = len(small.program.nodes)
+    assert told == [(done, every) for done in range(1, every + 1)]
     other = choice_of_numbers(small, 2, numbers_of_choice(choice), placements={"blocks.0.up": "row"})
     assert (other.strategies, other.input_placements) == (choice.strategies, choice.input_placements)
 

@@ -193,6 +193,14 @@ MODELS = [Chain, Skips]
 DEEP = partial(Chain, 260)  # of which most cuts are never looked at
 
 
+def test_how_much_of_a_choice_is_done_is_told():
+    told: list[tuple[int, int]] = []
+    program = program_of(Chain)
+    choose_cuts(program, costs(program), 3, told=lambda *count: told.append(count))
+    done = [each for each, _ in told]
+    assert done == list(range(1, len(told) + 1)) and {of for _, of in told} == {len(told)}
+
+
 @pytest.mark.covering("Chain-3", "Skips-2")
 @pytest.mark.parametrize("num_stages", [2, 3])
 @pytest.mark.parametrize("model", MODELS)

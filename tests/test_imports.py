@@ -21,7 +21,7 @@ ORDER = [
     ["report"],
     ["adopt"],
     ["adopt.proving"],
-    ["adopt.watching"],
+    ["adopt.data", "adopt.watching"],
     ["__init__"],
     ["adapters"],
     ["verify.apart"],

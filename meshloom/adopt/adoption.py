@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import difflib
 import re
 from collections.abc import Iterator, Sequence
@@ -14,8 +15,10 @@ from meshloom.adopt.proving.evaluated import ExpectedMetrics
 from meshloom.adopt.proving.proof import Proof, prove
 from meshloom.adopt.proving.reduction_kind import kind_of_loss
 from meshloom.adopt.several import check_one_loss
+from meshloom.adopt.watching.no_batch import no_batch
 from meshloom.adopt.watching.route import Refusal, UntranslatedError, follow
 from meshloom.adopt.watching.script import Script
+from meshloom.adopt.watching.source import is_docstring, used
 from meshloom.adopt.watching.watch import Watched, watch
 from meshloom.adopt.writing import write
 from meshloom.core.errors import JobError
@@ -26,6 +29,11 @@ NOT_PROVED = (
 NEITHER = (
     "the loss of a batch is not the mean of the losses of its halves, so more ranks or microbatches are other training than one device. If it is a mean over something "
     "else than samples (tokens, pixels), return (sum, number) in training_loss."
+)
+
+UNDIVIDED = (
+    "the loss fails on half of a batch, so it trains under plans that divide none (tp, pp with microbatches=1) alone. Take sizes from the batch itself (len(x)) "
+    "in place of the batch size of the settings."
 )
 
 BY_HAND = "Write Job(evaluate=ml.Evaluate(data=..., metrics=..., every=...)) by hand."
@@ -92,7 +100,7 @@ def adopt(
     try:
         check_one_loss(script, watched)
         while True:
-            found, parts, after, notes = _written(target, tuple(words), watched, set(rejected))
+            found, parts, after, notes = _written(script, target, tuple(words), watched, set(rejected))
             proof = prove(target, tuple(words), watched, _expected(parts))
             new = _rejected(proof, parts, watched)
             if not new:
@@ -109,24 +117,49 @@ def adopt(
 
 
 def _written(
-    target: Path, words: tuple[str, ...], watched: Watched, without: set[str]
+    file: Path, target: Path, words: tuple[str, ...], watched: Watched, without: set[str]
 ) -> tuple[Script, JobParts, str, list[Refusal]]:
     """The script, the parts of the job, its text, which is in `target`, and notes. Raises `UntranslatedError`."""
     found = Script(watched, follow(watched.frames))
+
+    def text() -> str:
+        written = write(found, parts)
+        beside = target.resolve().parent == file.resolve().parent
+        return written if beside else _as_if_beside(file.resolve(), written, watched.own_modules)
+
     parts = parts_of(found, without)
-    after = write(found, parts)
+    after = text()
     target.write_text(after, encoding="utf-8")
     notes = list(left_out(found, parts))
     kind = kind_of_loss(target, words, watched)
     end = found.route.end
+    if found.whole and kind not in ("mean", "sum"):
+        raise no_batch(found)
     if kind == "sum" and end is not None:
         found.sums = True
         parts = parts_of(found, without)
-        after = write(found, parts)
+        after = text()
         target.write_text(after, encoding="utf-8")
+    elif kind == "undivided" and end is not None:
+        notes.append(Refusal(end.source.path.name, end.at, UNDIVIDED))
     elif kind == "neither" and end is not None:
         notes.append(Refusal(end.source.path.name, end.at, NEITHER))
     return found, parts, after, notes
+
+
+def _as_if_beside(script: Path, text: str, own_modules: bool) -> str:
+    """The text of a job in another folder than the script, which finds files and modules there."""
+    first = next(
+        each
+        for each in ast.parse(text).body
+        if not is_docstring(each) and getattr(each, "module", None) != "__future__"
+    )
+    new = ["import sys", "", f'sys.path.insert(0, "{script.parent.as_posix()}")'] if own_modules else []
+    if "__file__" in used(ast.parse(text)):
+        new.append(f'__file__ = "{script.as_posix()}"  # paths are those of the script')
+    lines = text.split("\n")
+    lines[first.lineno - 1 : first.lineno - 1] = [*new, ""] if new else []
+    return "\n".join(lines)
 
 
 def _expected(parts: JobParts) -> ExpectedMetrics | None:

@@ -62,7 +62,7 @@ def accumulation(script: Script) -> str | None:
         return loop.source.segment(loop.node.iter.args[0])
     names = [
         name for name, value in script.setup_values.items()
-        if value == script.micro_batches and type(value) is int and any(word in name.lower() for word in ("acc", "micro"))
+        if type(value) is int and value == script.micro_batches and any(word in name.lower() for word in ("acc", "micro"))
     ]  # fmt: skip
     found = names[0] if names else _attribute(script)
     return found or str(script.micro_batches)
@@ -201,7 +201,16 @@ def _limit(script: Script, loop: Loop) -> tuple[str, int] | None:
         if isinstance(node, ast.If) and any(isinstance(each, ast.Break) for each in node.body)
         for test in (node.test.values if isinstance(node.test, ast.BoolOp) else [node.test])
     ]
+    joined = {
+        id(value)
+        for node in ast.walk(loop.node)
+        if isinstance(node, ast.BoolOp) and isinstance(node.op, ast.And)
+        for value in node.values
+    }
     for test, goes_on in tests:
+        exact = isinstance(test, ast.Compare) and isinstance(test.ops[0], ast.Eq | ast.NotEq)
+        if exact and id(test) in joined:
+            continue  # `if step == 0 and eval_only`
         if isinstance(test, ast.Compare) and len(test.ops) == 1 and isinstance(test.left, ast.Name):
             counted = as_function_of_step(script, test.left.id, "step")
             if counted is None:
@@ -213,14 +222,22 @@ def _limit(script: Script, loop: Loop) -> tuple[str, int] | None:
 
 
 def _taken(script: Script, loop: Loop) -> tuple[str, int] | None:
-    """N of a loop over `islice(batches, N)`, and its line."""
+    """N of a loop over `islice(batches, N)` or `zip(range(N), batches)`, and its line."""
     assert isinstance(loop.node, ast.For)
-    slices = [each for each in script.iterated.wrappers_of(loop.node.iter) if method(each) == "islice" and len(each.args) == 2]  # fmt: skip
-    if not slices:
+    wrappers = script.iterated.wrappers_of(loop.node.iter)
+    numbers = [each.args[1] for each in wrappers if method(each) == "islice" and len(each.args) == 2]
+    numbers += [
+        each.args[0]
+        for one in wrappers
+        for each in (one.args if method(one) == "zip" else [])
+        if isinstance(each, ast.Call) and method(each) == "range" and len(each.args) == 1
+    ]
+    if not numbers:
         return None
-    factor = script.micro_batches
-    number = loop.source.segment(slices[0].args[1])
-    return (number if factor == 1 else f"({number}) // {accumulation(script)}"), slices[0].lineno
+    number = loop.source.segment(numbers[0])
+    return (number if script.micro_batches == 1 else f"({number}) // {accumulation(script)}"), numbers[
+        0
+    ].lineno
 
 
 def _attribute(script: Script) -> str | None:

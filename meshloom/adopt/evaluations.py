@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import torch
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, RandomSampler, SequentialSampler, SubsetRandomSampler
 
 from meshloom.adopt.counters import steps_of_epoch, total_steps
 from meshloom.adopt.improvement import Improvement, improvement_of
@@ -121,7 +121,7 @@ class _Evaluation:
         if not pieces:
             return None
         metrics = ", ".join(f'"{names[each.name]}": {function_name(names[each.name])}' for each in depends)
-        settings = [f"data=lambda: {loader}.dataset", f"metrics={{{metrics}}}", f"every={self._every()}"]  # fmt: skip
+        settings = [f"data=lambda: {self._data(loader)}", f"metrics={{{metrics}}}", f"every={self._every()}"]  # fmt: skip
         metric, _, which = (improvement.best or "").rpartition(":")
         kept = metric in [each.name for each in depends]
         if kept:
@@ -173,9 +173,17 @@ class _Evaluation:
             raise self._left("its dataset is iterable, and a job evaluates one with __len__ and __getitem__")
         if loader.batch_size is None or loader.drop_last:
             raise self._left("its DataLoader leaves samples out, or has a batch_sampler. Use one with batch_size=..., without drop_last")  # fmt: skip
+        if not isinstance(loader.sampler, SequentialSampler | RandomSampler | SubsetRandomSampler):
+            raise self._left(f"its DataLoader draws by {type(loader.sampler).__name__}, and a job evaluates each sample once")  # fmt: skip
         if loader.collate_fn != script.watched.loader.collate_fn:
             raise self._left("its collate_fn is another one than that of training, and a job has one. Use the same")  # fmt: skip
         return name
+
+    def _data(self, loader: str) -> str:
+        """The dataset's samples that the loader of this name evaluates."""
+        if isinstance(self._seen.loader.sampler, SubsetRandomSampler):
+            return f"Subset({loader}.dataset, {loader}.sampler.indices)"
+        return f"{loader}.dataset"
 
     def _every(self) -> str:
         """An expression of steps."""

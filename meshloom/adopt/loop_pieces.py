@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import ast
 import textwrap
-from collections.abc import Iterable
 
 from meshloom.adopt.counters import accumulation, as_function_of_step, bound_by, loader_name
 from meshloom.adopt.setup_pieces import JobFunction, function_text, is_nothing, moves
-from meshloom.adopt.watching.route import Line, Loop, UntranslatedError, binds
+from meshloom.adopt.watching.no_batch import no_batch, whole_batch
+from meshloom.adopt.watching.route import Line, Loop, binds
 from meshloom.adopt.watching.script import NO_CHANGE, Script, is_talk, one_refusal
 from meshloom.adopt.watching.source import Replacement, bound, calls, changed, method, used
 
@@ -211,8 +211,16 @@ def _batch(script: Script, lines: list[Line], wanted: set[str]) -> tuple[list[st
     if any(used(line.node) & carried(lines, script) for line in [*found, *other]):
         found = other = []  # it is made from what the batch before has left
     if not (found or other):
-        _numbers(script, lines, wanted)
-        raise _no_batch(script)
+        numbers = _numbers(script, lines, wanted)
+        names = whole_batch(script, wanted) if not numbers else []
+        if not names:
+            raise no_batch(script)
+        script.take_whole(names)
+        script.because(
+            script.first.line[1],
+            f"every step is of all rows of {', '.join(names)}, which are one batch: more ranks divide them",
+        )
+        return [f"{', '.join(names)}{',' if len(names) == 1 else ''} = batch"], lines, wanted - set(names)
     line = (found or other)[0]
     call = next(each for each in calls(line.node) if method(each) == getter)
     script.because(line.at, "batches come from the job's data; a loss gets one batch")
@@ -227,9 +235,7 @@ def _batch(script: Script, lines: list[Line], wanted: set[str]) -> tuple[list[st
 def unpacking(script: Script, data: Loop) -> tuple[list[str], set[str]]:
     """The statement that takes a batch apart as a loop over batches does, and the names that it binds."""
     assert isinstance(data.node, ast.For)
-    target: ast.expr = data.node.target
-    if script.iterated.enumerates(data) and isinstance(target, ast.Tuple):
-        target = target.elts[1]
+    target = script.iterated.batch_in(data)
     names = {each.id for each in ast.walk(target) if isinstance(each, ast.Name)}
     text = data.source.segment(target)
     if isinstance(target, ast.Tuple) and text.startswith("("):
@@ -244,35 +250,6 @@ def carried(lines: list[Line], script: Script) -> set[str]:
         first |= used(line.node) - before
         before |= bound(line.node)
     return first & names_of_loop(script) - script.model_names
-
-
-def _no_batch(script: Script) -> UntranslatedError:
-    for loop in script.route.loops:
-        if isinstance(loop.node, ast.For) and any(method(each) == "zip" for each in calls(loop.node.iter)):
-            return one_refusal(
-                script, loop.node.lineno,
-                "the loop takes a batch of each of several DataLoaders (zip). Make one Dataset whose sample is one of each (index % len), and loop over its DataLoader.",
-            )  # fmt: skip
-        value = (
-            script.evaluate(script.iterated.unwrapped(loop.node.iter))
-            if isinstance(loop.node, ast.For)
-            else None
-        )
-        if (
-            script.watched.loader is not None
-            and type(value).__module__ == "__main__"
-            and isinstance(value, Iterable)
-        ):
-            kind = type(value).__name__
-            return one_refusal(
-                script, loop.node.lineno,
-                f"the loop is over a {kind}, and not over the DataLoader that it reads. Loop over that, and do what {kind} does in the loop or in a collate_fn.",
-            )  # fmt: skip
-    return one_refusal(
-        script, script.first.line[1],
-        "no batch was seen coming into the loop, from a DataLoader or from a function that returns "
-        "tensors of as many rows. Put the data into a DataLoader, or into a function like get_batch().",
-    )  # fmt: skip
 
 
 def names_of_loop(script: Script) -> set[str]:
@@ -330,15 +307,12 @@ def _numbers(script: Script, lines: list[Line], wanted: set[str]) -> list[str]:
 
 
 def _index_name(script: Script) -> set[str]:
+    """Names of the numbers beside the batch in the target of the loop over the data loader."""
     data = script.data_loop
-    if (
-        data is not None
-        and isinstance(data.node, ast.For)
-        and isinstance(data.node.target, ast.Tuple)
-        and script.iterated.enumerates(data)
-    ):
-        return {each.id for each in ast.walk(data.node.target.elts[0]) if isinstance(each, ast.Name)}
-    return set()
+    if data is None or not isinstance(data.node, ast.For):
+        return set()
+    batch = {each.id for each in ast.walk(script.iterated.batch_in(data)) if isinstance(each, ast.Name)}
+    return bound_by(data.node) - batch
 
 
 def _edits(script: Script, line: Line) -> list[Replacement]:

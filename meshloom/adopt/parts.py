@@ -7,13 +7,14 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch.utils.data import IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import IterableDataset, RandomSampler, SequentialSampler, SubsetRandomSampler
 
 from meshloom.adopt.counters import accumulation, loader_name, steps_of_epoch, total_steps
 from meshloom.adopt.evaluations import WrittenEvaluation, evaluates_average, evaluation_of
 from meshloom.adopt.loop_pieces import loss_piece
 from meshloom.adopt.rates import average_expression, clip_expression, rates_piece
 from meshloom.adopt.setup_pieces import JobFunction, model_piece, optimizer_piece, scheduler_piece
+from meshloom.adopt.watching.no_batch import no_batch
 from meshloom.adopt.watching.route import Refusal, UntranslatedError
 from meshloom.adopt.watching.script import Script, one_refusal
 from meshloom.adopt.watching.source import bound, calls, used
@@ -102,6 +103,12 @@ def _data(script: Script, parts: JobParts) -> dict[str, str]:
     accumulated = accumulation(script)
     times = f" * {accumulated}" if accumulated else ""
     loader: Any = script.watched.loader
+    if script.whole:
+        return {
+            "data": f"lambda: TensorDataset({', '.join(script.whole)})",
+            "batch_size": f"len({script.whole[0]}){times}",
+            "shuffle": "False",
+        }
     if loader is None:
         return _stream(script, parts, times)
     name = loader_name(script)
@@ -123,42 +130,66 @@ def _data(script: Script, parts: JobParts) -> dict[str, str]:
                 "the DataLoader has no name in the set-up. Make it before the loop, and give it a name.",
             )
         parts.inline = f"{name} = {loop.source.segment(script.iterated.unwrapped(loop.node.iter))}"
-    if loader.batch_size is None or script.watched.nexts > 1:
-        what = (
-            "several batches come for one backward()"
-            if script.watched.nexts > 1
-            else "the DataLoader has a batch_sampler, or none"
-        )
+    if script.watched.nexts > 1:
         raise one_refusal(
-            script,
-            line,
-            f"{what}. Use one DataLoader with batch_size=..., or write Job(data=..., batch_size=..., collate=...) by hand.",
-        )
-    arguments = {"data": f"lambda: {name}.dataset", "batch_size": f"{name}.batch_size{times}"}
+            script, line, "several batches come for one backward(). Use one DataLoader with batch_size=..., or write Job(data=..., batch_size=..., collate=...) by hand.",
+        )  # fmt: skip
     script.because(line, "each rank reads its share of the batches that the DataLoader's dataset gives")
-    if not isinstance(loader.dataset, IterableDataset):
-        if not isinstance(loader.sampler, RandomSampler | SequentialSampler):
-            kind = type(loader.sampler).__name__
-            raise one_refusal(
-                script,
-                line,
-                f"the DataLoader draws by {kind}. A job reads in order or shuffled: make the "
-                f"order a part of the dataset (torch.utils.data.Subset), and leave the sampler out.",
-            )
-        if isinstance(loader.sampler, SequentialSampler):
-            arguments["shuffle"] = "False"
-        else:
-            script.because(
-                line, "the order of samples is drawn from the job's seed, in place of torch's generator"
-            )
-        if loader.drop_last:
-            arguments["drop_last"] = "True"
+    arguments = _order(script, loader, name, line, times)
     if loader.num_workers:
         arguments["num_workers"] = f"{name}.num_workers"
     collate = loader.collate_fn
     if getattr(collate, "__module__", "").startswith("torch.utils.data"):
         return arguments
     return arguments | {"collate": f"{name}.collate_fn"}
+
+
+def _order(script: Script, loader: Any, name: str, line: int, times: str) -> dict[str, str]:
+    """`data=`, `batch_size=` and the order of a job whose script reads `loader`, which the job has as `name`."""
+    sampler, whole = loader.sampler, f"{name}.batch_size{times}"
+    arguments = {"data": f"lambda: {name}.dataset", "batch_size": whole}
+    if isinstance(loader.dataset, IterableDataset):
+        return arguments
+    plain = type(sampler) in (RandomSampler, SequentialSampler, SubsetRandomSampler)
+    replaced = isinstance(sampler, RandomSampler) and (sampler.replacement or len(sampler) != len(loader.dataset))  # fmt: skip
+    if loader.batch_size is None or not plain or replaced:
+        return _drawn(script, loader, name, line, times)
+    if isinstance(sampler, SequentialSampler):
+        arguments["shuffle"] = "False"
+    else:
+        script.because(
+            line, "the order of samples is drawn from the job's seed, in place of torch's generator"
+        )
+    if isinstance(sampler, SubsetRandomSampler):
+        arguments["data"] = f"lambda: Subset({name}.dataset, {name}.sampler.indices)"
+    if loader.drop_last:
+        arguments["drop_last"] = "True"
+    return arguments
+
+
+def _drawn(script: Script, loader: Any, name: str, line: int, times: str) -> dict[str, str]:
+    """Of a loader with a sampler or a batch sampler that draws in a way of its own."""
+    if loader.batch_sampler is None:
+        raise one_refusal(
+            script, line, "the DataLoader makes no batches. Use one with batch_size=..., or write Job(data=..., batch_size=..., collate=...) by hand."
+        )  # fmt: skip
+    kind = type(loader.sampler if loader.batch_size is not None else loader.batch_sampler).__name__
+    sizes = {len(batch.samples or []) for each in script.watched.steps for batch in each}
+    if len(sizes) > 1:
+        raise one_refusal(
+            script, line, f"{kind} draws batches of {' and '.join(map(str, sorted(sizes)))} samples, and a job's have one number of them. "
+            "Let it draw as many each time, or write Job(data=..., batch_size=..., batch_sizes=...) by hand.",
+        )  # fmt: skip
+    size = max(sizes)
+    if loader.batch_size is None:
+        own = getattr(loader.batch_sampler, "batch_size", None) == size
+        whole = f"{name}.batch_sampler.batch_size" if own else str(size)
+    else:
+        whole = f"{name}.batch_size"
+    script.because(
+        line, f"{kind} draws the samples, batch after batch, and the job divides each among ranks; batches of fewer samples, at the end of an epoch, are left out"
+    )  # fmt: skip
+    return {"data": f"lambda: DrawnSamples({name}, {whole})", "batch_size": f"{whole}{times}"}
 
 
 def _stream(script: Script, parts: JobParts, times: str) -> dict[str, str]:
@@ -171,10 +202,7 @@ def _stream(script: Script, parts: JobParts, times: str) -> dict[str, str]:
         if isinstance(call.func, ast.Name) and call.func.id == getter
     ]
     if not found:
-        raise one_refusal(
-            script, script.first.line[1], "no batch was seen coming into the loop, from a DataLoader or from a function that returns "
-        "tensors of as many rows. Put the data into a DataLoader, or into a function like get_batch()."
-        )  # fmt: skip
+        raise no_batch(script)
     line, call = found[0]
     rows = (
         len(script.first.batch[0])

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from meshloom.adopt.watching.modules import numbers_within
 from meshloom.adopt.watching.route import Line, binds, slice_of
 from meshloom.adopt.watching.script import NO_CHANGE, Script, is_talk, one_refusal, seeds, uses
 from meshloom.adopt.watching.source import Replacement, bound, calls, changed, method, used
@@ -314,12 +315,29 @@ def _names_in(expression: str) -> set[str]:
     return used(ast.parse(expression)) if expression else set()
 
 
+def numbers_of_model(script: Script, line: Line) -> list[Replacement]:
+    """What a statement reads of the model as plain numbers, as `model.num_classes`."""
+    return list(numbers_within(line.node, dict.fromkeys(script.model_names, script.watched.model)))
+
+
 def refuse_uses_of_model(script: Script, kept: list[Line]) -> None:
-    """The set-up that stays has no model. Raises `UntranslatedError`."""
+    """The set-up that stays has no model, but for numbers that it keeps. Raises `UntranslatedError`."""
     for line in kept:
+        numbers = [each for each, _ in numbers_of_model(script, line)]
+        for each in numbers:
+            script.because(line.at, f"{ast.unparse(each)} is a number that the model keeps")
         names = {script.model or "", script.optimizer or ""} - bound(line.node)
+        names -= {name for name in names if _only_in(line.node, name, numbers)}
         if not isinstance(line.node, ast.FunctionDef | ast.ClassDef) and uses(line.node, names):
             name = min(used(line.node) & names)
             raise line.refuse(
                 f"the job's data, loss or settings need what this line computes from {name!r}, which only ranks have. Compute it without {name!r}, or in the loss."
             )
+
+
+def _only_in(node: ast.AST, name: str, inner: list[ast.AST]) -> bool:
+    """Whether a name stands in these nodes alone."""
+    within = {id(one) for each in inner for one in ast.walk(each)}
+    return all(
+        id(each) in within for each in ast.walk(node) if isinstance(each, ast.Name) and each.id == name
+    )

@@ -48,7 +48,7 @@ def totals_of_pass(evaluating: Script, seen: SeenPass, statements: Sequence[ast.
             over = "batches"
         else:
             over = _divisor(evaluating, seen, name, set(names) - {name})
-            sizes = {"samples": len(seen.loader.dataset), "batches": len(seen.loader)}
+            sizes = {"samples": len(seen.loader.sampler), "batches": len(seen.loader)}
             number = sizes[over] if over in sizes else seen.totals[over][0]
         mean = value / number if number else math.nan
         found.append(Total(name=name, expression=expression, over=over, weight=weight, at=at, mean=mean))
@@ -70,7 +70,7 @@ def _divisor(evaluating: Script, seen: SeenPass, name: str, others: set[str]) ->
             if other in others:
                 return str(other)
             size = _size(evaluating, divisor)
-            if size == len(seen.loader.dataset):
+            if size == len(seen.loader.sampler):
                 return "samples"
             if size == len(seen.loader):
                 return "batches"

@@ -10,6 +10,7 @@ from typing import Any
 from meshloom.adopt.parts import JobParts
 from meshloom.adopt.setup_pieces import (
     did_not_run,
+    numbers_of_model,
     refuse_uses_of_model,
 )
 from meshloom.adopt.watching.route import Line, slice_of
@@ -30,7 +31,7 @@ def write(script: Script, parts: JobParts) -> str:
     unused = [
         each
         for each in main.tree.body
-        if owner is not None and isinstance(each, ast.ClassDef) and each.name == owner.definition.name
+        if owner is not None and isinstance(each, ast.ClassDef) and each.name in owner.class_names
     ]
     made = {id(line.node) for piece in parts.pieces for line in piece.lines if not line.depth}
     provided = {
@@ -44,6 +45,9 @@ def write(script: Script, parts: JobParts) -> str:
         "OnceIn",
         "ParametersOf",
         "IterableDataset",
+        "Subset",
+        "TensorDataset",
+        "DrawnSamples",
     }
     kept_definitions = [
         node
@@ -81,7 +85,7 @@ def _refuse_owner(script: Script, parts: JobParts, kept: list[Line]) -> None:
     for line in [*kept, *(line for piece in parts.pieces for line in piece.lines)]:
         unknown = {"self"} if line.depth else {"self", *methods}
         if used(line.node) & unknown:
-            kind = owner.definition.name
+            kind = owner.class_names[0]
             raise line.refuse(
                 f"the job needs what this line does with the {kind} itself. Make what it calls a function of the values that it uses."
             )
@@ -152,12 +156,17 @@ def _imports(script: Script, parts: JobParts, kept: list[Line]) -> list[str]:
         found.append("from meshloom.adopt.rate_schedules import OnceIn")
     if "ParametersOf" in needs:
         found.append("from meshloom.adopt.views import ParametersOf")
+    if "DrawnSamples" in needs:
+        found.append("from meshloom.adopt.data.drawn_samples import DrawnSamples")
     main = script.route.sources[0]
     have = set[str]().union(*(bound(node) for node in main.tree.body)) | {
         name for line in kept for name in bound(line.node)
     }
-    if "IterableDataset" in needs - have:
-        found.append("from torch.utils.data import IterableDataset")
+    found += [
+        f"from torch.utils.data import {name}"
+        for name in ("IterableDataset", "Subset", "TensorDataset")
+        if name in needs - have
+    ]
     of_kept = set[str]().union(*(used(line.node) for line in kept), needs)
     evaluation = parts.evaluation.seen.frames if parts.evaluation else []
     for frame in [*script.watched.frames[1:], *evaluation[1:]]:
@@ -167,7 +176,9 @@ def _imports(script: Script, parts: JobParts, kept: list[Line]) -> list[str]:
                 for name in of_kept - have
                 if name in frame.globals and not name.startswith("__") and name not in dir(builtins)
             )
-            found += [_import_of(script, frame.path.stem, name, frame.globals[name]) for name in names]
+            found += [
+                _import_of(script, frame.globals["__name__"], name, frame.globals[name]) for name in names
+            ]
             have |= set(names)
     return found
 
@@ -210,7 +221,8 @@ def _composed(
             text = last[id(node)].text
             placed.add(last[id(node)].name)
         elif id(node) not in made and (id(node) in staying or isinstance(node, ast.Import | ast.ImportFrom)):
-            text = None if here else line.source.statement(node)
+            numbers = numbers_of_model(script, line)
+            text = None if here and not numbers else line.source.statement(node, numbers)
         if here:
             rows.put(line, text)
         elif text:

@@ -63,7 +63,13 @@ def divided(
 
         def choose_here() -> DivisionChoice:
             return choose(
-                layout, plan.tp, rates, placements=placements, memory_bytes=memory_bytes, priced=reading.costs
+                layout,
+                plan.tp,
+                rates,
+                placements=placements,
+                memory_bytes=memory_bytes,
+                priced=reading.costs,
+                told=timings.counted,
             )
 
         with timings.of("choosing a division"):

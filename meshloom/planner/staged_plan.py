@@ -156,7 +156,14 @@ class _Reader:
 
         def choice() -> CutChoice:
             return choose_stages(
-                reading.program, reading.costs, plan, rates, sizes, ownership, self._line(plan, size, rates)
+                reading.program,
+                reading.costs,
+                plan,
+                rates,
+                sizes,
+                ownership,
+                self._line(plan, size, rates),
+                told=self._readings.timings.counted,
             )
 
         return stored_cuts(stored, reading.program, rates, choice, plan=plan, sizes=sizes)

@@ -178,6 +178,8 @@ def progress_text(progress: Progress) -> str:
     >>> rates = {"learning_rates": [], "samples_per_second": 64.0, "tokens_per_second": 8192.0}
     >>> progress_text(Progress(step=3, steps=10, loss=2.5, gradient_norm=None, seconds_left=75.0, memory_bytes=300 * 2**20, **rates))
     'step  3/10  loss 2.5000  64 samples/s  8.19k tokens/s  1:15 left  300 MiB'
+    >>> progress_text(Progress(step=3, steps=10, loss=2.5, gradient_norm=None, seconds_left=75.0, memory_bytes=300 * 2**20, saving=0.42, **rates))
+    'step  3/10  loss 2.5000  64 samples/s  8.19k tokens/s  1:15 left  300 MiB  saving 42%'
     """
     rates = f"{format_number(progress.samples_per_second)} samples/s"
     if progress.tokens_per_second is not None:
@@ -188,4 +190,5 @@ def progress_text(progress: Progress) -> str:
     left = f"{format_clock(progress.seconds_left)} left  {format_bytes(progress.memory_bytes)}"
     losses = {**(progress.losses or {"loss": progress.loss}), **progress.logged}
     shown = "  ".join(f"{name} {value:.4f}" for name, value in losses.items())
-    return f"{step}{clock}  {shown}{old}  {rates}  {left}"
+    saving = f"  saving {progress.saving:.0%}" if progress.saving is not None else ""
+    return f"{step}{clock}  {shown}{old}  {rates}  {left}{saving}"

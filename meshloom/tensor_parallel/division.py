@@ -128,6 +128,7 @@ class Division:
                     held=held,
                     placements=placements,
                     memory_bytes=limit,
+                    told=self._timings.counted,
                 )
 
             try:

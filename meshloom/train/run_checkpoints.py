@@ -13,7 +13,7 @@ from typing import Any
 from meshloom.checkpoint.checkpoint import Checkpoint
 from meshloom.checkpoint.copied_weights import tied_names
 from meshloom.checkpoint.format import CARRIED, step_name
-from meshloom.checkpoint.writing.background_save import BackgroundSave
+from meshloom.checkpoint.writing.background_save import BackgroundSave, SavedShare
 from meshloom.checkpoint.writing.config_files import config_files_of
 from meshloom.checkpoint.writing.file_layout import HeldSpan
 from meshloom.checkpoint.writing.host_copy import CopyMemory, HostCopy
@@ -48,6 +48,13 @@ from meshloom.train.local_replicas import LocalReplicas
 
 BEST = "best"  # directory of the checkpoint whose evaluation was best
 
+WAITED = "Training waited {} before saving step {}: the checkpoint of step {} was still being written. With a larger checkpoint_every it need not."
+NOWHERE = "There is nowhere to save to. Give Trainer(out=DIRECTORY), or --out DIRECTORY."
+SEVERAL_HOSTS = (
+    "Checkpoints are written in the foreground: the ranks are on {} hosts, which send what they hold to be written, and "
+    "checkpoint=background is for ranks of one host."
+)
+
 
 class RunCheckpoints:
     """In directory `out`, if any; opened by all ranks. `newest`: step and path of the newest one of this
@@ -70,6 +77,7 @@ class RunCheckpoints:
         self.also: dict[str, Any] = {}
         self._listener, self._told, self._has_waited = listener, False, False
         self._under_way: BackgroundSave | None = None
+        self._written = SavedShare()
         self._memory = {replica.context.rank: CopyMemory() for replica in replicas.all}
         self._copying: dict[int, HostCopy] = {}  # by rank, what may not be copied yet
         for replica in replicas.all:
@@ -79,11 +87,8 @@ class RunCheckpoints:
         self._one_host = len(set(hosts)) == 1
         self._background = out is not None and job.checkpoint == "background" and self._one_host
         if out is not None and job.checkpoint == "background" and not self._one_host:
-            listener.note(
-                f"Checkpoints are written in the foreground: the ranks are on {len(set(hosts))} hosts, which send what they hold to be written, and "
-                "checkpoint=background is for ranks of one host."
-            )
-        # An earlier run's checkpoints, until this run has its own.
+            listener.note(SEVERAL_HOSTS.format(len(set(hosts))))
+        # an earlier run's checkpoints, until this run has its own
         self._replaced = replicas.together(
             lambda replica: open_directory(out, replica.context.world, resume=resume, overwrite=overwrite)
         )[0]
@@ -107,9 +112,7 @@ class RunCheckpoints:
         Waits for an earlier save that is under way, and raises what that raises.
         """
         if self._out is None:
-            raise CheckpointError(
-                "There is nowhere to save to. Give Trainer(out=DIRECTORY), or --out DIRECTORY."
-            )
+            raise CheckpointError(NOWHERE)
         out = self._out / BEST if best else self._out
         self._replicas.enter("saving", step)
         self._wait_before(step)
@@ -142,7 +145,8 @@ class RunCheckpoints:
             lender = replica.updater.state.lender
             if background and saving and (yield from self._fits(replica, divided, step)):
                 memory = self._memory[replica.context.rank]
-                copies.append((_copy_of(replica, divided, memory, later=later), carry_out, saving))
+                written = self._written if replica is self._replicas.first else SavedShare()
+                copies.append((_copy_of(replica, divided, memory, written, later=later), carry_out, saving))
                 self._copying[replica.context.rank] = copies[-1][0]
                 return out / step_name(step)
             write = write_divided(divided, lender, replica.timings.counted)
@@ -160,9 +164,8 @@ class RunCheckpoints:
         for note in self._replicas.first.scope.attributes.take_notes():
             self._listener.note(note)
         if copies:
-            self._under_way = BackgroundSave(
-                step, partial(_finish_copies, copies), partial(_carry_out, copies)
-            )
+            self._written.share = 0.0
+            self._under_way = BackgroundSave(step, partial(_finish_copies, copies), partial(_carry_out, copies))  # fmt: skip
         elif best:
             self._saved.append((step, path))
         else:
@@ -179,6 +182,11 @@ class RunCheckpoints:
     def failed(self) -> bool:
         """Whether a save in the background has ended without a checkpoint; `finish` raises why."""
         return self._under_way is not None and self._under_way.failed
+
+    @property
+    def written_share(self) -> float | None:
+        """How much of its bytes this process's first rank has written of the save in the background; None: none is under way."""
+        return self._written.share if self._under_way is not None and not self._under_way.over else None
 
     def finish_copies(self) -> None:
         """Returns when parameters may change."""
@@ -216,20 +224,18 @@ class RunCheckpoints:
         self._saved.append(self.newest)
 
     def _wait_before(self, step: int) -> None:
-        under_way = self._under_way
-        if under_way is None or under_way.over:
+        if (under_way := self._under_way) is None or under_way.over:
             self.finish()
             return
         began = time.monotonic()
+        self._written.told = self._replicas.first.timings.counted
         self.finish()
+        self._written.told = lambda done, of: None
         waited = time.monotonic() - began
         if self._has_waited and waited < 1:  # short ones are said once
             return
         self._has_waited = True
-        self._listener.note(
-            f"Training waited {format_seconds(waited)} before saving step {step}: the checkpoint of step {under_way.step} was still being "
-            "written. With a larger checkpoint_every it need not."
-        )
+        self._listener.note(WAITED.format(format_seconds(waited), step, under_way.step))
 
     def _fits(self, replica: Replica, divided: DividedState, step: int) -> Steps[bool]:
         """Whether all ranks' copies fit into their host's memory, beside what they are likely to take again in a step,
@@ -266,12 +272,14 @@ def _check(job: Job, replica: Replica, steps: int, checkpoint: Checkpoint) -> No
 _Copy = tuple[HostCopy, Callable[..., Steps[Path]], Group]  # the save that writes it, and over which group
 
 
-def _copy_of(replica: Replica, divided: DividedState, memory: CopyMemory, *, later: bool) -> HostCopy:
-    """later: of `RunCheckpoints.save`."""
+def _copy_of(
+    replica: Replica, divided: DividedState, memory: CopyMemory, written: SavedShare, *, later: bool
+) -> HostCopy:  # fmt: skip
+    """written: what it notes. later: of `RunCheckpoints.save`."""
     names = updated_weights(replica) if later else frozenset[str]()
     return HostCopy(
         divided, memory, replica.updater.state.lender, later=lambda span: later and _changes_in_updates(span, names),
-        trusted=dict(replica.named) if later and replica.exchange.one_copy else {},
+        trusted=dict(replica.named) if later and replica.exchange.one_copy else {}, told=written.note,
     )  # fmt: skip
 
 

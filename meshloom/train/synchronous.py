@@ -106,7 +106,7 @@ class SynchronousRun:
                 loss = self.step(batch)
                 if self._world.main:
                     progress = self._meter.progress(self.next_step, self._steps, loss, self._world.memory_bytes())  # fmt: skip
-                    lines.add(progress, self._meter.norm)
+                    lines.add(replace(progress, saving=self._checkpoints.written_share), self._meter.norm)
                 last = self.next_step == self._steps
                 if self._job.evaluate and (last or self.next_step % self._job.evaluate.every == 0):
                     lines.tell()

@@ -17,7 +17,7 @@ from meshloom.core.random import preserved_draws
 
 
 def kind_of_loss(target: Path, words: tuple[str, ...], watched: Watched) -> str:
-    """ "mean", "sum", "neither", or "unknown": it draws, or it cannot be computed of halves."""
+    """ "mean", "sum", "neither", "undivided": it cannot be computed of halves; or "unknown": it draws, or fails."""
     with preserved_draws():
         try:
             with as_program(str(target), words):
@@ -45,7 +45,11 @@ def _kind(job: Job, watched: Watched) -> str:
             return float(loss)
 
     whole, again = value(samples), value(samples, later=True)
-    mean = (half * value(samples[:half]) + (len(samples) - half) * value(samples[half:])) / len(samples)
+    try:
+        parts = value(samples[:half]), value(samples[half:])
+    except Exception:  # it has the size of the batch in it
+        return "undivided"
+    mean = (half * parts[0] + (len(samples) - half) * parts[1]) / len(samples)
     ratio = whole / mean if mean else 1.0
     if 1.6 < ratio < 2.4:
         return "sum"

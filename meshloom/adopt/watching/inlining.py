@@ -17,6 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from meshloom.adopt.watching.keywords import keywords_of
 from meshloom.adopt.watching.passes import SeenFrame
 from meshloom.adopt.watching.source import PythonSource, Replacement, bound, is_docstring, used
 
@@ -52,7 +53,7 @@ def inline_call(source: PythonSource, node: ast.stmt, frame: SeenFrame) -> list[
     if not body or not isinstance(end := body[-1], ast.Return) or not _returns_once(function, end):
         return []
     returned = end.value.elts if isinstance(end.value, ast.Tuple) else []
-    given = dict(arguments_of(source, call, source, function) or [])
+    given = dict(arguments_of(source, call, source, function, frame.globals | frame.values) or [])
     if len(returned) != len(targets) or not {each.arg for each in function.args.args} <= set(given):
         return []
     names = _names_in(function, body[:-1], given, frame)
@@ -104,27 +105,29 @@ def replacements(node: ast.AST, new: Any, transformer: ast.NodeTransformer) -> l
 
 
 def arguments_of(
-    source: PythonSource, call: ast.Call, into: PythonSource, function: ast.FunctionDef
+    source: PythonSource,
+    call: ast.Call,
+    into: PythonSource,
+    function: ast.FunctionDef,
+    values: Mapping[str, Any],
 ) -> list[tuple[str, str]] | None:
     """Parameters with the text that they are given, or their default's; None where either has *arguments or the call
-    **arguments. A method's first parameter is left out."""
+    **arguments whose keys are not known. A method's first parameter is left out. values: of the names where the call is."""
     arguments = function.args
     names = [each.arg for each in [*arguments.posonlyargs, *arguments.args]]
     names = names[1:] if names[:1] == ["self"] else names
-    unnamed = [each for each in call.args if isinstance(each, ast.Starred)]
-    if arguments.vararg or unnamed or any(each.arg is None for each in call.keywords):
+    keywords = keywords_of(source, call, values)
+    if arguments.vararg or keywords is None or any(isinstance(each, ast.Starred) for each in call.args):
         return None
     given = {name: source.segment(each) for name, each in zip(names, call.args, strict=False)}
-    given |= {each.arg: source.segment(each.value) for each in call.keywords if each.arg}
     defaults = dict(zip(reversed(names), reversed(arguments.defaults), strict=False))
     defaults |= {each.arg: default for each, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True) if default}  # fmt: skip
     order = [*names, *(each.arg for each in arguments.kwonlyargs)]
-    values = {name: into.segment(default) for name, default in defaults.items()} | given
+    texts = {name: into.segment(default) for name, default in defaults.items()}
+    found = {name: given[name] if name in given else keywords.of(name, texts.get(name)) for name in order}
     if arguments.kwarg is not None:
-        rest = [f'"{name}": {text}' for name, text in given.items() if name not in order]
-        order.append(arguments.kwarg.arg)
-        values[arguments.kwarg.arg] = f"{{{', '.join(rest)}}}"
-    return [(name, values[name]) for name in order if name in values]
+        found[arguments.kwarg.arg] = keywords.rest(order)
+    return [(name, text) for name, text in found.items() if text is not None]
 
 
 def can_rename(body: Sequence[ast.stmt], names: Mapping[str, str]) -> bool:

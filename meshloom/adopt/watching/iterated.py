@@ -7,10 +7,12 @@ import inspect
 from dataclasses import dataclass
 from typing import Any
 
+from torch.utils.data import DataLoader
+
 from meshloom.adopt.watching.route import Loop, WayToBackward
 from meshloom.adopt.watching.source import bound, method
 
-ITERATING = ("enumerate", "tqdm", "trange", "track", "iter", "progress_bar", "cycle", "islice")
+ITERATING = ("enumerate", "tqdm", "trange", "track", "iter", "progress_bar", "cycle", "islice", "zip")
 
 
 @dataclass(frozen=True)
@@ -36,10 +38,16 @@ class Iterated:
             found.append(made)
             node = self._inner(made)
 
-    def enumerates(self, loop: Loop) -> bool:
-        """Whether a loop's target begins with the number of the round."""
+    def batch_in(self, loop: Loop) -> ast.expr:
+        """The part of a loop's target that is a batch, beside numbers of the round."""
         assert isinstance(loop.node, ast.For)
-        return any(method(each) == "enumerate" for each in self.wrappers_of(loop.node.iter))
+        target = loop.node.target
+        for call in self.wrappers_of(loop.node.iter):
+            if method(call) == "enumerate" and isinstance(target, ast.Tuple):
+                target = target.elts[1]
+            elif method(call) == "zip" and isinstance(target, ast.Tuple):
+                target = target.elts[call.args.index(self._inner(call))]
+        return target
 
     def repeats(self, loop: Loop) -> ast.Call | None:
         """The call by which a loop over batches goes on behind the last one: `cycle(loader)`, or a generator of the user's."""
@@ -52,6 +60,9 @@ class Iterated:
         """What a call iterates over; the call itself if it is no iterator of something else."""
         if not call.args:
             return call
+        if method(call) == "zip":
+            found = [each for each in call.args if self._is_loader(each)]
+            return found[0] if len(found) == 1 else call
         if method(call) in ITERATING:
             return call.args[0]
         if isinstance(call.func, ast.Name) and inspect.isgeneratorfunction(self.values.get(call.func.id)):
@@ -59,6 +70,11 @@ class Iterated:
             loaders = [each for each in names if self.values.get(each.id) is self.loader is not None]
             return loaders[0] if loaders else call
         return call
+
+    def _is_loader(self, node: ast.expr) -> bool:
+        """Whether it is a data loader, perhaps within a progress bar or `cycle`."""
+        inner = self.unwrapped(node)
+        return isinstance(inner, ast.Name) and isinstance(self.values.get(inner.id), DataLoader)
 
     def _made_by(self, name: str) -> ast.expr | None:
         """The value of the last assignment to a name before the loop that is over it."""

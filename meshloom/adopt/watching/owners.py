@@ -15,7 +15,15 @@ from typing import Any
 
 from meshloom.adopt.watching.inlining import Part, arguments_of, can_rename, part, replacements
 from meshloom.adopt.watching.passes import SeenFrame
-from meshloom.adopt.watching.source import PythonSource, Replacement, bound, calls, is_docstring, used
+from meshloom.adopt.watching.source import (
+    PythonSource,
+    Replacement,
+    bound,
+    calls,
+    is_docstring,
+    method,
+    used,
+)
 
 OBJECT = "trainer"  # the name of one that the script gives none
 
@@ -26,30 +34,29 @@ class NotInlinedError(Exception):
 
 @dataclass(frozen=True)
 class Owner:
-    """source: of the class, with plain names for attributes; written: as it is. made: the call that makes the object, in a
-    function of `frame`. names: of attributes and methods. constructor: its `__init__`."""
+    """source: of the class, with plain names for attributes; written: as it is. lineage: the class and its base classes, in the
+    order in which methods are looked up. made: the call that makes the object, in a function of `frame`. names: of attributes
+    and methods."""
 
     value: Any
     source: PythonSource
     written: PythonSource
-    definition: ast.ClassDef
-    constructor: ast.FunctionDef
+    lineage: list[ast.ClassDef]
     made: ast.Call
     frame: int
     names: Mapping[str, str] = field(default_factory=dict[str, str])
 
+    @property
+    def class_names(self) -> list[str]:
+        return [each.name for each in self.lineage]
+
     def methods_in(self, names: Collection[str]) -> list[ast.FunctionDef]:
         """Its methods that are called by these plain names, and those that they call."""
-        of_class = next(
-            each
-            for each in ast.walk(self.source.tree)
-            if isinstance(each, ast.ClassDef) and each.name == self.definition.name
-        )
-        methods = {
-            each.name: each
-            for each in of_class.body
-            if isinstance(each, ast.FunctionDef) and self.names.get(each.name) == each.name
-        }
+        classes = {each.name: each for each in ast.walk(self.source.tree) if isinstance(each, ast.ClassDef)}
+        methods: dict[str, ast.FunctionDef] = {}
+        for each in reversed(self.lineage):
+            methods |= _methods(classes[each.name])
+        methods = {name: each for name, each in methods.items() if self.names.get(name) == name}
         wanted, found = set(names), list[ast.FunctionDef]()
         while new := [each for name, each in methods.items() if name in wanted and each not in found]:
             found = [*new, *found]
@@ -74,33 +81,63 @@ class Owner:
         """The statements of `__init__` for the call in `node`, which is of `source`. frame: whose it is; its values gain
         those of the constructor's names. Raises `NotInlinedError`."""
         call = next(each for each in calls(node) if self._is_made(each))
-        given = dict(arguments_of(source, call, self.written, self.constructor) or [])
-        own = set[str]().union(*(bound(each) for each in self.constructor.body)) | set(given)
-        rebound = set[str]().union(*(bound(each) for each in self.constructor.body))
-        missing = {each.arg for each in self.constructor.args.args[1:]} - set(given)
-        if missing or any(isinstance(each, ast.Return) for each in ast.walk(self.constructor)):
-            raise NotInlinedError("whose __init__ takes *arguments, is given **arguments, or returns early")
+        frame.values.update({name: each for name, each in self._values(frame).items() if name in self.names.values() and name not in frame.values})  # fmt: skip
+        return self._constructed(0, source, call, node, frame, {})
+
+    def _values(self, frame: SeenFrame) -> dict[str, Any]:
+        return {self.names[name]: each for name, each in vars(self.value).items() if name in self.names}
+
+    def _constructed(
+        self, first: int, source: PythonSource, call: ast.Call, node: ast.stmt, frame: SeenFrame, outer: Mapping[str, str]
+    ) -> list[Part]:  # fmt: skip
+        """Of the `__init__` of the first class from place `first` on that has one, for a call in `node`. outer: names of the `__init__` that
+        calls it, where they differ outside."""
+        found = next(((place, each) for place, each in enumerate(self.lineage) if place >= first and "__init__" in _methods(each)), None)  # fmt: skip
+        if found is None:
+            return []
+        place, definition = found
+        constructor = _methods(definition)["__init__"]
+        values = self._locals_at_end(definition.name, frame)
+        known = frame.globals | frame.values | self._locals_at_end(self.lineage[first - 1].name if first else "", frame)  # fmt: skip
+        given = dict(arguments_of(source, call, self.written, constructor, known) or [])
+        if first:
+            given = {name: _text_plain(text, self.names, outer) for name, text in given.items()}
+        rebound = set[str]().union(*(bound(each) for each in constructor.body))
+        own = rebound | set(given)
+        missing = {each.arg for each in constructor.args.args[1:]} - set(given)
+        if missing or any(isinstance(each, ast.Return) for each in ast.walk(constructor)):
+            raise NotInlinedError("whose __init__ takes *arguments, is given several **arguments, or returns early")  # fmt: skip
         locals_of = {name: self._name(name, frame) for name in sorted(own)}
         locals_of |= {
             name: text for name, text in given.items() if text.isidentifier() and name not in rebound
         }
-        if not can_rename(self.constructor.body, locals_of):
+        if not can_rename(constructor.body, locals_of):
             raise NotInlinedError("whose __init__ defines functions of the same names")
-        values = frame.made.get(type(self.value).__init__.__code__, {})
         frame.values.update({new: values[name] for name, new in locals_of.items() if name in values and new not in frame.values})  # fmt: skip
         parts = [
-            part(source, node, f"{locals_of[name]} = {text}")
+            part(source if not first else self.written, node, f"{locals_of[name]} = {text}")
             for name, text in given.items()
             if locals_of[name] != text
         ]
-        for each in self.constructor.body:
-            if is_docstring(each) or "super" in used(each):
+        for each in constructor.body:
+            if is_docstring(each):
                 continue
+            if (above := _call_of_base(each)) is not None:
+                parts += self._constructed(place + 1, self.written, above, each, frame, locals_of)
+                continue
+            if "super" in used(each):
+                raise NotInlinedError("whose __init__ uses super() for more than super().__init__(...)")
             text = self.written.statement(each, _plain(each, self.names, locals_of))
             inner, made = part(self.written, each, text)
             if not _is_itself(made):
                 parts.append((inner, made))
         return parts
+
+    def _locals_at_end(self, name: str, frame: SeenFrame) -> dict[str, Any]:
+        """Of the `__init__` of the class of this name, as it returned."""
+        kind = next((each for each in type(self.value).__mro__ if each.__name__ == name), None)
+        code = getattr(vars(kind).get("__init__"), "__code__", None) if kind is not None else None
+        return frame.made.get(code, {}) if code is not None else {}
 
     def _name(self, name: str, frame: SeenFrame) -> str:
         """The name that one of `__init__` has outside."""
@@ -119,19 +156,20 @@ def owner_of(frames: Sequence[SeenFrame], known: dict[Path, PythonSource]) -> Ow
         raise NotInlinedError("which calls those of another object")
     path = frames[inside[0]].path
     written = PythonSource.read(path)
-    definition = next((each for each in ast.walk(written.tree) if isinstance(each, ast.ClassDef) and each.name == kind.__name__), None)  # fmt: skip
-    if definition is None or [each for each in definition.bases if ast.unparse(each) != "object"]:
-        raise NotInlinedError("which has a base class")
-    methods = {each.name: each for each in definition.body if isinstance(each, ast.FunctionDef)}
+    lineage = _lineage(kind, written)
+    methods: dict[str, ast.FunctionDef] = {}
+    for each in reversed(lineage):
+        methods |= _methods(each)
     if "__init__" not in methods or any(frames[each].function not in methods for each in inside):
         raise NotInlinedError("which has no __init__ of its own")
     index, made = _made(frames[: inside[0]], kind, value)
     names = known[path].flattened if path in known and known[path].flattened else {}
     if not names:
-        names = _names(definition, methods, frames[index], frames[inside[0]].attributes)
+        names = _names(lineage, frames[index], frames[inside[0]].attributes)
         inner = [
             each
-            for name, method in methods.items()
+            for definition in lineage
+            for name, method in _methods(definition).items()
             if name != "__init__"
             for each in _plain(method, names, {})
         ]
@@ -143,7 +181,40 @@ def owner_of(frames: Sequence[SeenFrame], known: dict[Path, PythonSource]) -> Ow
         frames[each].values.update(
             {name: one for name, one in plain.items() if name not in frames[each].values}
         )
-    return Owner(value, known[path], written, definition, methods["__init__"], made, index, names)
+    return Owner(value, known[path], written, lineage, made, index, names)
+
+
+def _lineage(kind: type, written: PythonSource) -> list[ast.ClassDef]:
+    """The classes of a file that a class is made of. Raises `NotInlinedError` for one that is elsewhere."""
+    classes = {each.name: each for each in ast.walk(written.tree) if isinstance(each, ast.ClassDef)}
+    found: list[ast.ClassDef] = []
+    for each in kind.__mro__:
+        if each.__module__ in ("builtins", "abc", "typing"):
+            continue
+        if each.__name__ not in classes or each.__module__ != kind.__module__:
+            raise NotInlinedError(f"which has a base class of another file ({each.__name__})")
+        found.append(classes[each.__name__])
+    return found
+
+
+def _methods(definition: ast.ClassDef) -> dict[str, ast.FunctionDef]:
+    return {each.name: each for each in definition.body if isinstance(each, ast.FunctionDef)}
+
+
+def _call_of_base(node: ast.stmt) -> ast.Call | None:
+    """`super().__init__(...)`."""
+    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and method(node.value) == "__init__":
+        inner = node.value.func
+        assert isinstance(inner, ast.Attribute)
+        if isinstance(inner.value, ast.Call) and method(inner.value) == "super":
+            return node.value
+    return None
+
+
+def _text_plain(text: str, names: Mapping[str, str], locals_of: Mapping[str, str]) -> str:
+    """An expression with plain names."""
+    own = PythonSource(Path(), text)
+    return own.replaced(_plain(own.tree, names, locals_of))
 
 
 def _made(frames: Sequence[SeenFrame], kind: type, value: Any) -> tuple[int, ast.Call]:
@@ -162,23 +233,27 @@ def _made(frames: Sequence[SeenFrame], kind: type, value: Any) -> tuple[int, ast
 
 
 def _names(
-    definition: ast.ClassDef,
-    methods: Mapping[str, ast.FunctionDef],
-    frame: SeenFrame,
-    attributes: Mapping[str, Any],
+    lineage: Sequence[ast.ClassDef], frame: SeenFrame, attributes: Mapping[str, Any]
 ) -> dict[str, str]:
     """A plain name of each attribute and method: its own, unless that is another thing in a method or where the object is made;
     such methods have none."""
-    stored = {each.attr for each in _of_self(definition) if isinstance(each.ctx, ast.Store)}
+    every = [(name, each) for one in lineage for name, each in _methods(one).items()]
+    methods = dict(reversed(every))
+    stored = {
+        each.attr
+        for definition in lineage
+        for each in _of_self(definition)
+        if isinstance(each.ctx, ast.Store)
+    }
     later = {
         each.attr
-        for name, method in methods.items()
+        for name, method in every
         if name != "__init__"
         for each in _of_self(method)
         if isinstance(each.ctx, ast.Store)
     }
     in_methods = set[str]().union(
-        *(_locals(each) for name, each in methods.items() if name != "__init__" and not _is_static(each))
+        *(_locals(each) for name, each in every if name != "__init__" and not _is_static(each))
     )
     outside = frame.globals | frame.values
     found: dict[str, str] = {}
@@ -192,7 +267,12 @@ def _names(
         other = name in outside and not (same and name not in later)
         found[name] = f"{OBJECT}_{name}" if other or name in in_methods else name
     own = {name for name, each in methods.items() if not each.decorator_list and name not in stored}
-    static = {name: f"{definition.name}.{name}" for name, each in methods.items() if _is_static(each)}
+    static = {
+        name: f"{definition.name}.{name}"
+        for definition in reversed(lineage)
+        for name, each in _methods(definition).items()
+        if _is_static(each)
+    }
     return found | static | {name: name for name in own - in_methods - set(outside) - set(found.values())}
 
 

@@ -13,7 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import nn
+
 from meshloom.adopt.watching.inlining import Part, arguments_of, single_statements
+from meshloom.adopt.watching.modules import with_numbers_of_module
 from meshloom.adopt.watching.owners import NotInlinedError, Owner, owner_of
 from meshloom.adopt.watching.passes import SeenFrame
 from meshloom.adopt.watching.source import PythonSource, bound, calls, method, used
@@ -108,6 +111,8 @@ def follow(frames: Sequence[SeenFrame], sources: Sequence[PythonSource] = ()) ->
     for index, frame in enumerate(frames):
         if frame.path not in known:
             known[frame.path] = PythonSource.read(frame.path)
+        if isinstance(frame.values.get("self"), nn.Module):
+            known[frame.path] = with_numbers_of_module(known[frame.path], frame)
         source = known[frame.path]
         route.sources.append(source)
         following = frames[index + 1] if index + 1 < len(frames) else None
@@ -139,7 +144,8 @@ def _body(route: WayToBackward, source: PythonSource, frame: SeenFrame) -> list[
         f"plain function. Call backward() in a loop or in functions called from it."
             )
         )  # fmt: skip
-    if frame.owner is None and "self" in [each.arg for each in function.args.args[:1]]:
+    of_object = frame.owner is None and "self" in [each.arg for each in function.args.args[:1]]
+    if of_object and not isinstance(frame.values.get("self"), nn.Module):
         raise UntranslatedError(
             Refusal(
                 source.path.name, function.lineno, f"the loop runs in a method ({function.name}) of an object. Move it "
@@ -246,12 +252,15 @@ class _Walker:
             and self.route.owner.is_made_by(line.node)
         ):
             self.route.before += self._singles(line)
-        given = arguments_of(self.source, found[0], source, function)
+        given = arguments_of(self.source, found[0], source, function, self.frame.globals | self.frame.values)
         if given is None:
             raise line.refuse(
-                f"{function.name}() takes *arguments, or is given **arguments. Give each by its name.",
+                f"{function.name}() takes *arguments, or is given several **arguments. Give each by its name.",
                 found[0],
             )
+        if self.following.owner is None and [each.arg for each in function.args.args[:1]] == ["self"]:
+            assert isinstance(found[0].func, ast.Attribute)
+            given = [("self", self.source.segment(found[0].func.value)), *given]
         for parameter, text in given:
             if parameter != text:
                 bind = PythonSource(self.source.path, f"{parameter} = {text}")

@@ -37,7 +37,7 @@ class Script:
     """What was seen of a script, and what is found out of it. reasons: (line, text) of each change.
 
     values: of all names on the way, the innermost last; setup_values: of those that the set-up binds. loader: an expression.
-    sums: whether the loss is a sum over the batch.
+    sums: whether the loss is a sum over the batch. whole: names of tensors all of whose rows every step is of.
     """
 
     watched: Watched
@@ -60,6 +60,13 @@ class Script:
         self.optimizer = self._name_of(self.watched.optimizers[0])
         self.loader = self.expression_of(self.watched.loader)
         self.sums = False
+        self.whole: list[str] = []
+
+    def take_whole(self, names: list[str]) -> None:
+        """Let all rows of these tensors be the batch of every step."""
+        self.whole = names
+        for each in (batch for step in self.watched.steps for batch in step):
+            each.batch = tuple(self.setup_values[name] for name in names)
 
     def expression_of(self, value: Any) -> str | None:
         """An expression of the set-up's names for an object."""
@@ -130,7 +137,11 @@ class Script:
     def statements_of(self, loop: Loop) -> list[ast.stmt]:
         """The loop's statements, and those on the way in functions that it calls."""
         called = {each.function for each in self.watched.frames[loop.frame + 1 :]}
-        return [*loop.node.body, *(each for each in self.route.functions if each.name in called)]
+        inside = [*loop.node.body, *(each for each in self.route.functions if each.name in called)]
+        owner = self.route.owner
+        names = set[str]().union(*(used(each) for each in inside)) - called
+        hooks = owner.methods_in(names) if owner is not None else []
+        return [*inside, *(each for each in hooks if each.name not in called)]
 
     def is_loader(self, node: ast.expr) -> bool:
         """Whether a loop over it is one over the data loader that trains."""

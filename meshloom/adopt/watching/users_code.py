@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import inspect
 import types
-from collections import deque
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.weak import WeakIdKeyDictionary
 
-from meshloom.adopt.watching.draws import is_batch
+from meshloom.adopt.watching.draws import is_batch, tensors_of
 from meshloom.adopt.watching.passes import SeenFrame
 
 
@@ -26,7 +28,8 @@ class UsersCode:
         self.in_first_step = True
         self.made: dict[types.CodeType, dict[str, Any]] = {}
         self._known: dict[str, bool] = {}
-        self.returned: deque[tuple[str, Any]] = deque(maxlen=64)
+        self._returned = WeakIdKeyDictionary()  # of a tensor, the latest value that had it
+        self._returns = 0
 
     def is_users(self, file: str) -> bool:
         """Whether a file is the script, or beside it or below."""
@@ -49,10 +52,28 @@ class UsersCode:
             self.lines.setdefault(frame.f_code.co_filename, set()).add(frame.f_lineno)
         elif event == "return":
             if is_batch(value):
-                self.returned.append((frame.f_code.co_name, value))
+                self._keep(frame.f_code.co_name, value)
             if frame.f_code.co_name == "__init__" or _makes_optimizer(value):
                 self.made[frame.f_code] = dict(frame.f_locals)
         return self._trace_users
+
+    def _keep(self, name: str, value: Any) -> None:
+        leaves, structure = tree_flatten(value)
+        held = [weakref.ref(each) if isinstance(each, Tensor) else each for each in leaves]
+        self._returns += 1
+        for each in tensors_of(value):
+            self._returned[each] = self._returns, name, held, structure
+
+    def returned_with(self, tensors: Sequence[Tensor]) -> tuple[str, Any] | None:
+        """The function that returned one of the tensors last, and what it returned; None if none did, or a part of it is gone."""
+        found = [self._returned[each] for each in tensors if each in self._returned]
+        if not found:
+            return None
+        _, name, held, structure = max(found, key=lambda each: each[0])
+        leaves = [each() if isinstance(each, weakref.ref) else each for each in held]
+        if any(each is None for each, kept in zip(leaves, held, strict=True) if kept is not None):
+            return None
+        return name, tree_unflatten(leaves, structure)
 
     def users_frames(self, frame: types.FrameType | None) -> list[SeenFrame]:
         """The user's frames from the script to `frame`."""

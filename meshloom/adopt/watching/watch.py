@@ -30,7 +30,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter  # pyright: ignore[r
 from torch.utils.hooks import RemovableHandle
 
 from meshloom.adopt.watching.averaged import Averages, SeenAverage
-from meshloom.adopt.watching.draws import Draws, draws_now, set_draws, tensors_of
+from meshloom.adopt.watching.draws import Draws, draws_now, set_draws
 from meshloom.adopt.watching.passes import Passes, SeenFrame, SeenPass, values_of
 from meshloom.adopt.watching.users_code import UsersCode, caller, clipping
 from meshloom.core.errors import JobError
@@ -82,6 +82,7 @@ class Watched:
     seeded: bool = False
     closure: bool = False
     nexts: int = 1  # batches of the loader for one backward
+    own_modules: bool = False  # it imports files beside it
 
 
 def watch(script: Path, words: Sequence[str], num_steps: int) -> Watched:
@@ -110,6 +111,7 @@ def watch(script: Path, words: Sequence[str], num_steps: int) -> Watched:
                 raise
     for name in set(sys.modules) - known:  # a job imports the script's other files anew
         if watcher.python.is_users(getattr(sys.modules[name], "__file__", None) or ""):
+            watcher.watched.own_modules = True
             del sys.modules[name]
     watched = watcher.watched
     watched.passes, watched.average = watcher.passes.ended, watcher.averages.found()
@@ -238,11 +240,10 @@ class _Watcher:
                 and torch.is_grad_enabled()
                 and any(True for _ in module.parameters())
             ):
-                inputs = {id(each) for each in [*given, *named.values()] if isinstance(each, Tensor)}
-                for name, value in reversed(self.python.returned):
-                    if inputs & {id(each) for each in tensors_of(value)}:
-                        self._pending.called = name, value, draws_now()
-                        break
+                inputs = [each for each in [*given, *named.values()] if isinstance(each, Tensor)]
+                found = self.python.returned_with(inputs)
+                if found is not None:
+                    self._pending.called = *found, draws_now()
             if self.watched.loader is not None:
                 self.passes.called(module)
             if id(module) not in self._buffers and not self.watched.steps:

@@ -7,11 +7,24 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 _LOWEST_PRIORITY = 19  # as `nice` counts
+
+
+@dataclass
+class SavedShare:
+    """How much of its bytes a rank has written of a save, 0 to 1. told: called with the bytes and their number, for whoever waits."""
+
+    share: float = 0.0
+    told: Callable[[int, int], None] = lambda done, of: None
+
+    def note(self, done: int, of: int) -> None:
+        self.share = done / of if of else 1.0
+        self.told(done, of)
 
 
 class BackgroundSave:

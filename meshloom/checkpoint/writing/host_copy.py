@@ -69,14 +69,15 @@ class HostCopy:
     later: of which parts only updates change the elements: they are copied until `finish` returns, which training calls
     before its next update; the others are copied, or enqueued before what the device is given to compute later, when this
     is made. trusted: parameters among them, by name, that nobody may write meanwhile: one that torch has seen written
-    makes the save fail. `end` is called when the copy is written, or will not be.
+    makes the save fail. told: as of `write_divided`. `end` is called when the copy is written, or will not be.
     """
 
     def __init__(
         self, divided: DividedState, memory: CopyMemory, lender: Lender | None = None, *,
         later: Callable[[HeldSpan], bool] = lambda _: False, trusted: Mapping[str, Tensor] | None = None,
+        told: Callable[[int, int], None] = lambda done, of: None,
     ) -> None:  # fmt: skip
-        self._lender = lender
+        self._lender, self._told = lender, told
         copied = [(span, part) for span, part in divided.parts if not (lender and lender.lends(part))]
         lent = [(span, part) for span, part in divided.parts if lender and lender.lends(part)]
         starts, position = list[int](), 0
@@ -149,7 +150,9 @@ class HostCopy:
         problem = first_problem((yield from collect(group, {"problem": problem})))
         if problem is not None:
             return WrittenFiles(problem=problem, files={}, pieces={})
-        return (yield from write_divided(self._divided, self._lender)(directory, temporary, group))
+        return (
+            yield from write_divided(self._divided, self._lender, self._told)(directory, temporary, group)
+        )
 
     def end(self) -> None:
         """Nobody reads it any more."""

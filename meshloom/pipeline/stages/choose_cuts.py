@@ -63,6 +63,7 @@ def choose_cuts(
     kept: Mapping[str, Sequence[SavedTensor]] | None = None,
     step_seconds: Callable[[Sequence[StageCost]], float] | None = None,
     line: Intervals | None = None,
+    told: Callable[[int, int], None] = lambda done, of: None,
 ) -> CutChoice:
     """The stage of every node.
 
@@ -77,6 +78,7 @@ def choose_cuts(
     step_seconds: seconds of a step with these stages. If given, cuts near the best are tried too, and the
         shortest step wins; no stage becomes `UNEVEN` times as slow as the slowest was.
     line: the program's `line_of`, if known; it then determines `work` and `kept`.
+    told: as of `best_cuts`.
     Raises `PlanError` if there are too few places to cut, a module does not exist, or no cuts are within
     limits.
     """
@@ -93,7 +95,7 @@ def choose_cuts(
         in_flight=tuple(in_flight) or ((1,) * num_stages,),
         forbidden=_forbidden(line, holders, num_stages),
     )
-    chosen = _given(line, cuts, limits, holders) if cuts else _best(line, limits, holders)
+    chosen = _given(line, cuts, limits, holders) if cuts else _best(line, limits, holders, told)
     if step_seconds is not None and not cuts:
         # Stages are meant to split parameters and work even if a model is so small that communication takes
         # longer than all computation.
@@ -155,13 +157,13 @@ def _forbidden(line: Intervals, holders: Holders, num_stages: int) -> dict[int, 
     return found
 
 
-def _best(line: Intervals, limits: Limits, holders: Holders) -> list[int]:
+def _best(line: Intervals, limits: Limits, holders: Holders, told: Callable[[int, int], None]) -> list[int]:
     count = limits.num_stages
     if len(line.places) < count - 1:
         raise PlanError(
             f"The model can be cut at {len(line.places)} places, and {count} stages need {count - 1}. Use at most {len(line.places) + 1} stages."
         )
-    found = best_cuts(line, limits)
+    found = best_cuts(line, limits, told)
     if found is None:
         _check_holders(line, holders, count)
         everything = line.stage(0, line.num_nodes)

@@ -48,10 +48,15 @@ class Limits:
         return len(set(self.ranks)) < len(self.ranks)
 
 
-def best_cuts(line: Intervals, limits: Limits) -> list[int] | None:
-    """The ends of all stages but the last; None: none were found. Ties go to cuts that send the least."""
+def best_cuts(
+    line: Intervals,
+    limits: Limits,
+    told: Callable[[int, int], None] = lambda done, of: None,
+) -> list[int] | None:
+    """The ends of all stages but the last; None: none were found. Ties go to cuts that send the least. told: called with the
+    number of ends of a stage that have been looked at, and that of all."""
     unshared = [limits.memory_bytes] * limits.num_stages
-    found = _fastest(line, limits, unshared)
+    found = _fastest(line, limits, unshared, told)
     if found is None or not limits.is_shared or _excess(line, limits, found) <= 0:
         return found  # a lower bound if memory is shared
     return _best_sharing(line, limits, found)
@@ -100,12 +105,26 @@ def refined(
     return [places[each] for each in at]
 
 
-def _fastest(line: Intervals, limits: Limits, budgets: Sequence[float]) -> list[int] | None:
+def _fastest(
+    line: Intervals,
+    limits: Limits,
+    budgets: Sequence[float],
+    told: Callable[[int, int], None] = lambda done, of: None,
+) -> list[int] | None:
     """The exact solution for stages that may hold `budgets` bytes each. A solution on some of the places
-    bounds the search over all of them."""
+    bounds the search over all of them. told: as of `best_cuts`."""
     found, most = None, math.inf
-    for places in (*(_some_places(line, count * limits.num_stages) for count in (16, 128)), line.places):
-        found = _ends(line, limits, budgets, lambda row: row.takes, numpy.maximum, at=places, most=most)
+    rounds = [*(_some_places(line, count * limits.num_stages) for count in (16, 128)), line.places]
+    every = sum(len(each) + 1 for each in [*rounds, line.places])
+    looked = 0
+
+    def one_more() -> None:
+        nonlocal looked
+        looked += 1
+        told(looked, every)
+
+    for places in rounds:
+        found = _ends(line, limits, budgets, lambda row: row.takes, numpy.maximum, at=places, most=most, looked=one_more)  # fmt: skip
         most = _longest(line, found) * (1 + 1e-9) if found is not None else most
     if found is None:
         return None
@@ -113,7 +132,7 @@ def _fastest(line: Intervals, limits: Limits, budgets: Sequence[float]) -> list[
     def sends(row: Row) -> numpy.ndarray:
         return numpy.where(row.takes <= most, row.moved_bytes, math.inf)
 
-    return _ends(line, limits, budgets, sends, numpy.add, at=line.places, most=most)
+    return _ends(line, limits, budgets, sends, numpy.add, at=line.places, most=most, looked=one_more)
 
 
 def _some_places(line: Intervals, count: int) -> list[int]:
@@ -134,9 +153,10 @@ def _ends(
     *,
     at: Sequence[int],
     most: float = math.inf,
+    looked: Callable[[], None] = lambda: None,
 ) -> list[int] | None:
     """The cuts of least cost, where the stages' costs are combined by `combine`. at: the places. most:
-    seconds that a stage may take."""
+    seconds that a stage may take. looked: called for every place at which a stage may end."""
     places = numpy.array([0, *at, line.num_nodes])
     work = line.seconds[places]  # a stage that takes as much or more is excluded
     count = limits.num_stages
@@ -148,6 +168,7 @@ def _ends(
     least[0, 0] = 0.0 if combine is numpy.add else -math.inf
     start_of = numpy.zeros((count + 1, len(places)), dtype=int)
     for end in range(1, len(places)):
+        looked()
         stages = [
             stage for stage in range(count)
             if work[end] <= (stage + 1) * most + slack and work[-1] - work[end] <= most_after[stage] + slack

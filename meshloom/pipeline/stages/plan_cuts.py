@@ -37,6 +37,7 @@ def choose_stages(
     holders: Mapping[str, Collection[int]] | None = None,
     line: Intervals | None = None,
     pinned: Collection[str] = (),
+    told: Callable[[int, int], None] = lambda done, of: None,
 ) -> CutChoice:
     """The stages of a full program under `plan`. priced: node -> its cost. sizes: [microbatch], samples of
     one replica's, largest first.
@@ -44,7 +45,7 @@ def choose_stages(
     line: `line_of_plan`, if known.
     holders: parameter or buffer -> the stages that hold it since the job's first program was cut. Then
         nothing else counts, and a stage may be empty. Raises `PlanError` as `choose_cuts` does.
-    pinned: as for `computed_from_batch`.
+    pinned: as for `computed_from_batch`. told: as of `best_cuts`.
     """
     schedule = schedule_of(plan, len(sizes))
     price = step_seconds(schedule, rates.message_seconds, sizes=[each / sizes[0] for each in sizes])
@@ -62,6 +63,7 @@ def choose_stages(
             holders=holders,
             line=line,
             step_seconds=None if holders else price,
+            told=told,
         )
     except PlanError:
         stage_of = _followed(program, holders, schedule_of(plan, 1).ranks) if holders else None

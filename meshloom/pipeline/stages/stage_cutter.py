@@ -183,7 +183,14 @@ class StageCutter:
             if is_first and holders is not None:
                 holders = {name: holders[name] for name in self._used}
             chosen = partial(
-                choose_stages, full, priced, self._plan, rates, self.sizes, pinned=self._pinned()
+                choose_stages,
+                full,
+                priced,
+                self._plan,
+                rates,
+                self.sizes,
+                pinned=self._pinned(),
+                told=self._timings.counted,
             )
             try:
                 return chosen(holders)

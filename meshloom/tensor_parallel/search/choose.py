@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,6 +81,7 @@ def choose(
     placements: Mapping[str, str] | None = None,
     memory_bytes: float | None = None,
     priced: Mapping[str, Cost] | None = None,
+    told: Callable[[int, int], None] = lambda done, of: None,
 ) -> DivisionChoice:
     """The cheapest division of a program over `num_ranks` ranks.
 
@@ -90,16 +91,24 @@ def choose(
         that are held.
     memory_bytes: what a rank may hold of parameters, gradients, optimizer state and saved activations.
     priced: `costs` of the program, if already known.
+    told: as of `Formulation`.
     Raises `PlanError` if there is no such division.
     """
     price = rates or default_rates(layout.program.device.type)
     known = priced or costs(layout.program)
-    problem = Problem(layout, num_ranks, rates=price, costs=known, held=held, pins=placements)
+    problem = Problem(layout, num_ranks, rates=price, costs=known, held=held, pins=placements, told=told)
     try:
         return _choice(problem, *problem.solve(memory_bytes))
     except InfeasibleError:
         problem = Problem(
-            layout, num_ranks, rates=price, costs=known, held=held, pins=placements, share_blocks=False
+            layout,
+            num_ranks,
+            rates=price,
+            costs=known,
+            held=held,
+            pins=placements,
+            share_blocks=False,
+            told=told,
         )
         return _choice(problem, *problem.solve(memory_bytes))
 

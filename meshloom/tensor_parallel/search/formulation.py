@@ -8,7 +8,7 @@ which then cost as often as the blocks occur.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,8 @@ from meshloom.tensor_parallel.search.options import Options
 from meshloom.tensor_parallel.search.repeats import Representatives, UnlikeBlocksError
 from meshloom.tensor_parallel.search.reshards import Reshard
 from meshloom.tensor_parallel.search.strategies import Strategy
+
+Told = Callable[[int, int], None]
 
 
 class Decisions:
@@ -63,17 +65,17 @@ class Formulation:
     """The decisions and reshards of a program.
 
     placements, strategies: of each graph input and node, its options with their numbers.
-    reshards: between decisions. reshard_bytes: [options of the source, targets] of each, the bytes saved.
+    reshards: between decisions. reshard_bytes: [options of the source, targets] of each, the bytes saved. told: called with
+    the number of nodes whose options are known, and that of all.
     Raises `UnlikeBlocksError` if blocks that represent each other have other options.
     """
 
-    def __init__(self, options: Options, costs: DivisionCosts, representatives: Representatives) -> None:
+    def __init__(
+        self, options: Options, costs: DivisionCosts, representatives: Representatives, told: Told
+    ) -> None:
         self.decisions = Decisions()
-        self.reshards: list[Reshard] = []
-        self.reshard_bytes: list[Floats] = []
-        self._options = options
-        self._costs = costs
-        self._representatives = representatives
+        self.reshards, self.reshard_bytes = list[Reshard](), list[Floats]()
+        self._options, self._costs, self._representatives = options, costs, representatives
         self._layout = layout = options.layout
         # value -> placement in which it is produced -> options
         self._produced: dict[str, dict[Placement, list[int]]] = {}
@@ -90,8 +92,10 @@ class Formulation:
             self.placements[value] = self._input(value)
         nodes = layout.program.nodes
         self.strategies: dict[str, list[tuple[Strategy, int]]] = {node.name: [] for node in nodes}
-        for node in sorted(nodes, key=lambda node: representative(node.name) != node.name):
+        ordered = sorted(nodes, key=lambda node: representative(node.name) != node.name)
+        for done, node in enumerate(ordered, start=1):
             self.strategies[node.name] = self._node(node)
+            told(done, len(nodes))
 
         program = layout.program
         outputs = [out.name for out in program.outputs if hasattr(out, "name")]

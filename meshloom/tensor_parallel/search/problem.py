@@ -7,7 +7,7 @@ wanted in another placement than it is produced in is resharded, once for all no
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 
 import numpy as np
@@ -52,7 +52,9 @@ class Problem:
         held: Held | None = None,
         pins: Mapping[str, str] | None = None,
         share_blocks: bool = True,
+        told: Callable[[int, int], None] = lambda done, of: None,
     ) -> None:
+        self._told = told
         self.layout = layout
         self.num_ranks = num_ranks
         self.share_blocks = share_blocks
@@ -73,7 +75,7 @@ class Problem:
 
     def _formulated(self, repeats: Repeats) -> Formulation:
         representatives = Representatives(self.layout, self.numbers, self._cuts, repeats)
-        return Formulation(self._options, self._costs, representatives)
+        return Formulation(self._options, self._costs, representatives, self._told)
 
     def solve(self, memory_bytes: float | None = None) -> tuple[list[int], float, bool]:
         """The cheapest division: which of its options each graph input and node takes, in order; its seconds;

@@ -30,7 +30,7 @@ opt = torch.optim.SGD(net.parameters(), lr=0.1)
 scaler = torch.amp.GradScaler("cpu", enabled=use_amp)
 
 for epoch in range(epochs):
-    for input, target in loader:  # noqa: A001
+    for input, target in loader:
         with torch.autocast(device_type="cpu", dtype=torch.bfloat16, enabled=use_amp):
             output = net(input)
             loss = loss_fn(output.float(), target)

@@ -32,7 +32,7 @@ lr_decay_iters = 100
 min_lr = 1e-4
 device = "cpu"
 dtype = "bfloat16"
-compile = True  # noqa: A001
+compile = True
 
 torch.manual_seed(1337)
 device_type = "cuda" if "cuda" in device else "cpu"

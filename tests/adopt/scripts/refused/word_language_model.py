@@ -20,7 +20,7 @@ class RNNModel(nn.Module):
         self.rnn = nn.GRU(16, 16)
         self.decoder = nn.Linear(16, 256)
 
-    def forward(self, input, hidden):  # noqa: A002
+    def forward(self, input, hidden):
         output, hidden = self.rnn(self.encoder(input), hidden)
         return self.decoder(output).view(-1, 256), hidden
 

@@ -1,0 +1,1 @@
+"""What a job reads in place of a script's loader."""
