@@ -270,8 +270,8 @@ def _in_any_way(seed: int) -> Callable[..., DivisionChoice]:
     return drawn
 
 
-def _anywhere(chance: random.Random) -> Callable[[Intervals, Limits], list[int] | None]:
-    def anywhere(line: Intervals, limits: Limits) -> list[int] | None:
+def _anywhere(chance: random.Random) -> Callable[[Intervals, Limits, object], list[int] | None]:
+    def anywhere(line: Intervals, limits: Limits, _: object) -> list[int] | None:
         count = limits.num_stages - 1
         for _ in range(200):
             cuts = sorted(chance.sample(list(line.places), count))

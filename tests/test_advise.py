@@ -94,6 +94,7 @@ def wide_job(layers: int = 6, width: int = 192) -> Any:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_a_machine_without_the_memory_gets_its_optimizer_state_on_disk(monkeypatch: pytest.MonkeyPatch):
     """Where nothing else fits. Its price is that of the plan without it and of the bytes that the disk reads and writes."""
@@ -277,6 +278,7 @@ def test_records_have_what_is_promised_and_the_text_says_the_same():
     assert "<- take this" in text and found.reason in text and "Amdahl:" in text
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_a_loss_that_decides_by_values_is_priced():
     job = make_job("mlp", "sgd")

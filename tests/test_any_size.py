@@ -179,6 +179,7 @@ def test_where_a_size_becomes_something_else_each_is_read(kind: str):
     assert follow(job_of(BY_SIZE[kind]), [batch_of(*each) for each in sizes])[-1] >= len(sizes)
 
 
+@pytest.mark.slow
 def test_each_side_of_a_question_has_a_program_of_its_own():
     """Sizes on the other side of one that is asked for are read for themselves."""
     asks = job_of(lambda model, x: x.tanh() if x.shape[1] == x.shape[2] else x)  # the width, 6

@@ -137,7 +137,6 @@ def test_the_files_are_those_of_a_foreground_save(plan: str, model: str, held: H
     "dp=1-False",
     "dp=3,zero=2-True",
     "dp=2,zero=3-True",
-    "pp=2-True",
     "dp=2,exchange=diloco,local_steps=2-True",
     "dp=2,exchange=server-True",
 )

@@ -41,7 +41,7 @@ def check(name: str, plan: str, steps: int = STEPS) -> None:
     assert report and report.passed
 
 
-@pytest.mark.covering("float", "int that picks", "text")
+@pytest.mark.covering("float", "text")
 @pytest.mark.parametrize("name", EQUAL)
 def test_what_a_batch_holds_besides_tensors_is_what_it_is_in_every_step(name: str):
     check(name, "tp=2")
@@ -73,6 +73,7 @@ def test_it_is_trained_all_the_same(name: str, plan: str):
     assert report and report.passed
 
 
+@pytest.mark.slow
 def test_metrics_have_values_of_their_own():
     def losses(plan: str) -> dict[int, float]:
         seen: dict[int, float] = {}

@@ -106,7 +106,7 @@ def check_equal(model: str, plan: str, steps: int) -> None:
     assert all(step.passed for step in report.steps), wrong
 
 
-@pytest.mark.covering("tp=2")
+@pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.usefixtures("small_regions")
 @pytest.mark.parametrize("plan", ["dp=2", "tp=2"])

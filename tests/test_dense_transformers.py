@@ -166,6 +166,7 @@ def test_a_block_is_divided_but_for_its_norms_and_sums_each_pair_once_per_direct
         assert Counter((each.collective, each.backward, each.num_bytes) for each in inside) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param("gpt2", marks=pytest.mark.slow), "llama"])
 def test_with_parts_of_the_sequence_the_volume_is_the_same(name: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(meshloom.replica.program_engine, "Division", partial(Division, rates=BY_SEQUENCE))

@@ -62,6 +62,7 @@ def test_every_kind_of_family_is_trained_under_every_plan():
     )
 
 
+@pytest.mark.slow
 @read
 def test_replicas_of_divided_models_equal_one_device(family: Family):
     job = replace(family.make_job(True), batch_size=4 if family.name in NO_CHUNK_OF_ONE else 3)

@@ -229,6 +229,7 @@ def test_a_rank_is_expected_to_have_its_share_of_rows():
     assert all(isinstance(each.output, Part) for each in products)
 
 
+@pytest.mark.slow
 def test_replicas_of_divided_experts_equal_one_device():
     """Two replicas of two ranks, clipped, dropout on; the memory of parameters is divided."""
     report = verify(

@@ -378,6 +378,7 @@ def test_a_loss_that_looks_at_the_cache_has_one() -> None:
     assert program.digest() != CapturedLoss(language_model(own_loss)).capture(words).digest()
 
 
+@pytest.mark.slow
 def test_a_model_that_computes_something_else_with_a_cache_is_found_out() -> None:
     """Only the comparison with eager can know."""
 

@@ -69,6 +69,7 @@ def test_gradients_that_are_added_up_over_tp_equal_one_device():
     assert report.passed, report.causes
 
 
+@pytest.mark.slow
 def test_in_a_plan_with_several_chunks_the_weights_of_linear_layers_are_made_in_the_bucket(
     monkeypatch: pytest.MonkeyPatch,
 ):

@@ -55,7 +55,7 @@ def keyed(job: Job, plan: str, **settings: Any) -> Trainer:
     return Trainer(job, f"{plan},keyed_draws=true", devices="simulated", dtype=torch.float64, **settings)
 
 
-@pytest.mark.covering("mlp-adamw", "cnn-adamw-pp=3", "unused_twice-muon")
+@pytest.mark.covering("mlp-adamw", "unused_twice-muon")
 @pytest.mark.parametrize(("model", "optimizer", "plan"), CASES)
 def test_a_plan_equals_one_device(model: str, optimizer: str, plan: str):
     # the third batch is a short one
@@ -70,6 +70,7 @@ def test_a_plan_equals_one_device(model: str, optimizer: str, plan: str):
     assert largest_error(report) < 1e-10
 
 
+@pytest.mark.slow
 def test_a_stage_without_parameters_divides_none_over_tp():
     """Its ranks took part in bringing gradients together for Adafactor, with the whole parameters of the
     other stage."""
@@ -209,6 +210,7 @@ def test_ranks_that_drift_apart_are_found():
             trainer.fit()
 
 
+@pytest.mark.slow
 def test_mistakes_are_one_sentence():
     with pytest.raises(CaptureError, match=r"jobs.py:\d+ .*Plans with dp alone run the module as it is"):
         keyed(make_job("mlp", "sgd", loss=adding_loss), "pp=2,recompute=full")
@@ -302,6 +304,7 @@ def test_processes_equal_one_device(model: str, optimizer: str, plan: str, size:
     assert on_ranks(verified, size, model, optimizer, plan, timeout_seconds=150.0)[0] == "EQUAL"
 
 
+@pytest.mark.slow
 def test_a_stage_that_only_has_dropout_has_nothing_to_do_in_evaluation():
     job = make_job("cnn", "sgd")
     job = replace(job, evaluate=Evaluate(data=job.data, metrics={"loss": job.loss}, every=1))

@@ -71,6 +71,7 @@ def test_one_plan_is_priced_by_itself(measured: Path, capsys: pytest.CaptureFixt
     assert "Amdahl" not in text
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_a_second_start_captures_nothing(
     measured: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

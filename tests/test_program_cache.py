@@ -341,6 +341,7 @@ def normed() -> nn.Module:
     return nn.Sequential(Block(), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, 3))
 
 
+@pytest.mark.slow
 def test_batch_norm_is_kept_and_a_plan_that_synchronises_it_reads_nothing(tmp_path: Path):
     """Synchronised layers have forwards with groups in them, which have no digest; such plans run modules,
     and come to no reading."""
@@ -359,6 +360,7 @@ def test_batch_norm_is_kept_and_a_plan_that_synchronises_it_reads_nothing(tmp_pa
     ]
 
 
+@pytest.mark.slow
 def test_another_plan_takes_the_reading_and_chooses_for_itself(tmp_path: Path):
     for plan, divisions in (("tp=2", 1), ("tp=4", 2), ("tp=2,tp_placements=0.linear:replicated", 3)):
         timings = Timings()

@@ -181,7 +181,7 @@ def annealed(model: nn.Module, batch: Any) -> Tensor:
     return loss + weight * found.square().mean() if ml.step() % 2 == 0 else loss
 
 
-@pytest.mark.covering("Drops")
+@pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("model", "loss", "plan"),

@@ -28,7 +28,7 @@ def slow(*values: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
-@pytest.mark.covering("dp=2,zero=1", "pp=2")
+@pytest.mark.covering("dp=2,zero=1")
 @pytest.mark.parametrize(
     ("text", "tolerance"),
     [

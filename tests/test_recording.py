@@ -279,6 +279,20 @@ def test_a_recorded_construction_has_the_bits_of_the_real_one(build: Callable[[]
     assert_equal(build)
 
 
+@pytest.mark.covering(
+    "padded",
+    "rewritten",
+    "tied",
+    "one_storage",
+    "rotary",
+    "constants",
+    "double",
+    "loaded",
+    "asks",
+    "seeded_again",
+    "frozen",
+    "run_once",
+)
 @pytest.mark.parametrize(
     "build",
     [

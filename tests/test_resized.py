@@ -116,6 +116,7 @@ def test_every_length_is_trained_as_on_one_device(kind: str, plan: str, compared
     assert bool(compared) == (kind in NEW_MODELS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [name if name in COVERING else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
 )

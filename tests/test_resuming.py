@@ -180,7 +180,7 @@ def test_only_rank_0_needs_to_see_the_checkpoint(plan: str, transport: str, tmp_
     assert most == most_by_other == 1
 
 
-@pytest.mark.covering("dp=2", "tp=2")
+@pytest.mark.covering("dp=2")
 @pytest.mark.parametrize(
     "plan",
     ["dp=2", pytest.param("tp=2", marks=pytest.mark.long), pytest.param("pp=2", marks=pytest.mark.long)],

@@ -150,7 +150,7 @@ def test_a_converted_script_is_verified(name: str, plan: str, tmp_path: Path):
     assert report is not None and report.passed, (report.first_wrong, report.causes)
 
 
-@pytest.mark.covering("fine_tuning", "mixed_images", "by_lightning_rules")
+@pytest.mark.covering("fine_tuning", "mixed_images")
 @pytest.mark.parametrize(("name", "plan"), PAIRS)
 def test_a_converted_script_trains_as_it_did_alone(name: str, plan: str, tmp_path: Path):
     script = SCRIPTS[name](tmp_path)

@@ -268,6 +268,7 @@ DEEP = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name == "llama" else pytest.mark.slow) for name in DEEP]

@@ -184,6 +184,7 @@ def test_programs_use_the_rows_of_one_device(size: str, optimizer: str, plan: st
     test_a_sparse_step_is_one_device_s(optimizer, size, plan)
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_rows_and_not_the_table_travel_along_dp() -> None:
     """300 rows of 5 and of 3 elements, of which a replica uses at most 12."""
@@ -193,6 +194,7 @@ def test_rows_and_not_the_table_travel_along_dp() -> None:
     assert 2 * sum(summary.counted.bytes["dp"].values()) < sum(dense.counted.bytes["dp"].values())
 
 
+@pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.parametrize("parts", [["table", "bags"], pytest.param(["Words"], marks=pytest.mark.slow)])
 @pytest.mark.parametrize(

@@ -67,6 +67,7 @@ def test_traffic_is_the_formula_for_even_and_uneven_microbatches():
         ]
 
 
+@pytest.mark.slow
 def test_half_of_the_replicas_send_half():
     whole, half = (
         staged_of(job_of(Stack), plan(f"dp={dp},pp=2,microbatches=2,cuts=layers.2"), machine=MACHINE).traffic
@@ -118,6 +119,7 @@ def test_nothing_is_offered_that_does_not_fit():
     assert all(each.rank_bytes <= limit for each in bound.better)
 
 
+@pytest.mark.slow
 def test_where_calls_take_all_the_time_no_more_microbatches_are_offered():
     """An operator of the example machine takes 1 us, however small: as many more of them as there are
     microbatches."""
@@ -167,6 +169,7 @@ def test_describe_prints_stages_and_writes_them(tmp_path: Path, capsys: pytest.C
     assert [each["rank"] for each in record["stages"]] == [0, 1] and record["step_seconds"] > 0
 
 
+@pytest.mark.slow
 def test_default_rates_are_said_to_be_that(capsys: pytest.CaptureFixture[str]):
     text = "\n".join(
         lines_of(staged_of(job_of(Stack, batch_size=16), plan("pp=2,tp=2,microbatches=2,schedule=gpipe")))

@@ -59,6 +59,7 @@ def test_a_rank_holds_half_of_parameters_gradients_and_optimizer_state():
             assert size <= 0.55 * one[kind], f"{kind}: {size} of {one[kind]} bytes"
 
 
+@pytest.mark.slow
 def test_no_rank_keeps_parameters_as_the_model_was_built_with_them():
     """Units, found in the whole model, kept all of it, though without values."""
     job: Any = load_job(str(EXAMPLE))

@@ -90,7 +90,7 @@ def test_a_plan_trains_by_the_rule(case: str, plan: str):
     agree(found, by_the_rule(case, copy.deepcopy(built(case)), Plan.parse(plan).num_chunks))
 
 
-@pytest.mark.covering("spectral norm", "observed")
+@pytest.mark.covering("spectral norm", "observed-dp=2")
 @pytest.mark.parametrize(
     ("case", "plan"),
     combinations(

@@ -140,6 +140,7 @@ def test_where_a_cast_allows_less_parameters_are_held_as_in_training(monkeypatch
     assert report is not None and report.passed, report and report.causes
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_a_model_that_does_something_else_in_each_precision_has_no_program_in_its_own():
     def build(dtype: torch.dtype | None) -> Program:

@@ -32,6 +32,7 @@ def rows(directory: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(stream))
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_the_file_has_what_the_records_have(tmp_path: Path):
     """On a simulated mesh, along tp and pp."""

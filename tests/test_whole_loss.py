@@ -110,6 +110,7 @@ def test_a_run_goes_on_under_another_plan(tmp_path: Path) -> None:
     assert all(torch.allclose(held[name], each, rtol=TOLERANCE) for name, each in state.items())
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_what_only_a_program_can_do_is_refused() -> None:
     for asked, what in (
@@ -184,6 +185,7 @@ def test_what_ranks_run_is_known_before() -> None:
     assert str(runs) == "dp=2" and "hook" in notes[0]
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_advice_prefers_replicas() -> None:
     here = Devices(num_ranks=2, machine=machine(), threads_of=lambda ranks: 1, common_memory=True)

@@ -197,6 +197,7 @@ def _with_dropout(plan: str, found: dict[str, list[float]]) -> None:
         found[plan] = [trainer.step(batch) for batch in trainer.batches()]
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_trainers_of_several_threads_do_not_disturb_each_other() -> None:
     """They seed and draw from the same generators, so that each got some of the other's draws."""

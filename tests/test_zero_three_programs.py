@@ -119,6 +119,7 @@ def test_axes_and_recomputation_together(plan: str, kind: str) -> None:
     holds(kind, plan)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("schedule", "batch"),
     [

@@ -77,7 +77,7 @@ def test_a_plan_equals_one_device(model: str, optimizer: str, plan: str):
     assert max(report.owned) < 0.75
 
 
-@pytest.mark.covering("mlp-sgd-dp=2", "unused_twice-adamw-dp=2,pp=2", "branch-adafactor-dp=3")
+@pytest.mark.covering("mlp-sgd-dp=2", "branch-adafactor-dp=3")
 @pytest.mark.parametrize(
     ("model", "optimizer", "plan"),
     few(

@@ -41,14 +41,7 @@ def _cases() -> Iterator[Any]:
             yield pytest.param(name, plan, marks=marks, id=f"{name}-{plan}")
 
 
-@pytest.mark.covering(
-    "contrast: moco queue",
-    "functions: sparsemax",
-    "series: informer",
-    "language: crf",
-    "functions: learned step size",
-    "physics: burgers",
-)
+@pytest.mark.covering("functions: sparsemax", "series: informer", "language: crf")
 @pytest.mark.parametrize(("name", "plan"), [*_cases()])
 def test_a_job_equals_one_device(name: str, plan: str) -> None:
     def check() -> None:
