@@ -68,6 +68,7 @@ VERIFY = ["verify", DIGITS, "--quick", "--steps", "1", "--plan"]
 TRAIN = ["train", DIGITS, "--steps", "3", "--plan"]
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_srun_starts_a_rank_for_each_task(tmp_path: Path):
     records = _submit(

@@ -75,6 +75,7 @@ def test_ranks_that_slow_each_other_down_are_found(tmp_path: Path, monkeypatch: 
     assert list(found) == [2] and 1.4 < found[2] < 2.4
 
 
+@pytest.mark.slow
 def test_a_companion_that_fails_measures_nothing_and_says_why(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("FAILS_ELSEWHERE", str(os.getpid()))
     found, ended, failure = factors("failing", failing)

@@ -54,6 +54,7 @@ def _verified(name: str, plan: str) -> str | None:
     return "EQUAL" if report.passed else stream.getvalue()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [name if name == "llama" else pytest.param(name, marks=pytest.mark.slow) for name in PINS]
 )

@@ -228,6 +228,7 @@ def test_tensor_parallel_shows_one_product_twice_and_verifies_a_transformer(tmp_
     ]
 
 
+@pytest.mark.slow
 @together
 def test_layers_on_devices_send_what_is_predicted_and_lose_what_one_device_loses(tmp_path: Path):
     first_half = f"import runpy; runpy.run_path({str(ROOT / 'examples/08_layers_on_devices.py')!r})['train_and_compare']()"

@@ -119,6 +119,7 @@ def _on_a_rank(kind: str, directory: str, how: str, plan: str) -> bool | None:
     return equal(job_of(kind, directory, how), plan, "cpu")
 
 
+@pytest.mark.covering("gpt2-weights-dp=2")
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("kind", "how", "plan"),

@@ -360,6 +360,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_ranks_are_meshloom_s_and_equal_one_device(tmp_path: Path) -> None:
     """The arguments say use_cpu=True, with which accelerate makes a rank of each process that has the launcher's variables."""

@@ -3,6 +3,7 @@ next one."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -61,6 +62,10 @@ def test_every_kind_of_leak_fails_its_own_test_alone(tmp_path: Path):
         cwd=tmp_path,
         capture_output=True,
         text=True,
+        env={
+            **os.environ,
+            "PYTHONPATH": str(Path(__file__).parents[1]),
+        },  # the fixtures' file imports another
     )
     sections = done.stdout.split("ERROR at teardown of test_")[1:]
     assert len(sections) == len(LEAKS), done.stdout

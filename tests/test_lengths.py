@@ -107,6 +107,7 @@ def _verified(plan: str) -> bool | None:
     return report.passed if report else None
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("num_ranks", "plan"), [(2, "tp=2"), pytest.param(4, "pp=2,tp=2,microbatches=2", marks=pytest.mark.slow)]

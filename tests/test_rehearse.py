@@ -74,6 +74,7 @@ def test_bytes_are_those_that_a_run_counts(model: str, text: str):
     assert per_step == found.num_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_ranks_that_share_memory_hand_over_what_was_rehearsed(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

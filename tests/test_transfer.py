@@ -240,6 +240,7 @@ def print_hashes() -> None:
     print(json.dumps([[each.digest(), hashlib.sha256(pack(each)).hexdigest()] for each in programs]))
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_the_hash_is_the_same_in_every_process(capsys: pytest.CaptureFixture[str]):
     print_hashes()

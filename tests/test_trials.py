@@ -107,6 +107,7 @@ def test_a_step_of_ranks_that_sleep_takes_their_sleep():
     assert said == ["trial 1 of 4: dp=1", "trial 2 of 4: dp=2", "trial 3 of 4: dp=2", "trial 4 of 4: dp=1"]
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_a_trial_that_fails_says_why(capfd: pytest.CaptureFixture[str]):
     assert try_plans([option("dp=2", 1.0)], f"{__file__}:failing", "auto", lambda text: None) == {

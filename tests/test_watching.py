@@ -49,6 +49,7 @@ def test_the_file_has_what_the_records_have(tmp_path: Path):
     assert [float(row["evaluation/mean"]) for row in found if row["evaluation/mean"]] == evaluated
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_processes_write_one_file(tmp_path: Path):
     assert (

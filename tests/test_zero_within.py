@@ -74,6 +74,7 @@ def test_a_checkpoint_goes_on_under_another_plan_and_back(tmp_path: Path) -> Non
     assert_goes_on_and_back("tied", "muon", "dp=4,zero=3,zero_within=2", "dp=3,zero=3", tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_processes_that_share_nothing_compute_what_simulated_ranks_do() -> None:
     plans, kinds = ["dp=4,zero=3,zero_within=2,microbatches=2"] * 2, ["shuffled", "tied"]
