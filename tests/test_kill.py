@@ -50,11 +50,12 @@ def test_a_killed_rank_is_named_and_the_run_resumes(tmp_path: Path) -> None:
 @pytest.mark.timeout(1800)
 def test_thirty_kills_at_random_moments(tmp_path: Path) -> None:
     chooser = random.Random(0)
-    resumed = 0
     for attempt in range(30):
         out = tmp_path / f"run-{attempt % 5}"  # later runs go on from what earlier ones left
         more = ["--resume", str(out)] if newest(out) else []
         with running(command(out, *more)) as process:
+            if attempt >= 25:  # however slowly a run starts, the last ones leave something to go on from
+                wait_for_checkpoint(process, out)
             let_run(process, chooser.uniform(0.0, 12.0))  # start-up takes about half of it
             rank, at = kill_a_rank(process, chooser)
             errors, ended = told(process)
@@ -62,11 +63,9 @@ def test_thirty_kills_at_random_moments(tmp_path: Path) -> None:
         assert ended - at < SECONDS_TO_TELL
         assert re.search(rf"[Rr]ank {rank} \(dp={rank}\) was killed by SIGKILL", errors), errors
         assert_nothing_left(out)
-        if newest(out) and attempt >= 25:
+        if attempt >= 25:
             began, last = steps_after_resume(command(out), out)
             assert last == began + 5
-            resumed += 1
-    assert resumed >= 3
 
 
 @pytest.mark.slow
