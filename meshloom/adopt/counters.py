@@ -234,10 +234,9 @@ def _taken(script: Script, loop: Loop) -> tuple[str, int] | None:
     ]
     if not numbers:
         return None
-    number = loop.source.segment(numbers[0])
-    return (number if script.micro_batches == 1 else f"({number}) // {accumulation(script)}"), numbers[
-        0
-    ].lineno
+    first, factor = numbers[0], script.micro_batches
+    number = loop.source.segment(first)
+    return (number if factor == 1 else f"({number}) // {accumulation(script)}"), first.lineno
 
 
 def _attribute(script: Script) -> str | None:

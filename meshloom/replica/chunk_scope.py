@@ -14,9 +14,10 @@ from meshloom.comm.rank_context import RankContext
 from meshloom.comm.steps import Steps
 from meshloom.core.job import Job
 from meshloom.core.losses.turns import LossTurn
-from meshloom.core.modules.compiled import draw_as_written, uncompiled
+from meshloom.core.modules.compiled import draw_as_written
 from meshloom.core.modules.own_generators import own_generators, seed_own_generators
 from meshloom.core.moments.current_step import Moment
+from meshloom.core.moments.uncompiled import uncompiled
 from meshloom.core.plan import Plan
 from meshloom.core.random import KeyedDraws, Rows, chunk_seed, evaluation_seed, seed_of_turn, seed_torch
 from meshloom.data.chunks import Chunk

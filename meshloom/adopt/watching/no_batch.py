@@ -31,38 +31,35 @@ def whole_batch(script: Script, wanted: set[str]) -> list[str]:
 
 def no_batch(script: Script) -> UntranslatedError:
     """Why a script has no batches, with what to do."""
-    if (line := _left_for_next(script)) is not None:
-        return line[0].refuse(
-            f"{line[1]!r} goes from one batch to the next. Keep it, without gradients, in an attribute of the model (docs/buffers.md#tensors-in-attributes), "
+    if (left := _left_for_next(script)) is not None:
+        line, name = left
+        return line.refuse(
+            f"{name!r} goes from one batch to the next. Keep it, without gradients, in an attribute of the model (docs/buffers.md#tensors-in-attributes), "
             "and let batches have one row a sample."
         )
-    for loop in script.route.loops:
-        data = script.evaluate(script.iterated.unwrapped(loop.node.iter)) if isinstance(loop.node, ast.For) else None  # fmt: skip
+    loops = [
+        (loop.node, script.evaluate(script.iterated.unwrapped(loop.node.iter)))
+        for loop in script.route.loops
+        if isinstance(loop.node, ast.For)
+    ]
+    for node, data in loops:
         if isinstance(data, list | tuple) and data and not isinstance(data[0], str):
             return one_refusal(
-                script, loop.node.lineno,
+                script, node.lineno,
                 "the loop takes one sample a step, and a plan divides batches. Make them: a DataLoader of this list with batch_size=..., and a "
                 "collate_fn that pads what differs in length.",
             )  # fmt: skip
-    for loop in script.route.loops:
-        if isinstance(loop.node, ast.For) and any(method(each) == "zip" for each in calls(loop.node.iter)):
+    for node, data in loops:
+        if any(method(each) == "zip" for each in calls(node.iter)):
             return one_refusal(
-                script, loop.node.lineno,
+                script, node.lineno,
                 "the loop takes a batch of each of several DataLoaders (zip). Make one Dataset whose sample is one of each (index % len), and loop over its DataLoader.",
             )  # fmt: skip
-        value = (
-            script.evaluate(script.iterated.unwrapped(loop.node.iter))
-            if isinstance(loop.node, ast.For)
-            else None
-        )
-        if (
-            script.watched.loader is not None
-            and type(value).__module__ == "__main__"
-            and isinstance(value, Iterable)
-        ):
-            kind = type(value).__name__
+        own = type(data).__module__ == "__main__" and isinstance(data, Iterable)
+        if script.watched.loader is not None and own:
+            kind = type(data).__name__
             return one_refusal(
-                script, loop.node.lineno,
+                script, node.lineno,
                 f"the loop is over a {kind}, and not over the DataLoader that it reads. Loop over that, and do what {kind} does in the loop or in a collate_fn.",
             )  # fmt: skip
     return one_refusal(

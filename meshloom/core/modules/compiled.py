@@ -8,12 +8,8 @@ after `module.compile()`.
 from __future__ import annotations
 
 import sys
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import nn
 
 from meshloom.core.errors import JobError
@@ -54,42 +50,6 @@ def compiled_names(model: nn.Module) -> list[str]:
     """The names of the modules whose compiled code is called."""
     modules: list[tuple[str, Any]] = list(model.named_modules())
     return [name for name, module in modules if module._compiled_call_impl is not None]
-
-
-@contextmanager
-def uncompiled() -> Iterator[None]:
-    """Runs as it is written what the user has compiled, functions too: compiled code takes no tensors without values, and
-    shows no operators to who reads it."""
-    if "torch._dynamo" not in sys.modules:  # nothing is compiled
-        yield
-        return
-    _Stance.enter()
-    try:
-        yield
-    finally:
-        _Stance.leave()
-
-
-class _Stance:
-    """Torch's stance, of which a process has one: ranks of one process may enter and leave in any order."""
-
-    _lock = threading.Lock()
-    _inside = 0
-    _changed: Any = None
-
-    @classmethod
-    def enter(cls) -> None:
-        with cls._lock:
-            if not cls._inside:
-                cls._changed = torch.compiler.set_stance("force_eager")
-            cls._inside += 1
-
-    @classmethod
-    def leave(cls) -> None:
-        with cls._lock:
-            cls._inside -= 1
-            if not cls._inside:
-                cls._changed.__exit__(None, None, None)
 
 
 def draw_as_written() -> None:

@@ -13,7 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshloom.core.moments.once import once_in_process
 
+
+@once_in_process
 @contextmanager
 def branches_as_written() -> Iterator[None]:
     """A context in which `torch.cond` of a condition with a value calls the branch; where code is read or compiled it is torch's.
@@ -23,9 +26,6 @@ def branches_as_written() -> Iterator[None]:
     tensor(2.)
     """
     of_torch: Any = torch.cond
-    if hasattr(of_torch, "runs_as_written"):  # another rank of this process has done it
-        yield
-        return
 
     @wraps(of_torch)
     def cond(
@@ -35,9 +35,7 @@ def branches_as_written() -> Iterator[None]:
             return of_torch(pred, true_fn, false_fn, operands)
         return (true_fn if pred else false_fn)(*operands)
 
-    as_written: Any = cond
-    as_written.runs_as_written = True
-    torch.cond = as_written
+    torch.cond = cond
     try:
         yield
     finally:

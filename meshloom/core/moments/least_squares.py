@@ -6,7 +6,6 @@ bits from call to call. Ranks that compute the same parts of a model would drift
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,41 +13,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshloom.core.moments.once import once_in_process
+
 _linalg: Any = torch.linalg
 
 
+@once_in_process
 @contextmanager
 def least_squares_alike() -> Iterator[None]:
     """A context in which `torch.linalg.lstsq` takes `gelsd` on CPUs, where no driver is named: by singular values, for every rank of a matrix
     as `gelsy` is."""
-    _Replaced.enter()
+    of_torch = _linalg.lstsq
+    _linalg.lstsq = _by_singular_values(of_torch)
     try:
         yield
     finally:
-        _Replaced.leave()
-
-
-class _Replaced:
-    """Torch's function, of which a process has one: ranks of one process may enter and leave in any order."""
-
-    _lock = threading.Lock()
-    _inside = 0
-    _as_it_was: Any = None
-
-    @classmethod
-    def enter(cls) -> None:
-        with cls._lock:
-            if not cls._inside:
-                cls._as_it_was = _linalg.lstsq
-                _linalg.lstsq = _by_singular_values(_linalg.lstsq)
-            cls._inside += 1
-
-    @classmethod
-    def leave(cls) -> None:
-        with cls._lock:
-            cls._inside -= 1
-            if not cls._inside:
-                _linalg.lstsq = cls._as_it_was
+        _linalg.lstsq = of_torch
 
 
 def _by_singular_values(lstsq: Any) -> Any:

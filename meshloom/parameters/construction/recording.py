@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 from torch.utils._pytree import tree_leaves, tree_map
 
-from meshloom.core.modules.compiled import uncompiled
 from meshloom.core.modules.module_caches import no_tensors_kept
+from meshloom.core.moments.uncompiled import uncompiled
 from meshloom.parameters.construction.draw_marks import draws_made, set_mark
 from meshloom.parameters.construction.exits import (
     Exits,

@@ -16,9 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from meshloom.core.job import Job
-from meshloom.core.modules.compiled import uncompiled
 from meshloom.core.moments.branches import branches_as_written
 from meshloom.core.moments.current_step import at_step
+from meshloom.core.moments.uncompiled import uncompiled
 from meshloom.core.random import preserved_draws
 from meshloom.optimizer.bfloat16.lowered import has_masters
 from meshloom.optimizer.user_optimizer import takes_closure

@@ -20,8 +20,8 @@ from meshloom.comm.rank_context import RankContext
 from meshloom.comm.steps import Steps
 from meshloom.core.errors import DataError, JobError
 from meshloom.core.job import Job
-from meshloom.core.modules.compiled import uncompiled
 from meshloom.core.moments.current_step import Moment
+from meshloom.core.moments.uncompiled import uncompiled
 from meshloom.core.plan import Plan
 from meshloom.core.random import chunk_seed, preserved_draws, seed_torch
 from meshloom.data.samples import first_batches

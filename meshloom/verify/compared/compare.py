@@ -26,6 +26,7 @@ import torch
 
 from meshloom.core.plan import Plan
 from meshloom.verify.between_steps.checks import Kind, TensorError
+from meshloom.verify.between_steps.evaluation_causes import metric_error
 from meshloom.verify.compared.compare_chunks import (
     facts_of,
     first_module,
@@ -171,14 +172,10 @@ def _loss_errors(
             name="gradient norm", kind="norm", step=reference.step, error=error, tolerance=of_norm
         )
     for name, value in logged_means(reference.chunks).items():
-        error = _logged_error(ours.logged.get(name, math.nan), value)
+        error = metric_error(ours.logged.get(name, math.nan), value)
         yield TensorError(
             name=f"logged {name}", kind="loss", step=reference.step, error=error, tolerance=tolerance
         )
-
-
-def _logged_error(ours: float, right: float) -> float:
-    return 0.0 if math.isnan(ours) and math.isnan(right) else _ratio(abs(ours - right), abs(right))
 
 
 def _ratio(difference: float, size: float) -> float:

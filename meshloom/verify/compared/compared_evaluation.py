@@ -51,9 +51,8 @@ from meshloom.verify.tolerances.evaluation_errors import (
 
 MODE = "the mode of "  # before a module's name, in what changes
 TRAINED = "whether something trains "  # before a parameter's
-_OTHER_VALUE = (
-    0.1  # error beyond which what a program has of a module is not its output, as metrics would show
-)
+# error beyond which what a program has of a module is not its output, as metrics would show
+_OTHER_VALUE = 0.1
 _PASSED = Cause(
     "between steps",
     "Evaluated once more, all metrics agree with one device's: what an evaluation finds depends on what ran before it.",

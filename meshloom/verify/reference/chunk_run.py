@@ -13,10 +13,10 @@ from torch.utils.data import default_collate
 
 from meshloom.core.job import Job
 from meshloom.core.losses.logged import computed_with_logs, taken_apart
-from meshloom.core.modules.compiled import uncompiled
 from meshloom.core.modules.own_generators import own_generators, seed_own_generators
 from meshloom.core.moments.branches import branches_as_written
 from meshloom.core.moments.current_step import at_step
+from meshloom.core.moments.uncompiled import uncompiled
 from meshloom.core.plan import Plan
 from meshloom.core.random import KeyedDraws, chunk_seed, derive, mix_seed, preserved_draws, seed_everything
 from meshloom.verify.reference.chunks_of_plan import ReferenceForward, as_sum

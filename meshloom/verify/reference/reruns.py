@@ -185,10 +185,8 @@ def _units_of(reference: Reference, *, whole: bool) -> Callable[[str], float]:
     if _is_whole(reference.plan) and reference.plan.pp == 1:  # and in one device's order
         casts = [(place, dtype) for place, dtype in casts if dtype != reference.autocast]
 
-    lowered = whole and bool(
-        reference.updated.dtype
-    )  # equal parameters, which units of float32 leave as they are
-    own = torch.float32 if lowered else reference.precision
+    # parameters that are lowered are equal ones, which units of float32 leave as they are
+    own = torch.float32 if whole and reference.updated.dtype else reference.precision
 
     def largest(name: str) -> float:
         here = [dtype for place, dtype in casts if not place or name.startswith(f"{place}.")]

@@ -30,10 +30,8 @@ from meshloom.verify.tolerances.gradient_errors import TIMES
 from meshloom.verify.tolerances.of_precision import most_tolerated, rounds_partial_sums
 
 _LEAST, _ENOUGH = 3, 12  # perturbations; perturbed chunks
-_OF_METRICS, _OF_LOWERED = (
-    2,
-    4,
-)  # times the most that perturbations move a metric; of units that are no more than operators round by
+# times the most that perturbations move a metric; of units that are no more than operators round by
+_OF_METRICS, _OF_LOWERED = 2, 4
 
 Evaluated = Sequence[EvaluatedChunk]
 

@@ -84,7 +84,8 @@ def evaluated_chunks(
             watched = (batch, chunk) in watch
             with modules.attached() if watched else nullcontext():
                 for name in _metrics(reference):
-                    modules.start()
+                    if watched:
+                        modules.start()
                     sums[name] = _sums(reference, batch, chunk, len(samples), data, name, updates)
                     if watched:
                         outputs[name] = modules.stop()
