@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-import sys
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -54,13 +53,8 @@ def integers(seed: int, limit: int, *shape: int, least: int = 0) -> Tensor:
     return torch.randint(least, limit, (SAMPLES, *shape), generator=torch.Generator().manual_seed(seed))
 
 
-def jobs() -> dict[str, Callable[[], Job]]:
-    """All jobs: "field: name" -> a function that builds the job."""
-    return jobs_of(sys.modules[__name__])
-
-
 def jobs_of(package: ModuleType) -> dict[str, Callable[[], Job]]:
-    """The jobs in the modules of a package."""
+    """The jobs in the modules of a package: "field: name" -> a function that builds the job."""
     found: dict[str, Callable[[], Job]] = {}
     for info in pkgutil.iter_modules(package.__path__):
         module = importlib.import_module(f"{package.__name__}.{info.name}")
