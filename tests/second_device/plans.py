@@ -84,7 +84,7 @@ PLANS = (
     Rehearsed(
         kind="loss scale", plan="dp=2,pp=2,microbatches=2,zero=3,precision=fp16-mixed", optimizer="adamw"
     ),
-    Rehearsed(kind="offload", plan="dp=2,zero=1,offload=optimizer", optimizer="adamw"),
+    Rehearsed(kind="offload", plan="dp=2,zero=1,offload=optimizer", optimizer="adamw", waits=2),
     Rehearsed(kind="evaluation", plan="dp=2", what="evaluation"),
     Rehearsed(kind="evaluation", plan="pp=2,microbatches=2", what="evaluation"),
     Rehearsed(kind="checkpoint, in the background", plan="dp=2,zero=1", what="checkpoint", waits=0),
