@@ -8,6 +8,7 @@ from meshloom.core.errors import MeshloomError
 from meshloom.core.job import Evaluate, Job
 from meshloom.core.losses.logged import log
 from meshloom.core.mesh import Mesh
+from meshloom.core.moments.by_metric import ByMetric
 from meshloom.core.moments.current_step import step
 from meshloom.core.objectives import Objective
 from meshloom.core.plan import Plan
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from meshloom.train.trainer import Trainer
 
 __all__ = [
+    "ByMetric",
     "Circumstances",
     "Evaluate",
     "Job",

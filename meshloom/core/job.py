@@ -106,7 +106,7 @@ class Job:
     shuffle, drop_last: of map-style data: whether each epoch has a random order, whether a short last batch
         is dropped.
     scheduler: of what `optimizer` returned; returns a learning-rate scheduler or a list of them, stepped once
-        per step (`ReduceLROnPlateau` with the step's training loss).
+        per step (`ReduceLROnPlateau` with the step's training loss; a `ByMetric` after evaluations, with a metric).
     clip_grad_norm: maximum 2-norm of the gradient of the whole model; None: no clipping.
     evaluate: what to measure on held-out data, and how often.
     tokens_per_sample: tokens of one sample, for reports of tokens per second.

@@ -24,6 +24,7 @@ from meshloom.comm.steps import Steps, run_in_steps
 from meshloom.core.device.lanes import lane_of
 from meshloom.core.errors import JobError
 from meshloom.core.job import Job, NamedParameters
+from meshloom.core.moments.by_metric import ByMetric, those_by_metric
 from meshloom.exchange.exchange import Exchange, Ownership, Slice
 from meshloom.machine.process_memory import Shortage
 from meshloom.optimizer.assignment import UpdatedParameters, assign_everything, assign_parts
@@ -222,6 +223,11 @@ class Updater:
         yield from self._take(gradients)
         return loss
 
+    @property
+    def by_metric(self) -> list[ByMetric]:
+        """The schedulers that evaluations step."""
+        return those_by_metric(self._schedulers)
+
     def parameters_changed(self) -> None:
         """Parameters have new values that no update made."""
         if self._assignment.from_shards:
@@ -242,7 +248,7 @@ class Updater:
         offloaded = self._offloaded.notes() if self._offloaded else []
         return offloaded + [
             f"ReduceLROnPlateau is stepped after every step, with that step's training loss: patience={scheduler.patience} are steps, not epochs or "
-            "evaluations. Choose its patience and threshold for that, or a scheduler that goes by steps alone."
+            "evaluations. Choose its patience and threshold for that, or let evaluations step it: ml.ByMetric(scheduler, 'val_loss')."
             for scheduler in looking[:1]
         ]
 

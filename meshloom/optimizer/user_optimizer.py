@@ -16,6 +16,7 @@ from meshloom.checkpoint.json_values import NotPlainError, to_json
 from meshloom.core.errors import JobError
 from meshloom.core.job import Job, NamedParameters
 from meshloom.core.moments.by_hand import as_scheduler
+from meshloom.core.moments.by_metric import those_by_metric
 from meshloom.core.objectives import EachItsOwn
 from meshloom.optimizer.elementwise import Reach, reach, steps_in_windows
 
@@ -73,7 +74,9 @@ def make_schedulers(job: Job, returned: Sequence[Any]) -> list[list[Any]]:
     """Of each loss, the schedulers for what its optimizer function returned: none, one or several. Raises `JobError`
     for those that cannot be used."""
     functions = [each.scheduler for each in job.losses.values()] or [job.scheduler]
-    return [_schedulers(function, made) for function, made in zip(functions, returned, strict=True)]
+    made = [_schedulers(function, of) for function, of in zip(functions, returned, strict=True)]
+    _check_metrics([scheduler for each in made for scheduler in each], job)
+    return made
 
 
 def _schedulers(function: Callable[[Any], Any] | None, made: Any) -> list[Any]:
@@ -93,6 +96,17 @@ def _schedulers(function: Callable[[Any], Any] | None, made: Any) -> list[Any]:
             )
         scheduler_values(scheduler)  # find out now rather than at the first checkpoint
     return schedulers
+
+
+def _check_metrics(schedulers: Sequence[Any], job: Job) -> None:
+    """Raises `JobError` for a metric that the job does not evaluate."""
+    known = list(job.evaluate.metrics) if job.evaluate else []
+    for each in those_by_metric(schedulers):
+        if each.metric not in known:
+            has = f"evaluates {', '.join(known)}" if known else "has no Evaluate"
+            raise JobError(
+                f"ByMetric(..., {each.metric!r}) goes by a metric of Job(evaluate=Evaluate(metrics=...)), and the job {has}. Name one of its metrics, or add it."
+            )
 
 
 def scheduler_values(scheduler: Any) -> Any:

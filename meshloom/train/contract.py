@@ -43,7 +43,7 @@ class TrainingRun(Protocol):
         ...
 
     def evaluate(self) -> dict[str, float]:
-        """Every metric of the job's `Evaluate`, averaged over all of its data."""
+        """Every metric of the job's `Evaluate`, averaged over all of its data; steps schedulers that go by one."""
         ...
 
     def save(self, *, wait: bool = True) -> Path:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
+from meshloom.comm.objects import share
+from meshloom.comm.steps import Steps
 from meshloom.core.errors import JobError
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
@@ -13,6 +16,7 @@ from meshloom.data.chunks import Chunk
 from meshloom.data.job_data import build_dataset, evaluation_chunks
 from meshloom.data.shares import Shares
 from meshloom.replica.metrics import EvaluationObserver, evaluate, untouched
+from meshloom.replica.replica import Replica
 from meshloom.telemetry.best_metric import BestMetric
 from meshloom.telemetry.timings import Timings
 from meshloom.train.local_replicas import LocalReplicas
@@ -69,6 +73,11 @@ class TeamEvaluation:
         replicas.enter("between steps", next_step)
         return values
 
+    def step_schedulers(self, metrics: Mapping[str, float]) -> None:
+        """After an evaluation: those that go by a metric. metrics: of this process's first rank."""
+        if self._replicas.first.updater.by_metric:
+            self._replicas.together(partial(_step_schedulers, metrics=metrics))
+
     def _counted(self, chunks: Iterator[Chunk], num_batches: int | None) -> Iterator[Chunk]:
         of = min(num_batches or self.num_batches, self.num_batches)
         for chunk in chunks:
@@ -84,3 +93,10 @@ class TeamEvaluation:
             for replica in self._replicas.all:
                 around.enter_context(untouched(replica.model))
             self.evaluate(next_step, num_batches=1)
+
+
+def _step_schedulers(replica: Replica, metrics: Mapping[str, float]) -> Steps[None]:
+    """With the values of rank 0, so that a last bit cannot make ranks decide differently."""
+    of_first = yield from share(replica.context.world, dict(metrics))
+    for scheduler in replica.updater.by_metric:
+        scheduler.evaluated(of_first)

@@ -110,7 +110,8 @@ class SynchronousRun:
                 last = self.next_step == self._steps
                 if self._job.evaluate and (last or self.next_step % self._job.evaluate.every == 0):
                     lines.tell()
-                    evaluation = self.evaluate()
+                    due = self.next_step % self._job.evaluate.every == 0
+                    evaluation = self.evaluate() if due else self._evaluate()
                     self._listener.evaluated(self.next_step, evaluation)
                     if _keep_best(self.evaluation, self._checkpoints, self.next_step, evaluation) and not last:  # fmt: skip
                         self._listener.note(f"Training ends after step {self.next_step} of {self._steps}: {self.evaluation.best}.")  # fmt: skip
@@ -185,7 +186,12 @@ class SynchronousRun:
         return result.loss
 
     def evaluate(self) -> dict[str, float]:
-        """Every metric of the job's `Evaluate`, averaged over all of its data."""
+        """Every metric of the job's `Evaluate`, averaged over all of its data; steps schedulers that go by one."""
+        metrics = self._evaluate()
+        self.evaluation.step_schedulers(metrics)
+        return metrics
+
+    def _evaluate(self) -> dict[str, float]:
         self._checkpoints.finish_copies()
         with self._timings.of("evaluating"):
             return self.evaluation.evaluate(self.next_step)

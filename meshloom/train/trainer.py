@@ -191,7 +191,7 @@ class Trainer:
         return self._run.step(batch)
 
     def evaluate(self) -> dict[str, float]:
-        """Every metric of the job's `Evaluate`, averaged over all of its data."""
+        """Every metric of the job's `Evaluate`, averaged over all of its data; steps schedulers that go by one."""
         self._check_open("evaluate()")
         return self._run.evaluate()
 

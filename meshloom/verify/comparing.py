@@ -95,6 +95,10 @@ class Comparing(ABC):
         """And what the ranks say that compute the metric that was found."""
 
     @abstractmethod
+    def evaluated(self, metrics: Mapping[str, float]) -> None:
+        """And what schedulers go by, from the plan's evaluation."""
+
+    @abstractmethod
     def check_saved(self, path: Path, what: str) -> BetweenSteps:
         """Compare the checkpoint in `path`."""
 

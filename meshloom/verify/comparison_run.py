@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from meshloom.core.job import Job
+from meshloom.core.moments.by_metric import those_by_metric
 from meshloom.core.plan import Plan
 from meshloom.verify.against_float64 import AgainstFloat64, FromFloat64
 from meshloom.verify.between_steps.averages import AverageErrors
@@ -238,6 +239,11 @@ class ComparisonRun(Comparing):
         return self._evaluation.explain(
             seen, max(unmeasured_through(self._comparer.precision), most_tolerated(self._comparer.partial))
         )
+
+    def evaluated(self, metrics: Mapping[str, float]) -> None:
+        for loss in self.reference.losses:
+            for scheduler in those_by_metric(loss.schedulers):
+                scheduler.evaluated(metrics)
 
     def check_saved(self, path: Path, what: str) -> BetweenSteps:
         return check_saved(path, what, self.reference, self._updates.of, self.of_outputs)

@@ -20,6 +20,7 @@ from meshloom.checkpoint.checkpoint import Piece
 from meshloom.comm.group import Group
 from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.steps import run_in_steps
+from meshloom.core.errors import JobError
 from meshloom.core.job import Job
 from meshloom.exchange.exchange import Slice
 from meshloom.optimizer.updater import Updater
@@ -99,6 +100,11 @@ class Parameters:
             local=[(name, each) for name, each in named if name in here],
             user=user,
         )
+        for each in self._updater.by_metric:
+            raise JobError(
+                f"ByMetric(..., {each.metric!r}) is stepped by evaluations that all ranks wait for, and exchange=async evaluates snapshots while workers go on. "
+                "Use a scheduler that goes by steps, or another exchange."
+            )
         self._first = number == 0
         buffers = model.named_buffers() if self._first else ()
         self._buffers = {name: buffer.clone() for name, buffer in buffers}

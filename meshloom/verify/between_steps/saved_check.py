@@ -14,6 +14,7 @@ from torch import Tensor
 from meshloom.checkpoint.checkpoint import Checkpoint
 from meshloom.checkpoint.format import CARRIED, MASTER, STATE
 from meshloom.checkpoint.json_values import from_json
+from meshloom.core.moments.by_metric import ByMetric
 from meshloom.verify.between_steps.attributes_check import check_attributes, differing_attributes
 from meshloom.verify.between_steps.checks import BetweenSteps, TensorError, compared_with, same_bits
 from meshloom.verify.reference.reference import Reference
@@ -77,6 +78,9 @@ def _facts(saved: Checkpoint, reference: Reference) -> Iterator[str]:
     schedulers = [each for loss in reference.losses for each in loss.schedulers]
     for number, (there, here) in enumerate(zip(updater["schedulers"], schedulers, strict=True)):
         values = from_json(there) if not isinstance(there, Mapping) or "last_epoch" not in there else there
+        if isinstance(here, ByMetric):  # both went by the same values
+            yield from _settings_that_differ(f"scheduler {number}", values, here.state_dict())
+            continue
         for name in _COUNTERS:
             if (
                 isinstance(values, Mapping)

@@ -1,0 +1,55 @@
+"""A scheduler that goes by a metric of the evaluation: stepped after an evaluation, with its value there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from meshloom.core.errors import JobError
+
+
+class ByMetric:
+    """What a job's scheduler function returns for a scheduler whose `step` takes a metric. Raises `JobError`.
+
+    It is stepped after each evaluation that is due by `Evaluate.every`, with the value of `metric` there, in all ranks
+    with the same, and not after a training step. An evaluation after the last step that is not due steps nothing.
+
+    >>> import torch
+    >>> optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+    >>> schedule = ByMetric(torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0), "val_loss")
+    >>> for loss in (0.5, 0.4, 0.6):
+    ...     schedule.step()
+    ...     schedule.evaluated({"val_loss": loss})
+    >>> optimizer.param_groups[0]["lr"]
+    0.1
+    """
+
+    def __init__(self, scheduler: Any, metric: str) -> None:
+        methods = ("step", "state_dict", "load_state_dict")
+        if not all(callable(getattr(scheduler, each, None)) for each in methods):
+            raise JobError(
+                f"ByMetric takes a scheduler, like ByMetric(ReduceLROnPlateau(optimizer), 'val_loss'), not a {type(scheduler).__name__}."
+            )
+        if not isinstance(metric, str):
+            raise JobError(f"ByMetric(..., metric={metric!r}) must be the name of a metric of Evaluate, like 'val_loss'.")  # fmt: skip
+        self._scheduler, self.metric = scheduler, metric
+
+    def step(self) -> None:
+        """After a training step: nothing."""
+
+    def evaluated(self, metrics: Mapping[str, float]) -> None:
+        """After an evaluation. metrics: its values by name."""
+        self._scheduler.step(metrics[self.metric])
+
+    def state_dict(self) -> dict[str, Any]:
+        """The scheduler's own."""
+        return self._scheduler.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The scheduler goes on from there."""
+        self._scheduler.load_state_dict(state)
+
+
+def those_by_metric(schedulers: Sequence[Any]) -> list[ByMetric]:
+    """The ones that evaluations step."""
+    return [each for each in schedulers if isinstance(each, ByMetric)]

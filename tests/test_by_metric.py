@@ -1,0 +1,157 @@
+"""Schedulers that evaluations step: equal to a plain loop under every plan, resumed, verified."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+import meshloom as ml
+from meshloom.core.errors import JobError
+from meshloom.core.moments.by_metric import ByMetric
+from meshloom.core.plan import Plan
+from meshloom.train.evaluation import TeamEvaluation
+from meshloom.verify.run import verify
+from tests.jobs import class_loss, vectors
+from tests.logging_jobs import in_a_plain_loop, logging_job
+
+QUIET = ml.Listener(started=str, note=str)
+
+
+def score(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """It is best after step 2 and not better after 4 and 6, nor after the last step, which is not due."""
+    return torch.tensor(float(ml.step() > 2)) + 0.0 * batch["x"].sum()
+
+
+def plateau(optimizer: Any) -> ByMetric:
+    return ml.ByMetric(ReduceLROnPlateau(optimizer, factor=0.5, patience=0), "score")
+
+
+def job(**overrides: Any) -> ml.Job:
+    evaluate = ml.Evaluate(data=vectors, metrics={"score": score, "loss": class_loss}, every=2)
+    given = {"loss": class_loss, "steps": 7, "scheduler": plateau, "evaluate": evaluate}
+    return logging_job(**{**given, **overrides})
+
+
+def trained(the_job: ml.Job, plan: str, **arguments: Any) -> dict[int, list[float]]:
+    """The learning rates of all ranks after each evaluation, by steps done."""
+    rates: dict[int, list[float]] = {}
+
+    def evaluated(step: int, metrics: dict[str, float]) -> None:
+        rates[step] = [rate for each in trainer.replicas for rate in each.updater.learning_rates()]
+
+    listener = replace(QUIET, evaluated=evaluated)
+    with ml.Trainer(the_job, plan, dtype=torch.float64, listener=listener, **arguments) as trainer:
+        trainer.fit()
+    return rates
+
+
+def in_halves(rates: dict[int, list[float]]) -> dict[int, list[float]]:
+    """Rates of 0.1 as the number of times they were halved; one for equal ranks."""
+    return {step: sorted({0.1 / each for each in of_ranks}) for step, of_ranks in rates.items()}
+
+
+@pytest.mark.long
+@pytest.mark.covering("dp=2,zero=1", "pp=2,microbatches=2")
+@pytest.mark.parametrize(
+    "plan", ["dp=1", "dp=2,zero=1", "dp=2,zero=3", "tp=2", "pp=2,microbatches=2", "dp=2,exchange=server"]
+)
+def test_an_evaluation_that_is_due_steps_it_in_all_ranks(plan: str):
+    """After step 7, the last, there is an evaluation that is not due."""
+    assert in_halves(trained(job(), plan)) == {2: [1.0], 4: [2.0], 6: [4.0], 7: [4.0]}
+
+
+def test_a_run_equals_a_plain_loop():
+    """The loss over all 30 samples rises by the rule "max", so that rates fall in each evaluation after the first."""
+    made: list[Any] = []
+
+    def optimizer(named: Any) -> torch.optim.Optimizer:
+        made.append(torch.optim.SGD(named, lr=0.1))
+        return made[-1]
+
+    def by_loss(optimizer: Any) -> ReduceLROnPlateau:
+        return ReduceLROnPlateau(optimizer, "max", patience=0)
+
+    the_job = replace(
+        job(scheduler=lambda optimizer: ml.ByMetric(by_loss(optimizer), "loss")), optimizer=optimizer
+    )
+    with ml.Trainer(the_job, "dp=2", listener=QUIET) as trainer:
+        trainer.fit()
+        weights = dict(trainer.replicas[0].model.state_dict())
+        assert trainer.replicas[0].updater.learning_rates() == pytest.approx([0.001])
+    schedulers: list[ReduceLROnPlateau] = []
+    steps: list[int] = []
+
+    def evaluated(model: nn.Module, batch: dict[str, Tensor]) -> None:
+        schedulers.append(by_loss(made[-1])) if not schedulers else None
+        if len(steps) in (2, 4, 6):
+            with torch.no_grad():
+                schedulers[0].step(float(class_loss(model, vectors().fields)))
+        steps.append(len(steps))
+
+    alone = in_a_plain_loop(replace(the_job, scheduler=None), evaluated)
+    for name, value in alone.state_dict().items():
+        torch.testing.assert_close(weights[name], value, rtol=1e-5, atol=1e-6)  # sums in other orders
+
+
+@pytest.mark.long
+def test_a_run_that_ends_between_evaluations_goes_on_as_one_that_does_not(tmp_path: Path):
+    """After 5 steps there is an evaluation that is not due; resumed under another plan, 6 is the third that is."""
+    trained(job(), "dp=2", steps=5, out=tmp_path)
+    rates = trained(job(), "pp=2,microbatches=2", out=tmp_path, resume=tmp_path)
+    assert in_halves(rates) == {6: [4.0], 7: [4.0]}
+
+
+def test_an_evaluation_in_a_loop_of_one_s_own_steps_it():
+    with ml.Trainer(job(), "dp=2", listener=QUIET) as trainer:
+        for batch in trainer.batches():
+            trainer.step(batch)
+            trainer.evaluate()
+        rates = trainer.replicas[1].updater.learning_rates()
+    assert rates == pytest.approx([0.1 / 2**6])  # all but the first are no better
+
+
+@pytest.mark.long
+@pytest.mark.covering("dp=2,zero=1")
+@pytest.mark.parametrize("plan", ["dp=2,zero=1", "tp=2", "pp=2,microbatches=2"])
+def test_it_is_verified(plan: str):
+    """With the evaluation, the checkpoint and what is resumed from it."""
+    found = verify(job(), Plan.parse(plan), devices="simulated", dtype=torch.float64, quick=False)
+    assert found is not None and found.passed, found.between
+    assert any("checkpoint" in each.what for each in found.between)
+
+
+@pytest.mark.long
+def test_ranks_that_do_not_step_it_differ_from_one_device(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(TeamEvaluation, "step_schedulers", lambda *_: None)
+    found = verify(job(), Plan.parse("dp=2"), devices="simulated", dtype=torch.float64, quick=False)
+    assert found is not None and not found.passed
+    facts = [fact for each in found.between for fact in each.facts]
+    assert "last_epoch in scheduler 0 is 0 in the checkpoint and 1 on one device." in facts
+
+
+def scheduled(by_metric: Callable[[Any], Any], **overrides: Any) -> None:
+    with ml.Trainer(job(scheduler=by_metric, **overrides), "dp=1", listener=QUIET):
+        pass
+
+
+def test_mistakes_are_one_sentence():
+    with pytest.raises(
+        JobError, match=r"'f1'\) goes by a metric of Job\(.*the job evaluates score, loss. Name one"
+    ):
+        scheduled(lambda optimizer: ml.ByMetric(ReduceLROnPlateau(optimizer), "f1"))
+    with pytest.raises(JobError, match="and the job has no Evaluate"):
+        scheduled(plateau, evaluate=None)
+    with pytest.raises(JobError, match="takes a scheduler, like .* not a float"):
+        ml.ByMetric(0.1, "loss")
+    with pytest.raises(JobError, match=r"metric=None\) must be the name of a metric"):
+        ml.ByMetric(ReduceLROnPlateau(torch.optim.SGD([torch.zeros(1)])), None)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(JobError, match="evaluates snapshots while workers go on"):
+        with ml.Trainer(job(), "dp=2,exchange=async", listener=QUIET) as trainer:
+            trainer.fit()
