@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
 import meshloom as ml
 from meshloom.core.errors import JobError
-from meshloom.core.moments.by_metric import ByMetric
+from meshloom.core.moments.by_metric import ByMetric, without_evaluation
 from meshloom.core.plan import Plan
 from meshloom.train.evaluation import TeamEvaluation
 from meshloom.verify.run import verify
@@ -152,6 +152,19 @@ def test_mistakes_are_one_sentence():
         ml.ByMetric(0.1, "loss")
     with pytest.raises(JobError, match=r"metric=None\) must be the name of a metric"):
         ml.ByMetric(ReduceLROnPlateau(torch.optim.SGD([torch.zeros(1)])), None)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(JobError, match="evaluates snapshots while workers go on"):
-        with ml.Trainer(job(), "dp=2,exchange=async", listener=QUIET) as trainer:
-            trainer.fit()
+    with (
+        pytest.raises(JobError, match="evaluates snapshots while workers go on"),
+        ml.Trainer(job(), "dp=2,exchange=async", listener=QUIET) as trainer,
+    ):
+        trainer.fit()
+
+
+@pytest.mark.parametrize(
+    "schedulers", [plateau, lambda optimizer: [StepLR(optimizer, 1), plateau(optimizer)]]
+)
+def test_steps_are_run_without_an_evaluation_and_what_goes_by_it(schedulers: Callable[[Any], Any]):
+    """As trials of plans do, which said that the job has no Evaluate."""
+    left = without_evaluation(job(scheduler=schedulers))
+    with ml.Trainer(left, "dp=1", steps=1, listener=QUIET) as trainer:
+        trainer.fit()
+        assert trainer.replicas[0].updater.by_metric == []

@@ -7,6 +7,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch.utils.data import IterableDataset, RandomSampler, SequentialSampler, SubsetRandomSampler
@@ -28,7 +29,8 @@ from meshloom.adopt.watching.watch import MicroBatch
 @dataclass(frozen=True, kw_only=True)
 class WrittenEvaluation:
     """A script's evaluation in the job. totals: by metric. pieces: functions of the job. argument: of `ml.Job`. line, file: of its loop.
-    lowered: whether it runs under autocast. notes: why totals are no metrics. done: statements that are translated."""
+    lowered: whether it runs under autocast. notes: why totals are no metrics. done: statements that are translated. scheduled: schedulers that are
+    stepped with a metric after each evaluation, with its name."""
 
     seen: SeenPass
     totals: Mapping[str, Total]
@@ -39,6 +41,7 @@ class WrittenEvaluation:
     lowered: bool
     notes: Sequence[Refusal] = ()
     done: Sequence[Line] = field(default_factory=list[Line])
+    scheduled: Sequence[tuple[Any, str]] = ()
 
 
 def evaluation_of(script: Script, without: Collection[str]) -> WrittenEvaluation | None:
@@ -141,6 +144,10 @@ class _Evaluation:
             seen=self._seen, totals={names[each.name]: each for each in depends}, pieces=pieces, line=self._loop.node.lineno, file=self._file,
             argument="ml.Evaluate(\n" + "".join(f"        {each},\n" for each in settings) + "    )", done=improvement.lines if kept else [],
             notes=refused, lowered=bool(self._functions.contexts),
+            scheduled=[
+                (each, names[total]) for each, total in improvement.scheduled
+                if total in [each.name for each in depends] and total not in improvement.curved
+            ],
         )  # fmt: skip
 
     def _pieces(

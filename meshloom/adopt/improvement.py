@@ -1,4 +1,4 @@
-"""What a script makes of the numbers of its evaluation: which is best, and when it stops."""
+"""What a script makes of the numbers of its evaluation: which is best, when it stops, and what steps a scheduler."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from meshloom.adopt.loop_pieces import names_of_loop
 from meshloom.adopt.watching.route import Line
 from meshloom.adopt.watching.script import Script
-from meshloom.adopt.watching.source import calls, method
+from meshloom.adopt.watching.source import calls, method, used
 
 Metrics = dict[str, str]  # text of an expression -> the metric that it is, or a growing function of it
 PLACES = (ast.Name, ast.Attribute, ast.Subscript)
@@ -18,13 +21,15 @@ PLACES = (ast.Name, ast.Attribute, ast.Subscript)
 @dataclass
 class Improvement:
     """best: as of `Evaluate`. patience: an expression. lines: statements that say so. names: of variables, by the metric that
-    they came to be. curved: metrics of which the script takes a function that is no multiple, as a perplexity is of a loss."""
+    they came to be. curved: metrics of which the script takes a function that is no multiple, as a perplexity is of a loss.
+    scheduled: schedulers that are stepped with a metric after each evaluation, with it."""
 
     best: str | None = None
     patience: str | None = None
     lines: list[Line] = field(default_factory=list[Line])
     names: dict[str, str] = field(default_factory=dict[str, str])
     curved: set[str] = field(default_factory=set[str])
+    scheduled: list[tuple[Any, str]] = field(default_factory=list[tuple[Any, str]])
 
 
 def improvement_of(evaluating: Script, totals: Mapping[str, str]) -> Improvement:
@@ -37,6 +42,7 @@ def improvement_of(evaluating: Script, totals: Mapping[str, str]) -> Improvement
         results: Any = None
         for line in behind:
             _take(line.node, known, found)
+            found.scheduled += _scheduled(evaluating, line, known)
             if isinstance(line.node, ast.Return) and line.node.value is not None and results is None:
                 results = _results(line.node.value, known)
                 _note_curved(line.node.value, known, found)
@@ -62,6 +68,20 @@ def _take(node: ast.stmt, known: Metrics, found: Improvement) -> None:
         if metric is not None and isinstance(place, PLACES):
             known[ast.unparse(place)] = metric
             found.names[ast.unparse(place)] = metric
+
+
+def _scheduled(evaluating: Script, line: Line, known: Metrics) -> Iterator[tuple[Any, str]]:
+    """`scheduler.step(loss)` as often as there is an evaluation."""
+    if line.depth != len(evaluating.route.loops) - 1:
+        return
+    if isinstance(line.node, ast.If) and used(line.node.test) & names_of_loop(evaluating):
+        return
+    for call in calls(line.node) if isinstance(line.node, ast.Expr | ast.If) else ():
+        given = [*call.args, *(each.value for each in call.keywords if each.arg == "metrics")]
+        if method(call) == "step" and given and isinstance(call.func, ast.Attribute):
+            metric, scheduler = metric_of(given[0], known), evaluating.evaluate(call.func.value)
+            if metric is not None and isinstance(scheduler, ReduceLROnPlateau):
+                yield scheduler, metric
 
 
 def _note_curved(node: ast.expr, known: Metrics, found: Improvement) -> None:

@@ -55,7 +55,12 @@ def parts_of(script: Script, without: Collection[str] = ()) -> JobParts:
     arguments["steps"] = steps
     script.because(line, f"the run has {steps} optimizer steps, and a job counts those")
     rates = rates_piece(script)
-    scheduler = scheduler_piece(script, steps_of_epoch(script))
+    try:
+        parts.evaluation = evaluation_of(script, without) if "evaluate" not in without else None
+    except UntranslatedError as error:
+        parts.notes += error.refusals
+    by_metric = parts.evaluation.scheduled if parts.evaluation is not None else ()
+    scheduler = scheduler_piece(script, steps_of_epoch(script), by_metric)
     if rates is not None and scheduler is not None:
         raise rates.lines[-1].refuse("rates are set by hand and by a scheduler. Use one of them.")
     if rates is not None:
@@ -71,10 +76,6 @@ def parts_of(script: Script, without: Collection[str] = ()) -> JobParts:
     if decay is not None:
         arguments["average"], parts.average = decay, True
         parts.notes += _differences_of_average(script, decay)
-    try:
-        parts.evaluation = evaluation_of(script, without) if "evaluate" not in without else None
-    except UntranslatedError as error:
-        parts.notes += error.refusals
     parts.pieces += [model, optimizer, *(each for each in (scheduler, rates, loss) if each is not None)]
     if parts.evaluation is not None:
         parts.pieces += parts.evaluation.pieces

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import textwrap
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
@@ -136,9 +138,11 @@ def _made_from(script: Script, name: str, names: set[str]) -> bool:
     )
 
 
-def scheduler_piece(script: Script, per_epoch: str | None) -> JobFunction | None:
-    """The function that makes the schedulers that are stepped on the way. per_epoch: steps of an epoch. Raises
-    `UntranslatedError`."""
+def scheduler_piece(
+    script: Script, per_epoch: str | None, by_metric: Sequence[tuple[Any, str]] = ()
+) -> JobFunction | None:
+    """The function that makes the schedulers that are stepped on the way. per_epoch: steps of an epoch. by_metric: schedulers that evaluations
+    step, each with its metric. Raises `UntranslatedError`."""
     stepped = [name for name in script.schedulers if _stepping(script, name) is not None]
     if not stepped:
         return None
@@ -148,17 +152,19 @@ def scheduler_piece(script: Script, per_epoch: str | None) -> JobFunction | None
     returned: list[str] = []
     for name in stepped:
         depth, node = _stepping(script, name) or (0, None)
-        if isinstance(script.setup_values[name], ReduceLROnPlateau):
-            raise one_refusal(
-                script, getattr(node, "lineno", 0), f"{name}.step(...) takes a measured value. A job steps ReduceLROnPlateau "
-        f"with its training loss, in every step: give Job(scheduler=...) by hand."
-            )  # fmt: skip
+        metric = _metric_of(script, name, getattr(node, "lineno", 0), by_metric)
         mine, others = slice_of(script.route.setup, {name}, lambda each: each in script.schedulers, _makes)
         lines += mine
         needs |= others
         texts += [each.source.statement(each.node) for each in mine]
         data = script.data_loop
-        if data is not None and depth <= data.depth:
+        if metric is not None:
+            script.because(
+                getattr(node, "lineno", 0),
+                f"{name} is stepped after each evaluation, with its {metric!r}, by all ranks",
+            )
+            returned.append(f'ml.ByMetric({name}, "{metric}")')
+        elif data is not None and depth <= data.depth:
             script.because(
                 getattr(node, "lineno", 0),
                 f"{name} is stepped once in an epoch, and a job's scheduler in every step: OnceIn counts",
@@ -178,6 +184,26 @@ def scheduler_piece(script: Script, per_epoch: str | None) -> JobFunction | None
         lines,
         needs,
     )
+
+
+def _metric_of(script: Script, name: str, at: int, by_metric: Sequence[tuple[Any, str]]) -> str | None:
+    """The metric with which a ReduceLROnPlateau is stepped; None of other schedulers. at: the line where it is. Raises
+    `UntranslatedError`."""
+    scheduler = script.setup_values[name]
+    if not isinstance(scheduler, ReduceLROnPlateau):
+        return None
+    metric = next((metric for each, metric in by_metric if each is scheduler), None)
+    if metric is None:
+        raise one_refusal(
+            script, at, f"{name}.step(...) takes a measured value, which is no metric of an evaluation in the job. Step it right after each pass over held-out data, "
+            "with a mean over its samples, or give Job(scheduler=...) by hand, like ml.ByMetric(scheduler, 'val_loss')."
+        )  # fmt: skip
+    if scheduler.threshold_mode != "rel":
+        raise one_refusal(
+            script, at, f"{name} has a threshold of {scheduler.threshold:g} itself (threshold_mode='abs'), and a metric of a job may be another multiple of the value. "
+            "Use threshold_mode='rel', or give Job(scheduler=...) by hand."
+        )  # fmt: skip
+    return metric
 
 
 def _makes(line: Line, wanted: set[str]) -> bool:

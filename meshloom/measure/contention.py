@@ -28,6 +28,7 @@ import torch
 from meshloom.core.cache import Cache
 from meshloom.core.errors import MeshloomError
 from meshloom.core.job import Job
+from meshloom.core.moments.by_metric import without_evaluation
 from meshloom.core.plan import Plan
 from meshloom.core.random import preserved_draws
 from meshloom.launch.allocator import keep_freed_memory
@@ -229,7 +230,7 @@ class _Companion:
 def _steps(job: Job, number: int) -> Iterator[Callable[[], object]]:
     """A function that takes a step of one of `number` replicas' share of a batch, after the first two
     steps."""
-    job = replace(job, batch_size=job.batch_size // number, batch_sizes={}, evaluate=None)
+    job = replace(without_evaluation(job), batch_size=job.batch_size // number, batch_sizes={})
     with Trainer(job, Plan(), devices="cpu", listener=QUIET) as trainer:
         batch = next(iter(trainer.batches()))
         for _ in range(2):

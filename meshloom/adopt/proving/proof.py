@@ -16,6 +16,7 @@ from meshloom.adopt.watching.draws import set_draws, tensors_of
 from meshloom.adopt.watching.watch import Watched
 from meshloom.core.job import Job
 from meshloom.core.jobfile import as_program, load_job
+from meshloom.core.moments.by_metric import without_evaluation
 from meshloom.core.moments.current_step import step as current_step
 from meshloom.core.plan import Plan
 from meshloom.train.trainer import Trainer
@@ -125,8 +126,8 @@ def _compared(job: Job, watched: Watched) -> Proof:
     checked = _dataset_gives(job, watched)
     rows = len(samples) // len(watched.steps)
     comparison = replace(
-        job, model=_model_of(job.model, watched, found), loss=_loss_of(job.loss, watched), data=lambda: samples, batch_size=rows, steps=len(watched.steps),
-        shuffle=False, drop_last=False, num_workers=0, evaluate=None,
+        without_evaluation(job), model=_model_of(job.model, watched, found), loss=_loss_of(job.loss, watched), data=lambda: samples, batch_size=rows,
+        steps=len(watched.steps), shuffle=False, drop_last=False, num_workers=0,
     )  # fmt: skip
     plan = Plan.parse("dp=1" if micro == 1 else f"dp=1,microbatches={micro}")
     with Trainer(comparison, plan, devices="simulated", cache="off") as trainer:

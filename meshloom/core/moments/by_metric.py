@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from meshloom.core.errors import JobError
+from meshloom.core.job import Job
 
 
 class ByMetric:
@@ -53,3 +55,28 @@ class ByMetric:
 def those_by_metric(schedulers: Sequence[Any]) -> list[ByMetric]:
     """The ones that evaluations step."""
     return [each for each in schedulers if isinstance(each, ByMetric)]
+
+
+def without_evaluation(job: Job) -> Job:
+    """The job without its `Evaluate` and the schedulers that go by it, for a run of some steps that evaluates nothing."""
+    if job.losses:
+        losses = {
+            name: replace(each, scheduler=_by_steps(each.scheduler)) for name, each in job.losses.items()
+        }
+        return replace(job, evaluate=None, losses=losses)
+    return replace(job, evaluate=None, scheduler=_by_steps(job.scheduler))
+
+
+def _by_steps(scheduler: Callable[[Any], Any] | None) -> Callable[[Any], Any] | None:
+    if scheduler is None:
+        return None
+
+    def others(optimizer: Any) -> list[Any]:
+        made = scheduler(optimizer)
+        return [
+            each
+            for each in (made if isinstance(made, list | tuple) else [made])
+            if not isinstance(each, ByMetric)
+        ]
+
+    return others

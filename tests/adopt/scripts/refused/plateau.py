@@ -1,4 +1,4 @@
-"""A schedule that is stepped by what was measured on held-out data, and a sampler with weights."""
+"""A schedule that is stepped by what was measured in one expression, without a pass over batches."""
 
 import torch
 from torch import nn
