@@ -25,6 +25,7 @@ from meshloom.planner.reasons import exchange_reason, reason_of, why_of
 from meshloom.planner.rehearsal.rehearse import rehearse
 from meshloom.planner.step_seconds import Places, StepPrice, price_step
 from meshloom.report.advice import advice_records, print_advice
+from meshloom.telemetry.timings import Timings
 
 RECORD = {"plan", "step_seconds", "memory_bytes", "bytes", "idle_share", "why"}
 
@@ -374,3 +375,19 @@ def test_what_companions_measure_is_in_the_price_and_in_what_is_said():
     written = io.StringIO()
     print_advice(found, Console(width=200, file=written))
     assert "2 ranks that compute this job at once take 50.00 times as long as one alone" in written.getvalue()
+
+
+def test_what_is_done_for_each_plan_is_told():
+    """`meshloom plan` was silent for minutes while it read a loss or looked for a division."""
+    lines: list[str] = []
+    timings, entered = Timings(), list[tuple[str, str]]()
+    timings.entered = lambda phase: entered.append((lines[-1], phase or ""))
+    advise(
+        make_job("mlp", "sgd"),
+        devices(),
+        plans=[Plan(), Plan.parse("pp=2")],
+        tell=lines.append,
+        timings=timings,
+    )
+    assert lines == ["reading the loss", "rehearsing plan 1 of 2: dp=1", "rehearsing plan 2 of 2: dp=1,pp=2"]
+    assert ("reading the loss", "reading") in entered and (lines[2], "choosing cuts") in entered

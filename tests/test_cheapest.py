@@ -190,7 +190,9 @@ def test_a_chain_of_any_length_takes_a_table_per_link():
     least = np.zeros(5)  # the least cost of all links so far, by the last one's value
     for table in tables:
         least = (least[:, None] + table.entries).min(axis=0)
-    found = least_sum([5] * 301, tables)
+    told: list[tuple[int, int]] = []
+    found = least_sum([5] * 301, tables, lambda *count: told.append(count))
+    assert told == [(done, 301) for done in range(1, 302)]
     assert found is not None and found.total == pytest.approx(float(least.min()), rel=1e-12)
 
 

@@ -199,6 +199,12 @@ def test_how_much_of_a_choice_is_done_is_told():
     choose_cuts(program, costs(program), 3, told=lambda *count: told.append(count))
     done = [each for each, _ in told]
     assert done == list(range(1, len(told) + 1)) and {of for _, of in told} == {len(told)}
+    looked = len(told)
+    choose_cuts(
+        program, costs(program), 3, step_seconds=lambda _: 1.0, told=lambda *count: told.append(count)
+    )
+    refining = told[2 * looked :]  # no move helps, so each is tried once
+    assert refining == [(number, len(refining)) for number in range(1, 31)]
 
 
 @pytest.mark.covering("Chain-3", "Skips-2")

@@ -101,6 +101,17 @@ class OneCycle(Plain):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
+class OnPlateau(Validated):
+    """A rate that falls in each epoch whose validation is no better, as all after the first by this rule."""
+
+    monitored = "val_loss"
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.3, momentum=0.9)
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, "max", 0.5, patience=0)
+        return {"optimizer": optimizer, "lr_scheduler": scheduler, "monitor": self.monitored}
+
+
 class EverySecond(Plain):
     """Schedules by every second batch and every second epoch; groups of parameters."""
 
@@ -143,6 +154,7 @@ CASES: dict[str, Case] = {
     "validated": (Validated, {"max_epochs": 3, "accumulate_grad_batches": 2}),
     "one_cycle": (OneCycle, {"max_steps": 9, "gradient_clip_val": 0.5}),
     "every_second": (EverySecond, {"max_epochs": 4, "accumulate_grad_batches": 2}),
+    "plateau": (OnPlateau, {"max_epochs": 5}),
     "numbered": (Numbered, {"max_epochs": 2, "accumulate_grad_batches": 2}),
     "without_numbers": (WithoutNumbers, {"max_epochs": 1}),
 }
@@ -303,11 +315,8 @@ class Two(Plain):
         ]
 
 
-class Plateau(Plain):
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
-        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
-        return {"optimizer": optimizer, "lr_scheduler": scheduler, "monitor": "val_loss"}
+class Plateau(OnPlateau):
+    monitored = "train_loss"
 
 
 class Asks(Plain):
@@ -336,7 +345,16 @@ REFUSED: dict[str, tuple[Callable[[], Plain], dict[str, Any], str]] = {
     "sums": (Sums, {}, "self.log('count', reduce_fx='sum')"),
     "silent": (Silent, {}, "Silent.validation_step logs nothing"),
     "two optimizers": (Two, {}, "returned 2 optimizers"),
-    "plateau": (Plateau, {}, "ReduceLROnPlateau with monitor='val_loss'"),
+    "plateau": (
+        Plateau,
+        {},
+        "monitor='train_loss' goes by a value of training, and a job's by one of validations; validation_step logs val_loss, val_accuracy",
+    ),
+    "plateau elsewhere": (
+        OnPlateau,
+        {"check_val_every_n_epoch": 2},
+        "is stepped every 1 epochs, and a job's after each validation, which is every 2",
+    ),
     "asks": (Asks, {}, "self.trainer.callback_metrics has no counterpart"),
     "transfers": (Transfers, {}, "Transfers.on_after_batch_transfer has no counterpart"),
     "no loss": (LosesNothing, {}, "training_step returned None without a loss"),

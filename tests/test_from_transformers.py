@@ -82,6 +82,16 @@ def accumulated(directory: Path) -> Trainer:
     return Trainer(model_init=classifier, args=settings, data_collator=collate, train_dataset=Classified(22))
 
 
+def on_plateau(directory: Path) -> Trainer:
+    """Losses that fall are no better by the rule "max", so the rate is halved after each evaluation but the first."""
+    torch.manual_seed(1)
+    settings = arguments(
+        directory, eval_strategy="epoch", lr_scheduler_type="reduce_lr_on_plateau", optim="sgd", learning_rate=0.3, num_train_epochs=4,
+        lr_scheduler_kwargs={"mode": "max", "factor": 0.5, "patience": 0},
+    )  # fmt: skip
+    return Trainer(classifier(), settings, collate, Classified(22), Classified(6, 2))
+
+
 def own_model(directory: Path) -> Trainer:
     torch.manual_seed(2)
     settings = arguments(
@@ -148,6 +158,7 @@ def own_trainer(directory: Path) -> Trainer:
 # how far losses and parameters may differ: language models' losses are computed in float32 by transformers
 MAKES: dict[str, tuple[Make, float]] = {
     "classified": (classified, 1e-12), "accumulated": (accumulated, 1e-12), "own_model": (own_model, 1e-10), "own_loss": (own_loss, 1e-10),
+    "on_plateau": (on_plateau, 1e-12),
     "tokens": (tokens, 3e-6), "smoothed": (smoothed, 3e-6), "grouped_by_length": (grouped_by_length, 1e-12), "streamed": (streamed, 1e-10),
     "streamed_with_length": (streamed_with_length, 1e-10), "own_optimizers": (own_optimizers, 1e-12), "own_trainer": (own_trainer, 1e-12),
 }  # fmt: skip
@@ -301,7 +312,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "neftune": ({"neftune_noise_alpha": 5.0}, {}, "neftune_noise_alpha=5.0"),
     "batch size": ({"auto_find_batch_size": True}, {}, "meshloom plan"),
     "at the start": ({"eval_on_start": True, "eval_strategy": "epoch"}, {"eval_dataset": Words(3)}, "eval_on_start"),
-    "plateau": ({"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "epoch"}, {"eval_dataset": Words(3)}, "goes by evaluations"),
+    "greedy": ({"lr_scheduler_type": "greedy", "eval_strategy": "epoch"}, {"eval_dataset": Words(3)}, "searches rates by evaluations"),
     "lomo": ({"optim": "lomo"}, {}, "updates parameters within backward"),
     "two datasets": ({"eval_strategy": "epoch"}, {"eval_dataset": {"a": Words(3), "b": Words(3)}}, "'a', 'b'"),
     "iterable evaluation": ({"eval_strategy": "epoch"}, {"eval_dataset": WordStream(3)}, "eval_dataset is an iterable WordStream"),

@@ -116,6 +116,20 @@ def test_a_phase_says_how_much_is_done_where_that_is_known(monkeypatch: pytest.M
             assert stream.there.wait(20)
 
 
+def test_what_is_done_for_a_plan_is_named_after_it(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("meshloom.report.terminal.LONG_SECONDS", 0.05)
+    stream, timings = Waited("rehearsing plan 2 of 12: tp=2: reading 40% ("), Timings()
+    console = Console(file=stream, width=80, force_terminal=True, color_system=None)
+    with LongPhases(console) as phases, phases.within(timings) as tell:
+        tell("rehearsing plan 2 of 12: tp=2")
+        with timings.of("reading"):
+            timings.counted(40, 100)
+            assert stream.there.wait(20)
+        stream.there.clear()
+        stream.wait_for("tp=2 (")
+        assert stream.there.wait(20)
+
+
 @pytest.mark.parametrize(
     ("sizes", "said"),
     [

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dis
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -28,6 +28,7 @@ from meshloom.adapters.module_refusals import check_module, is_datamodule, is_ov
 from meshloom.adapters.with_parameters import with_parameters
 from meshloom.core.errors import JobError
 from meshloom.core.job import Evaluate, Job, NamedParameters
+from meshloom.core.moments.by_metric import ByMetric
 from meshloom.core.moments.current_step import at_step
 from meshloom.core.moments.current_step import step as current_step
 from meshloom.core.random import preserved_draws
@@ -79,7 +80,8 @@ def from_lightning(
     with preserved_draws(), at_step(0):
         opened = _Opened(module, data, accumulate_grad_batches, max_epochs, max_steps)
         evaluate, evaluation_collate = opened.evaluation(check_val_every_n_epoch, best, patience)
-        optimizers = _Optimizers(opened, accumulate_grad_batches)
+        validated = (check_val_every_n_epoch, list(evaluate.metrics) if evaluate else [])
+        optimizers = _Optimizers(opened, accumulate_grad_batches, *validated)
         loader = opened.loader
         return Job(
             model=opened.model,
@@ -213,9 +215,10 @@ class _TrainerFacts(SimpleNamespace):
 
 
 class _Optimizers:
-    """What `configure_optimizers` returns, of any parameters."""
+    """What `configure_optimizers` returns, of any parameters. every: epochs from one validation to the next; metrics: names of what it logs."""
 
-    def __init__(self, opened: _Opened, accumulation: int) -> None:
+    def __init__(self, opened: _Opened, accumulation: int, every: int, metrics: Sequence[str]) -> None:
+        self._every, self._metrics = every, metrics
         self._opened, self._accumulation, self._batches = opened, accumulation, opened.num_batches
         self._schedulers: WeakKeyDictionary[Optimizer, list[Any]] = WeakKeyDictionary()
 
@@ -235,18 +238,27 @@ class _Optimizers:
                 f"{kind}.configure_optimizers returned {len(optimizers)} optimizers, which Lightning steps by hand. Give each loss an ml.Objective in Job(losses=...)."
             )
         configs = internals._configure_schedulers_automatic_opt(schedulers, monitor)
-        for config in configs:
-            if config.reduce_on_plateau or not hasattr(config.scheduler, "step"):
-                raise JobError(
-                    f"{type(config.scheduler).__name__} with monitor={config.monitor!r} goes by a logged value, and a job's by steps. Use another scheduler."
-                )
-        self._schedulers[optimizers[0]] = [
-            PacedScheduler(
+        self._schedulers[optimizers[0]] = [self._as_steps_go(config) for config in configs]
+        return optimizers[0]
+
+    def _as_steps_go(self, config: Any) -> Any:
+        """A scheduler of Lightning as one of a job."""
+        if not config.reduce_on_plateau:
+            return PacedScheduler(
                 config.scheduler, config.interval, config.frequency, self._batches, self._accumulation
             )
-            for config in configs
-        ]
-        return optimizers[0]
+        kind = type(config.scheduler).__name__
+        if config.monitor not in self._metrics:
+            logged = f"logs {', '.join(self._metrics)}" if self._metrics else "logs nothing"
+            raise JobError(
+                f"{kind} with monitor={config.monitor!r} goes by a value of training, and a job's by one of validations; validation_step {logged}. Monitor one of these."
+            )
+        if (config.interval, config.frequency) != ("epoch", self._every):
+            raise JobError(
+                f"{kind} is stepped every {config.frequency} {config.interval}s, and a job's after each validation, which is every {self._every} epochs "
+                "(check_val_every_n_epoch). Give both the same frequency."
+            )
+        return ByMetric(config.scheduler, config.monitor)
 
     def scheduler(self, optimizer: Optimizer) -> list[Any]:
         return self._schedulers[optimizer]

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import IterableDataset
 
 from meshloom.adapters.loader_data import GroupedCollate, LoaderOrder, LoaderSamples, LoaderStream
@@ -23,6 +24,7 @@ from meshloom.adapters.trainer_refusals import check_trainer, is_left_out
 from meshloom.adapters.with_parameters import optimizer_of, schedulers_of, with_parameters
 from meshloom.core.errors import JobError
 from meshloom.core.job import Job, NamedParameters
+from meshloom.core.moments.by_metric import ByMetric
 from meshloom.core.moments.current_step import at_step
 from meshloom.core.moments.current_step import step as current_step
 from meshloom.core.random import preserved_draws
@@ -182,10 +184,23 @@ def _scheduler_of(trainer: Any, steps: int, optimizer: Optimizer) -> Any:
     if trainer.lr_scheduler is not None:
         if trainer.optimizer is None:
             return copy.copy(trainer.lr_scheduler)
-        return schedulers_of([trainer.lr_scheduler], [trainer.optimizer], [optimizer])
+        return [
+            _by_metric(trainer, each)
+            for each in schedulers_of([trainer.lr_scheduler], [trainer.optimizer], [optimizer])
+        ]
     making = copy.copy(trainer)
     making.optimizer = optimizer
-    return making.create_scheduler(num_training_steps=steps)
+    return _by_metric(trainer, making.create_scheduler(num_training_steps=steps))
+
+
+def _by_metric(trainer: Any, scheduler: Any) -> Any:
+    """The scheduler; one that a Trainer steps after its evaluations, with the metric that it takes. Raises `JobError`."""
+    if not isinstance(scheduler, ReduceLROnPlateau):
+        return scheduler
+    name = trainer.args.metric_for_best_model
+    if name is None:
+        raise JobError("ReduceLROnPlateau is stepped with metric_for_best_model, and it is None. Name a metric of the evaluation, like 'loss'.")  # fmt: skip
+    return ByMetric(scheduler, name if name.startswith("eval_") else f"eval_{name}")
 
 
 def _every(strategy: Any, steps: float | None, schedule: _Schedule) -> int | None:

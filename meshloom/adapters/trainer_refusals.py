@@ -110,8 +110,8 @@ def _of_settings(args: Any) -> Iterator[str]:
     if "lomo" in optim:
         yield f"optim={optim!r} updates parameters within backward, before gradients are exchanged. Use another one, like adamw_torch."
     scheduler = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type))
-    if scheduler in ("reduce_lr_on_plateau", "greedy"):
-        yield f"lr_scheduler_type={scheduler!r} goes by evaluations, and a job's schedulers by steps. Use one of steps, like linear or cosine."
+    if scheduler == "greedy":
+        yield "lr_scheduler_type='greedy' searches rates by evaluations, and a job's schedulers have no search. Use another one, like linear or reduce_lr_on_plateau."
 
 
 def _of_methods(trainer: Any, names: tuple[str, ...], what: str) -> Iterator[str]:

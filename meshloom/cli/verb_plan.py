@@ -22,6 +22,8 @@ from meshloom.planner.advise import finalists, tried
 from meshloom.planner.rehearsal.rehearse import check_plan
 from meshloom.report.advice import advice_records, print_advice
 from meshloom.report.records import Records
+from meshloom.report.terminal import LongPhases
+from meshloom.telemetry.timings import Timings
 
 
 def advise(arguments: argparse.Namespace, job: Job, records: Records) -> int:
@@ -51,19 +53,21 @@ def advise(arguments: argparse.Namespace, job: Job, records: Records) -> int:
     devices = devices_for(wish, plans[0].mesh.size if plans else 1, lambda text: print(text, file=sys.stderr))
     if isinstance(devices, int):
         return devices
-    with console.status("") as status:
+    timings = Timings()
+    with LongPhases(console) as phases, phases.within(timings) as tell:
         found = advise_beside(
             job,
             arguments.target,
             devices,
             words=arguments.words,
             plans=plans,
-            tell=status.update,
+            tell=tell,
             cache=opened_cache(arguments.cache),
+            timings=timings,
         )
         if tries:
             measured = try_plans(
-                finalists(found, tries), arguments.target, arguments.transport, status.update, arguments.words
+                finalists(found, tries), arguments.target, arguments.transport, tell, arguments.words
             )
             if isinstance(measured, int):
                 return measured

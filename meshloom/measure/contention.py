@@ -38,6 +38,7 @@ from meshloom.planner.advise import Advice, advise
 from meshloom.planner.measure.contention_factors import powers_and_most
 from meshloom.planner.pricing import Devices
 from meshloom.telemetry.progress import QUIET
+from meshloom.telemetry.timings import Timings
 from meshloom.train.trainer import Trainer
 
 ROUNDS = 5  # alone and together in turns, as machines are faster and slower from minute to minute
@@ -121,14 +122,14 @@ class Companions(AbstractContextManager["Companions"]):
 
 def advise_beside(
     job: Job, target: str, devices: Devices, *, words: Sequence[str] = (), plans: Sequence[Plan] | None = None,
-    tell: Callable[[str], None] = lambda text: None, cache: Cache | None = None,
+    tell: Callable[[str], None] = lambda text: None, cache: Cache | None = None, timings: Timings | None = None,
 ) -> Advice:  # fmt: skip
     """`advise` for plans that run on this machine, with companions. target, words: the job's FILE.py:NAME,
     its sys.argv after its name."""
     keep_freed_memory()  # plans are rehearsed in this process as they run in others
     num_ranks = max((plan.mesh.size for plan in plans), default=1) if plans is not None else devices.num_ranks
     if devices.here is not None and devices.here.name != devices.machine.name:
-        return advise(job, devices, plans=plans, tell=tell, cache=cache)
+        return advise(job, devices, plans=plans, tell=tell, cache=cache, timings=timings)
     with Companions(target, num_ranks, devices.threads_of, words) as companions:
 
         def beside() -> dict[int, float]:
@@ -136,7 +137,7 @@ def advise_beside(
             return companions.factors(job)
 
         return replace(
-            advise(job, devices, plans=plans, tell=tell, beside=beside, cache=cache),
+            advise(job, devices, plans=plans, tell=tell, beside=beside, cache=cache, timings=timings),
             not_beside=companions.failure,
         )
 

@@ -25,6 +25,7 @@ from meshloom.planner.candidates import candidates, offloading
 from meshloom.planner.memory.memory import Memory
 from meshloom.planner.pricing import Devices, Option, Pricer, Speedup
 from meshloom.planner.reasons import disk_rate_sentence, exchange_reason, reason_of, why_of
+from meshloom.telemetry.timings import Timings
 
 AS_FAST = 0.03  # of the step: a smaller gain is not worth a more complicated plan
 
@@ -68,8 +69,10 @@ def advise(
     tell: Callable[[str], None] = lambda text: None,
     beside: Callable[[], Mapping[int, float]] = dict,
     cache: Cache | None = None,
+    timings: Timings | None = None,
 ) -> Advice:
-    """Prices `plans`, or those worth pricing on these devices. tell: receives a line for each plan.
+    """Prices `plans`, or those worth pricing on these devices. tell: receives a line for each plan, and for what is done before
+    any. timings: of what is done for each.
 
     beside: how much longer ranks take when so many of them compute this job at the same time; default: as
     measured of the machine. cache: of captured losses and choices, from earlier plans and runs.
@@ -78,9 +81,10 @@ def advise(
     errors.
     """
     given = None if plans is None else list(plans)
+    tell("reading the loss")
     precisions = dict.fromkeys(each.precision for each in given or [Plan()])
     pricers = {
-        name: Pricer(lowered(in_precision(job, each), each), devices, cache)
+        name: Pricer(lowered(in_precision(job, each), each), devices, cache, timings)
         for name in precisions
         for each in [Plan(precision=name)]
     }

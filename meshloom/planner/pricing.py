@@ -26,6 +26,7 @@ from meshloom.planner.rehearsal.rehearsal import RankStep, Rehearsal
 from meshloom.planner.rehearsal.rehearse import rehearse
 from meshloom.planner.step_seconds import Places, StepPrice, price_step
 from meshloom.program.cost.program_seconds import kind_of, node_seconds, program_seconds
+from meshloom.telemetry.timings import Timings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,15 +110,17 @@ class Pricer:
     """Prices plans of one job on some devices.
 
     one_device: memory of a step on one device: predicted from the program, or measured where the loss cannot
-    be captured or the optimizer needs values. unread: why the loss cannot be captured; "": it can. cache: as
+    be captured or the optimizer needs values. timings: as of `advise`. unread: why the loss cannot be captured; "": it can. cache: as
     for `advise`.
     """
 
-    def __init__(self, job: Job, devices: Devices, cache: Cache | None = None) -> None:
-        self._job = job
+    def __init__(
+        self, job: Job, devices: Devices, cache: Cache | None = None, timings: Timings | None = None
+    ) -> None:
+        self._job, self._timings = job, timings
         self._devices = devices
         self._cache = cache
-        self._readings = [Readings(each, cache) for each in jobs_of(job).values()]  # of each loss
+        self._readings = [Readings(each, cache, timings) for each in jobs_of(job).values()]  # of each loss
         self.unread, self._has_programs = "", True
         try:
             found = [readings.of(job.batch_size).unread for readings in self._readings]
@@ -197,7 +200,7 @@ class Pricer:
             return known
         found = rehearse(
             self._job, plan, threads=threads, common_memory=self._devices.common_memory, optimizer_factor=self.one_device.optimizer_factor,
-            cache=self._cache,
+            cache=self._cache, timings=self._timings,
         )  # fmt: skip
         found = at_speed(found, self._speed) if self._speed != 1.0 else found
         self._rehearsals[str(plan), threads] = found

@@ -68,9 +68,9 @@ class Readings:
     """The captures of one job. timings: of all work on them. stored: in `cache`, the captures and choices of
     earlier runs."""
 
-    def __init__(self, job: Job, cache: Cache | None = None) -> None:
+    def __init__(self, job: Job, cache: Cache | None = None, timings: Timings | None = None) -> None:
         self.job = job
-        self.timings = Timings()
+        self.timings = timings or Timings()
         self.stored = ProgramCache(cache, self.timings) if cache is not None else None
         self._read: dict[int, Reading] = {}
         self._comparisons: dict[int, int] = {}

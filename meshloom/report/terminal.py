@@ -134,6 +134,20 @@ class LongPhases:
         finally:
             timings.entered, timings.counted = lambda phase: None, lambda done, of: None
 
+    @contextmanager
+    def within(self, timings: Timings) -> Iterator[Callable[[str], None]]:
+        """A context with a function that names what is going on, and these phases are parts of."""
+        about = ""
+
+        def tell(text: str) -> None:
+            nonlocal about
+            about = text
+            self.enter(text)
+
+        with self.of(timings):
+            timings.entered = lambda phase: self.enter(": ".join(filter(None, (about, phase))))
+            yield tell
+
     def enter(self, phase: str | None) -> None:
         """From now on this is going on; None: nothing that is worth a line."""
         with self._lock:

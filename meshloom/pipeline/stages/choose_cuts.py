@@ -78,7 +78,7 @@ def choose_cuts(
     step_seconds: seconds of a step with these stages. If given, cuts near the best are tried too, and the
         shortest step wins; no stage becomes `UNEVEN` times as slow as the slowest was.
     line: the program's `line_of`, if known; it then determines `work` and `kept`.
-    told: as of `best_cuts`.
+    told: as of `best_cuts`, then as of `refined`.
     Raises `PlanError` if there are too few places to cut, a module does not exist, or no cuts are within
     limits.
     """
@@ -105,7 +105,7 @@ def choose_cuts(
             stages = _stages(line, tried)
             return step_seconds(stages) if max(each.seconds for each in stages) <= longest else math.inf
 
-        chosen = refined(line, limits, chosen, price)
+        chosen = refined(line, limits, chosen, price, told)
     return CutChoice(
         stage_of={
             node.name: stage

@@ -78,12 +78,13 @@ def rank_bytes(line: Intervals, limits: Limits, cuts: Sequence[int]) -> list[flo
 
 
 def refined(
-    line: Intervals, limits: Limits, cuts: Sequence[int], price: Callable[[Sequence[int]], float]
-) -> list[int]:
+    line: Intervals, limits: Limits, cuts: Sequence[int], price: Callable[[Sequence[int]], float],
+    told: Callable[[int, int], None] = lambda done, of: None
+) -> list[int]:  # fmt: skip
     """Neighbouring cuts moved together by a few places as long as this lowers the price, within all limits.
 
     Several move at once, as a stage that must not become slower passes work from the one before to the one
-    after.
+    after. told: called with the number of moves that have been tried, and how many there are if no more helps.
     """
     places = line.places
     at = [places.index(cut) for cut in cuts]
@@ -92,7 +93,8 @@ def refined(
         (first, last, step) for first in range(len(at)) for last in range(first, len(at)) for step in STEPS
     ]
     since = 0  # consecutive moves without improvement
-    for first, last, step in itertools.islice(itertools.cycle(moves) if moves else (), MOVES):
+    every = itertools.islice(itertools.cycle(moves) if moves else (), MOVES)
+    for number, (first, last, step) in enumerate(every, start=1):
         since += 1
         tried = [each + step if first <= number <= last else each for number, each in enumerate(at)]
         if _in_order(tried, len(places)):
@@ -100,6 +102,7 @@ def refined(
             cost = price(chosen)
             if cost < best * (1 - 1e-9) and _is_legal(line, limits, chosen):
                 at, best, since = tried, cost, 0
+        told(number, number + len(moves) - since)
         if since >= len(moves):
             break
     return [places[each] for each in at]

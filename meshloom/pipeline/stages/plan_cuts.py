@@ -45,7 +45,7 @@ def choose_stages(
     line: `line_of_plan`, if known.
     holders: parameter or buffer -> the stages that hold it since the job's first program was cut. Then
         nothing else counts, and a stage may be empty. Raises `PlanError` as `choose_cuts` does.
-    pinned: as for `computed_from_batch`. told: as of `best_cuts`.
+    pinned: as for `computed_from_batch`. told: as of `choose_cuts`.
     """
     schedule = schedule_of(plan, len(sizes))
     price = step_seconds(schedule, rates.message_seconds, sizes=[each / sizes[0] for each in sizes])

@@ -39,6 +39,7 @@ from meshloom.planner.rehearsal.own_clock import CommonMemory, OwnClock, Rehears
 from meshloom.planner.rehearsal.rehearsal import RankStep, Rehearsal
 from meshloom.program.store.program_cache import ProgramCache
 from meshloom.replica.replica import Replica
+from meshloom.telemetry.timings import Timings
 
 T = TypeVar("T")
 WARM_UP_STEPS = 2  # optimizer state is made in the first, memory is touched, kernels are chosen
@@ -65,11 +66,13 @@ def rehearse(
     common_memory: bool,
     optimizer_factor: float = OPTIMIZER_FACTOR,
     cache: Cache | None = None,
+    timings: Timings | None = None,
 ) -> Rehearsal:
     """Steps of `plan` on CPUs, each rank with so many threads.
 
     common_memory: ranks along dp are processes of one host that share memory. optimizer_factor: bytes of
-    optimizer state per byte of parameters. cache: of captured losses and choices, from earlier plans and runs.
+    optimizer state per byte of parameters. cache: of captured losses and choices, from earlier plans and runs. timings: of the first
+    rank's start.
 
     Raises `PlanError` if the plan cannot run this job or the ranks do not fit into this process, and the
     job's own errors.
@@ -78,7 +81,7 @@ def rehearse(
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        with preserved_draws(), _ranks(job, plan, common_memory, cache) as ranks:
+        with preserved_draws(), _ranks(job, plan, common_memory, cache, timings) as ranks:
             period = math.lcm(*(each.every for each in job.losses.values()))
             cycle = sum(len(turns_of(job, step)) for step in range(period))
             timed = [_Timed(cycle=cycle * plan.local_steps) for _ in ranks.all]
@@ -145,13 +148,16 @@ class _Ranks:
 
 
 @contextmanager
-def _ranks(job: Job, plan: Plan, common_memory: bool, cache: Cache | None) -> Iterator[_Ranks]:
+def _ranks(
+    job: Job, plan: Plan, common_memory: bool, cache: Cache | None, timings: Timings | None
+) -> Iterator[_Ranks]:
     turns = Turns()
     ranks = _Ranks(rehearsed_ranks(plan.mesh, turns, common_memory), turns)
     try:
         for rank in ranks.all:
             stored = ProgramCache(cache) if cache is not None and rank.context.rank == 0 else None
-            rank.replica = Replica(job, plan, rank.context, share=True, stored=stored)
+            first = timings if rank.context.rank == 0 else None
+            rank.replica = Replica(job, plan, rank.context, share=True, stored=stored, timings=first)
             _check_room(rank.replica, plan.mesh.size - rank.context.rank)
         ranks.run(lambda rank: rank.replica.prepare())
         yield ranks

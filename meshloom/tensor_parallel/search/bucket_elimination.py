@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -126,9 +126,11 @@ class LeastSum:
         return found
 
 
-def least_sum(sizes: Sequence[int], tables: Sequence[Table]) -> LeastSum | None:
+def least_sum(
+    sizes: Sequence[int], tables: Sequence[Table], told: Callable[[int, int], None] = lambda done, of: None
+) -> LeastSum | None:
     """The least sum of `tables` over variables with `sizes` values. None: a joined table would have more than
-    `LARGEST` entries.
+    `LARGEST` entries. told: called with the number of variables that have been eliminated, and that of all.
 
     >>> found = least_sum([2, 2], [Table(scope=(0, 1), entries=np.array([[5.0, 3.0], [1.0, 9.0]])), Table(scope=(0,), entries=np.array([0.0, 7.0]))])
     >>> found.total, found.values(), [each.tolist() for each in found.min_marginals()]
@@ -144,6 +146,7 @@ def least_sum(sizes: Sequence[int], tables: Sequence[Table]) -> LeastSum | None:
     steps: list[_Step] = []
     total = 0.0
     for number, variable in enumerate(order, len(tables)):
+        told(number - len(tables) + 1, len(order))
         step = _eliminated(variable, sizes[variable], list(within[variable].values()))
         steps.append(step)
         for key, table in list(within[variable].items()):

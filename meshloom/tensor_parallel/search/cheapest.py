@@ -50,9 +50,13 @@ class Combination:
         return self.bounds()
 
 
-def cheapest(unary: Sequence[Floats], reshards: Sequence[Reshard]) -> Combination | None:
+def cheapest(
+    unary: Sequence[Floats],
+    reshards: Sequence[Reshard],
+    told: Callable[[int, int], None] = lambda done, of: None,
+) -> Combination | None:
     """The cheapest combination. None: all are impossible. unary: of each variable [its values], the cost of
-    each value alone; inf: impossible."""
+    each value alone; inf: impossible. told: as of `least_sum`, in each of its rounds."""
     kept = [np.flatnonzero(np.isfinite(each)) for each in unary]
     shares = [_even(reshard) for reshard in reshards]
     best, found = math.inf, None
@@ -61,9 +65,9 @@ def cheapest(unary: Sequence[Floats], reshards: Sequence[Reshard]) -> Combinatio
             [each[keep] for each, keep in zip(unary, kept, strict=True)],
             [restricted(reshard, kept) for reshard in reshards],
         )
-        least = least_combination(rest, rest_reshards)
+        least = least_combination(rest, rest_reshards, told=told)
         exact = least is not None
-        least = least or least_combination(rest, rest_reshards, shares)
+        least = least or least_combination(rest, rest_reshards, shares, told)
         if least is None:
             start = found.values if found is not None else _any(unary, reshards)
             if start is None:

@@ -91,7 +91,7 @@ def choose(
         that are held.
     memory_bytes: what a rank may hold of parameters, gradients, optimizer state and saved activations.
     priced: `costs` of the program, if already known.
-    told: as of `Formulation`.
+    told: as of `Problem`.
     Raises `PlanError` if there is no such division.
     """
     price = rates or default_rates(layout.program.device.type)

@@ -9,7 +9,7 @@ left.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -35,16 +35,17 @@ def cheapest_within(
     unary_bytes: Sequence[Floats],
     reshard_bytes: Sequence[Floats],
     limit: float,
+    told: Callable[[int, int], None] = lambda done, of: None,
 ) -> Combination | None:
     """The cheapest combination of at most `limit` bytes. None: all are impossible. unary, reshards: as in
     `cheapest`.
 
-    unary_bytes, reshard_bytes: the bytes of each entry, in the same shapes. Raises `LimitError` if none fits.
+    unary_bytes, reshard_bytes: the bytes of each entry, in the same shapes. told: as of `cheapest`. Raises `LimitError` if none fits.
     """
 
     def at(price: float, seconds: float = 1.0) -> Combination | None:
         """The cheapest combination at a price in seconds per byte."""
-        return cheapest(*_priced(unary, reshards, unary_bytes, reshard_bytes, price, seconds))
+        return cheapest(*_priced(unary, reshards, unary_bytes, reshard_bytes, price, seconds), told)
 
     def bytes_of(values: Sequence[int]) -> float:
         return total_cost(values, *_priced(unary, reshards, unary_bytes, reshard_bytes, 1.0, 0.0))

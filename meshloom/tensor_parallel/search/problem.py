@@ -39,7 +39,7 @@ class Problem:
     held: shards that are fixed. pins: pattern of modules -> pin.
     share_blocks: repeated blocks are divided identically. This makes the problem smaller, and excludes
         divisions in which the surroundings of a block would have to follow one axis of it where another
-        represents it.
+        represents it. told: as of `Formulation`, then as of `cheapest`.
     """
 
     def __init__(
@@ -104,14 +104,16 @@ class Problem:
         seconds = [np.array([decisions.seconds[number] for number in row]) for row in decisions.options]
         if memory_bytes is None:
             try:
-                return cheapest(seconds, reshards)
+                return cheapest(seconds, reshards, self._told)
             except OutOfTimeError:
                 raise PlanError(
                     f"No division of this program over tp={self.num_ranks} that satisfies the plan was found in {SECONDS:.0f} s. {self._pins.way_out()}"
                 ) from None
         num_bytes = [np.array([decisions.num_bytes[number] for number in row]) for row in decisions.options]
         try:
-            return cheapest_within(seconds, reshards, num_bytes, self.formulation.reshard_bytes, memory_bytes)
+            return cheapest_within(
+                seconds, reshards, num_bytes, self.formulation.reshard_bytes, memory_bytes, self._told
+            )
         except LimitError as error:
             raise PlanError(
                 f"With tp={self.num_ranks} a rank holds {format_bytes(error.least)} or more of parameters, gradients, optimizer state and saved activations, "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -48,15 +48,16 @@ def restricted(reshard: Reshard, kept: Sequence[npt.NDArray[np.intp]]) -> Reshar
 
 
 def least_combination(
-    unary: Sequence[Floats], reshards: Sequence[Reshard], shares: Sequence[Mapping[int, Floats]] | None = None
-) -> LeastSum | None:
+    unary: Sequence[Floats], reshards: Sequence[Reshard], shares: Sequence[Mapping[int, Floats]] | None = None,
+    told: Callable[[int, int], None] = lambda done, of: None
+) -> LeastSum | None:  # fmt: skip
     """The cheapest combination. shares: of each reshard, the share that each variable pays; None: the exact
-    cost. None: the tables would be too large."""
+    cost. told: as of `least_sum`. None: the tables would be too large."""
     sizes = [len(each) for each in unary]
     tables = [Table(scope=(variable,), entries=each) for variable, each in enumerate(unary)]
     for number, reshard in enumerate(reshards):
         tables += _tables(reshard, sizes, shares[number] if shares is not None else None)
-    return least_sum(sizes, tables)
+    return least_sum(sizes, tables, told)
 
 
 def _tables(reshard: Reshard, sizes: list[int], shares: Mapping[int, Floats] | None) -> Iterator[Table]:
