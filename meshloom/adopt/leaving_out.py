@@ -46,7 +46,7 @@ def _advice(script: Script, line: Line) -> str:
         return ""
     names = {method(each) for each in calls(node)}
     owner = script.route.owner
-    written = owner.written if owner is not None and line.source is owner.source else None
+    written = owner.written(line.source) if owner is not None else None
     first = written.lines[line.at - 1].strip() if written else line.source.segment(node).partition("\n")[0]
     evaluates = f"`{first}` is left out: held-out data is measured by Job(evaluate=ml.Evaluate(data=..., metrics=..., every=...))."
     if "eval" in names or _evaluates(script, node):

@@ -90,7 +90,9 @@ def _helpers(script: Script, texts: list[str]) -> list[str]:
         return []
     found: list[str] = []
     for method_node in owner.methods_in(free_names(texts)):
-        line = Line(owner.source, method_node, len(script.watched.frames) - 1, 1, method_node.lineno)
+        line = Line(
+            owner.source_of(method_node), method_node, len(script.watched.frames) - 1, 1, method_node.lineno
+        )
         found.append(owner.as_function(method_node, _edits(script, line)))
         script.because(line.at, f"{method_node.name} is a part of the loss, which is given the model")
     return found

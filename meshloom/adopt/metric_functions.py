@@ -137,7 +137,7 @@ class MetricFunctions:
         if owner is not None:
             helpers = self._helpers(free_names(result))
             result = [
-                *(owner.as_function(each, self._edits(owner.source, each)) for each in helpers),
+                *(owner.as_function(each, self._edits(owner.source_of(each), each)) for each in helpers),
                 *result,
             ]
         free = free_names(result) - {"model", "batch"}

@@ -169,16 +169,19 @@ def _imports(script: Script, parts: JobParts, kept: list[Line]) -> list[str]:
     ]
     of_kept = set[str]().union(*(used(line.node) for line in kept), needs)
     evaluation = parts.evaluation.seen.frames if parts.evaluation else []
-    for frame in [*script.watched.frames[1:], *evaluation[1:]]:
-        if frame.path != main.path:
+    files = [(each.path, each.globals) for each in [*script.watched.frames[1:], *evaluation[1:]]]
+    if script.route.owner is not None:
+        files += [
+            (each.written.path, each.globals) for each in script.route.owner.lineage if any(each.methods)
+        ]
+    for path, values in files:
+        if path != main.path:
             names = sorted(
                 name
                 for name in of_kept - have
-                if name in frame.globals and not name.startswith("__") and name not in dir(builtins)
+                if name in values and not name.startswith("__") and name not in dir(builtins)
             )
-            found += [
-                _import_of(script, frame.globals["__name__"], name, frame.globals[name]) for name in names
-            ]
+            found += [_import_of(script, values["__name__"], name, values[name]) for name in names]
             have |= set(names)
     return found
 

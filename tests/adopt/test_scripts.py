@@ -23,7 +23,7 @@ ADOPTED = [
     "perplexity", "phases", "poly_rate", "progress_and_amp", "quickstart", "recommender", "sampled_regression",
     "settings_class", "several_files/train", "shadow_weights", "siamese", "siamese_pairs", "simclr", "streamed_text",
     "subset_sampler", "super_res/main", "super_resolution", "text_classifier", "trainer_base", "trainer_by_steps",
-    "trainer_class", "trainer_helper", "trainer_kwargs", "trainer_object", "trainer_of_tutorial",
+    "trainer_class", "trainer_helper", "trainer_in_files/train", "trainer_kwargs", "trainer_object", "trainer_of_tutorial",
     "trainer_with_a_base", "trainer_with_everything", "translation", "two_inputs", "unet_dice", "vae",
     "weighted_sampler", "yaml_config/train",
 ]  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import textwrap
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,8 +54,21 @@ class Iterated:
         """The call by which a loop over batches goes on behind the last one: `cycle(loader)`, or a generator of the user's."""
         assert isinstance(loop.node, ast.For)
         wrappers = self.wrappers_of(loop.node.iter)
-        found = [each for each in wrappers if method(each) == "cycle" or method(each) not in ITERATING]
+        found = [
+            each
+            for each in wrappers
+            if method(each) == "cycle" or (method(each) not in ITERATING and self._goes_on(each))
+        ]
         return found[0] if found else None
+
+    def _goes_on(self, call: ast.Call) -> bool:
+        """Whether a generator of the user's may begin anew behind its end, as by `while True:`."""
+        try:
+            text = inspect.getsource(self.values[method(call)])
+        except (KeyError, OSError, TypeError):
+            return True
+        tree = ast.parse(textwrap.dedent(text))
+        return any(isinstance(each, ast.While) for each in ast.walk(tree)) or "cycle" in text
 
     def _inner(self, call: ast.Call) -> ast.expr:
         """What a call iterates over; the call itself if it is no iterator of something else."""

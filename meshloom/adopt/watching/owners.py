@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import re
+import types
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,29 +34,45 @@ class NotInlinedError(Exception):
 
 
 @dataclass(frozen=True)
+class OwnClass:
+    """A class of the user's. written: its file; node: its definition there."""
+
+    kind: type
+    written: PythonSource
+    node: ast.ClassDef
+
+    @property
+    def methods(self) -> dict[str, ast.FunctionDef]:
+        return _methods(self.node)
+
+    @property
+    def globals(self) -> Mapping[str, Any]:
+        """Of its file."""
+        return next(each.__globals__ for each in _functions(self.kind))
+
+
+@dataclass(frozen=True)
 class Owner:
-    """source: of the class, with plain names for attributes; written: as it is. lineage: the class and its base classes, in the
+    """sources: the files of its classes, with plain names for attributes. lineage: the class and its base classes, in the
     order in which methods are looked up. made: the call that makes the object, in a function of `frame`. names: of attributes
     and methods."""
 
     value: Any
-    source: PythonSource
-    written: PythonSource
-    lineage: list[ast.ClassDef]
+    sources: Mapping[Path, PythonSource]
+    lineage: list[OwnClass]
     made: ast.Call
     frame: int
     names: Mapping[str, str] = field(default_factory=dict[str, str])
 
     @property
     def class_names(self) -> list[str]:
-        return [each.name for each in self.lineage]
+        return [each.node.name for each in self.lineage]
 
     def methods_in(self, names: Collection[str]) -> list[ast.FunctionDef]:
         """Its methods that are called by these plain names, and those that they call."""
-        classes = {each.name: each for each in ast.walk(self.source.tree) if isinstance(each, ast.ClassDef)}
         methods: dict[str, ast.FunctionDef] = {}
         for each in reversed(self.lineage):
-            methods |= _methods(classes[each.name])
+            methods |= _methods(_class_in(self.sources[each.written.path], each.node.name))
         methods = {name: each for name, each in methods.items() if self.names.get(name) == name}
         wanted, found = set(names), list[ast.FunctionDef]()
         while new := [each for name, each in methods.items() if name in wanted and each not in found]:
@@ -63,9 +80,21 @@ class Owner:
             wanted |= set[str]().union(*(used(each) for each in new))
         return found
 
+    def source_of(self, method: ast.FunctionDef) -> PythonSource:
+        """The one of `sources` that a method of `methods_in` is in."""
+        return next(
+            each for each in self.sources.values() if any(node is method for node in ast.walk(each.tree))
+        )
+
+    def written(self, source: PythonSource) -> PythonSource | None:
+        """The file as it is; None where it is none of `sources`."""
+        return next(
+            (each.written for each in self.lineage if source is self.sources[each.written.path]), None
+        )
+
     def as_function(self, method: ast.FunctionDef, edits: Sequence[Replacement]) -> str:
         """The text of a method as a function of its other arguments, with an empty line behind."""
-        return re.sub(r"\(self(, *)?", "(", self.source.statement(method, edits), count=1) + "\n"
+        return re.sub(r"\(self(, *)?", "(", self.source_of(method).statement(method, edits), count=1) + "\n"
 
     def is_made_by(self, node: ast.AST) -> bool:
         """Whether the object is made within a statement; by its place, since the file may have been read anew."""
@@ -92,14 +121,14 @@ class Owner:
     ) -> list[Part]:  # fmt: skip
         """Of the `__init__` of the first class from place `first` on that has one, for a call in `node`. outer: names of the `__init__` that
         calls it, where they differ outside."""
-        found = next(((place, each) for place, each in enumerate(self.lineage) if place >= first and "__init__" in _methods(each)), None)  # fmt: skip
+        found = next(((place, each) for place, each in enumerate(self.lineage) if place >= first and "__init__" in each.methods), None)  # fmt: skip
         if found is None:
             return []
-        place, definition = found
-        constructor = _methods(definition)["__init__"]
-        values = self._locals_at_end(definition.name, frame)
-        known = frame.globals | frame.values | self._locals_at_end(self.lineage[first - 1].name if first else "", frame)  # fmt: skip
-        given = dict(arguments_of(source, call, self.written, constructor, known) or [])
+        place, own_class = found
+        constructor, written = own_class.methods["__init__"], own_class.written
+        values = _locals_at_end(own_class.kind, frame)
+        known = frame.globals | frame.values | (_locals_at_end(self.lineage[first - 1].kind, frame) if first else {})  # fmt: skip
+        given = dict(arguments_of(source, call, written, constructor, known) or [])
         if first:
             given = {name: _text_plain(text, self.names, outer) for name, text in given.items()}
         rebound = set[str]().union(*(bound(each) for each in constructor.body))
@@ -115,7 +144,7 @@ class Owner:
             raise NotInlinedError("whose __init__ defines functions of the same names")
         frame.values.update({new: values[name] for name, new in locals_of.items() if name in values and new not in frame.values})  # fmt: skip
         parts = [
-            part(source if not first else self.written, node, f"{locals_of[name]} = {text}")
+            part(source, node, f"{locals_of[name]} = {text}")
             for name, text in given.items()
             if locals_of[name] != text
         ]
@@ -123,21 +152,15 @@ class Owner:
             if is_docstring(each):
                 continue
             if (above := _call_of_base(each)) is not None:
-                parts += self._constructed(place + 1, self.written, above, each, frame, locals_of)
+                parts += self._constructed(place + 1, written, above, each, frame, locals_of)
                 continue
             if "super" in used(each):
                 raise NotInlinedError("whose __init__ uses super() for more than super().__init__(...)")
-            text = self.written.statement(each, _plain(each, self.names, locals_of))
-            inner, made = part(self.written, each, text)
+            text = written.statement(each, _plain(each, self.names, locals_of))
+            inner, made = part(written, each, text)
             if not _is_itself(made):
                 parts.append((inner, made))
         return parts
-
-    def _locals_at_end(self, name: str, frame: SeenFrame) -> dict[str, Any]:
-        """Of the `__init__` of the class of this name, as it returned."""
-        kind = next((each for each in type(self.value).__mro__ if each.__name__ == name), None)
-        code = getattr(vars(kind).get("__init__"), "__code__", None) if kind is not None else None
-        return frame.made.get(code, {}) if code is not None else {}
 
     def _name(self, name: str, frame: SeenFrame) -> str:
         """The name that one of `__init__` has outside."""
@@ -145,56 +168,94 @@ class Owner:
         return f"{OBJECT}_{name}" if taken and name not in self.names.values() else name
 
 
+def _locals_at_end(kind: type, frame: SeenFrame) -> dict[str, Any]:
+    """Of the `__init__` of a class, as it returned."""
+    code = getattr(vars(kind).get("__init__"), "__code__", None)
+    return frame.made.get(code, {}) if code is not None else {}
+
+
 def owner_of(frames: Sequence[SeenFrame], known: dict[Path, PythonSource]) -> Owner | None:
     """The object whose methods lead to `backward()`, taken apart: its class's file in `known` is the one with plain names, and
-    the frames' values have its attributes. None where there is none. Raises `NotInlinedError`."""
+    the frames' values have its attributes; so are those of its base classes. None where there is none. Raises `NotInlinedError`."""
     inside = [index for index, each in enumerate(frames) if each.owner is not None]
     if not inside:
         return None
     value, kind = frames[inside[0]].owner, type(frames[inside[0]].owner)
     if any(frames[each].owner is not value for each in inside):
         raise NotInlinedError("which calls those of another object")
-    path = frames[inside[0]].path
-    written = PythonSource.read(path)
-    lineage = _lineage(kind, written)
+    lineage = _lineage(kind, frames[0].path.parent)
     methods: dict[str, ast.FunctionDef] = {}
     for each in reversed(lineage):
-        methods |= _methods(each)
+        methods |= each.methods
     if "__init__" not in methods or any(frames[each].function not in methods for each in inside):
         raise NotInlinedError("which has no __init__ of its own")
     index, made = _made(frames[: inside[0]], kind, value)
-    names = known[path].flattened if path in known and known[path].flattened else {}
-    if not names:
-        names = _names(lineage, frames[index], frames[inside[0]].attributes)
-        inner = [
-            each
-            for definition in lineage
-            for name, method in _methods(definition).items()
-            if name != "__init__"
-            for each in _plain(method, names, {})
-        ]
-        known[path] = PythonSource(path, written.replaced(inner))
-        known[path].flattened.update(names)
+    paths = list(dict.fromkeys(each.written.path for each in lineage))
+    flat = [known[each].flattened for each in paths if each in known and known[each].flattened]
+    names = flat[0] if flat else _names(lineage, frames[index], frames[inside[0]].attributes)
+    for path in paths:
+        if path not in known or not known[path].flattened:
+            known[path] = _flattened([each for each in lineage if each.written.path == path], names)
     for each in [index, *inside]:
         attributes = frames[each].attributes if each != index else frames[inside[-1]].attributes
         plain = {names[name]: one for name, one in attributes.items() if name in names}
         frames[each].values.update(
             {name: one for name, one in plain.items() if name not in frames[each].values}
         )
-    return Owner(value, known[path], written, lineage, made, index, names)
+    return Owner(value, {each: known[each] for each in paths}, lineage, made, index, names)
 
 
-def _lineage(kind: type, written: PythonSource) -> list[ast.ClassDef]:
-    """The classes of a file that a class is made of. Raises `NotInlinedError` for one that is elsewhere."""
-    classes = {each.name: each for each in ast.walk(written.tree) if isinstance(each, ast.ClassDef)}
-    found: list[ast.ClassDef] = []
+def _flattened(classes: Sequence[OwnClass], names: Mapping[str, str]) -> PythonSource:
+    """The file of these classes, with plain names in their methods but for `__init__`."""
+    written = classes[0].written
+    inner = [
+        replacement
+        for each in classes
+        for name, method in each.methods.items()
+        if name != "__init__"
+        for replacement in _plain(method, names, {})
+    ]
+    source = PythonSource(written.path, written.replaced(inner))
+    source.flattened.update(names)
+    return source
+
+
+def _lineage(kind: type, folder: Path) -> list[OwnClass]:
+    """The classes of the user's that a class is made of. folder: of the script. Raises `NotInlinedError` for one of a library."""
+    files: dict[Path, PythonSource] = {}
+    found: list[OwnClass] = []
     for each in kind.__mro__:
         if each.__module__ in ("builtins", "abc", "typing"):
             continue
-        if each.__name__ not in classes or each.__module__ != kind.__module__:
-            raise NotInlinedError(f"which has a base class of another file ({each.__name__})")
-        found.append(classes[each.__name__])
+        path = next((Path(own.__code__.co_filename).resolve() for own in _functions(each)), None)
+        if path is None and not found:
+            raise NotInlinedError(
+                f"which has no methods of its own ({each.__name__}), but those of its base classes"
+            )
+        path = path or found[-1].written.path
+        if not path.is_relative_to(folder) or "site-packages" in path.parts:
+            raise NotInlinedError(
+                f"which has a base class of a library ({each.__name__} of {each.__module__})"
+            )
+        written = files[path] = files.get(path) or PythonSource.read(path)
+        try:
+            found.append(OwnClass(each, written, _class_in(written, each.__name__)))
+        except StopIteration:
+            raise NotInlinedError(
+                f"which has a base class that is made in another way than `class {each.__name__}:`"
+            ) from None
     return found
+
+
+def _functions(kind: type) -> Iterator[types.FunctionType]:
+    """The functions that are written in a class."""
+    return (each for each in vars(kind).values() if isinstance(each, types.FunctionType))
+
+
+def _class_in(source: PythonSource, name: str) -> ast.ClassDef:
+    return next(
+        each for each in ast.walk(source.tree) if isinstance(each, ast.ClassDef) and each.name == name
+    )
 
 
 def _methods(definition: ast.ClassDef) -> dict[str, ast.FunctionDef]:
@@ -232,19 +293,12 @@ def _made(frames: Sequence[SeenFrame], kind: type, value: Any) -> tuple[int, ast
     raise NotInlinedError("which is made in a way that is not known (trainer = Trainer(...) before the call)")
 
 
-def _names(
-    lineage: Sequence[ast.ClassDef], frame: SeenFrame, attributes: Mapping[str, Any]
-) -> dict[str, str]:
+def _names(lineage: Sequence[OwnClass], frame: SeenFrame, attributes: Mapping[str, Any]) -> dict[str, str]:
     """A plain name of each attribute and method: its own, unless that is another thing in a method or where the object is made;
     such methods have none."""
-    every = [(name, each) for one in lineage for name, each in _methods(one).items()]
+    every = [(name, each) for one in lineage for name, each in one.methods.items()]
     methods = dict(reversed(every))
-    stored = {
-        each.attr
-        for definition in lineage
-        for each in _of_self(definition)
-        if isinstance(each.ctx, ast.Store)
-    }
+    stored = {each.attr for one in lineage for each in _of_self(one.node) if isinstance(each.ctx, ast.Store)}
     later = {
         each.attr
         for name, method in every
@@ -268,9 +322,9 @@ def _names(
         found[name] = f"{OBJECT}_{name}" if other or name in in_methods else name
     own = {name for name, each in methods.items() if not each.decorator_list and name not in stored}
     static = {
-        name: f"{definition.name}.{name}"
-        for definition in reversed(lineage)
-        for name, each in _methods(definition).items()
+        name: f"{one.node.name}.{name}"
+        for one in reversed(lineage)
+        for name, each in one.methods.items()
         if _is_static(each)
     }
     return found | static | {name: name for name in own - in_methods - set(outside) - set(found.values())}
