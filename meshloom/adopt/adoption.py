@@ -20,6 +20,7 @@ from meshloom.adopt.watching.route import Refusal, UntranslatedError, follow
 from meshloom.adopt.watching.script import Script
 from meshloom.adopt.watching.source import is_docstring, used
 from meshloom.adopt.watching.watch import Watched, watch
+from meshloom.adopt.watching.zipped import with_zipped_loader
 from meshloom.adopt.writing import write
 from meshloom.core.errors import JobError
 
@@ -99,6 +100,7 @@ def adopt(
     rejected: dict[str, Refusal] = {}
     try:
         check_one_loss(script, watched)
+        watched = with_zipped_loader(watched, follow(watched.frames))
         while True:
             found, parts, after, notes = _written(script, target, tuple(words), watched, set(rejected))
             proof = prove(target, tuple(words), watched, _expected(parts))

@@ -44,7 +44,7 @@ def loader_name(script: Script) -> str:
         for name in bound(line.node):
             if script.values.get(name) is script.watched.loader:
                 return name
-    return script.loader or "train_loader"
+    return script.loader or ("train_loader" if script.watched.zipped is None else "zipped_loader")
 
 
 def accumulation(script: Script) -> str | None:

@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import IterableDataset, RandomSampler, SequentialSampler, SubsetRandomSampler
 
 from meshloom.adopt.counters import steps_of_epoch, total_steps
+from meshloom.adopt.data.zipped_loader import ZippedCollate
 from meshloom.adopt.improvement import Improvement, improvement_of
 from meshloom.adopt.loop_pieces import names_of_loop
 from meshloom.adopt.metric_functions import MetricFunctions, function_name, wraps
@@ -73,7 +74,8 @@ def _chosen(script: Script) -> SeenPass | None:
     """The pass that evaluates the average, if there is one, or the first that evaluates the model."""
     model, average = script.watched.model, script.watched.average
     trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
-    passes = [each for each in script.watched.passes if each.loader is not script.watched.loader]
+    training = [script.watched.loader, *(script.watched.zipped.loaders if script.watched.zipped else [])]
+    passes = [each for each in script.watched.passes if all(each.loader is not one for one in training)]
     of_average = [
         each for each in passes if average is not None and each.module is not model and copy_of(each.module, model, trained)
     ]  # fmt: skip
@@ -182,7 +184,9 @@ class _Evaluation:
             raise self._left("its DataLoader leaves samples out, or has a batch_sampler. Use one with batch_size=..., without drop_last")  # fmt: skip
         if not isinstance(loader.sampler, SequentialSampler | RandomSampler | SubsetRandomSampler):
             raise self._left(f"its DataLoader draws by {type(loader.sampler).__name__}, and a job evaluates each sample once")  # fmt: skip
-        if loader.collate_fn != script.watched.loader.collate_fn:
+        of_training = script.watched.loader.collate_fn
+        of_training = of_training.functions[0] if isinstance(of_training, ZippedCollate) else of_training
+        if loader.collate_fn != of_training:
             raise self._left("its collate_fn is another one than that of training, and a job has one. Use the same")  # fmt: skip
         return name
 

@@ -240,7 +240,7 @@ def unpacking(script: Script, data: Loop) -> tuple[list[str], set[str]]:
     target = script.iterated.batch_in(data)
     names = {each.id for each in ast.walk(target) if isinstance(each, ast.Name)}
     text = data.source.segment(target)
-    if isinstance(target, ast.Tuple) and text.startswith("("):
+    if isinstance(target, ast.Tuple) and target.elts[0].col_offset > target.col_offset:  # in parentheses
         text = text[1:-1]
     return ([] if text == "batch" else [f"{text} = batch"]), names
 

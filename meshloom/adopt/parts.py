@@ -123,6 +123,8 @@ def _data(script: Script, parts: JobParts) -> dict[str, str]:
     if script.loader is None and own:
         name = next(each for each in bound(own[0].node) if script.values.get(each) is loader)
         parts.inline = own[0].source.segment(own[0].node)
+    elif script.watched.zipped is not None:
+        parts.inline = f"{name} = {_zipped(script, line)}"
     elif script.loader is None:
         if loop is None or not isinstance(loop.node, ast.For):
             raise one_refusal(
@@ -143,6 +145,19 @@ def _data(script: Script, parts: JobParts) -> dict[str, str]:
     if getattr(collate, "__module__", "").startswith("torch.utils.data"):
         return arguments
     return arguments | {"collate": f"{name}.collate_fn"}
+
+
+def _zipped(script: Script, line: int) -> str:
+    """The loaders of a `zip` as one."""
+    zipped: Any = script.watched.zipped
+    names = [script.expression_of(each) for each in zipped.loaders]
+    if None in names:
+        raise one_refusal(script, line, "a DataLoader of the zip has no name in the set-up. Make it before the loop, and give it a name.")  # fmt: skip
+    script.because(
+        line,
+        "a batch of each loader comes in every step, and the job divides them together; batches that are short, at the end of an epoch, are left out",
+    )
+    return zipped.text([each for each in names if each is not None])
 
 
 def _order(script: Script, loader: Any, name: str, line: int, times: str) -> dict[str, str]:

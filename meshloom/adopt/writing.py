@@ -48,6 +48,7 @@ def write(script: Script, parts: JobParts) -> str:
         "Subset",
         "TensorDataset",
         "DrawnSamples",
+        "ZippedLoader",
     }
     kept_definitions = [
         node
@@ -158,6 +159,8 @@ def _imports(script: Script, parts: JobParts, kept: list[Line]) -> list[str]:
         found.append("from meshloom.adopt.views import ParametersOf")
     if "DrawnSamples" in needs:
         found.append("from meshloom.adopt.data.drawn_samples import DrawnSamples")
+    if "ZippedLoader" in needs:
+        found.append("from meshloom.adopt.data.zipped_loader import ZippedLoader")
     main = script.route.sources[0]
     have = set[str]().union(*(bound(node) for node in main.tree.body)) | {
         name for line in kept for name in bound(line.node)

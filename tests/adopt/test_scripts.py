@@ -25,7 +25,7 @@ ADOPTED = [
     "subset_sampler", "super_res/main", "super_resolution", "text_classifier", "trainer_base", "trainer_by_steps",
     "trainer_class", "trainer_helper", "trainer_in_files/train", "trainer_kwargs", "trainer_object", "trainer_of_tutorial",
     "trainer_with_a_base", "trainer_with_everything", "translation", "two_inputs", "unet_dice", "vae",
-    "weighted_sampler", "yaml_config/train",
+    "weighted_sampler", "yaml_config/train", "zipped",
 ]  # fmt: skip
 QUICK = [
     "averaged_model",
@@ -63,10 +63,12 @@ EVALUATIONS = {
     "settings_class": (["loss", "acc"], 44, "acc:max", None, None),
     "shadow_weights": (["valid_loss", "valid_acc"], 32, "valid_loss:min", 3, 0.9),
     "trainer_base": (["accuracy"], 30, None, None, None),
+    "trainer_in_files/train": (["score"], 20, None, None, None),
     "trainer_object": (["acc"], 22, "acc:max", None, None),
     "trainer_with_everything": (["val_loss", "val_acc"], 14, "val_loss:min", 3, None),
     "vae": (["test_loss"], 48, None, None, None),
     "yaml_config/train": (["loss", "acc"], 45, "acc:max", None, None),
+    "zipped": (["correct"], 5, None, None, None),
 }
 # lines of evaluations that are named, and why
 NAMED = {
@@ -92,7 +94,7 @@ REFUSED = {
     "updates_by_hand": "updates_by_hand.py:11: no optimizer takes a step",
     "word_language_model": "word_language_model.py:43: 'hidden' goes from one batch to the next",
     "wrapped_loader": "wrapped_loader.py:28: the loop is over a WrappedDataLoader",
-    "zipped": "zipped.py:16: the loop takes a batch of each of several DataLoaders (zip)",
+    "zipped": "zipped.py:17: the loop takes a batch of each of several DataLoaders (zip)",
 }
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshloom.adopt.data.zipped_loader import ZippedSamples
 from meshloom.adopt.proving.evaluated import ComparedMetric, ExpectedMetrics, compared_metrics
 from meshloom.adopt.watching.draws import set_draws, tensors_of
 from meshloom.adopt.watching.watch import Watched
@@ -224,10 +225,24 @@ def _dataset_gives(job: Job, watched: Watched) -> bool | None:
     if first is None:
         return None
     dataset = job.data()
+    if isinstance(dataset, ZippedSamples):
+        return _each_gives(dataset, first)
     if not hasattr(dataset, "__len__") or len(dataset) > 100_000 or not _repeats(dataset):
         return None
     own = {_bits(dataset[index]) for index in range(len(dataset))}
     return all(_bits(each) in own for each in first)
+
+
+def _each_gives(zipped: ZippedSamples, samples: Sequence[Any]) -> bool | None:
+    """The same of each dataset of a zipped one."""
+    if any(
+        not hasattr(each, "__len__") or len(each) > 100_000 or not _repeats(each) for each in zipped.datasets
+    ):
+        return None
+    own = [{_bits(each[index]) for index in range(len(each))} for each in zipped.datasets]
+    return all(
+        _bits(each) in own[place] for one in samples for place, part in enumerate(one) for each in part
+    )
 
 
 def _repeats(dataset: Any) -> bool:

@@ -151,7 +151,9 @@ class Script:
         value = self.evaluate(inner)
         value = getattr(value, "iterable", value)  # of a progress bar
         return value is self.watched.loader or (
-            isinstance(inner, ast.Call) and method(inner) == "DataLoader" and self.loader is None
+            isinstance(inner, ast.Call)
+            and method(inner) == ("DataLoader" if self.watched.zipped is None else "zip")
+            and self.loader is None
         )
 
     def evaluate(self, node: ast.AST) -> Any:

@@ -43,7 +43,8 @@ NOISE = 3e-6  # of the model's largest gradient: what float32's rounding leaves 
 @dataclass
 class MicroBatch:
     """What one `backward()` was of. samples: as the data loader gave them to its `collate`; batch: the value of the
-    function `source` instead. draws: states of generators as the batch came. loss: what `backward()` began at, without a scale."""
+    function `source` instead. draws: states of generators as the batch came. loss: what `backward()` began at, without a scale. read: data
+    loaders, each with the samples of the last batch that it gave for it."""
 
     samples: list[Any] | None
     batch: Any
@@ -51,6 +52,7 @@ class MicroBatch:
     draws: Draws
     loss: float
     line: tuple[str, int]
+    read: list[tuple[Any, list[Any]]] = field(default_factory=list[tuple[Any, list[Any]]])
 
 
 @dataclass
@@ -62,7 +64,7 @@ class Watched:
     before, after: parameters and buffers by name. noise: of each parameter, the elements whose gradient was rounding alone
     in some step. lines: that ran, by file. clips: of each call the function, its
     largest norm, the kind of norm, and the line. passes: evaluations over data loaders, up to the first step behind the first.
-    average: a moving average of the parameters.
+    average: a moving average of the parameters. zipped: the loaders that `loader` stands for.
     """
 
     frames: list[SeenFrame] = field(default_factory=list[SeenFrame])
@@ -83,6 +85,7 @@ class Watched:
     closure: bool = False
     nexts: int = 1  # batches of the loader for one backward
     own_modules: bool = False  # it imports files beside it
+    zipped: Any = None
 
 
 def watch(script: Path, words: Sequence[str], num_steps: int) -> Watched:
@@ -133,7 +136,7 @@ class _Pending:
     """What has come since the last `backward()`."""
 
     nexts: dict[int, tuple[Any, int]] = field(default_factory=dict[int, tuple[Any, int]])
-    samples: dict[int, tuple[list[Any], Draws]] = field(default_factory=dict[int, tuple[list[Any], Draws]])
+    samples: dict[Any, tuple[list[Any], Draws]] = field(default_factory=dict[Any, tuple[list[Any], Draws]])
     newest: Any = None
     called: tuple[str, Any, Draws] | None = None
 
@@ -228,7 +231,7 @@ class _Watcher:
             pending.newest = loader
             last, count = pending.nexts.get(id(loader), (None, 0))
             pending.nexts[id(loader)] = iterator, count + 1 if last is iterator else 1
-            pending.samples[id(loader)] = (self._collated, draws_now())
+            pending.samples[loader] = (self._collated, draws_now())
             return batch
 
         return __next__
@@ -294,8 +297,9 @@ class _Watcher:
         at = (str(frames[-1].path), frames[-1].line)
         if watched.loader is not None:
             watched.nexts = max(watched.nexts, pending.nexts.get(id(watched.loader), (None, 0))[1])
-            samples, draws = pending.samples.get(id(watched.loader), (None, draws_now()))
-            self._step.append(MicroBatch(samples, None, "", draws, value, at))
+            samples, draws = pending.samples.get(watched.loader, (None, draws_now()))
+            read = [(loader, own) for loader, (own, _) in pending.samples.items()]
+            self._step.append(MicroBatch(samples, None, "", draws, value, at, read))
         else:
             name, batch, draws = pending.called or ("", None, draws_now())
             self._step.append(MicroBatch(None, batch, name, draws, value, at))

@@ -1,15 +1,16 @@
-"""Consistency training: zip of two loaders."""
+"""Consistency training: zip of two loaders, one of which draws by weights."""
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 torch.manual_seed(0)
 x = torch.randn(400, 8)
 y = (x[:, 0] * x[:, 1] > 0).long()
 labelled = DataLoader(TensorDataset(x[:80], y[:80]), batch_size=16, shuffle=True)
-unlabelled = DataLoader(TensorDataset(x[80:]), batch_size=64, shuffle=True)
+drawn = WeightedRandomSampler(torch.ones(320), 320)
+unlabelled = DataLoader(TensorDataset(x[80:]), batch_size=64, sampler=drawn)
 model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 2))
 optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
 for epoch in range(3):
