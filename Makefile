@@ -79,16 +79,21 @@ browser: docs
 	$(PYTHON) -m pip install --quiet --constraint constraints.txt --editable '.[dev,docs,browser]'
 	$(PYTHON) -m pytest -m browser
 
+# On Linux a wheel is for every distribution with glibc 2.17 (manylinux2014) or newer; auditwheel says if it uses what is younger.
+for-any-linux = case $$(uname) in Linux) PATH=$(CURDIR)/.venv/bin:$$PATH $(PYTHON) -m auditwheel repair --plat manylinux_2_17_$$(uname -m) --wheel-dir $(1) $(1)/*-linux_*.whl && rm $(1)/*-linux_*.whl;; esac
+
 # The wheel is built from the sdist, so that this has all that it takes.
 dist: $(READY)
 	rm -rf dist
 	$(PYTHON) -m build --outdir dist
+	$(call for-any-linux,dist)
 	$(PYTHON) tests/installing.py dist/*.whl --compiled
 	CC=/bin/false $(PYTHON) tests/installing.py dist/*.tar.gz
 
 matrix: $(READY)
 	rm -rf build/matrix
 	$(PYTHON) -m build --wheel --outdir build/matrix
+	$(call for-any-linux,build/matrix)
 	$(PYTHON) -m tests.versions build/matrix/*.whl $(if $(PYTHONS),--pythons $(PYTHONS)) $(if $(TORCH),--torch $(TORCH)) $(if $(CUDA),--cuda)
 
 gpu: $(if $(filter cuda,$(DEVICE)),$(GPU_READY),$(READY))

@@ -53,8 +53,8 @@ def no_batch(script: Script) -> UntranslatedError:
         if any(method(each) == "zip" for each in calls(node.iter)):
             return one_refusal(
                 script, node.lineno,
-                "the loop takes a batch of each of several DataLoaders (zip), which become one if each has a batch_size, reads in order or shuffled, and gives full batches in the "
-                "first steps. Else make one Dataset whose sample is one of each (index % len), and loop over its DataLoader.",
+                "the loop takes a batch of each of several DataLoaders (zip), which become one if each has a batch_size, reads in order or shuffled, and gives full "
+                "batches in the first steps. Else make one Dataset whose sample is one of each (index % len), and loop over its DataLoader.",
             )  # fmt: skip
         own = type(data).__module__ == "__main__" and isinstance(data, Iterable)
         if script.watched.loader is not None and own:

@@ -10,6 +10,13 @@
 #include <unistd.h>
 #endif
 
+/* Of all functions that the engine uses this one alone has a version younger than glibc 2.17, which wheels are for. The older one is the same. */
+#if defined(__GLIBC__) && defined(__x86_64__)
+__asm__(".symver pthread_mutex_trylock, pthread_mutex_trylock@GLIBC_2.2.5");
+#elif defined(__GLIBC__) && defined(__aarch64__)
+__asm__(".symver pthread_mutex_trylock, pthread_mutex_trylock@GLIBC_2.17");
+#endif
+
 /* Groups of this process: one that waits advances the others. */
 static pthread_mutex_t groups_lock = PTHREAD_MUTEX_INITIALIZER;
 static ml_group *groups;
