@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
 import meshloom as ml
 from meshloom.core.errors import JobError
-from meshloom.core.moments.by_metric import ByMetric, without_evaluation
+from meshloom.core.moments.by_metric import ByMetric, those_by_metric, without_evaluation
 from meshloom.core.plan import Plan
 from meshloom.train.evaluation import TeamEvaluation
 from meshloom.verify.run import verify
@@ -167,4 +167,4 @@ def test_steps_are_run_without_an_evaluation_and_what_goes_by_it(schedulers: Cal
     left = without_evaluation(job(scheduler=schedulers))
     with ml.Trainer(left, "dp=1", steps=1, listener=QUIET) as trainer:
         trainer.fit()
-        assert trainer.replicas[0].updater.by_metric == []
+        assert those_by_metric(trainer.replicas[0].updater.schedulers) == []

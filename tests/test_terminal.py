@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import threading
+from contextlib import redirect_stdout
 
 import pytest
 from rich.console import Console
@@ -146,6 +147,18 @@ def test_the_start_of_a_run_tells_the_sizes_of_its_batches(sizes: dict[int, int]
         job=job, plan=Plan(), model="MLP", parameters=3, steps=7, step=0, devices="cpu", why=""
     ).announce(terminal)
     assert said in stream.getvalue()
+
+
+def test_what_a_program_prints_may_be_left_to_where_it_goes(monkeypatch: pytest.MonkeyPatch):
+    """`adopt` keeps what the script prints off the terminal."""
+    monkeypatch.setattr("meshloom.report.terminal.LONG_SECONDS", 0.05)
+    stream, own = Waited("running the script ("), io.StringIO()
+    console = Console(file=stream, width=60, force_terminal=True, color_system=None)
+    with LongPhases(console, takes_prints=False) as phases, redirect_stdout(own):
+        phases.enter("running the script")
+        assert stream.there.wait(20)
+        print("epoch 1")
+    assert own.getvalue() == "epoch 1\n" and "epoch" not in stream.getvalue()
 
 
 def test_nothing_is_shown_where_there_is_no_terminal():

@@ -23,6 +23,7 @@ from meshloom.adopt.watching.watch import Watched, watch
 from meshloom.adopt.watching.zipped import with_zipped_loader
 from meshloom.adopt.writing import write
 from meshloom.core.errors import JobError
+from meshloom.telemetry.timings import Timings
 
 NOT_PROVED = (
     "# NOT PROVED: this job was not found to take the script's steps. See what meshloom adopt says.\n"
@@ -84,11 +85,13 @@ def adopt(
     target: Path | None = None,
     steps: int = 4,
     overwrite: bool = False,
+    timings: Timings | None = None,
 ) -> Adoption:
     """Watch `script` for `steps` optimizer steps, write the job to `target` (default: beside it, as SCRIPT_job.py), and
     train the job for as many steps.
 
-    words: the script's arguments. Raises `JobError` for a script that takes no step, and for a target that exists.
+    words: the script's arguments. timings: of what is done, with the steps that have been watched. Raises `JobError` for a script
+    that takes no step, and for a target that exists.
     """
     if steps < 1:
         raise JobError(f"--steps {steps} must be 1 or more.")
@@ -96,14 +99,18 @@ def adopt(
     check_target_free(target, overwrite)
     before = script.read_text(encoding="utf-8")
     was = target.read_text(encoding="utf-8") if target.exists() else None
-    watched = watch(script, words, steps)
+    timings = timings or Timings()
+    with timings.of("running the script"):
+        watched = watch(script, words, steps, timings.counted)
     rejected: dict[str, Refusal] = {}
     try:
         check_one_loss(script, watched)
         watched = with_zipped_loader(watched, follow(watched.frames))
         while True:
-            found, parts, after, notes = _written(script, target, tuple(words), watched, set(rejected))
-            proof = prove(target, tuple(words), watched, _expected(parts))
+            with timings.of("writing the job"):
+                found, parts, after, notes = _written(script, target, tuple(words), watched, set(rejected))
+            with timings.of("comparing the job with the script"):
+                proof = prove(target, tuple(words), watched, _expected(parts))
             new = _rejected(proof, parts, watched)
             if not new:
                 break

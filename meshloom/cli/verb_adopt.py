@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import time
 from pathlib import Path
+
+from rich.console import Console
 
 from meshloom.adopt.adoption import adopt
 from meshloom.core.errors import JobError
+from meshloom.report.terminal import LongPhases
+from meshloom.telemetry.timings import Timings
 
 
 def adopt_script(arguments: argparse.Namespace) -> int:
@@ -14,9 +19,12 @@ def adopt_script(arguments: argparse.Namespace) -> int:
     script = Path(arguments.target)
     if not script.is_file() or script.suffix != ".py":
         raise JobError(f"There is no Python file {script}. Give the training script, as FILE.py.")
-    found = adopt(
-        script, arguments.words, target=Path(arguments.to) if arguments.to else None, steps=arguments.steps, overwrite=arguments.overwrite
-    )  # fmt: skip
+    timings = Timings(time.monotonic)
+    with LongPhases(Console(stderr=True), takes_prints=False) as phases, phases.of(timings):
+        found = adopt(
+            script, arguments.words, target=Path(arguments.to) if arguments.to else None, steps=arguments.steps, overwrite=arguments.overwrite,
+            timings=timings,
+        )  # fmt: skip
     if found.refusals:
         print(f"{script} cannot be adopted as it is. Nothing was written.")
         for each in found.refusals:

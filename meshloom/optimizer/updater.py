@@ -24,7 +24,6 @@ from meshloom.comm.steps import Steps, run_in_steps
 from meshloom.core.device.lanes import lane_of
 from meshloom.core.errors import JobError
 from meshloom.core.job import Job, NamedParameters
-from meshloom.core.moments.by_metric import ByMetric, those_by_metric
 from meshloom.exchange.exchange import Exchange, Ownership, Slice
 from meshloom.machine.process_memory import Shortage
 from meshloom.optimizer.assignment import UpdatedParameters, assign_everything, assign_parts
@@ -75,7 +74,7 @@ class Updater:
     user: what the job's optimizer function has returned for the named parameters, if it was called already.
     device: of what is updated; None: that of the named parameters.
     offload: whether the optimizers' state is kept elsewhere: on disk, or, of parameters on a GPU, in host memory.
-    scaled: whether the loss is, so that updates may be skipped.
+    scaled: whether the loss is, so that updates may be skipped. schedulers: of all losses.
     Parameters that are replicated over tp are updated by each rank, from gradients with the same bits.
     Raises `JobError` for optimizers or schedulers that cannot be used.
     """
@@ -110,7 +109,7 @@ class Updater:
         self._turn = self._losses[0]
         self.takes_closures = any(each.takes_closure for each in self._losses)
         _check_closures(user, exchange, offload=offload, scaled=scaled)
-        self._schedulers = [scheduler for each in self._losses for scheduler in each.schedulers]
+        self.schedulers = [scheduler for each in self._losses for scheduler in each.schedulers]
         _ = user.in_windows if offload else None  # found out before slices replace parameters
         self._assignment = (
             assign_parts(
@@ -130,7 +129,7 @@ class Updater:
             self._offloaded, held = offloaded(user, self._assignment.held, self._device)
             self._assignment = replace(self._assignment, held=held)
         self.state = OptimizerState(
-            user, self._schedulers, self._assignment, shards, exchange.owners, self._device, names, self._offloaded,
+            user, self.schedulers, self._assignment, shards, exchange.owners, self._device, names, self._offloaded,
         )  # fmt: skip
 
     def open(self, files: Path | None) -> None:
@@ -223,11 +222,6 @@ class Updater:
         yield from self._take(gradients)
         return loss
 
-    @property
-    def by_metric(self) -> list[ByMetric]:
-        """The schedulers that evaluations step."""
-        return those_by_metric(self._schedulers)
-
     def parameters_changed(self) -> None:
         """Parameters have new values that no update made."""
         if self._assignment.from_shards:
@@ -244,7 +238,7 @@ class Updater:
 
     def notes(self) -> list[str]:
         """What the user should know of how schedulers are stepped, before the first step."""
-        looking = [scheduler for scheduler in self._schedulers if isinstance(scheduler, ReduceLROnPlateau)]
+        looking = [scheduler for scheduler in self.schedulers if isinstance(scheduler, ReduceLROnPlateau)]
         offloaded = self._offloaded.notes() if self._offloaded else []
         return offloaded + [
             f"ReduceLROnPlateau is stepped after every step, with that step's training loss: patience={scheduler.patience} are steps, not epochs or "

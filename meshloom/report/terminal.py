@@ -101,13 +101,15 @@ class LongPhases:
     """A line of what is going on, which a thread shows once it has lasted LONG_SECONDS, and which is gone when that ends.
     Nothing where the output is no terminal.
 
-    clear: called before a line is shown. passed_over: what has a line of its own.
+    clear: called before a line is shown. passed_over: what has a line of its own. takes_prints: whether what the program prints meanwhile is
+    shown above the line, rather than left to where it goes.
     """
 
     def __init__(
-        self, console: Console, clear: Callable[[], None] = lambda: None, passed_over: Sequence[str] = ()
-    ) -> None:
+        self, console: Console, clear: Callable[[], None] = lambda: None, passed_over: Sequence[str] = (), takes_prints: bool = True
+    ) -> None:  # fmt: skip
         self._console, self._clear, self._passed_over = console, clear, passed_over
+        self._takes_prints = takes_prints
         self._phase: str | None = None
         self._since, self._part = 0.0, ""
         self._shown: Live | None = None
@@ -170,7 +172,10 @@ class LongPhases:
                 text = Text(f"{self._phase}{self._part} ({seconds:.0f} s)", style="dim")
                 if self._shown is None:
                     self._clear()
-                    self._shown = Live(console=self._console, transient=True, auto_refresh=False)
+                    taken = self._takes_prints
+                    self._shown = Live(
+                        console=self._console, transient=True, auto_refresh=False, redirect_stdout=taken, redirect_stderr=taken
+                    )  # fmt: skip
                     self._shown.start()
                 self._shown.update(text, refresh=True)
 

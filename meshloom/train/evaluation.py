@@ -11,6 +11,7 @@ from meshloom.comm.objects import share
 from meshloom.comm.steps import Steps
 from meshloom.core.errors import JobError
 from meshloom.core.job import Job
+from meshloom.core.moments.by_metric import those_by_metric
 from meshloom.core.plan import Plan
 from meshloom.data.chunks import Chunk
 from meshloom.data.job_data import build_dataset, evaluation_chunks
@@ -42,9 +43,15 @@ class TeamEvaluation:
         """Of all of the data, once it has been evaluated or tried out; else 0."""
         return -(-len(self._data) // self._job.evaluation_batch_size) if self._data is not None else 0
 
-    def evaluate(self, next_step: int, num_batches: int | None = None) -> dict[str, float]:
-        """Every metric, averaged over all of its data or its first batches. next_step: steps done."""
-        return self.evaluate_each(next_step, num_batches)[0]
+    def evaluate(
+        self, next_step: int, num_batches: int | None = None, *, due: bool = False
+    ) -> dict[str, float]:
+        """Every metric, averaged over all of its data or its first batches. next_step: steps done. due: whether schedulers that go by one are
+        stepped."""
+        metrics = self.evaluate_each(next_step, num_batches)[0]
+        if due:
+            self.step_schedulers(metrics)
+        return metrics
 
     def evaluate_each(
         self, next_step: int, num_batches: int | None = None, observers: Sequence[EvaluationObserver] = ()
@@ -75,7 +82,7 @@ class TeamEvaluation:
 
     def step_schedulers(self, metrics: Mapping[str, float]) -> None:
         """After an evaluation: those that go by a metric. metrics: of this process's first rank."""
-        if self._replicas.first.updater.by_metric:
+        if those_by_metric(self._replicas.first.updater.schedulers):
             self._replicas.together(partial(_step_schedulers, metrics=metrics))
 
     def _counted(self, chunks: Iterator[Chunk], num_batches: int | None) -> Iterator[Chunk]:
@@ -98,5 +105,5 @@ class TeamEvaluation:
 def _step_schedulers(replica: Replica, metrics: Mapping[str, float]) -> Steps[None]:
     """With the values of rank 0, so that a last bit cannot make ranks decide differently."""
     of_first = yield from share(replica.context.world, dict(metrics))
-    for scheduler in replica.updater.by_metric:
+    for scheduler in those_by_metric(replica.updater.schedulers):
         scheduler.evaluated(of_first)

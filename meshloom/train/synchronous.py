@@ -110,8 +110,7 @@ class SynchronousRun:
                 last = self.next_step == self._steps
                 if self._job.evaluate and (last or self.next_step % self._job.evaluate.every == 0):
                     lines.tell()
-                    due = self.next_step % self._job.evaluate.every == 0
-                    evaluation = self.evaluate() if due else self._evaluate()
+                    evaluation = self.evaluate(due=self.next_step % self._job.evaluate.every == 0)
                     self._listener.evaluated(self.next_step, evaluation)
                     if _keep_best(self.evaluation, self._checkpoints, self.next_step, evaluation) and not last:  # fmt: skip
                         self._listener.note(f"Training ends after step {self.next_step} of {self._steps}: {self.evaluation.best}.")  # fmt: skip
@@ -185,16 +184,11 @@ class SynchronousRun:
             self._listener.note(told)
         return result.loss
 
-    def evaluate(self) -> dict[str, float]:
-        """Every metric of the job's `Evaluate`, averaged over all of its data; steps schedulers that go by one."""
-        metrics = self._evaluate()
-        self.evaluation.step_schedulers(metrics)
-        return metrics
-
-    def _evaluate(self) -> dict[str, float]:
+    def evaluate(self, *, due: bool = True) -> dict[str, float]:
+        """Every metric of the job's `Evaluate`, averaged over all of its data. due: schedulers that go by one are stepped."""
         self._checkpoints.finish_copies()
         with self._timings.of("evaluating"):
-            return self.evaluation.evaluate(self.next_step)
+            return self.evaluation.evaluate(self.next_step, due=due)
 
     def save(self, *, wait: bool = True) -> Path:
         """Write a checkpoint of the state after the newest step into `out`; returns its path. wait: of

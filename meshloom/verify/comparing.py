@@ -84,7 +84,7 @@ class Comparing(ABC):
 
     @abstractmethod
     def check_metrics(self, ours: PlanEvaluation, updates: int) -> BetweenSteps:
-        """Compare the plan's metrics after so many updates."""
+        """Compare the plan's metrics after so many updates. Schedulers that go by one are stepped with the plan's."""
 
     @abstractmethod
     def find_metric(self, chunks: Sequence[EvaluatedChunk], again: Mapping[str, float]) -> FoundMetric:
@@ -93,10 +93,6 @@ class Comparing(ABC):
     @abstractmethod
     def explain_evaluation(self, seen: Sequence[SeenMetric]) -> BetweenSteps:
         """And what the ranks say that compute the metric that was found."""
-
-    @abstractmethod
-    def evaluated(self, metrics: Mapping[str, float]) -> None:
-        """And what schedulers go by, from the plan's evaluation."""
 
     @abstractmethod
     def check_saved(self, path: Path, what: str) -> BetweenSteps:

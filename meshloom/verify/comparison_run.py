@@ -230,6 +230,7 @@ class ComparisonRun(Comparing):
         self._evaluation = ComparedEvaluation(
             ours, self.reference, updates, self._averages, self._reference_record, unmeasured=unmeasured(comparer.precision), lower=comparer.partial
         )  # fmt: skip
+        _step_schedulers(self.reference, ours.metrics)
         return self._evaluation.checked
 
     def find_metric(self, chunks: Sequence[EvaluatedChunk], again: Mapping[str, float]) -> FoundMetric:
@@ -239,11 +240,6 @@ class ComparisonRun(Comparing):
         return self._evaluation.explain(
             seen, max(unmeasured_through(self._comparer.precision), most_tolerated(self._comparer.partial))
         )
-
-    def evaluated(self, metrics: Mapping[str, float]) -> None:
-        for loss in self.reference.losses:
-            for scheduler in those_by_metric(loss.schedulers):
-                scheduler.evaluated(metrics)
 
     def check_saved(self, path: Path, what: str) -> BetweenSteps:
         return check_saved(path, what, self.reference, self._updates.of, self.of_outputs)
@@ -278,6 +274,13 @@ class ComparisonRun(Comparing):
             steps=self._steps, causes=self.causes, whole=self._whole, comparer=self._comparer,
             from_float64=self._from_float64, differing=self.differing,
         )  # fmt: skip
+
+
+def _step_schedulers(reference: Reference, metrics: Mapping[str, float]) -> None:
+    """Those that go by a metric. metrics: the plan's, so that rounding cannot make the two decide differently."""
+    for loss in reference.losses:
+        for scheduler in those_by_metric(loss.schedulers):
+            scheduler.evaluated(metrics)
 
 
 def _comparer_of(reference: Reference) -> Comparer:

@@ -34,7 +34,7 @@ _MOST_BATCHES = 8  # of an evaluation, which may be of many
 
 
 def evaluate_plan(trainer: Trainer) -> PlanEvaluation:
-    """Evaluate under the plan. All ranks call it.
+    """Evaluate under the plan, and step schedulers that go by a metric. All ranks call it.
 
     Programs say what their modules output node by node, so the first batch is evaluated once more for that; modules have hooks.
     """
@@ -52,6 +52,7 @@ def evaluate_plan(trainer: Trainer) -> PlanEvaluation:
         both = [_Both(*each) for each in zip(observers, modules, strict=True)]
         ours = run.evaluation.evaluate_each(trainer.next_step, batches, both)
     changed = [_changes(old, _state(each)) for old, each in zip(before, trainer.replicas, strict=True)]
+    run.evaluation.step_schedulers(ours[0])
     of_ranks = _collected(trainer, [[each] for each in zip(changed, ours, strict=True)])
     chunks = _collected(trainer, [[asdict(each) for each in observer.chunks()] for observer in observers])
     watched = _collected(

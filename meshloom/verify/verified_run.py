@@ -235,11 +235,6 @@ class VerifiedRun:
         if _of_first_rank(trainer, checked is not None and not checked.passed):
             checked = explain_evaluation(trainer, ours, self.comparison)
         self.between += [checked] if checked else []
-        run = trainer.synchronous
-        assert run is not None
-        run.evaluation.step_schedulers(ours.metrics)
-        if self.comparison:
-            self.comparison.evaluated(ours.metrics)
         return _of_first_rank(trainer, not ours.changed)
 
     def _epoch_end(self, trainer: Trainer, taken: int, steps: int) -> list[int]:

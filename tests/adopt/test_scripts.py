@@ -12,6 +12,7 @@ from meshloom.adopt.adoption import Adoption, adopt
 from meshloom.core.errors import JobError
 from meshloom.core.jobfile import as_program, load_job
 from meshloom.core.plan import Plan
+from meshloom.telemetry.timings import Timings
 from meshloom.verify.run import verify
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -187,7 +188,12 @@ def test_several_statements_in_a_line(tmp_path: Path, monkeypatch: pytest.Monkey
         "    optimizer.zero_grad(); loss.backward(); optimizer.step()\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
-    found = adopt(script)
+    timings, told = Timings(), list[tuple[int, int] | str | None]()
+    timings.entered = told.append
+    timings.counted = lambda done, of: told.append((done, of))
+    found = adopt(script, timings=timings)
+    assert told[:5] == ["running the script", *((done, 4) for done in range(1, 5))]
+    assert [each for each in told[5:] if each] == ["writing the job", "comparing the job with the script"]
     assert found.proved
     assert "rate = 0.1" in found.after and "best" not in found.after and "shown" not in found.after
     assert found.after.count("# data of a line") == 1

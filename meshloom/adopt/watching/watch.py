@@ -13,7 +13,7 @@ import runpy
 import sys
 import time
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import dataclass, field
 from functools import partial
@@ -44,7 +44,7 @@ NOISE = 3e-6  # of the model's largest gradient: what float32's rounding leaves 
 class MicroBatch:
     """What one `backward()` was of. samples: as the data loader gave them to its `collate`; batch: the value of the
     function `source` instead. draws: states of generators as the batch came. loss: what `backward()` began at, without a scale. read: data
-    loaders, each with the samples of the last batch that it gave for it."""
+    loaders, each with the samples of the last batch that it gave for it, and generators as that came."""
 
     samples: list[Any] | None
     batch: Any
@@ -52,7 +52,7 @@ class MicroBatch:
     draws: Draws
     loss: float
     line: tuple[str, int]
-    read: list[tuple[Any, list[Any]]] = field(default_factory=list[tuple[Any, list[Any]]])
+    read: Mapping[Any, tuple[list[Any], Draws]] = field(default_factory=dict[Any, tuple[list[Any], Draws]])
 
 
 @dataclass
@@ -88,12 +88,13 @@ class Watched:
     zipped: Any = None
 
 
-def watch(script: Path, words: Sequence[str], num_steps: int) -> Watched:
-    """Run `script` with `words` as its arguments up to `num_steps` optimizer steps. Generators start from seed 0.
+def watch(script: Path, words: Sequence[str], num_steps: int, told: Callable[[int, int], None]) -> Watched:
+    """Run `script` with `words` as its arguments up to `num_steps` optimizer steps. Generators start from seed 0. told: called with the
+    number of steps that it has taken, and that of all.
 
     Raises `JobError` if it ends without a step; its own exceptions pass through.
     """
-    watcher = _Watcher(script, num_steps)
+    watcher = _Watcher(script, num_steps, told)
     known = set(sys.modules)
     with ExitStack() as stack:
         stack.enter_context(patch.object(sys, "argv", [str(script), *words]))
@@ -142,8 +143,8 @@ class _Pending:
 
 
 class _Watcher:
-    def __init__(self, script: Path, num_steps: int) -> None:
-        self.watched = Watched()
+    def __init__(self, script: Path, num_steps: int, told: Callable[[int, int], None]) -> None:
+        self.watched, self._told = Watched(), told
         self.python = UsersCode(script)
         self.watched.lines = self.python.lines
         self._num_steps = num_steps
@@ -298,8 +299,7 @@ class _Watcher:
         if watched.loader is not None:
             watched.nexts = max(watched.nexts, pending.nexts.get(id(watched.loader), (None, 0))[1])
             samples, draws = pending.samples.get(watched.loader, (None, draws_now()))
-            read = [(loader, own) for loader, (own, _) in pending.samples.items()]
-            self._step.append(MicroBatch(samples, None, "", draws, value, at, read))
+            self._step.append(MicroBatch(samples, None, "", draws, value, at, pending.samples))
         else:
             name, batch, draws = pending.called or ("", None, draws_now())
             self._step.append(MicroBatch(None, batch, name, draws, value, at))
@@ -332,6 +332,7 @@ class _Watcher:
             watched.steps.append(self._step)
             self._step = []
             self.python.in_first_step = False
+            self._told(len(watched.steps), self._num_steps)
             if len(watched.steps) < self._num_steps:
                 return
             self.enough, self._until = True, time.process_time() + FURTHER_SECONDS

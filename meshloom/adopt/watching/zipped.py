@@ -38,7 +38,7 @@ def with_zipped_loader(watched: Watched, route: WayToBackward) -> Watched:
         return watched
     steps = []
     for step in watched.steps:
-        batches = [[next((own for loader, own in each.read if loader is one), []) for one in found.loaders] for each in step]  # fmt: skip
+        batches = [[each.read[one][0] if one in each.read else [] for one in found.loaders] for each in step]
         if any([len(own) for own in each] != [one.batch_size for one in found.loaders] for each in batches):
             return watched
         steps.append([replace(each, samples=ZippedLoader.together(own)) for each, own in zip(step, batches, strict=True)])  # fmt: skip

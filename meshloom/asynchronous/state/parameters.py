@@ -22,6 +22,7 @@ from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.steps import run_in_steps
 from meshloom.core.errors import JobError
 from meshloom.core.job import Job
+from meshloom.core.moments.by_metric import those_by_metric
 from meshloom.exchange.exchange import Slice
 from meshloom.optimizer.updater import Updater
 from meshloom.optimizer.user_optimizer import make_optimizers
@@ -100,7 +101,7 @@ class Parameters:
             local=[(name, each) for name, each in named if name in here],
             user=user,
         )
-        for each in self._updater.by_metric:
+        for each in those_by_metric(self._updater.schedulers):
             raise JobError(
                 f"ByMetric(..., {each.metric!r}) is stepped by evaluations that all ranks wait for, and exchange=async evaluates snapshots while workers go on. "
                 "Use a scheduler that goes by steps, or another exchange."

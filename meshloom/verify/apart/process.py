@@ -129,9 +129,6 @@ class _Remote(Comparing):
     def explain_evaluation(self, seen: Sequence[SeenMetric]) -> BetweenSteps:
         return self._call("explain_evaluation", list(seen))
 
-    def evaluated(self, metrics: Mapping[str, float]) -> None:
-        self._call("evaluated", metrics)
-
     def check_saved(self, path: Path, what: str) -> BetweenSteps:
         return self._call("check_saved", path, what)
 
