@@ -147,7 +147,9 @@ class Network(nn.Module):
         self.head = nn.Linear(4, 3)
     def forward(self, x):
         return self.head(self.trunk["out"](self.trunk["embedding"](x)))
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 cosine = lambda step: 0.1 / (1 + step)
+held_out, val_loss = Many, lambda model, batch: F.cross_entropy(model(batch["x"]), batch["y"])
 job = replace(job, model=Network, data=Many)
 """,
         """
@@ -157,6 +159,9 @@ with ml.Trainer(replace(job, scheduler=scheduler), "dp=2") as trainer:
         trainer.step(batch)
     changed = {name for name, value in trainer.replicas[0].model.state_dict().items() if not torch.equal(value, start[name])}
 assert changed == {"head.weight", "head.bias"}
+with ml.Trainer(job, "dp=2") as trainer:
+    trainer.evaluate()
+    assert trainer.replicas[0].updater.schedulers[0].state_dict()["last_epoch"] == 1
 """,
     ),
     "docs/opaque.md": (
