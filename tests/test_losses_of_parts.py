@@ -95,7 +95,7 @@ def test_under_autocast_values_of_parts_are_of_the_precision_that_they_have_on_o
     job, parts = job_of(Heads, under_autocast), 0
     layout = layout_of(capture(job, (batches[0], batches[1])), BUILT_IN)
     model = Heads()
-    right = float(job.loss(model, batches[0]).detach())
+    right = float(under_autocast(model, batches[0]).detach())
 
     def has_its_precision(node: Node, values: list[Any]) -> None:
         for value in values:

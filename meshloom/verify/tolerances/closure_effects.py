@@ -46,12 +46,15 @@ class ClosureEffects:
 
     def measure(self) -> None:
         """After the reference's update: how far the runs are from it."""
-        reference = self._reference
-        names = [name for name, each in reference.parameters.items() if each.requires_grad]
-        updates = {name: distance(reference.parameters[name], reference.before[name]) for name in names}
+        self._effects = {}
+        if not self._runs:
+            return
+        right, before = self._reference.parameters, self._reference.before
+        updates = {name: distance(each, before[name]) for name, each in right.items() if each.requires_grad}
+        moved = [{name: distance(each[name], right[name]) for name in updates} for each in self._runs]
         moved = [
-            {name: distance(each[name], reference.parameters[name]) for name in names} for each in self._runs
-        ]
+            each for each in moved if all(map(math.isfinite, each.values()))
+        ]  # one that diverges says nothing
         size = math.hypot(*updates.values())
         # A direction is one of all parameters, so what moves it moves them alike.
         share = max((math.hypot(*each.values()) / size for each in moved if size), default=0.0)
@@ -68,8 +71,10 @@ class ClosureEffects:
         found = 0.0
         for (_, optimizer), others in self._states.items():
             right = self._own[optimizer].get(parameter, {}).get(key)
-            if isinstance(right, Tensor) and (size := norm(right)):
-                found = max(found, distance(others[parameter][key], right) / size)
+            other = others.get(parameter, {}).get(key)
+            if isinstance(right, Tensor) and isinstance(other, Tensor) and (size := norm(right)):
+                off = distance(other, right) / size
+                found = max(found, off if math.isfinite(off) else 0.0)
         return found
 
     def _run(self, number: int) -> Mapping[str, Tensor]:
@@ -100,9 +105,10 @@ class ClosureEffects:
 
     def _step(self, number: int, optimizer: Any, closure: Callable[[], float]) -> None:
         """With the state of this run, which is as the optimizer's own at first."""
-        own, key = optimizer.state, (number, id(optimizer))
-        known = self._states.get(key, own)
-        optimizer.state = defaultdict(dict, {each: copy.deepcopy(kept) for each, kept in known.items()})
+        own: State = optimizer.state
+        key = number, id(optimizer)
+        first: State = defaultdict(dict, {each: copy.deepcopy(kept) for each, kept in own.items()})
+        optimizer.state = self._states.get(key, first)
         try:
             optimizer.step(closure) if needs_closure(optimizer) else optimizer.step()
             self._states[key] = optimizer.state
