@@ -38,9 +38,7 @@ def verified(job: Job, **settings: Any) -> Report:
 def stepped(reference: Reference, effects: ClosureEffects) -> dict[str, float]:
     """A step; how far rounding moves each update, relative to it."""
     reference.run()
-    effects.run()
-    reference.update()
-    effects.measure()
+    effects.update()
     return {
         name: effects.of(name) / float((after.detach() - reference.before[name]).norm())
         for name, after in reference.parameters.items()

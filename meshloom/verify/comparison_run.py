@@ -182,7 +182,7 @@ class ComparisonRun(Comparing):
     def update(self) -> None:
         """Update the reference after all gradients have arrived. If some differ, collect evidence first,
         while the parameters are still those of the gradients."""
-        reference = self.reference
+        reference, comparer = self.reference, self._comparer
         self._evidence = initial_evidence(reference, self._gradients.norms, self._previous)
         self._reference_skips = reference.scale.overflowed
         if not all(error.passed for error in self._gradient_errors()) and all(
@@ -191,18 +191,14 @@ class ComparisonRun(Comparing):
             self._evidence = whole_evidence(
                 reference, self._evidence, self._gradient_errors(), self.subsampled, self._comparer.values
             )
-        self._closures.run()
-        self._reference_record = reference.update()
-        self._comparer.note(self._reference_record.casts)
+        self._reference_record = self._closures.update()
+        comparer.note(self._reference_record.casts)
         names = {id(each): name for name, each in reference.updated.all.items()}
-        precision, casts = self._comparer.precision, self._comparer.casts
-        self._closures.measure()
-        now = update_tolerances(reference.turn.optimizers, casts, names, precision)
-        now = replace(now, effect=self._closures.of)
+        now = update_tolerances(reference.turn.optimizers, comparer.casts, names, comparer.precision)
         self._updates = replace(now, by_name={**self._updates.by_name, **now.by_name})
         self._state = StateErrors(
             reference.updated.all, reference.before, dict(reference.model.named_buffers()), changed=self._changed,
-            step=self._reference_record.step, updates=now,
+            step=self._reference_record.step, updates=replace(now, effect=self._closures.of),
             rounding=BufferTolerances(
                 effects=self._buffer_effects, partial=self._comparer.partial,
                 merged=self._comparer.lowered if reference.plan.num_chunks > 1 else None,

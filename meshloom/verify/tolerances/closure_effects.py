@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from meshloom.verify.reference.float64_blocks import distance, norm, norm_of_all
 from meshloom.verify.reference.other_precision import default_dtype
 from meshloom.verify.reference.reference import Reference, clip, closure_of
 from meshloom.verify.reference.reruns import perturbed_parameters
+from meshloom.verify.reference.step_records import StepRecord
 from meshloom.verify.reference.trained_losses import needs_closure
 
 _RUNS = 3
@@ -36,29 +37,27 @@ class ClosureEffects:
         self._reference = reference
         self._own: dict[int, State] = {}  # identity of an optimizer that evaluates the loss -> its state
         self._states: dict[tuple[int, int], State] = {}  # number of a run and that identity -> the run's
-        self._runs: list[Mapping[str, Tensor]] = []  # the parameters of each after the update
         self._effects: Mapping[str, float] = {}
 
-    def run(self) -> None:
-        """Take the update of the step whose gradients the reference has, which it takes afterwards."""
+    def update(self) -> StepRecord:
+        """The reference's update, and how far rounding moves it."""
         is_closure = any(map(needs_closure, self._reference.turn.optimizers))
-        self._runs = [self._run(number) for number in range(_RUNS)] if is_closure else []
+        runs = [self._run(number) for number in range(_RUNS)] if is_closure else []
+        record = self._reference.update()
+        self._effects = self._movements(runs) if runs else {}
+        return record
 
-    def measure(self) -> None:
-        """After the reference's update: how far the runs are from it."""
-        self._effects = {}
-        if not self._runs:
-            return
+    def _movements(self, runs: Sequence[Mapping[str, Tensor]]) -> Mapping[str, float]:
+        """By name of a parameter. runs: the parameters of each after the update."""
         right, before = self._reference.parameters, self._reference.before
         updates = {name: distance(each, before[name]) for name, each in right.items() if each.requires_grad}
-        moved = [{name: distance(each[name], right[name]) for name in updates} for each in self._runs]
-        moved = [
-            each for each in moved if all(map(math.isfinite, each.values()))
-        ]  # one that diverges says nothing
+        moved = [{name: distance(each[name], right[name]) for name in updates} for each in runs]
+        # one that diverges says nothing
+        moved = [each for each in moved if all(map(math.isfinite, each.values()))]
         size = math.hypot(*updates.values())
         # A direction is one of all parameters, so what moves it moves them alike.
         share = max((math.hypot(*each.values()) / size for each in moved if size), default=0.0)
-        self._effects = {
+        return {
             name: max([share * update, *(each[name] for each in moved)]) for name, update in updates.items()
         }
 
