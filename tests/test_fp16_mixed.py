@@ -16,6 +16,7 @@ from meshloom.core.job import Evaluate, Job
 from meshloom.core.losses.loss_scale import Divisor, LossScale
 from meshloom.core.plan import Plan
 from meshloom.optimizer.updater import Updater
+from meshloom.program.operators.partial import CrossEntropyOfPart
 from meshloom.replica import step_checks
 from meshloom.replica.engine import Engine
 from meshloom.replica.loss_sums import LossSums
@@ -268,3 +269,23 @@ def test_a_bug_planted_in_pipelines_is_caught(plant: Any, model: str, optimizer:
         lambda job, plan, **settings: verify(job, replace(plan, precision="fp16-mixed"), **settings),
     )
     test_planted_in_pipelines.test_a_planted_bug_is_caught(plant, model, optimizer, plan, monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mistake", ["", "a loss in float16", "half the scale"])
+def test_classes_that_are_divided_are_judged_as_one_device(mistake: str, monkeypatch: pytest.MonkeyPatch):
+    """Their loss was computed in float16, where autocast computes it in float32: every step was skipped that one device took."""
+    right, parts = CrossEntropyOfPart._rows, list[int]()  # pyright: ignore[reportPrivateUsage]
+
+    def rows(self: CrossEntropyOfPart, logits: Tensor) -> Tensor:
+        parts.append(logits.shape[1])
+        return logits if mistake == "a loss in float16" else right(self, logits)
+
+    monkeypatch.setattr(CrossEntropyOfPart, "_rows", rows)
+    if mistake == "half the scale":
+        divisor = LossSums.divisor
+        monkeypatch.setattr(LossSums, "divisor", lambda self, batch: divisor(self, batch) / 2)
+    report = verified(make_job("mlp", "adamw"), "tp=2", steps=2)
+    assert set(parts) == {2, 3}
+    assert report.passed == (not mistake)
+    assert any(step.skipped for step in report.steps) is False

@@ -11,6 +11,13 @@ from choice_jobs import job_of
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from meshloom.program.capture.capture import capture
+from meshloom.program.ir.nodes import Node
+from meshloom.program.operators.partial import CrossEntropyOfPart
+from meshloom.tensor_parallel.layout.layout import layout_of
+from meshloom.tensor_parallel.lockstep import run_in_lockstep
+from meshloom.tensor_parallel.partition import partition
+from meshloom.tensor_parallel.rules.table import BUILT_IN
 from tests.division import Subject, at_random, compare, subject_of
 from tests.sent import counted, predicted
 
@@ -64,3 +71,54 @@ def test_ranks_send_what_they_are_said_to_send(num_ranks: int, subject: Subject)
     for decide in (at_random(5), at_random(10)):
         part = compare(subject, num_ranks, decide).partition
         assert counted(part, subject) == predicted(part)
+
+
+WEIGHTS = torch.tensor([1.0, 0.5, 2.0, 0.25])
+
+
+def under_autocast(model: Any, batch: dict[str, Tensor]) -> Tensor:
+    """Losses of one head, with weights and without, one of scores that autocast leaves in float16, and the mean of the other."""
+    with torch.autocast("cpu", torch.float16):
+        one, other = model(batch["x"])
+        weighted = F.cross_entropy(one, batch["y"], WEIGHTS, label_smoothing=0.1)
+        scores = F.nll_loss(one - one.amax(1, keepdim=True), batch["y"])
+        return F.cross_entropy(one, batch["y"]) + weighted + scores + 0.1 * other.mean().float()
+
+
+def test_under_autocast_values_of_parts_are_of_the_precision_that_they_have_on_one_device():
+    """Cross-entropy of a part of the classes was computed in float16, in which the gradient of a scaled mean, 65536, is infinite."""
+    generator = torch.Generator().manual_seed(0)
+    batches = [
+        {"x": torch.randn(6, 5, generator=generator), "y": torch.randint(CLASSES, (6,), generator=generator)}
+        for _ in range(2)
+    ]
+    job, parts = job_of(Heads, under_autocast), 0
+    layout = layout_of(capture(job, (batches[0], batches[1])), BUILT_IN)
+    model = Heads()
+    right = float(under_autocast(model, batches[0]).detach())
+
+    def has_its_precision(node: Node, values: list[Any]) -> None:
+        for value in values:
+            if isinstance(value, Tensor):
+                assert value.dtype == node.outputs[0].dtype, node
+
+    for seed in range(12):
+        divided = partition(at_random(seed)(layout, 2))
+        parameters = [
+            {
+                name: _part(each, divided.parameters[name].held[rank])
+                for name, each in model.named_parameters()
+            }
+            for rank in range(2)
+        ]
+        results = run_in_lockstep(divided.programs, parameters, [{}, {}], batches[0], visit=has_its_precision)
+        assert all(float(each.detach()) == pytest.approx(right, rel=5e-3) for each in results)
+        parts += any(isinstance(node.target, CrossEntropyOfPart) for node in divided.programs[0].nodes)
+    assert parts > 3
+
+
+def _part(value: Tensor, held: Any) -> Tensor:
+    for dim, runs in enumerate(held):
+        if runs is not None:
+            value = torch.cat([value.narrow(dim, start, stop - start) for start, stop in runs], dim)
+    return value.detach().clone().requires_grad_()

@@ -91,7 +91,7 @@ def _of_node(
     item = meta.dtype.itemsize
     if isinstance(target, CrossEntropyOfPart):
         if not backward:
-            rows = math.prod(meta.shape[:1] + meta.shape[2:]) * item
+            rows = math.prod(meta.shape[:1] + meta.shape[2:]) * node.outputs[0].dtype.itemsize
             yield "all_reduce", rows  # the largest logit
             yield "all_reduce", rows * target.num_sums
         return

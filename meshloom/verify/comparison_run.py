@@ -49,6 +49,7 @@ from meshloom.verify.reference.reference import (
 from meshloom.verify.reference.reruns import initial_evidence, rounding_effect, travel_effect
 from meshloom.verify.reference.step_records import StepRecord
 from meshloom.verify.stage_outputs import first_wrong_module
+from meshloom.verify.tolerances.closure_effects import ClosureEffects
 from meshloom.verify.tolerances.common_factor import CommonFactor
 from meshloom.verify.tolerances.gradient_errors import GradientErrors, KnownEffects, Rounding
 from meshloom.verify.tolerances.of_precision import (
@@ -95,6 +96,7 @@ class ComparisonRun(Comparing):
         self._measured_in = -1  # number of the step and turn
         self._buffer_effects: Mapping[str, float] = {}
         self._updates = UpdateTolerances(by_name={}, other=unmeasured_through(self._comparer.precision))
+        self._closures = ClosureEffects(reference)
         self._gradients: GradientErrors
         self._state: StateErrors
         self._reference_record: StepRecord
@@ -181,7 +183,7 @@ class ComparisonRun(Comparing):
     def update(self) -> None:
         """Update the reference after all gradients have arrived. If some differ, collect evidence first,
         while the parameters are still those of the gradients."""
-        reference = self.reference
+        reference, comparer = self.reference, self._comparer
         self._evidence = initial_evidence(reference, self._gradients.norms, self._previous)
         self._reference_skips = reference.scale.overflowed
         if not all(error.passed for error in self._gradient_errors()) and all(
@@ -190,15 +192,14 @@ class ComparisonRun(Comparing):
             self._evidence = whole_evidence(
                 reference, self._evidence, self._gradient_errors(), self.subsampled, self._comparer.values
             )
-        self._reference_record = reference.update()
-        self._comparer.note(self._reference_record.casts)
+        self._reference_record = self._closures.update()
+        comparer.note(self._reference_record.casts)
         names = {id(each): name for name, each in reference.updated.all.items()}
-        precision, casts = self._comparer.precision, self._comparer.casts
-        now = update_tolerances(reference.turn.optimizers, casts, names, precision)
+        now = update_tolerances(reference.turn.optimizers, comparer.casts, names, comparer.precision)
         self._updates = replace(now, by_name={**self._updates.by_name, **now.by_name})
         self._state = StateErrors(
             reference.updated.all, reference.before, dict(reference.model.named_buffers()), changed=self._changed,
-            step=self._reference_record.step, updates=now,
+            step=self._reference_record.step, updates=replace(now, effect=self._closures.of),
             rounding=BufferTolerances(
                 effects=self._buffer_effects, partial=self._comparer.partial,
                 merged=self._comparer.lowered if reference.plan.num_chunks > 1 else None,
@@ -242,7 +243,9 @@ class ComparisonRun(Comparing):
         )
 
     def check_saved(self, path: Path, what: str) -> BetweenSteps:
-        return check_saved(path, what, self.reference, self._updates.of, self.of_outputs)
+        return check_saved(
+            path, what, self.reference, self._updates.of, self.of_outputs, self._closures.of_state
+        )
 
     def begin_averages(self) -> None:
         if self._averages and not self._reference_skips:

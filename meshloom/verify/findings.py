@@ -262,15 +262,20 @@ def _between_lines(checked: BetweenSteps) -> list[str]:
 
 def _moved_lines(steps: Sequence[Comparison]) -> list[str]:
     """A warning that mistakes smaller than the measured effect of rounding cannot be seen in some
-    gradients."""
-    moved = [error for step in steps for error in step.errors if error.moved]
-    if not moved:
-        return []
-    names, widest = {error.name for error in moved}, max(error.tolerance for error in moved)
-    what = f"{format_count(len(names), 'gradient')} of the plan may differ by up to {widest:.1e}"
-    return [
-        f"{what}, which is how far rounding alone moves gradients of one device: use --dtype float64 to detect smaller mistakes in them"
-    ]
+    gradients and updates."""
+    lines: list[str] = []
+    for kind, whose in (
+        ("gradient", "gradients of one device"),
+        ("update", "updates of one device, whose optimizer evaluates the loss itself"),
+    ):
+        moved = [error for step in steps for error in step.errors if error.moved and error.kind == kind]
+        if moved:
+            names, widest = {error.name for error in moved}, max(error.tolerance for error in moved)
+            lines.append(
+                f"{format_count(len(names), kind)} of the plan may differ by up to {widest:.1e}, which is how far rounding alone moves {whose}: use --dtype float64 "
+                "to detect smaller mistakes in them"
+            )
+    return lines
 
 
 def _cast_lines(casts: Sequence[Cast]) -> list[str]:

@@ -17,8 +17,10 @@ from meshloom.program.operators.collectives import all_reducing, largest_of, tot
 def mean_of_part(
     x: Tensor, dims: Sequence[int], keepdim: bool, count: int, dtype: torch.dtype | None
 ) -> Tensor:
-    """This shard's share of a mean over `count` elements: shares sum to the mean."""
-    return x.sum(list(dims), keepdim, dtype=dtype) / count
+    """This shard's share of a mean over `count` elements: shares sum to the mean. As a mean, it adds up in float32 at least."""
+    result = dtype or x.dtype
+    total = x.sum(list(dims), keepdim, dtype=torch.promote_types(result, torch.float32))
+    return (total / count).to(result)
 
 
 def loss_of_part(
@@ -120,7 +122,7 @@ class CrossEntropyOfPart:
     needs no communication: softmax minus target of this part (Shoeybi et al., 2019).
 
     starts: first class of every rank's part. weighted: whether classes have weights.
-    reduction: 0 none, 1 mean, 2 sum, as in ATen.
+    reduction: 0 none, 1 mean, 2 sum, as in ATen. widened: whether it is computed in float32 at least, as autocast does.
     """
 
     starts: tuple[int, ...]
@@ -129,6 +131,7 @@ class CrossEntropyOfPart:
     ignored: int
     smoothing: float
     weighted: bool = False
+    widened: bool = False
 
     @property
     def num_sums(self) -> int:
@@ -140,10 +143,11 @@ class CrossEntropyOfPart:
         function: Any = _CrossEntropy.apply
         reductions = all_reducing(group, "max"), all_reducing(group, "sum")
         weights = None if weight is None else [weight]
-        weight_of_rows, loss = function(
-            self, (group.rank,), *reductions, target.reshape(-1), weights, _rows(logits)
-        )
-        return self._reduce(loss, target, weight_of_rows)
+        with torch.autocast(logits.device.type, enabled=False):
+            weight_of_rows, loss = function(
+                self, (group.rank,), *reductions, target.reshape(-1), weights, self._rows(logits)
+            )
+            return self._reduce(loss, target, weight_of_rows)
 
     def run_all(
         self, logits: Sequence[Tensor], targets: Sequence[Tensor], weights: Sequence[Tensor] | None = None
@@ -151,12 +155,20 @@ class CrossEntropyOfPart:
         """Run on all ranks."""
         function: Any = _CrossEntropy.apply
         ranks = tuple(range(len(logits)))
-        weight_of_rows, *losses = function(
-            self, ranks, largest_of, total_of, targets[0].reshape(-1), weights, *map(_rows, logits)
-        )
-        return [
-            self._reduce(loss, target, weight_of_rows) for loss, target in zip(losses, targets, strict=True)
-        ]
+        with torch.autocast(logits[0].device.type, enabled=False):
+            weight_of_rows, *losses = function(
+                self, ranks, largest_of, total_of, targets[0].reshape(-1), weights, *map(self._rows, logits)
+            )
+            return [
+                self._reduce(loss, target, weight_of_rows)
+                for loss, target in zip(losses, targets, strict=True)
+            ]
+
+    def _rows(self, logits: Tensor) -> Tensor:
+        """[n, v, space] -> [n space, v]."""
+        if self.widened:
+            logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return logits if logits.ndim == 2 else logits.movedim(1, -1).flatten(0, -2)
 
     def _reduce(self, losses: Tensor, target: Tensor, weight_of_rows: Tensor | None) -> Tensor:
         if self.reduction == 0:
@@ -165,11 +177,6 @@ class CrossEntropyOfPart:
         if self.reduction == 2:
             return total
         return total / ((target != self.ignored).sum() if weight_of_rows is None else weight_of_rows.sum())
-
-
-def _rows(logits: Tensor) -> Tensor:
-    """[n, v, space] -> [n space, v]."""
-    return logits if logits.ndim == 2 else logits.movedim(1, -1).flatten(0, -2)
 
 
 class _CrossEntropy(torch.autograd.Function):

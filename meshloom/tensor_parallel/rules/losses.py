@@ -44,6 +44,7 @@ def _cross_entropy(call: Call) -> Factors | None:
             ignored=ignored,
             smoothing=smoothing,
             weighted=weighted,
+            widened=call.outputs[0].dtype != logits.meta.dtype,
         )
         return part, (*args[:2], *([args[2] if len(args) > 2 else kwargs["weight"]] if weighted else [])), {}
 
@@ -65,6 +66,7 @@ def _likelihood(call: Call) -> Factors | None:
     ignored: int = call.arguments.get("ignore_index", -100)
     scores, rows, sizes = _class_dims(x)
     samples = frozenset(sizes) - {"v"}
+    cast = frozenset({"v"} if call.outputs[0].dtype != x.meta.dtype else ())  # by autocast
 
     def local(to: Any, args: tuple[Any, ...], kwargs: dict[str, Any], shard: ShardSizes) -> Any:
         if shard.local["v"] == shard.full["v"]:
@@ -74,7 +76,7 @@ def _likelihood(call: Call) -> Factors | None:
 
     return Factors(
         operands=(scores, rows), outputs=(rows if reduction == 0 else (),), sizes=sizes,
-        sums=frozenset({"v"}) | (samples if reduction == 2 else frozenset()), unsharded=samples if reduction == 1 else frozenset(),
+        sums=frozenset({"v"}) | (samples if reduction == 2 else frozenset()), unsharded=cast | (samples if reduction == 1 else frozenset()),
         nonempty=samples, contiguous=frozenset({"v"}), linear=FIRST_LINEAR, local=local,
     )  # fmt: skip
 

@@ -25,15 +25,16 @@ _LEFT_OUT = ("params", "param_names")
 
 
 def check_saved(
-    path: Path, what: str, reference: Reference, tolerance: Callable[[str], float], of_outputs: float
-) -> BetweenSteps:
+    path: Path, what: str, reference: Reference, tolerance: Callable[[str], float], of_outputs: float,
+    moved: Callable[[Tensor, str], float],
+) -> BetweenSteps:  # fmt: skip
     """Compare the checkpoint in `path` with the reference. tolerance: of what a parameter's optimizer computes, by name. of_outputs: of
-    what forwards compute."""
+    what forwards compute. moved: how far rounding was measured to move what it keeps of a parameter, by its key."""
     saved = Checkpoint.open(path)
     step = reference.step
     facts = [*_facts(saved, reference)]
     errors = [*_weight_errors(saved, reference, tolerance)]
-    state, lost = _state_errors(saved, reference, tolerance)
+    state, lost = _state_errors(saved, reference, tolerance, moved)
     left, wrong = check_attributes(saved, reference, of_outputs)
     return BetweenSteps(
         what=f"{what} after step {step}", errors=[*errors, *state, *left], facts=[*facts, *lost, *wrong]
@@ -128,7 +129,10 @@ def _weight_errors(
 
 
 def _state_errors(
-    saved: Checkpoint, reference: Reference, tolerance: Callable[[str], float]
+    saved: Checkpoint,
+    reference: Reference,
+    tolerance: Callable[[str], float],
+    moved: Callable[[Tensor, str], float],
 ) -> tuple[list[TensorError], list[str]]:
     names = {id(each): name for name, each in reference.updated.all.items()}
     keys = {
@@ -148,7 +152,7 @@ def _state_errors(
                 if path not in keys:
                     facts.append(f"The checkpoint has no {key} of {name}, and one device has.")
                 elif (found := _read(saved, keys[path])) is not None and isinstance(value, Tensor):
-                    allowed = 0.0 if key == "step" else tolerance(name)
+                    allowed = 0.0 if key == "step" else max(tolerance(name), moved(parameter, key))
                     errors.append(compared_with(f"{key} of {name}", found, value, reference.step, allowed))
     for name, parameter in reference.updated.all.items():
         if (path := f"{STATE}{name}/{MASTER}") in keys and (found := _read(saved, path)) is not None:

@@ -134,8 +134,8 @@ class Reference:
             self._loss_sum, self._weight, self.chunks = self.evaluate()
             self.scale.look(self.gradients.values())
 
-    def evaluate(self) -> tuple[float, float, list[ChunkRecord]]:
-        """Forward and backward of all chunks, in their order: loss, weight, and a record of each chunk."""
+    def evaluate(self, *, watched: bool = True) -> tuple[float, float, list[ChunkRecord]]:
+        """Forward and backward of all chunks, in their order: loss, weight, and a record of each chunk if it is watched."""
         chunks: list[ChunkRecord] = []
         loss = weight = 0.0
         self.model.zero_grad(set_to_none=True)
@@ -146,11 +146,11 @@ class Reference:
         written: list[tuple[ReferenceForward, dict[str, Tensor]]] = []
         for forward in self.forwards():
             self.buffers.load(start)
-            result = self.run_forward(forward)
+            result = self.run_forward(forward, watched=watched)
             latest |= changed_numbers(self.model, self._numbers)
             written.append((forward, self.buffers.snapshot(start)))
             loss, weight = loss + result.loss_sum, weight + result.weight
-            chunks += self.records(forward, result)
+            chunks += self.records(forward, result) if watched else ()
         self.divide(weight)
         self.buffers.load(self.buffers.merge(start, written, partial(_rerun_forward, self)))
         put_numbers(self.model, self._numbers | latest)
@@ -173,7 +173,7 @@ class Reference:
         norm = None if self.scale.overflowed else norm_of_all(self.gradients)
         self.updated.take_gradients()
         if self.turn.clip_grad_norm is not None and norm is not None:
-            _clip(self.updated, self.turn.clip_grad_norm, norm)
+            clip(self.updated, self.turn.clip_grad_norm, norm)
         casts = list(self._casts.casts)
         with preserved_draws(), default_dtype(self.dtype):
             casts += [] if self.scale.overflowed else _step_all(self)
@@ -348,7 +348,7 @@ def _rows_of(gradient: Tensor, like: Tensor) -> Tensor:
     return torch.sparse_coo_tensor(indices, values, like.shape, check_invariants=False).coalesce()
 
 
-def _clip(model: nn.Module | ReferenceMasters, limit: float, norm: float) -> None:
+def clip(model: nn.Module | ReferenceMasters, limit: float, norm: float) -> None:
     """As torch.nn.utils.clip_grad_norm_ does."""
     factor = min(1.0, limit / (norm + 1e-6))
     for parameter in model.parameters():
@@ -356,17 +356,17 @@ def _clip(model: nn.Module | ReferenceMasters, limit: float, norm: float) -> Non
             parameter.grad = parameter.grad * factor
 
 
-def _closure(reference: Reference) -> Callable[[], float]:
+def closure_of(reference: Reference) -> Callable[[], float]:
     """What LBFGS calls for the loss: the step's, whose gradients are there, then those of its chunks once more."""
     first = [reference.loss]
 
     def closure() -> float:
         if first:
             return first.pop()
-        loss, weight, _ = reference.evaluate()
+        loss, weight, _ = reference.evaluate(watched=False)
         limit = reference.turn.clip_grad_norm
         if limit is not None:
-            _clip(reference.model, limit, norm_of_all(reference.gradients))
+            clip(reference.model, limit, norm_of_all(reference.gradients))
         return loss / weight
 
     return closure
@@ -376,7 +376,7 @@ def _step_all(reference: Reference) -> list[Cast]:
     """The optimizers and schedulers of the turn; the casts in the former."""
     casts: list[Cast] = []
     for optimizer in reference.turn.optimizers:
-        casts += _step(optimizer, most_precise(reference.updated), _closure(reference))
+        casts += _step(optimizer, most_precise(reference.updated), closure_of(reference))
     for scheduler in reference.turn.schedulers:
         scheduler.step(reference.loss) if isinstance(scheduler, ReduceLROnPlateau) else scheduler.step()
     return casts

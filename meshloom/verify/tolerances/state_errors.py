@@ -3,6 +3,7 @@ as rounding. The error of a tensor is ||a - b|| / ||b||, each relative to its ow
 
     parameter, update   what the optimizer computes of equal gradients and values, and the rounding of two parameters, of which
                         an update is the difference
+                        an update is the difference; of an optimizer that evaluates the loss itself 8 times what rounding does to it
     buffer              128 units in the last place; where the step has changed it, 8 times what rounding does to it. One that
                         the step leaves as it is must stay so
 
@@ -12,7 +13,7 @@ Elements that are infinite or NaN (a mask of -inf) must be equal on both sides a
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -44,10 +45,11 @@ _ELEMENTWISE = {ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam,
 @dataclass(frozen=True, kw_only=True)
 class UpdateTolerances:
     """By name of a parameter, the error of what its optimizer computes of equal gradients; `other` of those that have none in
-    this step."""
+    this step. effect: how far rounding moves a parameter, where the optimizer evaluates the loss itself."""
 
     by_name: Mapping[str, float]
     other: float
+    effect: Callable[[str], float] = lambda name: 0.0
 
     def of(self, name: str) -> float:
         """Of this parameter."""
@@ -135,13 +137,15 @@ class StateErrors:
         off, moved = distance(ours, reference), _norm_of_difference(reference, self._before[name])
         of_value, of_update = size or moved or 1.0, moved or size or 1.0
         most = allowed * moved + units
+        effect = self._updates_allowed.effect(name)
+        grown, most = effect > most, max(most, effect)  # beyond what is tolerated unmeasured
         parameter = self._tensor_error(
             name, "parameter", _ratio(off, of_value), (allowed * size + most) / of_value
         )
         update = self._tensor_error(name, "update", _ratio(off, of_update), most / of_update)
         if not update.passed:
             update = replace(update, multiple=multiple_of(ours, reference, self._before[name]))
-        return [parameter, update]
+        return [parameter, replace(update, moved=grown)]
 
     def _buffer_error(self, name: str, ours: Tensor) -> TensorError:
         reference, rounding = self._buffers[name], self._rounding

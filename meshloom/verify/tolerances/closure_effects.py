@@ -1,0 +1,115 @@
+"""How far rounding moves the updates of optimizers that evaluate the loss themselves (LBFGS).
+
+Their updates are computed of differences between the gradients of many evaluations, in this step and in those before, so a unit of
+rounding in one of them may be a hundredth of an update. One device therefore takes each such update a few more times, with
+evaluations of perturbed parameters. Each of these other runs begins with the parameters and gradients that one device has, and has an
+optimizer state of its own, which goes on from step to step, as the plan's does.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshloom.verify.reference.float64_blocks import distance, norm, norm_of_all
+from meshloom.verify.reference.other_precision import default_dtype
+from meshloom.verify.reference.reference import Reference, clip, closure_of
+from meshloom.verify.reference.reruns import perturbed_parameters
+from meshloom.verify.reference.step_records import StepRecord
+from meshloom.verify.reference.trained_losses import needs_closure
+
+_RUNS = 3
+_EVALUATIONS = 10_000  # more than an update has
+
+State = defaultdict[Tensor, dict[str, Any]]  # of an optimizer
+
+
+class ClosureEffects:
+    """Of the updates of `reference`; none where no optimizer evaluates the loss itself."""
+
+    def __init__(self, reference: Reference) -> None:
+        self._reference = reference
+        self._own: dict[int, State] = {}  # identity of an optimizer that evaluates the loss -> its state
+        self._states: dict[tuple[int, int], State] = {}  # number of a run and that identity -> the run's
+        self._effects: Mapping[str, float] = {}
+
+    def update(self) -> StepRecord:
+        """The reference's update, and how far rounding moves it."""
+        is_closure = any(map(needs_closure, self._reference.turn.optimizers))
+        runs = [self._run(number) for number in range(_RUNS)] if is_closure else []
+        record = self._reference.update()
+        self._effects = self._movements(runs) if runs else {}
+        return record
+
+    def _movements(self, runs: Sequence[Mapping[str, Tensor]]) -> Mapping[str, float]:
+        """By name of a parameter. runs: the parameters of each after the update."""
+        right, before = self._reference.parameters, self._reference.before
+        updates = {name: distance(each, before[name]) for name, each in right.items() if each.requires_grad}
+        moved = [{name: distance(each[name], right[name]) for name in updates} for each in runs]
+        # one that diverges says nothing
+        moved = [each for each in moved if all(map(math.isfinite, each.values()))]
+        size = math.hypot(*updates.values())
+        # A direction is one of all parameters, so what moves it moves them alike.
+        share = max((math.hypot(*each.values()) / size for each in moved if size), default=0.0)
+        return {
+            name: max([share * update, *(each[name] for each in moved)]) for name, update in updates.items()
+        }
+
+    def of(self, name: str) -> float:
+        """The most that this parameter is moved by rounding in the update, in the norm of the difference."""
+        return self._effects.get(name, 0.0)
+
+    def of_state(self, parameter: Tensor, key: str) -> float:
+        """The most that what its optimizer keeps of a parameter under this name is moved by rounding, relative to its size."""
+        found = 0.0
+        for (_, optimizer), others in self._states.items():
+            right = self._own[optimizer].get(parameter, {}).get(key)
+            other = others.get(parameter, {}).get(key)
+            if isinstance(right, Tensor) and isinstance(other, Tensor) and (size := norm(right)):
+                off = distance(other, right) / size
+                found = max(found, off if math.isfinite(off) else 0.0)
+        return found
+
+    def _run(self, number: int) -> Mapping[str, Tensor]:
+        reference = self._reference
+        before = {name: each.detach().clone() for name, each in reference.parameters.items()}
+        closure, evaluations = closure_of(reference), 0
+
+        def perturbed() -> float:
+            nonlocal evaluations
+            evaluations += 1
+            if evaluations == 1:
+                return closure()  # the gradients that are there
+            with perturbed_parameters(reference, number * _EVALUATIONS + evaluations):
+                return closure()
+
+        with reference.rerun() as gradients, default_dtype(reference.dtype):
+            for name, each in gradients.items():
+                reference.parameters[name].grad = None if each is None else each.detach().clone()
+            if reference.turn.clip_grad_norm is not None:
+                clip(reference.model, reference.turn.clip_grad_norm, norm_of_all(reference.gradients))
+            for optimizer in reference.turn.optimizers:
+                self._step(number, optimizer, perturbed)
+            moved = {name: each.detach().clone() for name, each in reference.parameters.items()}
+            with torch.no_grad():
+                for name, each in reference.parameters.items():
+                    each.copy_(before[name])
+        return moved
+
+    def _step(self, number: int, optimizer: Any, closure: Callable[[], float]) -> None:
+        """With the state of this run, which is as the optimizer's own at first."""
+        own: State = optimizer.state
+        key = number, id(optimizer)
+        first: State = defaultdict(dict, {each: copy.deepcopy(kept) for each, kept in own.items()})
+        optimizer.state = self._states.get(key, first)
+        try:
+            optimizer.step(closure) if needs_closure(optimizer) else optimizer.step()
+            self._states[key] = optimizer.state
+        finally:
+            optimizer.state = self._own[id(optimizer)] = own
