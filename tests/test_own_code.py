@@ -36,11 +36,11 @@ PLANS = ["tp=2", "pp=2,microbatches=2", "dp=2,pp=2,tp=2", "dp=2,zero=3,tp=2,reco
 class Clamps(nn.Module):
     """Activations that grow too large are halved, between the layers."""
 
-    def __init__(self, num_blocks: int = 2) -> None:
+    def __init__(self, num_blocks: int = 2, width: int = WIDTH) -> None:
         super().__init__()
-        self.embed, self.head = nn.Linear(3, WIDTH), nn.Linear(WIDTH, 2)
-        self.place = nn.Parameter(torch.randn(LENGTH, WIDTH) * 0.1)
-        self.blocks: Any = nn.ModuleList(Readable() for _ in range(num_blocks))
+        self.embed, self.head = nn.Linear(3, width), nn.Linear(width, 2)
+        self.place = nn.Parameter(torch.randn(LENGTH, width) * 0.1)
+        self.blocks: Any = nn.ModuleList(Readable(width) for _ in range(num_blocks))
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.embed(x) + self.place
@@ -149,7 +149,7 @@ def test_modules_that_an_unreadable_forward_calls_are_read() -> None:
 
 @pytest.mark.slow
 def test_nearly_all_parameters_and_work_are_divided() -> None:
-    readings = Readings(job_of(lambda: Clamps(6)))
+    readings = Readings(job_of(lambda: Clamps(6, 256)))
     (note,) = describe(readings).opaque
     assert note.startswith("the own code of the model runs as written, as one operator that is not divided: ")
     account = divided(readings, Plan.parse("tp=2")).account
