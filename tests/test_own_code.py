@@ -203,6 +203,10 @@ def test_code_that_handed_a_tensor_on_may_change_it_in_a_later_batch() -> None:
     assert equal(job, "tp=2")
 
 
+def _one_more(module: nn.Module, args: Any, result: Tensor) -> Tensor:
+    return result + 1
+
+
 class Listens(nn.Module):
     """Its first forward adds a hook, as in libraries that record outputs."""
 
@@ -212,7 +216,7 @@ class Listens(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if not getattr(self, "listens", False):
-            self.linear.register_forward_hook(lambda module, args, y: y + 1)
+            self.linear.register_forward_hook(_one_more)
             self.listens = True
         return self.linear(x)
 
@@ -220,6 +224,6 @@ class Listens(nn.Module):
 def test_looking_at_what_a_loss_writes_leaves_no_hook() -> None:
     """The attribute that says that it was added was taken back, so that training added it a second time."""
     model, x = Listens(), torch.randn(4, 3)
-    before = model.linear(x) + 1
+    expected = model.linear(x) + 1
     written_by_loss(model, lambda number: [model(x).sum()], nullcontext)
-    assert torch.equal(model(x), before)
+    assert torch.equal(model(x), expected)
