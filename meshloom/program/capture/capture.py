@@ -23,7 +23,7 @@ from meshloom.program.ir.program import Program
 from meshloom.program.ir.sparse_constants import strides_of
 from meshloom.program.ir.written_parameters import mark_settled
 from meshloom.program.opaque.bound import with_needs
-from meshloom.program.opaque.loss_code import LOSS, WHOLE
+from meshloom.program.opaque.loss_code import is_code
 from meshloom.program.opaque.stand_ins import CalledOtherwiseError, Recorded
 from meshloom.program.trace.block_calls import Shortcuts
 from meshloom.program.trace.build import build
@@ -93,7 +93,7 @@ def capture_module(
     parts: Mapping[str, str] = {}
 
     def read(leaves: Sequence[Leaves], shortcuts: Shortcuts) -> Program:
-        own_code = next((each for each in (LOSS, WHOLE) if each in parts), None)
+        own_code = next(filter(is_code, parts), None)
         to_read = (
             loss if own_code is None else loss_to_read(model, loss, leaves[: 1 if once else 2], own_code)
         )
@@ -118,7 +118,7 @@ def capture_module(
 
     def read_with_parts(*, as_traced: bool) -> tuple[Program, Mapping[str, str | None]]:
         nonlocal recorded, parts
-        modules = tuple(path for path in opaque or () if path not in (LOSS, WHOLE))
+        modules = tuple(path for path in opaque or () if not is_code(path))
         given_batches = batches[:1] if once else batches
         recorded = recorded_calls(model, loss, given_batches, modules, as_traced=as_traced)
         parts = {path: why for path, why in (opaque or {}).items() if path in recorded or path not in modules}

@@ -6,6 +6,7 @@
                                                 found by bisection, whose program is right
     a part that is no operator (its shapes      the module around it, up to the model
     depend on values, say)
+    more than half of the model                 its own code alone; the modules that it calls are read
 
 Modules of the same class and flags go together, as the others would fail next. What fails outside of all modules, in
 the loss function, stays refused.
@@ -28,10 +29,10 @@ from meshloom.program.capture.check import DiffersError
 from meshloom.program.capture.outside import ChangedWhileReadError
 from meshloom.program.capture.restored import attributes_put_back
 from meshloom.program.ir.lines import WAY_OUT, SourceLine, line_of_error
-from meshloom.program.ir.nodes import is_within, submodule
+from meshloom.program.ir.nodes import is_within, submodule, with_parents
 from meshloom.program.ir.written_parameters import writing_modules
 from meshloom.program.opaque.call import ChangedCallError
-from meshloom.program.opaque.loss_code import LOSS, WHOLE
+from meshloom.program.opaque.loss_code import LOSS, WHOLE, is_code, modules_entered, own_code_of
 from meshloom.program.opaque.stand_ins import OpaqueError
 from meshloom.program.trace.attributes import TORCHS_OWN
 from meshloom.program.trace.folding import HOOKS
@@ -65,6 +66,8 @@ def read_in_parts(read: Callable[[Parts], T], model: nn.Module, asked: Parts) ->
     Raises the error that remains if there are none.
     """
     parts: Parts | None = asked
+    # the parts in the place of a module's own code, if that is no operator; modules that were tried
+    instead, tried = None, set[str]()
     refused: Exception | None = None
     read = _undone(read, model)
     for _ in range(MOST_TRIED):
@@ -74,18 +77,25 @@ def read_in_parts(read: Callable[[Parts], T], model: nn.Module, asked: Parts) ->
             raise
         except (CaptureError, ChangedCallError) as error:
             # what an attempt with the loss's own code fails at says less than what made it one
-            says_less = isinstance(error, OpaqueError | ChangedCallError) or {LOSS, WHOLE} & parts.keys()
+            says_less = isinstance(error, OpaqueError | ChangedCallError) or any(map(is_code, parts))
             if refused is None or not says_less:
                 refused = error
             if _is_of_hook(error, model):
                 raise _hook_refusal(model) from error
-            if _is_nowhere(error, model):
+            if _is_nowhere(error, model) and instead is not None:
+                following = None
+            elif _is_nowhere(error, model):
                 found = _bisected(read, parts, model, str(error).split(". ")[0])
                 if found is not None:
                     return found
                 following = None
             else:
                 following = _with_next(parts, error, model)
+            if instead is not None and (following is None or _own_modules(parts) & following.keys()):
+                following, instead = instead, None
+            elif following is not None:
+                opened = _with_own_code(parts, following, model, tried)
+                following, instead = (following, instead) if opened is None else (opened, following)
             if following is None and not isinstance(refused, FrozenDrawError):
                 following = _with_loss(parts, refused)
             if following is None:
@@ -93,9 +103,10 @@ def read_in_parts(read: Callable[[Parts], T], model: nn.Module, asked: Parts) ->
             parts = following
         except Exception:
             # the loss's own code ran on what is no graph of its modules, for which it may not be made
-            if refused is None or not {LOSS, WHOLE} & parts.keys():
+            if refused is None or not any(map(is_code, parts)):
                 raise
-            following = _with_loss(parts, refused)
+            following = _with_loss(parts, refused) if instead is None else instead
+            instead = None
             if following is None:
                 break
             parts = following
@@ -212,6 +223,28 @@ def _with_next(parts: Parts, error: CaptureError | ChangedCallError, model: nn.M
     return None
 
 
+def _own_modules(parts: Parts) -> set[str]:
+    """The modules whose own code alone is a part."""
+    return {path for part in parts for path in modules_entered(part)}
+
+
+def _with_own_code(parts: Parts, following: Parts, model: nn.Module, tried: set[str]) -> Parts | None:
+    """The parts with the own code of the one module that `following` makes opaque, if that is large and was not `tried` before."""
+    new = [path for path in following if path not in parts]
+    if len(new) != 1 or new[0] in tried or not _is_large(new[0], model):
+        return None
+    tried.add(new[0])
+    return {path: why for path, why in parts.items() if not is_code(path)} | {
+        own_code_of(new[0]): following[new[0]]
+    }
+
+
+def _is_large(path: str, model: nn.Module) -> bool:
+    """Whether a module has more than half of the parameters."""
+    one, all_ = (sum(each.numel() for each in of.parameters()) for of in (submodule(model, path), model))
+    return 2 * one > all_
+
+
 def _with_loss(parts: Parts, refused: Exception) -> Parts | None:
     """The parts with the loss function's own code, or, if that is no operator, with all that it calls."""
     why = _reason(refused, LOSS)
@@ -223,18 +256,18 @@ def _with_loss(parts: Parts, refused: Exception) -> Parts | None:
 def _candidates(error: CaptureError | ChangedCallError, model: nn.Module) -> Iterator[str]:
     """Modules, the innermost first."""
     if isinstance(error, OpaqueError | ChangedCallError):
-        if error.module in (LOSS, WHOLE):
+        if is_code(error.module):
             return
-        yield from list(_with_parents(error.module))[1:]
+        yield from list(with_parents(error.module))[1:]
         return
     if error.path is not None:
-        yield from _with_parents(error.path)
+        yield from with_parents(error.path)
         return
     found = list(_on_the_way(error, model))
     if not found and isinstance(error.line, SourceLine):
         line = error.line
         found = [path for path, each in model.named_modules() if _has_line(type(each), line)][:1]
-        found = list(_with_parents(found[0])) if found else []
+        found = list(with_parents(found[0])) if found else []
     for path in found[:1]:
         for below, each in submodule(model, path).named_modules(prefix=path):
             if isinstance(each, torch.jit.ScriptModule):  # of which an export sees nothing
@@ -262,17 +295,6 @@ def _on_the_way(error: BaseException, model: nn.Module) -> Iterator[str]:
         if found:
             yield from reversed(found)
             return
-
-
-def _with_parents(path: str) -> Iterator[str]:
-    """
-    >>> list(_with_parents("h.0.mlp"))
-    ['h.0.mlp', 'h.0', 'h', '']
-    """
-    yield path
-    while path:
-        path = path.rpartition(".")[0]
-        yield path
 
 
 def _has_line(kind: type, line: SourceLine) -> bool:
@@ -314,7 +336,7 @@ def _outermost(parts: Mapping[str, str]) -> dict[str, str]:
     return {
         path: why
         for path, why in parts.items()
-        if path == LOSS or not any(path != other and is_within(path, other) for other in parts)
+        if is_code(path) or not any(path != other and is_within(path, other) for other in parts)
     }
 
 

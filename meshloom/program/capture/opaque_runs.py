@@ -185,7 +185,7 @@ def _shapes_for_other_values(
         return None
 
     found: list[list[tuple[int, ...]]] = []
-    for change in (_negated, _turned):
+    for change in (negated, turned):
         with suppress(Exception):
             made = tried(change, FEW_CALLS)
             if made is None and (own := tried(torch.clone, MOST_CALLS)):
@@ -195,11 +195,12 @@ def _shapes_for_other_values(
     return found
 
 
-def _negated(tensor: Tensor) -> Tensor:
+def negated(tensor: Tensor) -> Tensor:
+    """It with other signs, if it is of numbers with fractions."""
     return -tensor.detach() if tensor.is_floating_point() else tensor.clone()
 
 
-def _turned(tensor: Tensor) -> Tensor:
+def turned(tensor: Tensor) -> Tensor:
     """Its elements from the last to the first."""
     return tensor.detach().flip(tuple(range(tensor.ndim)))
 

@@ -27,15 +27,15 @@ from meshloom.core.job import LossFunction
 from meshloom.core.moments.branches import branches_as_written
 from meshloom.core.random import derive, preserved_draws, seed_everything
 from meshloom.program.capture.opaque_runs import MOST_CALLS, MOST_TIMES, CallMeter, MoreCallsError, WorkMeter
-from meshloom.program.capture.product_dims import ProductDims
 from meshloom.program.capture.restored import cloned, restored
 from meshloom.program.ir.nodes import Node, submodule
 from meshloom.program.ir.program import Program
 from meshloom.program.opaque.call import OpaqueCall, state_of
 from meshloom.program.opaque.hidden_units import HiddenUnits, Kind, UnitsDim
-from meshloom.program.opaque.loss_code import LOSS, WHOLE
+from meshloom.program.opaque.loss_code import is_code
 from meshloom.program.opaque.module_tensors import ModuleTensors
 from meshloom.program.opaque.operator import call_of_node, is_opaque
+from meshloom.program.opaque.product_dims import ProductDims
 from meshloom.program.opaque.stand_ins import intercepted
 from meshloom.program.trace.attributes import TORCHS_OWN
 
@@ -49,7 +49,7 @@ TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}  # of the largest element
 
 def with_hidden_units(program: Program, model: nn.Module, loss: LossFunction, batch: Any) -> Program:
     """The program whose opaque calls know which hidden units of them can be divided."""
-    nodes = [each for each in program.nodes if is_opaque(each) and each.args[2] not in (LOSS, WHOLE)]
+    nodes = [each for each in program.nodes if is_opaque(each) and not is_code(each.args[2])]
     calls: dict[str, list[OpaqueCall]] = {}
     for node in nodes:
         calls.setdefault(node.args[2], []).append(call_of_node(node))

@@ -182,3 +182,15 @@ def is_within(path: str, module: str) -> bool:
     (True, True, False, True)
     """
     return not module or path == module or path.startswith(f"{module}.")
+
+
+def with_parents(path: str) -> Iterator[str]:
+    """A module's path and those of the modules around it.
+
+    >>> list(with_parents("h.0.mlp"))
+    ['h.0.mlp', 'h.0', 'h', '']
+    """
+    yield path
+    while path:
+        path = path.rpartition(".")[0]
+        yield path

@@ -17,7 +17,7 @@ from meshloom.program.ir.draws import CountDraws
 from meshloom.program.ir.nodes import Node, Ref, refs_in, submodule
 from meshloom.program.ir.program import Program
 from meshloom.program.opaque.call import ChangedCallError, OpaqueCall, plain_text_of
-from meshloom.program.opaque.loss_code import LOSS, WHOLE, OpaqueLoss
+from meshloom.program.opaque.loss_code import OpaqueLoss, is_code
 from meshloom.program.opaque.module_tensors import ModuleTensors
 from meshloom.program.opaque.operator import OPAQUE, is_opaque
 from meshloom.program.opaque.stand_ins import OpaqueError
@@ -36,8 +36,8 @@ def _bound(node: Node, model: nn.Module, loss: LossFunction) -> Node:
     if not is_opaque(node):
         return node
     path, text = node.args[2:]
-    if path in (LOSS, WHOLE):
-        return replace(node, target=OpaqueLoss(loss, model, OpaqueCall.of(text)))
+    if is_code(path):
+        return replace(node, target=OpaqueLoss(loss, model, path, OpaqueCall.of(text)))
     return replace(node, target=OpaqueModule(submodule(model, path), path, OpaqueCall.of(text)))
 
 

@@ -8,7 +8,13 @@
     y = (the model's program)
     loss = opaque(batch, y)         runs `loss` with a model that returns y when it is called
 
-Where the arguments of a call are computed by the code itself, an operator before it runs the code up to the call.
+Where the arguments of a call are computed by the code itself, an operator before it runs the code up to the call. The code
+of a module that cannot be read is part of it where the modules that it calls can be:
+
+    def forward(self, x):
+        x = self.encoder(x)                                     read
+        x = x * 0.5 if x.abs().max() > 3 else x                 as written
+        return self.head(x)                                     read
 """
 
 from __future__ import annotations
@@ -25,7 +31,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, t
 from meshloom.core.errors import CaptureError
 from meshloom.core.job import LossFunction
 from meshloom.program.ir.encoding import decoded, encoded, encoded_structure
-from meshloom.program.ir.nodes import Node
+from meshloom.program.ir.nodes import Node, with_parents
 from meshloom.program.opaque.call import ChangedCallError, OpaqueCall, plain_text_of
 from meshloom.program.opaque.module_tensors import ModuleTensors
 from meshloom.program.opaque.operator import OPAQUE, is_opaque
@@ -34,6 +40,30 @@ from meshloom.program.opaque.stand_ins import intercepted
 LOSS = "the loss function"  # its own code; modules that it calls are read
 WHOLE = "the loss function with the model"
 METHOD = "loss"
+_OWN = "the own code of "
+
+
+def own_code_of(path: str) -> str:
+    """The part that is a module's own code, with that of the modules around it and of the loss function; what they call
+    is read."""
+    return f"{_OWN}{path or 'the model'}"
+
+
+def is_code(part: str) -> bool:
+    """Whether a part is code that calls modules, and no module."""
+    return part in (LOSS, WHOLE) or part.startswith(_OWN)
+
+
+def modules_entered(part: str) -> tuple[str, ...]:
+    """The modules whose own code is a part, the innermost first.
+
+    >>> modules_entered(own_code_of("net.body")), modules_entered(own_code_of("")), modules_entered(LOSS)
+    (('net.body', 'net', ''), ('',), ())
+    """
+    if not part.startswith(_OWN):
+        return ()
+    path = part.removeprefix(_OWN)
+    return tuple(with_parents("" if path == "the model" else path))
 
 
 class ReachedCallError(Exception):
@@ -46,9 +76,12 @@ class ReachedCallError(Exception):
 
 def modules_of(node: Node) -> tuple[str, ...]:
     """The modules that a node runs as written; none if it is read."""
-    if not is_opaque(node) or node.args[2] == LOSS:
+    if not is_opaque(node):
         return ()
-    return ("",) if node.args[2] == WHOLE else (str(node.args[2]),)
+    part = str(node.args[2])
+    if part == WHOLE:
+        return ("",)
+    return () if is_code(part) else (part,)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,23 +132,29 @@ def numbers_as_tensors(returned: Any, operands: Sequence[Tensor]) -> Any:
     return tree_map(made, returned)
 
 
-def paths_of(model: nn.Module) -> list[str]:
-    """The modules whose calls can be replaced."""
-    return [path for path, each in model.named_modules() if not isinstance(each, torch.jit.ScriptModule)]
+def modules_called(model: nn.Module, part: str) -> list[str]:
+    """The modules whose calls in the code of a part are none of it."""
+    own = modules_entered(part)
+    return [
+        path
+        for path, each in (model.named_modules() if part != WHOLE else ())
+        if path not in own and not isinstance(each, torch.jit.ScriptModule)
+    ]
 
 
 class OpaqueLoss:
-    """A loss function's own code as the target of a node: up to the call after those that are played, or to its end."""
+    """A loss function's own code as the target of a node: up to the call after those that are played, or to its end.
+    part: with the code of which modules."""
 
     _schema = OPAQUE._schema
 
-    def __init__(self, loss: LossFunction, model: nn.Module, call: OpaqueCall) -> None:
+    def __init__(self, loss: LossFunction, model: nn.Module, part: str, call: OpaqueCall) -> None:
         self.opaque_call = call
-        self._loss, self._model = loss, model
+        self._loss, self._model, self._part = loss, model, part
         self._played = [PlayedCall.from_text(each) for each in call.played]
         self._tensors = ModuleTensors(model, call.state)
         # all modules: another one may be called now, of which this rank has no parameters
-        self._paths = [] if WHOLE in call.modules else paths_of(model)
+        self._paths = modules_called(model, part)
 
     def __str__(self) -> str:
         return str(OPAQUE)
@@ -135,10 +174,8 @@ class OpaqueLoss:
             if known is None:
                 raise ReachedCallError((args, kwargs))
             if known.path != path:
-                raise ChangedCallError(
-                    LOSS,
-                    f"The loss function called {path or 'the model'} for this batch where it called {known.path or 'the model'} when it was captured: it "
-                    "depends on values. Put the choice into the model.",
+                raise self._changed(
+                    f"called {path or 'the model'} for this batch where it called {known.path or 'the model'} when it was captured: it depends on values"
                 )
             return known.result(inputs)
 
@@ -149,17 +186,23 @@ class OpaqueLoss:
                 found = reached.arguments
         leaves = tree_leaves(found)
         if plain_text_of(leaves) != call.returned:
-            raise ChangedCallError(
-                LOSS,
-                "The loss function's own code gave a module other numbers for this batch than when it was captured: they depend on values. Give it a "
-                "tensor, or put the code into the model.",
+            raise self._changed(
+                "gave a module other numbers for this batch than when it was captured: they depend on values"
             )
         results = [leaves[place] for place in call.places if place < len(leaves)]
         shapes = [tuple(each.shape) if isinstance(each, Tensor) else None for each in results]
         wanted = [each.shape for each in call.results]
         if len(leaves) != call.num_leaves or shapes != wanted:
-            raise ChangedCallError(
-                LOSS,
-                f"The loss function's own code made tensors of shapes {shapes} for this batch, and of {wanted} when it was captured: they depend on values.",
+            raise self._changed(
+                f"made tensors of shapes {shapes} for this batch, and of {wanted} when it was captured: they depend on values"
             )
         return results
+
+    def _changed(self, what: str) -> ChangedCallError:
+        own = modules_entered(self._part)
+        way_out = (
+            f"Make {own[0] or 'the model'} opaque, with what it calls, by Job(opaque=...)."
+            if own
+            else "Put the choice into the model, or give it a tensor in place of a number."
+        )
+        return ChangedCallError(self._part, f"{self._part[0].upper()}{self._part[1:]} {what}. {way_out}")

@@ -31,6 +31,7 @@ from meshloom.program.capture.restored import restored
 from meshloom.program.capture.writing_code import may_write
 from meshloom.program.ir.written_parameters import mark_norms, mark_settled, mark_written
 from meshloom.program.operators.limited_rows import RowLimit, functions_limited, limits_of, unlimited
+from meshloom.program.trace.attributes import TORCHS_OWN
 from meshloom.replica.buffers.batch_norm import unsynchronised
 from meshloom.replica.buffers.loss_writes import LossWrites
 
@@ -143,15 +144,23 @@ def written_by_loss(
 
 @contextmanager
 def _alone(model: nn.Module) -> Iterator[None]:
-    """All as it was before afterwards, and no attribute is new."""
-    before = [(vars(module), set(vars(module))) for module in model.modules()]
+    """All as it was before afterwards; no attribute and no hook is new: a forward that finds one may add the other once more."""
+    before = [(vars(module), set(vars(module)), _hooks(module)) for module in model.modules()]
     try:
         with restored(model), preserved_draws(), uncompiled():
             yield
     finally:
-        for attributes, known in before:
+        for attributes, known, hooks in before:
             for name in attributes.keys() - known:
                 del attributes[name]
+            for name, registered in hooks.items():
+                for number in attributes[name].keys() - registered:
+                    del attributes[name][number]
+
+
+def _hooks(module: nn.Module) -> dict[str, set[int]]:
+    """Torch's registers of hooks -> the numbers in them."""
+    return {name: set(each) for name, each in vars(module).items() if "_hooks" in name and name in TORCHS_OWN}
 
 
 def _watched(model: nn.Module, loss: Callable[[int], list[Any]], number: int) -> tuple[LossWrites, list[Any]]:
