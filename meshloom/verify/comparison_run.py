@@ -243,9 +243,8 @@ class ComparisonRun(Comparing):
         )
 
     def check_saved(self, path: Path, what: str) -> BetweenSteps:
-        return check_saved(
-            path, what, self.reference, self._updates.of, self.of_outputs, self._closures.of_state
-        )
+        tolerances = self._updates.of, self.of_outputs, self._closures.of_state
+        return check_saved(path, what, self.reference, *tolerances)
 
     def begin_averages(self) -> None:
         if self._averages and not self._reference_skips:
