@@ -29,7 +29,7 @@ from meshloom.verify.run import verify
 from tests.covering import few
 from tests.opaque_jobs import LENGTH, WIDTH, Readable, data, job_of
 
-pytestmark = [pytest.mark.usefixtures("silent_export", "dear_memory")]
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export", "dear_memory")]
 PLANS = ["tp=2", "pp=2,microbatches=2", "dp=2,pp=2,tp=2", "dp=2,zero=3,tp=2,recompute=full", "dp=2,zero=3"]
 
 
