@@ -425,12 +425,15 @@ def _never_comes() -> object:
         store.wait(["done"], timedelta(seconds=30))
         return None
     result = _error_of(lambda: group.all_reduce(torch.ones(3)).wait())
+    gone = group._operations.who_is_gone(4)
     group._process_group.get_group_store().set("done", "")
-    return result
+    return result, gone
 
 
 def test_a_rank_that_does_not_come_ends_the_wait_at_the_timeout():
-    (kind, text, seconds), _ = on_ranks(_never_comes, 2)
+    """The timeout closes this rank's connections, which another of its waits took for the other's end."""
+    ((kind, text, seconds), gone), _ = on_ranks(_never_comes, 2)
+    assert gone is None
     assert kind is PeerLostError
     assert text.startswith("rank 0 (dp=0) waited too long for rank 1 (dp=1) in all_reduce of 12 B: ")
     assert 2 < seconds < 15

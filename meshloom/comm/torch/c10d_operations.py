@@ -111,16 +111,22 @@ class C10dOperations:
         return self._notes.who_left()
 
     def who_is_gone(self, polls: int) -> str | None:
-        """The member whose connection is closed, if one is. polls: seconds of a wait; it asks after 1, 2, 4, 8, ... of
-        them, because every question stays with Gloo."""
+        """The member whose connection is closed, if one is, and not by a timeout of this rank's own: that closes all, and the
+        operation that took too long says so. polls: as of `_closed`."""
+        member, why = self._closed(polls) or (None, None)
+        return member if why is None or not _is_timeout(why) else None
+
+    def _closed(self, polls: int) -> tuple[str, RuntimeError] | None:
+        """The member whose connection is closed, if one is, and what Gloo says of it. polls: seconds of a wait; it asks
+        after 1, 2, 4, 8, ... of them, because every question stays with Gloo."""
         if polls & (polls - 1):
             return None
         for rank, member in enumerate(self._members):
             if rank != self._process_group.rank():
                 try:
                     self._process_group.recv([torch.empty(1, dtype=torch.uint8)], rank, _NOBODY_SENDS)
-                except RuntimeError:
-                    return member
+                except RuntimeError as error:
+                    return member, error
         return None
 
     def make_room(self, num_bytes: int) -> None:
@@ -147,7 +153,10 @@ class C10dOperations:
                     return
                 if left := self.who_left():
                     raise PeerLostError(f"{self._member} lost {left}, {ABORTED}, in {what}.") from None
-                if gone := self.who_is_gone(polls):
+                if closed := self._closed(polls):
+                    gone, why = closed
+                    if _is_timeout(why):
+                        raise why from None
                     raise PeerLostError(f"{self._member} lost {gone} in {what}: connection closed.") from None
         self._check_aborted(what)
         work.wait()
@@ -168,13 +177,17 @@ class C10dOperations:
                 raise CollectiveError(
                     f"{what} on {here} met another operation or size on another rank: {_first_line(error)}"
                 ) from error
-            timed_out = any(fragment in text for fragment in _TIMED_OUT)
+            timed_out = _is_timeout(error)
             if not timed_out and not any(fragment in text for fragment in _ENDED):
                 raise
             others = [member for member in self._members if member != here]
             peer = self.who_left() or (others[0] if len(others) == 1 else f"one of {', '.join(others)}")
             how = "waited too long for" if timed_out else "lost"
             raise PeerLostError(f"{here} {how} {peer} in {what}: {_first_line(error)}") from error
+
+
+def _is_timeout(error: RuntimeError) -> bool:
+    return any(fragment in str(error).lower() for fragment in _TIMED_OUT)
 
 
 @dataclass(eq=False)
