@@ -230,13 +230,13 @@ def chosen(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[int, Pa
                 _anywhere(random.Random(f"cuts {pair.seed}")),
             )
             patch.setattr(
-                meshloom.pipeline.stages.choose_cuts, "refined", lambda line, limits, cuts, price: cuts
+                meshloom.pipeline.stages.choose_cuts, "refined", lambda line, limits, cuts, price, told: cuts
             )
         yield made
 
 
-def _at_prices(seed: int) -> Callable[[Sequence[Floats], Sequence[Reshard]], Combination | None]:
-    def at_prices(own: Sequence[Floats], changes: Sequence[Reshard]) -> Combination | None:
+def _at_prices(seed: int) -> Callable[[Sequence[Floats], Sequence[Reshard], object], Combination | None]:
+    def at_prices(own: Sequence[Floats], changes: Sequence[Reshard], _: object) -> Combination | None:
         chance = np.random.default_rng(seed)
         level = 10 ** chance.uniform(-1.5, 1.0)  # what changes cost beside ways of computing
         priced = [np.where(np.isfinite(each), chance.exponential(size=each.shape), np.inf) for each in own]
