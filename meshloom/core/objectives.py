@@ -50,7 +50,7 @@ class Objective:
             value = getattr(self, name)
             if not callable(value) and not (value is None and name == "scheduler"):
                 raise JobError(f"Objective({name}=...) must be a function, not {type(value).__name__}.")
-        given = _as_list(self.parameters)
+        given = as_list(self.parameters)
         if not callable(self.parameters) and not (given and all(isinstance(each, str) for each in given)):
             raise JobError(
                 'Objective(parameters=...) must be names of modules or parameters, like parameters="critic" or parameters=["trunk", "actor"], '
@@ -65,7 +65,7 @@ class Objective:
         """Whether the parameter of this name is one of its own."""
         if callable(self.parameters):
             return bool(self.parameters(name))
-        return any(names_parameter(each, name) for each in _as_list(self.parameters))
+        return any(names_parameter(each, name) for each in as_list(self.parameters))
 
 
 def owners_of(losses: Mapping[str, Objective], names: Sequence[str]) -> dict[str, str]:
@@ -73,7 +73,7 @@ def owners_of(losses: Mapping[str, Objective], names: Sequence[str]) -> dict[str
     losses or none of them train, and for what names none."""
     owners: dict[str, str] = {}
     for loss, objective in losses.items():
-        given = [] if callable(objective.parameters) else _as_list(objective.parameters)
+        given = [] if callable(objective.parameters) else as_list(objective.parameters)
         wrong = [repr(each) for each in given if not any(names_parameter(each, name) for name in names)]
         if wrong or not any(map(objective.trains, names)):
             raise JobError(
@@ -99,7 +99,7 @@ class EachItsOwn:
     losses: Mapping[str, Objective]
 
     def __call__(self, named: NamedParameters) -> list[Optimizer]:
-        return [each for made in self.by_loss(named).values() for each in _as_list(made)]
+        return [each for made in self.by_loss(named).values() for each in as_list(made)]
 
     def by_loss(self, named: NamedParameters) -> dict[str, Any]:
         """What the optimizer function of each loss returns."""
@@ -137,5 +137,6 @@ def names_parameter(text: str, name: str) -> bool:
     return name == text or name.startswith(f"{text}.") or fnmatch.fnmatchcase(name, text)
 
 
-def _as_list(given: Any) -> list[Any]:
+def as_list(given: Any) -> list[Any]:
+    """What may be given, or returned, as one thing or as several."""
     return list(given) if isinstance(given, list | tuple) else [given]

@@ -15,9 +15,9 @@ from torch.optim import Optimizer
 from meshloom.checkpoint.json_values import NotPlainError, to_json
 from meshloom.core.errors import JobError
 from meshloom.core.job import Job, NamedParameters
-from meshloom.core.moments.by_hand import as_scheduler
+from meshloom.core.moments.by_hand import as_scheduler, is_scheduler
 from meshloom.core.moments.by_metric import those_by_metric
-from meshloom.core.objectives import EachItsOwn
+from meshloom.core.objectives import EachItsOwn, as_list
 from meshloom.optimizer.elementwise import Reach, reach, steps_in_windows
 
 
@@ -82,14 +82,9 @@ def make_schedulers(job: Job, returned: Sequence[Any]) -> list[list[Any]]:
 def _schedulers(function: Callable[[Any], Any] | None, made: Any) -> list[Any]:
     if function is None:
         return []
-    returned = function(made)
-    schedulers = [
-        as_scheduler(each) for each in (returned if isinstance(returned, list | tuple) else [returned])
-    ]
+    schedulers = [as_scheduler(each) for each in as_list(function(made))]
     for scheduler in schedulers:
-        if not all(
-            callable(getattr(scheduler, name, None)) for name in ("step", "state_dict", "load_state_dict")
-        ):
+        if not is_scheduler(scheduler):
             raise JobError(
                 f"The scheduler function returned a {type(scheduler).__name__}. Return a scheduler, like lambda optimizer: "
                 "CosineAnnealingLR(optimizer, 100), a function of a step's number, or a list of them."
@@ -139,7 +134,7 @@ def _called(job: Job, named_parameters: NamedParameters) -> list[tuple[str, Any]
 
 
 def _check(made: Any, names: Mapping[int, str], function: str) -> list[Optimizer]:
-    optimizers: list[Any] = list(made) if isinstance(made, list | tuple) else [made]
+    optimizers = as_list(made)
     if not optimizers:
         raise JobError(
             f"{function} returned an empty list. Return one torch.optim.Optimizer, or several over disjoint parameters."

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from meshloom.core.cache import Cache
 from meshloom.core.errors import MeshloomError
 from meshloom.core.job import Job, NamedParameters
+from meshloom.core.objectives import as_list
 from meshloom.core.plan import Plan
 from meshloom.core.random import preserved_draws
 from meshloom.core.units import format_bytes, format_count
@@ -69,7 +70,7 @@ def state_bytes(job: Job, named: NamedParameters) -> int | None:
                 kept = has_masters(job.optimizer)
                 masters = [each for name, each in trainable if kept and each is not own[name]]
             made: Any = job.optimizer(list(trainable))
-            optimizers: list[Any] = list(made) if isinstance(made, list | tuple) else [made]
+            optimizers = as_list(made)
             for _, each in trainable:
                 each.grad = each.detach().clone()
             for optimizer in optimizers:

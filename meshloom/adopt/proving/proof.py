@@ -225,24 +225,20 @@ def _dataset_gives(job: Job, watched: Watched) -> bool | None:
     if first is None:
         return None
     dataset = job.data()
+    taken = [(dataset, first)]
     if isinstance(dataset, ZippedSamples):
-        return _each_gives(dataset, first)
-    if not hasattr(dataset, "__len__") or len(dataset) > 100_000 or not _repeats(dataset):
+        taken = [
+            (own, [each for one in first for each in one[place]])
+            for place, own in enumerate(dataset.datasets)
+        ]
+    if not all(hasattr(own, "__len__") and len(own) <= 100_000 and _repeats(own) for own, _ in taken):
         return None
+    return all(_holds(own, samples) for own, samples in taken)
+
+
+def _holds(dataset: Any, samples: Sequence[Any]) -> bool:
     own = {_bits(dataset[index]) for index in range(len(dataset))}
-    return all(_bits(each) in own for each in first)
-
-
-def _each_gives(zipped: ZippedSamples, samples: Sequence[Any]) -> bool | None:
-    """The same of each dataset of a zipped one."""
-    if any(
-        not hasattr(each, "__len__") or len(each) > 100_000 or not _repeats(each) for each in zipped.datasets
-    ):
-        return None
-    own = [{_bits(each[index]) for index in range(len(each))} for each in zipped.datasets]
-    return all(
-        _bits(each) in own[place] for one in samples for place, part in enumerate(one) for each in part
-    )
+    return all(_bits(each) in own for each in samples)
 
 
 def _repeats(dataset: Any) -> bool:

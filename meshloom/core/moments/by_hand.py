@@ -40,3 +40,8 @@ def as_scheduler(returned: Any) -> Any:
     """What a job's scheduler function returned; a function of the step as a scheduler."""
     is_function = callable(returned) and not hasattr(returned, "step") and not isinstance(returned, type)
     return ByHand(returned) if is_function else returned
+
+
+def is_scheduler(value: Any) -> bool:
+    """Whether it has the methods of a learning-rate scheduler."""
+    return all(callable(getattr(value, each, None)) for each in ("step", "state_dict", "load_state_dict"))

@@ -8,6 +8,8 @@ from typing import Any
 
 from meshloom.core.errors import JobError
 from meshloom.core.job import Job
+from meshloom.core.moments.by_hand import is_scheduler
+from meshloom.core.objectives import as_list
 
 
 class ByMetric:
@@ -27,8 +29,7 @@ class ByMetric:
     """
 
     def __init__(self, scheduler: Any, metric: str) -> None:
-        methods = ("step", "state_dict", "load_state_dict")
-        if not all(callable(getattr(scheduler, each, None)) for each in methods):
+        if not is_scheduler(scheduler):
             raise JobError(
                 f"ByMetric takes a scheduler, like ByMetric(ReduceLROnPlateau(optimizer), 'val_loss'), not a {type(scheduler).__name__}."
             )
@@ -72,11 +73,6 @@ def _by_steps(scheduler: Callable[[Any], Any] | None) -> Callable[[Any], Any] | 
         return None
 
     def others(optimizer: Any) -> list[Any]:
-        made = scheduler(optimizer)
-        return [
-            each
-            for each in (made if isinstance(made, list | tuple) else [made])
-            if not isinstance(each, ByMetric)
-        ]
+        return [each for each in as_list(scheduler(optimizer)) if not isinstance(each, ByMetric)]
 
     return others

@@ -94,7 +94,7 @@ def refined(
     ]
     since = 0  # consecutive moves without improvement
     every = itertools.islice(itertools.cycle(moves) if moves else (), MOVES)
-    for number, (first, last, step) in enumerate(every, start=1):
+    for move, (first, last, step) in enumerate(every, start=1):
         since += 1
         tried = [each + step if first <= number <= last else each for number, each in enumerate(at)]
         if _in_order(tried, len(places)):
@@ -102,7 +102,7 @@ def refined(
             cost = price(chosen)
             if cost < best * (1 - 1e-9) and _is_legal(line, limits, chosen):
                 at, best, since = tried, cost, 0
-        told(number, number + len(moves) - since)
+        told(move, move + len(moves) - since)
         if since >= len(moves):
             break
     return [places[each] for each in at]

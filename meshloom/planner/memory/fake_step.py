@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshloom.core.job import NamedParameters
+from meshloom.core.objectives import as_list
 from meshloom.optimizer.bfloat16.lowered import has_masters, updates_copies
 from meshloom.planner.memory.fake_chunks import Gradient, chunks_of, worst, worst_of
 from meshloom.planner.memory.tensor_lifetimes import Life
@@ -74,7 +75,7 @@ class FakeStep:
         masters = _masters_of(trainable) if kept or made_anew else {}
         given: Any = [(name, masters.get(name, each)) for name, each in trainable]
         made = optimizer(list(given))
-        optimizers: list[Any] = list(made) if isinstance(made, list | tuple) else [made]
+        optimizers = as_list(made)
         gradients = [each.grad for _, each in trainable if each.grad is not None]
         with _Numbers():
             _take_gradients(masters, trainable)

@@ -19,6 +19,7 @@ from meshloom.core.job import Job
 from meshloom.core.moments.branches import branches_as_written
 from meshloom.core.moments.current_step import at_step
 from meshloom.core.moments.uncompiled import uncompiled
+from meshloom.core.objectives import as_list
 from meshloom.core.random import preserved_draws
 from meshloom.optimizer.bfloat16.lowered import has_masters
 from meshloom.optimizer.user_optimizer import takes_closure
@@ -48,7 +49,7 @@ def measure_memory(job: Job, chunks: Sequence[Any], *, device: torch.device | st
             masters = [(copies[name], each) for name, each in named if name in copies]
             named = [(name, copies.get(name, each)) for name, each in named]
         made: Any = job.optimizer(named)
-        optimizers: list[Any] = list(made) if isinstance(made, list | tuple) else [made]
+        optimizers = as_list(made)
 
         def backward(loss: Any) -> None:
             (loss[0] if isinstance(loss, tuple) else loss).sum().backward()

@@ -22,9 +22,7 @@ from meshloom.core.errors import CaptureError
 from meshloom.core.job import LossFunction
 from meshloom.core.moments.branches import branches_as_written
 from meshloom.core.random import derive, preserved_draws, seed_everything
-from meshloom.program.capture.opaque_runs import (
-    is_plain,
-)
+from meshloom.program.capture.opaque_runs import is_plain
 from meshloom.program.capture.restored import restored
 from meshloom.program.capture.steady_calls import check_calls_are_steady
 from meshloom.program.cost.cost_rules import bytes_read_and_written, flops
@@ -152,7 +150,7 @@ def _recorded(
         versions = _versions(operands)
         buffers = list(named_buffers(model) if whole else model.named_buffers())
         values = [each.detach().clone() for _, each in buffers]
-        own_writes, (names, tensors) = _OwnWrites(model), state_of(model)
+        own_writes, (names, tensors) = _OwnWrites(model, sets=bool(modules_entered(kind))), state_of(model)
         as_buffers = {id(each) for _, each in buffers}
         parameters = [
             (name, each, each.detach().clone())
@@ -188,19 +186,13 @@ def _recorded(
         raise CaptureError("it writes in place to the batch or to what a module returned")
     if own_writes.names and not whole:
         raise CaptureError(f"it writes to the buffer {min(own_writes.names)}")
-    if own_writes.attributes and modules_entered(kind):
+    if own_writes.attributes:
         raise CaptureError(f"it sets the attribute {min(own_writes.attributes)}")
     if watch.num_draws and not whole:
         raise CaptureError("it draws random numbers besides what its modules draw")
     used = [number for number, each in enumerate(tensors) if id(each) in watch.used]
-    end = _Event(
-        path=None,
-        given=returned,
-        returned=None,
-        versions=(),
-        cost=watch.cost(),
-        looked=watch.has_looked or asked.has_asked,
-    )
+    looked = watch.has_looked or asked.has_asked
+    end = _Event(path=None, given=returned, returned=None, versions=(), cost=watch.cost(), looked=looked)
     if modules_entered(kind):
         _check_little(model, [tensors[number] for number in used], [*events, end], watch.flops_of_calls)
         made = [(each.path, each.given, each.returned) for each in [*events, end]]
@@ -277,18 +269,19 @@ def _check_little(
 
 
 class _OwnWrites:
-    """The buffers and attributes that change outside of the modules that are read, in place or by others in their places."""
+    """The buffers and attributes that change outside of the modules that are read, in place or by others in their places.
+    sets: whether attributes are looked at."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, sets: bool) -> None:
         self.names: set[str] = set()
         self.attributes: set[str] = set()
-        self._model = model
+        self._model, self._sets = model, sets
         self.begin()
 
     def begin(self) -> None:
         """The loss's own code runs from here on."""
         self._before = {name: each.detach().clone() for name, each in self._model.named_buffers()}
-        self._attributes = _attributes(self._model)
+        self._attributes = _attributes(self._model) if self._sets else {}
 
     def note(self) -> None:
         """It has run to here."""
@@ -298,7 +291,7 @@ class _OwnWrites:
             for name, each in self._before.items()
             if name not in now or now[name].shape != each.shape or not equal_bits(now[name], each)
         }
-        attributes = _attributes(self._model)
+        attributes = _attributes(self._model) if self._sets else {}
         changed = attributes.items() ^ self._attributes.items()
         self.attributes |= {f"{path}.{name}" if path else name for (path, name), _ in changed}
 

@@ -82,15 +82,13 @@ def read_in_parts(read: Callable[[Parts], T], model: nn.Module, asked: Parts) ->
                 refused = error
             if _is_of_hook(error, model):
                 raise _hook_refusal(model) from error
-            if _is_nowhere(error, model) and instead is not None:
-                following = None
-            elif _is_nowhere(error, model):
+            following = None
+            if not _is_nowhere(error, model):
+                following = _with_next(parts, error, model)
+            elif instead is None:
                 found = _bisected(read, parts, model, str(error).split(". ")[0])
                 if found is not None:
                     return found
-                following = None
-            else:
-                following = _with_next(parts, error, model)
             if instead is not None and (following is None or _own_modules(parts) & following.keys()):
                 following, instead = instead, None
             elif following is not None:

@@ -2,8 +2,7 @@
 as rounding. The error of a tensor is ||a - b|| / ||b||, each relative to its own norm.
 
     parameter, update   what the optimizer computes of equal gradients and values, and the rounding of two parameters, of which
-                        an update is the difference
-                        an update is the difference; of an optimizer that evaluates the loss itself 8 times what rounding does to it
+                        an update is the difference; of an optimizer that evaluates the loss itself, what rounding does to it
     buffer              128 units in the last place; where the step has changed it, 8 times what rounding does to it. One that
                         the step leaves as it is must stay so
 
