@@ -34,9 +34,9 @@ from meshloom.program.operators.collectives import Joint
 from meshloom.program.operators.experts import rows_here
 
 
-def kept_bytes_of(stage: Stage, num_ranks: int) -> int:
-    """Of a microbatch, on the first of `num_ranks` ranks along tp, each memory once: what backward needs, and
-    what came from other stages.
+def kept_bytes_of(stage: Stage, num_ranks: int, rank: int = 0) -> int:
+    """Of a microbatch, each memory once: what backward needs, and what came from other stages. rank: whose program the stage is of,
+    among `num_ranks` along tp.
 
     Parameters, buffers, constants and the batch are there anyway. Where data decides how many rows a rank
     has, they are as many on all.
@@ -44,7 +44,8 @@ def kept_bytes_of(stage: Stage, num_ranks: int) -> int:
     received = {each.value for each in stage.incoming}
     with fake_tensors():
         kept = node_by_node(
-            _of_what_is_used(stage.program), lambda program: _kept_bytes(_alone(program, num_ranks), received)
+            _of_what_is_used(stage.program),
+            lambda program: _kept_bytes(_alone(program, _Unheard(num_ranks, rank)), received),
         )
         inputs = zip(stage.program.inputs, fake_inputs(stage.program), strict=True)
         return sum(kept.values()) + sum(
@@ -94,10 +95,9 @@ class _Saved:
         self.tensor = tensor
 
 
-def _alone(program: Program, num_ranks: int) -> Program:
+def _alone(program: Program, group: Group) -> Program:
     """The program with the operators that communicate, and those that read values, as one rank computes them
     by shapes."""
-    group = _Unheard(num_ranks)
 
     def one(node: Node) -> Node:
         target = node.target
@@ -121,14 +121,14 @@ class _Done(Work):
 
 
 class _Unheard(Group):
-    """The first of some ranks, without the others: what it would receive has a shape and no values."""
+    """One of some ranks, without the others: what it would receive has a shape and no values."""
 
-    def __init__(self, size: int) -> None:
-        self._size = size
+    def __init__(self, size: int, rank: int) -> None:
+        self._size, self._rank = size, rank
 
     @property
     def rank(self) -> int:
-        return 0
+        return self._rank
 
     @property
     def size(self) -> int:
