@@ -83,12 +83,17 @@ def test_the_host_is_shared_by_its_ranks(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.usefixtures("silent_export", "no_offers")
 @pytest.mark.long
-def test_activations_count_where_the_loss_is_captured(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(
+    ("plan", "ranks"),
+    [("pp=2,microbatches=2,schedule=gpipe", 2), ("tp=5", 5), ("pp=2,tp=5,schedule=gpipe,microbatches=2", 10)],
+)
+def test_activations_count_where_the_loss_is_captured(plan: str, ranks: int, monkeypatch: pytest.MonkeyPatch):
     # parameters, gradients and state fit, and what a forward saves does not
     job = blocks_job(batch_size=64)
     monkeypatch.setattr(memory_check, "total_bytes", lambda: 6 * PARAMETERS)
-    with pytest.raises(PlanError, match=r"optimizer \S+ KiB, activations \S+ MiB\), the 2 ranks of the host"):
-        steps(job, "pp=2,microbatches=2,schedule=gpipe")
+    message = rf"optimizer \S+ KiB, activations \S+ [KM]iB\), the {ranks} ranks of the host"
+    with pytest.raises(PlanError, match=message):
+        steps(job, plan)
 
 
 @pytest.mark.parametrize(("times", "returned"), [(33.0, False), (31.0, True)])
