@@ -104,12 +104,17 @@ class Outcome:
     parts: float = 0.0
 
 
+def name_of(seed: int, names: Sequence[str] = tuple(SMALL)) -> str:
+    """Of the job of a seed's pair."""
+    return names[seed % len(names)]
+
+
 def pair_of(
     seed: int, jobs: Callable[[str, int], tuple[str, Job]], names: Sequence[str] = tuple(SMALL)
 ) -> Pair:
     """The pair of a seed; jobs: a job of that name, the same for equal numbers."""
     chance = random.Random(f"pair {seed}")
-    name, job = jobs(names[seed % len(names)], seed // len(names) // AGAIN)
+    name, job = jobs(name_of(seed, names), seed // len(names) // AGAIN)
     plan = Plan.parse(PLANS[chance.randrange(len(PLANS))])
     if plan.pp > 1:
         schedule = chance.choice(SCHEDULES)

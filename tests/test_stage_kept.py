@@ -15,6 +15,7 @@ from tests.test_apart import read
 
 
 @pytest.mark.long
+@pytest.mark.covering("cnn-3")
 @pytest.mark.parametrize(("name", "num_ranks"), [("gpt", 4), ("cnn", 3)])
 def test_every_rank_of_an_uneven_division_is_measured(name: str, num_ranks: int) -> None:
     """GPT-2 at 1,024 tokens under tp=7 on a host of 24 GB ended before its first step: "shape '[292, 768]' is invalid", as
