@@ -15,6 +15,7 @@ from meshloom.verify.run import verify
 from tests.zoo import integers, job_of, sgd
 
 WAVES: dict[int, Tensor] = {}
+TABLES: dict[str, tuple[list[dict[int, Tensor]], int]] = {}
 
 
 @functools.lru_cache(maxsize=8)
@@ -84,3 +85,14 @@ def test_what_was_kept_before_stays():
     assert causal.cache_info().currsize == 0
     assert halves.cache_info().currsize == 2  # of numbers
     WAVES.clear()
+
+
+def test_tensors_are_found_in_containers_of_containers():
+    TABLES["kept"] = [{3: torch.zeros(3)}], 7
+    with no_tensors_kept():
+        TABLES["new"] = [{4: torch.zeros(4)}], 7
+    assert list(TABLES) == ["kept"]
+    with no_tensors_kept():
+        TABLES["of numbers"] = [], 7
+    assert list(TABLES) == ["kept", "of numbers"]
+    TABLES.clear()

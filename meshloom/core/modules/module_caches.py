@@ -13,7 +13,7 @@ import functools
 import gc
 import sys
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -30,10 +30,9 @@ _Cached: Any = functools._lru_cache_wrapper  # pyright: ignore[reportPrivateUsag
 @contextmanager
 def no_tensors_kept() -> Iterator[None]:
     """The user's modules keep no tensor afterwards that they have not kept before."""
-    spaces = list(_namespaces())
+    spaces = _namespaces()
     misses = {id(each): each.cache_info().misses for each in _caches(spaces)}
-    containers = _containers(spaces)
-    before = [(each, copy.copy(each), {id(tensor) for tensor in _tensors_in(each)}) for each in containers]
+    before = [(each, copy.copy(each), set(map(id, _tensors_in(each)))) for each in _containers(spaces)]
     try:
         yield
     finally:
@@ -46,29 +45,30 @@ def no_tensors_kept() -> Iterator[None]:
                 (container.update if isinstance(container, dict) else container.extend)(content)
 
 
-def _namespaces() -> Iterator[dict[str, Any]]:
+def _namespaces() -> list[Mapping[str, Any]]:
     """Of the user's modules, and of the classes that they define."""
-    for name, module in list(sys.modules.items()):
+    found: list[Mapping[str, Any]] = []
+    for name in sys.modules.keys() - _others:
+        module = sys.modules.get(name)
         if not isinstance(module, ModuleType) or not _is_users(name, vars(module).get("__file__")):
             continue
-        yield vars(module)
-        for value in list(vars(module).values()):
-            if isinstance(value, type) and value.__module__ == name:
-                yield dict(vars(value))
+        found.append(vars(module))
+        values = list(vars(module).values())
+        found += [vars(each) for each in values if isinstance(each, type) and each.__module__ == name]
+    return found
 
 
-def _caches(namespaces: Iterable[dict[str, Any]]) -> Iterator[Any]:
-    for namespace in namespaces:
-        for value in list(namespace.values()):
-            if isinstance(value, _Cached):
-                yield value
+def _caches(namespaces: Iterable[Mapping[str, Any]]) -> list[Any]:
+    return [value for each in namespaces for value in list(each.values()) if isinstance(value, _Cached)]
 
 
-def _containers(namespaces: Iterable[dict[str, Any]]) -> Iterator[Any]:
-    for namespace in namespaces:
-        for name, value in list(namespace.items()):
-            if type(value) in (dict, list) and len(value) <= _MOST and not name.startswith("__"):
-                yield value
+def _containers(namespaces: Iterable[Mapping[str, Any]]) -> list[Any]:
+    return [
+        value
+        for namespace in namespaces
+        for name, value in list(namespace.items())
+        if type(value) in (dict, list) and len(value) <= _MOST and not name.startswith("__")
+    ]
 
 
 def _results_have_tensors(cached: Any) -> bool:
@@ -83,20 +83,33 @@ def _results_have_tensors(cached: Any) -> bool:
     return False
 
 
-def _tensors_in(value: Any, depth: int = 0) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict | list | tuple) and depth < _DEPTH:
-        for each in list(value.values() if isinstance(value, dict) else value):
-            yield from _tensors_in(each, depth + 1)
+def _tensors_in(container: Any) -> list[Tensor]:
+    """In it and in containers within it, level by level: a module's tables may have many thousands of entries."""
+    found, level = list[Tensor](), [container]
+    for _ in range(_DEPTH):
+        within = gc.get_referents(*level)
+        kinds = set(map(type, within))
+        tensors = {each for each in kinds if issubclass(each, Tensor)}
+        containers = {each for each in kinds if issubclass(each, dict | list | tuple)}
+        if tensors:
+            found += [each for each in within if type(each) in tensors]
+        if not containers:
+            break
+        level = [each for each in within if type(each) in containers]
+    return found
 
 
-@functools.cache
+_others: set[str] = set()  # names of modules that are not the user's
+
+
 def _is_users(name: str, file: str | None) -> bool:
     """Whether a module is neither of Python's, of torch's, of this package nor an installed one."""
     if file is None or name.split(".")[0] == "meshloom":
         return False
-    return "site-packages" not in file and "dist-packages" not in file and not file.startswith(_OTHERS)
+    if "site-packages" in file or "dist-packages" in file or file.startswith(_OTHERS):
+        _others.add(name)
+        return False
+    return True
 
 
 _OTHERS = (sysconfig.get_path("stdlib"), str(Path(torch.__file__).parent))

@@ -94,7 +94,8 @@ class DrawWatch:
 
     def _state(self) -> str:
         of_device = torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None
-        return digest_values([torch.get_rng_state(), of_device, random.getstate(), numpy.random.get_state()])
+        of_random = pickle.dumps(random.getstate())  # as a whole: it has 625 numbers
+        return digest_values([torch.get_rng_state(), of_device, of_random, numpy.random.get_state()])
 
 
 class ModuleWatch:
