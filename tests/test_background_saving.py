@@ -133,13 +133,7 @@ def test_the_files_are_those_of_a_foreground_save(plan: str, model: str, held: H
     assert [each for each in notes if each.startswith("saved")] == ["saved 2", "saved 4", "saved 5"]
 
 
-@pytest.mark.covering(
-    "dp=1-False",
-    "dp=3,zero=2-True",
-    "dp=2,zero=3-True",
-    "dp=2,exchange=diloco,local_steps=2-True",
-    "dp=2,exchange=server-True",
-)
+@pytest.mark.covering("dp=2,zero=3-True", "dp=2,exchange=server-True")
 @pytest.mark.parametrize(
     ("plan", "share"),
     few([("dp=2", True), ("dp=1", False), *((plan, True) for plan in PLANS[1:]), ("tp=2", False)], 3),
@@ -214,6 +208,7 @@ def test_state_of_any_optimizer(plan: str, optimizer: str, held: Held, tmp_path:
     assert_equal(tmp_path / "background", tmp_path / "foreground")
 
 
+@pytest.mark.covering("dp=2,zero=3-tp=2", "pp=2-dp=1")
 @pytest.mark.parametrize(
     ("plan", "other"),
     few([("dp=3", "dp=2"), ("dp=2,zero=3", "tp=2"), ("tp=2", "dp=3,zero=1"), ("pp=2", "dp=1")], 1),

@@ -166,6 +166,7 @@ KINDS = {
 }
 
 
+@pytest.mark.covering("normed", "looked up", "sorted", "all to the last")
 @pytest.mark.parametrize("kind", KINDS)
 def test_experts_divided_by_expert_equal_one_device(kind: str):
     """Five experts on 2, 3 and 4 ranks; where one reads all tokens, the other ranks have no row."""

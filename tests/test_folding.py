@@ -228,6 +228,7 @@ def tied(stack: Stack) -> Stack:
     return stack
 
 
+@pytest.mark.covering("blocks", "tied", "buffers")
 @pytest.mark.parametrize("name", few(FOLDED, 2))
 def test_is_read_once(name: str, monkeypatch: pytest.MonkeyPatch, counted: list[str]) -> None:
     make, names = FOLDED[name]
@@ -237,7 +238,7 @@ def test_is_read_once(name: str, monkeypatch: pytest.MonkeyPatch, counted: list[
     assert counted == names
 
 
-@pytest.mark.covering("index looked at", "input written", "one module shared")
+@pytest.mark.covering("input written", "index looked at")
 @pytest.mark.parametrize("name", few(READ, 2))
 def test_is_read_as_often_as_it_is_called(
     name: str, monkeypatch: pytest.MonkeyPatch, counted: list[str]

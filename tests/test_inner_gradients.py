@@ -93,7 +93,7 @@ def test_with_dp_they_are_one_device(loss: Callable[[nn.Module, Batch], Tensor])
     assert report and report.passed
 
 
-@pytest.mark.covering("physics", "langevin", "backward")
+@pytest.mark.covering("langevin", "physics")
 @pytest.mark.parametrize("plan", ["tp=2", pytest.param("dp=2,pp=2,tp=2", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("loss", LOSSES)
 def test_where_a_program_is_needed_they_are_one_device(loss: Callable[[nn.Module, Batch], Tensor], plan: str):

@@ -72,9 +72,7 @@ PARTS = {"averages": averages, "extremes": extremes, "observers": observers, "fu
 
 
 @pytest.mark.long
-@pytest.mark.covering(
-    "zero=3-averages", "zero=3-observers", "microbatches=2-fused", "microbatches=2-extremes"
-)
+@pytest.mark.covering("dp=2,zero=3-observers", "dp=2,microbatches=2-extremes")
 @pytest.mark.parametrize("name", sorted(PARTS))
 @pytest.mark.parametrize("plan", ["dp=2,zero=3", "dp=2,microbatches=2"])
 def test_observers_equal_one_device(name: str, plan: str) -> None:

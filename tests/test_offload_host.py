@@ -133,6 +133,7 @@ def test_twins_have_memory_in_an_update_alone(monkeypatch: pytest.MonkeyPatch) -
         assert len(states[0]._rooms) == 2 and states[0]._rooms[0].nbytes <= 2 * (100 + largest + 6 * 64)
 
 
+@pytest.mark.covering("dp=2,zero=1")
 @pytest.mark.long
 @pytest.mark.parametrize(
     "plan", few(["dp=2,zero=1", "dp=2,zero=3", pytest.param("tp=2", marks=pytest.mark.slow)])

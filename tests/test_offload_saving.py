@@ -111,7 +111,7 @@ def let_go_after(held: Held, step: int) -> Callable[[int], None]:
 
 
 @pytest.mark.long
-@pytest.mark.covering("mlp-groups", "mlp-counting", "mlp-frozen")
+@pytest.mark.covering("mlp-groups", "mlp-counting")
 @pytest.mark.parametrize(("model", "optimizer", "plan"), few(CASES, 5, pytest.mark.slow))
 def test_files_and_training_are_those_of_a_foreground_save_in_memory(
     model: str, optimizer: str, plan: str, held: Held, tmp_path: Path

@@ -72,6 +72,7 @@ def opaque_paths(program: Program) -> Sequence[str]:
     return sorted(program.opaque)
 
 
+@pytest.mark.covering("hooks")
 @pytest.mark.parametrize("name", ["router", pytest.param("hooks", marks=pytest.mark.long)])
 def test_the_smallest_module_that_cannot_be_read_is_found(name: str) -> None:
     assert opaque_paths(captured(part_job(name))) == FOUND[name]
@@ -83,7 +84,7 @@ def test_the_smallest_module_is_found_in_each_kind(name: str) -> None:
     assert opaque_paths(captured(part_job(name))) == FOUND[name]
 
 
-@pytest.mark.covering("1", "3")
+@pytest.mark.covering("3")
 @pytest.mark.long
 @pytest.mark.parametrize("number", few(range(len(PARTS)), 5, pytest.mark.slow))
 def test_parts_equal_one_device(number: int) -> None:

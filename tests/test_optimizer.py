@@ -218,7 +218,7 @@ def on_one_device(name: str) -> dict[str, Tensor]:
     return one_device(job(BUILDS[name]))[0]
 
 
-@pytest.mark.covering("-zero", "-two_servers")
+@pytest.mark.covering("-zero", "muon and adamw-two_servers")
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
@@ -283,6 +283,7 @@ def test_gradients_belong_to_the_exchange_afterwards():
             )
 
 
+@pytest.mark.covering("0.05")
 @pytest.mark.parametrize("kind", few(KINDS, 2))
 @pytest.mark.parametrize("largest", [0.05, 1e6])
 def test_clipping_is_torchs_over_the_whole_model(kind: str, largest: float):
@@ -294,6 +295,7 @@ def test_clipping_is_torchs_over_the_whole_model(kind: str, largest: float):
         torch.testing.assert_close(each, expected[name], rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.covering("zero", "one_server")
 @pytest.mark.parametrize("kind", few(KINDS, 2))
 def test_schedulers_step_once_per_update(kind: str):
     schedules: list[Callable[[Any], Any]] = [
@@ -335,7 +337,7 @@ SIZES = [
 ]
 
 
-@pytest.mark.covering("zero-4-zero-3", "Adafactor-all_reduce-4-zero-4", "AdamW-zero-4-all_reduce-4")
+@pytest.mark.covering("AdamW-zero-4-all_reduce-4", "Adafactor-all_reduce-4", "muon and adamw")
 @pytest.mark.long
 @pytest.mark.parametrize(("kind", "size", "kind2", "size2"), SIZES)
 @pytest.mark.parametrize("name", RESUMED)
@@ -456,6 +458,7 @@ def test_tensor_learning_rate_is_restored_in_place():
     assert second.members[0][2].learning_rates() == pytest.approx([0.01 / 8])
 
 
+@pytest.mark.covering("<lambda>0", "<lambda>4", "<lambda>6")
 @pytest.mark.parametrize(
     "schedule",
     few(

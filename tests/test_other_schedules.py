@@ -128,6 +128,7 @@ def test_zb_h1_is_the_same_list(p: int, m: int):
     assert make_schedule("zb-h1", p, m) == found
 
 
+@pytest.mark.covering("times1")
 @pytest.mark.parametrize("p", [1, 2, 3, 4, 6, 8])
 @pytest.mark.parametrize("m", few([1, 3, 8, 15, 16, 32], 4, pytest.mark.slow))
 @pytest.mark.parametrize("times", [(1.0, 1.0, 1.0), (1.0, 1.1, 0.7), (1.0, 1.4, 1.0)])
@@ -142,6 +143,7 @@ def test_zb_v_is_never_longer_and_holds_no_more(p: int, m: int, times: tuple[flo
     assert max(most_in_flight(made)) <= 2 * p
 
 
+@pytest.mark.covering("6.2B", "1.5B")
 @pytest.mark.parametrize("model", [*list(PROFILED)[:3], pytest.param("28.3B", marks=pytest.mark.slow)])
 def test_bubble_rates_of_the_zero_bubble_paper(model: str):
     """To half a thousandth: the paper's times are rounded."""

@@ -99,6 +99,7 @@ SELF_CHANGED = [
 ]
 
 
+@pytest.mark.covering("an_iterator", "counter_in_a_closure")
 @pytest.mark.parametrize("make", SELF_CHANGED)
 def test_a_loss_that_changes_what_it_reads_is_refused_before_the_first_step(make: Callable[[], Job]):
     with pytest.raises(CaptureError), Trainer(make(), "pp=2", devices="simulated"):
@@ -226,6 +227,7 @@ def changes() -> Iterator[tuple[str, Job, Callable[[], Any]]]:
     yield r"scales\[0\]", job_of(lambda m, b: ce(m, b, scales[0])), lambda: scales.__setitem__(0, 3.0)
 
 
+@pytest.mark.covering("0", "5")
 @pytest.mark.parametrize("number", range(6))
 def test_what_is_changed_between_two_steps_is_noticed_by_name(number: int):
     name, job, change = list(changes())[number]

@@ -135,7 +135,7 @@ def test_a_family_is_the_same_bit_for_bit(name: str, how: str):
         )
 
 
-@pytest.mark.covering("in_place", "autocast", "checkpointed", "tied", "rotary", "noise", "precisions")
+@pytest.mark.covering("checkpointed", "noise", "in_place")
 @pytest.mark.parametrize("name", OWN)
 def test_own_models_are_the_same_bit_for_bit(name: str):
     """Autocast with cached casts, buffers that are read before and after they change, every kind of draw,

@@ -45,6 +45,7 @@ def batches_of(model: Model, count: int = 2) -> list[Any]:
     return [model[2](generator) for _ in range(count)]
 
 
+@pytest.mark.covering("slice_writes", "tied", "autocast")
 @pytest.mark.parametrize(
     "name", [name if name in COVERING_OWN else pytest.param(name, marks=pytest.mark.slow) for name in OWN]
 )
@@ -112,6 +113,7 @@ class Placed(nn.Module):
         return self.third(self.second(x.cuda()).to(device="cuda")) + torch.zeros(4, device="cuda")
 
 
+@pytest.mark.covering("placed", "tied")
 @pytest.mark.parametrize("name", ["recurrent", "tied", "placed"])
 def test_a_device_that_is_not_there(name: str):
     model = OWN[name] if name in OWN else (Placed, OWN["tied"][1], OWN["recurrent"][2])

@@ -68,7 +68,7 @@ def check(ran: Ran) -> None:
     assert ran.error <= (1e-6 if in_float32 else LIMIT), f"{ran.what}: {ran.error:.1e}"
 
 
-@pytest.mark.covering("gpt2-gpipe", "conv2d", "recommendation")
+@pytest.mark.covering("gpt2-gpipe", "recommendation-zb-v0", "recommendation-1f1b")
 @pytest.mark.parametrize(
     ("name", "schedule"),
     [*zip(COVERING, cycle(SCHEDULES), strict=False), *(("recommendation", each) for each in SCHEDULES)],
@@ -103,6 +103,7 @@ def test_every_family_in_two_ranks_equals_one_device(name: str, schedule: str):
     check(run_pipeline(family(name, 3, even=True), make_schedule(schedule, 2, 3)))
 
 
+@pytest.mark.covering("3-gpt", "2-cnn", "1-mlp")
 @pytest.mark.parametrize("model", ["mlp", "cnn", "gpt"])
 @pytest.mark.parametrize("cut", range(1, 4))
 def test_cut_anywhere(model: str, cut: int):
@@ -120,6 +121,7 @@ def test_cut_anywhere(model: str, cut: int):
     check(run_pipeline(subject, make_schedule("1f1b", 2, 2), at))
 
 
+@pytest.mark.covering("far-1f1b", "near-zb-h1")
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 @pytest.mark.parametrize("first", ["near", "far"])
 def test_microbatches_of_other_sizes_may_be_cut_so_that_other_values_cross(first: str, schedule: str):

@@ -87,6 +87,7 @@ def test_ranks_fill_what_they_hold_and_nothing_is_sent(plan: str, model: str):
             assert sum(sizes.values()) < 0.8 * full
 
 
+@pytest.mark.covering("gpt-dp=2,tp=2", "gpt-dp=2,pp=2")
 @pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=3", "dp=2,pp=2,microbatches=2", "dp=2,tp=2"])
 @pytest.mark.parametrize("model", ["gpt", pytest.param("unused_twice", marks=pytest.mark.slow)])
 def test_ranks_with_one_copy_fill_their_shares_of_it(plan: str, model: str, monkeypatch: pytest.MonkeyPatch):

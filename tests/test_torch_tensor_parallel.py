@@ -592,7 +592,7 @@ def assert_same(
         )
 
 
-@pytest.mark.covering("mlp-tp=4", "mlp-dp=2,tp=2", "weight_tying")
+@pytest.mark.covering("mlp-dp=2,tp=2", "weight_tying-tp=4")
 @pytest.mark.parametrize(
     ("name", "plan"),
     [
