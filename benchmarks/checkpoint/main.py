@@ -81,8 +81,10 @@ def main() -> int:
         for system in ("meshloom", "torch")[:: 1 if number % 2 == 0 else -1]:
             with tempfile.TemporaryDirectory(dir=arguments.directory) as directory:
                 given = [*words, "--system", system, "--directory", directory]
-                found += [{**each, "round": number} for each in launched(__file__, RANKS, given)]
-    write_records(found, arguments.json)
+                new = [{**each, "round": number} for each in launched(__file__, RANKS, given)]
+            found += new
+            # what was measured stays if a later start is cut off
+            write_records(new if arguments.json == "-" else found, arguments.json)
     for line in summary(found):
         print(line, file=sys.stderr)
     return 0
