@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-import pytest
+import math
+from typing import Any
 
+import pytest
+from torch.utils.data import default_collate
+
+from meshloom.core.losses.in_precision import in_precision
+from meshloom.core.plan import Plan
 from meshloom.pipeline.stages.stages import cut_into_stages
 from meshloom.planner.memory.stage_kept import kept_bytes_of
+from meshloom.program.capture.capture import capture
 from meshloom.tensor_parallel.layout.layout import layout_of
 from meshloom.tensor_parallel.partition import partition
 from meshloom.tensor_parallel.rules.table import BUILT_IN
 from tests.division import at_random
 from tests.jobs import make_job
 from tests.test_apart import read
+from tests.zero_three_jobs import unit_job
 
 
 @pytest.mark.long
@@ -30,3 +38,19 @@ def test_every_rank_of_an_uneven_division_is_measured(name: str, num_ranks: int)
         ]
         assert len(set(kept)) > 1, f"seed {seed} is even"
         assert sum(kept) >= whole, f"seed {seed}: what one device keeps is kept by some rank"
+
+
+def test_casts_of_parameters_are_not_kept_where_parameters_are_there_for_a_unit_at_a_time() -> None:
+    """Under autocast every linear layer keeps its weight once more, in bfloat16; zero=3 makes that anew in backward."""
+    job = in_precision(unit_job("blocks"), Plan(precision="bf16-mixed"))
+    rows: Any = [job.data()[at] for at in range(6)]
+    program = capture(job, (default_collate(rows[:3]), default_collate(rows[3:])))
+    (stage,) = cut_into_stages(program, {node.name: 0 for node in program.nodes}, 1)
+    weights = [
+        each.meta
+        for name, each in program.parameters.items()
+        if name.endswith("weight") and "norm" not in name
+    ]
+    # the first layer's input needs no gradient, so backward does not need its weight
+    casts = 2 * sum(math.prod(each.shape) for each in weights[1:])
+    assert kept_bytes_of(stage, 1) - kept_bytes_of(stage, 1, in_units=True) == casts > 0

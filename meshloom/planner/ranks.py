@@ -124,7 +124,8 @@ def rank_shares(
     mine = part.of(0).program if part else program
     stage_of = choice.stage_of if choice else {node.name: 0 for node in program.nodes}
     stages = stages_of_part(mine, stage_of, part.of(0).routed if part else {}, plan.num_stages)
-    kept = [kept_bytes_of(stage, plan.tp) for stage in stages]
+    in_units = plan.zero == 3 and not one_copy
+    kept = [kept_bytes_of(stage, plan.tp, in_units=in_units) for stage in stages]
     schedule = schedule_of(plan, num_microbatches)
     moments = held_by_stage(schedule)
     ownership = {

@@ -133,8 +133,11 @@ def check_part_fits(replica: Replica, *, cache: Cache | None) -> Steps[None]:
         state = state_bytes(replica.job, parameters) or 0
         held = held_by(replica, 0, state / whole if whole and trained else 0.0)
         rank = engine.tp.rank if engine.tp else 0
+        in_units = plan.zero == 3
         kept = _in_flight(
-            engine, plan, _most_by_stage(engine, lambda each: kept_bytes_of(each, plan.tp, rank))
+            engine,
+            plan,
+            _most_by_stage(engine, lambda each: kept_bytes_of(each, plan.tp, rank, in_units=in_units)),
         )
         needs = {
             "parameters": held.parameters + held.full,

@@ -2,8 +2,9 @@
 after.
 
     forward of the unit's module     a hook before it, a hook after it
-    backward                         what autograd saves of a unit's values is where to find them; the unit is
-                                     gathered when the first of it is wanted back, and dropped after the last
+    backward                         what autograd saves of a unit's values is where to find them, also of a cast of a
+                                     parameter, as autocast makes it; the unit is gathered when the first of it is
+                                     wanted back, and dropped after the last
     anywhere else                    whatever torch function gets a parameter finds it gathered; it then stays
                                      until the chunk ends (a loss that reads weights, calls of parts of a unit)
     a transform of torch.func        finds all units gathered, which stay until the chunk ends
@@ -26,6 +27,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
 from meshloom.core.errors import TrainingError
+from meshloom.core.modules.casts import cast_of
+from meshloom.exchange.units.unit_casts import UnitCasts
 from meshloom.exchange.units.unit_gathering import UnitGathering
 from meshloom.exchange.units.unit_slices import Unit
 
@@ -42,6 +45,7 @@ class UnitAccess:
         # storage -> the unit and the part whose values it holds, as long as it lives
         self._here: dict[int, tuple[Unit, int, StorageWeakRef]] = {}
         self._written: str | None = None
+        self._casts = UnitCasts()
 
     def connect(self) -> ExitStack:
         """Hooks on the units' modules, until the returned stack is closed."""
@@ -72,6 +76,7 @@ class UnitAccess:
         finally:
             self._computing = False
             self._in_use = []
+            self._casts.clear()
             for unit in self._units:
                 unit.stays, unit.num_running = False, 0
                 self._drop(unit)
@@ -90,6 +95,7 @@ class UnitAccess:
     def chunk_ended(self) -> None:
         """After a chunk's backward."""
         self._gathering.chunk_ended()
+        self._casts.clear()
         for unit in self._units:
             if unit.module is not None:
                 unit.stays = False
@@ -126,9 +132,11 @@ class UnitAccess:
             for number, values in enumerate(unit.values or ()):
                 storage = values.untyped_storage()
                 self._here[storage._cdata] = unit, number, StorageWeakRef(storage)  # pyright: ignore[reportPrivateUsage]
+            self._casts.fill(unit)
 
     def _drop(self, unit: Unit) -> None:
         if unit.values is not None:
+            self._casts.let_go(unit)
             self._here = {key: each for key, each in self._here.items() if not each[2].expired()}
         self._written = unit.empty() or self._written
 
@@ -156,13 +164,22 @@ class UnitAccess:
 
     def pack(self, tensor: Tensor) -> Any:
         """What is kept of a tensor that autograd saves: of a unit's values where to find them, else itself."""
-        found = self._here.get(tensor.untyped_storage()._cdata) if tensor.layout == torch.strided else None  # pyright: ignore[reportPrivateUsage]
-        return tensor if found is None else _Saved(self, found[0], found[1], tensor)
+        if tensor.layout != torch.strided:
+            return tensor
+        found = self._here.get(tensor.untyped_storage()._cdata)  # pyright: ignore[reportPrivateUsage]
+        if found is not None:
+            return _Saved(self, found[0], found[1], tensor)
+        cast = self._gathering.place_of(cast_of(tensor))
+        if cast is None:
+            return tensor
+        unit, part, entry = cast
+        self._casts.used(cast, tensor)
+        return _Saved(self, unit, unit.parts.index(part), tensor, slice(entry.start, entry.stop))
 
     def watching(self) -> AbstractContextManager[Any]:
         """Context in which operators find values in the parameters that they get. Backwards need one of their
         own, as torch suspends it while it calls them."""
-        return _Uses(self._use)
+        return _Uses(self._use, self._casts)
 
     def saved(self, unit: Unit) -> None:
         """One more tensor is saved for backward."""
@@ -185,10 +202,12 @@ class UnitAccess:
 
 
 class _Saved:
-    """A tensor that autograd has saved, as a place in its unit's values."""
+    """A tensor that autograd has saved, as a place in its unit's values. cast: of a cast of a parameter, which elements this has."""
 
-    def __init__(self, access: UnitAccess, unit: Unit, part: int, tensor: Tensor) -> None:
-        self._access, self._unit, self._part = access, unit, part
+    def __init__(
+        self, access: UnitAccess, unit: Unit, part: int, tensor: Tensor, cast: slice | None = None
+    ) -> None:
+        self._access, self._unit, self._part, self._cast = access, unit, part, cast
         self._layout = tensor.size(), tensor.stride(), tensor.storage_offset()
         self._dtype = tensor.dtype
         access.saved(unit)
@@ -199,7 +218,10 @@ class _Saved:
     def tensor(self) -> Tensor:
         """The tensor that was saved."""
         values = self._access.wanted_back(self._unit, self._part)
-        flat = values if values.dtype == self._dtype else values.view(self._dtype)
+        if self._cast is not None:
+            flat = values[self._cast].to(self._dtype, copy=True)
+        else:
+            flat = values if values.dtype == self._dtype else values.view(self._dtype)
         return flat.as_strided(*self._layout)
 
 
@@ -253,11 +275,11 @@ def _transforms() -> Iterator[None]:
 
 
 class _Uses(TorchFunctionMode):
-    """Tells `use` of parameters that torch functions get."""
+    """Tells `use` of parameters that torch functions get, and `casts` of what they make of them."""
 
-    def __init__(self, use: Callable[[list[Tensor]], None]) -> None:
+    def __init__(self, use: Callable[[list[Tensor]], None], casts: UnitCasts) -> None:
         super().__init__()
-        self._use = use
+        self._use, self._casts = use, casts
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -265,6 +287,9 @@ class _Uses(TorchFunctionMode):
             found = list(_parameters((*args, *kwargs.values())))
             if found:
                 self._use(found)
+                made = func(*args, **kwargs)
+                self._casts.made_by_user(made)
+                return made
         return func(*args, **kwargs)
 
 

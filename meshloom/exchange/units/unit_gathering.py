@@ -132,8 +132,12 @@ class UnitGathering:
 
     def unit_of(self, parameter: Tensor) -> Unit | None:
         """The parameter's unit."""
-        place = self.places.get(id(parameter))
+        place = self.place_of(parameter)
         return place[0] if place else None
+
+    def place_of(self, parameter: object) -> tuple[Unit, UnitFlat, UnitEntry] | None:
+        """Where the parameter is; None: in no unit."""
+        return self.places.get(id(parameter))
 
     def end_pass(self) -> None:
         """Returns when all ranks have ended the pass, and all gradients are added up."""

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from meshloom.comm.group import Group, ReduceOp, Work
+from meshloom.core.modules.casts import cast_of
 from meshloom.pipeline.stages.stages import Stage
 from meshloom.program.cost.cost_fake import (
     fake_buffers,
@@ -34,9 +35,9 @@ from meshloom.program.operators.collectives import Joint
 from meshloom.program.operators.experts import rows_here
 
 
-def kept_bytes_of(stage: Stage, num_ranks: int, rank: int = 0) -> int:
+def kept_bytes_of(stage: Stage, num_ranks: int, rank: int = 0, *, in_units: bool = False) -> int:
     """Of a microbatch, each memory once: what backward needs, and what came from other stages. rank: whose program the stage is of,
-    among `num_ranks` along tp.
+    among `num_ranks` along tp. in_units: parameters are there for a unit at a time (zero=3), and so are their casts.
 
     Parameters, buffers, constants and the batch are there anyway. Where data decides how many rows a rank
     has, they are as many on all.
@@ -45,7 +46,9 @@ def kept_bytes_of(stage: Stage, num_ranks: int, rank: int = 0) -> int:
     with fake_tensors():
         kept = node_by_node(
             _of_what_is_used(stage.program),
-            lambda program: _kept_bytes(_alone(program, _Unheard(num_ranks, rank)), received),
+            lambda program: _kept_bytes(
+                _alone(program, _Unheard(num_ranks, rank)), received, in_units=in_units
+            ),
         )
         inputs = zip(stage.program.inputs, fake_inputs(stage.program), strict=True)
         return sum(kept.values()) + sum(
@@ -61,7 +64,7 @@ def _of_what_is_used(program: Program) -> Program:
     )
 
 
-def _kept_bytes(program: Program, received: Collection[str]) -> dict[str, int]:
+def _kept_bytes(program: Program, received: Collection[str], *, in_units: bool) -> dict[str, int]:
     """Node -> bytes that autograd saves first for it."""
     inputs = fake_inputs(program)
     values: dict[str, Any] = dict(leaves(program, fake_parameters(program), fake_buffers(program), inputs))
@@ -71,9 +74,12 @@ def _kept_bytes(program: Program, received: Collection[str]) -> dict[str, int]:
     saved: list[tuple[int, weakref.ref[_Saved]]] = []
     number = 0  # of the node that runs
 
+    parameters = {id(values[each.value]) for each in program.parameters.values()} if in_units else ()
+
     def pack(tensor: Tensor) -> _Saved:
         held = _Saved(tensor)
-        saved.append((number, weakref.ref(held)))
+        if id(cast_of(tensor)) not in parameters:
+            saved.append((number, weakref.ref(held)))
         return held
 
     with saved_tensors_hooks(pack, lambda held: held.tensor):
