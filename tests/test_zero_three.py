@@ -221,7 +221,7 @@ def test_casts_are_those_of_one_device_wherever_parameters_are_used(kind: str, p
     """A cast that lost its memory with its unit has it back for the next use, and stays one tensor for all uses of a loss.
 
     again: gradients of three uses add up in another order where simulated ranks share what autocast keeps. penalised: by cuts between
-    its blocks the loss of the second step is off by 4e-4, with any zero; 1e-4 is allowed.
+    its blocks the loss of the second step is off by 4e-4, and was so when casts stayed; 1e-4 is allowed.
     """
     mixed = Plan.parse(f"{plan},precision=bf16-mixed")
     report = verify(unit_job(kind), mixed, devices="simulated", steps=2)
