@@ -64,7 +64,7 @@ def check_calls_are_steady(
         ) -> Any:
             with asked.paused():
                 come_to(path, (args, kwargs))
-                return tree_map_only(Tensor, change, calls[at - 1][2])
+                return tree_map_only(Tensor, lambda each: _alike(each, change(each)), calls[at - 1][2])
 
         with restored(model), preserved_draws(), intercepted(model, paths, handle):
             batch = leaves.rebuild([change(each) for each in leaves.tensors.values()])
@@ -122,6 +122,11 @@ def _other_answers(answer: Any) -> list[Any]:
         return [answer + 1, answer - 1, answer + 1000, answer - 1000]
     far = 1000 * (1 + abs(answer)) if isinstance(answer, float) else 0
     return [answer + far, answer - far] if far else []
+
+
+def _alike(tensor: Tensor, value: Tensor) -> Tensor:
+    """`value` as what a call made; code hooks its gradient only where it has one."""
+    return value.requires_grad_().clone() if tensor.requires_grad else value
 
 
 def _copied(tensor: Tensor) -> Tensor:
