@@ -20,6 +20,7 @@ from meshloom.data.samples import first_batches
 from meshloom.planner.describe import describe
 from meshloom.planner.divided import divided
 from meshloom.planner.readings import Readings
+from meshloom.program.capture import steady_calls
 from meshloom.program.ir.program import Program
 from meshloom.program.ir.transfer import pack, unpack
 from meshloom.program.opaque.loss_code import LOSS, own_code_of
@@ -302,6 +303,12 @@ class HooksAndChooses(Clamps):
         x = self.embed(x)
         x.register_hook(rarely)
         return self.head(self.blocks[int((x > 1e3).any())](x))
+
+
+def test_code_that_runs_long_is_not_tried_with_many_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loop over boxes that asks for each was run a hundred times, for each shape of a batch: minutes."""
+    monkeypatch.setattr(steady_calls, "MOST_RUN", 40)
+    assert list(captured(job_of(Clamps)).opaque) == [""]
 
 
 def _one_more(module: nn.Module, args: Any, result: Tensor) -> Tensor:
