@@ -33,6 +33,21 @@ def asserts(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return loss
 
 
+def ends_with_a_check(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    loss = mean(model, batch)
+    check(loss)
+    return loss
+
+
+def check(loss: Tensor) -> None:
+    """Nothing comes after the statement."""
+    for each in (loss, -loss):
+        if each.isnan() or not each.isfinite():
+            raise ValueError(each)
+    if loss.isnan():
+        raise ValueError(loss)
+
+
 def variances(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     mean, log_var = model(batch["x"])[:, :4].chunk(2, 1)
     return nn.GaussianNLLLoss()(mean, batch["x"][:, :2], log_var.exp())

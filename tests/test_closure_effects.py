@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from meshloom.verify.run import verify
 from meshloom.verify.tolerances.closure_effects import ClosureEffects
 from tests.jobs import make_job, vectors
 from tests.planted.further.jobs import Two
+from tests.zoo_outside.habits import SAM, sharpness_aware
 
 GRANTED = 1e-4  # float32, of optimizers that add up over parameters
 
@@ -57,6 +59,29 @@ def test_rounding_is_measured_to_move_updates_of_many_evaluations():
         alone.run()
         alone.update()
     assert all(torch.equal(each, alone.parameters[name]) for name, each in reference.parameters.items())
+
+
+class Counting(SAM):
+    """Steps another optimizer, whose momentum is its own, and counts its steps."""
+
+    num_steps = 0
+
+    def step(self, closure: Any) -> Any:
+        self.num_steps = self.num_steps + 1
+        self.param_groups[0]["lr"] = 0.05 / self.num_steps
+        return super().step(closure)
+
+
+def test_what_an_optimizer_keeps_elsewhere_is_left_as_it_was():
+    """The optimizer that it steps was stepped by each run of the measurement as well, and all later updates were other ones."""
+    job = replace(sharpness_aware(), optimizer=lambda named: Counting([each for _, each in named], torch.optim.SGD, lr=0.05, momentum=0.9))  # fmt: skip
+    measured, alone = (Reference(job, Plan.parse("dp=2")) for _ in range(2))
+    effects = ClosureEffects(measured)
+    for _ in range(3):
+        assert max(stepped(measured, effects).values()) < 1e-4
+        alone.run()
+        alone.update()
+    assert all(torch.equal(each, alone.parameters[name]) for name, each in measured.parameters.items())
 
 
 def test_optimizers_that_evaluate_nothing_are_not_measured(monkeypatch: pytest.MonkeyPatch):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -18,11 +20,12 @@ from meshloom.planner.describe import describe
 from meshloom.planner.divided import divided
 from meshloom.planner.readings import Readings
 from meshloom.program.capture.opaque_runs import recorded_calls
+from meshloom.program.opaque.asked_of_units import AskedOfUnits
 from meshloom.program.opaque.hidden_units import HiddenUnits
 from meshloom.program.opaque.operator import call_of_node, is_opaque
 from meshloom.program.store.captured_loss import CapturedLoss
 from meshloom.verify.run import verify
-from tests.opaque_jobs import WIDTH, Net, job_of
+from tests.opaque_jobs import WIDTH, Net, data, job_of
 from tests.zoo_outside.physics import ode_with_adaptive_steps
 
 pytestmark = [pytest.mark.usefixtures("silent_export", "dear_memory")]
@@ -97,6 +100,16 @@ class WithLosses(Routed):
         return y
 
 
+class CheckedMlp(Mlp):
+    """An `if` that only raises is no look at the units."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.gelu(self.up(x))
+        if not torch.isfinite(h).all():
+            raise ValueError("not finite")
+        return self.down(h)
+
+
 class UsesLosses(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -142,6 +155,7 @@ DIVIDED: dict[str, Callable[[], nn.Module]] = {
     "tensors, side by side": lambda: Stacked(side_by_side=True),
     "frozen": Frozen,
     "with losses": UsesLosses,
+    "modules, checked": lambda: with_experts(CheckedMlp),
 }
 
 
@@ -165,6 +179,44 @@ class Counted(Routed):
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
         return super().forward(x) * (1 + 1 / self.calls)
+
+
+class ClippedMlp(Mlp):
+    """Its units have one norm, which is small here, and may grow."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.clipped(F.gelu(self.up(x))))
+
+    def clipped(self, h: Tensor) -> Tensor:
+        if h.norm() > 60:
+            h = h * (60 / h.norm())
+        return h
+
+
+class ClippedWithoutAsking(ClippedMlp):
+    def clipped(self, h: Tensor) -> Tensor:
+        return h * (60 / h.norm().clamp(min=60))
+
+
+class ClippedByList(ClippedMlp):
+    def clipped(self, h: Tensor) -> Tensor:
+        return h if max(h.sum(-1).tolist()) < 60 else h * 0.5
+
+
+class ClippedGradients(ClippedMlp):
+    def clipped(self, h: Tensor) -> Tensor:
+        if h.requires_grad:
+            h.register_hook(lambda g: g / 2 if g.norm() > 60 else g)
+        return h
+
+
+CLIPPED = (ClippedMlp, ClippedWithoutAsking, ClippedByList, ClippedGradients)
+
+
+def with_experts(kind: Callable[[], nn.Module]) -> Routed:
+    routed = Routed()
+    routed.experts = nn.ModuleList(kind() for _ in range(4))
+    return routed
 
 
 class SoftmaxInside(Stacked):
@@ -215,8 +267,8 @@ def units_of(job: Job) -> list[HiddenUnits | None]:
     return [call_of_node(node).units for node in program.nodes if is_opaque(node)]
 
 
-def equal(job: Job, plan: str) -> bool:
-    report = verify(job, Plan.parse(plan), devices="simulated", steps=2, dtype=torch.float64)
+def equal(job: Job, plan: str, steps: int = 2) -> bool:
+    report = verify(job, Plan.parse(plan), devices="simulated", steps=steps, dtype=torch.float64)
     assert report is not None
     return report.passed
 
@@ -282,6 +334,55 @@ def test_what_is_no_sum_over_units_stays_whole(name: str) -> None:
 @pytest.mark.slow
 def test_what_counts_its_calls_stays_whole() -> None:
     assert units_of(job(Counted)) == [None]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", CLIPPED)
+def test_units_with_a_norm_that_grows_later_stay_whole(kind: Callable[[], nn.Module]) -> None:
+    """They were divided, as with small numbers they are a sum over units; in a later batch each rank clipped the norm of
+    its own, and nothing was said."""
+    later = replace(job(lambda: with_experts(kind)), data=last_batch_larger, shuffle=False)
+    assert units_of(later) == [None]
+    assert equal(later, "tp=2", 3)
+
+
+def last_batch_larger() -> list[dict[str, Tensor]]:
+    return [{**each, "x": each["x"] * (1000 if row >= 16 else 1)} for row, each in enumerate(data())]
+
+
+def test_what_is_asked_of_units_is_seen() -> None:
+    up, router = torch.randn(3, 4), torch.randn(3, 4)
+    x = torch.randn(5, 4)
+
+    def asks(code: Callable[[], Any]) -> bool:
+        asked = AskedOfUnits([up])
+        with asked.watching():
+            code()
+        return asked.has_asked
+
+    def written_in_place() -> float:
+        rows = torch.zeros(5, 3)
+        rows[1] += x[1] @ up.T
+        return float(rows[2, 2])
+
+    def only_raises() -> None:
+        if (x @ up.T).isnan().any():
+            raise AssertionError
+
+    def hooked() -> None:
+        h = x.clone().requires_grad_() @ up.T.clone().requires_grad_()
+        h.register_hook(lambda g: g * 0.5 if g.norm() > 3 else g)
+        (h @ up).sum().backward()
+
+    assert asks(lambda: bool((x @ up.T).norm() > 60))
+    assert asks(lambda: (x @ up.T).relu().tolist())
+    assert asks(lambda: (x @ up.T).numpy())
+    assert asks(lambda: (x @ up.T).nonzero())
+    assert asks(written_in_place)
+    assert asks(hooked)
+    assert not asks(only_raises)
+    assert not asks(lambda: bool((x @ router.T).norm() > 60) or x @ up.T)
+    assert not asks(lambda: (x @ up.T)[(x @ router.T).argmax(-1) == 1])
 
 
 def test_a_loop_that_follows_values_is_not_tried_without_end() -> None:

@@ -8,7 +8,15 @@ from meshloom.core.job import Job
 from meshloom.data.samples import first_batches
 from meshloom.program.store.captured_loss import CapturedLoss
 from tests.loss_jobs import job_of
-from tests.statement_losses import asserts, decides, has_another_way, prints, raises, variances
+from tests.statement_losses import (
+    asserts,
+    decides,
+    ends_with_a_check,
+    has_another_way,
+    prints,
+    raises,
+    variances,
+)
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export")]
 
@@ -18,7 +26,7 @@ def captured(job: Job) -> None:
     assert not program.opaque
 
 
-@pytest.mark.parametrize("loss", [raises, prints, asserts, variances])
+@pytest.mark.parametrize("loss", [raises, prints, asserts, variances, ends_with_a_check])
 def test_a_statement_that_only_looks_is_passed_by(loss: object) -> None:
     captured(job_of(loss))
 

@@ -38,6 +38,7 @@ from meshloom.program.opaque.call import (
     split_arguments,
     state_of,
 )
+from meshloom.program.opaque.changed_gradients import ChangedGradients
 from meshloom.program.opaque.loss_code import (
     METHOD,
     WHOLE,
@@ -67,7 +68,7 @@ class LossSegment:
 @dataclass(frozen=True, kw_only=True)
 class _Event:
     """A call of a module; `path` is None at the end. cost: of the code up to it. looked: whether it has looked at values by then, so that it
-    may give another tensor where it gave one that it had got."""
+    may give another tensor where it gave one that it had got, or has hooked a gradient."""
 
     path: str | None
     given: Any
@@ -125,16 +126,20 @@ def _recorded(
     model: nn.Module, loss: LossFunction, leaves: Leaves, kind: str, seed: int
 ) -> list[LossSegment]:
     whole = kind == WHOLE
-    watch, asked = _Watch(model), _AskedForAll()
+    watch, asked, changes = _Watch(model), _AskedForAll(), ChangedGradients()
     events: list[_Event] = []
+
+    def has_looked() -> bool:
+        return watch.has_looked or asked.has_asked or changes.has_hooked
 
     def handle(
         path: str, module: nn.Module, method: str, run: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        cost, looked, grad = watch.cost(), watch.has_looked or asked.has_asked, torch.is_grad_enabled()
+        cost, looked, grad = watch.cost(), has_looked(), torch.is_grad_enabled()
         with watch.paused():
             own_writes.note()
-            returned = run(*args, **kwargs)
+            with changes.calling():
+                returned = run(*args, **kwargs)
             own_writes.begin()
         events.append(
             _Event(
@@ -157,7 +162,13 @@ def _recorded(
             for name, each in model.named_parameters()
             if id(each) not in as_buffers
         ]
-        with intercepted(model, modules_called(model, kind), handle), watch, branches_as_written(), asked:
+        with (
+            intercepted(model, modules_called(model, kind), handle),
+            watch,
+            branches_as_written(),
+            asked,
+            changes,
+        ):
             with watch.paused():
                 own_writes.begin()  # calls are intercepted now
             returned = numbers_as_tensors(loss(model, batch), operands)
@@ -191,8 +202,10 @@ def _recorded(
     if watch.num_draws and not whole:
         raise CaptureError("it draws random numbers besides what its modules draw")
     used = [number for number, each in enumerate(tensors) if id(each) in watch.used]
-    looked = watch.has_looked or asked.has_asked
-    end = _Event(path=None, given=returned, returned=None, versions=(), cost=watch.cost(), looked=looked)
+    end = _Event(
+        path=None, given=returned, returned=None, versions=(), cost=watch.cost(), looked=has_looked()
+    )
+    changes.check([(each.given, each.returned) for each in [*events, end]])
     if modules_entered(kind):
         _check_little(model, [tensors[number] for number in used], [*events, end], watch.flops_of_calls)
         made = [(each.path, each.given, each.returned) for each in [*events, end]]

@@ -5,12 +5,12 @@ Nothing of the code is read. Dims of equal size in its parameters are tried toge
     f(units 0-4) = f(units 0, 1) + f(unit 2) + f(units 3, 4) - 2 f(none)        results, and gradients of all that it is given
 
 holds where the code treats each of these units alike and adds up what they give, as in an MLP, or in experts that each run on the
-rows that are routed to them. A tensor that is reshaped to sizes of the whole, drawn for, or normalised over them fails.
+rows that are routed to them. A tensor that is reshaped to sizes of the whole, drawn for, or normalised over them fails. So does code
+that asks for a value that depends on units, or that holds no more with numbers a hundred times as large.
 """
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 import re
@@ -30,13 +30,15 @@ from meshloom.program.capture.opaque_runs import MOST_CALLS, MOST_TIMES, CallMet
 from meshloom.program.capture.restored import cloned, restored
 from meshloom.program.ir.nodes import Node, submodule
 from meshloom.program.ir.program import Program
+from meshloom.program.opaque.asked_of_units import AskedOfUnits
 from meshloom.program.opaque.call import OpaqueCall, state_of
-from meshloom.program.opaque.hidden_units import HiddenUnits, Kind, UnitsDim
+from meshloom.program.opaque.hidden_units import HiddenUnits, UnitsDim
 from meshloom.program.opaque.loss_code import is_code
 from meshloom.program.opaque.module_tensors import ModuleTensors
 from meshloom.program.opaque.operator import call_of_node, is_opaque
 from meshloom.program.opaque.product_dims import ProductDims
 from meshloom.program.opaque.stand_ins import intercepted
+from meshloom.program.opaque.unit_trial import TOLERANCE, UnitTrial
 from meshloom.program.trace.attributes import TORCHS_OWN
 
 MOST_TRIALS = 256  # of one module
@@ -44,7 +46,7 @@ MOST_COMBINED = 4096  # ways to choose dims of one size
 MOST_REST = 1 / 3  # of the work; a second run of more takes longer than dividing saves
 SEVERAL = (2, 3, 4)  # tensors that may have been made one: a gate and a value, gates of a cell
 PARTS = ((0, 1), (2,), (3, 4))  # units that run alone
-TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}  # of the largest element; other orders of sums
+LARGE = 100.0  # times the numbers of the first trial
 
 
 def with_hidden_units(program: Program, model: nn.Module, loss: LossFunction, batch: Any) -> Program:
@@ -200,54 +202,60 @@ class _Trials:
         """The units in these dims, if they can be divided."""
         for dtype in (torch.float64, self._dtype()):
             with suppress(Exception):  # what the user's code raises for fewer units
-                return self._tried(dims, count, dtype)
+                units = self._tried(dims, count, dtype)
+                return units if units and self._holds_when_large(units, dtype) else None
         return None
 
     def _dtype(self) -> torch.dtype:
         return next((each.dtype for each in self._state if each.is_floating_point()), torch.float64)
 
     def _tried(self, dims: Sequence[UnitsDim], count: int, dtype: torch.dtype) -> HiddenUnits | None:
-        tolerance = TOLERANCE.get(dtype)
-        if tolerance is None or not self._call.cost.flops:
+        if dtype not in TOLERANCE or not self._call.cost.flops:
             return None
-        parts = [part for each in PARTS if (part := [unit for unit in each if unit < count])]
-        given, state = self._drawn(dims, sum(map(len, parts)), dtype)
-        whole = self._outcome(given, state)
-        if [tuple(each.shape) for each in whole] != [each.shape for each in self._call.results]:
-            return None
-        some = [self._outcome(given, _some(state, dims, part)) for part in parts]
         before = _attributes(self._module)
-        with WorkMeter() as work:
-            none = self._outcome(given, _some(state, dims, ()))
-        every = [[each[number] for each in (none, whole, *some)] for number in range(len(whole))]
-        kinds: tuple[Kind, ...] = tuple(
-            "same"
-            if all(_is_near(each, values[0], tolerance) for each in values)
-            else ("rest" if values[0].any() else "sum")
-            for values in every
-        )
-        rest = min(1.0, work.cost().flops / self._call.cost.flops)
+        trial = self._trial(dims, count, dtype, 1.0)
+        if trial is None:
+            return None
+        kinds = trial.kinds()
+        rest = min(1.0, trial.rest_flops / self._call.cost.flops)
         if set(kinds) == {"same"} or ("rest" in kinds and rest > MOST_REST):
             return None
         if "rest" in kinds and not _are_same(before, _attributes(self._module)):
             return None  # a second run would count twice
         units = HiddenUnits(count=count, dims=tuple(dims), results=kinds, rest=rest)
-        added = [
-            replace(units, held=len(part), is_first=number == 0).added(each, none)
-            for number, (part, each) in enumerate(zip(parts, some, strict=True))
-        ]
-        total = [functools.reduce(torch.add, each) for each in zip(*added, strict=True)]
-        if not all(_is_near(one, other, tolerance) for one, other in zip(total, whole, strict=True)):
+        gradients = trial.gradients(units)
+        if gradients is None:
             return None
-        leaves = [
-            each for each in (*tree_leaves(given), *state) if isinstance(each, Tensor) and each.requires_grad
-        ]
-        mine, theirs = _gradients(total, leaves), _gradients(whole, leaves)
-        if not all(_is_near(one, other, tolerance) for one, other in zip(mine, theirs, strict=True)):
-            return None
-        gradients = {id(leaf): each for leaf, each in zip(leaves, theirs, strict=True)}
-        used = {self._kind(each.number) for each in dims if gradients[id(state[each.number])].any()}
+        used = {self._kind(each.number) for each in dims if gradients[id(trial.state[each.number])].any()}
         return units if used == {self._kind(each.number) for each in dims} else None
+
+    def _holds_when_large(self, units: HiddenUnits, dtype: torch.dtype) -> bool:
+        """Whether it is so with large numbers, too, as what clips a norm changes small ones nowhere. What fails on them
+        says nothing."""
+        with suppress(Exception, MoreCallsError):
+            trial = self._trial(units.dims, units.count, dtype, LARGE)
+            if trial is not None and all(map(_is_finite, trial.whole)):
+                return trial.gradients(units) is not None
+        return True
+
+    def _trial(
+        self, dims: Sequence[UnitsDim], count: int, dtype: torch.dtype, scale: float
+    ) -> UnitTrial | None:
+        """scale: of the numbers as parameters."""
+        parts = [part for each in PARTS if (part := [unit for unit in each if unit < count])]
+        given, state = self._drawn(dims, sum(map(len, parts)), dtype, scale)
+        asked = AskedOfUnits([state[each.number] for each in dims])
+        with asked.watching():
+            whole = self._outcome(given, state)
+        if [tuple(each.shape) for each in whole] != [each.shape for each in self._call.results]:
+            return None
+        some = [self._outcome(given, _some(state, dims, part)) for part in parts]
+        with WorkMeter() as work:
+            none = self._outcome(given, _some(state, dims, ()))
+        return UnitTrial(
+            given=given, state=state, whole=whole, none=none, some=some, sizes=[*map(len, parts)], asked=asked,
+            rest_flops=work.cost().flops, tolerance=TOLERANCE[dtype],
+        )  # fmt: skip
 
     def _kind(self, number: int) -> Any:
         """Equal for tensors of alike modules, such as experts."""
@@ -256,7 +264,7 @@ class _Trials:
         )
 
     def _drawn(
-        self, dims: Sequence[UnitsDim], num_units: int, dtype: torch.dtype
+        self, dims: Sequence[UnitsDim], num_units: int, dtype: torch.dtype, scale: float
     ) -> tuple[Any, list[Tensor]]:
         """The arguments, and tensors with a few of the units: random numbers as parameters, which may all be zero at the start."""
         source = torch.Generator().manual_seed(0)
@@ -271,8 +279,8 @@ class _Trials:
                 dim = by_number[number]
                 shape[dim.dim] = dim.outer * num_units * dim.inner
             # about 1 from rows of any length
-            scale = 1.7 / math.sqrt(shape[-1]) if len(shape) > 1 else 1.0
-            drawn = scale * (2 * torch.rand(shape, generator=source, dtype=dtype) - 1)
+            size = scale * (1.7 / math.sqrt(shape[-1]) if len(shape) > 1 else 1.0)
+            drawn = size * (2 * torch.rand(shape, generator=source, dtype=dtype) - 1)
             found.append(drawn.to(tensor.device).requires_grad_())
 
         def given(tensor: Tensor) -> Tensor:
@@ -306,22 +314,8 @@ def _is_floating(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point()
 
 
-def _is_near(one: Tensor, other: Tensor, tolerance: float) -> bool:
-    """Whether tensors differ by little of the largest element."""
-    if one.shape != other.shape or not other.numel():
-        return one.shape == other.shape
-    return bool((one - other).abs().max() <= tolerance * max(1e-3, float(other.abs().max())))
-
-
-def _gradients(results: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[Tensor]:
-    """Of a random sum of the results, by all that they are computed from."""
-    source = torch.Generator().manual_seed(1)
-    roots = [each for each in results if each.requires_grad]
-    weights = [torch.rand(each.shape, generator=source, dtype=each.dtype).to(each.device) for each in roots]
-    found = torch.autograd.grad(roots, leaves, weights, retain_graph=True, allow_unused=True)
-    return [
-        torch.zeros_like(leaf) if each is None else each for leaf, each in zip(leaves, found, strict=True)
-    ]
+def _is_finite(value: Tensor) -> bool:
+    return bool(value.isfinite().all())
 
 
 def _attributes(module: nn.Module) -> dict[tuple[str, str], Any]:

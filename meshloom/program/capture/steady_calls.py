@@ -24,7 +24,7 @@ from meshloom.core.errors import CaptureError
 from meshloom.core.job import LossFunction
 from meshloom.core.moments.branches import branches_as_written
 from meshloom.core.random import preserved_draws
-from meshloom.program.capture.opaque_runs import MOST_CALLS, CallMeter, MoreCallsError, negated, turned
+from meshloom.program.capture.opaque_runs import CallMeter, MoreCallsError, negated, turned
 from meshloom.program.capture.restored import restored
 from meshloom.program.ir.leaves import Leaves
 from meshloom.program.opaque.call import plain_text_of, split_arguments
@@ -32,6 +32,7 @@ from meshloom.program.opaque.loss_code import numbers_as_tensors
 from meshloom.program.opaque.stand_ins import intercepted
 
 MOST_ASKED = 32  # questions that get another answer
+MOST_RUN = 30_000  # operators in all runs; loops over values would take minutes, for each shape of a batch
 _QUESTIONS = ("__bool__", "item", "__float__", "__int__", "__index__")
 _CHANGES = (negated, turned, lambda each: _times(each, 100.0), lambda each: _times(each, 0.01))
 
@@ -49,8 +50,10 @@ def check_calls_are_steady(
     nothing.
     """
     wanted = [(path, _layout(given)) for path, given, _ in calls]
+    left = MOST_RUN
 
     def run(change: Any, asked: _Asked) -> None:
+        nonlocal left
         at = 0
 
         def come_to(path: str | None, given: Any) -> None:
@@ -64,14 +67,17 @@ def check_calls_are_steady(
         ) -> Any:
             with asked.paused():
                 come_to(path, (args, kwargs))
-                return tree_map_only(Tensor, change, calls[at - 1][2])
+                return tree_map_only(Tensor, lambda each: _alike(each, change(each)), calls[at - 1][2])
 
         with restored(model), preserved_draws(), intercepted(model, paths, handle):
             batch = leaves.rebuild([change(each) for each in leaves.tensors.values()])
-            with suppress(Exception), branches_as_written(), CallMeter(MOST_CALLS):
-                with asked:
-                    returned = loss(model, batch)
-                come_to(None, numbers_as_tensors(returned, split_arguments((batch,), {})[2]))
+            with suppress(Exception), branches_as_written(), CallMeter(left) as meter:
+                try:
+                    with asked:
+                        returned = loss(model, batch)
+                    come_to(None, numbers_as_tensors(returned, split_arguments((batch,), {})[2]))
+                finally:
+                    left -= meter.calls
 
     try:
         for change in _CHANGES:
@@ -80,7 +86,9 @@ def check_calls_are_steady(
         for number, answer in enumerate(as_they_are.answers[:MOST_ASKED]):
             for other in _other_answers(answer):
                 run(_copied, _Asked({number: other}))
-    except (_OtherCallError, MoreCallsError) as error:
+    except MoreCallsError as error:
+        raise CaptureError(f"trying it with other values takes more than {MOST_RUN} operators") from error
+    except _OtherCallError as error:
         raise CaptureError("what it calls, or the shapes of what it gives, may depend on values") from error
 
 
@@ -122,6 +130,11 @@ def _other_answers(answer: Any) -> list[Any]:
         return [answer + 1, answer - 1, answer + 1000, answer - 1000]
     far = 1000 * (1 + abs(answer)) if isinstance(answer, float) else 0
     return [answer + far, answer - far] if far else []
+
+
+def _alike(tensor: Tensor, value: Tensor) -> Tensor:
+    """`value` as what a call made; code hooks its gradient only where it has one."""
+    return value.requires_grad_().clone() if tensor.requires_grad else value
 
 
 def _copied(tensor: Tensor) -> Tensor:

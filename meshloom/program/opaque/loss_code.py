@@ -164,6 +164,8 @@ class OpaqueLoss:
     ) -> list[Tensor]:
         """The tensors of the next call's arguments, or of what the loss returns."""
         call = self.opaque_call
+        # what is hooked is this run's alone
+        inputs = [each.view_as(each) if each.requires_grad else each for each in inputs]
         (batch,), _ = call.arguments(inputs)
         following = iter(self._played)
 

@@ -40,7 +40,10 @@ def _answer(code: CodeType, offset: int) -> bool | None:
         return None
     truth = jumps[0].opname.endswith("TRUE")
     target = next(each for each in instructions if each.offset == jumps[0].argval)
-    line: Any = target.positions.lineno if target.positions else None
+    to: Any = target.positions
+    line: Any = to.lineno if to else None
+    # at the end of a function, what returns None has the place of its last statement
+    returns = (to.lineno, to.end_lineno, to.col_offset, to.end_col_offset) if to else None
     place = where.lineno, where.end_lineno, where.col_offset, where.end_col_offset
     for statement in _statements(code.co_filename):
         test = statement.test
@@ -51,7 +54,8 @@ def _answer(code: CodeType, offset: int) -> bool | None:
         first, last = statement.body[0].lineno, statement.body[-1].end_lineno or 0
         if line is not None and first <= line <= last:
             return not truth
-        goes_on = line is None or not test.lineno <= line <= (test.end_lineno or 0)
+        is_in_test = line is not None and test.lineno <= line <= (test.end_lineno or 0)
+        goes_on = not is_in_test or returns == _place(statement)
         return truth if goes_on else None
     return None
 

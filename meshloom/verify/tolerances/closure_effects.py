@@ -11,11 +11,14 @@ from __future__ import annotations
 import copy
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves, tree_map
 
 from meshloom.verify.reference.float64_blocks import distance, norm, norm_of_all
 from meshloom.verify.reference.other_precision import default_dtype
@@ -25,6 +28,7 @@ from meshloom.verify.reference.step_records import StepRecord
 from meshloom.verify.reference.trained_losses import needs_closure
 
 _RUNS = 3
+_TIMES = 4  # the most of a few draws, of what grows from evaluation to evaluation, is less than what the plan's own rounding may do
 _EVALUATIONS = 10_000  # more than an update has
 
 State = defaultdict[Tensor, dict[str, Any]]  # of an optimizer
@@ -37,6 +41,9 @@ class ClosureEffects:
         self._reference = reference
         self._own: dict[int, State] = {}  # identity of an optimizer that evaluates the loss -> its state
         self._states: dict[tuple[int, int], State] = {}  # number of a run and that identity -> the run's
+        self._values: dict[
+            tuple[int, int], dict[str, Any]
+        ] = {}  # other attributes of the optimizer, likewise
         self._effects: Mapping[str, float] = {}
 
     def update(self) -> StepRecord:
@@ -58,7 +65,8 @@ class ClosureEffects:
         # A direction is one of all parameters, so what moves it moves them alike.
         share = max((math.hypot(*each.values()) / size for each in moved if size), default=0.0)
         return {
-            name: max([share * update, *(each[name] for each in moved)]) for name, update in updates.items()
+            name: _TIMES * max([share * update, *(each[name] for each in moved)])
+            for name, update in updates.items()
         }
 
     def of(self, name: str) -> float:
@@ -103,13 +111,54 @@ class ClosureEffects:
         return moved
 
     def _step(self, number: int, optimizer: Any, closure: Callable[[], float]) -> None:
-        """With the state of this run, which is as the optimizer's own at first."""
-        own: State = optimizer.state
-        key = number, id(optimizer)
-        first: State = defaultdict(dict, {each: copy.deepcopy(kept) for each, kept in own.items()})
-        optimizer.state = self._states.get(key, first)
-        try:
+        """With what this run keeps, which is as what the optimizer keeps at first."""
+        with ExitStack() as around:
+            for each in _with_inner(optimizer):
+                around.enter_context(self._as_in_run(number, each))
             optimizer.step(closure) if needs_closure(optimizer) else optimizer.step()
-            self._states[key] = optimizer.state
+
+    @contextmanager
+    def _as_in_run(self, number: int, optimizer: Any) -> Iterator[None]:
+        own, groups = dict(vars(optimizer)), [dict(each) for each in optimizer.param_groups]
+        self._own[id(optimizer)] = own["state"]
+        key = number, id(optimizer)
+        if key not in self._states:
+            state = {each: copy.deepcopy(kept) for each, kept in own["state"].items()}
+            self._states[key] = defaultdict(dict, state)
+            self._values[key] = {name: tree_map(_copied, each) for name, each in _plain(optimizer).items()}
+        vars(optimizer).update(self._values[key], state=self._states[key])
+        try:
+            yield
+            self._states[key], self._values[key] = optimizer.state, _plain(optimizer)
         finally:
-            optimizer.state = self._own[id(optimizer)] = own
+            vars(optimizer).clear()
+            vars(optimizer).update(own)
+            for group, before in zip(optimizer.param_groups, groups, strict=True):
+                group.clear()
+                group.update(before)
+
+
+_KEPT_APART = ("state", "param_groups", "defaults")
+
+
+def _with_inner(optimizer: Optimizer) -> list[Optimizer]:
+    """An optimizer, and those that it steps, as sharpness-aware ones do."""
+    found = [optimizer]
+    for each in found:
+        inner = [value for value in tree_leaves(vars(each)) if isinstance(value, Optimizer)]
+        found += [value for value in inner if not any(value is other for other in found)]
+    return found
+
+
+def _plain(optimizer: Optimizer) -> dict[str, Any]:
+    """What it keeps besides the states of parameters: numbers and tensors."""
+
+    def is_plain(value: Any) -> bool:
+        return all(isinstance(each, Tensor | int | float | str | None) for each in tree_leaves(value))
+
+    return {name: each for name, each in vars(optimizer).items() if name not in _KEPT_APART and is_plain(each)}  # fmt: skip
+
+
+def _copied(value: Any) -> Any:
+    is_own = isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
+    return value.detach().clone() if is_own else value
