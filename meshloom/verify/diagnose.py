@@ -225,7 +225,8 @@ def _from_update(
     if len(untrained) == len(names):
         what = "changed under the plan differently than on one device, without a gradient"
         return [Cause("optimizer", f"{_names(names)}: {what}.")]
-    if (found := _scaled_updates(comparison, names) or _rounded_updates(comparison, names)) is not None:
+    found = _scaled_updates(comparison, names) or _rounded_updates(comparison, names, earlier)
+    if found is not None:
         return [found]
     some = f"those of {_names(names)}" if len(names) < len(reference.gradients) else "all of them"
     if earlier:
@@ -261,8 +262,11 @@ def _scaled_updates(comparison: Comparison, names: Sequence[str]) -> Cause | Non
     return Cause("optimizer", f"{what}: {why}.")
 
 
-def _rounded_updates(comparison: Comparison, names: Sequence[str]) -> Cause | None:
-    """Whether all wrong updates are one device's but for what rounding leaves: about the same part of each, in no direction."""
+def _rounded_updates(
+    comparison: Comparison, names: Sequence[str], earlier: Sequence[Comparison]
+) -> Cause | None:
+    """Whether all wrong updates are one device's but for what rounding leaves: about the same part of each, in no direction, and no less in
+    the steps before, which passed."""
     wrong = [error for error in comparison.errors if error.kind == "update" and not error.passed]
     left = [
         error.multiple[1]
@@ -272,6 +276,15 @@ def _rounded_updates(comparison: Comparison, names: Sequence[str]) -> Cause | No
     if not left or len(left) < len(wrong) or max(left) > min(_LARGEST, _ALIKE * min(left)):
         return None
     typical = math.sqrt(max(left) * min(left))
+    before = [
+        error.error
+        for step in earlier
+        if not step.skipped
+        for error in step.errors
+        if error.kind == "update" and error.name in {each.name for each in wrong}
+    ]
+    if min(before, default=typical) < min(left) / _ALIKE:
+        return None
     what = f"The gradients agree, and elements of the updates of {_names(names)} differ by about {typical:.0e} of their size, in no direction"
     for dtype in (torch.bfloat16, torch.float16):
         if 0.05 * torch.finfo(dtype).eps < typical < 0.6 * torch.finfo(dtype).eps:

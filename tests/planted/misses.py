@@ -13,9 +13,6 @@ NOT_NAMED: dict[str, str] = {
     "updating-updates_are_rounded": "named as another norm of clipping",
 }
 NOT_PLACED = {
-    # The largest second moment is another one only where it has fallen, which after three steps is seen beyond the tolerance of updates in the
-    # head's weight alone: the first module by what it does would be `first`, by what it changes it is `head`.
     # Under tp=2 ranks hold `second`'s output in parts that are added up later, and say nothing of it: `head` is the first that is known.
     "evaluating-one_bias_is_left_out_of_evaluations-1": "outputs that are partial sums are not known",
-    "optimizer-the_largest_second_moment_is_used": "differs in the head alone when it is found",
 }
