@@ -41,7 +41,9 @@ class SeenMetric:
     def from_dict(given: Mapping[str, Any]) -> SeenMetric:
         """The inverse of `to_dict`, also after a round trip through JSON."""
         outputs = [ModuleOutput(**each) for each in given["outputs"]]
-        return SeenMetric(**{**given, "outputs": outputs})
+        return SeenMetric(
+            outputs=outputs, values=given["values"], training=given["training"], has_parts=given["has_parts"]
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

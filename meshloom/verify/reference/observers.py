@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import math
 import pickle
 import random
 from collections.abc import Iterator, Mapping, Sequence
@@ -261,6 +262,25 @@ class CastWatch(TorchDispatchMode):
                 self._seen.setdefault(
                     (place, name), Cast(place=place, dtype=name, in_optimizer=self._optimizer is not None)
                 )
+        return output
+
+
+class LargestHalf(TorchDispatchMode):
+    """Sees what backward computes in float16. size: of the largest element, infinite if one is not finite."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.size = 0.0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        output = func(*args, **(kwargs or {}))
+        if torch._C._current_graph_task_id() != -1:  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+            for leaf in tree_leaves(output):
+                if isinstance(leaf, Tensor) and leaf.dtype == torch.float16 and leaf.numel():
+                    size = float(leaf.detach().abs().max())
+                    self.size = max(self.size, size) if math.isfinite(size) else math.inf
         return output
 
 

@@ -97,7 +97,8 @@ class StepRecord:
     skipped: whether there was no update, as scaled gradients overflowed. inconsistent: what differs between ranks of a replica
         that hold the same, a sentence each. settings: numbers, switches and words in the groups of optimizers after the step, by what they are, of
     one device or of each rank. changed: what besides updates has changed parameters or buffers since the step before. groups: of one
-    device's optimizers, "group 0 of optimizer 0" -> names of its parameters.
+    device's optimizers, "group 0 of optimizer 0" -> names of its parameters. overflow: of one device, where gradients of one side alone overflow
+    float16: how near to it they are.
     """
 
     step: int
@@ -116,6 +117,7 @@ class StepRecord:
     settings: Sequence[Mapping[str, Setting]] = ()
     changed: Sequence[Cause] = ()
     groups: Mapping[str, Sequence[str]] = field(default_factory=dict[str, Sequence[str]])
+    overflow: str = ""
 
 
 def logged_means(chunks: Sequence[ChunkRecord]) -> dict[str, float]:
