@@ -244,7 +244,7 @@ def schedule_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def update(self: Updater, *given: Any, skip: bool = False, **settings: Any) -> Steps[Tensor | None]:
         norm = yield from found(self, *given, skip=skip, **settings)
-        for scheduler in self._schedulers if skip else ():  # pyright: ignore[reportPrivateUsage]
+        for scheduler in self.schedulers if skip else ():
             scheduler.step()
         return norm
 

@@ -271,7 +271,7 @@ def one_layer_is_rounded(patch: Patch) -> None:
 
 
 @bug("mlp-adamw", STAGES, causes="forward", module="head")
-@bug("gpt-adamw", STAGES, causes="forward", module="blocks.1.qkv")
+@bug("gpt-adamw", STAGES, causes="forward", module="blocks.1.norm")
 def messages_are_rounded_in_evaluations(patch: Patch) -> None:
     def rounded(right: Any, self: SimulatedGroup, tensor: Tensor, destination: int) -> Any:
         low = not torch.is_grad_enabled() and tensor.dtype == torch.float32 and tensor.numel() > 8
