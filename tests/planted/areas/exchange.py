@@ -99,7 +99,7 @@ def elements_are_limited(patch: Patch) -> None:
 
 @bug(causes="rounding", module="first")
 def one_bucket_is_rounded_to_half_precision(patch: Patch) -> None:
-    _one(patch, "first.weight", lambda each: each.half().float())
+    _one(patch, "first.weight", lambda each: each.half().to(each.dtype))
 
 
 @bug(causes="stale|unknown", module="head")
