@@ -42,7 +42,10 @@ class SeenMetric:
         """The inverse of `to_dict`, also after a round trip through JSON."""
         outputs = [ModuleOutput(**each) for each in given["outputs"]]
         return SeenMetric(
-            outputs=outputs, values=given["values"], training=given["training"], has_parts=given["has_parts"]
+            outputs=outputs,
+            values=given["values"],
+            training=given["training"],
+            has_parts=given.get("has_parts", False),
         )
 
 
