@@ -20,8 +20,7 @@ def _one(patch: Patch, name: str, change: Any) -> None:
     """`change` what comes of one parameter's gradient."""
 
     def changed(exchange: Any, found: Gradients, step: int) -> None:
-        each = found[name]
-        if each is not None:
+        if (each := found.get(name)) is not None:  # the slice that this rank owns, if it does
             found[name] = change(each)
 
     after_finish(patch, changed)
