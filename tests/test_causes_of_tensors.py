@@ -157,7 +157,7 @@ def test_noise_of_no_precision_is_said_to_be_of_as_many_bits():
 
 def updated(step: int, error: float, tolerance: float) -> Comparison:
     update = replace(wrong("a.weight", "update"), step=step, error=error, tolerance=tolerance)
-    update = update if update.passed else replace(update, multiple=(1.0, error))
+    update = update if update.passed else replace(update, multiple=(1.0, error), elements=1000)
     return Comparison(step=step, loss=(1.0, 1.0), errors=[update], facts=[], first_module=None)
 
 
@@ -167,6 +167,19 @@ def test_updates_are_not_called_rounded_where_those_before_were_not(before: floa
     both = replace(executed, gradients={"a.weight": torch.ones(3)})
     causes = diagnose(updated(1, 6e-5, 4e-5), both, both, evidence, [updated(0, before, 4e-5)])
     assert [each.kind for each in causes] == [kind]
+
+
+@pytest.mark.parametrize(
+    ("times", "elements", "kind"),
+    [(1.002, 9, "rounding"), (1.002, 100_000, "optimizer")],  # by chance, or a direction
+)
+def test_updates_of_few_elements_are_a_multiple_by_chance(times: float, elements: int, kind: str):
+    executed, evidence = record("a"), Evidence(plan=Plan(dp=2), norms={}, tied={})
+    both = replace(executed, gradients={"a.weight": torch.ones(3), "a.bias": torch.ones(3)})
+    many = updated(0, 1.6e-3, 1e-4)
+    few = replace(many.errors[0], name="a.bias", multiple=(times, 5e-4), elements=elements)
+    comparison = replace(many, errors=[*many.errors, few])
+    assert [each.kind for each in diagnose(comparison, both, both, evidence)] == [kind]
 
 
 @pytest.mark.parametrize(

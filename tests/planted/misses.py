@@ -9,8 +9,6 @@ NOT_NAMED: dict[str, str] = {
     "exchanging-rows_of_the_second_replica_are_off_by_one": "shifts of one replica's rows are not tried",
     # It is missing where verification gathers parameters, too; what is seen is a forward, whose module is named.
     "slicing-the_last_element_that_a_rank_keeps_is_never_updated": "hidden from what is compared",
-    # With clipping, of slices: what is left of an update differs by more between tensors than rounding does.
-    "updating-updates_are_rounded": "named as another norm of clipping",
 }
 NOT_PLACED = {
     # Under tp=2 ranks hold `second`'s output in parts that are added up later, and say nothing of it: `head` is the first that is known.
