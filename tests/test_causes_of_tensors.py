@@ -21,6 +21,7 @@ from meshloom.verify.compared.compare_chunks import (
     first_output,
     output_differs,
 )
+from meshloom.verify.diagnose import diagnose
 from meshloom.verify.reference.mistakes import ChunkGradients, Evidence
 from meshloom.verify.reference.step_records import ChunkRecord, ModuleOutput, StepRecord
 
@@ -152,3 +153,40 @@ def test_noise_of_no_precision_is_said_to_be_of_as_many_bits():
     cause = from_rounding({"a": right["a"] * (1 + 2e-5 * noise)}, right)
     assert cause and cause.kind == "rounding" and "about 15 bits" in cause.sentence
     assert from_rounding({"a": right["a"] * (1 + 0.1 * noise)}, right) is None
+
+
+def updated(step: int, error: float, tolerance: float) -> Comparison:
+    update = replace(wrong("a.weight", "update"), step=step, error=error, tolerance=tolerance)
+    update = update if update.passed else replace(update, multiple=(1.0, error), elements=1000)
+    return Comparison(step=step, loss=(1.0, 1.0), errors=[update], facts=[], first_module=None)
+
+
+@pytest.mark.parametrize(("before", "kind"), [(3e-5, "rounding"), (1e-7, "optimizer")])
+def test_updates_are_not_called_rounded_where_those_before_were_not(before: float, kind: str):
+    executed, evidence = record("a"), Evidence(plan=Plan(dp=2), norms={}, tied={})
+    both = replace(executed, gradients={"a.weight": torch.ones(3)})
+    causes = diagnose(updated(1, 6e-5, 4e-5), both, both, evidence, [updated(0, before, 4e-5)])
+    assert [each.kind for each in causes] == [kind]
+
+
+@pytest.mark.parametrize(
+    ("times", "elements", "kind"),
+    [(1.002, 9, "rounding"), (1.002, 100_000, "optimizer")],  # by chance, or a direction
+)
+def test_updates_of_few_elements_are_a_multiple_by_chance(times: float, elements: int, kind: str):
+    executed, evidence = record("a"), Evidence(plan=Plan(dp=2), norms={}, tied={})
+    both = replace(executed, gradients={"a.weight": torch.ones(3), "a.bias": torch.ones(3)})
+    many = updated(0, 1.6e-3, 1e-4)
+    few = replace(many.errors[0], name="a.bias", multiple=(times, 5e-4), elements=elements)
+    comparison = replace(many, errors=[*many.errors, few])
+    assert [each.kind for each in diagnose(comparison, both, both, evidence)] == [kind]
+
+
+@pytest.mark.parametrize(
+    ("ours", "right", "shown"), [(True, False, "True"), ("mean", "sum", "mean"), (0.2, 0.1, "0.2")]
+)
+def test_settings_that_are_no_numbers_are_compared_as_well(ours: Any, right: Any, shown: str):
+    what = "how of group 0 of optimizer 0"
+    here, there = (replace(record("a"), settings=[{what: each}]) for each in (ours, right))
+    assert [*facts_of(here, there, Plan())] == [f"{what} is {shown} after step 0, and {right} on one device."]
+    assert not [*facts_of(there, there, Plan())]

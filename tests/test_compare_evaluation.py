@@ -136,5 +136,7 @@ def test_modes_and_places_make_sentences():
     assert cause and cause.kind == "stale" and "norm.weight" in cause.sentence
     cause = cause_of_place(here, PlacedMetric(), observed=True)
     assert cause and cause.kind == "loss"
+    cause = cause_of_place(here, PlacedMetric(has_parts=True), observed=True)
+    assert cause and cause.kind == "loss" and "each rank along tp computes a part" in cause.sentence
     assert cause_of_place(here, PlacedMetric(), observed=False) is None
     assert cause_of_place(FoundMetric(first=None), PlacedMetric(), observed=True) is None

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
@@ -90,6 +90,28 @@ def test_a_gradient_that_is_not_summed_is_found_backward(monkeypatch: pytest.Mon
     report = report_of("gpt", "tp=2")
     assert not report.passed
     assert any("backward, the first gradient that differs" in cause.sentence for cause in report.causes)
+
+
+class Halved(nn.Module):
+    """[batch, 7] -> [batch, 5]; of a split one piece is not used, whose gradient is none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(7, 12), nn.Linear(6, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        used, _ = torch.tanh(self.first(x)).split([6, 6], dim=1)
+        return self.head(used)
+
+
+def test_a_piece_of_a_split_that_nothing_uses_has_no_gradient(monkeypatch: pytest.MonkeyPatch):
+    """The story: of a chunk on which the plan and one device differed, the search for the operator ended in an error of torch's hooks."""
+    right = COLLECTIVES._value
+    monkeypatch.setattr(COLLECTIVES, "_value", lambda *given: 1.5 * right(*given))
+    job = dataclasses.replace(make_job("mlp", "sgd"), model=Halved)
+    plan = Plan.parse("tp=2,tp_placements=head:row")
+    report = verify(job, plan, devices="simulated", steps=1, dtype=torch.float64)
+    assert report and not report.passed and report.causes
 
 
 @pytest.mark.slow

@@ -59,6 +59,7 @@ from meshloom.verify.tolerances.of_precision import (
     unmeasured,
     unmeasured_through,
 )
+from meshloom.verify.tolerances.range_edge import RangeEdge
 from meshloom.verify.tolerances.state_errors import (
     BufferTolerances,
     StateErrors,
@@ -103,11 +104,12 @@ class ComparisonRun(Comparing):
         self._evidence: Evidence
         self._evaluation: ComparedEvaluation  # the newest
         self.subsampled: Gradients = {}  # the plan's gradients in this step
-        self._reference_skips = False  # the update of this step
+        self._edge = RangeEdge(reference)
 
     def begin(self) -> None:
         reference = self.reference
         reference.run()
+        self._edge.begin()
         if self._against:
             self._against.begin()
         self._comparer.note(reference.casts)
@@ -166,9 +168,10 @@ class ComparisonRun(Comparing):
 
     def _gradient_errors(self) -> list[TensorError]:
         """Of the step; none if gradients overflow: they are not finite on either side, each in its own elements."""
-        return [] if self._reference_skips else self._gradients.errors()
+        return [] if self.reference.scale.overflowed else self._gradients.errors()
 
     def add_gradient(self, name: str, ours: Tensor | None) -> None:
+        self._edge.look(ours)
         if self.reference.scale.overflowed:
             return
         self.subsampled[name] = None if ours is None else subsample(ours)
@@ -184,15 +187,14 @@ class ComparisonRun(Comparing):
         """Update the reference after all gradients have arrived. If some differ, collect evidence first,
         while the parameters are still those of the gradients."""
         reference, comparer = self.reference, self._comparer
+        if self._edge.settle() and self.passed:
+            self.differing = None
         self._evidence = initial_evidence(reference, self._gradients.norms, self._previous)
-        self._reference_skips = reference.scale.overflowed
-        if not all(error.passed for error in self._gradient_errors()) and all(
-            step.passed for step in self._steps
-        ):
+        if self.passed and not all(error.passed for error in self._gradient_errors()):
             self._evidence = whole_evidence(
                 reference, self._evidence, self._gradient_errors(), self.subsampled, self._comparer.values
             )
-        self._reference_record = self._closures.update()
+        self._reference_record = self._edge.noted(self._closures.update())
         comparer.note(self._reference_record.casts)
         names = {id(each): name for name, each in reference.updated.all.items()}
         now = update_tolerances(reference.turn.optimizers, comparer.casts, names, comparer.precision)
@@ -247,13 +249,12 @@ class ComparisonRun(Comparing):
         return check_saved(path, what, self.reference, *tolerances)
 
     def begin_averages(self) -> None:
-        if self._averages and not self._reference_skips:
+        if self._averages and not self.reference.scale.overflowed:
             self._averages.begin(self.reference.parameters)
 
     def add_average(self, name: str, ours: Tensor) -> None:
         if self._averages:
-            step = self._reference_record.step
-            self._averages.compare(name, ours, step, self._updates.of(name))
+            self._averages.compare(name, ours, self._reference_record.step, self._updates.of(name))
 
     def end(self, ours: StepRecord) -> None:
         ours = replace(ours, gradients=self.subsampled)
@@ -261,7 +262,7 @@ class ComparisonRun(Comparing):
         of_tensors = [*self._gradient_errors(), *self._state.errors(), *averages]
         grows = self._gradients.grows
         comparison = self._comparer.compare(ours, self._reference_record, of_tensors, grows=grows)
-        if self._against and not self._reference_skips:
+        if self._against and not self.reference.scale.overflowed:
             self._from_float64, self._against = self._against.result(*comparison.loss), None
         if not comparison.passed and all(step.passed for step in self._steps):
             of_averages = self._averages.cause() if self._averages else None

@@ -25,6 +25,7 @@ from meshloom.verify.reference.mistakes import Cause, Evidence, subsample
 from meshloom.verify.reference.step_records import StepRecord
 
 _LARGEST, _ALIKE = 1e-2, 8  # what rounding may leave of an update; times the least of several
+_COMMON = 0.7  # of what is left, that may be a multiple which all have in common
 
 
 def diagnose(
@@ -225,7 +226,8 @@ def _from_update(
     if len(untrained) == len(names):
         what = "changed under the plan differently than on one device, without a gradient"
         return [Cause("optimizer", f"{_names(names)}: {what}.")]
-    if (found := _scaled_updates(comparison, names) or _rounded_updates(comparison, names)) is not None:
+    found = _scaled_updates(comparison, names) or _rounded_updates(comparison, names, earlier)
+    if found is not None:
         return [found]
     some = f"those of {_names(names)}" if len(names) < len(reference.gradients) else "all of them"
     if earlier:
@@ -261,17 +263,28 @@ def _scaled_updates(comparison: Comparison, names: Sequence[str]) -> Cause | Non
     return Cause("optimizer", f"{what}: {why}.")
 
 
-def _rounded_updates(comparison: Comparison, names: Sequence[str]) -> Cause | None:
-    """Whether all wrong updates are one device's but for what rounding leaves: about the same part of each, in no direction."""
+def _rounded_updates(
+    comparison: Comparison, names: Sequence[str], earlier: Sequence[Comparison]
+) -> Cause | None:
+    """Whether all wrong updates are one device's but for what rounding leaves: about the same part of each, in no direction that they have in
+    common, and no less in the steps before, which passed."""
     wrong = [error for error in comparison.errors if error.kind == "update" and not error.passed]
-    left = [
-        error.multiple[1]
-        for error in wrong
-        if error.multiple and abs(error.multiple[0] - 1) < error.multiple[1]
-    ]
-    if not left or len(left) < len(wrong) or max(left) > min(_LARGEST, _ALIKE * min(left)):
+    known = [(error.elements, *error.multiple) for error in wrong if error.multiple]
+    off = [math.hypot(times - 1, rest) for _, times, rest in known]
+    if not off or len(off) < len(wrong) or max(off) > min(_LARGEST, _ALIKE * min(off)):
         return None
-    typical = math.sqrt(max(left) * min(left))
+    typical = math.sqrt(max(off) * min(off))
+    # of a few elements the multiple is off by chance
+    common = sum(elements * (times - 1) for elements, times, _ in known) / sum(each[0] for each in known)
+    before = [
+        error.error
+        for step in earlier
+        if not step.skipped
+        for error in step.errors
+        if error.kind == "update" and error.name in {each.name for each in wrong}
+    ]
+    if abs(common) > _COMMON * typical or min(before, default=typical) < min(off) / _ALIKE:
+        return None
     what = f"The gradients agree, and elements of the updates of {_names(names)} differ by about {typical:.0e} of their size, in no direction"
     for dtype in (torch.bfloat16, torch.float16):
         if 0.05 * torch.finfo(dtype).eps < typical < 0.6 * torch.finfo(dtype).eps:

@@ -209,7 +209,8 @@ class _Modules:
             choice = replica.engine.programs.division_of(data, metrics[name], training=False)
             values = ModuleSums(choice.strategies if choice else {})
             yield values.visit
-            self.seen.append((place, SeenMetric(values=values.found, training=training)))
+            seen = SeenMetric(values=values.found, training=training, has_parts=values.has_parts)
+            self.seen.append((place, seen))
             return
         watch = ModuleWatch(model, tensors=True, sampled=True)
         # hooks would be compiled with what is compiled

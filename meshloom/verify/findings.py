@@ -86,6 +86,7 @@ class Report:
                 "one_device_loss": step.loss[1],
                 "passed": step.passed,
                 "skipped": step.skipped,
+                "edge": step.edge,
                 "first_module": step.first_module,
                 "facts": list(step.facts),
                 "errors": [_error_record(error) for error in step.errors],
@@ -213,6 +214,12 @@ def lines_of(report: Report) -> list[str]:
             f"{format_count(skipped, 'update')} of {len(report.steps)} skipped on both sides, as gradients overflow float16: compared are their losses and buffers. "
             "More --steps have more updates"
         )
+    for step in report.steps:
+        if step.edge:
+            which = "the plan's" if step.skipped else "one device's"
+            lines.append(
+                f"step {step.step}: {which} gradients alone overflow float16, within rounding: {step.edge}. Both sides do as the plan"
+            )
     lines += _moved_lines(report.steps)
     lines += [report.autocast] if report.autocast else []
     lines += _cast_lines(report.casts)

@@ -141,10 +141,11 @@ class _InnerProducts:
             products = (_product(value, probe),)
         self.values[name][number] = _Products(products, _scale(value))
 
-        def hook(gradient: Tensor) -> None:
-            self.gradients[name][number] = _Products(
-                (_product(gradient, _probe(name, number, gradient.shape)),), _scale(gradient)
-            )
+        def hook(gradient: Tensor | None) -> None:
+            if gradient is not None:  # as it is of a piece of a split that nothing uses
+                self.gradients[name][number] = _Products(
+                    (_product(gradient, _probe(name, number, gradient.shape)),), _scale(gradient)
+                )
 
         if value.requires_grad:
             value.register_hook(hook)
@@ -164,7 +165,9 @@ class _InnerProducts:
         self.values[name][number] = _Products((sum(products),) if placement == PARTIAL else products, 0.0)
         of_ranks = [0.0] * len(shards)
 
-        def hook(rank: int, gradient: Tensor) -> None:
+        def hook(rank: int, gradient: Tensor | None) -> None:
+            if gradient is None:
+                return
             of_ranks[rank] = product(rank, gradient)
             self.gradients[name][number] = _Products((sum(of_ranks),) if adds_up else tuple(of_ranks), 0.0)
 

@@ -73,10 +73,11 @@ def _ignore(*arguments: Any) -> None:
 
 class ModuleSums:
     """This rank's sums of the last value in each module's forward, and of what is made of that. strategies: how operators are divided,
-    by their nodes' names."""
+    by their nodes' names. has_parts: whether ranks have parts of what is computed outside all modules, by a loss or metric."""
 
     def __init__(self, strategies: Mapping[str, Strategy]) -> None:
         self.found: dict[str, list[Value]] = {}  # by module
+        self.has_parts = False
         self._strategies = strategies
         self._paths: dict[str, str] = {}  # of the module's last value
 
@@ -86,12 +87,17 @@ class ModuleSums:
             return
         base = _COPY.sub("", node.name)
         if isinstance(node.target, Transition):
+            self.has_parts = self.has_parts or (
+                node.target.target == "part" and not self._paths.get(base, base)
+            )
             if base in self._paths and node.target.target != "partial":
                 is_part = node.target.target == "part" and not node.target.after.is_whole
                 self.found[self._paths[base]].append(_sums(value, is_part=is_part))
             return
         placement = self._strategies[node.name].output if node.name in self._strategies else None
         self._paths[node.name] = node.path
+        is_part = placement == PARTIAL or (isinstance(placement, Part) and placement.cut is not None)
+        self.has_parts = self.has_parts or (is_part and not node.path)
         self.found[node.path] = (
             [] if placement == PARTIAL else [_sums(value, is_part=isinstance(placement, Part))]
         )

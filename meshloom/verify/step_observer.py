@@ -30,6 +30,7 @@ from meshloom.verify.reference.other_precision import default_dtype
 from meshloom.verify.reference.step_records import (
     ChunkRecord,
     ModuleOutput,
+    Setting,
     StepRecord,
     group_settings,
 )
@@ -153,7 +154,7 @@ class StepObserver:
         apart = (yield from _apart_of(self._replica, self._held, digests)) if _differ(digests) else []
         inconsistent = yield from _inconsistencies(self._replica)
         mine_set = group_settings(self._replica.updater.state.optimizers)
-        settings: list[dict[str, float]] = yield from collect(world, mine_set)
+        settings: list[dict[str, Setting]] = yield from collect(world, mine_set)
         records = (ChunkRecord.from_dict(chunk) for of_rank in chunks for chunk in of_rank)
         return StepRecord(
             step=result.step, turn=self._replica.scope.turn.loss, loss=result.loss, weight=result.weight, gradient_norm=result.gradient_norm,

@@ -9,13 +9,8 @@ NOT_NAMED: dict[str, str] = {
     "exchanging-rows_of_the_second_replica_are_off_by_one": "shifts of one replica's rows are not tried",
     # It is missing where verification gathers parameters, too; what is seen is a forward, whose module is named.
     "slicing-the_last_element_that_a_rank_keeps_is_never_updated": "hidden from what is compared",
-    # With clipping, of slices: what is left of an update differs by more between tensors than rounding does.
-    "updating-updates_are_rounded": "named as another norm of clipping",
 }
 NOT_PLACED = {
-    # The largest second moment is another one only where it has fallen, which after three steps is seen beyond the tolerance of updates in the
-    # head's weight alone: the first module by what it does would be `first`, by what it changes it is `head`.
     # Under tp=2 ranks hold `second`'s output in parts that are added up later, and say nothing of it: `head` is the first that is known.
     "evaluating-one_bias_is_left_out_of_evaluations-1": "outputs that are partial sums are not known",
-    "optimizer-the_largest_second_moment_is_used": "differs in the head alone when it is found",
 }

@@ -46,7 +46,8 @@ from meshloom.verify.tolerances.of_precision import (
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
     """One step of both sides. facts: differences other than numbers, a sentence each. turn: the name of its loss, if it is
-    a turn of several. skipped: whether one device skips its update."""
+    a turn of several. skipped: whether one device skips its update. edge: if gradients of one side alone overflow float16, by rounding: how
+    near to it they are."""
 
     step: int
     loss: tuple[float, float]  # the plan's, one device's
@@ -57,6 +58,7 @@ class Comparison:
     first_output: str | None = None  # of those whose outputs were observed
     turn: str = ""
     skipped: bool = False
+    edge: str = ""
 
     @property
     def passed(self) -> bool:
@@ -153,6 +155,7 @@ class Comparer:
             first_output=output,
             turn=reference.turn,
             skipped=reference.skipped,
+            edge=reference.overflow if ours.skipped == reference.skipped else "",
         )
 
 

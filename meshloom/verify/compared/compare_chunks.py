@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from meshloom.core.plan import Plan
 from meshloom.verify.between_steps.checks import TensorError
-from meshloom.verify.reference.step_records import ChunkRecord, ModuleOutput, StepRecord
+from meshloom.verify.reference.step_records import ChunkRecord, ModuleOutput, Setting, StepRecord
 from meshloom.verify.tolerances.evaluation_errors import output_distance
 
 _MOST = 8  # facts of one kind
@@ -24,7 +24,10 @@ def facts_of(ours: StepRecord, reference: StepRecord, plan: Plan) -> Iterator[st
     yield from (f"After step {ours.step}, {each}." for each in ours.inconsistent)
     if ours.skipped != reference.skipped:
         which = ("the plan", "one device") if ours.skipped else ("one device", "the plan")
-        yield f"Of step {ours.step} gradients overflow float16 and {which[0]} skips the update, but {which[1]} does not."
+        how = reference.overflow or (
+            "the gradients of the plan are finite" if ours.skipped else "those of the plan do too"
+        )
+        yield f"Of step {ours.step} gradients overflow float16 and {which[0]} skips the update, but {which[1]} does not: {how}."
     if (turn := other_turn(ours, reference)) is not None:
         yield turn
     yield from list(dict.fromkeys(wrong_settings(ours, reference)))[:_MOST]
@@ -44,19 +47,28 @@ def other_turn(ours: StepRecord, reference: StepRecord) -> str | None:
 
 
 def wrong_settings(ours: StepRecord, reference: StepRecord) -> Iterator[str]:
-    """Numbers in the optimizers' groups after the step that are others than on one device, on any rank."""
+    """Settings in the optimizers' groups after the step that are others than on one device, on any rank."""
     for what, here, value in _differing_settings(ours, reference):
-        yield f"{what} is {here:g} after step {ours.step}, and {value:g} on one device."
+        yield f"{what} is {_shown(here)} after step {ours.step}, and {_shown(value)} on one device."
 
 
-def _differing_settings(ours: StepRecord, reference: StepRecord) -> Iterator[tuple[str, float, float]]:
+def _differing_settings(ours: StepRecord, reference: StepRecord) -> Iterator[tuple[str, Setting, Setting]]:
     """What it is, on a rank, and on one device."""
     right = reference.settings[0] if reference.settings else {}
     for of_rank in ours.settings:
         for what, value in right.items():
-            here = of_rank.get(what, value)
-            if not (math.isclose(here, value, rel_tol=1e-6) or (math.isnan(here) and math.isnan(value))):
+            if not _same_setting(here := of_rank.get(what, value), value):
                 yield what, here, value
+
+
+def _same_setting(a: Setting, b: Setting) -> bool:
+    if isinstance(a, bool | str) or isinstance(b, bool | str):
+        return a == b
+    return math.isclose(a, b, rel_tol=1e-6) or (math.isnan(a) and math.isnan(b))
+
+
+def _shown(value: Setting) -> str:
+    return str(value) if isinstance(value, bool | str) else f"{value:g}"
 
 
 def module_of_settings(ours: StepRecord, reference: StepRecord, plan: Plan) -> str | None:

@@ -25,11 +25,13 @@ _LARGE = 0.01  # of the largest error of a chunk, below which one is rounding be
 @dataclass(frozen=True, kw_only=True)
 class SeenMetric:
     """What one rank that computes a metric of a chunk sees in it. outputs: of modules that run as they are, and before them the
-    parameters and buffers that they have. values: of modules in programs. training: modules in training mode."""
+    parameters and buffers that they have. values: of modules in programs. training: modules in training mode. has_parts: whether the metric's
+    own operators are divided, so that ranks add up parts."""
 
     outputs: Sequence[ModuleOutput] = ()
     values: Values | None = None
     training: Sequence[str] = ()
+    has_parts: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able values."""
@@ -39,7 +41,12 @@ class SeenMetric:
     def from_dict(given: Mapping[str, Any]) -> SeenMetric:
         """The inverse of `to_dict`, also after a round trip through JSON."""
         outputs = [ModuleOutput(**each) for each in given["outputs"]]
-        return SeenMetric(outputs=outputs, values=given["values"], training=given["training"])
+        return SeenMetric(
+            outputs=outputs,
+            values=given["values"],
+            training=given["training"],
+            has_parts=given.get("has_parts", False),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,11 +77,12 @@ class FoundMetric:
 @dataclass(frozen=True, kw_only=True)
 class PlacedMetric:
     """Where a metric goes wrong. module: the first one; None: outputs of all modules agree, or are not known. tensor: its parameter or
-    buffer, if that differs before its forward. training: modules that are in training mode under the plan alone."""
+    buffer, if that differs before its forward. training: modules that are in training mode under the plan alone. has_parts: as a rank has it."""
 
     module: str | None = None
     tensor: str | None = None
     training: Sequence[str] = ()
+    has_parts: bool = False
 
 
 def find_metric(
@@ -127,7 +135,7 @@ def place_metric(
             return PlacedMetric(module=module or "the whole model", tensor=tensor, training=training)
     of_modules = [each for each in outputs if each.name not in tensors]
     module = first_wrong_value(of_modules, [each.values for each in seen if each.values], tolerance)
-    return PlacedMetric(module=module, training=training)
+    return PlacedMetric(module=module, training=training, has_parts=any(each.has_parts for each in seen))
 
 
 def pairs_of_outputs(
@@ -163,7 +171,9 @@ def cause_of_place(found: FoundMetric, placed: PlacedMetric, *, observed: bool) 
         why = "it, or an operation before it, computes something else than on one device, or is sent something else"
         return Cause("forward", f"{of}, and in it the output of {placed.module} is the first that differs: {why}.")  # fmt: skip
     if observed:
-        return Cause("loss", f"{of}, and in it the outputs of all modules agree: what the metric makes of them is another number.")  # fmt: skip
+        parts = ", of which each rank along tp computes a part," if placed.has_parts else ""
+        what = f"what the metric makes of them{parts} is another number"
+        return Cause("loss", f"{of}, and in it the outputs of all modules agree: {what}.")
     return None
 
 

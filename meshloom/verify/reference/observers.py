@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import math
 import pickle
 import random
 from collections.abc import Iterator, Mapping, Sequence
@@ -54,9 +55,14 @@ def digest_values(values: Any) -> str:
 def altered_digest(read: Any, here: Any) -> str | None:
     """Of a batch on its device, if its tensors are not as they were read, but for their precision; None: they are."""
     given = ([leaf for leaf in tree_leaves(each) if isinstance(leaf, Tensor)] for each in (read, here))
-    pairs = [(a, b) for a, b in zip(*given, strict=False) if a.dtype == b.dtype]
+    pairs = [(a.to(b.dtype), b) for a, b in zip(*given, strict=False) if _is_real(a) == _is_real(b)]
     one, other = (digest_values([pair[side] for pair in pairs]) for side in (0, 1))
     return None if one == other else other
+
+
+def _is_real(tensor: Tensor) -> tuple[bool, bool]:
+    """Whether it is of floating point, and of complex numbers; others keep their dtype."""
+    return tensor.is_floating_point(), tensor.is_complex()
 
 
 def _bytes_of(value: Any) -> bytes:
@@ -262,6 +268,25 @@ class CastWatch(TorchDispatchMode):
                 self._seen.setdefault(
                     (place, name), Cast(place=place, dtype=name, in_optimizer=self._optimizer is not None)
                 )
+        return output
+
+
+class LargestHalf(TorchDispatchMode):
+    """Sees what backward computes in float16. size: of the largest element, infinite if one is not finite."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.size = 0.0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        output = func(*args, **(kwargs or {}))
+        if torch._C._current_graph_task_id() != -1:  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+            for leaf in tree_leaves(output):
+                if isinstance(leaf, Tensor) and leaf.dtype == torch.float16 and leaf.numel():
+                    size = float(leaf.detach().abs().max())
+                    self.size = max(self.size, size) if math.isfinite(size) else math.inf
         return output
 
 

@@ -16,6 +16,8 @@ from torch.optim import Optimizer
 
 from meshloom.verify.reference.mistakes import Cause
 
+Setting = bool | float | str  # of an optimizer's group
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModuleOutput:
@@ -93,9 +95,10 @@ class StepRecord:
     logged: by the loss, means over the batch; of the plan, as it reports them.
     casts: the reductions of precision in the step. turn: the name of its loss, if it is a turn of several.
     skipped: whether there was no update, as scaled gradients overflowed. inconsistent: what differs between ranks of a replica
-        that hold the same, a sentence each. settings: numbers in the groups of optimizers after the step, by what they are, of one device
-    or of each rank. changed: what besides updates has changed parameters or buffers since the step before. groups: of one
-    device's optimizers, "group 0 of optimizer 0" -> names of its parameters.
+        that hold the same, a sentence each. settings: numbers, switches and words in the groups of optimizers after the step, by what they are, of
+    one device or of each rank. changed: what besides updates has changed parameters or buffers since the step before. groups: of one
+    device's optimizers, "group 0 of optimizer 0" -> names of its parameters. overflow: of one device, where gradients of one side alone overflow
+    float16: how near to it they are.
     """
 
     step: int
@@ -111,9 +114,10 @@ class StepRecord:
     turn: str = ""
     skipped: bool = False
     inconsistent: Sequence[str] = ()
-    settings: Sequence[Mapping[str, float]] = ()
+    settings: Sequence[Mapping[str, Setting]] = ()
     changed: Sequence[Cause] = ()
     groups: Mapping[str, Sequence[str]] = field(default_factory=dict[str, Sequence[str]])
+    overflow: str = ""
 
 
 def logged_means(chunks: Sequence[ChunkRecord]) -> dict[str, float]:
@@ -126,14 +130,16 @@ def logged_means(chunks: Sequence[ChunkRecord]) -> dict[str, float]:
     return found
 
 
-def group_settings(optimizers: Sequence[Optimizer]) -> dict[str, float]:
-    """The numbers in their groups, by what they are: "lr of group 0 of optimizer 0"."""
+def group_settings(optimizers: Sequence[Optimizer]) -> dict[str, Setting]:
+    """The numbers, switches and words in their groups, by what they are: "lr of group 0 of optimizer 0"."""
     return {
-        f"{key} of group {place} of optimizer {number}": float(value)
+        f"{key} of group {place} of optimizer {number}": value
+        if isinstance(value, bool | str)
+        else float(value)
         for number, optimizer in enumerate(optimizers)
         for place, group in enumerate(optimizer.param_groups)
         for key, value in _single_values(group)
-        if isinstance(value, int | float | Tensor) and not isinstance(value, bool)
+        if isinstance(value, bool | int | float | str | Tensor)
     }
 
 

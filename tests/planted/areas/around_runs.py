@@ -259,7 +259,7 @@ def schedulers_step_once_more_on_resuming(patch: Patch) -> None:
     def further(right: Any, self: SynchronousRun, directory: Any) -> None:
         right(self, directory)
         for replica in self.replicas.all:
-            for scheduler in replica.updater._schedulers:
+            for scheduler in replica.updater.schedulers:
                 scheduler.step()
 
     wrap(patch, SynchronousRun, "_resume", further)

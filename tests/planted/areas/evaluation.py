@@ -262,7 +262,7 @@ def one_layer_is_rounded(patch: Patch) -> None:
     def change(replica: Any) -> Callable[[], None]:
         found = [each for name, each in replica.model.named_modules() if name in names]
         handles = [
-            each.register_forward_hook(lambda module, inputs, output: output.bfloat16().float())
+            each.register_forward_hook(lambda module, inputs, output: output.bfloat16().to(output.dtype))
             for each in found
         ]
         return lambda: [each.remove() for each in handles] and None
@@ -271,17 +271,17 @@ def one_layer_is_rounded(patch: Patch) -> None:
 
 
 @bug("mlp-adamw", STAGES, causes="forward", module="head")
-@bug("gpt-adamw", STAGES, causes="forward", module="blocks.1.qkv")
+@bug("gpt-adamw", f"{STAGES},cuts=blocks.1", causes="forward", module="blocks.1.norm")
 def messages_are_rounded_in_evaluations(patch: Patch) -> None:
     def rounded(right: Any, self: SimulatedGroup, tensor: Tensor, destination: int) -> Any:
-        low = not torch.is_grad_enabled() and tensor.dtype == torch.float32 and tensor.numel() > 8
-        return right(self, tensor.bfloat16().float() if low else tensor, destination)
+        low = not torch.is_grad_enabled() and tensor.is_floating_point() and tensor.numel() > 8
+        return right(self, tensor.bfloat16().to(tensor.dtype) if low else tensor, destination)
 
     wrap(patch, SimulatedGroup, "send", rounded)
 
 
 @bug("mlp-adamw", PARTS, causes="forward", module="first")
-@bug("gpt-adamw", "tp=3", causes="forward", module="dropout")
+@bug("gpt-adamw", "tp=3,tp_placements=embed:vocabulary", causes="forward", module="dropout")
 def sums_over_parts_lose_a_rank_in_evaluations(patch: Patch) -> None:
     here: list[bool] = []  # in evaluations
 
@@ -290,7 +290,7 @@ def sums_over_parts_lose_a_rank_in_evaluations(patch: Patch) -> None:
         return here.clear
 
     def lost(right: Any, tensors: Any, op: str) -> Tensor:
-        is_sum = here and tensors[0].dtype == torch.float32 and tensors[0].numel() > 8
+        is_sum = here and tensors[0].is_floating_point() and tensors[0].numel() > 8
         return right([*tensors[:-1], torch.zeros_like(tensors[-1])] if is_sum else tensors, op)
 
     _around(patch, change)

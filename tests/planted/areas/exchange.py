@@ -20,8 +20,7 @@ def _one(patch: Patch, name: str, change: Any) -> None:
     """`change` what comes of one parameter's gradient."""
 
     def changed(exchange: Any, found: Gradients, step: int) -> None:
-        each = found[name]
-        if each is not None:
+        if (each := found.get(name)) is not None:  # the slice that this rank owns, if it does
             found[name] = change(each)
 
     after_finish(patch, changed)
@@ -99,7 +98,7 @@ def elements_are_limited(patch: Patch) -> None:
 
 @bug(causes="rounding", module="first")
 def one_bucket_is_rounded_to_half_precision(patch: Patch) -> None:
-    _one(patch, "first.weight", lambda each: each.half().float())
+    _one(patch, "first.weight", lambda each: each.half().to(each.dtype))
 
 
 @bug(causes="stale|unknown", module="head")

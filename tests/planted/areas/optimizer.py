@@ -259,7 +259,7 @@ def schedulers_step_twice(patch: Patch) -> None:
 @bug(causes="optimizer", says="lr", module="first")
 def schedulers_step_before_optimizers(patch: Patch) -> None:
     _schedule(patch, lambda schedulers: [])
-    around_update(patch, lambda updater, step: [each.step() for each in updater._schedulers])  # type: ignore[arg-type,return-value]
+    around_update(patch, lambda updater, step: [each.step() for each in updater.schedulers])  # type: ignore[arg-type,return-value]
 
 
 @bug("mlp-muon", causes="optimizer", module=None)

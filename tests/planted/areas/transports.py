@@ -20,7 +20,7 @@ def _reduced(patch: Patch, change: Callable[[Tensor, Any, str], Tensor]) -> None
 
     def changed(right: Any, tensors: Any, op: str) -> Tensor:
         total = right(tensors, op)
-        return change(total, tensors, op) if total.dtype == torch.float32 and total.numel() > 8 else total
+        return change(total, tensors, op) if total.is_floating_point() and total.numel() > 8 else total
 
     wrap(patch, simulated, "_reduce", changed)
 
@@ -51,7 +51,7 @@ def the_tail_of_a_sum_is_the_first_ranks(patch: Patch) -> None:
 
 @bug(causes="rounding", module=None)
 def sums_are_rounded_on_the_way(patch: Patch) -> None:
-    _reduced(patch, lambda total, tensors, op: total.bfloat16().float())
+    _reduced(patch, lambda total, tensors, op: total.bfloat16().to(total.dtype))
 
 
 @bug(causes="unknown|exchanged|border|optimizer", plan=ONE, module=None)
@@ -67,7 +67,7 @@ def slices_of_a_sum_go_to_the_wrong_rank(patch: Patch) -> None:
 def gathered_values_come_in_the_wrong_order(patch: Patch) -> None:
     def turned(right: Any, self: SimulatedGroup, output: Tensor, tensor: Tensor) -> Any:
         work = right(self, output, tensor)
-        if tensor.dtype != torch.float32 or tensor.numel() < 9:
+        if not tensor.is_floating_point() or tensor.numel() < 9:
             return work
         wait = work.wait
 
@@ -85,7 +85,7 @@ def gathered_values_come_in_the_wrong_order(patch: Patch) -> None:
 @bug(plan="pp=2,microbatches=3", causes="stages|unknown|rounding", module=None)
 def messages_lose_their_last_element(patch: Patch) -> None:
     def shorter(right: Any, self: SimulatedGroup, tensor: Tensor, destination: int) -> Any:
-        if tensor.dtype == torch.float32 and tensor.numel() > 8:
+        if tensor.is_floating_point() and tensor.numel() > 8:
             tensor = tensor.clone()
             tensor[-1] = 0
         return right(self, tensor, destination)
@@ -96,7 +96,7 @@ def messages_lose_their_last_element(patch: Patch) -> None:
 @bug(plan="pp=2,microbatches=3", causes="stages|unknown|rounding", module=None)
 def messages_are_rounded(patch: Patch) -> None:
     def rounded(right: Any, self: SimulatedGroup, tensor: Tensor, destination: int) -> Any:
-        low = tensor.bfloat16().float() if tensor.dtype == torch.float32 else tensor
+        low = tensor.bfloat16().to(tensor.dtype) if tensor.is_floating_point() else tensor
         return right(self, low, destination)
 
     wrap(patch, SimulatedGroup, "send", rounded)
