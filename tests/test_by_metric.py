@@ -150,6 +150,10 @@ def test_mistakes_are_one_sentence():
         scheduled(plateau, evaluate=None)
     with pytest.raises(JobError, match="takes a scheduler, like .* not a float"):
         ml.ByMetric(0.1, "loss")
+    with pytest.raises(JobError, match="takes a scheduler, like .* not the class ReduceLROnPlateau"):
+        ml.ByMetric(ReduceLROnPlateau, "loss")
+    with pytest.raises(JobError, match=r"StepLR goes by steps: its step\(\) takes no metric"):
+        ml.ByMetric(StepLR(torch.optim.SGD([torch.zeros(1)]), 1), "loss")
     with pytest.raises(JobError, match=r"metric=None\) must be the name of a metric"):
         ml.ByMetric(ReduceLROnPlateau(torch.optim.SGD([torch.zeros(1)])), None)  # pyright: ignore[reportArgumentType]
     with (

@@ -97,7 +97,12 @@ def adopt(
         raise JobError(f"--steps {steps} must be 1 or more.")
     target = target or script.with_name(f"{script.stem}_job.py")
     check_target_free(target, overwrite)
-    before = script.read_text(encoding="utf-8")
+    if target.exists() and target.samefile(script):
+        raise JobError(f"The job would replace the script, {script}. Give another file as --to FILE.py.")
+    try:
+        before = script.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise JobError(f"{script} is no text in UTF-8: byte {error.start} is 0x{error.object[error.start]:02x}. Give a Python file.") from None  # fmt: skip
     was = target.read_text(encoding="utf-8") if target.exists() else None
     timings = timings or Timings()
     with timings.of("running the script"):

@@ -133,7 +133,9 @@ def check_part_fits(replica: Replica, *, cache: Cache | None) -> Steps[None]:
         state = state_bytes(replica.job, parameters) or 0
         held = held_by(replica, 0, state / whole if whole and trained else 0.0)
         rank = engine.tp.rank if engine.tp else 0
-        kept = _in_flight(engine, plan, _most_by_stage(engine, lambda each: kept_bytes_of(each, plan.tp, rank)))
+        kept = _in_flight(
+            engine, plan, _most_by_stage(engine, lambda each: kept_bytes_of(each, plan.tp, rank))
+        )
         needs = {
             "parameters": held.parameters + held.full,
             "gradients": held.gradients + held.on_the_way,

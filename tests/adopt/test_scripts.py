@@ -171,6 +171,18 @@ def test_a_file_that_can_have_no_place_is_refused_before_the_script_runs(tmp_pat
         adopt(script, target=tmp_path / "nowhere/job.py")
 
 
+def test_a_job_does_not_replace_its_script(tmp_path: Path) -> None:
+    (script := tmp_path / "kept.py").write_text("raise SystemExit('it ran')\n")
+    with pytest.raises(JobError, match=r"would replace the script, .*kept.py. Give another file as --to"):
+        adopt(script, target=tmp_path / "." / "kept.py", overwrite=True)
+
+
+def test_a_file_that_is_no_text_is_said(tmp_path: Path) -> None:
+    (script := tmp_path / "binary.py").write_bytes(b"x = 1\n\xff")
+    with pytest.raises(JobError, match=r"binary.py is no text in UTF-8: byte 6 is 0xff"):
+        adopt(script)
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_several_statements_in_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of which one calls `backward()`, and others make what the job needs or has no use for."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
+
+from torch.optim.lr_scheduler import LRScheduler
 
 from meshloom.core.errors import JobError
 from meshloom.core.job import Job
@@ -29,28 +32,39 @@ class ByMetric:
     """
 
     def __init__(self, scheduler: Any, metric: str) -> None:
-        if not is_scheduler(scheduler):
-            raise JobError(
-                f"ByMetric takes a scheduler, like ByMetric(ReduceLROnPlateau(optimizer), 'val_loss'), not a {type(scheduler).__name__}."
+        if not is_scheduler(scheduler) or isinstance(scheduler, type):
+            what = (
+                f"the class {scheduler.__name__}"
+                if isinstance(scheduler, type)
+                else f"a {type(scheduler).__name__}"
             )
+            raise JobError(
+                f"ByMetric takes a scheduler, like ByMetric(ReduceLROnPlateau(optimizer), 'val_loss'), not {what}."
+            )
+        if (
+            isinstance(scheduler, LRScheduler)
+            and "metrics" not in inspect.signature(scheduler.step).parameters
+        ):
+            raise JobError(f"{type(scheduler).__name__} goes by steps: its step() takes no metric. Return it without ByMetric, or use ReduceLROnPlateau.")  # fmt: skip
         if not isinstance(metric, str):
             raise JobError(f"ByMetric(..., metric={metric!r}) must be the name of a metric of Evaluate, like 'val_loss'.")  # fmt: skip
-        self._scheduler, self.metric = scheduler, metric
+        self.scheduler: Any = scheduler
+        self.metric = metric
 
     def step(self) -> None:
         """After a training step: nothing."""
 
     def evaluated(self, metrics: Mapping[str, float]) -> None:
         """After an evaluation. metrics: its values by name."""
-        self._scheduler.step(metrics[self.metric])
+        self.scheduler.step(metrics[self.metric])
 
     def state_dict(self) -> dict[str, Any]:
         """The scheduler's own."""
-        return self._scheduler.state_dict()
+        return self.scheduler.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The scheduler goes on from there."""
-        self._scheduler.load_state_dict(state)
+        self.scheduler.load_state_dict(state)
 
 
 def those_by_metric(schedulers: Sequence[Any]) -> list[ByMetric]:
