@@ -90,7 +90,7 @@ def test_a_missing_file_is_said(tmp_path: Path) -> None:
 
 
 def test_a_directory_and_bytes_are_said(tmp_path: Path) -> None:
-    with pytest.raises(JobError, match="is a directory. Give the Python file"):
+    with pytest.raises(JobError, match="is a directory. Give the file"):
         load_job(str(tmp_path))
     (tmp_path / "job.py").write_bytes(b"\x7fELF\x00")
     with pytest.raises(JobError, match="job.py is no Python source: .*null bytes"):

@@ -27,9 +27,14 @@ def check_target(target: str) -> tuple[Path, str]:
     if not path.exists() and all(part.isidentifier() for part in text.split(".")):  # as after `python -m`
         as_module = Path(*text.split(".")).with_suffix(".py")
         path = as_module if as_module.is_file() else path
+    if path.is_dir():
+        raise JobError(
+            f"{path} is a directory. Give the file that holds the job, as FILE.py or FILE.py:NAME."
+        )
     if not path.is_file():
-        what = f"{path} is a directory" if path.is_dir() else f"There is no file {path}"
-        raise JobError(f"{what}. Give the Python file that holds the job, as FILE.py or FILE.py:NAME.")
+        raise JobError(
+            f"There is no file {path}. Give the Python file that holds the job, as FILE.py or FILE.py:NAME."
+        )
     if path.suffix != ".py":
         raise JobError(
             f"{path} is not a Python file. Give the file that holds the job, as FILE.py or FILE.py:NAME."
