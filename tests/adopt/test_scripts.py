@@ -21,7 +21,7 @@ ADOPTED = [
     "built_together", "counted", "cycled_steps", "diffusion", "digits_convnet", "distill", "early_stopped",
     "engine_class", "frozen_backbone", "full_batch", "image_trainer", "kaggle_tabular", "learner", "memmap_gpt", "mixed_precision",
     "mixup", "mnist_flags", "module_fit", "moving_average", "nano_gpt", "no_trainer", "notebook", "one_cycle", "patient_rate",
-    "perplexity", "phases", "poly_rate", "progress_and_amp", "quickstart", "recommender", "sampled_regression",
+    "perplexed_rate", "perplexity", "phases", "poly_rate", "progress_and_amp", "quickstart", "recommender", "sampled_regression",
     "settings_class", "several_files/train", "shadow_weights", "siamese", "siamese_pairs", "simclr", "streamed_text",
     "subset_sampler", "super_res/main", "super_resolution", "text_classifier", "trainer_base", "trainer_by_steps",
     "trainer_class", "trainer_helper", "trainer_in_files/train", "trainer_kwargs", "trainer_object", "trainer_of_tutorial",
@@ -57,6 +57,7 @@ EVALUATIONS = {
     "moving_average": ([], 0, None, None, 0.99),
     "no_trainer": (["correct"], 10, None, None, None),
     "patient_rate": (["val_loss", "accuracy"], 16, "val_loss:min", None, None),
+    "perplexed_rate": (["total"], 10, None, None, None),
     "perplexity": (["total_loss"], 15, "total_loss:min", None, None),
     "phases": (["epoch_loss", "epoch_acc"], 44, "epoch_acc:max", None, None),
     "progress_and_amp": (["val_loss", "val_acc"], 6, None, None, None),
@@ -151,6 +152,35 @@ def test_adopted_jobs_are_equal_under_other_plans(
         plan = UNDIVIDED[name]
     report = verify(job, Plan.parse(plan), devices="simulated", steps=2)
     assert report is not None and report.passed
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("stepped", "written"),
+    [
+        ("accuracy", 'ml.ByMetric(scheduler, "accuracy", lambda value: 100.0 * value)'),
+        ("val_loss", 'ml.ByMetric(scheduler, "val_loss")'),
+        ("2 * val_loss", 'ml.ByMetric(scheduler, "val_loss", lambda value: 2 * value)'),
+        ("val_loss + accuracy", None),
+        ("abs(val_loss)", None),
+    ],
+)
+def test_a_threshold_of_its_own_is_of_what_the_script_steps_with(
+    stepped: str, written: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "rate.py"
+    text = (SCRIPTS / "patient_rate.py").read_text(encoding="utf-8")
+    text = text.replace("min_lr=1e-5)", 'min_lr=1e-5, threshold=0.01, threshold_mode="abs")')
+    script.write_text(
+        text.replace("scheduler.step(val_loss)", f"scheduler.step({stepped})"), encoding="utf-8"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    found = adopt(script)
+    assert (written is None) == bool(found.refusals)
+    assert found.proved if written else "scheduler" in str(found.refusals[0])
+    assert (written or "") in found.after
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED))
