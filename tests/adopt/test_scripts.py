@@ -35,6 +35,7 @@ QUICK = [
     "full_batch",
     "nano_gpt",
     "several_files/train",
+    "trainer_by_steps",
     "trainer_helper",
     "trainer_kwargs",
     "trainer_object",
