@@ -25,6 +25,10 @@ from meshloom.adopt.writing import write
 from meshloom.core.errors import JobError
 from meshloom.telemetry.timings import Timings
 
+UNZEROED = (
+    "nothing sets gradients to zero, so this backward() adds to those of the steps before, and a job's step has its own. "
+    "Call optimizer.zero_grad() in each step."
+)
 NOT_PROVED = (
     "# NOT PROVED: this job was not found to take the script's steps. See what meshloom adopt says.\n"
 )
@@ -126,6 +130,11 @@ def adopt(
     if not proof.holds:
         after = NOT_PROVED + after
         target.write_text(after, encoding="utf-8")
+        if not any(
+            each in source.text for source in found.route.sources for each in ("zero_grad", ".grad = None")
+        ):
+            last = watched.frames[-1]
+            notes.append(Refusal(last.path.name, last.line, UNZEROED))
     notes = [*rejected.values(), *notes]
     return Adoption(script, target, before, after, tuple(found.reasons), tuple(notes), (), proof)
 

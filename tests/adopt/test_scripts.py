@@ -202,6 +202,30 @@ def test_a_file_that_can_have_no_place_is_refused_before_the_script_runs(tmp_pat
         adopt(script, target=tmp_path / "nowhere/job.py")
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_gradients_that_are_never_zero_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which is a mistake, mostly, and why the job differs."""
+    script = tmp_path / "adding_up.py"
+    script.write_text(
+        "import torch\n"
+        "from torch.utils.data import DataLoader, TensorDataset\n"
+        "torch.manual_seed(0)\n"
+        "x = torch.randn(64, 4)\n"
+        "loader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=8)\n"
+        "model = torch.nn.Linear(4, 1)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "for a, b in loader:\n"
+        "    loss = torch.nn.functional.mse_loss(model(a), b)\n"
+        "    loss.backward()\n"
+        "    optimizer.step()\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    found = adopt(script)
+    assert not found.proved
+    assert any("adding_up.py:10: nothing sets gradients to zero" in str(each) for each in found.left_out)
+
+
 def test_a_job_does_not_replace_its_script(tmp_path: Path) -> None:
     (script := tmp_path / "kept.py").write_text("raise SystemExit('it ran')\n")
     with pytest.raises(JobError, match=r"would replace the script, .*kept.py. Give another file as --to"):
