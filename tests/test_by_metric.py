@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -141,6 +142,15 @@ def scheduled(by_metric: Callable[[Any], Any], **overrides: Any) -> None:
         pass
 
 
+def test_it_is_stepped_with_a_function_of_the_metric():
+    """A perplexity, of which a threshold of its own is meant."""
+    plateau = ReduceLROnPlateau(torch.optim.SGD([torch.zeros(1)]), threshold=0.5, threshold_mode="abs")
+    schedule = ml.ByMetric(plateau, "loss", math.exp)
+    for loss in (2.0, 1.9):
+        schedule.evaluated({"loss": loss})
+    assert plateau.best == math.exp(1.9)  # of 2.0 it is 7.39, of 1.9 6.69: better by 0.7, and the loss by 0.1
+
+
 def test_mistakes_are_one_sentence():
     with pytest.raises(
         JobError, match=r"'f1'\) goes by a metric of Job\(.*the job evaluates score, loss. Name one"
@@ -150,8 +160,14 @@ def test_mistakes_are_one_sentence():
         scheduled(plateau, evaluate=None)
     with pytest.raises(JobError, match="takes a scheduler, like .* not a float"):
         ml.ByMetric(0.1, "loss")
+    with pytest.raises(JobError, match="takes a scheduler, like .* not the class ReduceLROnPlateau"):
+        ml.ByMetric(ReduceLROnPlateau, "loss")
+    with pytest.raises(JobError, match=r"StepLR goes by steps: its step\(\) takes no metric"):
+        ml.ByMetric(StepLR(torch.optim.SGD([torch.zeros(1)]), 1), "loss")
     with pytest.raises(JobError, match=r"metric=None\) must be the name of a metric"):
         ml.ByMetric(ReduceLROnPlateau(torch.optim.SGD([torch.zeros(1)])), None)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(JobError, match=r"of=\.\.\.\) is called with \(value\), and this function takes \(\)"):
+        ml.ByMetric(ReduceLROnPlateau(torch.optim.SGD([torch.zeros(1)])), "loss", lambda: 1.0)  # pyright: ignore[reportArgumentType]
     with (
         pytest.raises(JobError, match="evaluates snapshots while workers go on"),
         ml.Trainer(job(), "dp=2,exchange=async", listener=QUIET) as trainer,

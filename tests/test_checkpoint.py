@@ -239,9 +239,11 @@ def test_a_run_that_cannot_go_on_from_here(tmp_path):
 
 
 def test_where_there_is_no_checkpoint(tmp_path):
-    with pytest.raises(CheckpointError, match=r"There is no directory .*nowhere to resume from"):
+    with pytest.raises(CheckpointError, match=r"There is no directory .*nowhere to read a checkpoint from"):
         find(tmp_path / "nowhere")
-    with pytest.raises(CheckpointError, match=r"There is no checkpoint in .* Start without --resume"):
+    with pytest.raises(
+        CheckpointError, match=r"There is no checkpoint in .* a first run starts without --resume"
+    ):
         find(tmp_path)
     older, newer = save_step(tmp_path, 1), save_step(tmp_path, 2)
     damage(newer / "meta.json", "missing")

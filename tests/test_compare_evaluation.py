@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 from meshloom.verify.compared.compare_evaluation import (
     FoundMetric,
@@ -19,6 +22,7 @@ from meshloom.verify.compared.compare_evaluation import (
 )
 from meshloom.verify.reference.between_steps.evaluation import EvaluatedChunk, MetricPlace
 from meshloom.verify.reference.step_records import ModuleOutput
+from meshloom.verify.stage_outputs import ModuleSums
 
 ALLOWED = {"loss": 1e-6, "accuracy": 1e-6}
 
@@ -140,3 +144,23 @@ def test_modes_and_places_make_sentences():
     assert cause and cause.kind == "loss" and "each rank along tp computes a part" in cause.sentence
     assert cause_of_place(here, PlacedMetric(), observed=False) is None
     assert cause_of_place(FoundMetric(first=None), PlacedMetric(), observed=True) is None
+
+
+def test_a_value_within_a_module_is_not_its_output():
+    """The sum before a norm at the end of a module was compared with what the norm makes of it, which may be almost the same; the norm
+    may be in another stage."""
+
+    def node(name: str, path: str) -> Any:
+        return SimpleNamespace(name=name, path=path, target=torch.ops.aten.add.Tensor)
+
+    ended_by_norm, ending_itself = node("add", "block"), node("add_1", "wide")
+    stages: Any = [
+        SimpleNamespace(program=SimpleNamespace(nodes=[node("linear", "block.linear"), ended_by_norm])),
+        SimpleNamespace(program=SimpleNamespace(nodes=[node("norm", "block.norm"), node("relu", "wide.relu"), ending_itself])),
+    ]  # fmt: skip
+    first, second = ModuleSums({}, lambda: stages), ModuleSums({}, lambda: stages)
+    for sums, stage in ((first, stages[0]), (second, stages[1])):
+        for each in stage.program.nodes:
+            sums.visit(0, each, torch.ones(3))
+    assert set(first.found) == {"block.linear"}
+    assert set(second.found) == {"block.norm", "wide.relu", "wide"}

@@ -16,7 +16,7 @@ from meshloom.core.plan import Plan
 from meshloom.parameters.construction.recording import record
 from meshloom.parameters.model import build_model
 from meshloom.verify import reference_size
-from meshloom.verify.fewer_blocks import find_blocks, with_fewer_blocks
+from meshloom.verify.fewer_blocks import find_blocks, unfilled, with_fewer_blocks
 from meshloom.verify.findings import Report
 from meshloom.verify.reference_size import reference_bytes
 from meshloom.verify.run import verify
@@ -54,6 +54,12 @@ def test_later_draws_are_those_of_the_whole_model():
     drawn = torch.rand(3)
     build_model(with_fewer_blocks(job, 2).job, CPU, None)
     assert torch.equal(torch.rand(3), drawn)
+
+
+def test_what_is_no_model_is_said():
+    """As `unfilled` builds it, an attribute of None was missing."""
+    with pytest.raises(JobError, match=r"Job\(model=...\) returned a NoneType, not a torch.nn.Module"):
+        unfilled(replace(make_job("mlp", "sgd"), model=lambda: None))
 
 
 def test_a_recorded_model_is_shortened_too():

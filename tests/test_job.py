@@ -35,6 +35,24 @@ def test_what_is_called_must_be_a_function(name: str):
         Job(**{**GOOD, name: 3})
 
 
+@pytest.mark.parametrize(
+    ("name", "function", "words"),
+    [
+        ("model", lambda config: config, r"called with \(\), and this function takes \(config\)\. Write it like model="),
+        ("loss", lambda output, target, model: model, r"called with \(model, batch\), and this function takes \(output, target, model\)\."),
+        ("loss", nn.CrossEntropyLoss(), r"called with \(model, batch\), and CrossEntropyLoss has forward\(input, target\)\."),
+        ("optimizer", lambda: None, r"called with \(named\), and this function takes \(\)\."),
+        ("data", lambda split: split, r"called with \(\), and this function takes \(split\)\."),
+        ("collate", lambda x, y: (x, y), r"called with \(samples\), and this function takes \(x, y\)\."),
+        ("scheduler", lambda: None, r"called with \(optimizer\), and this function takes \(\)\. Write it like scheduler="),
+    ],
+)  # fmt: skip
+def test_a_function_that_takes_something_else_is_said(name: str, function: object, words: str):
+    """They ended in tracebacks of ours, since no line of the user's was reached."""
+    with pytest.raises(JobError, match=rf"^Job\({name}=\.\.\.\) is {words}"):
+        Job(**{**GOOD, name: function})
+
+
 def test_a_module_is_not_a_function_that_builds_one():
     with pytest.raises(
         JobError, match=r"must be a function that builds the module, like model=lambda: GPT\(\), not a module"
@@ -91,6 +109,11 @@ def test_evaluate_says_what_it_takes():
     for wrong in ({}, {"loss": 3}, [GOOD["loss"]]):
         with pytest.raises(JobError, match=r"^Evaluate\(metrics=\.\.\.\) must be functions by name"):
             Evaluate(GOOD["data"], wrong, 5)  # type: ignore[arg-type]
+    with pytest.raises(
+        JobError,
+        match=r"^Evaluate\(metrics={'f': \.\.\.}\) is called with \(model, batch\), and this function takes \(logits\)\.$",
+    ):
+        Evaluate(GOOD["data"], {"f": lambda logits: logits}, 5)  # type: ignore[dict-item]
     with pytest.raises(JobError, match=r"^Evaluate\(every=0\) must be a whole number of steps, 1 or more\.$"):
         Evaluate(GOOD["data"], metrics, 0)
     with pytest.raises(

@@ -89,6 +89,14 @@ def test_a_missing_file_is_said(tmp_path: Path) -> None:
         load_job(str(tmp_path / "nothing.py"))
 
 
+def test_a_directory_and_bytes_are_said(tmp_path: Path) -> None:
+    with pytest.raises(JobError, match="is a directory. Give the file"):
+        load_job(str(tmp_path))
+    (tmp_path / "job.py").write_bytes(b"\x7fELF\x00")
+    with pytest.raises(JobError, match="job.py is no Python source: .*null bytes"):
+        load_job(str(tmp_path / "job.py"))
+
+
 def test_a_file_of_another_kind_is_said(tmp_path: Path) -> None:
     (tmp_path / "job.txt").write_text("")
     with pytest.raises(JobError, match=r"job\.txt is not a Python file"):

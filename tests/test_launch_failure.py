@@ -10,12 +10,14 @@ from types import TracebackType
 
 import pytest
 import torch
+from torch import nn
 
 from meshloom.core.errors import DataError, DeviceError, PeerLostError, PlanError
 from meshloom.core.jobfile import load_job
 from meshloom.core.mesh import Mesh
 from meshloom.core.plan import Plan
-from meshloom.launch.failure import own_line, report_failure
+from meshloom.launch.failure import own_line, own_lines, report_failure
+from meshloom.parameters.construction.recording import record
 
 
 def _fail_deep(text: str) -> None:
@@ -70,6 +72,17 @@ def test_meshlooms_own_lines_are_not_the_users():
         Plan.parse("dp=0")  # the user's line
 
     assert own_line(_caught(through_meshloom)).endswith('Plan.parse("dp=0")  # the user\'s line')
+
+
+def test_a_mode_of_ours_that_calls_the_users_operator_has_no_part_in_its_error():
+    """A model function whose construction is recorded: the whole traceback was shown."""
+
+    def build() -> nn.Module:
+        torch.ones(3) @ torch.ones(4)  # the user's line
+        return nn.Linear(1, 1)
+
+    lines = own_lines(_caught(lambda: record(build)))
+    assert lines.endswith("torch.ones(3) @ torch.ones(4)  # the user's line")
 
 
 def test_an_error_without_a_users_line_has_none():

@@ -567,6 +567,10 @@ def test_unusable_schedulers_are_refused():
     for schedule, words in [
         (lambda _: None, "returned a NoneType"),
         (Odd, "Odd cannot be saved: model is a Linear"),
+        (
+            lambda _: lr_scheduler.StepLR(torch.optim.SGD([torch.zeros(1)]), 1),
+            "a StepLR of another optimizer than the one it was given, whose rate would never change",
+        ),
     ]:
         with pytest.raises(JobError, match=words):
             World(job(BUILDS["SGD"], scheduler=schedule), "all_reduce", 1)

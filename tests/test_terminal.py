@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import sys
 import threading
 from contextlib import redirect_stdout
 
@@ -159,6 +160,27 @@ def test_what_a_program_prints_may_be_left_to_where_it_goes(monkeypatch: pytest.
         assert stream.there.wait(20)
         print("epoch 1")
     assert own.getvalue() == "epoch 1\n" and "epoch" not in stream.getvalue()
+
+
+def test_what_is_printed_behind_a_phase_that_swallows_prints_is_there(monkeypatch: pytest.MonkeyPatch):
+    """`torch.export` prints, and is not let; a line that was shown meanwhile took the place where that went for the
+    terminal, and nothing was printed any more."""
+    monkeypatch.setattr("meshloom.report.terminal.LONG_SECONDS", 0.05)
+    stream, swallowed = Waited("reading ("), io.StringIO()
+    monkeypatch.setattr("sys.stdout", stream)
+    console = Console(width=60, force_terminal=True, color_system=None)
+    with LongPhases(console) as phases:
+        phases.enter("reading")
+        with redirect_stdout(swallowed):
+            print("from export")
+            assert stream.there.wait(20)
+        print("meanwhile")
+        phases.enter(None)
+        print("behind", end="")
+    console.print("after")
+    assert swallowed.getvalue() == "from export\n"
+    said = stream.getvalue()
+    assert "meanwhile\n" in said and said.endswith("behindafter\n") and sys.stdout is stream
 
 
 def test_nothing_is_shown_where_there_is_no_terminal():

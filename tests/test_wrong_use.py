@@ -130,6 +130,7 @@ def test_a_batch_is_trained_once_and_in_order(use: Callable[[Trainer], None], se
         ["describe", FILE, "--plan", "pp=1000000"],
         ["describe", FILE, "--plan", "dp=1000000000"],
         ["train", FILE, "--timeout", "0"],
+        ["verify", FILE, "--plan", "dp=2", "--devices", "cpu", "--steps", "0"],
         ["train", FILE, "--plan", "dp=2", "--timeout", "nan"],
         ["calibrate", "--timeout", "-1"],
     ],
@@ -140,7 +141,7 @@ def test_beyond_reason_is_refused_before_anything_starts(
     """dp=1000 started a thousand processes on two cores."""
     assert main(words) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert "Use " in line or "must be a number of seconds, more than 0" in line
+    assert "Use " in line or "must be a number of seconds, more than 0" in line or "must be 1 or more" in line
 
 
 def test_who_means_it_gets_more_ranks() -> None:

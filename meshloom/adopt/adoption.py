@@ -25,6 +25,10 @@ from meshloom.adopt.writing import write
 from meshloom.core.errors import JobError
 from meshloom.telemetry.timings import Timings
 
+UNZEROED = (
+    "nothing sets gradients to zero, so this backward() adds to those of the steps before, and a job's step has its own. "
+    "Call optimizer.zero_grad() in each step."
+)
 NOT_PROVED = (
     "# NOT PROVED: this job was not found to take the script's steps. See what meshloom adopt says.\n"
 )
@@ -97,7 +101,12 @@ def adopt(
         raise JobError(f"--steps {steps} must be 1 or more.")
     target = target or script.with_name(f"{script.stem}_job.py")
     check_target_free(target, overwrite)
-    before = script.read_text(encoding="utf-8")
+    if target.exists() and target.samefile(script):
+        raise JobError(f"The job would replace the script, {script}. Give another file as --to FILE.py.")
+    try:
+        before = script.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise JobError(f"{script} is no text in UTF-8: byte {error.start} is 0x{error.object[error.start]:02x}. Give a Python file.") from None  # fmt: skip
     was = target.read_text(encoding="utf-8") if target.exists() else None
     timings = timings or Timings()
     with timings.of("running the script"):
@@ -121,6 +130,11 @@ def adopt(
     if not proof.holds:
         after = NOT_PROVED + after
         target.write_text(after, encoding="utf-8")
+        if not any(
+            each in source.text for source in found.route.sources for each in ("zero_grad", ".grad = None")
+        ):
+            last = watched.frames[-1]
+            notes.append(Refusal(last.path.name, last.line, UNZEROED))
     notes = [*rejected.values(), *notes]
     return Adoption(script, target, before, after, tuple(found.reasons), tuple(notes), (), proof)
 

@@ -7,7 +7,6 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch.utils.data import IterableDataset, RandomSampler, SequentialSampler, SubsetRandomSampler
@@ -18,7 +17,7 @@ from meshloom.adopt.improvement import Improvement, improvement_of
 from meshloom.adopt.loop_pieces import names_of_loop
 from meshloom.adopt.metric_functions import MetricFunctions, function_name, wraps
 from meshloom.adopt.setup_pieces import JobFunction
-from meshloom.adopt.totals import Total
+from meshloom.adopt.totals import Scheduled, Total
 from meshloom.adopt.watching.averaged import copy_of
 from meshloom.adopt.watching.passes import SeenPass
 from meshloom.adopt.watching.route import Line, Loop, Refusal, UntranslatedError, follow
@@ -42,7 +41,7 @@ class WrittenEvaluation:
     lowered: bool
     notes: Sequence[Refusal] = ()
     done: Sequence[Line] = field(default_factory=list[Line])
-    scheduled: Sequence[tuple[Any, str]] = ()
+    scheduled: Sequence[Scheduled] = ()
 
 
 def evaluation_of(script: Script, without: Collection[str]) -> WrittenEvaluation | None:
@@ -147,8 +146,8 @@ class _Evaluation:
             argument="ml.Evaluate(\n" + "".join(f"        {each},\n" for each in settings) + "    )", done=improvement.lines if kept else [],
             notes=refused, lowered=bool(self._functions.contexts),
             scheduled=[
-                (each, names[total]) for each, total in improvement.scheduled
-                if total in [each.name for each in depends] and total not in improvement.curved
+                replace(each, metric=names[each.metric]) for each in improvement.scheduled
+                if each.metric in [one.name for one in depends] and (each.metric not in improvement.curved or (each.of and each.of.divided))
             ],
         )  # fmt: skip
 

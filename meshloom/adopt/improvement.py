@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from meshloom.adopt.loop_pieces import names_of_loop
+from meshloom.adopt.totals import OfMean, Scheduled, of_mean
 from meshloom.adopt.watching.route import Line
 from meshloom.adopt.watching.script import Script
 from meshloom.adopt.watching.source import calls, method, used
@@ -22,33 +24,37 @@ PLACES = (ast.Name, ast.Attribute, ast.Subscript)
 class Improvement:
     """best: as of `Evaluate`. patience: an expression. lines: statements that say so. names: of variables, by the metric that
     they came to be. curved: metrics of which the script takes a function that is no multiple, as a perplexity is of a loss.
-    scheduled: schedulers that are stepped with a metric after each evaluation, with it."""
+    scheduled: as the pass ends, by the names in which metrics are added up."""
 
     best: str | None = None
     patience: str | None = None
     lines: list[Line] = field(default_factory=list[Line])
     names: dict[str, str] = field(default_factory=dict[str, str])
     curved: set[str] = field(default_factory=set[str])
-    scheduled: list[tuple[Any, str]] = field(default_factory=list[tuple[Any, str]])
+    scheduled: list[Scheduled] = field(default_factory=list[Scheduled])
 
 
 def improvement_of(evaluating: Script, totals: Mapping[str, str]) -> Improvement:
     """evaluating: the script at the end of a pass. totals: metric by the name in which it is added up."""
     found = Improvement()
     known: Metrics = dict(totals)
+    values = {name: OfMean() for name in totals}
     frames = evaluating.watched.frames
     for frame in reversed(range(len(frames))):
         behind = [each for each in [*evaluating.route.beside, *evaluating.route.after] if each.frame == frame]
         results: Any = None
+        made: Any = None
         for line in behind:
             _take(line.node, known, found)
-            found.scheduled += _scheduled(evaluating, line, known)
+            _compute(line.node, values)
+            found.scheduled += _scheduled(evaluating, line, known, values)
             if isinstance(line.node, ast.Return) and line.node.value is not None and results is None:
-                results = _results(line.node.value, known)
+                results = _results(line.node.value, partial(metric_of, known=known))
+                made = _results(line.node.value, partial(of_mean, known=values))
                 _note_curved(line.node.value, known, found)
         _judge(evaluating, behind, known, found)
         if frame:
-            known = _received(evaluating, frame, results)
+            known, values = _received(evaluating, frame, results), _received(evaluating, frame, made)
             for text, metric in known.items():
                 found.names.setdefault(text, metric)
     return found
@@ -70,7 +76,26 @@ def _take(node: ast.stmt, known: Metrics, found: Improvement) -> None:
             found.names[ast.unparse(place)] = metric
 
 
-def _scheduled(evaluating: Script, line: Line, known: Metrics) -> Iterator[tuple[Any, str]]:
+def _compute(node: ast.stmt, values: dict[str, OfMean]) -> None:
+    """`loss = total / count`, `loss /= count`."""
+    if isinstance(node, ast.AugAssign):
+        pairs: list[tuple[ast.expr, ast.expr]] = [(node.target, ast.BinOp(node.target, node.op, node.value))]
+    elif isinstance(node, ast.Assign) and len(node.targets) == 1:
+        target, value = node.targets[0], node.value
+        pairs = [(target, value)]
+        if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
+            pairs = list(zip(target.elts, value.elts, strict=False))
+    else:
+        return
+    for text, made in [(ast.unparse(place), of_mean(value, values)) for place, value in pairs]:
+        values.pop(text, None)
+        if made is not None:
+            values[text] = made
+
+
+def _scheduled(
+    evaluating: Script, line: Line, known: Metrics, values: Mapping[str, OfMean]
+) -> Iterator[Scheduled]:
     """`scheduler.step(loss)` as often as there is an evaluation."""
     if line.depth != len(evaluating.route.loops) - 1:
         return
@@ -81,7 +106,7 @@ def _scheduled(evaluating: Script, line: Line, known: Metrics) -> Iterator[tuple
         if method(call) == "step" and given and isinstance(call.func, ast.Attribute):
             metric, scheduler = metric_of(given[0], known), evaluating.evaluate(call.func.value)
             if metric is not None and isinstance(scheduler, ReduceLROnPlateau):
-                yield scheduler, metric
+                yield Scheduled(scheduler=scheduler, metric=metric, of=of_mean(given[0], values))
 
 
 def _note_curved(node: ast.expr, known: Metrics, found: Improvement) -> None:
@@ -104,19 +129,19 @@ def metric_of(node: ast.expr, known: Metrics) -> str | None:
     return metrics.pop() if len(metrics) == 1 else None
 
 
-def _results(node: ast.expr, known: Metrics) -> Any:
+def _results(node: ast.expr, of: Callable[[ast.expr], Any]) -> Any:
     if isinstance(node, ast.Tuple):
-        return [metric_of(each, known) for each in node.elts]
+        return [of(each) for each in node.elts]
     if isinstance(node, ast.Dict):
         return {
-            each.value: metric_of(value, known)
+            each.value: of(value)
             for each, value in zip(node.keys, node.values, strict=True)
             if isinstance(each, ast.Constant)
         }
-    return metric_of(node, known)
+    return of(node)
 
 
-def _received(evaluating: Script, frame: int, results: Any) -> Metrics:
+def _received(evaluating: Script, frame: int, results: Any) -> dict[str, Any]:
     """What the function that called `frame` calls its results."""
     statement = calling(evaluating, frame - 1)
     if not isinstance(statement, ast.Assign) or len(statement.targets) != 1:
@@ -134,7 +159,7 @@ def _received(evaluating: Script, frame: int, results: Any) -> Metrics:
     elif isinstance(results, list):
         text = ast.unparse(target)
         return {f"{text}[{index}]": metric for index, metric in enumerate(results) if metric is not None}
-    return {ast.unparse(place): metric for place, metric in pairs if isinstance(metric, str)}
+    return {ast.unparse(place): metric for place, metric in pairs if isinstance(metric, str | OfMean)}
 
 
 def calling(evaluating: Script, frame: int) -> ast.stmt | None:

@@ -6,11 +6,11 @@ import ast
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from meshloom.adopt.totals import Scheduled
 from meshloom.adopt.watching.modules import numbers_within
 from meshloom.adopt.watching.route import Line, binds, slice_of
 from meshloom.adopt.watching.script import NO_CHANGE, Script, is_talk, one_refusal, seeds, uses
@@ -139,7 +139,7 @@ def _made_from(script: Script, name: str, names: set[str]) -> bool:
 
 
 def scheduler_piece(
-    script: Script, per_epoch: str | None, by_metric: Sequence[tuple[Any, str]] = ()
+    script: Script, per_epoch: str | None, by_metric: Sequence[Scheduled] = ()
 ) -> JobFunction | None:
     """The function that makes the schedulers that are stepped on the way. per_epoch: steps of an epoch. by_metric: schedulers that evaluations
     step, each with its metric. Raises `UntranslatedError`."""
@@ -152,18 +152,27 @@ def scheduler_piece(
     returned: list[str] = []
     for name in stepped:
         depth, node = _stepping(script, name) or (0, None)
-        metric = _metric_of(script, name, getattr(node, "lineno", 0), by_metric)
+        scheduled = _scheduled(script, name, getattr(node, "lineno", 0), by_metric)
         mine, others = slice_of(script.route.setup, {name}, lambda each: each in script.schedulers, _makes)
         lines += mine
         needs |= others
         texts += [each.source.statement(each.node) for each in mine]
         data = script.data_loop
-        if metric is not None:
+        if scheduled is not None:
             script.because(
                 getattr(node, "lineno", 0),
-                f"{name} is stepped after each evaluation, with its {metric!r}, by all ranks",
+                f"{name} is stepped after each evaluation, with its {scheduled.metric!r}, by all ranks",
             )
-            returned.append(f'ml.ByMetric({name}, "{metric}")')
+            of = scheduled.of if scheduled.of and scheduled.of.divided else None
+            # a threshold by proportion is the same for every multiple of a metric
+            itself = (
+                of is None
+                or of.text == "value"
+                or (script.setup_values[name].threshold_mode == "rel" and not of.names)
+            )
+            more = "" if of is None or itself else f", lambda value: {of.text}"
+            needs |= of.names if of is not None and more else set()
+            returned.append(f'ml.ByMetric({name}, "{scheduled.metric}"{more})')
         elif data is not None and depth <= data.depth:
             script.because(
                 getattr(node, "lineno", 0),
@@ -186,24 +195,24 @@ def scheduler_piece(
     )
 
 
-def _metric_of(script: Script, name: str, at: int, by_metric: Sequence[tuple[Any, str]]) -> str | None:
-    """The metric with which a ReduceLROnPlateau is stepped; None of other schedulers. at: the line where it is. Raises
+def _scheduled(script: Script, name: str, at: int, by_metric: Sequence[Scheduled]) -> Scheduled | None:
+    """With what a ReduceLROnPlateau is stepped; None of other schedulers. at: the line where it is. Raises
     `UntranslatedError`."""
     scheduler = script.setup_values[name]
     if not isinstance(scheduler, ReduceLROnPlateau):
         return None
-    metric = next((metric for each, metric in by_metric if each is scheduler), None)
-    if metric is None:
+    found = next((each for each in by_metric if each.scheduler is scheduler), None)
+    if found is None:
         raise one_refusal(
             script, at, f"{name}.step(...) takes a measured value, which is no metric of an evaluation in the job. Step it right after each pass over held-out data, "
             "with a mean over its samples, or give Job(scheduler=...) by hand, like ml.ByMetric(scheduler, 'val_loss')."
         )  # fmt: skip
-    if scheduler.threshold_mode != "rel":
+    if scheduler.threshold_mode != "rel" and not (found.of and found.of.divided):
         raise one_refusal(
-            script, at, f"{name} has a threshold of {scheduler.threshold:g} itself (threshold_mode='abs'), and a metric of a job may be another multiple of the value. "
-            "Use threshold_mode='rel', or give Job(scheduler=...) by hand."
+            script, at, f"{name} has a threshold of {scheduler.threshold:g} itself (threshold_mode='abs'), and what it is stepped with is no known "
+            "function of a mean over the data. Use threshold_mode='rel', or give Job(scheduler=...) by hand."
         )  # fmt: skip
-    return metric
+    return found
 
 
 def _makes(line: Line, wanted: set[str]) -> bool:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import ast
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from meshloom.adopt.watching.passes import SeenPass
@@ -26,6 +26,79 @@ class Total:
     weight: ast.expr | None
     at: int
     mean: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class OfMean:
+    """A number that a script makes of a total. text: as an expression of `value`. divided: whether that is the total's mean, rather
+    than the total. names: that the text uses."""
+
+    text: str = "value"
+    divided: bool = False
+    names: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scheduled:
+    """A scheduler that is stepped with a metric after each evaluation. of: what of the metric; None: not known, it grows with it."""
+
+    scheduler: Any
+    metric: str
+    of: OfMean | None
+
+
+def of_mean(node: ast.expr, known: Mapping[str, OfMean]) -> OfMean | None:
+    """known: by the text of expressions.
+
+    >>> known = {"total": OfMean()}
+    >>> of_mean(ast.parse("math.exp(total / len(data))", mode="eval").body, known)
+    OfMean(text='math.exp(value)', divided=True, names=frozenset({'math'}))
+    >>> of_mean(ast.parse("100.0 * total / count", mode="eval").body, known).text
+    '100.0 * value'
+    """
+    if (text := ast.unparse(node)) in known:
+        return known[text]
+    if isinstance(node, ast.Attribute):
+        inner = of_mean(node.value, known) if node.attr in ("avg", "average", "mean") else None
+        return replace(inner, divided=True) if inner and not inner.divided else None
+    if isinstance(node, ast.Call):
+        return _of_call(node, known)
+    if not isinstance(node, ast.BinOp) or not isinstance(node.op, ast.Mult | ast.Div):
+        return None
+    left, right = node.left, node.right
+    if isinstance(node.op, ast.Mult) and _is_number(left):
+        inner = of_mean(right, known)
+        return replace(inner, text=f"{ast.unparse(left)} * {_factor(inner)}") if inner else None
+    inner = of_mean(left, known)
+    if inner and _is_number(right):
+        sign = "*" if isinstance(node.op, ast.Mult) else "/"
+        return replace(inner, text=f"{_factor(inner)} {sign} {ast.unparse(right)}")
+    return replace(inner, divided=True) if inner and not inner.divided and isinstance(node.op, ast.Div) else None  # fmt: skip
+
+
+def _of_call(node: ast.Call, known: Mapping[str, OfMean]) -> OfMean | None:
+    """`float(mean)`, `mean.item()`, `sum(losses)`, `np.mean(losses)`, `math.exp(mean)`."""
+    name, of = method(node), node.func
+    if name == "item" and isinstance(of, ast.Attribute) and not node.args:
+        return of_mean(of.value, known)
+    inner = of_mean(node.args[0], known) if len(node.args) == 1 and not node.keywords else None
+    if inner is None or name in ("float", "sum"):
+        return inner if isinstance(of, ast.Name) else None
+    if not isinstance(of, ast.Attribute) or not isinstance(of.value, ast.Name):
+        return None
+    if name == "mean":
+        return None if inner.divided else replace(inner, divided=True)
+    if name == "exp" and inner.divided and of.value.id in ("math", "np", "numpy"):
+        return replace(inner, text=f"{ast.unparse(of)}({inner.text})", names=inner.names | {of.value.id})
+    return None
+
+
+def _is_number(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and type(node.value) in (int, float)
+
+
+def _factor(inner: OfMean) -> str:
+    return f"({inner.text})" if "/" in inner.text or " " in inner.text else inner.text
 
 
 def totals_of_pass(evaluating: Script, seen: SeenPass, statements: Sequence[ast.stmt]) -> list[Total]:

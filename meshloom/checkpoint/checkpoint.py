@@ -49,11 +49,11 @@ def find(directory: Path) -> Path:
     if newer or whole:
         return max(newer, key=named_step) if newer else whole[0]
     if not directory.is_dir():
-        raise CheckpointError(f"There is no directory {directory} to resume from.")
+        raise CheckpointError(f"There is no directory {directory} to read a checkpoint from.")
     if directory.name.startswith("step-"):
         raise CheckpointError(f"{directory} has no {META}, so it is no whole checkpoint. {_other(directory)}")
     raise CheckpointError(
-        f"There is no checkpoint in {directory} (none was saved to the end). Start without --resume, or give another directory."
+        f"There is no checkpoint in {directory} (none was saved to the end). Give another directory; a first run starts without --resume."
     )
 
 

@@ -73,6 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise PlanError(
                 f"--hang-seconds {arguments.hang_seconds:g} must be more than 0, or 0 to wait for ever."
             )
+        _check_counts(arguments)
         if arguments.verb in ("describe", "plan"):
             return _run_here(arguments)
         plan = plan_of(arguments)
@@ -102,9 +103,7 @@ def _run_here(arguments: argparse.Namespace) -> int:
         from meshloom.cli.verb_calibrate import calibrate
 
         return calibrate(arguments)
-    for flag in ("steps", "batch", "depth", "try"):
-        if (number := getattr(arguments, flag, None)) is not None and number < 1:
-            raise PlanError(f"--{flag} {number} must be 1 or more.")
+    _check_counts(arguments)
     with ExitStack() as stack:
         stack.enter_context(as_program(arguments.target, arguments.words))
         timings = _timings()
@@ -147,6 +146,12 @@ def _run_here(arguments: argparse.Namespace) -> int:
         from meshloom.cli.verb_train import train
 
         return train(arguments, job, records, timings)
+
+
+def _check_counts(arguments: argparse.Namespace) -> None:
+    for flag in ("steps", "batch", "depth", "try"):
+        if (number := getattr(arguments, flag, None)) is not None and number < 1:
+            raise PlanError(f"--{flag} {number} must be 1 or more.")
 
 
 def _timings() -> Timings:

@@ -12,11 +12,13 @@ from torch.optim import Optimizer
 
 from meshloom.core.errors import JobError
 from meshloom.core.objectives import (
+    OBJECTIVE_TAKES,
     EachItsOwn,
     LossFunction,
     NamedParameters,
     Objective,
     check_clip,
+    check_takes,
     is_count,
     with_functions_of_their_own,
 )
@@ -59,6 +61,8 @@ class Evaluate:
             raise JobError(
                 'Evaluate(metrics=...) must be functions by name, like metrics={"accuracy": accuracy}.'
             )
+        for name, metric in self.metrics.items():
+            check_takes(f"Evaluate(metrics={{{name!r}: ...}})", metric, OBJECTIVE_TAKES["loss"])
         if not is_count(self.every, 1):
             raise JobError(f"Evaluate(every={self.every!r}) must be a whole number of steps, 1 or more.")
         known = [f"{name}:{which}" for name in self.metrics for which in ("max", "min")]
@@ -188,6 +192,8 @@ class Job:
             value = getattr(self, name)
             if not callable(value) and not (value is None and name in ("collate", "scheduler", "mix")):
                 raise JobError(f"Job({name}=...) must be a function, like {name}={example}, not {type(value).__name__}.")  # fmt: skip
+            if not isinstance(value, nn.Module) or name != "model":
+                check_takes(f"Job({name}=...)", value, _TAKES[name], f" Write it like {name}={example}.")
         if isinstance(self.model, nn.Module):
             raise JobError(
                 "Job(model=...) must be a function that builds the module, like model=lambda: GPT(), not a module: every rank builds its own."
@@ -319,6 +325,7 @@ def _check_modules(setting: str, given: Any, example: str) -> None:
         raise JobError(f"Job({setting}=...) must be names or types of modules, like {setting}={example}.")
 
 
+_TAKES = {**OBJECTIVE_TAKES, "model": (), "data": (), "collate": ("samples",), "mix": ("batch", "others")}
 _EXAMPLES = {
     "model": "lambda: GPT()",
     "loss": "lambda model, batch: cross_entropy(model(batch['x']), batch['y'])",

@@ -27,6 +27,10 @@ def check_target(target: str) -> tuple[Path, str]:
     if not path.exists() and all(part.isidentifier() for part in text.split(".")):  # as after `python -m`
         as_module = Path(*text.split(".")).with_suffix(".py")
         path = as_module if as_module.is_file() else path
+    if path.is_dir():
+        raise JobError(
+            f"{path} is a directory. Give the file that holds the job, as FILE.py or FILE.py:NAME."
+        )
     if not path.is_file():
         raise JobError(
             f"There is no file {path}. Give the Python file that holds the job, as FILE.py or FILE.py:NAME."
@@ -98,7 +102,12 @@ def _load(path: Path) -> ModuleType:
     assert specification and specification.loader
     module = importlib.util.module_from_spec(specification)
     sys.modules[name] = module  # dataclasses and worker processes look up their module
-    specification.loader.exec_module(module)
+    try:
+        specification.loader.exec_module(module)
+    except SyntaxError as error:
+        if error.filename is None:  # of bytes that are no text
+            raise JobError(f"{file} is no Python source: {error.msg}.") from None
+        raise
     return module
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -50,6 +51,7 @@ class Objective:
             value = getattr(self, name)
             if not callable(value) and not (value is None and name == "scheduler"):
                 raise JobError(f"Objective({name}=...) must be a function, not {type(value).__name__}.")
+            check_takes(f"Objective({name}=...)", value, OBJECTIVE_TAKES[name])
         given = as_list(self.parameters)
         if not callable(self.parameters) and not (given and all(isinstance(each, str) for each in given)):
             raise JobError(
@@ -124,8 +126,36 @@ def _apart(loss: LossFunction) -> LossFunction:
     return lambda model, batch: loss(model, batch)
 
 
+OBJECTIVE_TAKES = {"loss": ("model", "batch"), "optimizer": ("named",), "scheduler": ("optimizer",)}
+
+
 def is_count(value: object, least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def check_takes(setting: str, function: Any, given: Sequence[str], advice: str = "") -> None:
+    """Raises `JobError` for a function that cannot be called with what it will be given. setting: as the user writes it.
+
+    >>> check_takes("Job(loss=...)", lambda batch: batch, ("model", "batch"))
+    Traceback (most recent call last):
+    meshloom.core.errors.JobError: Job(loss=...) is called with (model, batch), and this function takes (batch).
+    """
+    if isinstance(function, nn.Module) and type(function).__module__.startswith("torch.nn."):
+        calls = f"forward{tuple(inspect.signature(function.forward).parameters)}".replace("'", "")
+        raise JobError(
+            f"{setting} is called with ({', '.join(given)}), and {type(function).__name__} has {calls}.{advice}"
+        )
+    try:
+        signature = inspect.signature(function, follow_wrapped=False)
+    except (TypeError, ValueError):  # some that are not written in Python have none
+        return
+    try:
+        signature.bind(*given)
+    except TypeError:
+        takes = ", ".join(signature.parameters)
+        raise JobError(
+            f"{setting} is called with ({', '.join(given)}), and this function takes ({takes}).{advice}"
+        ) from None
 
 
 def check_clip(of: str, clip: Any) -> None:

@@ -9,6 +9,7 @@ import sys
 import sysconfig
 import textwrap
 import traceback
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -206,10 +207,21 @@ def _chain(error: BaseException) -> list[BaseException]:
 
 def _frames(error: BaseException) -> list[Frame]:
     """Of its traceback, the deepest last; with the place of a syntax error."""
-    frames = [(frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(error.__traceback__)]
+    stack = _without_modes(traceback.extract_tb(error.__traceback__))
+    frames = [(frame.filename, frame.lineno or 0) for frame in stack]
     if isinstance(error, SyntaxError) and error.filename:
         frames.append((error.filename, error.lineno or 0))
     return frames
+
+
+def _without_modes(stack: Sequence[traceback.FrameSummary]) -> list[traceback.FrameSummary]:
+    """A mode of ours that watches the user's operators and calls the one that failed has no part in the error."""
+    ours = [each for each in stack if each.filename.startswith(_MESHLOOM)]
+    if not ours or "func(*" not in (ours[-1].line or ""):
+        return list(stack)
+    modes = ("__torch_function__", "__torch_dispatch__")
+    first = next((index for index, each in enumerate(stack) if each in ours and each.name in modes), None)
+    return [each for index, each in enumerate(stack) if first is None or index < first or each not in ours]
 
 
 def _worker_frames(error: BaseException) -> list[Frame]:

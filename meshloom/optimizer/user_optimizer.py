@@ -11,12 +11,13 @@ from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from meshloom.checkpoint.json_values import NotPlainError, to_json
 from meshloom.core.errors import JobError
 from meshloom.core.job import Job, NamedParameters
 from meshloom.core.moments.by_hand import as_scheduler, is_scheduler
-from meshloom.core.moments.by_metric import those_by_metric
+from meshloom.core.moments.by_metric import ByMetric, those_by_metric
 from meshloom.core.objectives import EachItsOwn, as_list
 from meshloom.optimizer.elementwise import Reach, reach, steps_in_windows
 
@@ -89,8 +90,20 @@ def _schedulers(function: Callable[[Any], Any] | None, made: Any) -> list[Any]:
                 f"The scheduler function returned a {type(scheduler).__name__}. Return a scheduler, like lambda optimizer: "
                 "CosineAnnealingLR(optimizer, 100), a function of a step's number, or a list of them."
             )
+        _check_optimizer(scheduler, as_list(made))
         scheduler_values(scheduler)  # find out now rather than at the first checkpoint
     return schedulers
+
+
+def _check_optimizer(scheduler: Any, optimizers: Sequence[Any]) -> None:
+    """Raises `JobError` for a scheduler of torch whose rates are those of another optimizer."""
+    inner = scheduler.scheduler if isinstance(scheduler, ByMetric) else scheduler
+    of = inner.optimizer if isinstance(inner, LRScheduler) else None
+    if of is not None and not any(of is each for each in optimizers):
+        raise JobError(
+            f"The scheduler function returned a {type(inner).__name__} of another optimizer than the one it was given, whose rate would never change. "
+            "Make it of its argument, like lambda optimizer: CosineAnnealingLR(optimizer, 100)."
+        )
 
 
 def _check_metrics(schedulers: Sequence[Any], job: Job) -> None:

@@ -27,10 +27,7 @@ from meshloom.program.ir.sparse_constants import keep_as_constants, sparse_attri
 def build_model(job: Job, device: torch.device, dtype: torch.dtype | None) -> nn.Module:
     """The job's model, in the mode that it trains in."""
     seed_everything(model_seed(job.seed))
-    model = call_model(job)
-    if not isinstance(model, nn.Module):
-        raise JobError(f"Job(model=...) returned a {type(model).__name__}, not a torch.nn.Module.")
-    model = named_as_written(model).to(device)
+    model = named_as_written(call_model(job)).to(device)
     convert_tensors(model, dtype)
     return as_trained(keep_as_constants(model))
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
+from typing import Any
 
 from rich.console import Console
+from rich.file_proxy import FileProxy
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
@@ -115,9 +118,18 @@ class LongPhases:
         self._shown: Live | None = None
         self._lock, self._ended = threading.Lock(), threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._prints: list[_Prints] = []
+        self._redirected = ExitStack()
 
     def __enter__(self) -> LongPhases:
         if self._console.is_terminal:
+            # For all phases, and here: who swallows what is printed within one (export does) restores what was there before,
+            # and a thread that did so meanwhile would leave prints where they are swallowed.
+            self._console.file = self._console.file
+            if self._takes_prints:
+                self._prints = [_Prints(self._console, file) for file in (sys.stdout, sys.stderr)]
+                self._redirected.enter_context(redirect_stdout(self._prints[0]))
+                self._redirected.enter_context(redirect_stderr(self._prints[1]))
             self._thread.start()
         return self
 
@@ -126,6 +138,7 @@ class LongPhases:
         if self._thread.is_alive():
             self._thread.join()
         self.enter(None)
+        self._redirected.close()
 
     @contextmanager
     def of(self, timings: Timings) -> Iterator[None]:
@@ -156,6 +169,8 @@ class LongPhases:
             self._phase = None if phase in self._passed_over else phase
             self._since, self._part = time.monotonic(), ""
             if self._shown:
+                for each in self._prints:
+                    each.go(above=False)
                 self._shown.stop()
                 self._shown = None
 
@@ -172,12 +187,38 @@ class LongPhases:
                 text = Text(f"{self._phase}{self._part} ({seconds:.0f} s)", style="dim")
                 if self._shown is None:
                     self._clear()
-                    taken = self._takes_prints
                     self._shown = Live(
-                        console=self._console, transient=True, auto_refresh=False, redirect_stdout=taken, redirect_stderr=taken
+                        console=self._console, transient=True, auto_refresh=False, redirect_stdout=False, redirect_stderr=False
                     )  # fmt: skip
                     self._shown.start()
+                    for each in self._prints:
+                        each.go(above=True)
                 self._shown.update(text, refresh=True)
+
+
+class _Prints:
+    """A file for what programs print: `file`, or lines above what a console shows."""
+
+    def __init__(self, console: Console, file: Any) -> None:
+        self._file = self._now = file
+        self._above = FileProxy(console, file)
+
+    def go(self, *, above: bool) -> None:
+        """There from now on."""
+        self._now = self._above if above else self._file
+        if not above:
+            self._above.flush()
+
+    def write(self, text: str) -> int:
+        """As of a text file."""
+        return self._now.write(text)
+
+    def flush(self) -> None:
+        """As of a text file."""
+        self._now.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
 
 
 def part_text(done: int, of: int) -> str:

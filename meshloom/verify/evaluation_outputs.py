@@ -207,7 +207,11 @@ class _Modules:
         if isinstance(replica.engine, ProgramEngine):
             metrics = replica.job.evaluate.metrics if replica.job.evaluate else {}
             choice = replica.engine.programs.division_of(data, metrics[name], training=False)
-            values = ModuleSums(choice.strategies if choice else {})
+            programs, loss = replica.engine.programs, metrics[name]
+            values = ModuleSums(
+                choice.strategies if choice else {},
+                lambda: programs.stages(programs.key(data, loss=loss, training=False)),
+            )
             yield values.visit
             seen = SeenMetric(values=values.found, training=training, has_parts=values.has_parts)
             self.seen.append((place, seen))

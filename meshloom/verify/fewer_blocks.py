@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -163,14 +164,13 @@ def _recorded(build: Callable[[], nn.Module]) -> tuple[nn.Module, UnfilledModel 
     if _get_current_dispatch_mode_stack() or torch.get_default_device().type != "cpu":
         return build(), None
     states = torch.get_rng_state(), random.getstate(), numpy.random.get_state()
-    try:
+    with suppress(Exception):  # whatever it is, if building as usual fails too that error is the one to see
         model, recorded = record(build)
-    except Exception:  # whatever it is, if building as usual fails too that error is the one to see
-        torch.set_rng_state(states[0])
-        random.setstate(states[1])
-        numpy.random.set_state(states[2])
-        return build(), None
-    return model, UnfilledModel(model, recorded, torch.device("cpu"))
+        return model, UnfilledModel(model, recorded, torch.device("cpu"))
+    torch.set_rng_state(states[0])
+    random.setstate(states[1])
+    numpy.random.set_state(states[2])
+    return build(), None
 
 
 def _runs_in(path: str, module: nn.Module) -> Iterator[RepeatedBlocks]:

@@ -1,14 +1,15 @@
 """The first module whose output is wrong where ranks run programs: once something differs, the forward of one chunk by all ranks
 together, on parameters equal to one device's, held against the outputs of one device's modules.
 
-Of each module the last value in its forward counts, and what that becomes where ranks add it up or gather it. Each rank says sums
-of its part; nothing is gathered.
+Of each module the last value in its forward counts, and what that becomes where ranks add it up or gather it. Where that is the value of
+a module within it, it counts as that one's alone. Each rank says sums of its part; nothing is gathered.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property, partial
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -16,6 +17,7 @@ from torch import Tensor
 from meshloom.comm.objects import collect
 from meshloom.comm.steps import Steps
 from meshloom.data.chunks import Chunk
+from meshloom.pipeline.stages.stages import Stage
 from meshloom.program.ir.nodes import Node
 from meshloom.program.operators.collectives import Transition
 from meshloom.replica.program_engine import ProgramEngine
@@ -73,12 +75,13 @@ def _ignore(*arguments: Any) -> None:
 
 class ModuleSums:
     """This rank's sums of the last value in each module's forward, and of what is made of that. strategies: how operators are divided,
-    by their nodes' names. has_parts: whether ranks have parts of what is computed outside all modules, by a loss or metric."""
+    by their nodes' names. stages: of the program whose values they are, on all ranks; called once there are values. has_parts: whether ranks
+    have parts of what is computed outside all modules, by a loss or metric."""
 
-    def __init__(self, strategies: Mapping[str, Strategy]) -> None:
+    def __init__(self, strategies: Mapping[str, Strategy], stages: Callable[[], Sequence[Stage]]) -> None:
         self.found: dict[str, list[Value]] = {}  # by module
         self.has_parts = False
-        self._strategies = strategies
+        self._strategies, self._stages = strategies, stages
         self._paths: dict[str, str] = {}  # of the module's last value
 
     def visit(self, stage: int, node: Node, value: Any) -> None:
@@ -94,6 +97,8 @@ class ModuleSums:
                 is_part = node.target.target == "part" and not node.target.after.is_whole
                 self.found[self._paths[base]].append(_sums(value, is_part=is_part))
             return
+        if node.path not in self._ending_themselves:
+            return
         placement = self._strategies[node.name].output if node.name in self._strategies else None
         self._paths[node.name] = node.path
         is_part = placement == PARTIAL or (isinstance(placement, Part) and placement.cut is not None)
@@ -102,20 +107,37 @@ class ModuleSums:
             [] if placement == PARTIAL else [_sums(value, is_part=isinstance(placement, Part))]
         )
 
+    @cached_property
+    def _ending_themselves(self) -> set[str]:
+        """Modules whose last value is none of a module within them, perhaps on another rank."""
+        ending: set[str] = set()
+        for stage in self._stages():
+            for node in stage.program.nodes:
+                if not isinstance(node.target, Transition):
+                    ending -= {node.path[: each.start()] for each in re.finditer(r"\.", node.path)}
+                    ending.add(node.path)
+        return ending
+
 
 def _values(
     engine: ProgramEngine, replica: Replica, chunks: Sequence[Chunk]
 ) -> Steps[dict[str, list[Value]]]:
     """By module, what this rank's programs compute of these chunks."""
-    sums = ModuleSums(engine.division.first.choice.strategies if engine.division else {})
+    sums: dict[str, list[Value]] = {}
     with engine.computing("rerun", idle=not chunks):
         batches = yield from engine.drawn.all_drawn(
             replica.scope.moments(chunks), engine.programs.losses.loss
         )
         for batch, chunk in zip(batches, chunks, strict=True):
             yield from engine.programs.ready(batch)
-            engine.microbatches.look(batch, _draws_of(replica, chunk), sums.visit)
-    return sums.found
+            key = engine.programs.key(batch)
+            seen = ModuleSums(
+                engine.division.first.choice.strategies if engine.division else {},
+                partial(engine.programs.stages, key),
+            )
+            engine.microbatches.look(batch, _draws_of(replica, chunk), seen.visit)
+            sums = seen.found
+    return sums
 
 
 def _draws_of(replica: Replica, chunk: Chunk) -> Any:

@@ -21,7 +21,7 @@ ADOPTED = [
     "built_together", "counted", "cycled_steps", "diffusion", "digits_convnet", "distill", "early_stopped",
     "engine_class", "frozen_backbone", "full_batch", "image_trainer", "kaggle_tabular", "learner", "memmap_gpt", "mixed_precision",
     "mixup", "mnist_flags", "module_fit", "moving_average", "nano_gpt", "no_trainer", "notebook", "one_cycle", "patient_rate",
-    "perplexity", "phases", "poly_rate", "progress_and_amp", "quickstart", "recommender", "sampled_regression",
+    "perplexed_rate", "perplexity", "phases", "poly_rate", "progress_and_amp", "quickstart", "recommender", "sampled_regression",
     "settings_class", "several_files/train", "shadow_weights", "siamese", "siamese_pairs", "simclr", "streamed_text",
     "subset_sampler", "super_res/main", "super_resolution", "text_classifier", "trainer_base", "trainer_by_steps",
     "trainer_class", "trainer_helper", "trainer_in_files/train", "trainer_kwargs", "trainer_object", "trainer_of_tutorial",
@@ -35,6 +35,7 @@ QUICK = [
     "full_batch",
     "nano_gpt",
     "several_files/train",
+    "trainer_by_steps",
     "trainer_helper",
     "trainer_kwargs",
     "trainer_object",
@@ -57,6 +58,7 @@ EVALUATIONS = {
     "moving_average": ([], 0, None, None, 0.99),
     "no_trainer": (["correct"], 10, None, None, None),
     "patient_rate": (["val_loss", "accuracy"], 16, "val_loss:min", None, None),
+    "perplexed_rate": (["total"], 10, None, None, None),
     "perplexity": (["total_loss"], 15, "total_loss:min", None, None),
     "phases": (["epoch_loss", "epoch_acc"], 44, "epoch_acc:max", None, None),
     "progress_and_amp": (["val_loss", "val_acc"], 6, None, None, None),
@@ -153,6 +155,35 @@ def test_adopted_jobs_are_equal_under_other_plans(
     assert report is not None and report.passed
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("stepped", "written"),
+    [
+        ("accuracy", 'ml.ByMetric(scheduler, "accuracy", lambda value: 100.0 * value)'),
+        ("val_loss", 'ml.ByMetric(scheduler, "val_loss")'),
+        ("2 * val_loss", 'ml.ByMetric(scheduler, "val_loss", lambda value: 2 * value)'),
+        ("val_loss + accuracy", None),
+        ("abs(val_loss)", None),
+    ],
+)
+def test_a_threshold_of_its_own_is_of_what_the_script_steps_with(
+    stepped: str, written: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "rate.py"
+    text = (SCRIPTS / "patient_rate.py").read_text(encoding="utf-8")
+    text = text.replace("min_lr=1e-5)", 'min_lr=1e-5, threshold=0.01, threshold_mode="abs")')
+    script.write_text(
+        text.replace("scheduler.step(val_loss)", f"scheduler.step({stepped})"), encoding="utf-8"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    found = adopt(script)
+    assert (written is None) == bool(found.refusals)
+    assert found.proved if written else "scheduler" in str(found.refusals[0])
+    assert (written or "") in found.after
+
+
 @pytest.mark.parametrize("name", sorted(REFUSED))
 def test_what_cannot_become_a_job_is_refused_by_line(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -169,6 +200,42 @@ def test_a_file_that_can_have_no_place_is_refused_before_the_script_runs(tmp_pat
         JobError, match=r"nowhere/job.py cannot be written: there is no directory .*nowhere. Give --to"
     ):
         adopt(script, target=tmp_path / "nowhere/job.py")
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_gradients_that_are_never_zero_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which is a mistake, mostly, and why the job differs."""
+    script = tmp_path / "adding_up.py"
+    script.write_text(
+        "import torch\n"
+        "from torch.utils.data import DataLoader, TensorDataset\n"
+        "torch.manual_seed(0)\n"
+        "x = torch.randn(64, 4)\n"
+        "loader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=8)\n"
+        "model = torch.nn.Linear(4, 1)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "for a, b in loader:\n"
+        "    loss = torch.nn.functional.mse_loss(model(a), b)\n"
+        "    loss.backward()\n"
+        "    optimizer.step()\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    found = adopt(script)
+    assert not found.proved
+    assert any("adding_up.py:10: nothing sets gradients to zero" in str(each) for each in found.left_out)
+
+
+def test_a_job_does_not_replace_its_script(tmp_path: Path) -> None:
+    (script := tmp_path / "kept.py").write_text("raise SystemExit('it ran')\n")
+    with pytest.raises(JobError, match=r"would replace the script, .*kept.py. Give another file as --to"):
+        adopt(script, target=tmp_path / "." / "kept.py", overwrite=True)
+
+
+def test_a_file_that_is_no_text_is_said(tmp_path: Path) -> None:
+    (script := tmp_path / "binary.py").write_bytes(b"x = 1\n\xff")
+    with pytest.raises(JobError, match=r"binary.py is no text in UTF-8: byte 6 is 0xff"):
+        adopt(script)
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -110,7 +110,7 @@ class Owner:
         """The statements of `__init__` for the call in `node`, which is of `source`. frame: whose it is; its values gain
         those of the constructor's names. Raises `NotInlinedError`."""
         call = next(each for each in calls(node) if self._is_made(each))
-        frame.values.update({name: each for name, each in self._values(frame).items() if name in self.names.values() and name not in frame.values})  # fmt: skip
+        frame.add({name: each for name, each in self._values(frame).items() if name in self.names.values()})
         return self._constructed(0, source, call, node, frame, {})
 
     def _values(self, frame: SeenFrame) -> dict[str, Any]:
@@ -142,7 +142,7 @@ class Owner:
         }
         if not can_rename(constructor.body, locals_of):
             raise NotInlinedError("whose __init__ defines functions of the same names")
-        frame.values.update({new: values[name] for name, new in locals_of.items() if name in values and new not in frame.values})  # fmt: skip
+        frame.add({new: values[name] for name, new in locals_of.items() if name in values})
         parts = [
             part(source, node, f"{locals_of[name]} = {text}")
             for name, text in given.items()
@@ -180,6 +180,8 @@ def owner_of(frames: Sequence[SeenFrame], known: dict[Path, PythonSource]) -> Ow
     inside = [index for index, each in enumerate(frames) if each.owner is not None]
     if not inside:
         return None
+    for each in frames:
+        each.forget_added()  # by an earlier call: they would be other things of the same names
     value, kind = frames[inside[0]].owner, type(frames[inside[0]].owner)
     if any(frames[each].owner is not value for each in inside):
         raise NotInlinedError("which calls those of another object")
@@ -199,9 +201,7 @@ def owner_of(frames: Sequence[SeenFrame], known: dict[Path, PythonSource]) -> Ow
     for each in [index, *inside]:
         attributes = frames[each].attributes if each != index else frames[inside[-1]].attributes
         plain = {names[name]: one for name, one in attributes.items() if name in names}
-        frames[each].values.update(
-            {name: one for name, one in plain.items() if name not in frames[each].values}
-        )
+        frames[each].add(plain)
     return Owner(value, {each: known[each] for each in paths}, lineage, made, index, names)
 
 

@@ -31,6 +31,19 @@ class SeenFrame:
     made: Mapping[types.CodeType, dict[str, Any]] = field(
         default_factory=dict[types.CodeType, dict[str, Any]]
     )
+    _added: set[str] = field(default_factory=set[str], init=False)
+
+    def add(self, values: Mapping[str, Any]) -> None:
+        """Values by names that an object taken apart gives its attributes; what has such a name already keeps it."""
+        new = {name: each for name, each in values.items() if name not in self.values}
+        self.values.update(new)
+        self._added.update(new)
+
+    def forget_added(self) -> None:
+        """What was added: the names are found anew."""
+        for name in self._added:
+            self.values.pop(name, None)
+        self._added.clear()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -123,7 +123,7 @@ def watch(script: Path, words: Sequence[str], num_steps: int, told: Callable[[in
         watched.after = values_of(watched.model)
     if not watched.frames:
         raise JobError(
-            f"{script.name} ran to its end, and no loss.backward() was seen. Give the arguments with which it trains after --."
+            f"{script.name} ran to its end, and no loss.backward() was seen. Give the arguments with which it trains after --; a file with an ml.Job is trained as it is."
         )
     return watched
 

@@ -17,13 +17,15 @@ from meshloom.core.errors import JobError
 
 def named_as_written(model: nn.Module) -> nn.Module:
     """The model with every wrapper replaced by its module; the same computations are compiled. Raises `JobError` for a
-    parameter without a shape.
+    parameter without a shape, and for what is no module.
 
     >>> import torch
     >>> model = named_as_written(nn.Sequential(torch.compile(nn.Linear(3, 2), backend="eager")))
     >>> [name for name, _ in model.named_parameters()]
     ['0.weight', '0.bias']
     """
+    if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]  # by the user's function
+        raise JobError(f"Job(model=...) returned a {type(model).__name__}, not a torch.nn.Module.")
     unwrapped = _inside(model)
     for name, parameter in unwrapped.named_parameters():
         if isinstance(parameter, nn.parameter.UninitializedParameter):

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from torch.optim.lr_scheduler import LRScheduler
+
 from meshloom.core.errors import JobError
 from meshloom.core.job import Job
 from meshloom.core.moments.by_hand import is_scheduler
-from meshloom.core.objectives import as_list
+from meshloom.core.objectives import as_list, check_takes
 
 
 class ByMetric:
     """What a job's scheduler function returns for a scheduler whose `step` takes a metric. Raises `JobError`.
 
     It is stepped after each evaluation that is due by `Evaluate.every`, with the value of `metric` there, in all ranks
-    with the same, and not after a training step. An evaluation after the last step that is not due steps nothing.
+    with the same, and not after a training step. of: of that value, what the scheduler is given in its place, as `math.exp` of a
+    loss for its perplexity. An evaluation after the last step that is not due steps nothing.
 
     >>> import torch
     >>> optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
@@ -28,29 +32,48 @@ class ByMetric:
     0.1
     """
 
-    def __init__(self, scheduler: Any, metric: str) -> None:
-        if not is_scheduler(scheduler):
-            raise JobError(
-                f"ByMetric takes a scheduler, like ByMetric(ReduceLROnPlateau(optimizer), 'val_loss'), not a {type(scheduler).__name__}."
+    def __init__(self, scheduler: Any, metric: str, of: Callable[[float], float] | None = None) -> None:
+        if not is_scheduler(scheduler) or isinstance(scheduler, type):
+            what = (
+                f"the class {scheduler.__name__}"
+                if isinstance(scheduler, type)
+                else f"a {type(scheduler).__name__}"
             )
+            raise JobError(
+                f"ByMetric takes a scheduler, like ByMetric(ReduceLROnPlateau(optimizer), 'val_loss'), not {what}."
+            )
+        if (
+            isinstance(scheduler, LRScheduler)
+            and "metrics" not in inspect.signature(scheduler.step).parameters
+        ):
+            raise JobError(f"{type(scheduler).__name__} goes by steps: its step() takes no metric. Return it without ByMetric, or use ReduceLROnPlateau.")  # fmt: skip
         if not isinstance(metric, str):
             raise JobError(f"ByMetric(..., metric={metric!r}) must be the name of a metric of Evaluate, like 'val_loss'.")  # fmt: skip
-        self._scheduler, self.metric = scheduler, metric
+        self.scheduler: Any = scheduler
+        self.metric = metric
+        if of is not None:
+            if not callable(of):
+                raise JobError(
+                    f"ByMetric(..., of={of!r}) must be a function of the metric's value, like math.exp."
+                )
+            check_takes("ByMetric(..., of=...)", of, ("value",))
+        self._of = of
 
     def step(self) -> None:
         """After a training step: nothing."""
 
     def evaluated(self, metrics: Mapping[str, float]) -> None:
         """After an evaluation. metrics: its values by name."""
-        self._scheduler.step(metrics[self.metric])
+        value = metrics[self.metric]
+        self.scheduler.step(float(self._of(value)) if self._of else value)
 
     def state_dict(self) -> dict[str, Any]:
         """The scheduler's own."""
-        return self._scheduler.state_dict()
+        return self.scheduler.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The scheduler goes on from there."""
-        self._scheduler.load_state_dict(state)
+        self.scheduler.load_state_dict(state)
 
 
 def those_by_metric(schedulers: Sequence[Any]) -> list[ByMetric]:

@@ -167,7 +167,9 @@ class ConstructionRecording(TorchDispatchMode):
             try:
                 result = _by_shape(func, args, kwargs)
             except (RuntimeError, NotImplementedError):
-                return self._compute(func, kind, args, kwargs)  # which has no shapes, or raises
+                result = _NO_SHAPES
+            if result is _NO_SHAPES:  # what has no shapes is computed, or raises as it does without us
+                return self._compute(func, kind, args, kwargs)
             result = tree_map(_untouched, result)
         if kind.is_empty:
             for each in tree_leaves(result):
@@ -279,6 +281,9 @@ def _dispatches(kind: Any) -> bool:
 
 def _is_meta(device: Any) -> bool:
     return device is not None and torch.device(device).type == "meta"
+
+
+_NO_SHAPES = object()
 
 
 def _by_shape(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshloom.core.errors import JobError
 from meshloom.core.job import Job
 from meshloom.core.modules.compiled import named_as_written, without_compilation
 from meshloom.core.moments.modes import as_trained
@@ -27,10 +26,7 @@ def build_model(job: Job, dtype: torch.dtype | None, *, training: bool, beside: 
     """
     with preserved_draws():
         seed_everything(model_seed(job.seed))
-        model = job.model()
-    if not isinstance(model, nn.Module):
-        raise JobError(f"Job(model=...) returned a {type(model).__name__}, not a torch.nn.Module.")
-    model = named_as_written(model)
+        model = named_as_written(job.model())
     without_compilation(model)
     convert_tensors(model, dtype)
     if (device := leaves_of(beside).device) is not None:
