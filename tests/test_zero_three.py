@@ -214,7 +214,7 @@ def test_casts_of_a_unit_do_not_outlive_its_forward(precision: str, monkeypatch:
     assert min(len(each) for each in casts.values()) >= 2 * 2 * 4  # steps, layers of a block, blocks
 
 
-@pytest.mark.covering("tied-dp=2,zero=3", "inside-dp=2,zero=3")
+@pytest.mark.covering("tied-dp=2,zero=3", "lending-dp=2,zero=3")
 @pytest.mark.parametrize("plan", ["dp=2,zero=3,microbatches=2", "dp=2,pp=2,zero=3", "dp=2,tp=2,zero=3"])
 @pytest.mark.parametrize("kind", [each for each in KINDS if each not in ("again", "penalised")])
 def test_casts_are_those_of_one_device_wherever_parameters_are_used(kind: str, plan: str) -> None:

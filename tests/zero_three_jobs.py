@@ -102,6 +102,29 @@ class Tied(Blocks):
         return super().forward(x) + super().forward(x).detach() * 0.5
 
 
+class LendingPart(Part):
+    """Returns its weight, too, in another dtype."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        lent = self.down.weight.double()
+        return super().forward(x) + F.linear(torch.tanh(x.double()) @ lent, lent).to(x.dtype), lent
+
+
+class Lending(Blocks):
+    """Casts that blocks make of their weights are used after them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(LendingPart() for _ in range(4))
+
+    def through(self, x: Tensor) -> Tensor:
+        lent: list[Tensor] = []
+        for block in self.blocks:
+            x, own = block(x)
+            lent.append(own)
+        return x + sum(F.linear(torch.tanh(x.double()) @ each, each).to(x.dtype) for each in lent)
+
+
 class Frozen(Blocks):
     """Some blocks, and parts of others, are frozen."""
 
@@ -175,6 +198,7 @@ KINDS: dict[str, tuple[type[nn.Module], Callable[[Any, Any], Tensor]]] = {
     "shuffled": (Shuffled, _plain),
     "inside": (Inside, _plain),
     "tied": (Tied, _plain),
+    "lending": (Lending, _plain),
     "frozen": (Frozen, _plain),
     "writing": (Writing, _plain),
     "recurrent": (Recurrent, _plain),

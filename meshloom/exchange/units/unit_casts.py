@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from meshloom.core.modules.casts import cast_of
 from meshloom.exchange.units.unit_slices import Unit, UnitEntry, UnitFlat
 
 _torch: Any = torch  # for private names
@@ -39,18 +40,19 @@ class UnitCasts:
 
     def __init__(self) -> None:
         self._of_units: dict[int, dict[int, _Cast]] = {}  # by the unit's number and the memory
-        self._users: list[StorageWeakRef] = []
+        self._users: dict[int, StorageWeakRef] = {}
 
     def made_by_user(self, made: object) -> None:
         """A result of the user's own call: it may be anywhere."""
-        if isinstance(made, Tensor) and made.layout == torch.strided:
-            self._users.append(StorageWeakRef(made.untyped_storage()))
+        if isinstance(made, Tensor) and made.layout == torch.strided and cast_of(made) is not None:
+            memory = StorageWeakRef(made.untyped_storage())
+            self._users[memory.cdata] = memory
 
     def used(self, place: tuple[Unit, UnitFlat, UnitEntry], tensor: Tensor) -> None:
         """An operator saves a cast of the parameter at that place for backward, or a view of it."""
         unit, part, entry = place
         memory = StorageWeakRef(tensor.untyped_storage())
-        if not any(each.cdata == memory.cdata for each in self._users):
+        if memory.cdata not in self._users:
             num_bytes = tensor.untyped_storage().nbytes()
             cast = _Cast(memory, num_bytes, tensor.dtype, unit.parts.index(part), entry)
             self._of_units.setdefault(unit.number, {}).setdefault(memory.cdata, cast)
@@ -73,7 +75,7 @@ class UnitCasts:
 
     def clear(self) -> None:
         """The chunk has been computed."""
-        self._of_units, self._users = {}, []
+        self._of_units, self._users = {}, {}
 
     def _there(self, unit: Unit) -> Iterator[tuple[_Cast, torch.UntypedStorage]]:
         """The casts that autocast still keeps, and nobody else."""
