@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
+
+_torch: Any = torch  # for private names
 
 
 def cast_of(tensor: Tensor) -> Any:
@@ -15,6 +18,8 @@ def cast_of(tensor: Tensor) -> Any:
     >>> cast_of(weight.bfloat16().T) is weight, cast_of(2 * weight.bfloat16())
     (True, None)
     """
+    if _torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # it has no memory of its own
+        return None
     node: Any = tensor.grad_fn
     while node is not None and node.name() in _VIEWS:
         node = node.next_functions[0][0]

@@ -288,7 +288,10 @@ class _Uses(TorchFunctionMode):
             if found:
                 self._use(found)
                 made = func(*args, **kwargs)
-                self._casts.made_by_user(made)
+                if (
+                    not torch.compiler.is_compiling()
+                ):  # what is made within compiled code does not leave it as a cast
+                    self._casts.made_by_user(made)
                 return made
         return func(*args, **kwargs)
 
