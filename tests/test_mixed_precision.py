@@ -140,7 +140,7 @@ def test_workers_of_an_asynchronous_run_compute_under_autocast():
     assert set(seen) == {torch.bfloat16}
 
 
-@pytest.mark.covering("zero=1", "zero=3")
+@pytest.mark.covering("experts")
 @pytest.mark.parametrize(
     ("model", "plan"),
     [
