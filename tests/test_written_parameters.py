@@ -126,6 +126,20 @@ def test_published_teachers_are_verified(name: str, plan: str) -> None:
     assert report.passed
 
 
+@pytest.mark.long
+def test_a_teacher_is_followed_in_chunks_of_every_size() -> None:
+    """Chunks of another size were read without the teacher's average, which is nothing while it is its student's copy."""
+    report = verify(
+        PUBLISHED["moco"](),
+        Plan.parse("pp=2,microbatches=2"),
+        devices="simulated",
+        steps=2,
+        dtype=torch.float64,
+    )
+    assert report is not None
+    assert report.passed
+
+
 def test_a_teacher_that_is_written_later_is_an_error() -> None:
     def loss(model: Any, batch: Any) -> Tensor:
         if ml.step() >= 2:

@@ -59,7 +59,7 @@ class CheckedCapture:
             if resized is not None:
                 return resized
             with nullcontext(model) if model is not None else self._model_for(training, batches[0]) as used:
-                return self._program(batches, training, used, is_first=known is None)
+                return self._program(batches, training, used, known)
 
     def at_other_sizes(self, known: Program, *batches: Any) -> Program | None:
         """The program for batches of other sizes, captured from shapes alone; None where it differs from
@@ -71,12 +71,16 @@ class CheckedCapture:
             return resized(known, self._job, ends, lambda model, pair: self._capture(pair, model, {}))
 
     def _program(
-        self, batches: Sequence[Any], training: bool, model: nn.Module, *, is_first: bool
+        self, batches: Sequence[Any], training: bool, model: nn.Module, known: Program | None
     ) -> Program:
         read, fresh = (batches[0], batches[1]), batches[-2:]
         entry: ProgramCacheKey | None = None
         asked = asked_for(self._job, model)
-        if is_first and self._stored is not None:
+        if known is not None:
+            # What had to run as written does so at every size, also where the comparison would not show why: a teacher
+            # that begins as a copy of its student has the same values whether it follows or not.
+            asked |= known.opaque
+        if known is None and self._stored is not None:
             with self._timings.of("looking at what was kept"), one_thread():
                 kind = f"{training} {self._dtype} {self._default} {sorted(asked)}"
                 entry = self._stored.entry(model, self._job.loss, leaves_of(read[0]), kind=kind)
