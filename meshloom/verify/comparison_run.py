@@ -264,7 +264,7 @@ class ComparisonRun(Comparing):
         comparison = self._comparer.compare(ours, self._reference_record, of_tensors, grows=grows)
         if self._against and not self.reference.scale.overflowed:
             self._from_float64, self._against = self._against.result(*comparison.loss), None
-        if not comparison.passed and all(step.passed for step in self._steps):
+        if not comparison.passed and self.passed:
             of_averages = self._averages.cause() if self._averages else None
             self.causes = diagnose(
                 comparison, ours, self._reference_record, self._evidence, self._steps, of_averages

@@ -28,6 +28,16 @@ ADOPTED = [
     "trainer_with_a_base", "trainer_with_everything", "translation", "two_inputs", "unet_dice", "vae",
     "weighted_sampler", "yaml_config/train", "zipped",
 ]  # fmt: skip
+LINEAR = """import torch
+from torch.utils.data import DataLoader, TensorDataset
+torch.manual_seed(0)
+x = torch.randn(64, 4)
+loader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=8)
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for a, b in loader:
+    loss = torch.nn.functional.mse_loss(model(a), b)
+"""  # what a loop begins with
 QUICK = [
     "averaged_model",
     "built_together",
@@ -207,19 +217,7 @@ def test_a_file_that_can_have_no_place_is_refused_before_the_script_runs(tmp_pat
 def test_gradients_that_are_never_zero_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which is a mistake, mostly, and why the job differs."""
     script = tmp_path / "adding_up.py"
-    script.write_text(
-        "import torch\n"
-        "from torch.utils.data import DataLoader, TensorDataset\n"
-        "torch.manual_seed(0)\n"
-        "x = torch.randn(64, 4)\n"
-        "loader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=8)\n"
-        "model = torch.nn.Linear(4, 1)\n"
-        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
-        "for a, b in loader:\n"
-        "    loss = torch.nn.functional.mse_loss(model(a), b)\n"
-        "    loss.backward()\n"
-        "    optimizer.step()\n"
-    )
+    script.write_text(LINEAR + "    loss.backward()\n    optimizer.step()\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     found = adopt(script)
     assert not found.proved
@@ -270,16 +268,7 @@ def test_a_job_that_differs_is_not_proved(tmp_path: Path, monkeypatch: pytest.Mo
     """A loop that changes parameters by hand behind the optimizer's back."""
     script = tmp_path / "clamped.py"
     script.write_text(
-        "import torch\n"
-        "from torch.utils.data import DataLoader, TensorDataset\n"
-        "torch.manual_seed(0)\n"
-        "x = torch.randn(64, 4)\n"
-        "loader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=8)\n"
-        "model = torch.nn.Linear(4, 1)\n"
-        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
-        "for a, b in loader:\n"
-        "    loss = torch.nn.functional.mse_loss(model(a), b)\n"
-        "    optimizer.zero_grad()\n"
+        LINEAR + "    optimizer.zero_grad()\n"
         "    loss.backward()\n"
         "    optimizer.step()\n"
         "    model.weight.data.clamp_(-0.3, 0.3)\n"

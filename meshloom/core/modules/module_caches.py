@@ -50,7 +50,11 @@ def _namespaces() -> list[Mapping[str, Any]]:
     found: list[Mapping[str, Any]] = []
     for name in sys.modules.keys() - _others:
         module = sys.modules.get(name)
-        if not isinstance(module, ModuleType) or not _is_users(name, vars(module).get("__file__")):
+        file = vars(module).get("__file__") if isinstance(module, ModuleType) else None
+        if module is None or file is None:
+            continue
+        if not _is_users(name, file):
+            _others.add(name)
             continue
         found.append(vars(module))
         values = list(vars(module).values())
@@ -102,14 +106,10 @@ def _tensors_in(container: Any) -> list[Tensor]:
 _others: set[str] = set()  # names of modules that are not the user's
 
 
-def _is_users(name: str, file: str | None) -> bool:
+def _is_users(name: str, file: str) -> bool:
     """Whether a module is neither of Python's, of torch's, of this package nor an installed one."""
-    if file is None or name.split(".")[0] == "meshloom":
-        return False
-    if "site-packages" in file or "dist-packages" in file or file.startswith(_OTHERS):
-        _others.add(name)
-        return False
-    return True
+    installed = "site-packages" in file or "dist-packages" in file or file.startswith(_OTHERS)
+    return not installed and name.split(".")[0] != "meshloom"
 
 
 _OTHERS = (sysconfig.get_path("stdlib"), str(Path(torch.__file__).parent))

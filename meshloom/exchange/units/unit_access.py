@@ -173,8 +173,9 @@ class UnitAccess:
         if cast is None:
             return tensor
         unit, part, entry = cast
-        self._casts.used(cast, tensor)
-        return _Saved(self, unit, unit.parts.index(part), tensor, slice(entry.start, entry.stop))
+        number = unit.parts.index(part)
+        self._casts.used(unit, number, entry, tensor)
+        return _Saved(self, unit, number, tensor, slice(entry.start, entry.stop))
 
     def watching(self) -> AbstractContextManager[Any]:
         """Context in which operators find values in the parameters that they get. Backwards need one of their

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from meshloom.core.modules.casts import cast_of
-from meshloom.exchange.units.unit_slices import Unit, UnitEntry, UnitFlat
+from meshloom.exchange.units.unit_slices import Unit, UnitEntry
 
 _torch: Any = torch  # for private names
 _OWN = 2  # references to the memory of a cast that autocast keeps: its tensor's, and the one by which it is looked at
@@ -48,13 +48,12 @@ class UnitCasts:
             memory = StorageWeakRef(made.untyped_storage())
             self._users[memory.cdata] = memory
 
-    def used(self, place: tuple[Unit, UnitFlat, UnitEntry], tensor: Tensor) -> None:
+    def used(self, unit: Unit, part: int, entry: UnitEntry, tensor: Tensor) -> None:
         """An operator saves a cast of the parameter at that place for backward, or a view of it."""
-        unit, part, entry = place
-        memory = StorageWeakRef(tensor.untyped_storage())
+        storage = tensor.untyped_storage()
+        memory = StorageWeakRef(storage)
         if memory.cdata not in self._users:
-            num_bytes = tensor.untyped_storage().nbytes()
-            cast = _Cast(memory, num_bytes, tensor.dtype, unit.parts.index(part), entry)
+            cast = _Cast(memory, storage.nbytes(), tensor.dtype, part, entry)
             self._of_units.setdefault(unit.number, {}).setdefault(memory.cdata, cast)
 
     def let_go(self, unit: Unit) -> None:
