@@ -133,7 +133,7 @@ def check_part_fits(replica: Replica, *, cache: Cache | None) -> Steps[None]:
         state = state_bytes(replica.job, parameters) or 0
         held = held_by(replica, 0, state / whole if whole and trained else 0.0)
         rank = engine.tp.rank if engine.tp else 0
-        in_units = plan.zero == 3
+        in_units = plan.zero == 3 and not replica.exchange.one_copy
         kept = _in_flight(
             engine,
             plan,
