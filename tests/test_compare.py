@@ -277,6 +277,21 @@ def test_a_huge_mask_hides_no_wrong_buffer_and_one_that_no_step_changes_must_sta
         assert error.passed == passes, (name, error)
 
 
+def test_a_parameter_that_the_loss_writes_is_judged_as_the_buffers_are():
+    """The story: a teacher's first average, of values that are its student's, moved it by roundings, and six chunks' averages
+    put together in another order by other ones."""
+    before = torch.linspace(0.5, 1, 5, dtype=torch.float64)
+    eps = torch.finfo(torch.float64).eps
+    for steps, by, passes in ((False, 8, True), (True, 8, False), (False, 1024, False)):
+        state = StateErrors(
+            {"teacher.weight": before * (1 + eps)}, {"teacher.weight": before}, {}, changed=(), step=0,
+            updates=UpdateTolerances(by_name={"teacher.weight": 32 * eps} if steps else {}, other=32 * eps),
+            rounding=BufferTolerances(),
+        )  # fmt: skip
+        found = state.compare("teacher.weight", before * (1 + by * eps))
+        assert all(error.passed for error in found) == passes, (steps, by, found)
+
+
 def test_the_first_module_whose_output_differs_is_named():
     chunks = [chunk(0), replace(chunk(1), modules=(output("first", 1.0), output("last", 2.1)))]
     assert compare(replace(with_gradient("first.weight", ZERO), chunks=chunks)).first_module == "last"
