@@ -135,6 +135,30 @@ def test_a_wait_lasts_as_long_as_others_get_on():
     assert turns.run([waits, waits, lambda: reads(0), lambda: reads(1)]) == [100, 100, 0, 1]
 
 
+@pytest.mark.parametrize("size", [2, 3])
+def test_what_autocast_has_cast_stays_while_another_rank_leaves_its_region(size: int):
+    """The story: a weight's three uses in a loss had one cast on one device, and two with simulated ranks, since one that ended
+    its loss made torch forget the casts of all."""
+    turns, left = Turns(), list[int]()
+
+    def casts(number: int) -> tuple[int, int]:
+        weight, x = torch.ones(2, 2, requires_grad=True), torch.ones(1, 2)
+        with torch.autocast("cpu", torch.bfloat16):
+            y = x @ weight
+            turns.wait_for(lambda: len(left) >= number, lambda: "never")  # those of lower numbers have left
+            z = x @ weight
+        left.append(number)
+        turns.wait_for(lambda: len(left) == size, lambda: "never")
+        with torch.autocast("cpu", torch.bfloat16):  # a loss of its own
+            again = x @ weight
+        casts = [each.grad_fn.next_functions[1][0] for each in (y, z, again)]
+        return len(set(casts[:2])), len(set(casts))
+
+    assert turns.run([lambda number=number: casts(number) for number in range(size)]) == [(1, 2)] * size
+    torch.autocast_increment_nesting()
+    assert torch.autocast_decrement_nesting() == 0
+
+
 @pytest.mark.parametrize("failing", [0, 1, 2])
 def test_the_first_exception_ends_all(failing: int):
     turns = Turns()

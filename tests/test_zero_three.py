@@ -214,13 +214,13 @@ def test_casts_of_a_unit_do_not_outlive_its_forward(precision: str, monkeypatch:
     assert min(len(each) for each in casts.values()) >= 2 * 2 * 4  # steps, layers of a block, blocks
 
 
-@pytest.mark.covering("tied-dp=2,zero=3", "lending-dp=2,zero=3")
+@pytest.mark.covering("tied-dp=2,zero=3", "again-dp=2,zero=3")
 @pytest.mark.parametrize("plan", ["dp=2,zero=3,microbatches=2", "dp=2,pp=2,zero=3", "dp=2,tp=2,zero=3"])
-@pytest.mark.parametrize("kind", [each for each in KINDS if each not in ("again", "penalised")])
+@pytest.mark.parametrize("kind", [each for each in KINDS if each != "penalised"])
 def test_casts_are_those_of_one_device_wherever_parameters_are_used(kind: str, plan: str) -> None:
     """A cast that lost its memory with its unit has it back for the next use, and stays one tensor for all uses of a loss.
 
-    again: gradients of three uses add up in another order where simulated ranks share what autocast keeps. penalised: by cuts between
+    penalised: by cuts between
     its blocks the loss of the second step is off by 4e-4, and was so when casts stayed; 1e-4 is allowed.
     """
     mixed = Plan.parse(f"{plan},precision=bf16-mixed")

@@ -63,6 +63,47 @@ def advance_one(rank: Steps[Any]) -> tuple[bool, Any]:
     return False, None
 
 
+class _AutocastRegions:
+    """Keeps what autocast has cast while a rank waits in a region of its own.
+
+    torch keeps the casts of all threads in one place, and forgets all of them where a thread leaves its outermost region.
+    While others wait in theirs, a rank that runs is held one region deeper than it knows, so that it forgets nothing.
+    """
+
+    def __init__(self) -> None:
+        self._depths: dict[int, int] = {}  # rank -> regions that it is in, of those that wait
+        self._held: set[int] = set()
+
+    def pause(self, rank: int) -> None:
+        """The rank passes the turn."""
+        self._depths[rank] = _autocast_depth() - (rank in self._held)
+
+    def resume(self, rank: int) -> None:
+        """The rank has got the turn."""
+        self._depths.pop(rank, None)
+        hold = any(self._depths.values())
+        if hold and rank not in self._held:
+            torch.autocast_increment_nesting()
+            self._held.add(rank)
+        elif not hold and rank in self._held:
+            self._held.discard(rank)
+            if torch.autocast_decrement_nesting() == 0:
+                torch.clear_autocast_cache()
+
+    def end(self, rank: int) -> None:
+        """The rank has returned, or failed."""
+        self._depths.pop(rank, None)
+        if rank in self._held:
+            self._held.discard(rank)
+            torch.autocast_decrement_nesting()
+
+
+def _autocast_depth() -> int:
+    """Autocast regions that the calling thread is in."""
+    torch.autocast_increment_nesting()
+    return torch.autocast_decrement_nesting()
+
+
 class Turns:
     """Functions that run one at a time and pass the turn when they wait."""
 
@@ -71,6 +112,7 @@ class Turns:
         self._running: list[int] = []  # ranks that have not returned, the one whose turn it is first
         self._names: dict[int, int] = {}  # thread -> rank
         self._failed: BaseException | None = None
+        self._regions = _AutocastRegions()
         self._idle_turns = 0  # consecutive turns in which no rank could continue
 
     @property
@@ -81,12 +123,14 @@ class Turns:
     def run(self, functions: Sequence[Callable[[], T]]) -> list[T]:
         """Run all to their end; their results. The first exception ends all of them and is raised."""
         results: list[Any] = [None] * len(functions)
+        self._regions = _AutocastRegions()
         self._running, self._names, self._failed = list(range(len(functions))), {}, None
 
         def body(rank: int) -> None:
             self._names[threading.get_ident()] = rank
             try:
                 self._await_turn(rank)
+                self._regions.resume(rank)
                 # Backward stays in this thread, on GPUs too: their own thread would serve all ranks, and wait with one.
                 with torch.autograd.set_multithreading_enabled(False):
                     results[rank] = functions[rank]()
@@ -97,6 +141,7 @@ class Turns:
             finally:
                 with self._baton:
                     self._idle_turns = 0
+                    self._regions.end(rank)
                     self._running.remove(rank)
                     self._baton.notify_all()
                 del self._names[threading.get_ident()]
@@ -125,10 +170,12 @@ class Turns:
                 if self._idle_turns > len(self._running):
                     raise CollectiveError(what())
                 self._idle_turns += 1
+                self._regions.pause(rank)
                 with self._baton:
                     self._running.append(self._running.pop(0))
                     self._baton.notify_all()
                 self._await_turn(rank)
+                self._regions.resume(rank)
 
     def _await_turn(self, rank: int) -> None:
         with self._baton:

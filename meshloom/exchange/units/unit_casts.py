@@ -58,13 +58,13 @@ class UnitCasts:
 
     def let_go(self, unit: Unit) -> None:
         """The unit's values are not needed until further notice."""
-        for _, storage in self._there(unit):
+        for _, storage in self._there(unit.number):
             storage.resize_(0)
 
     def fill(self, unit: Unit) -> None:
         """The unit's values are here again."""
         assert unit.values is not None
-        for each, storage in self._there(unit):
+        for each, storage in self._there(unit.number):
             if not storage.nbytes():
                 storage.resize_(each.num_bytes)
                 values = unit.values[each.part][each.entry.start : each.entry.stop]
@@ -73,12 +73,15 @@ class UnitCasts:
                     whole.set_(storage, 0, values.shape).copy_(values)
 
     def clear(self) -> None:
-        """The chunk has been computed."""
+        """The chunk has been computed. Where autocast keeps casts for other simulated ranks, which are still in their losses, it must
+        forget ours, too: their memory is gone."""
+        if any(True for number in self._of_units for _ in self._there(number)):
+            torch.clear_autocast_cache()
         self._of_units, self._users = {}, {}
 
-    def _there(self, unit: Unit) -> Iterator[tuple[_Cast, torch.UntypedStorage]]:
+    def _there(self, number: int) -> Iterator[tuple[_Cast, torch.UntypedStorage]]:
         """The casts that autocast still keeps, and nobody else."""
-        for each in self._of_units.get(unit.number, {}).values():
+        for each in self._of_units.get(number, {}).values():
             storage = _torch.UntypedStorage._new_with_weak_ptr(each.memory.cdata)
             if storage is not None and _torch._C._storage_Use_Count(storage._cdata) == _OWN:
                 yield each, storage
