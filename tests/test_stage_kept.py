@@ -40,17 +40,19 @@ def test_every_rank_of_an_uneven_division_is_measured(name: str, num_ranks: int)
         assert sum(kept) >= whole, f"seed {seed}: what one device keeps is kept by some rank"
 
 
-def test_casts_of_parameters_are_not_kept_where_parameters_are_there_for_a_unit_at_a_time() -> None:
+@pytest.mark.parametrize("kind", ["blocks", "adapted"])
+def test_casts_of_parameters_are_not_kept_where_parameters_are_there_for_a_unit_at_a_time(kind: str) -> None:
     """Under autocast every linear layer keeps its weight once more, in bfloat16; zero=3 makes that anew in backward."""
-    job = in_precision(unit_job("blocks"), Plan(precision="bf16-mixed"))
+    job = in_precision(unit_job(kind), Plan(precision="bf16-mixed"))
     rows: Any = [job.data()[at] for at in range(6)]
     program = capture(job, (default_collate(rows[:3]), default_collate(rows[3:])))
     (stage,) = cut_into_stages(program, {node.name: 0 for node in program.nodes}, 1)
-    weights = [
-        each.meta
+    # what the first layer is given needs no gradient, so backward does not need its weight; with a frozen base that goes for the
+    # first block's first layer, too, and the first of its adapter's two
+    unsaved = ("first.weight", "blocks.0.up.base.weight", "blocks.0.up.down.weight")
+    casts = 2 * sum(
+        math.prod(each.meta.shape)
         for name, each in program.parameters.items()
-        if name.endswith("weight") and "norm" not in name
-    ]
-    # the first layer's input needs no gradient, so backward does not need its weight
-    casts = 2 * sum(math.prod(each.shape) for each in weights[1:])
+        if name.endswith("weight") and "norm" not in name and name not in unsaved
+    )
     assert kept_bytes_of(stage, 1) - kept_bytes_of(stage, 1, in_units=True) == casts > 0

@@ -228,6 +228,32 @@ def test_casts_are_those_of_one_device_wherever_parameters_are_used(kind: str, p
     assert report and report.passed
 
 
+def test_casts_of_a_frozen_base_do_not_outlive_the_operator_that_makes_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The story: under adapters of low rank the base, nearly the whole model, was kept once more in bfloat16 until backward. Such casts
+    have no graph."""
+    kept: list[StorageWeakRef] = []
+    pack = UnitAccess.pack
+
+    def packed(access: UnitAccess, tensor: Tensor) -> Any:
+        found = pack(access, tensor)
+        if (
+            tensor.dtype == torch.bfloat16 and not tensor.requires_grad and tensor.numel() == 6 * 11
+        ):  # of the base
+            assert found is not tensor
+            assert not [each for each in kept if not each.expired()]
+            kept.append(StorageWeakRef(tensor.untyped_storage()))
+        return found
+
+    monkeypatch.setattr(UnitAccess, "pack", packed)
+    job = replace(unit_job("adapted"), steps=2)
+    report = verify(job, Plan.parse("dp=2,zero=3,precision=bf16-mixed"), devices="simulated", steps=2)
+    assert report and report.passed
+    # ranks, steps, layers; what the first one is given needs no gradient, so its weight is not saved
+    assert len(kept) >= 2 * 2 * (2 * 4 - 1)
+
+
 @pytest.mark.covering("adamw-dp=1", "muon")
 @pytest.mark.parametrize(
     ("optimizer", "plan"),

@@ -136,6 +136,31 @@ class Frozen(Blocks):
         self.first.requires_grad_(False)
 
 
+class Adapted(Blocks):
+    """A frozen base, whose layers have trained adapters of low rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.requires_grad_(False)
+        for block in self.blocks:
+            block.down = Adapter(block.down)  # type: ignore[arg-type]
+            block.up = Adapter(block.up)  # type: ignore[arg-type]
+        self.head.requires_grad_()
+
+
+class Adapter(nn.Module):
+    """A layer and what it learns beside it."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base
+        self.down = nn.Linear(base.in_features, 2, bias=False)
+        self.up = nn.Linear(2, base.out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
 class Writing(Blocks):
     """Counts and averages what it sees in buffers."""
 
@@ -200,6 +225,7 @@ KINDS: dict[str, tuple[type[nn.Module], Callable[[Any, Any], Tensor]]] = {
     "tied": (Tied, _plain),
     "lending": (Lending, _plain),
     "frozen": (Frozen, _plain),
+    "adapted": (Adapted, _plain),
     "writing": (Writing, _plain),
     "recurrent": (Recurrent, _plain),
     "decayed": (Blocks, _decayed),

@@ -27,7 +27,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
 from meshloom.core.errors import TrainingError
-from meshloom.core.modules.casts import cast_of
+from meshloom.core.modules.casts import FrozenCasts, cast_of
 from meshloom.exchange.units.unit_casts import UnitCasts
 from meshloom.exchange.units.unit_gathering import UnitGathering
 from meshloom.exchange.units.unit_slices import Unit
@@ -46,6 +46,7 @@ class UnitAccess:
         self._here: dict[int, tuple[Unit, int, StorageWeakRef]] = {}
         self._written: str | None = None
         self._casts = UnitCasts()
+        self._frozen = FrozenCasts()
 
     def connect(self) -> ExitStack:
         """Hooks on the units' modules, until the returned stack is closed."""
@@ -169,18 +170,20 @@ class UnitAccess:
         found = self._here.get(tensor.untyped_storage()._cdata)  # pyright: ignore[reportPrivateUsage]
         if found is not None:
             return _Saved(self, found[0], found[1], tensor)
-        cast = self._gathering.place_of(cast_of(tensor))
+        trained = cast_of(tensor)
+        cast = self._gathering.place_of(self._frozen.cast_of(tensor) if trained is None else trained)
         if cast is None:
             return tensor
         unit, part, entry = cast
         number = unit.parts.index(part)
-        self._casts.used(unit, number, entry, tensor)
+        if trained is not None:
+            self._casts.used(unit, number, entry, tensor)
         return _Saved(self, unit, number, tensor, slice(entry.start, entry.stop))
 
     def watching(self) -> AbstractContextManager[Any]:
         """Context in which operators find values in the parameters that they get. Backwards need one of their
         own, as torch suspends it while it calls them."""
-        return _Uses(self._use, self._casts)
+        return _Uses(self._use, self._casts, self._frozen)
 
     def saved(self, unit: Unit) -> None:
         """One more tensor is saved for backward."""
@@ -276,11 +279,11 @@ def _transforms() -> Iterator[None]:
 
 
 class _Uses(TorchFunctionMode):
-    """Tells `use` of parameters that torch functions get, and `casts` of what they make of them."""
+    """Tells `use` of parameters that torch functions get, `casts` of what they make of them, and `frozen` of what they are given."""
 
-    def __init__(self, use: Callable[[list[Tensor]], None], casts: UnitCasts) -> None:
+    def __init__(self, use: Callable[[list[Tensor]], None], casts: UnitCasts, frozen: FrozenCasts) -> None:
         super().__init__()
-        self._use, self._casts = use, casts
+        self._use, self._casts, self._frozen = use, casts, frozen
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -288,7 +291,8 @@ class _Uses(TorchFunctionMode):
             found = list(_parameters((*args, *kwargs.values())))
             if found:
                 self._use(found)
-                made = func(*args, **kwargs)
+                with self._frozen.running(func, (*args, *kwargs.values())):
+                    made = func(*args, **kwargs)
                 if (
                     not torch.compiler.is_compiling()
                 ):  # what is made within compiled code does not leave it as a cast

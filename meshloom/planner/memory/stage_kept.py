@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Collection, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,7 +18,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from meshloom.comm.group import Group, ReduceOp, Work
-from meshloom.core.modules.casts import cast_of
+from meshloom.core.modules.casts import FrozenCasts, cast_of
 from meshloom.pipeline.stages.stages import Stage
 from meshloom.program.cost.cost_fake import (
     fake_buffers,
@@ -75,14 +76,19 @@ def _kept_bytes(program: Program, received: Collection[str], *, in_units: bool) 
     number = 0  # of the node that runs
 
     parameters = {id(values[each.value]) for each in program.parameters.values()} if in_units else ()
+    frozen = FrozenCasts()
 
     def pack(tensor: Tensor) -> _Saved:
         held = _Saved(tensor)
-        if id(cast_of(tensor)) not in parameters:
+        trained = cast_of(tensor)
+        if id(frozen.cast_of(tensor) if trained is None else trained) not in parameters:
             saved.append((number, weakref.ref(held)))
         return held
 
-    with saved_tensors_hooks(pack, lambda held: held.tensor):
+    with (
+        saved_tensors_hooks(pack, lambda held: held.tensor),
+        frozen.watching() if in_units else nullcontext(),
+    ):
         for _ in run_nodes(program, values, keep=False):
             number += 1
     kept = dict.fromkeys((node.name for node in program.nodes), 0)
