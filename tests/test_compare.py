@@ -247,6 +247,19 @@ def test_a_cast_in_the_model_widens_nothing_where_operators_run_on_whole_chunks(
     assert divided.partial == torch.float32 and divided.values == 1e-4  # of a loss: one number
 
 
+def test_casts_of_gradients_that_a_loss_takes_itself_widen_it_where_a_program_adds_them_up():
+    for plan, expected in (
+        (Plan(pp=2), 5e-2),
+        (Plan(dp=2), 32 * 2**-23),
+        (Plan(dp=2, precision="bf16-mixed"), 32 * 2**-23),
+    ):
+        both = Comparer(plan=plan, precision=torch.float32, autocast=torch.bfloat16)
+        both.note([Cast(place="first", dtype="bfloat16", in_optimizer=False)])
+        assert both.values == 32 * 2**-23
+        both.note([Cast(place="first", dtype="bfloat16", in_optimizer=False, in_gradients=True)])
+        assert both.values == expected and not both.casts
+
+
 def test_a_cast_in_an_optimizer_widens_what_it_updates_alone():
     one = record(casts=[Cast(place="Muon", dtype="bfloat16", in_optimizer=True)])
     assert not compare(with_gradient("first.weight", tensor(3.00001, 0.0)), one).passed

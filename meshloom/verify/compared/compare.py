@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -86,7 +86,7 @@ class Comparer:
         """All reductions of precision in the reference so far, but those of the plan's autocast."""
         own = [
             each
-            for each in self._casts
+            for each in {replace(each, in_gradients=False) for each in self._casts}
             if each.in_optimizer or getattr(torch, each.dtype) not in (self.autocast, self.lowered)
         ]
         return tuple(sorted(own, key=lambda cast: (cast.in_optimizer, cast.place, cast.dtype)))
@@ -107,9 +107,11 @@ class Comparer:
     @property
     def values(self) -> float:
         """The tolerance of a loss: of one number, whose movement under a perturbation says nothing. Casts are of
-        equal values wherever operators run on whole chunks, so they widen nothing there (decision 40)."""
+        equal values wherever operators run on whole chunks, so they widen nothing there (decision 40); but gradients that a loss
+        takes itself are added up in a program's order."""
         if not rounds_partial_sums(self.plan):
-            return unmeasured(self.precision)
+            own = [each.dtype for each in self._casts if each.in_gradients and self.plan.captures]
+            return max([unmeasured(self.precision), *(most_tolerated(getattr(torch, each)) for each in own)])
         return max(unmeasured_through(self.precision), most_tolerated(self.partial))
 
     @property

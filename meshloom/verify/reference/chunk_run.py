@@ -160,7 +160,10 @@ class ChunkRun:
             branches_as_written(),
             uncompiled(),
         ):
-            with torch.autocast(self._device.type, self.autocast, enabled=self.autocast is not None):
+            with (
+                torch.autocast(self._device.type, self.autocast, enabled=self.autocast is not None),
+                casts.computing_loss() if casts else nullcontext(),
+            ):
                 computed = computed_with_logs(self.loss, self._model, batch)
             returned, logged = taken_apart(computed)
             loss_sum, weight = as_sum(returned, len(forward.samples))

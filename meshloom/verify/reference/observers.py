@@ -249,7 +249,17 @@ class CastWatch(TorchDispatchMode):
         self._bits = torch.finfo(precision).bits
         self._modules = modules
         self._optimizer = optimizer
-        self._seen: dict[tuple[str, str], Cast] = {}
+        self._seen: dict[tuple[str, str, bool], Cast] = {}
+        self._in_loss = False
+
+    @contextmanager
+    def computing_loss(self) -> Iterator[None]:
+        """Context of a loss, without its backward: what is of a backward in it is of gradients that it takes itself."""
+        self._in_loss = True
+        try:
+            yield
+        finally:
+            self._in_loss = False
 
     @property
     def casts(self) -> tuple[Cast, ...]:
@@ -263,11 +273,13 @@ class CastWatch(TorchDispatchMode):
         low = [dtype for dtype in _precisions(output) if torch.finfo(dtype).bits < self._bits]
         if low and any(torch.finfo(dtype).bits >= self._bits for dtype in _precisions(args)):
             place = self._optimizer or (self._modules.place if self._modules else "")
+            own = self._in_loss and _is_in_backward()
             for dtype in low:
                 name = str(dtype).removeprefix("torch.")
-                self._seen.setdefault(
-                    (place, name), Cast(place=place, dtype=name, in_optimizer=self._optimizer is not None)
+                cast = Cast(
+                    place=place, dtype=name, in_optimizer=self._optimizer is not None, in_gradients=own
                 )
+                self._seen.setdefault((place, name, own), cast)
         return output
 
 
@@ -282,12 +294,16 @@ class LargestHalf(TorchDispatchMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         output = func(*args, **(kwargs or {}))
-        if torch._C._current_graph_task_id() != -1:  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+        if _is_in_backward():
             for leaf in tree_leaves(output):
                 if isinstance(leaf, Tensor) and leaf.dtype == torch.float16 and leaf.numel():
                     size = float(leaf.detach().abs().max())
                     self.size = max(self.size, size) if math.isfinite(size) else math.inf
         return output
+
+
+def _is_in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
 
 
 def _precisions(values: Any) -> list[torch.dtype]:

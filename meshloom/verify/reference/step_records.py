@@ -41,11 +41,12 @@ class ModuleOutput:
 @dataclass(frozen=True, kw_only=True)
 class Cast:
     """A reduction of precision below that of the parameters: its dtype, and the module (or optimizer) it
-    is in."""
+    is in. in_gradients: it is of gradients that the loss takes itself."""
 
     place: str
     dtype: str
     in_optimizer: bool
+    in_gradients: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
