@@ -185,7 +185,7 @@ SHAPES_OF_MODELS = {
 }
 
 
-@pytest.mark.covering("tied-dp=2,pp=2,tp=2")
+@pytest.mark.covering("twice with draws")
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "plan"),

@@ -191,8 +191,8 @@ def stepped(model: nn.Module, batch: Batch) -> Tensor:
     return error * (1 + 0.1 * ml.step()) if error.item() < 1e9 else error
 
 
-@pytest.mark.covering("remembered-dp=2,pp=2,tp=2")
-@pytest.mark.parametrize("plan", few(["dp=2,pp=2,tp=2", "pp=2,microbatches=2", "tp=2"], 1, pytest.mark.slow))
+@pytest.mark.covering("remembered-tp=2")
+@pytest.mark.parametrize("plan", few(["tp=2", "pp=2,microbatches=2", "dp=2,pp=2,tp=2"], 1, pytest.mark.slow))
 @pytest.mark.parametrize("loss", [remembered, renewed])
 def test_what_a_loss_writes_to_buffers_itself_is_merged_over_chunks(loss: Any, plan: str) -> None:
     """An operator that did not say that it writes wrote to each rank's buffers at once."""
