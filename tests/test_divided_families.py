@@ -39,10 +39,6 @@ from tests.reports import largest_error
 TOLERANCE = 1e-10  # float64; gradients are added up over samples and over ranks in other orders
 COVERING = {"opt"}
 PLAN_OF = dict(in_turn([name for name in FAMILIES if name not in NOT_READ], ["dp=2,tp=2", "pp=2", "grid"]))
-# torch's batch norm has wrong gradients on the CPU where the picture of a single sample and its gradient lie
-# in memory in different orders (tests/test_on_cpu.py shows it), so that one device is no reference. Its
-# second batch would be a short one.
-NO_CHUNK_OF_ONE = {"cvt"}
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export")]
 read = pytest.mark.parametrize(
@@ -65,13 +61,13 @@ def test_every_kind_of_family_is_trained_under_every_plan():
 @pytest.mark.slow
 @read
 def test_replicas_of_divided_models_equal_one_device(family: Family):
-    job = replace(family.make_job(True), batch_size=4 if family.name in NO_CHUNK_OF_ONE else 3)
+    job = replace(family.make_job(True), batch_size=3)
     pins = pins_of(drawn(job, chunk_size=2, num_ranks=2))
     report = verify(
         lifted(job),
         Plan(dp=2, tp=2, tp_placements=pins),
         devices="simulated",
-        steps=1 if family.name in NO_CHUNK_OF_ONE else 2,
+        steps=2,
         dtype=torch.float64,
     )
     assert report is not None

@@ -112,7 +112,7 @@ def test_a_convolution_of_a_viewed_sequence_lies_as_it_does_when_it_runs(num_sam
 
 
 def test_batch_norm_of_one_sample_may_have_wrong_gradients_in_torch():
-    """Why a family is not compared with chunks of one sample: where this no longer holds, it can be."""
+    """Why programs give such gradients the order of the sample in memory (`test_single_samples.py`): where this no longer holds, they need not."""
     x, gradient = torch.randn(1, 2, 3, 3, dtype=torch.float64), torch.randn(1, 2, 3, 3, dtype=torch.float64)
     viewed = gradient.reshape(1, 2, 9).transpose(1, 2).contiguous().transpose(1, 2).reshape(1, 2, 3, 3)
     found: list[Tensor] = []

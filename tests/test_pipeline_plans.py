@@ -149,6 +149,31 @@ def test_evaluation_is_one_devices():
         assert other == pytest.approx(found[0], rel=1e-12)
 
 
+class Halved(torch.nn.Module):
+    """[batch, 7] -> [batch, 5], through the halves of one weight, of which two stages have one each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(14, 7) / 7)
+        self.between = torch.nn.Linear(7, 7)
+        self.head = torch.nn.Linear(7, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = self.weight.split([7, 7])
+        return self.head(self.between(torch.tanh(x @ first)) @ second)
+
+
+def test_a_part_of_a_weight_is_sent_in_evaluations_too():
+    """Without gradients it is a leaf that requires them, of which there is no edge in a graph."""
+    job = make_job("mlp", "sgd")
+    job = replace(job, model=Halved, evaluate=Evaluate(data=job.data, metrics={"loss": job.loss}, every=2))
+    found = []
+    for plan in ("dp=1,microbatches=2", "pp=2,microbatches=2,cuts=between"):
+        with keyed(job, plan, steps=2) as trainer:
+            found.append(trainer.fit().evaluation)
+    assert found[1] == pytest.approx(found[0], rel=1e-12)
+
+
 GRID = "dp=2,pp=2,tp=2,microbatches=2"
 
 

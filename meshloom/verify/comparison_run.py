@@ -112,7 +112,7 @@ class ComparisonRun(Comparing):
         self._edge.begin()
         if self._against:
             self._against.begin()
-        self._comparer.note(reference.casts)
+        self._comparer.note(reference.casts, single=reference.chunk_run.norms.were_wrong)
         if self._is_first:
             # the whole batch may not fit in memory, which may be why there are microbatches
             with suppress(torch.OutOfMemoryError):

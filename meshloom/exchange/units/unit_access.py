@@ -66,7 +66,12 @@ class UnitAccess:
         self._gathering.begin_pass(kind)
         self._computing, self._written = True, None
         try:
-            with torch.autograd.graph.saved_tensors_hooks(self.pack, unpack), _transforms(), self.watching():
+            with (
+                torch.autograd.graph.saved_tensors_hooks(self.pack, unpack),
+                _transforms(),
+                _fast_paths(),
+                self.watching(),
+            ):
                 for unit in self._units if not idle else ():
                     if unit.module is None:
                         unit.stays = True
@@ -276,6 +281,43 @@ def _transforms() -> Iterator[None]:
         installed.num_open -= 1
         if not installed.num_open:
             graph.disable_saved_tensors_hooks = installed.disable
+
+
+class _WithoutUses:
+    """What torch's modules ask whether they may take their fast paths in evaluations, which a mode forbids: it answers as if units had none.
+    An encoder's outputs at masked places are others on its fast path.
+
+    num_open: as of `_WithoutHooks`.
+    """
+
+    def __init__(self, asked: Callable[..., bool]) -> None:
+        self.asked = asked
+        self.num_open = 0
+
+    def __call__(self, relevant_args: Iterable[Any]) -> bool:
+        if isinstance(_torch.overrides._get_current_function_mode(), _Uses):
+            with _torch.overrides._pop_mode_temporarily():
+                return self.asked(relevant_args)
+        return self.asked(relevant_args)
+
+
+@contextmanager
+def _fast_paths() -> Iterator[None]:
+    """Context in which modules take the fast paths that they take on one device."""
+    if torch.is_grad_enabled():  # there are none
+        yield
+        return
+    overrides: Any = torch.overrides
+    if not isinstance(overrides.has_torch_function, _WithoutUses):
+        overrides.has_torch_function = _WithoutUses(overrides.has_torch_function)
+    installed = overrides.has_torch_function
+    installed.num_open += 1
+    try:
+        yield
+    finally:
+        installed.num_open -= 1
+        if not installed.num_open:
+            overrides.has_torch_function = installed.asked
 
 
 class _Uses(TorchFunctionMode):

@@ -109,10 +109,11 @@ class StageRun:
             values = self.rerun(microbatch)
         outputs: dict[str, Tensor] = dict(zip(stage.sent, values, strict=False))
         live.is_forward = True
+        # without gradients, as in evaluations, a parameter that is sent is a leaf
         live.edges = {
             name: _autograd.graph.get_gradient_edge(value)
             for name, value in outputs.items()
-            if value.requires_grad
+            if value.requires_grad and torch.is_grad_enabled()
         }
         if self._finish:
             live.root = self._finish(microbatch, values[len(outputs) :])

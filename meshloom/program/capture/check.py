@@ -24,6 +24,7 @@ from meshloom.program.ir.lines import WAY_OUT
 from meshloom.program.ir.program import Program
 from meshloom.program.ir.written_parameters import named_buffers
 from meshloom.program.opaque.bound import bound
+from meshloom.program.run.batch_norms import AlignedGradients, has_single_samples
 from meshloom.program.run.execute import run_program
 from meshloom.program.trace.precision import build_model, default_precision, in_precision
 from meshloom.program.trace.repeated_export import one_thread
@@ -108,7 +109,7 @@ def check_against_module(
             seed = derive("check", number)
             # opaque modules start from the same attributes as eager
             with attributes_put_back(model) if program.opaque else nullcontext():
-                expected = _eager(model, loss, batch, seed, keyed=draws)
+                expected = _eager(model, loss, batch, seed, keyed=draws, single=has_single_samples(program))
             seed_own_generators(own_generators(model), seed)
             difference = _difference(_program(program, parameters, mirror, batch, seed), expected)
             worst = max(worst, difference, key=lambda each: each.error)
@@ -152,10 +153,17 @@ def check_forward(program: Program, model: nn.Module, loss: LossFunction, batch:
 
 
 def _eager(
-    model: nn.Module, loss: LossFunction, batch: Any, seed: int, *, keyed: bool, backward: bool = True
+    model: nn.Module,
+    loss: LossFunction,
+    batch: Any,
+    seed: int,
+    *,
+    keyed: bool,
+    single: bool = False,
+    backward: bool = True,
 ) -> _Ran:
-    """A run in eager. Draws are keyed only if there are any: under autocast, composite operators cast less
-    when a mode sees the operators inside."""
+    """A run in eager. Draws are keyed, and gradients of single samples aligned (`batch_norms.py`), only if there are any:
+    under autocast, composite operators cast less when a mode sees the operators inside."""
     seed_everything(seed)
     seed_own_generators(own_generators(model), seed)
     with (
@@ -164,7 +172,8 @@ def _eager(
     ):
         outputs = tree_leaves(loss(model, cloned(batch)))
         if backward:
-            _backward(outputs)  # inside the modes: checkpointed blocks draw again
+            with AlignedGradients() if single else nullcontext():
+                _backward(outputs)  # inside the modes: checkpointed blocks draw again
     return _Ran(_detached(outputs), gradients, _copies(named_buffers(model)))
 
 

@@ -23,6 +23,7 @@ from meshloom.program.opaque.bound import OpaqueModule
 from meshloom.program.opaque.loss_code import OpaqueLoss
 from meshloom.program.operators.collectives import Joint
 from meshloom.program.recompute.saved_frame import Elsewhere
+from meshloom.program.run.batch_norms import NORMS, aligned
 from meshloom.program.run.regions import Regions
 
 Shared = dict[Any, Callable[..., Any]]  # functions of programs that differ in integers only
@@ -188,6 +189,8 @@ def lower(
             target = keyed_out_of_place
         elif node.num_draws:
             target, args = keyed, (target, *args)
+        elif device.type == "cpu" and target in NORMS:
+            target, args = aligned, (target, *args)
         if target is keyed and not hasattr(args[0], "__name__"):
             specials.append(args[0])
             made[node.name] = graph.call_method("draw", (special, len(specials) - 1, *args[1:]), kwargs)

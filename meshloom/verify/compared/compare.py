@@ -73,12 +73,14 @@ class Comparison:
 @dataclass(kw_only=True)
 class Comparer:
     """Compares step after step. precision: of the parameters. autocast: what the plan computes losses under.
-    lowered: what the plan rounds parameters to, of which copies in `precision` are updated."""
+    lowered: what the plan rounds parameters to, of which copies in `precision` are updated. single_samples: whether torch's own gradients
+    of batch norms of single samples were wrong."""
 
     plan: Plan
     precision: torch.dtype
     autocast: torch.dtype | None = None
     lowered: torch.dtype | None = None
+    single_samples: bool = False
     _casts: set[Cast] = field(default_factory=set[Cast])
 
     @property
@@ -91,9 +93,10 @@ class Comparer:
         ]
         return tuple(sorted(own, key=lambda cast: (cast.in_optimizer, cast.place, cast.dtype)))
 
-    def note(self, casts: Sequence[Cast]) -> None:
-        """Casts in the reference's newest step."""
+    def note(self, casts: Sequence[Cast], *, single: bool = False) -> None:
+        """Casts in the reference's newest step. single: as `single_samples`."""
         self._casts |= set(casts)
+        self.single_samples |= single
 
     @property
     def partial(self) -> torch.dtype | None:

@@ -21,7 +21,13 @@ from meshloom.core.plan import Plan
 from meshloom.core.random import KeyedDraws, chunk_seed, derive, mix_seed, preserved_draws, seed_everything
 from meshloom.verify.reference.chunks_of_plan import ReferenceForward, as_sum
 from meshloom.verify.reference.loss_scaling import ReferenceScale
-from meshloom.verify.reference.observers import CastWatch, DrawWatch, ModuleWatch, digest_values
+from meshloom.verify.reference.observers import (
+    CastWatch,
+    DrawWatch,
+    ModuleWatch,
+    SingleSamples,
+    digest_values,
+)
 from meshloom.verify.reference.other_precision import convert, default_dtype
 from meshloom.verify.reference.step_records import ChunkRecord, ModuleOutput
 
@@ -124,6 +130,7 @@ class ChunkRun:
         self.autocast, self._of_batches = autocast, of_batches
         self._job, self._model, self._device, self._dtype, self._watch = job, model, device, dtype, watch
         self.loss = job.loss  # of several the one whose turn it is
+        self.norms = SingleSamples(right=plan.captures or plan.compiles)
         self.draws = 0  # losses whose turn it was before in the step
         self.left, self._generators = LeftTensors(model), own_generators(model)
         # step, key of a forward -> those whose seed it has
@@ -169,10 +176,13 @@ class ChunkRun:
             loss_sum, weight = as_sum(returned, len(forward.samples))
             if self._scale.is_used:  # of the mean over samples, of what has been summed in float32
                 divisor = float(batch_size)
-                (loss_sum / divisor * self._scale.value).backward()
+                root = loss_sum / divisor * self._scale.value
             else:
                 divisor = 1.0 if isinstance(returned, tuple) else float(batch_size)
-                (loss_sum / divisor).backward()
+                root = loss_sum / divisor
+            # alone, a mode in backward would change what recomputation casts
+            with self.norms if self.norms.right or casts else nullcontext():
+                root.backward()
         self.left.take(forward.key)
         draws += moved.stop() if moved else ()
         modules = () if casts is None else self._watch.stop()
