@@ -46,7 +46,7 @@ from meshloom.verify.reference.reference import (
     changed_buffers,
     replace_value,
 )
-from meshloom.verify.reference.reruns import initial_evidence, rounding_effect, travel_effect
+from meshloom.verify.reference.reruns import initial_evidence, loss_effect, rounding_effect, travel_effect
 from meshloom.verify.reference.step_records import StepRecord
 from meshloom.verify.stage_outputs import first_wrong_module
 from meshloom.verify.tolerances.closure_effects import ClosureEffects
@@ -288,8 +288,10 @@ def _step_schedulers(reference: Reference, metrics: Mapping[str, float]) -> None
 
 def _comparer_of(reference: Reference) -> Comparer:
     lowered = reference.updated.dtype
-    precision = torch.float32 if lowered else reference.precision
-    return Comparer(plan=reference.plan, precision=precision, autocast=reference.autocast, lowered=lowered)
+    return Comparer(
+        plan=reference.plan, precision=torch.float32 if lowered else reference.precision, autocast=reference.autocast, lowered=lowered,
+        loss_effect=partial(loss_effect, reference),
+    )  # fmt: skip
 
 
 def _rounding_of(

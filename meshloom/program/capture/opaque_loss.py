@@ -167,7 +167,7 @@ def _recorded(
             watch,
             branches_as_written(),
             asked,
-            changes,
+            changes.watched(),
         ):
             with watch.paused():
                 own_writes.begin()  # calls are intercepted now

@@ -32,6 +32,7 @@ from meshloom.program.ir.lines import WAY_OUT, SourceLine, line_of_error
 from meshloom.program.ir.nodes import is_within, submodule, with_parents
 from meshloom.program.ir.written_parameters import writing_modules
 from meshloom.program.opaque.call import ChangedCallError
+from meshloom.program.opaque.gradient_hooks import changed_by_hooks
 from meshloom.program.opaque.loss_code import LOSS, WHOLE, is_code, modules_entered, own_code_of
 from meshloom.program.opaque.stand_ins import OpaqueError
 from meshloom.program.trace.attributes import TORCHS_OWN
@@ -65,6 +66,8 @@ def read_in_parts(read: Callable[[Parts], T], model: nn.Module, asked: Parts) ->
 
     Raises the error that remains if there are none.
     """
+    if changed := changed_by_hooks(model):
+        raise _hook_refusal(changed[0])
     parts: Parts | None = asked
     # the parts in the place of a module's own code, if that is no operator; modules that were tried
     instead, tried = None, set[str]()
@@ -81,7 +84,7 @@ def read_in_parts(read: Callable[[Parts], T], model: nn.Module, asked: Parts) ->
             if refused is None or not says_less:
                 refused = error
             if _is_of_hook(error, model):
-                raise _hook_refusal(model) from error
+                raise _hook_refusal(_hooked(model)[0]) from error
             following = None
             if not _is_nowhere(error, model):
                 following = _with_next(parts, error, model)
@@ -110,7 +113,7 @@ def read_in_parts(read: Callable[[Parts], T], model: nn.Module, asked: Parts) ->
             parts = following
     assert refused is not None
     if _hooked(model) and isinstance(refused, DiffersError):
-        raise _hook_refusal(model) from refused
+        raise _hook_refusal(_hooked(model)[0]) from refused
     raise refused
 
 
@@ -123,9 +126,9 @@ def _is_of_hook(error: Exception, model: nn.Module) -> bool:
     return isinstance(error, DiffersError) and error.parameter in _hooked(model)
 
 
-def _hook_refusal(model: nn.Module) -> CaptureError:
+def _hook_refusal(name: str) -> CaptureError:
     return CaptureError(
-        f"A hook on a parameter's gradient changes it ({_hooked(model)[0]}.register_hook), and a program computes gradients without such hooks. "
+        f"A hook on a parameter's gradient changes it ({name}.register_hook), and a program computes gradients without such hooks. "
         f"Change the value in the forward, or the gradient in the optimizer. {WAY_OUT}"
     )
 
@@ -158,10 +161,6 @@ def _bisected(read: Callable[[Parts], T], parts: Parts, model: nn.Module, why: s
             return read(_outermost({**parts, **dict.fromkeys(paths, why)}))
         return None
 
-    # an export does not see what runs in a backward
-    hooked = [path for path, each in model.named_modules() if _has_backward_hooks(each)]
-    if hooked and (found := attempt(hooked)) is not None:
-        return found
     best, at = attempt([""]), ""
     first = best is None  # a loss may call the parts of a model alone
     while best is not None or first:
@@ -178,10 +177,6 @@ def _bisected(read: Callable[[Parts], T], parts: Parts, model: nn.Module, why: s
             return best
         best, (at,) = found, group
     return None
-
-
-def _has_backward_hooks(module: nn.Module) -> bool:
-    return bool(vars(module)["_backward_hooks"] or vars(module)["_backward_pre_hooks"])
 
 
 def _children(model: nn.Module, path: str) -> Iterator[str]:

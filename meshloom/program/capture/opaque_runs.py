@@ -32,6 +32,7 @@ from meshloom.program.opaque.call import (
     split_arguments,
     state_of,
 )
+from meshloom.program.opaque.changed_gradients import ChangedGradients
 from meshloom.program.opaque.stand_ins import OpaqueError, Recorded, RecordedCall, intercepted, taken_apart
 from meshloom.program.trace.frozen import equal_bits
 
@@ -106,9 +107,11 @@ def _record(
         saved.append(tensor)
         return tensor
 
-    meter = WorkMeter()
-    with CountDraws() as counter, saved_tensors_hooks(pack, lambda each: each), meter, branches_as_written():
+    meter, changes = WorkMeter(), ChangedGradients()
+    keeping = saved_tensors_hooks(pack, lambda each: each)
+    with CountDraws() as counter, keeping, meter, branches_as_written(), changes.watched():
         returned = run(*args, **kwargs)
+    changes.check_own(inputs)
     now = [each._version for each in (*inputs, *state)]  # pyright: ignore[reportPrivateUsage]
     replaced = {id(each) for each in state} - {id(each) for each in state_of(module)[1]}
     changed = [number for number, (was, each) in enumerate(zip(before, now, strict=True)) if was != each]

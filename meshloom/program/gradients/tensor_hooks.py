@@ -68,10 +68,12 @@ class TensorHooks:
     def _record(self, tensor: Tensor, hook: Callable[[Tensor], Tensor | None], place: SourcePlace) -> None:
         with torch.enable_grad(), replaced(_torch.autograd, "_engine_run_backward", _differentiable()):
             gradient = torch.zeros_like(tensor).requires_grad_(True)
+            version = gradient._version  # pyright: ignore[reportPrivateUsage]
             made = hook(gradient)
-            if made is None:  # it only looks
+            is_written = version != gradient._version  # pyright: ignore[reportPrivateUsage]
+            if made is None and not is_written:  # it only looks
                 return
-            if not made.requires_grad:
+            if made is None or is_written or not made.requires_grad:
                 raise _refused(place)
             value = tensor.detach()
             (transposed,) = torch.autograd.grad(

@@ -51,6 +51,7 @@ from meshloom.program.trace.inner_gradients import (
     InnerGradientError,
     InnerGradients,
     accumulation_refused,
+    hooks_of_autograd_refused,
     transforms_ended,
 )
 
@@ -234,6 +235,7 @@ class _Loss(nn.Module):
             _written_buffers(self.model),
             limited(self.model),
             functions_limited(None),
+            hooks_of_autograd_refused(),
             accumulation_refused(self.model) if self._seen.traced else self._seen.gradients.recorded(),
         ):
             value = self._loss(self.model, leaves)

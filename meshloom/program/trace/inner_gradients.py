@@ -1,5 +1,5 @@
-"""Notices where a loss takes gradients itself, or puts hooks on them, which `torch.export` loses without an error or a
-line."""
+"""Notices where a loss takes gradients itself, puts hooks on them, or changes what autograd saves for them, which
+`torch.export` loses without an error or a line."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from torch._functorch import eager_transforms, vmap
 from meshloom.core.errors import CaptureError
 from meshloom.program.ir.lines import WAY_OUT, SourcePlace, place_here
 from meshloom.program.ir.replaced import replaced
+from meshloom.program.opaque.gradient_hooks import node_hooks_seen, saving_hooks_seen
 
 _torch: Any = torch  # for private names
 _ENTERED = (
@@ -97,6 +98,22 @@ def accumulation_refused(model: nn.Module) -> Iterator[None]:
         return found
 
     with replaced(_torch.autograd, "_engine_run_backward", running):
+        yield
+
+
+@contextmanager
+def hooks_of_autograd_refused() -> Iterator[None]:
+    """Raises `CaptureError` where a node of autograd's graph gets a hook, as backward hooks of modules are, and where hooks change what is
+    saved for backward: no trace has either."""
+
+    def refuse(what: str) -> None:
+        raise CaptureError(f"{what} at {place_here(3)}, and a program has no graph of autograd's. {WAY_OUT}")
+
+    saved = saving_hooks_seen(lambda: refuse("Hooks change the tensors that are saved for backward"))
+    with (
+        saved,
+        node_hooks_seen(lambda node: refuse(f"A hook changes gradients where {node.name()} computes them")),
+    ):
         yield
 
 

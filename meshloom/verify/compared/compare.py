@@ -19,7 +19,7 @@ Tensors are compared one by one as they arrive: no copy of a step's gradients or
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -35,6 +35,7 @@ from meshloom.verify.compared.compare_chunks import (
     module_of_settings,
 )
 from meshloom.verify.reference.step_records import Cast, StepRecord, logged_means
+from meshloom.verify.tolerances.gradient_errors import TIMES
 from meshloom.verify.tolerances.of_precision import (
     most_tolerated,
     rounds_partial_sums,
@@ -74,13 +75,14 @@ class Comparison:
 class Comparer:
     """Compares step after step. precision: of the parameters. autocast: what the plan computes losses under.
     lowered: what the plan rounds parameters to, of which copies in `precision` are updated. single_samples: whether torch's own gradients
-    of batch norms of single samples were wrong."""
+    of batch norms of single samples were wrong. loss_effect: measures how far rounding moves the loss of the newest step."""
 
     plan: Plan
     precision: torch.dtype
     autocast: torch.dtype | None = None
     lowered: torch.dtype | None = None
     single_samples: bool = False
+    loss_effect: Callable[[], float] | None = None
     _casts: set[Cast] = field(default_factory=set[Cast])
 
     @property
@@ -109,7 +111,7 @@ class Comparer:
 
     @property
     def values(self) -> float:
-        """The tolerance of a loss: of one number, whose movement under a perturbation says nothing. Casts are of
+        """The tolerance of a loss that needs no measuring. Casts are of
         equal values wherever operators run on whole chunks, so they widen nothing there (decision 40); but gradients that a loss
         takes itself are added up in a program's order."""
         if not rounds_partial_sums(self.plan):
@@ -144,6 +146,8 @@ class Comparer:
         of_norm = unmeasured_through(self.precision)
         errors = [*_loss_errors(ours, reference, tolerance, of_norm), *tensor_errors]
         facts = [*facts_of(ours, reference, self.plan)]
+        if not facts:
+            errors = self._with_moved_loss(errors, abs(reference.loss))
         module = output = None
         if facts or not all(error.passed for error in errors):
             output = first_output(ours, reference, self.outputs, self.plan)
@@ -162,6 +166,16 @@ class Comparer:
             skipped=reference.skipped,
             edge=reference.overflow if ours.skipped == reference.skipped else "",
         )
+
+    def _with_moved_loss(self, errors: list[TensorError], size: float) -> list[TensorError]:
+        """The errors, where nothing but the loss differs, with the tolerance of one that rounding moves so far. size: of the loss."""
+        wrong = [each for each in errors if not each.passed]
+        is_loss = [each.name for each in wrong] == ["loss"] and wrong[0].error < math.inf
+        if not is_loss or self.loss_effect is None or not rounds_partial_sums(self.plan):
+            return errors
+        allowed = min(_ratio(TIMES * self.loss_effect(), size), most_tolerated(self.precision))
+        moved = replace(wrong[0], tolerance=max(wrong[0].tolerance, allowed))
+        return [moved if each is wrong[0] else each for each in errors]
 
 
 def _loss_errors(

@@ -3,6 +3,7 @@ wrong. To be called between `Reference.run` and `Reference.update`."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -32,6 +33,7 @@ from meshloom.verify.reference.step_records import StepRecord
 # precisions products are summed in float32, so only the last rounding counts.
 _ROUNDING_UNITS = {torch.float64: 16, torch.float32: 16, torch.float16: 2, torch.bfloat16: 2}
 _MOST_USES = 8  # of tied parameters, that are tried one by one
+_LOSS_DRAWS = 3
 _OTHER_ORDERS = 3  # how much farther than in the opposite order a sum may be in another
 
 
@@ -89,6 +91,20 @@ def rounding_effect(reference: Reference) -> RoundingEffect:
                 if buffers[name].shape == each.shape
             },
         )
+
+
+def loss_effect(reference: Reference) -> float:
+    """How far the last step's mean loss moves when the parameters that it was computed with are perturbed as in `rounding_effect`: the most of
+    a few draws, as one number may move by little. To be called after the update; 0 where other values than the parameters were updated."""
+    if reference.updated.dtype:
+        return 0.0
+    means: list[float] = []
+    for number in range(_LOSS_DRAWS + 1):
+        moved = perturbed_parameters(reference, number) if number else nullcontext()
+        with having(reference, reference.before), reference.rerun(), moved:
+            loss, weight, _ = reference.evaluate(watched=False)
+        means.append(loss / weight if weight else 0.0)
+    return max(abs(each - means[0]) if math.isfinite(each) else 0.0 for each in means)
 
 
 def _run_backwards(reference: Reference) -> None:

@@ -1,0 +1,260 @@
+"""Hooks on nodes of autograd's graph, backward hooks of modules, hooks on what is saved for backward and hooks on parameters, which change
+gradients where no operator shows it: seen when a loss is read, also where they change nothing in the batches that it is compared with.
+
+All but those of `register_full_backward_hook` were lost without a word: the last batch's gradients were others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge, save_on_cpu, saved_tensors_hooks
+
+from meshloom.core.job import Job
+from meshloom.core.plan import Plan
+from meshloom.data.samples import first_batches
+from meshloom.program.opaque.gradient_hooks import changed_by_hooks, node_hooks_seen
+from meshloom.program.opaque.loss_code import LOSS, WHOLE, own_code_of
+from meshloom.program.store.captured_loss import CapturedLoss
+from meshloom.verify.run import verify
+from tests.covering import few
+from tests.opaque_jobs import WIDTH, Net, Readable, data, job_of
+
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export", "dear_memory")]
+
+
+def rarely(gradient: Any) -> Any:
+    """Clips what is large, as gradients of the last batch are."""
+    if gradient is None or gradient.norm() <= 10:
+        return gradient
+    return gradient * (10 / gradient.norm())
+
+
+def all_rarely(gradients: Any) -> Any:
+    return tuple(map(rarely, gradients))
+
+
+def before(x: Tensor) -> None:
+    if x.grad_fn is not None:
+        x.grad_fn.register_prehook(all_rarely)
+
+
+def after(x: Tensor) -> None:
+    if x.grad_fn is not None:
+        x.grad_fn.register_hook(lambda given, taken: all_rarely(given))
+
+
+def behind(x: Tensor) -> None:
+    """The node that the gradient comes to next."""
+    if x.grad_fn is not None:
+        node = x.grad_fn.next_functions[0][0]
+        assert isinstance(node, torch.autograd.graph.Node) and node.name()
+        node.register_prehook(all_rarely)
+
+
+def by_edge(x: Tensor) -> None:
+    if x.grad_fn is not None:
+        get_gradient_edge(x).node.register_prehook(all_rarely)
+
+
+def written(x: Tensor) -> None:
+    """Changes the gradient in place."""
+
+    def hook(gradient: Tensor) -> None:
+        with torch.no_grad():
+            gradient.clamp_(-0.5, 0.5)
+
+    if x.requires_grad:
+        x.register_hook(hook)
+
+
+class Part(nn.Module):
+    def __init__(self, put: Callable[[Tensor], None]) -> None:
+        super().__init__()
+        self.linear, self.put = nn.Linear(WIDTH, WIDTH), put
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(self.linear(x))
+        self.put(y)
+        return x + y
+
+
+class GivenHooked(Part):
+    """It hooks what it is given, of which more is used elsewhere."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.put(x)
+        return torch.tanh(self.linear(x))
+
+
+class Residual(nn.Module):
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        self.part, self.first, self.last = part, nn.Linear(3, WIDTH), nn.Linear(WIDTH, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x).tanh()
+        return self.last(x + self.part(x))
+
+
+class Saves(Part):
+    """What it saves for backward is clipped."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with saved_tensors_hooks(lambda each: each.clamp(-9, 9), lambda each: each):
+            return x + torch.tanh(self.linear(x)) ** 2
+
+
+class SavesOfOthers(Net):
+    """What the modules that it calls save is clipped."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with saved_tensors_hooks(lambda each: each.clamp(-9, 9), lambda each: each):
+            return super().forward(x)
+
+
+class OwnCode(Net):
+    """A line that looks at values, beside a hook."""
+
+    def __init__(self, put: Callable[[Tensor], None], *, early: bool) -> None:
+        super().__init__([])
+        self.put, self.early = put, early
+
+    def forward(self, x: Tensor) -> Tensor:
+        one, other = self.blocks
+        x = self.embed(x) * 2
+        if self.early:
+            self.put(x)
+        y = one(x)
+        if not self.early:
+            self.put(x)
+        y = y * 0.5 if y.abs().max() > 1e9 else y
+        return self.head(other(y))
+
+
+def hooked_module(register: str) -> nn.Module:
+    part = Readable()
+    hook = (lambda module, taken: all_rarely(taken)) if "pre" in register else (lambda module, given, taken: all_rarely(given))  # fmt: skip
+    getattr(part, register)(hook)
+    return Net([part])
+
+
+def loss(model: Any, batch: dict[str, Tensor]) -> Tensor:
+    return (model(batch["x"]) - batch["y"]).square().sum(-1).mean()
+
+
+def hooked_loss(model: Any, batch: dict[str, Tensor]) -> Tensor:
+    error = (model(batch["x"]) - batch["y"]) * 2
+    before(error)
+    return error.square().sum(-1).mean()
+
+
+def last_batch_larger() -> list[dict[str, Tensor]]:
+    return [{**each, "x": each["x"] * (1000 if row >= 16 else 1)} for row, each in enumerate(data())]
+
+
+def large(model: Callable[[], nn.Module], loss: Any = loss) -> Job:
+    return replace(job_of(model, loss=loss), data=last_batch_larger, shuffle=False)
+
+
+# job, what is opaque
+FOUND: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "before a node": (lambda: Net([Part(before), Readable()]), "parts.0"),
+    "full backward hook": (lambda: hooked_module("register_full_backward_hook"), "parts.0"),
+    "saved tensors": (lambda: Net([Saves(before)]), "parts.0"),
+    "own code": (lambda: OwnCode(before, early=True), own_code_of("")),
+    "after a node": (lambda: Net([Part(after), Readable()]), "parts.0"),
+    "behind a node": (lambda: Net([Part(behind), Readable()]), "parts.0"),
+    "by an edge": (lambda: Net([Part(by_edge), Readable()]), "parts.0"),
+    "in place": (lambda: Net([Part(written), Readable()]), "parts.0"),
+    "full backward pre-hook": (lambda: hooked_module("register_full_backward_pre_hook"), "parts.0"),
+    "backward hook of old": (lambda: hooked_module("register_backward_hook"), "parts.0"),
+    "of what it is given": (lambda: Residual(GivenHooked(before)), ""),
+    "own code after a call": (lambda: OwnCode(before, early=False), ""),
+    "saved tensors of others": (lambda: SavesOfOthers([Readable(), Readable()]), ""),
+}  # fmt: skip
+
+
+def opaque(job: Job) -> list[str]:
+    return list(CapturedLoss(job).capture(first_batches(job, 2, 8)).opaque)
+
+
+def equal(job: Job, plan: str) -> bool:
+    report = verify(job, Plan.parse(plan), devices="simulated", steps=3, dtype=torch.float64)
+    assert report is not None
+    return report.passed
+
+
+@pytest.mark.parametrize("name", few(FOUND, 4, pytest.mark.slow))
+def test_a_hook_that_a_program_has_not_makes_its_part_opaque(name: str) -> None:
+    model, part = FOUND[name]
+    assert opaque(large(model)) == [part]
+    assert equal(large(model), "tp=2")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FOUND)
+def test_such_a_hook_equals_one_device_in_stages(name: str) -> None:
+    assert equal(large(FOUND[name][0]), "pp=2,microbatches=2")
+
+
+@pytest.mark.slow
+def test_a_loss_with_such_a_hook_is_as_written() -> None:
+    job = large(lambda: Net([Readable()]), hooked_loss)
+    assert opaque(job) in ([LOSS], [WHOLE])
+    assert equal(job, "tp=2")
+
+
+@pytest.mark.slow
+def test_a_hook_on_parameters_that_rarely_changes_gradients_equals_one_device() -> None:
+    def build() -> nn.Module:
+        model = Net([Readable()])
+        for each in model.parts.parameters():
+            each.register_hook(rarely)
+        return model
+
+    assert equal(large(build), "tp=2")
+
+
+def test_hooks_on_parameters_are_tried() -> None:
+    model, seen = nn.Linear(3, 2), list[float]()
+    model.weight.register_hook(lambda each: seen.append(float(each.norm())))
+    assert changed_by_hooks(model) == [] and seen
+    model.bias.register_hook(rarely)
+    assert changed_by_hooks(model) == ["bias"]
+
+
+@contextmanager
+def _noted(found: list[Any]) -> Iterator[None]:
+    with node_hooks_seen(found.append):
+        yield
+
+
+def test_looking_at_a_node_is_no_hook() -> None:
+    found: list[Any] = []
+    y = torch.ones(3, requires_grad=True) * 2
+    with _noted(found):
+        node = y.grad_fn
+        assert node is not None and node == y.grad_fn and hash(node) == hash(y.grad_fn)
+        assert node.name() == "MulBackward0" and "MulBackward0" in repr(node)
+        assert not found
+        node.register_hook(lambda given, taken: None)
+    assert found == [y.grad_fn]
+
+
+@pytest.mark.slow
+def test_torchs_own_hooks_on_what_is_saved_are_read() -> None:
+    """They give back what they got."""
+
+    class Offloads(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            with save_on_cpu():
+                return super().forward(x)
+
+    assert opaque(large(lambda: Offloads([Readable()]))) == []
