@@ -7,7 +7,7 @@
 # make docs       the documentation as a site, warnings as errors, and its tests; open build/site/index.html
 # make dist       sdist and wheel in dist/, each installed into an environment of its own, the sdist without a compiler, and tried there
 # make matrix     the wheel with each Python and torch that can be had here: PYTHONS="python3.11 python3.13" TORCH="2.12.1+cpu 2.13.0+cpu" pick, CUDA=1 also tries CUDA builds
-# make gpu        what only a GPU can show, as JSON and a page in runs/gpu; PART="losses memory" picks, WHEELS=DIR has missing packages, DEVICE=cpu rehearses
+# make gpu        what only a GPU can show, as JSON and a page in runs/gpu; PART="losses memory" picks, WHEELS=DIR has missing packages, SECONDS=600 lets parts take longer, DEVICE=cpu rehearses
 
 PYTHON := .venv/bin/python
 READY := .venv/.meshloom-ready
@@ -26,6 +26,7 @@ NATIVE := setup.py $(wildcard meshloom/comm/shm/native/*)
 
 # A machine with GPUs has a torch of its own, which stays, and often no network.
 DEVICE := cuda
+SECONDS := 300
 GPU_PYTHON := .venv-gpu/bin/python
 GPU_READY := .venv-gpu/.meshloom-ready
 GPU_PACKAGES := numpy rich safetensors scipy pyzmq scikit-learn transformers pytest pytest-timeout pytest-xdist hypothesis psutil expecttest pyyaml setuptools
@@ -98,7 +99,7 @@ matrix: $(READY)
 	$(PYTHON) -m tests.versions build/matrix/*.whl $(if $(PYTHONS),--pythons $(PYTHONS)) $(if $(TORCH),--torch $(TORCH)) $(if $(CUDA),--cuda)
 
 gpu: $(if $(filter cuda,$(DEVICE)),$(GPU_READY),$(READY))
-	PYTHONPATH=. $(if $(filter cuda,$(DEVICE)),$(GPU_PYTHON),$(PYTHON)) benchmarks/gpu/main.py --device $(DEVICE) --parts $(PART)
+	PYTHONPATH=. $(if $(filter cuda,$(DEVICE)),$(GPU_PYTHON),$(PYTHON)) benchmarks/gpu/main.py --device $(DEVICE) --seconds $(SECONDS) --parts $(PART)
 
 # Beside the system's packages, torch among them; nothing is downloaded. Without a compiler there is no transport through memory, and the part host_memory is not run.
 $(GPU_READY): pyproject.toml $(NATIVE)

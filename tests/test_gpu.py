@@ -83,6 +83,8 @@ def test_a_part_that_takes_too_long_or_ends_badly_has_failed_and_keeps_its_rows(
         ("first", "passed"),
         ("losses", "failed"),
     ]
+    told = gpu._run("losses", "cuda", 40)["rows"][-1]["text"]
+    assert told == "took longer than 40 s: make gpu SECONDS=80 gives it more"
     monkeypatch.setattr(
         gpu.subprocess, "run", lambda command, **settings: subprocess.CompletedProcess(command, 0, "")
     )

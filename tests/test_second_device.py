@@ -13,7 +13,7 @@ import pytest
 
 from tests.second_device.device import missing
 from tests.second_device.plans import PLANS, Rehearsed
-from tests.second_device.table import FILE, TOLERANCE, row, rows_of
+from tests.second_device.table import FILE, row, rows_of
 
 pytestmark = [
     pytest.mark.processes,  # the device is there for the life of a process
@@ -34,7 +34,7 @@ def check(cases: Sequence[Rehearsed]) -> None:
     for case in cases:
         mine = found[case.name]
         assert "problem" not in mine, f"{case.name}: {mine['problem']}"
-        assert mine["error"] <= TOLERANCE, f"{case.name}: {mine['error']}"
+        assert mine["error"] <= case.tolerance, f"{case.name}: {mine['error']}"
         assert mine["waits"] <= case.waits and mine["in_chunks"] == 0, f"{case.name}: {mine['where']}"
         assert row(case, mine) in told, (
             f"{row(case, mine)}Put today's numbers in: python -m tests.second_device.table"

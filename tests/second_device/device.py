@@ -24,6 +24,7 @@ from torch.utils import backend_registration
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from meshloom.core.units import round_up
+from tests.second_device.autocast import let_autocast_cast
 
 NAME = "stand_in"
 KINDS = ("wait", "to host", "from host")
@@ -93,8 +94,8 @@ class SecondDevice:
         self.lane: Any = None  # on which works of groups are waited for; None: where the device computes
         self._library = torch.library.Library("_", "IMPL")
         self._library.fallback(self.run, "PrivateUse1")
-        # rehearsals are in float64, of which autocast casts nothing
         self._library.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
+        self._autocast = let_autocast_cast(NAME)
         _let_data_change_devices()
         _let_storages_be_resized()
         self._convolutions = torch.library.Library("aten", "IMPL")

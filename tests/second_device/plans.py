@@ -14,13 +14,16 @@ from tests.jobs import make_job
 
 STEPS = 5
 BATCH = 12  # of 36 samples: batches of one size
+TOLERANCE = 1e-10  # float64: kernels of the device are the CPU's, but some are chosen otherwise
+PARTS_ROUND = 1e-3  # bfloat16, where devices' rates choose other parts
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rehearsed:
     """kind: what it is an example of. model, optimizer: of `tests/jobs.py`. settings: of the job. waits: that a rank's
     host may have a step, besides those of the job's own code. quick: also in the covering subset of all tests. what: a step, an
-    evaluation or a checkpoint."""
+    evaluation or a checkpoint. dtype: that the job is turned into; None: its own, so that a precision rounds.
+    tolerance: of the largest relative difference from the CPU's values."""
 
     kind: str
     plan: str
@@ -30,6 +33,8 @@ class Rehearsed:
     waits: int = 1
     quick: bool = False
     what: str = "step"
+    dtype: torch.dtype | None = torch.float64
+    tolerance: float = TOLERANCE
 
     @property
     def name(self) -> str:
@@ -83,6 +88,24 @@ PLANS = (
     Rehearsed(kind="loss scale", plan="dp=2,precision=fp16-mixed", quick=True),
     Rehearsed(
         kind="loss scale", plan="dp=2,pp=2,microbatches=2,zero=3,precision=fp16-mixed", optimizer="adamw"
+    ),
+    Rehearsed(kind="autocast", plan="dp=2,microbatches=2,precision=bf16-mixed", dtype=None, quick=True),
+    Rehearsed(kind="autocast", plan="dp=2,zero=3,microbatches=2,precision=bf16-mixed", dtype=None),
+    Rehearsed(kind="autocast", plan="tp=2,precision=bf16-mixed", dtype=None, tolerance=PARTS_ROUND),
+    Rehearsed(kind="autocast", plan="pp=2,microbatches=4,precision=bf16-mixed", dtype=None),
+    Rehearsed(
+        kind="autocast", plan="dp=2,recompute=selective,precision=bf16-mixed", optimizer="adamw", dtype=None
+    ),
+    Rehearsed(kind="autocast, loss scale", plan="dp=2,zero=1,precision=fp16-mixed", dtype=None),
+    Rehearsed(kind="bfloat16, masters", plan="dp=2,zero=1,precision=bf16", optimizer="adamw", dtype=None),
+    Rehearsed(kind="bfloat16, masters", plan="dp=2,zero=3,precision=bf16", dtype=None),
+    Rehearsed(kind="bfloat16, masters", plan="pp=2,microbatches=2,precision=bf16", dtype=None),
+    Rehearsed(kind="bfloat16, masters", plan="tp=2,precision=bf16", dtype=None, tolerance=PARTS_ROUND),
+    Rehearsed(
+        kind="bfloat16, stochastic",
+        plan="dp=2,zero=1,precision=bf16-stochastic",
+        optimizer="adamw",
+        dtype=None,
     ),
     Rehearsed(kind="offload", plan="dp=2,zero=1,offload=optimizer", optimizer="adamw", waits=2),
     Rehearsed(kind="evaluation", plan="dp=2", what="evaluation"),

@@ -32,8 +32,6 @@ from tests.second_device.lane import RecordedLane
 from tests.second_device.plans import Rehearsed
 from tests.second_device.streamed_group import StreamedGroup
 
-TOLERANCE = 1e-10  # float64: kernels of the device are the CPU's, but some are chosen otherwise
-
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
@@ -70,7 +68,7 @@ def _trained(case: Rehearsed, device: SecondDevice | None) -> tuple[dict[str, Te
     with tempfile.TemporaryDirectory() as out, _on(device):
         saves: dict[str, Any] = {"out": Path(out)} if case.what == "checkpoint" else {}
         with Trainer(
-            case.job(), case.plan, devices="simulated", dtype=torch.float64, listener=QUIET, **saves
+            case.job(), case.plan, devices="simulated", dtype=case.dtype, listener=QUIET, **saves
         ) as trainer:
             size = trainer.plan.mesh.size
             for batch in trainer.batches():
