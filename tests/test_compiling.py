@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 from torch.overrides import BaseTorchFunctionMode, has_torch_function
 
@@ -20,10 +21,12 @@ from meshloom.core.plan import Plan
 from meshloom.data.samples import first_batches
 from meshloom.exchange.units.compiled_units import CompiledUnits
 from meshloom.exchange.units.find_units import find_units
+from meshloom.exchange.units.unit_access import UnitAccess
 from meshloom.program.capture.capture import capture
 from meshloom.program.recompute.recompute import with_recomputation
 from meshloom.program.run import regions
 from meshloom.program.run.compiler import Compiler
+from meshloom.program.run.recomputed_casts import RecomputedCasts
 from meshloom.program.run.runner import compile_program
 from meshloom.program.trace.precision import default_precision
 from meshloom.telemetry.progress import Listener
@@ -34,7 +37,7 @@ from tests.covering import in_turn
 from tests.jobs import Samples, make_job
 from tests.program_jobs import Recurrent
 from tests.test_recompute import SLOW_COMPUTING, differences, family
-from tests.zero_three_jobs import Again, Blocks, Recomputed, RecomputedReentrant, Shuffled
+from tests.zero_three_jobs import Again, Blocks, Recomputed, RecomputedReentrant, Shuffled, unit_job
 
 # torch's own, of itself as it compiles
 pytestmark = [
@@ -155,6 +158,47 @@ def test_compiled_units_are_compiled_once_and_send_what_they_send_as_written():
     assert (
         compiled.compiled.graphs in (2, 3) and compiled.compiled.breaks == 0
     )  # the short batch has other sizes
+
+
+def test_casts_of_parameters_are_marked_with_their_views_and_no_others():
+    def joint(primals_1: Tensor, primals_2: Tensor, primals_3: Tensor) -> tuple[Tensor, ...]:
+        weight, x = primals_1.bfloat16(), primals_2.bfloat16()
+        return x @ weight.t(), weight + 1, primals_3.bfloat16()
+
+    inputs = nn.Parameter(torch.ones(3, 2)), torch.ones(5, 2), nn.Parameter(torch.ones(2))
+    traced = make_fx(joint, tracing_mode="fake")(
+        inputs[0].detach(), inputs[1], torch.ones(3)
+    )  # the third is another now
+    for number, node in enumerate(traced.graph.find_nodes(op="placeholder"), 1):
+        node.name = f"primals_{number}"
+    RecomputedCasts(inputs)(traced.graph)
+    marked = [node for node in traced.graph.nodes if "recompute" in node.meta]
+    assert [node.target for node in marked] == [
+        torch.ops.aten._to_copy.default,
+        torch.ops.aten.t.default,
+    ]
+    assert marked[0].args[0].name == "primals_1" and marked[1].args[0] is marked[0]
+    assert RecomputedCasts(inputs).uuid() != RecomputedCasts(inputs[:2]).uuid()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("kind", ["blocks", "adapted"])
+def test_compiled_units_cast_their_parameters_anew_in_backward(kind: str, monkeypatch: pytest.MonkeyPatch):
+    """The story: compiled, every rank kept the whole model in bfloat16 until backward, with zero=3 as without."""
+    kept: list[Any] = []
+    pack = UnitAccess.pack
+
+    def packed(access: UnitAccess, tensor: Tensor) -> Any:
+        kept.append(pack(access, tensor))
+        return kept[-1]
+
+    monkeypatch.setattr(UnitAccess, "pack", packed)
+    plan = Plan.parse("dp=2,zero=3,compile=true,precision=bf16-mixed")
+    report = verify(unit_job(kind), plan, devices="simulated", steps=2)
+    assert report is not None and report.passed
+    assert not [each for each in kept if isinstance(each, Tensor) and each.numel() == 6 * 11]  # of a weight
+    assert [each for each in kept if not isinstance(each, Tensor) and each._layout[0].numel() == 6 * 11]
 
 
 class Uncompiled:

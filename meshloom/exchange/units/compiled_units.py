@@ -25,7 +25,7 @@ from meshloom.exchange.units.unit_slices import Unit
 class CompilesFunctions(Protocol):
     """What is used of a rank's compiler (`program/run/compiler.py`)."""
 
-    def function(self, function: Callable[..., Any]) -> Callable[..., Any]: ...
+    def function(self, function: Callable[..., Any], *, recasts: bool) -> Callable[..., Any]: ...
 
 
 class CompiledUnits:
@@ -47,9 +47,9 @@ class CompiledUnits:
         for module in self._modules:
             kind, own = type(module), vars(module).get("forward")
             if own is not None:
-                compiled = self._compiler.function(own)
+                compiled = self._compiler.function(own, recasts=True)
             else:
-                shared = of_class.get(kind) or self._compiler.function(kind.forward)
+                shared = of_class.get(kind) or self._compiler.function(kind.forward, recasts=True)
                 compiled = partial(of_class.setdefault(kind, shared), module)
             module.forward = partial(self._forward, module.forward, compiled)
             undo.callback(_restore, module, own)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -63,10 +64,10 @@ class Compiler:
         self._graphs = 0
         self._before = [a + b - c for a, b, c in zip(self._before, _counted(), counted, strict=True)]
 
-    def function(self, function: Function, *, dynamic: bool | None = None) -> Function:
-        """`function`, compiled when it is called. dynamic: its sizes are variables from the start. Calls raise
-        `JobError` for what cannot be compiled."""
-        made = _Function(self, function, self._backend, dynamic)
+    def function(self, function: Function, *, dynamic: bool | None = None, recasts: bool = False) -> Function:
+        """`function`, compiled when it is called. dynamic: its sizes are variables from the start. recasts: it casts parameters anew
+        in backward. Calls raise `JobError` for what cannot be compiled."""
+        made = _Function(self, function, partial(self._backend, recasts=recasts), dynamic)
         self._functions.append(made)
         return made
 
@@ -100,7 +101,7 @@ class Compiler:
         for reason, count in breaks.items():
             self._reasons[reason] = self._reasons.get(reason, 0) + count
 
-    def _backend(self, graph: Any, inputs: Any) -> Any:
+    def _backend(self, graph: Any, inputs: Any, *, recasts: bool = False) -> Any:
         from torch._inductor.compile_fx import compile_fx
 
         self._graphs += 1
@@ -108,6 +109,10 @@ class Compiler:
         options: dict[str, Any] = {"fallback_random": True}
         if self._device.type == "cpu":
             options["compile_threads"] = 1
+        if recasts:
+            from meshloom.program.run.recomputed_casts import RecomputedCasts
+
+            options["joint_custom_post_pass"] = RecomputedCasts(inputs)
         with _disable_current_modes():  # keyed draws are of what runs, not of what is traced
             return compile_fx(graph, inputs, config_patches=options)
 
