@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -79,12 +79,13 @@ def capture_module(
     shortcuts: Shortcuts | None = None,
     once: bool = False,
     opaque: Mapping[str, str] | None = None,
+    whole: Collection[str] = (),
 ) -> Program:
     """`capture` of an existing module, which is unchanged afterwards, its tensors and plain attributes
     included.
 
     once: export it with the first batch alone, where the loss is known to freeze nothing.
-    opaque: modules that become operators, and why; those that are not called are left out.
+    opaque: modules that become operators, and why; those that are not called are left out. whole: those whose hidden units are not divided.
     """
     batches = in_precision(batches[0], dtype), in_precision(batches[1], dtype)
     given = leaves_of(batches[0]), leaves_of(batches[1])
@@ -129,7 +130,7 @@ def capture_module(
             program, others = read_with_parts(as_traced=False)
         except CalledOtherwiseError:
             program, others = read_with_parts(as_traced=True)
-        program = with_hidden_units(with_causal_attention(program), model, loss, batches[0])
+        program = with_hidden_units(with_causal_attention(program), model, loss, batches[0], whole)
     return with_needs(replace(program, others=others))
 
 
