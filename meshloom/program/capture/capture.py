@@ -51,6 +51,7 @@ def capture(
     shortcuts: Shortcuts | None = None,
     opaque: Mapping[str, str] | None = None,
     settled: Mapping[str, str] | None = None,
+    whole: Collection[str] = (),
 ) -> Program:
     """The program of `job.loss` for batches of the shapes of these two. Raises `CaptureError` if none exists.
 
@@ -58,14 +59,14 @@ def capture(
     refused.
     dtype: convert the model and the batches to it first. shortcuts: those to take; None: as many as possible.
     numbers: whether numbers in a batch may be inputs; else the program is specialized to them.
-    opaque: as in `capture_module`; default: the parts that the job asks for.
+    opaque, whole: as in `capture_module`; default: the parts that the job asks for.
     settled: as in `mark_settled`.
     """
     with one_thread():
         model = build_model(job, dtype, training=training, beside=batches[0])
         mark_settled(model, settled or {})
         parts = asked_for(job, model) if opaque is None else opaque
-        given: Any = {"numbers": numbers, "shortcuts": shortcuts, "opaque": parts}
+        given: Any = {"numbers": numbers, "shortcuts": shortcuts, "opaque": parts, "whole": whole}
         return capture_module(model, job.loss, batches, dtype=dtype, **given)
 
 
