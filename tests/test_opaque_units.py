@@ -20,6 +20,7 @@ from meshloom.planner.describe import describe
 from meshloom.planner.divided import divided
 from meshloom.planner.readings import Readings
 from meshloom.program.capture.opaque_runs import recorded_calls
+from meshloom.program.capture.opaque_units import _Trials  # pyright: ignore[reportPrivateUsage]
 from meshloom.program.opaque.asked_of_units import AskedOfUnits
 from meshloom.program.opaque.hidden_units import HiddenUnits
 from meshloom.program.opaque.operator import call_of_node, is_opaque
@@ -427,3 +428,15 @@ def test_describe_says_how_much_belongs_to_units() -> None:
     (note,) = describe(Readings(job(Stacked))).opaque
     assert note.startswith("parts.0 runs as written, as one operator of which tp divides the hidden units: ")
     assert "belong to hidden units." in note
+
+
+def test_what_stays_whole_at_one_size_is_not_tried_at_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A detector whose images have boxes of every number was tried for each number, which took as long as all else."""
+    tried: list[int] = []
+    best = _Trials.best
+    monkeypatch.setattr(_Trials, "best", lambda self: [tried.append(1), best(self)][1])
+    loss = CapturedLoss(job(SoftmaxInside))
+    for size in (8, 6, 5):
+        program = loss.capture(first_batches(job(SoftmaxInside), 2, size))
+        assert [call_of_node(each).units for each in program.nodes if is_opaque(each)] == [None]
+    assert len(tried) == 1

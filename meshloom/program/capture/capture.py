@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -51,6 +51,7 @@ def capture(
     shortcuts: Shortcuts | None = None,
     opaque: Mapping[str, str] | None = None,
     settled: Mapping[str, str] | None = None,
+    whole: Collection[str] = (),
 ) -> Program:
     """The program of `job.loss` for batches of the shapes of these two. Raises `CaptureError` if none exists.
 
@@ -58,14 +59,14 @@ def capture(
     refused.
     dtype: convert the model and the batches to it first. shortcuts: those to take; None: as many as possible.
     numbers: whether numbers in a batch may be inputs; else the program is specialized to them.
-    opaque: as in `capture_module`; default: the parts that the job asks for.
+    opaque, whole: as in `capture_module`; default: the parts that the job asks for.
     settled: as in `mark_settled`.
     """
     with one_thread():
         model = build_model(job, dtype, training=training, beside=batches[0])
         mark_settled(model, settled or {})
         parts = asked_for(job, model) if opaque is None else opaque
-        given: Any = {"numbers": numbers, "shortcuts": shortcuts, "opaque": parts}
+        given: Any = {"numbers": numbers, "shortcuts": shortcuts, "opaque": parts, "whole": whole}
         return capture_module(model, job.loss, batches, dtype=dtype, **given)
 
 
@@ -79,12 +80,13 @@ def capture_module(
     shortcuts: Shortcuts | None = None,
     once: bool = False,
     opaque: Mapping[str, str] | None = None,
+    whole: Collection[str] = (),
 ) -> Program:
     """`capture` of an existing module, which is unchanged afterwards, its tensors and plain attributes
     included.
 
     once: export it with the first batch alone, where the loss is known to freeze nothing.
-    opaque: modules that become operators, and why; those that are not called are left out.
+    opaque: modules that become operators, and why; those that are not called are left out. whole: those whose hidden units are not divided.
     """
     batches = in_precision(batches[0], dtype), in_precision(batches[1], dtype)
     given = leaves_of(batches[0]), leaves_of(batches[1])
@@ -129,7 +131,7 @@ def capture_module(
             program, others = read_with_parts(as_traced=False)
         except CalledOtherwiseError:
             program, others = read_with_parts(as_traced=True)
-        program = with_hidden_units(with_causal_attention(program), model, loss, batches[0])
+        program = with_hidden_units(with_causal_attention(program), model, loss, batches[0], whole)
     return with_needs(replace(program, others=others))
 
 

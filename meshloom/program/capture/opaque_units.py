@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -49,17 +49,25 @@ PARTS = ((0, 1), (2,), (3, 4))  # units that run alone
 LARGE = 100.0  # times the numbers of the first trial
 
 
-def with_hidden_units(program: Program, model: nn.Module, loss: LossFunction, batch: Any) -> Program:
-    """The program whose opaque calls know which hidden units of them can be divided."""
+def with_hidden_units(
+    program: Program, model: nn.Module, loss: LossFunction, batch: Any, whole: Collection[str] = ()
+) -> Program:
+    """The program whose opaque calls know which hidden units of them can be divided. whole: modules that are not tried."""
     nodes = [each for each in program.nodes if is_opaque(each) and not is_code(each.args[2])]
     calls: dict[str, list[OpaqueCall]] = {}
     for node in nodes:
         calls.setdefault(node.args[2], []).append(call_of_node(node))
-    paths = [path for path, each in calls.items() if all(map(_may_be_divided, each))]
+    paths = [path for path, each in calls.items() if path not in whole and all(map(_may_be_divided, each))]
     found = _found(model, loss, batch, paths, calls)
     if not found:
         return program
     return replace(program, nodes=tuple(_with_units(node, found) for node in program.nodes))
+
+
+def undivided(program: Program) -> frozenset[str]:
+    """The opaque modules of which no units are divided."""
+    nodes = [each for each in program.nodes if is_opaque(each) and not is_code(each.args[2])]
+    return frozenset(str(each.args[2]) for each in nodes if call_of_node(each).units is None)
 
 
 def _may_be_divided(call: OpaqueCall) -> bool:

@@ -16,6 +16,7 @@ import torch
 
 from meshloom.core.job import Job
 from meshloom.program.capture.capture import capture
+from meshloom.program.capture.opaque_units import undivided
 from meshloom.program.capture.shapes import capture_shapes
 from meshloom.program.ir.batch_values import takes_numbers
 from meshloom.program.ir.leaves import leaves_of
@@ -50,7 +51,8 @@ def unlifted(program: Program, job: Job, batch: Any, dtypes: Mapping[str, torch.
     if found is None or _facts(found) != _facts(program):
         numbers = takes_numbers(program.others)
         found = capture(
-            job, (own, own), training=program.training, numbers=numbers, opaque=program.opaque, settled=_settled(program)
+            job, (own, own), training=program.training, numbers=numbers, opaque=program.opaque, settled=_settled(program),
+            whole=undivided(program),
         )  # fmt: skip
     return found if _facts(found) == _facts(program) else None
 
