@@ -35,7 +35,7 @@ def _note(program: Program, costs: Mapping[str, Cost], paths: Sequence[str], why
     divisible = _with_units(program, paths)
     how = "of which tp divides the hidden units" if divisible else "that is not divided"
     note = (
-        f"{names}{more} {'run' if several else 'runs'} as written, as one operator {how}: {why}. "
+        f"{names}{more} {'run' if several else 'runs'} as written, as one operator {how}: {why.removesuffix('.')}. "
         f"{'They are' if several else 'It is'} {parameters:.1%} of the parameters and {flops:.1%} of the FLOPs"
     )
     if not divisible:
