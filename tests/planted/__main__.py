@@ -1,4 +1,4 @@
-"""Plants each bug of the list and counts: `python -m tests.planted [--float64] [PART OF A NAME ...]`."""
+"""Plants each bug of the list and counts: `python -m tests.planted [--float64] [--bf16-mixed] [PART OF A NAME ...]`."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ import pytest
 import torch
 
 from tests.planted import BUGS
+from tests.planted.bugs import at_precision
 from tests.planted.judging import judged
 
 if __name__ == "__main__":
-    parts = [each for each in sys.argv[1:] if each != "--float64"]
+    parts = [each for each in sys.argv[1:] if not each.startswith("--")]
     dtype = torch.float64 if "--float64" in sys.argv else None
-    chosen = [each for each in BUGS if not parts or any(part in each.name for part in parts)]
+    listed = [at_precision(each, "bf16-mixed") for each in BUGS] if "--bf16-mixed" in sys.argv else BUGS
+    chosen = [each for each in listed if not parts or any(part in each.name for part in parts)]
     counts = [0, 0, 0]
     with_module = 0
     for bug in chosen:

@@ -74,6 +74,12 @@ def bug(
     return add
 
 
+def at_precision(bug: Bug, precision: str) -> Bug:
+    """The bug in the same job at another precision than float32; one whose plan has a precision already is itself."""
+    has = "precision=" in bug.plan
+    return bug if has else replace(bug, plan=f"{bug.plan},precision={precision}")
+
+
 def _place(plant: Plant) -> tuple[str, int]:
     return plant.__code__.co_filename, plant.__code__.co_firstlineno
 

@@ -87,7 +87,16 @@ def cause_of_metrics(wrong: WrongMetrics) -> Cause | None:
     """None: no way that is tried gives all of the plan's metrics."""
     with wrong.seen():
         chunks = evaluated_chunks(wrong.reference, wrong.updates, wrong.batches)
-    for kind, what, metrics in (*_ways_to_average(chunks, wrong.reference), *_ways_to_evaluate(wrong)):
+    # an average of chunks that are wrong themselves may be near the plan's by chance
+    same = {
+        key: value
+        for key, value in numbers_of(chunks).items()
+        if not isinstance(key, str) and key in wrong.ours
+    }
+    averaged: list[tuple[CauseKind, str, Numbers]] = [
+        (kind, what, {**metrics, **same}) for kind, what, metrics in _ways_to_average(chunks, wrong.reference)
+    ]
+    for kind, what, metrics in (*averaged, *_ways_to_evaluate(wrong)):
         if wrong.fits(metrics):
             return Cause(kind, f"All metrics are {what}.")
     return None
