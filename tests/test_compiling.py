@@ -209,7 +209,9 @@ class Uncompiled:
         self.known: dict[Any, Any] = {}
         self.given: list[bool | None] = []
 
-    def function(self, function: Callable[..., Any], *, dynamic: bool | None = None) -> Callable[..., Any]:
+    def function(
+        self, function: Callable[..., Any], *, dynamic: bool | None = None, recasts: bool = False
+    ) -> Callable[..., Any]:
         self.given.append(dynamic)
         return function
 
@@ -221,7 +223,9 @@ class UnwatchedCalls(Uncompiled):
         super().__init__()
         self.watched: list[bool] = []
 
-    def function(self, function: Callable[..., Any], *, dynamic: bool | None = None) -> Callable[..., Any]:
+    def function(
+        self, function: Callable[..., Any], *, dynamic: bool | None = None, recasts: bool = False
+    ) -> Callable[..., Any]:
         given = super().function(function, dynamic=dynamic)
 
         def called(*args: Any) -> Any:

@@ -16,7 +16,7 @@ from meshloom.core.plan import Plan
 from meshloom.verify.run import verify
 from tests.families import FAMILIES, Family
 from tests.reports import largest_error
-from tests.test_divided_families import NO_CHUNK_OF_ONE, PLAN_OF, TOLERANCE, drawn, lifted, pins_of
+from tests.test_divided_families import PLAN_OF, TOLERANCE, drawn, lifted, pins_of
 
 COVERING: dict[str, set[str]] = {"pp=2": set(), "grid": {"llama"}}
 # where the cheapest cut of a model this small leaves a rank without parameters
@@ -38,7 +38,7 @@ pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export")]
     ],
 )
 def test_a_family_equals_one_device(family: Family, plan: Plan):
-    job = replace(family.make_job(True), batch_size=4 if family.name in NO_CHUNK_OF_ONE else 3)
+    job = replace(family.make_job(True), batch_size=3)
     # models this small are left whole by the choice, so that a division drawn at random is asked for
     if plan.tp > 1:
         plan = replace(plan, tp_placements=pins_of(drawn(job, chunk_size=2, num_ranks=plan.tp)))
@@ -48,7 +48,7 @@ def test_a_family_equals_one_device(family: Family, plan: Plan):
         lifted(job),
         plan,
         devices="simulated",
-        steps=1 if family.name in NO_CHUNK_OF_ONE else 2,
+        steps=2,
         dtype=torch.float64,
     )
     assert report is not None

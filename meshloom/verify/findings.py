@@ -108,7 +108,10 @@ class Report:
             "autocast": self.autocast,
             "settings": dict(self.settings),
             "from_float64": asdict(self.from_float64) if self.from_float64 else None,
-            "casts": [asdict(cast) for cast in self.casts],
+            "casts": [
+                {"place": cast.place, "dtype": cast.dtype, "in_optimizer": cast.in_optimizer}
+                for cast in self.casts
+            ],
             "owned": list(self.owned),
             "blocks": self.fewer.to_dict() if self.fewer else None,
             "worst": [_error_record(error) for error in self.worst()],
