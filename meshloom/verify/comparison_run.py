@@ -261,7 +261,13 @@ class ComparisonRun(Comparing):
         averages = self._averages.errors if self._averages else []
         of_tensors = [*self._gradient_errors(), *self._state.errors(), *averages]
         grows = self._gradients.grows
-        comparison = self._comparer.compare(ours, self._reference_record, of_tensors, grows=grows)
+        comparison = self._comparer.compare(
+            ours,
+            self._reference_record,
+            of_tensors,
+            grows=grows,
+            loss_effect=partial(loss_effect, self.reference),
+        )
         if self._against and not self.reference.scale.overflowed:
             self._from_float64, self._against = self._against.result(*comparison.loss), None
         if not comparison.passed and self.passed:
@@ -288,10 +294,8 @@ def _step_schedulers(reference: Reference, metrics: Mapping[str, float]) -> None
 
 def _comparer_of(reference: Reference) -> Comparer:
     lowered = reference.updated.dtype
-    return Comparer(
-        plan=reference.plan, precision=torch.float32 if lowered else reference.precision, autocast=reference.autocast, lowered=lowered,
-        loss_effect=partial(loss_effect, reference),
-    )  # fmt: skip
+    precision = torch.float32 if lowered else reference.precision
+    return Comparer(plan=reference.plan, precision=precision, autocast=reference.autocast, lowered=lowered)
 
 
 def _rounding_of(

@@ -75,14 +75,13 @@ class Comparison:
 class Comparer:
     """Compares step after step. precision: of the parameters. autocast: what the plan computes losses under.
     lowered: what the plan rounds parameters to, of which copies in `precision` are updated. single_samples: whether torch's own gradients
-    of batch norms of single samples were wrong. loss_effect: measures how far rounding moves the loss of the newest step."""
+    of batch norms of single samples were wrong."""
 
     plan: Plan
     precision: torch.dtype
     autocast: torch.dtype | None = None
     lowered: torch.dtype | None = None
     single_samples: bool = False
-    loss_effect: Callable[[], float] | None = None
     _casts: set[Cast] = field(default_factory=set[Cast])
 
     @property
@@ -138,16 +137,17 @@ class Comparer:
         tensor_errors: Sequence[TensorError],
         *,
         grows: bool = False,
+        loss_effect: Callable[[], float] | None = None,
     ) -> Comparison:
         """The comparison of the next step. tensor_errors: of its gradients, buffers and parameters. grows: whether rounding was
-        measured to move some of them beyond what is tolerated."""
+        measured to move some of them beyond what is tolerated. loss_effect: measures how far it moves the loss."""
         self.note(reference.casts)
         tolerance = max(self.values, most_tolerated(self.precision) if grows else 0.0)
         of_norm = unmeasured_through(self.precision)
         errors = [*_loss_errors(ours, reference, tolerance, of_norm), *tensor_errors]
         facts = [*facts_of(ours, reference, self.plan)]
         if not facts:
-            errors = self._with_moved_loss(errors, abs(reference.loss))
+            errors = self._with_moved_loss(errors, abs(reference.loss), loss_effect)
         module = output = None
         if facts or not all(error.passed for error in errors):
             output = first_output(ours, reference, self.outputs, self.plan)
@@ -167,13 +167,15 @@ class Comparer:
             edge=reference.overflow if ours.skipped == reference.skipped else "",
         )
 
-    def _with_moved_loss(self, errors: list[TensorError], size: float) -> list[TensorError]:
+    def _with_moved_loss(
+        self, errors: list[TensorError], size: float, effect: Callable[[], float] | None
+    ) -> list[TensorError]:
         """The errors, where nothing but the loss differs, with the tolerance of one that rounding moves so far. size: of the loss."""
         wrong = [each for each in errors if not each.passed]
         is_loss = [each.name for each in wrong] == ["loss"] and wrong[0].error < math.inf
-        if not is_loss or self.loss_effect is None or not rounds_partial_sums(self.plan):
+        if not is_loss or effect is None or not rounds_partial_sums(self.plan):
             return errors
-        allowed = min(_ratio(TIMES * self.loss_effect(), size), most_tolerated(self.precision))
+        allowed = min(_ratio(TIMES * effect(), size), most_tolerated(self.precision))
         moved = replace(wrong[0], tolerance=max(wrong[0].tolerance, allowed))
         return [moved if each is wrong[0] else each for each in errors]
 
