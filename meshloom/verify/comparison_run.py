@@ -258,23 +258,16 @@ class ComparisonRun(Comparing):
 
     def end(self, ours: StepRecord) -> None:
         ours = replace(ours, gradients=self.subsampled)
-        averages = self._averages.errors if self._averages else []
-        of_tensors = [*self._gradient_errors(), *self._state.errors(), *averages]
-        grows = self._gradients.grows
-        comparison = self._comparer.compare(
-            ours,
-            self._reference_record,
-            of_tensors,
-            grows=grows,
-            loss_effect=partial(loss_effect, self.reference),
-        )
+        of_tensors = [*self._gradient_errors(), *self._state.errors()]
+        of_tensors += self._averages.errors if self._averages else []
+        of_step, effect = (ours, self._reference_record, of_tensors), partial(loss_effect, self.reference)
+        comparison = self._comparer.compare(*of_step, grows=self._gradients.grows, loss_effect=effect)
         if self._against and not self.reference.scale.overflowed:
             self._from_float64, self._against = self._against.result(*comparison.loss), None
         if not comparison.passed and self.passed:
             of_averages = self._averages.cause() if self._averages else None
-            self.causes = diagnose(
-                comparison, ours, self._reference_record, self._evidence, self._steps, of_averages
-            )
+            of_plan = comparison, ours, self._reference_record
+            self.causes = diagnose(*of_plan, self._evidence, self._steps, of_averages)
         self._steps.append(comparison)
         self._previous = dict(self._reference_record.gradients)
 
