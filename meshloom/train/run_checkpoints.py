@@ -25,7 +25,6 @@ from meshloom.checkpoint.writing.streamed import streamed
 from meshloom.comm.group import Group
 from meshloom.comm.objects import collect
 from meshloom.comm.steps import Steps, run_in_steps
-from meshloom.comm.torch.is_directory import is_torch_directory
 from meshloom.core.errors import CheckpointError, MeshloomError
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
@@ -43,6 +42,8 @@ from meshloom.replica.replica_state import (
     weights,
 )
 from meshloom.telemetry.progress import Listener
+from meshloom.train.from_torch.torch_checkpoint import is_torch_checkpoint
+from meshloom.train.from_torch.torch_resuming import resume_from_torch
 from meshloom.train.local_replicas import LocalReplicas
 
 BEST = "best"  # directory of the checkpoint whose evaluation was best
@@ -95,9 +96,9 @@ class RunCheckpoints:
     def resume(self, directory: Path, steps: int) -> Checkpoint:
         """Load the newest complete checkpoint in `directory` into all replicas; returns it."""
         there = self._replicas.together(
-            lambda replica: collect(replica.context.world, is_torch_directory(directory))
+            lambda replica: collect(replica.context.world, is_torch_checkpoint(directory))
         )[0]
-        how = _from_torch if any(there) else resume
+        how = resume_from_torch if any(there) else resume
         return self._replicas.together(
             lambda replica: how(replica, directory, partial(_check, self._job, replica, steps))
         )[0]
@@ -254,13 +255,6 @@ class RunCheckpoints:
                 self._listener.note(found.sentence())
             self._told = True
         return not found.missing
-
-
-def _from_torch(replica: Replica, directory: Path, check: Callable[[Checkpoint], None]) -> Steps[Checkpoint]:
-    # for those who need it: with torch.distributed.checkpoint every start would take a second longer
-    from meshloom.train.from_torch.torch_resuming import resume_from_torch
-
-    return resume_from_torch(replica, directory, check)
 
 
 def _check(job: Job, replica: Replica, steps: int, checkpoint: Checkpoint) -> None:

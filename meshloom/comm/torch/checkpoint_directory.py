@@ -29,9 +29,9 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from meshloom.comm.torch.is_directory import METADATA
 from meshloom.core.errors import CheckpointError
 
+METADATA = ".metadata"
 Place = tuple[Any, ...]  # keys of nested dicts, numbers in lists
 _DESCRIPTIONS = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
 _OTHERS = {("torch", "Size"), ("torch.serialization", "_get_layout")}
