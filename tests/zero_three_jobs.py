@@ -143,8 +143,8 @@ class Adapted(Blocks):
         super().__init__()
         self.requires_grad_(False)
         for block in self.blocks:
-            block.down = Adapter(block.down)  # type: ignore[arg-type]
-            block.up = Adapter(block.up)  # type: ignore[arg-type]
+            for name in ("down", "up"):
+                setattr(block, name, Adapter(getattr(block, name)))
         self.head.requires_grad_()
 
 

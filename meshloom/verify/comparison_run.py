@@ -133,9 +133,7 @@ class ComparisonRun(Comparing):
         if self._measured_in != len(self._steps):
             found = rounding_effect(reference)
             self._measured_in, self._effects = len(self._steps), found.gradients
-            sizes = buffer_sizes(dict(reference.model.named_buffers()), self._changed)
-            now = {name: effect / sizes[name] for name, effect in found.buffers.items() if sizes[name]}
-            before = self._buffer_effects
+            now, before = _relative_to(reference, self._changed, found.buffers), self._buffer_effects
             self._buffer_effects = {name: max(effect, before.get(name, 0.0)) for name, effect in now.items()}
         return self._effects
 
@@ -260,14 +258,17 @@ class ComparisonRun(Comparing):
         ours = replace(ours, gradients=self.subsampled)
         of_tensors = [*self._gradient_errors(), *self._state.errors()]
         of_tensors += self._averages.errors if self._averages else []
-        of_step, effect = (ours, self._reference_record, of_tensors), partial(loss_effect, self.reference)
-        comparison = self._comparer.compare(*of_step, grows=self._gradients.grows, loss_effect=effect)
+        effect = partial(loss_effect, self.reference)
+        comparison = self._comparer.compare(
+            ours, self._reference_record, of_tensors, grows=self._gradients.grows, loss_effect=effect
+        )
         if self._against and not self.reference.scale.overflowed:
             self._from_float64, self._against = self._against.result(*comparison.loss), None
         if not comparison.passed and self.passed:
             of_averages = self._averages.cause() if self._averages else None
-            of_plan = comparison, ours, self._reference_record
-            self.causes = diagnose(*of_plan, self._evidence, self._steps, of_averages)
+            self.causes = diagnose(
+                comparison, ours, self._reference_record, self._evidence, self._steps, of_averages
+            )
         self._steps.append(comparison)
         self._previous = dict(self._reference_record.gradients)
 
@@ -276,6 +277,14 @@ class ComparisonRun(Comparing):
             steps=self._steps, causes=self.causes, whole=self._whole, comparer=self._comparer,
             from_float64=self._from_float64, differing=self.differing,
         )  # fmt: skip
+
+
+def _relative_to(
+    reference: Reference, changed: frozenset[str], effects: Mapping[str, float]
+) -> dict[str, float]:
+    """Effects on buffers by the buffers' sizes. changed: of `buffer_sizes`."""
+    sizes = buffer_sizes(dict(reference.model.named_buffers()), changed)
+    return {name: effect / sizes[name] for name, effect in effects.items() if sizes[name]}
 
 
 def _step_schedulers(reference: Reference, metrics: Mapping[str, float]) -> None:

@@ -70,14 +70,10 @@ class FrozenCasts:
         """As the function of this name, of a tensor that the function which runs saves."""
         if not self._given or tensor.requires_grad or not tensor.is_floating_point():
             return None
-        found = [
-            each
-            for each in self._given
-            if each.numel() == tensor.untyped_storage().nbytes() // tensor.itemsize
-        ]
+        found = [each for each in self._given if _has_all_of(tensor, each)]
         if len(found) != 1 or found[0].dtype == tensor.dtype or tensor.numel() != found[0].numel():
             return None
-        return found[0] if _has_all_of(tensor, found[0]) else None
+        return found[0]
 
 
 class _Watching(TorchFunctionMode):

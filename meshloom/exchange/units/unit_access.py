@@ -18,7 +18,7 @@ values themselves, which stay as long as it does.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -239,85 +239,75 @@ def unpack(saved: Any) -> Tensor:
     return saved.tensor() if isinstance(saved, _Saved) else saved
 
 
-class _WithoutHooks:
+class _InPlace:
+    """What is in the place of a function of torch's. num_open: contexts in which it is; those of simulated ranks do not end in the order
+    of their beginning."""
+
+    def __init__(self, real: Callable[..., Any]) -> None:
+        self.real = real
+        self.num_open = 0
+
+
+@contextmanager
+def _in_place(module: Any, name: str, kind: type[_InPlace]) -> Iterator[None]:
+    """Context in which there is one of this kind in the place of the module's function."""
+    if not isinstance(getattr(module, name), kind):
+        setattr(module, name, kind(getattr(module, name)))
+    installed: _InPlace = getattr(module, name)
+    installed.num_open += 1
+    try:
+        yield
+    finally:
+        installed.num_open -= 1
+        if not installed.num_open:
+            setattr(module, name, installed.real)
+
+
+class _WithoutHooks(_InPlace):
     """What disables hooks on saved tensors for a transform of `torch.func`, which refuses to take gradients under them:
     hooks of units are taken off for so long, and what is saved are the values themselves, which stay.
 
-    num_open: contexts in which it is installed; those of simulated ranks do not end in the order of their beginning.
     """
-
-    def __init__(self, disable: Callable[[str], AbstractContextManager[None]]) -> None:
-        self.disable = disable
-        self.num_open = 0
 
     @contextmanager
     def __call__(self, message: str) -> Iterator[None]:
         top = _torch._C._autograd._top_saved_tensors_default_hooks(True)
         access = getattr(top[0], "__self__", None) if top else None
         if not isinstance(access, UnitAccess):  # inside another transform, or under hooks of the user's
-            with self.disable(message):
+            with self.real(message):
                 yield
             return
         access.gather_all()
         _torch._C._autograd._pop_saved_tensors_default_hooks()
         try:
-            with self.disable(message):
+            with self.real(message):
                 yield
         finally:
             _torch._C._autograd._push_saved_tensors_default_hooks(*top)
 
 
-@contextmanager
-def _transforms() -> Iterator[None]:
+def _transforms() -> AbstractContextManager[None]:
     """Context in which `torch.func` can take gradients."""
-    graph: Any = torch.autograd.graph
-    if not isinstance(graph.disable_saved_tensors_hooks, _WithoutHooks):
-        graph.disable_saved_tensors_hooks = _WithoutHooks(graph.disable_saved_tensors_hooks)
-    installed = graph.disable_saved_tensors_hooks
-    installed.num_open += 1
-    try:
-        yield
-    finally:
-        installed.num_open -= 1
-        if not installed.num_open:
-            graph.disable_saved_tensors_hooks = installed.disable
+    return _in_place(torch.autograd.graph, "disable_saved_tensors_hooks", _WithoutHooks)
 
 
-class _WithoutUses:
+class _WithoutUses(_InPlace):
     """What torch's modules ask whether they may take their fast paths in evaluations, which a mode forbids: it answers as if units had none.
     An encoder's outputs at masked places are others on its fast path.
-
-    num_open: as of `_WithoutHooks`.
     """
-
-    def __init__(self, asked: Callable[..., bool]) -> None:
-        self.asked = asked
-        self.num_open = 0
 
     def __call__(self, relevant_args: Iterable[Any]) -> bool:
         if isinstance(_torch.overrides._get_current_function_mode(), _Uses):
             with _torch.overrides._pop_mode_temporarily():
-                return self.asked(relevant_args)
-        return self.asked(relevant_args)
+                return self.real(relevant_args)
+        return self.real(relevant_args)
 
 
-@contextmanager
-def _fast_paths() -> Iterator[None]:
+def _fast_paths() -> AbstractContextManager[None]:
     """Context in which modules take the fast paths that they take on one device."""
     if torch.is_grad_enabled():  # there are none
-        yield
-        return
-    overrides: Any = torch.overrides
-    if not isinstance(overrides.has_torch_function, _WithoutUses):
-        overrides.has_torch_function = _WithoutUses(overrides.has_torch_function)
-    installed = overrides.has_torch_function
-    installed.num_open += 1
-    try:
-        yield
-    finally:
-        installed.num_open -= 1
-        if not installed.num_open:
-            overrides.has_torch_function = installed.asked
+        return nullcontext()
+    return _in_place(torch.overrides, "has_torch_function", _WithoutUses)
 
 
 class _Uses(TorchFunctionMode):
@@ -330,10 +320,11 @@ class _Uses(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func not in _READ_NO_VALUES:
-            found = list(_parameters((*args, *kwargs.values())))
+            given = (*args, *kwargs.values())
+            found = list(_parameters(given))
             if found:
                 self._use(found)
-                with self._frozen.running(func, (*args, *kwargs.values())):
+                with self._frozen.running(func, given):
                     made = func(*args, **kwargs)
                 if (
                     not torch.compiler.is_compiling()

@@ -53,9 +53,8 @@ def with_hidden_units(
     program: Program, model: nn.Module, loss: LossFunction, batch: Any, whole: Collection[str] = ()
 ) -> Program:
     """The program whose opaque calls know which hidden units of them can be divided. whole: modules that are not tried."""
-    nodes = [each for each in program.nodes if is_opaque(each) and not is_code(each.args[2])]
     calls: dict[str, list[OpaqueCall]] = {}
-    for node in nodes:
+    for node in _modules_of(program):
         calls.setdefault(node.args[2], []).append(call_of_node(node))
     paths = [path for path, each in calls.items() if path not in whole and all(map(_may_be_divided, each))]
     found = _found(model, loss, batch, paths, calls)
@@ -66,8 +65,12 @@ def with_hidden_units(
 
 def undivided(program: Program) -> frozenset[str]:
     """The opaque modules of which no units are divided."""
-    nodes = [each for each in program.nodes if is_opaque(each) and not is_code(each.args[2])]
-    return frozenset(str(each.args[2]) for each in nodes if call_of_node(each).units is None)
+    return frozenset(str(each.args[2]) for each in _modules_of(program) if call_of_node(each).units is None)
+
+
+def _modules_of(program: Program) -> list[Node]:
+    """The opaque operators that are modules."""
+    return [each for each in program.nodes if is_opaque(each) and not is_code(each.args[2])]
 
 
 def _may_be_divided(call: OpaqueCall) -> bool:
