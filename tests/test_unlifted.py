@@ -23,6 +23,7 @@ from meshloom.program.ir.program import Program
 from meshloom.replica.program_engine import ProgramEngine
 from meshloom.tensor_parallel.layout.placement import Part
 from meshloom.train.trainer import Trainer
+from meshloom.verify.findings import lines_of
 from meshloom.verify.run import verify
 
 
@@ -39,6 +40,24 @@ class Mixed(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = torch.tanh(self.first(x)).to(self.middle.weight.dtype)
         return self.last(torch.tanh(self.middle(y)).to(self.last.weight.dtype))
+
+
+class Normed(nn.Module):
+    """Blocks as many models have them: a norm in float32 beside a residual, which in float32 is cast to what it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(16, 24)
+        self.scales = nn.ParameterList(torch.ones(24) for _ in range(2))
+        self.layers = nn.ModuleList(nn.Linear(24, 24) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        for scale, layer in zip(self.scales, self.layers, strict=True):
+            wide = h.to(torch.float32)
+            wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)
+            h = h + torch.tanh(layer(scale * wide.type_as(h)))
+        return h.float()
 
 
 class Uneven(nn.Module):
@@ -138,6 +157,39 @@ def test_where_a_cast_allows_less_parameters_are_held_as_in_training(monkeypatch
     assert lifted_ways != ways
     report = verify(job, Plan.parse("tp=2"), devices="simulated", steps=1, dtype=torch.float64)
     assert report is not None and report.passed, report and report.causes
+
+
+def test_a_value_that_is_cast_to_what_it_is_has_the_same_uses_in_each_precision():
+    """What was added to the cast value in float32, and to the value itself in float64, was divided by the prices of float64."""
+    batch = {"x": torch.randn(4, 16)}
+    programs = [capture_shapes(job_of(Normed), batch, dtype=dtype) for dtype in (None, torch.float64)]
+    uses = [[(node.name, [ref.name for ref in node.operands()]) for node in each.nodes] for each in programs]
+    assert uses[0] == uses[1]
+    assert not any("alias" in name for name, _ in uses[0])
+    found = unlifted(programs[1], job_of(Normed), batch, {"x": torch.float32})
+    assert found is not None and found.digest() == programs[0].digest()
+
+
+def test_the_digest_of_what_float64_verifies_is_that_of_training():
+    reports = [
+        verify(job_of(Normed), Plan.parse("tp=2"), devices="simulated", steps=1, dtype=dtype)
+        for dtype in (None, torch.float64)
+    ]
+    assert all(each is not None and each.passed for each in reports)
+    first, second = (each.digest for each in reports if each is not None)
+    assert first == second
+
+
+def test_a_report_says_where_training_may_be_divided_otherwise():
+    class Asking(Normed):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x * 2 if x.dtype == torch.float64 else x)
+
+    report = verify(job_of(Asking), Plan.parse("tp=2"), devices="simulated", steps=1, dtype=torch.float64)
+    assert report is not None and report.passed and report.is_unlike_training
+    assert any("training may have another" in line for line in lines_of(report))
+    report = verify(job_of(Asking), Plan.parse("tp=2"), devices="simulated", steps=1)
+    assert report is not None and not report.is_unlike_training
 
 
 @pytest.mark.slow

@@ -85,9 +85,8 @@ class ProgramEngine(Engine):
             limits: Any = {"memory_bytes": plan.memory_bytes or None, "num_stages": plan.pp}
             given: Any = {"rules": job.rules, "placements": plan.tp_placements}
             self.division = Division(self.tp, timings=timings, stored=stored, **given, **limits)
-        self.programs = ProgramStore(
-            job, plan, team, self.division, dtype=dtype, timings=timings, stored=stored
-        )
+        kept: Any = {"timings": timings, "stored": stored}
+        self.programs = ProgramStore(job, plan, team, self.division, dtype=dtype, **kept)
         self.cutter = self.programs.cutter
         self.drawn = DrawnBatches(job, team, dtype)
         self._sums = TeamSums(self.pp, self.tp)
@@ -131,6 +130,7 @@ class ProgramEngine(Engine):
         yield from take_share(model, self.shards, unfilled, world)
         make_row_major(model)
         self._model, self.runs_modules = model, bool(self.programs.opaque)
+        self.is_unlike_training = self.programs.is_unlike_training
         self._outside = {each: Outside(each, model, self.programs.opaque) for each in self.losses.values()}
         self._parameters = {name: each for name, each in model.named_parameters() if not each.is_meta}
         for by_stage, of_loss in zip(scope.statistics, here, strict=True):

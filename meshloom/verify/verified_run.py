@@ -75,9 +75,9 @@ class VerifiedRun:
     """Of `job` under `plan`. dtype: of both sides; None: the job's own. against: of a second reference, for the first step.
     settings: of every Trainer. compare: where one device is.
 
-    result, between, causes: on rank 0, what came of it. digest: of what ran. devices: one line about them. owned: the
-    share of the trainable elements that each rank updates. one_copy: whether replicas had one copy of the parameters. notes: on
-    what was left out.
+    result, between, causes: on rank 0, what came of it. digest: of what ran. is_unlike_training: whether training may be divided
+    or cut otherwise. devices: one line about them. owned: the share of the trainable elements that each rank updates. one_copy:
+    whether replicas had one copy of the parameters. notes: on what was left out.
     """
 
     job: Job
@@ -93,12 +93,12 @@ class VerifiedRun:
     causes: list[Cause] = field(default_factory=list[Cause])
     owned: Sequence[float] = ()
     digest: str = ""
+    is_unlike_training: bool = False
     devices: str = ""
     one_copy: bool = False
     notes: list[str] = field(default_factory=list[str])
     _steps_per_epoch: int | None = None
-    # what has changed after the steps so far, but by them
-    _changed: list[Cause] = field(default_factory=list[Cause], init=False)
+    _changed: list[Cause] = field(default_factory=list[Cause], init=False)  # not by steps so far
 
     def quick(self, steps: int, *, own_copies: bool = False) -> None:
         """So many steps. own_copies: each replica has its own parameters."""
@@ -155,10 +155,10 @@ class VerifiedRun:
             self.job, self.plan, steps=steps, dtype=self.dtype, share=share, listener=quiet, recorded_shares=self.shares, resume=resume,
             **self.settings,
         ) as trainer:  # fmt: skip
-            self.owned = trainer.together(_owned)[0]
-            self.devices = trainer.world.why
+            self.owned, self.devices = trainer.together(_owned)[0], trainer.world.why
             self.digest = trainer.synchronous.digest if trainer.synchronous else ""
             self.one_copy = trainer.replicas[0].exchange.one_copy
+            self.is_unlike_training = trainer.replicas[0].engine.is_unlike_training
             if compares and trainer.world.main and self.comparison is None:
                 first = trainer.replicas[0]
                 other = OneDevice(plan=first.inner, dtype=self.dtype, device=first.context.device, shares=self.shares, against=self.against)  # fmt: skip

@@ -100,14 +100,14 @@ class ProgramStore:
         self._job, self._plan, self._team, self._division = job, plan, team, division
         self.losses = LossJobs(job)
         self._dtype, self._stored = dtype, stored
+        self.is_unlike_training = False  # whether something was decided in another precision than training's
         self._default = torch.get_default_dtype()
         # dtypes of a batch's tensors in the job's own precision, if it is lifted to another
         self._own_dtypes: dict[str, torch.dtype] = {}
         self._captured: dict[LossFunction, CapturedLoss] = {}
         self._entries: dict[ProgramKey, tuple[Stage, ...] | _Form] = {}
-        self._divided: dict[
-            tuple[LossFunction, bool], DivisionChoice
-        ] = {}  # by loss, and whether it is trained
+        # by loss, and whether it is trained
+        self._divided: dict[tuple[LossFunction, bool], DivisionChoice] = {}
         # key of the tensors' shapes alone -> other values of batches that have programs
         self._others: dict[ProgramKey, list[Mapping[str, str | None]]] = {}
         self._forms: dict[int, StageForms] = {}  # by id of what was proved of a loss
@@ -258,6 +258,7 @@ class ProgramStore:
                     return unlifted(program, job, batches[0], self._own_dtypes)
 
             own = yield from on_rank_0(group, in_own_precision, CaptureError)
+            self.is_unlike_training |= own is None
         return (yield from self._add(program, loss, group, own, losses_left))
 
     def _add(

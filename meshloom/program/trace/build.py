@@ -13,6 +13,7 @@ from meshloom.program.ir.nodes import Input, Meta, Node, Ref, Variable
 from meshloom.program.ir.program import Program
 from meshloom.program.ir.written_parameters import mark_written, named_buffers
 from meshloom.program.trace.export import Exported, context_of, line_of, path_of
+from meshloom.program.trace.export_patches import ALIAS
 from meshloom.program.trace.infer import Inferred, Shape, infer, shape_of
 from meshloom.program.trace.mutation import without_mutation
 from meshloom.program.trace.unfold import unfolded
@@ -51,7 +52,10 @@ def build(
     }  # placeholder -> name of its value
     inferred = pure.inferred or infer(pure.graph, likes)
     nodes: list[Any] = list(pure.graph.nodes)
-    names_of: dict[fx.Node, str] = {node: str(values.get(node.name, node.name)) for node in nodes}
+    names_of: dict[fx.Node, str] = {}
+    for node in nodes:
+        is_alias = node.op == "call_function" and node.target is ALIAS
+        names_of[node] = names_of[node.args[0]] if is_alias else str(values.get(node.name, node.name))
     output = next(node for node in nodes if node.op == "output")
     used = {node.name for node in nodes if node.op == "placeholder" and node.users}
     program = Program(
@@ -112,7 +116,7 @@ def _nodes(graph: fx.Graph, inferred: Inferred, names_of: Mapping[fx.Node, str])
     nodes: list[Node] = []
     draw = 0
     for node in graph.nodes:
-        if node.op != "call_function":
+        if node.op != "call_function" or node.target is ALIAS:
             continue
         num_draws = inferred.draws.get(node, 0)
         kwargs = _explicit(node, inferred.shapes[node])

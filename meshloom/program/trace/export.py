@@ -40,6 +40,8 @@ from meshloom.program.trace.attributes import (
 )
 from meshloom.program.trace.block_calls import SHORTCUTS, ShortcutError, Shortcuts
 from meshloom.program.trace.export_patches import (
+    ALIAS,
+    casts,
     ctc_loss_without_values,
     patched_for_export,
     take_out_failed_calls,
@@ -280,6 +282,8 @@ def _recorded(model: nn.Module, folding: Folding | None) -> Iterator[None]:
         traced = untraced(func)
         if traced is not None:
             return traced(*args, **(kwargs or {}))
+        if casts(func, args):
+            args = recorded(ALIAS, kinds, args[:1]), *args[1:]
         return recorded(func, kinds, args, kwargs)
 
     def create(*args: Any, **kwargs: Any) -> fx.Node:

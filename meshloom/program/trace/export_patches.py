@@ -2,7 +2,8 @@
 
 Checkpointed blocks are traced through, and count their batches twice, autograd functions become operators, distributions
 do not check their arguments, the CTC loss has a shape, caches for generating text are not filled, statements that only
-look at values are passed by, `.data` is a detached tensor, what stands in for an array becomes a tensor, and calls that failed are taken out.
+look at values are passed by, `.data` is a detached tensor, what stands in for an array becomes a tensor, calls that failed are taken out, and what
+is cast is another tensor than what it is cast from.
 """
 
 from __future__ import annotations
@@ -30,6 +31,10 @@ _torch: Any = torch  # for private names
 _impls: Any = fake_impls
 _DATA: Any = Tensor.data
 aten = torch.ops.aten
+ALIAS: Any = aten.alias.default
+_CASTS = frozenset(
+    (Tensor.to, Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16, Tensor.type, Tensor.type_as)
+)
 
 
 @contextmanager
@@ -89,6 +94,16 @@ def without_cache(model: nn.Module) -> Iterator[bool]:
     finally:
         for each in on:
             each["use_cache"] = True
+
+
+def casts(function: Any, args: Sequence[Any]) -> bool:
+    """Whether `function` may cast its first argument, or return it as it is where it has that precision.
+
+    The tracer takes a returned argument for the result of the call from there on. So `h + norm(h.to(float32))` would add
+    the result of the cast to it in float32, and `h` in float64: other programs, which no division fits both of. `ALIAS` of
+    the tensor is cast in its place.
+    """
+    return function in _CASTS and isinstance(args[0], Tensor) and args[0].layout == torch.strided
 
 
 def untraced(function: Any) -> Callable[..., Any] | None:
