@@ -70,7 +70,10 @@ class CheckedCapture:
             return None
         with default_precision(self._default):
             ends = batches[0], batches[-1]
-            return resized(known, self._job, ends, lambda model, pair: self._capture(pair, model, {}))
+            # `known` freezes nothing, and this one differs from it in sizes only
+            return resized(
+                known, self._job, ends, lambda model, pair: self._capture(pair, model, {}, once=True)
+            )
 
     def _program(
         self, batches: Sequence[Any], training: bool, model: nn.Module, known: Program | None
@@ -177,10 +180,11 @@ class CheckedCapture:
         *,
         numbers: bool = True,
         shortcuts: Shortcuts | None = None,
+        once: bool = False,
     ) -> Program:
         with self._timings.of("reading"):
             program = capture_module(
-                model, self._job.loss, batches, dtype=self._dtype, numbers=numbers, shortcuts=shortcuts, opaque=parts, whole=self._whole
+                model, self._job.loss, batches, dtype=self._dtype, numbers=numbers, shortcuts=shortcuts, once=once, opaque=parts, whole=self._whole
             )  # fmt: skip
             gc.collect()  # torch.export leaves the model in cycles
             return program
