@@ -186,10 +186,18 @@ def test_a_report_says_where_training_may_be_divided_otherwise():
             return super().forward(x * 2 if x.dtype == torch.float64 else x)
 
     report = verify(job_of(Asking), Plan.parse("tp=2"), devices="simulated", steps=1, dtype=torch.float64)
-    assert report is not None and report.passed and report.is_unlike_training
+    assert report is not None and report.passed and report.unlike_training
     assert any("training may have another" in line for line in lines_of(report))
     report = verify(job_of(Asking), Plan.parse("tp=2"), devices="simulated", steps=1)
-    assert report is not None and not report.is_unlike_training
+    assert report is not None and not report.unlike_training
+
+
+def test_a_report_says_that_copies_to_round_from_are_left_out_in_float64():
+    report = verify(
+        job_of(Normed), Plan.parse("dp=2,precision=bf16"), devices="simulated", steps=1, dtype=torch.float64
+    )
+    assert report is not None and report.passed
+    assert any("training may have another: there are no copies" in line for line in lines_of(report))
 
 
 @pytest.mark.slow

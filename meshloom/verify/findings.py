@@ -30,7 +30,7 @@ class Report:
         settings: torch's, of both sides, that change what operators return. from_float64: if it was asked for.
     owned: the share of the trainable elements that each rank updates. whole: the comparison with the whole
         batch, in the first step. fewer: the blocks of the model that were verified, if not all.
-    digest: of what ran. is_unlike_training: whether training may be divided or cut otherwise. notes: in what both sides are not as
+    digest: of what ran. unlike_training: why training may have another; "": it has not. notes: in what both sides are not as
         in training, a sentence each. between: what was compared between steps. general: mistakes on both sides, a sentence each.
         apart: of steps in which replicas had copies of their own, where they share one in training.
     differing: the first tensor of a step that differs.
@@ -49,7 +49,7 @@ class Report:
     settings: Mapping[str, str] = field(default_factory=dict[str, str])
     from_float64: FromFloat64 | None = None
     digest: str = ""
-    is_unlike_training: bool = False
+    unlike_training: str = ""
     notes: Sequence[str] = ()
     between: Sequence[BetweenSteps] = ()
     general: Sequence[str] = ()
@@ -102,7 +102,7 @@ class Report:
             "precision": self.precision,
             "passed": self.passed,
             "digest": self.digest,
-            "is_unlike_training": self.is_unlike_training,
+            "unlike_training": self.unlike_training,
             "notes": list(self.notes),
             "general": list(self.general),
             "between_steps": [_between_record(each) for each in self.between],
@@ -211,7 +211,10 @@ def lines_of(report: Report) -> list[str]:
         lines += [f"  {line}" for line in lines_of(report.apart)[: 1 if report.apart.passed else None]]
     lines += report.notes
     if report.digest:
-        lines.append(f"what ran has digest {report.digest}, {_of_training(report)}")
+        trained = "as `meshloom train` prints it for this job and plan"
+        if report.unlike_training:
+            trained = f"and training may have another: {report.unlike_training}"
+        lines.append(f"what ran has digest {report.digest}, {trained}")
     skipped = sum(step.skipped for step in report.steps)
     if skipped:
         lines.append(
@@ -248,13 +251,6 @@ def lines_of(report: Report) -> list[str]:
             f"{report.whole.error:.1e} from one device on the whole batch, because {report.whole.why}"
         )
     return lines
-
-
-def _of_training(report: Report) -> str:
-    if not report.is_unlike_training:
-        return "as `meshloom train` prints it for this job and plan"
-    here = report.precision
-    return f"and training may have another: the loss has other operators in {here} than in the job's own precision, so they are divided and cut as is best in {here}"
 
 
 def _between_lines(checked: BetweenSteps) -> list[str]:

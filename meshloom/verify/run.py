@@ -118,10 +118,20 @@ def _report(run: VerifiedRun, apart: VerifiedRun, plan: Plan, *, keyed: bool) ->
     return Report(
         plan=str(plan), devices=run.devices, precision=_name_of(result.comparer.precision), owned=run.owned,
         steps=result.steps, causes=run.causes, casts=result.comparer.casts, whole=result.whole, autocast=_of_precision(run.plan, result.comparer, run.dtype),
-        settings=numeric_settings(), from_float64=result.from_float64, differing=result.differing, digest=run.digest, is_unlike_training=run.is_unlike_training,
+        settings=numeric_settings(), from_float64=result.from_float64, differing=result.differing, digest=run.digest, unlike_training=_why_unlike(run),
         notes=[*run.notes, *notes], between=run.between, general=[*mistakes_of_draws(run.job)],
         apart=_report(apart, apart, plan, keyed=keyed) if apart is not run and apart.result else None,
     )  # fmt: skip
+
+
+def _why_unlike(run: VerifiedRun) -> str:
+    """Why what training runs may have another digest."""
+    if run.is_unlike_training:
+        here = _name_of(run.dtype)
+        return f"the loss has other operators in {here} than in the job's own precision, so they are divided and cut as is best in {here}"
+    if run.dtype is not None and PRECISIONS[run.plan.precision].masters:
+        return f"there are no copies to round from in {_name_of(run.dtype)}"
+    return ""
 
 
 def _name_of(dtype: torch.dtype | None) -> str:
