@@ -21,6 +21,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 from tqdm import tqdm
 from zmq.utils.garbage import GarbageCollectorThread
 
@@ -34,6 +35,9 @@ from meshloom.launch.world import World
 from meshloom.program.cost.rates import Rates
 from tests.subset import pytest_collection_modifyitems as pytest_collection_modifyitems
 
+# that a machine is slow says nothing of what is drawn
+settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")
 GRACE_SECONDS = 5.0  # for what is ending by itself when the test returns
 # it reads the program's words as it is imported, as people's files do, and here they are pytest's
 collect_ignore = ["words_job.py"]
