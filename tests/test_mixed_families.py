@@ -14,7 +14,7 @@ from tests.covering import in_turn
 from tests.families import FAMILIES, Family
 from tests.families.limits import NOT_READ, OTHER_KERNEL
 
-COVERING = {"vit"}
+COVERING = {"vit", "bilinear"}
 PLANS = [
     "dp=2,microbatches=2,zero=1",
     "pp=2,microbatches=2",
@@ -47,6 +47,15 @@ def test_a_family_equals_one_device(family: Family, plan: str, monkeypatch: pyte
         monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
     job = replace(family.make_job(True), batch_size=5)
     report = verify(job, Plan.parse(f"{plan},precision=bf16-mixed"), devices="simulated", steps=2)
+    assert report and report.passed, [str(each) for each in report.worst()] if report else ""
+
+
+@pytest.mark.parametrize("plan", ["pp=2", "tp=2", "dp=2,recompute=full", "dp=2,sync_batch_norm=true"])
+def test_products_within_an_operator_are_those_of_one_device(plan: str):
+    """The story: below a mode that sees operators torch leaves autocast out of what `nn.Bilinear` multiplies; verify's one
+    device ran below one, and differed from correct plans."""
+    job = replace(FAMILIES["bilinear"].make_job(True), batch_size=5)
+    report = verify(job, Plan.parse(f"{plan},precision=bf16-mixed"), devices="simulated", steps=1)
     assert report and report.passed, [str(each) for each in report.worst()] if report else ""
 
 

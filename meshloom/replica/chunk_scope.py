@@ -16,6 +16,7 @@ from meshloom.core.job import Job
 from meshloom.core.losses.turns import LossTurn
 from meshloom.core.modules.compiled import draw_as_written
 from meshloom.core.modules.own_generators import own_generators, seed_own_generators
+from meshloom.core.moments.bilinear import bilinear_unwatched
 from meshloom.core.moments.current_step import Moment
 from meshloom.core.moments.uncompiled import uncompiled
 from meshloom.core.plan import Plan
@@ -207,4 +208,5 @@ class ChunkScope:
             seen = None if plan.compiles else seen
             if not plan.compiles:
                 around.enter_context(uncompiled())
+                around.enter_context(bilinear_unwatched())
             around.enter_context(KeyedDraws(self._key_of(chunk)[1], seen, compiled=plan.compiles))

@@ -1,10 +1,11 @@
-"""Code that the user has compiled, run as it is written."""
+"""Code that the user has compiled, run as it is written, and ours, which is not compiled with it."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -20,6 +21,15 @@ def uncompiled() -> Iterator[None]:
         return
     with _eager():
         yield
+
+
+def left_out(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, which torch's compiler leaves as it is also where it is called while compiled code runs, as hooks are by an
+    operator that cannot be compiled. Such calls are compiled otherwise, and count as graph breaks."""
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled
+        return function
+    disabled: Any = torch.compiler.disable
+    return disabled(function)
 
 
 @once_in_process

@@ -17,6 +17,7 @@ values themselves, which stay as long as it does.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -28,6 +29,7 @@ from torch.overrides import TorchFunctionMode
 
 from meshloom.core.errors import TrainingError
 from meshloom.core.modules.casts import FrozenCasts, cast_of
+from meshloom.core.moments.uncompiled import left_out
 from meshloom.exchange.units.unit_casts import UnitCasts
 from meshloom.exchange.units.unit_gathering import UnitGathering
 from meshloom.exchange.units.unit_slices import Unit
@@ -67,7 +69,7 @@ class UnitAccess:
         self._computing, self._written = True, None
         try:
             with (
-                torch.autograd.graph.saved_tensors_hooks(self.pack, unpack),
+                torch.autograd.graph.saved_tensors_hooks(left_out(self.pack), left_out(unpack)),
                 _transforms(),
                 _fast_paths(),
                 self.watching(),
@@ -272,7 +274,7 @@ class _WithoutHooks(_InPlace):
     @contextmanager
     def __call__(self, message: str) -> Iterator[None]:
         top = _torch._C._autograd._top_saved_tensors_default_hooks(True)
-        access = getattr(top[0], "__self__", None) if top else None
+        access = getattr(inspect.unwrap(top[0]), "__self__", None) if top else None
         if not isinstance(access, UnitAccess):  # inside another transform, or under hooks of the user's
             with self.real(message):
                 yield

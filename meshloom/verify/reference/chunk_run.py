@@ -14,6 +14,7 @@ from torch.utils.data import default_collate
 from meshloom.core.job import Job
 from meshloom.core.losses.logged import computed_with_logs, taken_apart
 from meshloom.core.modules.own_generators import own_generators, seed_own_generators
+from meshloom.core.moments.bilinear import bilinear_unwatched
 from meshloom.core.moments.branches import branches_as_written
 from meshloom.core.moments.current_step import at_step
 from meshloom.core.moments.uncompiled import uncompiled
@@ -166,6 +167,7 @@ class ChunkRun:
             at_step(step),
             branches_as_written(),
             uncompiled(),
+            bilinear_unwatched(),
         ):
             with (
                 torch.autocast(self._device.type, self.autocast, enabled=self.autocast is not None),
