@@ -294,24 +294,28 @@ def _moved_lines(steps: Sequence[Comparison]) -> list[str]:
 
 def _cast_lines(casts: Sequence[Cast]) -> list[str]:
     """One line for each lower precision."""
-    places: dict[tuple[str, bool], list[str]] = {}
+    places: dict[tuple[str, bool, bool], list[str]] = {}
     for cast in casts:
-        places.setdefault((cast.dtype, cast.in_optimizer), []).append(cast.place)
+        places.setdefault((cast.dtype, cast.in_optimizer, cast.in_products), []).append(cast.place)
     lines: list[str] = []
-    for (dtype, in_optimizer), found in places.items():
+    for (dtype, in_optimizer, in_products), found in places.items():
         what = ["the model or loss"] if "" in found else []
         named = [place for place in found if place]
         kind = "optimizer" if in_optimizer else "module"
         if named:
             shown = ", ".join(named[:3]) + (f" and {len(named) - 3} more" if len(named) > 3 else "")
             what.insert(0, f"{kind} {shown}" if len(named) == 1 else f"{len(named)} {kind}s ({shown})")
-        verb = "computes" if len(what) == 1 and len(named) <= 1 else "compute"
+        is_one = len(what) == 1 and len(named) <= 1
+        how = f"{'computes' if is_one else 'compute'} in {dtype}"
+        if in_products:
+            rounded = "TF32" if dtype == "float16" else dtype
+            how = f"{'multiplies' if is_one else 'multiply'} float32 as {rounded}, by a setting of torch"
         allowed = (
             f"what it updates may differ as {dtype} does"
             if in_optimizer
             else "nothing is tolerated for it but what rounding is measured to do"
         )
-        lines.append(f"{' and '.join(what)} {verb} in {dtype}: {allowed}")
+        lines.append(f"{' and '.join(what)} {how}: {allowed}")
     return lines
 
 

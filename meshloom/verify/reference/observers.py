@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from meshloom.core.moments.numerics import rounded_products
 from meshloom.verify.reference.float64_blocks import elements, float64_blocks
 from meshloom.verify.reference.step_records import Cast, ModuleOutput
 
@@ -239,18 +240,36 @@ def _is_transformed(leaf: Tensor) -> bool:
     return functorch.is_functorch_wrapped_tensor(leaf)
 
 
+# operators that multiply matrices
+_MULTIPLY = {
+    "mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "linear", "einsum", "_addmm_activation", "_trilinear", "_grouped_mm",
+    "mkldnn_rnn_layer", "_cudnn_rnn", "_native_multi_head_attention", "_transformer_encoder_layer_fwd", "_scaled_dot_product_attention_math",
+    "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+}  # fmt: skip
+
+
 class CastWatch(TorchDispatchMode):
     """Records operations that take a tensor of at least `precision` and return a less precise
-    floating-point tensor, with the module that `ModuleWatch` reports."""
+    floating-point tensor, with the module that `ModuleWatch` reports.
+
+    device: of float32 values that it may round where they are multiplied; such products are recorded, too."""
 
     def __init__(
-        self, precision: torch.dtype, modules: ModuleWatch | None = None, optimizer: str | None = None
+        self,
+        precision: torch.dtype,
+        modules: ModuleWatch | None = None,
+        optimizer: str | None = None,
+        device: torch.device | None = None,
     ) -> None:
         super().__init__()
+        self._rounded: tuple[torch.dtype | None, torch.dtype | None] = None, None
+        if device is not None and precision == torch.float32:
+            self._rounded = rounded_products(device)
         self._bits = torch.finfo(precision).bits
         self._modules = modules
         self._optimizer = optimizer
-        self._seen: dict[tuple[str, str, bool], Cast] = {}
+        self._seen: dict[Cast, None] = {}
         self._in_loss = False
 
     @contextmanager
@@ -265,7 +284,7 @@ class CastWatch(TorchDispatchMode):
     @property
     def casts(self) -> tuple[Cast, ...]:
         """The recorded casts, each place and dtype once."""
-        return tuple(self._seen.values())
+        return tuple(self._seen)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -273,15 +292,25 @@ class CastWatch(TorchDispatchMode):
         output = func(*args, **(kwargs or {}))
         low = [dtype for dtype in _precisions(output) if torch.finfo(dtype).bits < self._bits]
         if low and any(torch.finfo(dtype).bits >= self._bits for dtype in _precisions(args)):
-            place = self._optimizer or (self._modules.place if self._modules else "")
-            own = self._in_loss and _is_in_backward()
             for dtype in low:
-                name = str(dtype).removeprefix("torch.")
-                cast = Cast(
-                    place=place, dtype=name, in_optimizer=self._optimizer is not None, in_gradients=own
-                )
-                self._seen.setdefault((place, name, own), cast)
+                self._note(dtype)
+        # a backward multiplies what its forward did, but no module is known there
+        if self._rounded != (None, None) and torch.float32 in _precisions(output) and not _is_in_backward():
+            name = func._schema.name.removeprefix("aten::")
+            rounded = (
+                self._rounded[0] if name in _MULTIPLY else self._rounded[1] if "convolution" in name else None
+            )
+            if rounded is not None:
+                self._note(rounded, in_products=True)
         return output
+
+    def _note(self, dtype: torch.dtype, *, in_products: bool = False) -> None:
+        place = self._optimizer or (self._modules.place if self._modules else "")
+        cast = Cast(
+            place=place, dtype=str(dtype).removeprefix("torch."), in_optimizer=self._optimizer is not None,
+            in_gradients=self._in_loss and _is_in_backward(), in_products=in_products,
+        )  # fmt: skip
+        self._seen.setdefault(cast)
 
 
 class LargestHalf(TorchDispatchMode):

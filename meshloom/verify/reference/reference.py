@@ -90,7 +90,10 @@ class Reference:
         self.precision = most_precise(self.model)
         self._watch = ModuleWatch(self.model)
         self.autocast = AUTOCAST.get(plan.precision)  # around losses; float64 tensors are not cast
-        self._casts, self.scale = CastWatch(self.precision, self._watch), ReferenceScale(plan)
+        self._casts, self.scale = (
+            CastWatch(self.precision, self._watch, device=self.device),
+            ReferenceScale(plan),
+        )
         self.chunk_run = ChunkRun(job, self.model, self.device, dtype, self._watch, self.autocast, self.scale, dtype or self.updated.dtype, plan)  # fmt: skip
         self.turn = self.losses[0]  # the loss whose turn it is
         self.step = -1  # the last one
@@ -130,7 +133,7 @@ class Reference:
                 module.training = training
             _keep_earlier(self)
             self._initial = {name: value.detach().clone() for name, value in _untrained(self.model)}
-            self._casts = CastWatch(self.precision, self._watch)
+            self._casts = CastWatch(self.precision, self._watch, device=self.device)
             self._loss_sum, self._weight, self.chunks = self.evaluate()
             self.scale.look(self.gradients.values())
 
@@ -390,6 +393,7 @@ def _step(optimizer: Any, precision: torch.dtype, closure: Callable[[], float]) 
             for parameter in group["params"]:
                 if parameter.grad is not None and parameter.grad.is_sparse:
                     parameter.grad = parameter.grad.to_dense()
-    with CastWatch(precision, optimizer=type(optimizer).__name__) as watch:
+    device = next((each.device for group in optimizer.param_groups for each in group["params"]), None)
+    with CastWatch(precision, optimizer=type(optimizer).__name__, device=device) as watch:
         optimizer.step(closure) if needs_closure(optimizer) else optimizer.step()
     return watch.casts

@@ -1,0 +1,90 @@
+"""A setting of torch that rounds float32 values where they are multiplied (TF32 on GPUs, bfloat16 on CPUs that have it): parts of
+a divided sum are rounded apart, so verify measures what that does, as it does of casts. It said DIFFERS of right plans.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from meshloom.core.moments import numerics
+from meshloom.core.moments.numerics import numeric_settings, rounded_products
+from meshloom.core.plan import Plan
+from meshloom.verify.findings import lines_of
+from meshloom.verify.reference.observers import CastWatch, ModuleWatch
+from meshloom.verify.run import verify
+from tests.jobs import make_job
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def medium() -> Iterator[None]:
+    """Float32 as bfloat16, where this CPU has such products."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
+@pytest.mark.parametrize(
+    ("rounds", "found"),
+    [(lambda x: x, None), (lambda x: x.half().float(), torch.float16), (lambda x: x.bfloat16().float(), torch.bfloat16)],
+)  # fmt: skip
+def test_what_products_round_to_is_found(
+    rounds: Any, found: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
+):
+    """TF32 has the digits of float16."""
+    multiply, convolve = torch.Tensor.matmul, functional.conv2d
+
+    def low(function: Any) -> Any:
+        def around(one: Tensor, other: Tensor) -> Tensor:
+            given = (rounds(each) if each.dtype == torch.float32 else each for each in (one, other))
+            return function(*given)
+
+        return around
+
+    monkeypatch.setattr(torch.Tensor, "matmul", low(multiply))
+    monkeypatch.setattr(functional, "conv2d", low(convolve))
+    measured: Any = vars(numerics)["_measured"]
+    measured.cache_clear()
+    try:
+        assert rounded_products(CPU) == (found, found)
+    finally:
+        measured.cache_clear()
+
+
+def test_settings_of_products_are_those_of_all_ranks(medium: None):
+    assert numeric_settings()["float32 products"] == "medium"
+    assert numeric_settings()["float32 products on CPUs"] == "bf16"
+
+
+def test_modules_that_multiply_are_noted(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(
+        "meshloom.verify.reference.observers.rounded_products", lambda device: (torch.float16, torch.bfloat16)
+    )
+    model = nn.Sequential(nn.Conv1d(3, 5, 1), nn.ReLU(), nn.Flatten(), nn.Linear(20, 2))
+    watch = ModuleWatch(model)
+    with watch.attached(), CastWatch(torch.float32, watch, device=CPU) as casts:
+        watch.start()
+        model(torch.randn(2, 3, 4)).sum().backward()
+    noted = {(each.place, each.dtype) for each in casts.casts}
+    assert {("0", "bfloat16"), ("3", "float16")} <= noted and all(each.in_products for each in casts.casts)
+    assert not any(place in ("1", "2") for place, _ in noted)
+    double = model.double()
+    with watch.attached(), CastWatch(torch.float64, watch, device=CPU) as casts:
+        double(torch.randn(2, 3, 4).double()).sum().backward()
+    assert casts.casts == ()
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "tp=2"])
+def test_plans_that_multiply_as_the_settings_say_are_equal(plan: str, medium: None):
+    report = verify(make_job("gpt", "adamw", steps=40), Plan.parse(plan), devices="simulated", quick=True)
+    assert report is not None and report.passed
+    said = [line for line in lines_of(report) if "float32 as bfloat16, by a setting of torch" in line]
+    assert bool(said) == (rounded_products(CPU)[0] is not None)
