@@ -287,3 +287,12 @@ def test_a_program_without_gradient_keeps_nothing():
     found = costs(program_of(Frozen(), torch.ones(3, 4)))
     assert all(cost.kept == () and cost.backward_flops == 0 for cost in found.values())
     assert found["linear"].flops == 2 * 3 * 4 * 4
+
+
+def test_a_search_for_nan_in_backwards_changes_no_cost():
+    """It reads values, of which there are none."""
+    program = program_of(nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 5)), torch.ones(6, 4))
+    with pytest.warns(UserWarning, match="Anomaly"), torch.autograd.set_detect_anomaly(True):
+        searched = costs(program)
+        assert torch.is_anomaly_enabled()
+    assert searched == costs(program)

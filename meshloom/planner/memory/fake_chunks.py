@@ -25,6 +25,7 @@ from meshloom.program.cost.cost_fake import (
     loss_of,
     next_number,
     number_here,
+    run_backward,
     run_nodes,
 )
 from meshloom.program.cost.shortened import node_by_node, stand_in
@@ -163,8 +164,7 @@ def _chunk(
     with life.noted(
         lambda: min(bisect_right(firsts, number) - 1, last) if (number := number_here()) is not None else None
     ) as backward:
-        if loss is not None:
-            loss.backward()
+        run_backward(loss)
         del loss
     return forward, backward, held, copies
 

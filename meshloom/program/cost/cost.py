@@ -32,6 +32,7 @@ from meshloom.program.cost.cost_fake import (
     loss_of,
     next_number,
     number_here,
+    run_backward,
     run_nodes,
     tensors_in,
 )
@@ -113,8 +114,7 @@ def _costs(program: Program) -> dict[str, Cost]:
         return None if number is None else bisect_right(firsts, number) - 1
 
     with _Meter(node_here) as backward:
-        if loss is not None:
-            loss.backward()
+        run_backward(loss)
     return {
         node.name: Cost(
             flops=forward.flops[index],
