@@ -68,6 +68,23 @@ def check_consistent(replica: Replica) -> None:
         )
 
 
+def check_saved(model: nn.Module, out: Path | None) -> None:
+    """Raises `CheckpointError`, before the first step, where a checkpoint in `out` cannot hold the model's `state_dict`."""
+    if out is not None and (why := why_not_saved(model)):
+        raise CheckpointError(f"{why}. Or train without out=.")
+
+
+def why_not_saved(model: nn.Module) -> str:
+    """Why a checkpoint cannot hold the model's `state_dict`, in a sentence; "" if it can."""
+    for name, each in model.state_dict(keep_vars=True).items():
+        if not isinstance(each, Tensor):
+            return (
+                f"{name} is of type {type(each).__name__}, and a checkpoint holds tensors only. Let get_extra_state() and set_extra_state() of its module "
+                "use a tensor, torch.frombuffer of its bytes say, or a buffer"
+            )
+    return ""
+
+
 def held_weights(replica: Replica) -> list[Piece]:
     """What this rank holds of the model's `state_dict` and saves: parameters that several ranks hold on each
     of them, slices where it holds no more, buffers on one. Raises `CheckpointError` as `weights` does, and

@@ -35,6 +35,7 @@ from meshloom.machine.host_memory import free_bytes
 from meshloom.machine.process_memory import regained_bytes
 from meshloom.replica.replica import Replica
 from meshloom.replica.replica_state import (
+    check_saved,
     held_weights,
     resume,
     run_state,
@@ -88,6 +89,7 @@ class RunCheckpoints:
         self._background = out is not None and job.checkpoint == "background" and self._one_host
         if out is not None and job.checkpoint == "background" and not self._one_host:
             listener.note(SEVERAL_HOSTS.format(len(set(hosts))))
+        check_saved(replicas.first.model, out)
         # an earlier run's checkpoints, until this run has its own
         self._replaced = replicas.together(
             lambda replica: open_directory(out, replica.context.world, resume=resume, overwrite=overwrite)

@@ -32,6 +32,7 @@ from meshloom.launch.environment import scratch_directory
 from meshloom.parameters.file_weights import build_filled_model
 from meshloom.replica.program_engine import ProgramEngine
 from meshloom.replica.replica import Replica
+from meshloom.replica.replica_state import why_not_saved
 from meshloom.telemetry.progress import Listener
 from meshloom.train.contract import Batch
 from meshloom.train.trainer import Trainer
@@ -300,13 +301,14 @@ def _directory(trainer: Trainer) -> Iterator[Path]:
 
 
 def _lacking_room(replica: Replica, directory: Path) -> Steps[str]:
-    """A sentence, where a checkpoint might not fit on the disk of the first rank; else ""."""
+    """A sentence, where a checkpoint cannot hold the model or might not fit on the disk of the first rank; else ""."""
     state = [*replica.model.parameters(), *replica.model.buffers()]
     needed = (
         _STATE * sum(each.numel() * each.element_size() for each in state) * replica.plan.tp * replica.plan.pp
     )
-    lacking = ""
-    if directory.is_dir() and (free := shutil.disk_usage(directory).free) < needed:
+    why = why_not_saved(replica.model)
+    lacking = f"nothing was saved and resumed: {why}" if why else ""
+    if not lacking and directory.is_dir() and (free := shutil.disk_usage(directory).free) < needed:
         lacking = (
             f"nothing was saved and resumed: a checkpoint may take {format_bytes(needed)}, and {directory.parent} has {format_bytes(free)} left. "
             "TMPDIR names another directory"

@@ -21,6 +21,7 @@ from meshloom.core.plan import Plan
 from meshloom.data.chunks import Chunk
 from meshloom.data.job_data import build_dataset, evaluation_chunks
 from meshloom.replica.metrics import untouched
+from meshloom.replica.replica_state import check_saved
 
 
 class Inspection:
@@ -37,9 +38,10 @@ class Inspection:
         return self._replica.model
 
     def try_out(self) -> None:
-        """Check that no checkpoint in `out` is lost unasked, and evaluate one batch."""
+        """Check that `out` can have the model, and that no checkpoint there is lost unasked, and evaluate one batch."""
         group, settings = simulated_groups(1)[0], self._settings
         opening = open_directory(settings.out, group, resume=settings.resume, overwrite=settings.overwrite)
+        check_saved(self.model, settings.out)
         self._replaced = run_in_steps([opening])[0]
         if self._job.evaluate is not None:
             with untouched(self.model):

@@ -1,0 +1,71 @@
+"""State that a module gives its `state_dict` besides tensors, which a checkpoint cannot hold: it is said before the first step.
+It was said after the last one, when all was lost."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from meshloom.core.errors import CheckpointError
+from meshloom.core.job import Job
+from meshloom.core.plan import Plan
+from meshloom.telemetry.progress import QUIET
+from meshloom.train.trainer import Trainer
+from meshloom.verify.run import verify
+
+
+class Extra(nn.Module):
+    def __init__(self, *, extra: Any = None) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(5, 7), nn.Linear(7, 3)
+        self.extra = extra
+
+    def get_extra_state(self) -> Any:
+        return self.extra
+
+    def set_extra_state(self, state: Any) -> None:
+        self.extra = state
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.tanh(self.first(x)))
+
+
+def job_of(extra: Any) -> Job:
+    samples = [{"x": each} for each in torch.randn(12, 5, generator=torch.Generator().manual_seed(3))]
+    return Job(
+        model=lambda: Extra(extra=extra), data=lambda: samples, loss=lambda model, batch: model(batch["x"]).square().mean(),
+        optimizer=lambda named: torch.optim.SGD([each for _, each in named], lr=0.1), batch_size=4, steps=2,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "tp=2", "dp=2,exchange=async"])
+def test_what_cannot_be_saved_is_said_before_the_first_step(plan: str, tmp_path: Path):
+    trainer = None
+    with pytest.raises(CheckpointError, match="_extra_state is of type dict.* Let get_extra_state"):
+        trainer = Trainer(job_of({"calls": 1}), plan, devices="simulated", out=tmp_path, listener=QUIET)
+    assert trainer is None and not list(tmp_path.glob("step-*"))
+    with Trainer(job_of({"calls": 1}), plan, devices="simulated", listener=QUIET) as trainer:
+        trainer.fit()
+
+
+def test_verify_says_why_it_does_not_resume():
+    report = verify(job_of({"calls": 1}), Plan.parse("dp=2"), devices="simulated", quick=False)
+    assert report is not None and report.passed
+    assert any("nothing was saved and resumed: _extra_state is of type dict" in note for note in report.notes)
+
+
+def test_a_tensor_is_saved_and_comes_back(tmp_path: Path):
+    with Trainer(
+        job_of(torch.tensor([3, 4])), "dp=2", devices="simulated", out=tmp_path, steps=1, listener=QUIET
+    ) as trainer:
+        trainer.fit()
+    with Trainer(
+        job_of(torch.tensor([0, 0])), "dp=2", devices="simulated", resume=tmp_path, listener=QUIET
+    ) as trainer:
+        trainer.fit()
+        model: Any = trainer.replicas[0].model
+        assert model.extra.tolist() == [3, 4]
