@@ -3,6 +3,7 @@ It was said after the last one, when all was lost."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshloom.core.errors import CheckpointError
+from meshloom.core.errors import CheckpointError, JobError
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
 from meshloom.telemetry.progress import QUIET
@@ -69,3 +70,28 @@ def test_a_tensor_is_saved_and_comes_back(tmp_path: Path):
         trainer.fit()
         model: Any = trainer.replicas[0].model
         assert model.extra.tolist() == [3, 4]
+
+
+class Nested(torch.optim.SGD):
+    """Its state holds tensors in a dict."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        for group in self.param_groups:
+            for each in group["params"]:
+                self.state[each]["nested"] = {"mean": torch.zeros_like(each)}
+
+
+@pytest.mark.parametrize("plan", ["dp=2,zero=1", "tp=2"])
+def test_state_of_optimizers_that_cannot_be_saved_is_found_after_the_first_step(plan: str, tmp_path: Path):
+    job = replace(
+        job_of(None),
+        optimizer=lambda named: Nested([each for _, each in named], lr=0.1, momentum=0.9),
+        steps=9,
+    )
+    with Trainer(job, plan, devices="simulated", out=tmp_path, listener=QUIET) as trainer:
+        with pytest.raises(JobError, match="nested cannot be saved: mean is a Tensor"):
+            trainer.fit()
+        assert trainer.next_step == 1
+    with Trainer(job, plan, devices="simulated", listener=QUIET) as trainer:
+        trainer.fit()

@@ -60,6 +60,12 @@ class OptimizerState:
         self.masters: Sequence[OwnedSlice] = ()
         self.averages: ParameterAverages | None = None
 
+    def check_saved(self) -> None:
+        """Raises `JobError` where this rank's state, which is there after a step, cannot be saved."""
+        for optimizer, held in zip(self.optimizers, self._assignment.held, strict=True):
+            state_pieces(optimizer, held)
+            settings(optimizer)
+
     def save(
         self, world: Group, *, self_contained: bool = False, gather: bool = True
     ) -> Steps[tuple[list[Piece], list[Stream], dict[str, Any]]]:

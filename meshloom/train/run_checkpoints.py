@@ -13,6 +13,7 @@ from typing import Any
 from meshloom.checkpoint.checkpoint import Checkpoint
 from meshloom.checkpoint.copied_weights import tied_names
 from meshloom.checkpoint.format import CARRIED, step_name
+from meshloom.checkpoint.resuming import check_together
 from meshloom.checkpoint.writing.background_save import BackgroundSave, SavedShare
 from meshloom.checkpoint.writing.config_files import config_files_of
 from meshloom.checkpoint.writing.file_layout import HeldSpan
@@ -94,6 +95,13 @@ class RunCheckpoints:
         self._replaced = replicas.together(
             lambda replica: open_directory(out, replica.context.world, resume=resume, overwrite=overwrite)
         )[0]
+
+    def check_state(self) -> None:
+        """After the first step: find out now what cannot be saved of it, rather than at the first checkpoint."""
+        if self._out is not None:
+            self._replicas.together(
+                lambda replica: check_together(replica.context.world, replica.updater.state.check_saved)
+            )
 
     def resume(self, directory: Path, steps: int) -> Checkpoint:
         """Load the newest complete checkpoint in `directory` into all replicas; returns it."""

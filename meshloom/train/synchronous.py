@@ -164,6 +164,7 @@ class SynchronousRun:
             replicas.enter("comparing", self.next_step)
             with self._timings.of("comparing ranks"):
                 self._comparison.after_step(self.next_step, self._steps, meter)
+                self._checkpoints.check_state() if meter.num_steps == 0 else None
                 self._measurement.after_step(self.next_step, self._steps)
             replicas.enter("between steps", self.next_step)
         if recorded:
