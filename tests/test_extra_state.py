@@ -85,7 +85,7 @@ class Nested(torch.optim.SGD):
 @pytest.mark.parametrize("plan", ["dp=2,zero=1", "tp=2"])
 def test_state_of_optimizers_that_cannot_be_saved_is_found_after_the_first_step(plan: str, tmp_path: Path):
     job = replace(
-        job_of(None),
+        job_of(torch.zeros(1)),
         optimizer=lambda named: Nested([each for _, each in named], lr=0.1, momentum=0.9),
         steps=9,
     )
