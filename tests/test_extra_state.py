@@ -79,7 +79,7 @@ class Nested(torch.optim.SGD):
         super().step(closure)
         for group in self.param_groups:
             for each in group["params"]:
-                self.state[each]["nested"] = {"mean": torch.zeros_like(each)}
+                self.state[each]["nested"] = {"mean": torch.zeros(70, 70)}
 
 
 @pytest.mark.parametrize("plan", ["dp=2,zero=1", "tp=2"])
