@@ -211,7 +211,9 @@ class ObjectDigest:
         if isinstance(tensor, FakeTensor) or tensor.is_meta:
             return
         for part in dense_parts(tensor):
-            self._hash.update(bits_of(part).numpy().data)
+            # an attribute that lies in the memory of a parameter, which has none yet, and cannot be resized once it was an array
+            if part.untyped_storage().nbytes():
+                self._hash.update(bits_of(part).numpy().data)
 
     def put(self, *facts: Any) -> None:
         """Add the text of these facts."""
