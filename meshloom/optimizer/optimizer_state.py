@@ -26,6 +26,7 @@ from meshloom.optimizer.state_pieces import (
     OwnedSlice,
     Read,
     StateShard,
+    check_state,
     copy_pieces,
     load_copies,
     load_settings,
@@ -61,10 +62,10 @@ class OptimizerState:
         self.averages: ParameterAverages | None = None
 
     def check_saved(self) -> None:
-        """Raises `JobError` where this rank's state, which is there after a step, cannot be saved."""
+        """Raises `JobError` where this rank's state, which is there after a step, cannot be saved. What is offloaded is
+        not brought here for it."""
         for optimizer, held in zip(self.optimizers, self._assignment.held, strict=True):
-            state_pieces(optimizer, held)
-            settings(optimizer)
+            check_state(optimizer, held if self._offloaded is None else [])
 
     def save(
         self, world: Group, *, self_contained: bool = False, gather: bool = True

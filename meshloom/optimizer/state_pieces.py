@@ -96,6 +96,17 @@ def state_pieces(
     return pieces, parts
 
 
+def check_state(optimizer: Optimizer, held: Sequence[OwnedSlice]) -> None:
+    """Raises `JobError` where `state_pieces` or `settings` would. Nothing is copied."""
+    settings(optimizer)
+    for each in held:
+        state: Mapping[str, Any] = optimizer.state.get(each.tensor, {})
+        for key, value in state.items():
+            path = _path(each.name, key)
+            if not isinstance(value, Tensor) and not (isinstance(value, list) and _are_alike(value)):
+                _text(path, value)
+
+
 def copy_pieces(held: Sequence[OwnedSlice], kind: str) -> tuple[list[Piece], list[StateShard]]:
     """As `state_pieces`, of the tensors themselves: copies of parameters, under the key `kind`: in another precision
     (`MASTER`), or averages (`AVERAGE`)."""
@@ -197,15 +208,19 @@ def _whole(path: str, value: Any) -> Piece:
     if isinstance(value, list) and _are_alike(value):
         stacked = torch.stack(value).detach()
         return Piece(path + _STACKED, stacked.reshape(-1), 0, stacked.numel(), tuple(stacked.shape))
+    text = _text(path, value)
+    return Piece(
+        path + _JSON, torch.frombuffer(bytearray(text), dtype=torch.uint8), 0, len(text), (len(text),)
+    )
+
+
+def _text(path: str, value: Any) -> bytes:
     try:
-        text = json.dumps(to_json(value)).encode()
+        return json.dumps(to_json(value)).encode()
     except NotPlainError as error:
         raise JobError(
             f"State {path} cannot be saved: {error}. Keep tensors, numbers, strings and lists of them in an optimizer's state."
         ) from None
-    return Piece(
-        path + _JSON, torch.frombuffer(bytearray(text), dtype=torch.uint8), 0, len(text), (len(text),)
-    )
 
 
 def _load(path: str, held: OwnedSlice, read: Read, shape: tuple[int, ...]) -> Any:

@@ -58,6 +58,13 @@ SEVERAL_HOSTS = (
 )
 
 
+def check_state(replicas: LocalReplicas) -> None:
+    """After the first step: finds out now what cannot be saved of it, rather than at the first checkpoint."""
+    replicas.together(
+        lambda replica: check_together(replica.context.world, replica.updater.state.check_saved)
+    )
+
+
 class RunCheckpoints:
     """In directory `out`, if any; opened by all ranks. `newest`: step and path of the newest one of this
     run that is whole. `also`: what else is in their values, equal on all ranks."""
@@ -95,13 +102,6 @@ class RunCheckpoints:
         self._replaced = replicas.together(
             lambda replica: open_directory(out, replica.context.world, resume=resume, overwrite=overwrite)
         )[0]
-
-    def check_state(self) -> None:
-        """After the first step: find out now what cannot be saved of it, rather than at the first checkpoint."""
-        if self._out is not None:
-            self._replicas.together(
-                lambda replica: check_together(replica.context.world, replica.updater.state.check_saved)
-            )
 
     def resume(self, directory: Path, steps: int) -> Checkpoint:
         """Load the newest complete checkpoint in `directory` into all replicas; returns it."""
