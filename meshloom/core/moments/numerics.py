@@ -50,22 +50,21 @@ def _measured(
 ) -> tuple[torch.dtype | None, torch.dtype | None]:
     # as if at random, without a draw, which would be missing elsewhere
     numbers = torch.arange(2**14, dtype=torch.float64, device="cpu")
-    one, other = (
-        (numbers * step).sin().mul(43758.5).frac().to(device, torch.float32) for step in (12.9898, 78.233)
-    )
+    one, other = ((numbers * step).sin().mul(43758.5).frac().float() for step in (12.9898, 78.233))
     with torch.no_grad():
         products = [
             (Tensor.matmul, one.reshape(128, 128), other.reshape(128, 128)),
             (functional.conv2d, one.reshape(4, 16, 16, 16), other[: 32 * 16 * 9].reshape(32, 16, 3, 3)),
         ]
         matrices, convolutions = (
-            _rounded(product(a, b), product(a.double(), b.double())) for product, a, b in products
+            _rounded(product(a.to(device), b.to(device)), product(a.double(), b.double()))
+            for product, a, b in products
         )
     return matrices, convolutions
 
 
 def _rounded(found: Tensor, exact: Tensor) -> torch.dtype | None:
-    error = float((found.double() - exact).norm() / exact.norm())
+    error = float((found.cpu().double() - exact).norm() / exact.norm())
     return torch.bfloat16 if error > _FAR else torch.float16 if error > _NEAR else None
 
 
