@@ -290,6 +290,25 @@ def test_a_huge_mask_hides_no_wrong_buffer_and_one_that_no_step_changes_must_sta
         assert error.passed == passes, (name, error)
 
 
+def test_a_buffer_that_is_rounding_alone_may_be_off_by_some_roundings():
+    """The story: a mean that is 0 but for rounding, of what has a variance of 0.02, was off by twice what rounding does to it: 1.1e-4 of
+    a thousandth of the variance, and no more than 1e-4 was put down to rounding."""
+    one = {"norm.mean": torch.tensor([2e-9, 1e-9]), "norm.var": torch.tensor([0.02, 0.02])}
+    size = 1e-3 * float(one["norm.var"].norm())
+    state = StateErrors(
+        {}, {}, one, changed={*one}, step=0, updates=UpdateTolerances(by_name={}, other=0.0),
+        rounding=BufferTolerances(effects={"norm.mean": 6e-5, "norm.var": 6e-5}),
+    )  # fmt: skip
+    for name, by, passes in (
+        ("norm.mean", 1.1e-4, True),
+        ("norm.mean", 6e-4, False),
+        ("norm.var", 1.1e-4, False),
+    ):
+        off = one[name] + by * (size if name == "norm.mean" else float(one[name].norm())) / 2**0.5
+        (error,) = state.compare(name, off)
+        assert error.error == pytest.approx(by, rel=0.01) and error.passed == passes, (name, by, error)
+
+
 def test_a_parameter_that_the_loss_writes_is_judged_as_the_buffers_are():
     """The story: a teacher's first average, of values that are its student's, moved it by roundings, and six chunks' averages
     put together in another order by other ones."""

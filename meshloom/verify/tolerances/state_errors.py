@@ -3,8 +3,8 @@ as rounding. The error of a tensor is ||a - b|| / ||b||, each relative to its ow
 
     parameter, update   what the optimizer computes of equal gradients and values, and the rounding of two parameters, of which
                         an update is the difference; of an optimizer that evaluates the loss itself, what rounding does to it
-    buffer              128 units in the last place; where the step has changed it, 8 times what rounding does to it. One that
-                        the step leaves as it is must stay so
+    buffer              128 units in the last place; where the step has changed it, 8 times what rounding does to it, up to the most
+                        that is put down to rounding, unless the buffer is nothing else. One that the step leaves as it is must stay so
 
 Elements that are infinite or NaN (a mask of -inf) must be equal on both sides and count in no norm.
 """
@@ -38,6 +38,7 @@ from meshloom.verify.reference.step_records import Cast
 from meshloom.verify.tolerances.gradient_errors import FLOOR, TIMES
 from meshloom.verify.tolerances.of_precision import most_tolerated, unmeasured_through
 
+_ALONE = 0.1  # of a buffer, moved by rounding
 _ELEMENTWISE = {ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop}
 
 
@@ -163,8 +164,10 @@ class StateErrors:
         precision = reference.dtype.to_real()
         allowed = unmeasured_through(precision)
         if name in self._changed:
-            most = max(map(most_tolerated, (precision, rounding.partial)))
             effect = rounding.effects.get(name, 0.0)
+            most = max(map(most_tolerated, (precision, rounding.partial)))
+            if effect * size > _ALONE * norm(reference):
+                most = math.inf  # it is rounding alone, relative to something else
             allowed = max(allowed, min(TIMES * effect, most), effect)
         if precision == rounding.merged:
             allowed = max(allowed, most_tolerated(precision))
