@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from meshloom.core.errors import CheckpointError, JobError
@@ -70,6 +71,31 @@ def test_a_tensor_is_saved_and_comes_back(tmp_path: Path):
         trainer.fit()
         model: Any = trainer.replicas[0].model
         assert model.extra.tolist() == [3, 4]
+
+
+class Added(Extra):
+    """A hook gives `state_dict` a tensor more."""
+
+    def __init__(self) -> None:
+        super().__init__(extra=torch.zeros(1))
+        self._register_state_dict_hook(lambda module, state, prefix, local: state.update(scale=torch.ones(2)))
+        self._register_load_state_dict_pre_hook(lambda state, *_: state.pop("scale", None))
+
+
+@pytest.mark.parametrize("plan", ["pp=2", "dp=2,pp=2"])
+def test_what_a_hook_adds_is_saved_once(plan: str, tmp_path: Path):
+    """The story: it belonged to no stage, so the save after the last step failed."""
+    with Trainer(
+        replace(job_of(None), model=Added), plan, devices="simulated", out=tmp_path, listener=QUIET
+    ) as trainer:
+        saved = trainer.fit().checkpoint
+    assert saved is not None
+    tensors = {
+        name: each
+        for file in Path(saved).glob("model*.safetensors")
+        for name, each in load_file(file).items()
+    }
+    assert tensors["scale"].tolist() == [1, 1] and tensors["first.weight"].shape == (7, 5)
 
 
 class Nested(torch.optim.SGD):

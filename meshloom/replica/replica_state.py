@@ -108,7 +108,9 @@ def held_weights(replica: Replica) -> list[Piece]:
             mine = slices.get(id(tensor), [])
             found += [Piece(name, each.data(), each.start, each.stop, shape, block) for each in mine]
             continue
-        if tensor.is_meta or (replica.stage_group and owners[id(tensor)] != replica.stage_group.rank):
+        # what a hook of `state_dict` has made is neither a parameter nor a buffer, and in every rank's
+        owner = owners.get(id(tensor), 0)
+        if tensor.is_meta or (replica.stage_group and owner != replica.stage_group.rank):
             continue
         if name in buffers and (replica.replicas.rank or (shards.rank and not divided)):
             continue
