@@ -64,8 +64,8 @@ def trained(
     with Trainer(
         job_of(), Plan.parse(plan), devices="simulated", steps=steps, out=out, resume=resume, listener=QUIET, cache="off"
     ) as trainer:  # fmt: skip
-        if trainer.replicas[0].inner.captures:
-            assert isinstance(trainer.replicas[0].engine, ProgramEngine)
+        is_read = isinstance(trainer.replicas[0].engine, ProgramEngine)
+        assert is_read == Plan.parse(plan).captures
         losses = [trainer.step(batch) for batch in trainer.batches()]
         model = trainer.save()
         return losses, {
