@@ -101,11 +101,12 @@ def test_what_a_hook_adds_is_saved_once(plan: str, tmp_path: Path):
 class Nested(torch.optim.SGD):
     """Its state holds tensors in a dict."""
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        super().step(closure)
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
         for group in self.param_groups:
             for each in group["params"]:
                 self.state[each]["nested"] = {"mean": torch.zeros(70, 70)}
+        return loss
 
 
 @pytest.mark.parametrize("plan", ["dp=2,zero=1", "tp=2"])

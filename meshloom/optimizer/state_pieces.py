@@ -103,7 +103,7 @@ def check_state(optimizer: Optimizer, held: Sequence[OwnedSlice]) -> None:
         state: Mapping[str, Any] = optimizer.state.get(each.tensor, {})
         for key, value in state.items():
             path = _path(each.name, key)
-            if not isinstance(value, Tensor) and not (isinstance(value, list) and _are_alike(value)):
+            if not isinstance(value, Tensor) and not _are_alike(value):
                 _text(path, value)
 
 
@@ -205,7 +205,7 @@ def _path(name: str, key: Any) -> str:
 def _whole(path: str, value: Any) -> Piece:
     if isinstance(value, Tensor):
         return Piece(path, value.detach().reshape(-1), 0, value.numel(), tuple(value.shape))
-    if isinstance(value, list) and _are_alike(value):
+    if _are_alike(value):
         stacked = torch.stack(value).detach()
         return Piece(path + _STACKED, stacked.reshape(-1), 0, stacked.numel(), tuple(stacked.shape))
     text = _text(path, value)
@@ -243,7 +243,7 @@ def _load(path: str, held: OwnedSlice, read: Read, shape: tuple[int, ...]) -> An
 def place_state(value: Any, key: str, parameter: nn.Parameter, optimizer: Optimizer) -> Any:
     """Put a state tensor where torch's optimizers keep it: beside the parameter, step counters on the
     host."""
-    if isinstance(value, list) and _are_alike(value):
+    if _are_alike(value):
         return [each.to(parameter.device, copy=True) for each in value]
     if not isinstance(value, Tensor):
         return value
@@ -254,9 +254,9 @@ def place_state(value: Any, key: str, parameter: nn.Parameter, optimizer: Optimi
     return value.to("cpu" if on_host else parameter.device, copy=True)
 
 
-def _are_alike(values: Sequence[Any]) -> bool:
-    """Whether these are tensors that can be stacked (LBFGS keeps a history of them)."""
-    first = values[0] if values else None
+def _are_alike(values: Any) -> bool:
+    """Whether this is a list of tensors that can be stacked (LBFGS keeps a history of them)."""
+    first = values[0] if isinstance(values, list) and values else None
     return isinstance(first, Tensor) and all(
         isinstance(each, Tensor) and each.shape == first.shape and each.dtype == first.dtype
         for each in values

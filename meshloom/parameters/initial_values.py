@@ -54,6 +54,11 @@ class InitialValues(ABC):
         and what it is computed from."""
 
     @property
+    def initial(self) -> InitialValues:
+        """Those that the model is built with, also where something gives it others before the first step."""
+        return self
+
+    @property
     @abstractmethod
     def num_drawn(self) -> int:
         """Random numbers drawn so far, those thrown away included."""
@@ -116,14 +121,18 @@ class FromCheckpoint(InitialValues):
     not have, those of `initial`."""
 
     def __init__(self, names: Container[str], initial: InitialValues) -> None:
-        self._names, self.initial = names, initial
+        self._names, self._initial = names, initial
+
+    @property
+    def initial(self) -> InitialValues:
+        return self._initial
 
     def fill(self, held: Sequence[HeldTensor]) -> None:
-        self.initial.fill([each for each in held if not any(name in self._names for name in each.names)])
+        self._initial.fill([each for each in held if not any(name in self._names for name in each.names)])
 
     @property
     def num_drawn(self) -> int:
-        return self.initial.num_drawn
+        return self._initial.num_drawn
 
     def digest(self) -> str:
-        return self.initial.digest()
+        return self._initial.digest()

@@ -111,8 +111,7 @@ class StartingModel:
         if draws:
             self._leave_generator()
         if reads.found:
-            if isinstance(unfilled.values, FromCheckpoint):
-                unfilled.values = unfilled.values.initial
+            unfilled.values = unfilled.values.initial
             unfilled.fill_whole(empty)
         if returned is None or draws or reads.found:
             returned = function(parameters)

@@ -16,7 +16,7 @@ from meshloom.core.units import format_bytes, format_seconds
 from meshloom.parameters.construction.draw_stream import seconds_to_draw
 from meshloom.parameters.construction.recording import RecordedTensors, record
 from meshloom.parameters.construction.tape import NotRecordableError, Tape
-from meshloom.parameters.initial_values import FromCheckpoint, HeldTensor, InitialValues, Recorded
+from meshloom.parameters.initial_values import HeldTensor, InitialValues, Recorded
 from meshloom.parameters.keyed_init import keyed_values
 from meshloom.parameters.model import build_model, replace_tensors, state_of
 from meshloom.parameters.shards import Shards
@@ -126,8 +126,7 @@ class UnfilledModel:
     def standing_in(self) -> Iterator[None]:
         """A context in which everything has values that are good for a comparison, in less memory: buffers those that they
         are built with, also where a checkpoint gives them others before the first step."""
-        given = self.values
-        self.values = given.initial if isinstance(given, FromCheckpoint) else given
+        given, self.values = self.values, self.values.initial
         try:
             self.fill(buffers_only=True)
         finally:

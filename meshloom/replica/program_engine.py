@@ -85,8 +85,7 @@ class ProgramEngine(Engine):
             limits: Any = {"memory_bytes": plan.memory_bytes or None, "num_stages": plan.pp}
             given: Any = {"rules": job.rules, "placements": plan.tp_placements}
             self.division = Division(self.tp, timings=timings, stored=stored, **given, **limits)
-        kept: Any = {"timings": timings, "stored": stored}
-        self.programs = ProgramStore(job, plan, team, self.division, dtype=dtype, **kept)
+        self.programs = ProgramStore(job, plan, team, self.division, dtype=dtype, timings=timings, stored=stored)  # fmt: skip
         self.cutter = self.programs.cutter
         self.drawn = DrawnBatches(job, team, dtype)
         self._sums = TeamSums(self.pp, self.tp)

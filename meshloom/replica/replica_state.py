@@ -95,6 +95,7 @@ def held_weights(replica: Replica) -> list[Piece]:
     # of tied tensors one name is known
     owners = {id(each): holders[name][0] for name, each in state.items() if holders and name in holders}
     buffers = {name for name, _ in named_buffers(model, remove_duplicate=False)}
+    built = {id(each) for each in (*model.parameters(), *model.buffers())} if owners else set[int]()
     sliced = slices_of(replica.exchange)
     slices: dict[int, list[Slice]] = {}
     for each in sliced.each_slice() if sliced is not None else ():
@@ -108,9 +109,11 @@ def held_weights(replica: Replica) -> list[Piece]:
             mine = slices.get(id(tensor), [])
             found += [Piece(name, each.data(), each.start, each.stop, shape, block) for each in mine]
             continue
-        # what a hook of `state_dict` has made is neither a parameter nor a buffer, and in every rank's
-        owner = owners.get(id(tensor), 0)
-        if tensor.is_meta or (replica.stage_group and owner != replica.stage_group.rank):
+        if tensor.is_meta:
+            continue
+        # what a hook of `state_dict` has made belongs to no stage
+        owner = owners[id(tensor)] if id(tensor) in built else 0
+        if replica.stage_group and owner != replica.stage_group.rank:
             continue
         if name in buffers and (replica.replicas.rank or (shards.rank and not divided)):
             continue

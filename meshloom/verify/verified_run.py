@@ -99,7 +99,7 @@ class VerifiedRun:
     one_copy: bool = False
     notes: list[str] = field(default_factory=list[str])
     _steps_per_epoch: int | None = None
-    _changed: list[Cause] = field(default_factory=list[Cause], init=False)  # not by steps so far
+    _changed: list[Cause] = field(default_factory=list[Cause], init=False)  # what has changed between steps
 
     def quick(self, steps: int, *, own_copies: bool = False) -> None:
         """So many steps. own_copies: each replica has its own parameters."""
@@ -122,7 +122,7 @@ class VerifiedRun:
                     return
                 directory = around.enter_context(_directory(trainer))
                 ends = self._epoch_end(trainer, steps, total)
-                lacking = trainer.together(partial(_lacking_room, directory=directory))[0]
+                lacking = trainer.together(partial(_why_nothing_is_saved, directory=directory))[0]
                 path = None if lacking else self._save(trainer, directory, "the checkpoint")
                 if path is not None:
                     lacking = trainer.together(partial(_left_out, path=path))[0]
@@ -300,20 +300,16 @@ def _directory(trainer: Trainer) -> Iterator[Path]:
             shutil.rmtree(made, ignore_errors=True)
 
 
-def _lacking_room(replica: Replica, directory: Path) -> Steps[str]:
+def _why_nothing_is_saved(replica: Replica, directory: Path) -> Steps[str]:
     """A sentence, where a checkpoint cannot hold the model or might not fit on the disk of the first rank; else ""."""
     state = [*replica.model.parameters(), *replica.model.buffers()]
     needed = (
         _STATE * sum(each.numel() * each.element_size() for each in state) * replica.plan.tp * replica.plan.pp
     )
     why = why_not_saved(replica.model)
-    lacking = f"nothing was saved and resumed: {why}" if why else ""
-    if not lacking and directory.is_dir() and (free := shutil.disk_usage(directory).free) < needed:
-        lacking = (
-            f"nothing was saved and resumed: a checkpoint may take {format_bytes(needed)}, and {directory.parent} has {format_bytes(free)} left. "
-            "TMPDIR names another directory"
-        )
-    return (yield from share(replica.context.world, lacking))
+    if not why and directory.is_dir() and (free := shutil.disk_usage(directory).free) < needed:
+        why = f"a checkpoint may take {format_bytes(needed)}, and {directory.parent} has {format_bytes(free)} left. TMPDIR names another directory"
+    return (yield from share(replica.context.world, f"nothing was saved and resumed: {why}" if why else ""))
 
 
 def _left_out(replica: Replica, path: Path) -> Steps[str]:

@@ -40,8 +40,8 @@ class Inspection:
     def try_out(self) -> None:
         """Check that `out` can have the model, and that no checkpoint there is lost unasked, and evaluate one batch."""
         group, settings = simulated_groups(1)[0], self._settings
-        opening = open_directory(settings.out, group, resume=settings.resume, overwrite=settings.overwrite)
         check_saved(self.model, settings.out)
+        opening = open_directory(settings.out, group, resume=settings.resume, overwrite=settings.overwrite)
         self._replaced = run_in_steps([opening])[0]
         if self._job.evaluate is not None:
             with untouched(self.model):

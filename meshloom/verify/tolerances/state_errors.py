@@ -38,7 +38,7 @@ from meshloom.verify.reference.step_records import Cast
 from meshloom.verify.tolerances.gradient_errors import FLOOR, TIMES
 from meshloom.verify.tolerances.of_precision import most_tolerated, unmeasured_through
 
-_ALONE = 0.1  # of a buffer, moved by rounding
+_ALONE = 0.1  # of a buffer's norm: what rounding moves more is rounding alone
 _ELEMENTWISE = {ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop}
 
 
@@ -165,9 +165,8 @@ class StateErrors:
         allowed = unmeasured_through(precision)
         if name in self._changed:
             effect = rounding.effects.get(name, 0.0)
-            most = max(map(most_tolerated, (precision, rounding.partial)))
-            if effect * size > _ALONE * norm(reference):
-                most = math.inf  # it is rounding alone, relative to something else
+            is_alone = effect * size > _ALONE * norm(reference)
+            most = math.inf if is_alone else max(map(most_tolerated, (precision, rounding.partial)))
             allowed = max(allowed, min(TIMES * effect, most), effect)
         if precision == rounding.merged:
             allowed = max(allowed, most_tolerated(precision))
