@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -434,7 +435,6 @@ def test_every_element_has_one_server(sizes: list[int], num_servers: int, halves
 
 def test_what_does_not_fit_is_refused_in_a_sentence(tmp_path: Path) -> None:
     job = make_job("mlp", "sgd", steps=3)
-    one = MLP()
     iterable = make_job("mlp", "sgd", data=lambda: iter([]))
     frozen = replace(make_job("mlp", "sgd"), model=lambda: MLP().requires_grad_(False))
     cases: list[tuple[Callable[[], Any], type[MeshloomError], str]] = [
@@ -444,7 +444,7 @@ def test_what_does_not_fit_is_refused_in_a_sentence(tmp_path: Path) -> None:
             "Use Trainer.fit",
         ),
         (lambda: Run(iterable, "dp=2,exchange=async"), JobError, "iterable"),
-        (lambda: Run(replace(job, model=lambda: one), "dp=2,exchange=async"), JobError, "same module twice"),
+        (lambda: Run(replace(job, model=cache(MLP)), "dp=2,exchange=async"), JobError, "same module twice"),
         (lambda: Run(frozen, "dp=2,exchange=async"), JobError, "no trainable"),
         (lambda: Run(job, "dp=2", latency_seconds=1.0), PlanError, "virtual clock"),
         (lambda: Run(job, "dp=2,exchange=async", step_seconds=(0.0,)), PlanError, "above 0"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -307,10 +308,9 @@ def test_weights_that_sum_to_nothing_are_said() -> None:
         losses(job, "dp=2")
 
 
-def test_a_shared_module_is_refused() -> None:
-    model = MLP()
+def test_a_module_that_the_function_keeps_is_refused() -> None:
     with pytest.raises(JobError, match="returned the same module twice"):
-        Trainer(replace(make_job("mlp", "sgd"), model=lambda: model), "dp=2", devices="simulated")
+        Trainer(replace(make_job("mlp", "sgd"), model=cache(MLP)), "dp=2", devices="simulated")
 
 
 def test_a_model_without_anything_to_train_is_refused() -> None:

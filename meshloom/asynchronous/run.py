@@ -32,7 +32,7 @@ from meshloom.asynchronous.state.settings import (
 from meshloom.asynchronous.state.snapshot_evaluation import Inspection
 from meshloom.asynchronous.state.worker_model import WorkerModel
 from meshloom.asynchronous.state.worker_replica import worker_replica_here
-from meshloom.core.errors import DeviceError, JobError
+from meshloom.core.errors import DeviceError
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
 from meshloom.launch.one_at_a_time import working_alone
@@ -247,13 +247,7 @@ class _Servers:
         return [storage.snapshots[version][1] for storage in self._storages]
 
     def _hold(self, number: int, content: Content | None) -> Parameters:
-        parameters = self._hold_part(number=number, content=content)
-        others = [held.model for server, held in self.parameters.items() if server != number]
-        if any(parameters.model is other for other in (self._model.model, *others)):
-            raise JobError(
-                "Job(model=...) returned the same module twice. Let the function build a new one at every call: servers and workers have their own."
-            )
-        self.parameters[number] = parameters
+        self.parameters[number] = parameters = self._hold_part(number=number, content=content)
         return parameters
 
 

@@ -16,6 +16,7 @@ from meshloom.cli.plan_lines import plan_of
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
 from meshloom.launch.environment import is_first_rank, is_rank, launched_devices
+from meshloom.launch.failure import report_stop
 from meshloom.report.records import Records
 from meshloom.report.reproduction import write_reproduction
 from meshloom.report.terminal import LongPhases
@@ -62,7 +63,10 @@ def verify_plan(arguments: argparse.Namespace, job: Job, records: Records) -> in
         write_reproduction(report, Path(arguments.repro), command)
     for record in report.records():
         records.write(**record)
-    return 0 if report.passed else 1
+    if report.passed:
+        return 0
+    report_stop(f"The plan {plan} differs from one device: see the report.", 1, main=False)
+    return 1
 
 
 def _computes_on_cpus(plan: Plan, devices: str) -> bool:

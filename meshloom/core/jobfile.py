@@ -17,6 +17,9 @@ from typing import Any
 
 from meshloom.core.errors import JobError
 from meshloom.core.job import Job
+from meshloom.core.random import preserved_draws, seed_everything
+
+_SEED = 0  # of what a file draws while it is loaded
 
 
 def check_target(target: str) -> tuple[Path, str]:
@@ -56,9 +59,17 @@ def as_program(target: str, words: Sequence[str]) -> Generator[None]:
 def load_job(target: str) -> Job | None:
     """The Job in the file; NAME is called if it is a function. Raises `JobError`.
 
+    The file begins with the same draws wherever and whenever it is loaded (`torch`, `random`, numpy's global generator): ranks
+    would else have other weights and other splits of their data, and so would a run that goes on.
     None: NAME is a function that returned nothing, since it ran its own loop.
     """
     path, name = check_target(target)
+    with preserved_draws():
+        seed_everything(_SEED)
+        return _found(path, name)
+
+
+def _found(path: Path, name: str) -> Job | None:
     module = _load(path)
     if not hasattr(module, name):
         raise JobError(f"{path} has no {name!r}. {_advice(path, module)}")

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack  # pyr
 
 from meshloom.core.errors import JobError
 from meshloom.core.job import Job
-from meshloom.core.modules.compiled import named_as_written
+from meshloom.core.modules.built import built
 from meshloom.core.random import derive, model_seed, seed_torch
 from meshloom.parameters.construction.draw_stream import SeededDraws
 from meshloom.parameters.construction.recording import RecordedTensors, record
@@ -30,9 +30,9 @@ def call_model(job: Job) -> nn.Module:
     Raises `JobError` for a construction whose draws cannot be keyed.
     """
     if job.init != "keyed" or _get_current_dispatch_mode_stack():
-        return job.model()
+        return built(job.model)
     try:
-        model, recorded = record(lambda: named_as_written(job.model()))
+        model, recorded = record(lambda: built(job.model))
     except NotRecordableError as error:
         raise _cannot_be_keyed(f"cannot be recorded ({error})") from error
     tensors = {

@@ -13,7 +13,6 @@ from meshloom.comm.group import Group
 from meshloom.comm.steps import Steps
 from meshloom.core.errors import JobError
 from meshloom.core.job import Job
-from meshloom.core.modules.compiled import named_as_written
 from meshloom.core.moments.modes import as_trained
 from meshloom.core.moments.numerics import numeric_settings
 from meshloom.core.plan import Plan
@@ -27,7 +26,7 @@ from meshloom.program.ir.sparse_constants import keep_as_constants, sparse_attri
 def build_model(job: Job, device: torch.device, dtype: torch.dtype | None) -> nn.Module:
     """The job's model, in the mode that it trains in."""
     seed_everything(model_seed(job.seed))
-    model = named_as_written(call_model(job)).to(device)
+    model = call_model(job).to(device)
     convert_tensors(model, dtype)
     return as_trained(keep_as_constants(model))
 

@@ -18,6 +18,7 @@ from meshloom.comm.objects import collect
 from meshloom.comm.rank_context import RankContext
 from meshloom.comm.steps import Steps
 from meshloom.core.job import Job, NamedParameters
+from meshloom.core.modules.built import originals
 from meshloom.core.plan import Plan
 from meshloom.core.random import model_seed, seed_torch
 from meshloom.parameters.file_weights import FileWeights, FromFiles
@@ -57,6 +58,13 @@ class StartingModel:
             self.notes += [note] if note and not (resumed and self._unfilled) else []
         else:
             self.model = build_model(job, context.device, dtype)
+        if outside := next(
+            (name for name, _ in self.model.named_parameters() if name in originals(self.model)), None
+        ):
+            self.notes.append(
+                f"Job(model=...) returns parameters from outside of it ({outside} is one): ranks train copies, and what lies outside stays as it is. The trained "
+                "values are in the checkpoint, and in the model that ranks have."
+            )
 
     @property
     def _needs_no_draws(self) -> bool:

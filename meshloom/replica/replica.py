@@ -123,7 +123,7 @@ class Replica:
         self.modes = Modes(self.model)
         self.tables, self.limits = sparse_tables(self.model), limits_of(self.model)
         self.named = trainable(self.model)
-        step_checks.check_accumulation_hooks(self.named, plan)
+        step_checks.check_built(job, self.model, self.named, plan)
         self.own = OwnGradients(job, self.model) if job.losses else None
         self.freezing = FrozenParameters(job, self.named, self.own)
         # evaluations of losses in steps so far; by loss, the newest result

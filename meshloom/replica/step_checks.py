@@ -14,16 +14,56 @@ from meshloom.comm.group import Group
 from meshloom.comm.objects import collect
 from meshloom.comm.steps import Steps
 from meshloom.core.errors import CaptureError, DataError, JobError, TrainingError
-from meshloom.core.job import NamedParameters
+from meshloom.core.job import Job, NamedParameters
 from meshloom.core.losses.loss_scale import LEAST, LossScale
+from meshloom.core.modules.built import originals
 from meshloom.core.plan import Plan
 from meshloom.data.chunks import Chunk
+from meshloom.program.capture.outside import Outside
 from meshloom.program.ir.lines import WAY_OUT
 from meshloom.replica.chunk_scope import ChunkScope
 from meshloom.replica.engine import Engine
 
 
-def check_accumulation_hooks(named: NamedParameters, plan: Plan) -> None:
+def check_built(job: Job, model: nn.Module, named: NamedParameters, plan: Plan) -> None:
+    """Raise `JobError` for what a job does with its model that ranks would not do as one device does."""
+    _check_accumulation_hooks(named, plan)
+    trained = {name for name, _ in named}
+    for name in _read_outside(job, model):
+        if name in trained:
+            raise JobError(
+                f"The loss reads {name} from outside of Job(model=...), not from the model that it is given, and every rank trains a copy of what is built "
+                "outside. Read it from the model, or build it in the function."
+            )
+
+
+def check_copies(job: Job, model: nn.Module) -> None:
+    """Raise `TrainingError` if the first step has changed a buffer of which the loss reads the tensor outside the model that
+    it was made from."""
+    buffers = dict(model.named_buffers())
+    for name, value in _read_outside(job, model).items():
+        now = buffers.get(name)
+        if now is None or now.is_meta or now.shape != value.shape:
+            continue
+        if not torch.equal(now, value.to(now)):
+            raise TrainingError(
+                f"The first step has changed the buffer {name}, and the loss reads the tensor outside of Job(model=...) that it was made from, which stays "
+                "as it was: every rank has a copy. Read it from the model, or build it in the function."
+            )
+
+
+def _read_outside(job: Job, model: nn.Module) -> dict[str, Tensor]:
+    """By name in the model, the values of which it has copies, and of which losses or metrics read the original."""
+    copied = originals(model)
+    if not copied:
+        return {}
+    functions = [each.loss for each in job.losses.values()] or [job.loss]
+    functions += job.evaluate.metrics.values() if job.evaluate else ()
+    read = {id(each) for function in functions for each in Outside(function, model).tensors()}
+    return {name: each.value for name, each in copied.items() if id(each.outside) in read}
+
+
+def _check_accumulation_hooks(named: NamedParameters, plan: Plan) -> None:
     """Raise `JobError` for hooks that run after a gradient was accumulated, if a step is more than one backward: else they
     would see sums over some of the step's chunks."""
     hooked = _hooked(named)

@@ -10,10 +10,11 @@ from typing import TypeVar
 
 import torch
 
+from meshloom.checkpoint.resuming import check_together
 from meshloom.comm.liveness.activity import Phase
 from meshloom.comm.rank_context import RankContext
 from meshloom.comm.steps import Steps, advance_one, run_in_steps
-from meshloom.core.errors import JobError, MeshloomError, PeerLostError
+from meshloom.core.errors import MeshloomError, PeerLostError
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
 from meshloom.launch.environment import opened_cache
@@ -22,6 +23,7 @@ from meshloom.launch.world import World
 from meshloom.program.store.program_cache import ProgramCache
 from meshloom.program.trace.precision import default_precision
 from meshloom.replica.replica import Replica
+from meshloom.replica.step_checks import check_copies
 from meshloom.telemetry.timings import Timings
 
 T = TypeVar("T")
@@ -47,7 +49,7 @@ class LocalReplicas:
         files: Path | None = None,
         resumed: bool = False,
     ) -> None:
-        self._plan, self._world, self._dtype = plan, world, dtype
+        self._job, self._plan, self._world, self._dtype = job, plan, world, dtype
         self.all: list[Replica] = []
         self.warnings: list[str] = []
         with ExitStack() as building:
@@ -68,10 +70,6 @@ class LocalReplicas:
                 )
                 building.callback(replica.close)
                 self.all.append(replica)
-            if len({id(replica.model) for replica in self.all}) < len(self.all):
-                raise JobError(
-                    "Job(model=...) returned the same module twice. Let the function build a new one at every call: every replica has its own."
-                )
             self._stack = building.pop_all()
 
     @property
@@ -82,6 +80,16 @@ class LocalReplicas:
     def close(self) -> None:
         """Remove the hooks from the models."""
         self._stack.close()
+
+    def check_first_step(self, *, saved: bool) -> None:
+        """What the first step shows. saved: also of its state, which is to be saved, rather than at the first checkpoint.
+        Raises `TrainingError`."""
+
+        def check(replica: Replica) -> None:
+            check_copies(self._job, replica.model)
+            replica.updater.state.check_saved() if saved else None
+
+        self.together(lambda replica: check_together(replica.context.world, partial(check, replica)))
 
     def enter(self, phase: Phase, step: int) -> None:
         """Record what all of them are doing, for diagnoses of ranks that do not answer."""

@@ -13,7 +13,6 @@ from typing import Any
 from meshloom.checkpoint.checkpoint import Checkpoint
 from meshloom.checkpoint.copied_weights import tied_names
 from meshloom.checkpoint.format import CARRIED, step_name
-from meshloom.checkpoint.resuming import check_together
 from meshloom.checkpoint.writing.background_save import BackgroundSave, SavedShare
 from meshloom.checkpoint.writing.config_files import config_files_of
 from meshloom.checkpoint.writing.file_layout import HeldSpan
@@ -56,13 +55,6 @@ SEVERAL_HOSTS = (
     "Checkpoints are written in the foreground: the ranks are on {} hosts, which send what they hold to be written, and "
     "checkpoint=background is for ranks of one host."
 )
-
-
-def check_state(replicas: LocalReplicas) -> None:
-    """After the first step: finds out now what cannot be saved of it, rather than at the first checkpoint."""
-    replicas.together(
-        lambda replica: check_together(replica.context.world, replica.updater.state.check_saved)
-    )
 
 
 class RunCheckpoints:

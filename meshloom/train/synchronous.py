@@ -35,7 +35,7 @@ from meshloom.train.idle_ranks import idle_lines_of
 from meshloom.train.local_replicas import LocalReplicas
 from meshloom.train.memory_check import prepare
 from meshloom.train.rank_comparison import CHECK_EVERY, RankComparison
-from meshloom.train.run_checkpoints import RunCheckpoints, check_state
+from meshloom.train.run_checkpoints import RunCheckpoints
 from meshloom.train.run_digest import run_digest
 from meshloom.train.share_measurement import ShareMeasurement
 from meshloom.train.step_meter import ProgressLines, StepMeter
@@ -164,7 +164,7 @@ class SynchronousRun:
             replicas.enter("comparing", self.next_step)
             with self._timings.of("comparing ranks"):
                 self._comparison.after_step(self.next_step, self._steps, meter)
-                check_state(replicas) if self._out and meter.num_steps == 0 else None
+                replicas.check_first_step(saved=bool(self._out)) if not meter.num_steps else None
                 self._measurement.after_step(self.next_step, self._steps)
             replicas.enter("between steps", self.next_step)
         if recorded:

@@ -51,6 +51,10 @@ class Comparing(ABC):
     """Compares a plan's run with one device's, wherever that is. Tensors are not kept."""
 
     @abstractmethod
+    def begins_with(self, name: str, ours: Tensor) -> bool:
+        """Before the first step: whether one device has the plan's value of a parameter or buffer."""
+
+    @abstractmethod
     def begin(self) -> None:
         """Begin a step: forward and backward of the reference."""
 

@@ -67,6 +67,7 @@ from meshloom.verify.tolerances.state_errors import (
     buffer_sizes,
     update_tolerances,
 )
+from meshloom.verify.values_at_start import begins_with, held_by
 from meshloom.verify.whole_batch import WholeBatch, compare_whole_batch
 
 
@@ -105,6 +106,9 @@ class ComparisonRun(Comparing):
         self._evaluation: ComparedEvaluation  # the newest
         self.subsampled: Gradients = {}  # the plan's gradients in this step
         self._edge = RangeEdge(reference)
+
+    def begins_with(self, name: str, ours: Tensor) -> bool:
+        return begins_with(self.reference, name, ours)
 
     def begin(self) -> None:
         reference = self.reference
@@ -208,28 +212,24 @@ class ComparisonRun(Comparing):
 
     def add_state(self, name: str, ours: Tensor) -> None:
         compared = self._state.compare(name, self.reference.updated.settled(name, ours))
-        wrong = next((error for error in compared if not error.passed), None)
-        if wrong is not None:
-            right = {**dict(self.reference.model.named_buffers()), **self.reference.updated.all}
-            self._keep_first(wrong, ours, right[name])
+        if wrong := next((error for error in compared if not error.passed), None):
+            self._keep_first(wrong, ours, held_by(self.reference)[name])
         elif compared:
             replace_value(self.reference, name, ours)
 
     def _keep_first(self, error: TensorError, ours: Tensor | None, right: Tensor | None) -> None:
         """Keep the first tensor that differs, of both sides."""
         if self.differing is None and ours is not None and right is not None:
-            pair = ours.detach().to_dense().clone(), right.detach().to_dense().clone()
-            self.differing = DifferingTensor(
-                name=error.name, kind=error.kind, step=error.step, plan=pair[0], one_device=pair[1]
-            )
+            plan, other = (each.detach().to_dense().clone() for each in (ours, right))
+            self.differing = DifferingTensor(name=error.name, kind=error.kind, step=error.step, plan=plan, one_device=other)  # fmt: skip
 
     def go_to(self, step: int) -> None:
         go_to(self.reference, step)
 
     def check_metrics(self, ours: PlanEvaluation, updates: int) -> BetweenSteps:
-        comparer = self._comparer
+        of = unmeasured(self._comparer.precision)
         self._evaluation = ComparedEvaluation(
-            ours, self.reference, updates, self._averages, self._reference_record, unmeasured=unmeasured(comparer.precision), lower=comparer.partial
+            ours, self.reference, updates, self._averages, self._reference_record, unmeasured=of, lower=self._comparer.partial
         )  # fmt: skip
         _step_schedulers(self.reference, ours.metrics)
         return self._evaluation.checked
@@ -238,9 +238,9 @@ class ComparisonRun(Comparing):
         return self._evaluation.find(chunks, again)
 
     def explain_evaluation(self, seen: Sequence[SeenMetric]) -> BetweenSteps:
-        return self._evaluation.explain(
-            seen, max(unmeasured_through(self._comparer.precision), most_tolerated(self._comparer.partial))
-        )
+        comparer = self._comparer
+        tolerance = max(unmeasured_through(comparer.precision), most_tolerated(comparer.partial))
+        return self._evaluation.explain(seen, tolerance)
 
     def check_saved(self, path: Path, what: str) -> BetweenSteps:
         tolerances = self._updates.of, self.of_outputs, self._closures.of_state

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack  # pyr
 
 from meshloom.core.errors import JobError
 from meshloom.core.job import Job
-from meshloom.core.modules.compiled import named_as_written
+from meshloom.core.modules.built import built
 from meshloom.core.random import model_seed, preserved_draws, seed_everything
 from meshloom.parameters.construction.recording import record
 from meshloom.parameters.unfilled_model import UnfilledModel
@@ -137,7 +137,7 @@ def unfilled(job: Job) -> nn.Module:
     """The job's model, whose tensors have no memory where its construction can be recorded."""
     with preserved_draws():
         seed_everything(model_seed(job.seed))
-        return named_as_written(_recorded(job.model)[0])
+        return _recorded(job.model)[0]
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,6 @@ class _ShorterModel:
 
     def __call__(self) -> nn.Module:
         model, rest = _recorded(self.whole)
-        model = named_as_written(model)
         runs = [each for each in find_blocks(model) if each.num_blocks > self.kept]
         cut(model, runs, self.kept)
         if rest:
@@ -162,15 +161,15 @@ def _recorded(build: Callable[[], nn.Module]) -> tuple[nn.Module, UnfilledModel 
     """What `build` returns, and what fills it; None: it has its values, or whoever records or fakes tensors here
     already gives it some."""
     if _get_current_dispatch_mode_stack() or torch.get_default_device().type != "cpu":
-        return build(), None
+        return built(build), None
     states = torch.get_rng_state(), random.getstate(), numpy.random.get_state()
     with suppress(Exception):  # whatever it is, if building as usual fails too that error is the one to see
-        model, recorded = record(build)
+        model, recorded = record(lambda: built(build))
         return model, UnfilledModel(model, recorded, torch.device("cpu"))
     torch.set_rng_state(states[0])
     random.setstate(states[1])
     numpy.random.set_state(states[2])
-    return build(), None
+    return built(build), None
 
 
 def _runs_in(path: str, module: nn.Module) -> Iterator[RepeatedBlocks]:

@@ -45,6 +45,7 @@ from meshloom.verify.reference.mistakes import Cause
 from meshloom.verify.reference.samples_of_epoch import batches_of_first_epoch
 from meshloom.verify.stage_outputs import Values, values_of_modules
 from meshloom.verify.step_observer import StepObserver
+from meshloom.verify.values_at_start import differing_initially
 
 _MOST_SAMPLES, _MOST_SECONDS = 4096, 5.0  # of iterable data, to find the end of its first epoch
 _STATE = 4  # times the parameters: themselves, two moments, copies
@@ -135,12 +136,8 @@ class VerifiedRun:
                 if passed and self.job.average is not None:  # in the first step averages are the parameters
                     passed = self._evaluate(trainer)
                 passed = passed and self._take(trainer, ends, special=_NEXT_EPOCH)
-            if passed and self._is_simulated and self.plan.mesh.size > 1:
+            if passed and self.devices.startswith("simulated") and self.plan.mesh.size > 1:
                 self._resume_elsewhere(path, total)
-
-    @property
-    def _is_simulated(self) -> bool:
-        return self.devices.startswith("simulated")
 
     def _end(self) -> None:
         """Lets go of one device."""
@@ -156,14 +153,17 @@ class VerifiedRun:
             self.job, self.plan, steps=steps, dtype=self.dtype, share=share, listener=quiet, recorded_shares=self.shares, resume=resume,
             **self.settings,
         ) as trainer:  # fmt: skip
+            first = trainer.replicas[0]
             self.owned, self.devices = trainer.together(_owned)[0], trainer.world.why
             self.digest = trainer.synchronous.digest if trainer.synchronous else ""
-            self.one_copy = trainer.replicas[0].exchange.one_copy
-            self.is_unlike_training = trainer.replicas[0].engine.is_unlike_training
+            self.one_copy = first.exchange.one_copy
+            self.is_unlike_training = first.engine.is_unlike_training
             if compares and trainer.world.main and self.comparison is None:
-                first = trainer.replicas[0]
                 other = OneDevice(plan=first.inner, dtype=self.dtype, device=first.context.device, shares=self.shares, against=self.against)  # fmt: skip
                 self.comparison = self.compare(self.job, other)
+            if compares and resume is None:
+                one = self.comparison
+                self._changed += trainer.together(lambda each: differing_initially(each, one if each is first else None))[0]  # fmt: skip
             yield trainer
 
     def _take(self, trainer: Trainer, numbers: Sequence[int], special: Cause | None = None) -> bool:
@@ -200,7 +200,7 @@ class VerifiedRun:
                 result = comparison.result()
                 causes = [*_of_programs(trainer, result, module, self.plan, self.dtype), *result.causes]
                 special = self._meaning(special, result, numbers[0])
-                self.causes += [*self._changed, *_in_order(causes, special)]
+                self.causes += _in_order(causes, special, self._changed)
         self._changed += changed
         return passed
 
@@ -331,13 +331,17 @@ def _begun_without(names: Sequence[str]) -> str:
     )
 
 
-def _in_order(causes: Sequence[Cause], special: Cause | None) -> list[Cause]:
-    """Causes with what a step's place in the run says, which comes first unless something says more."""
+def _in_order(causes: Sequence[Cause], special: Cause | None, changed: Sequence[Cause]) -> list[Cause]:
+    """Causes with what a step's place in the run says, which comes first unless something says more. changed: what has
+    changed between steps, or was other before them, which comes before all; forwards had other parameters, then."""
+    if any(each.kind == "initial values" for each in changed):
+        causes = [each for each in causes if each.kind != "forward"]
     if special is None:
-        return [*causes]
+        return [*changed, *causes]
     vague = ("unknown", "optimizer", "batch statistics", "buffers", "loss", "replicas")
     first = next(iter(causes), None)
-    return [special, *causes] if first is None or first.kind in vague else [*causes, special]
+    vaguely = first is None or first.kind in vague
+    return [*changed, *([special, *causes] if vaguely else [*causes, special])]
 
 
 _INPUTS = ("data", "same draws", "weights", "buffers")  # causes that explain outputs

@@ -13,6 +13,7 @@ from torch.utils.data import default_collate
 from meshloom.adopt.watching.draws import set_draws
 from meshloom.adopt.watching.passes import SeenPass
 from meshloom.core.job import Job, LossFunction
+from meshloom.core.modules.built import built
 from meshloom.core.moments.current_step import at_step
 from meshloom.core.random import preserved_draws
 
@@ -52,7 +53,7 @@ def compared_metrics(job: Job, expected: ExpectedMetrics) -> list[ComparedMetric
     """In the order of the job."""
     assert job.evaluate is not None
     seen = expected.seen
-    model = job.model()
+    model = built(job.model)
     names = set(model.state_dict())
     state = {name.removeprefix("module."): each for name, each in seen.state.items()}
     model.load_state_dict({name: each for name, each in state.items() if name in names})

@@ -12,6 +12,7 @@ from meshloom.adopt.watching.draws import set_draws
 from meshloom.adopt.watching.watch import Watched
 from meshloom.core.job import Job
 from meshloom.core.jobfile import as_program, load_job
+from meshloom.core.modules.built import built
 from meshloom.core.moments.current_step import at_step
 from meshloom.core.random import preserved_draws
 
@@ -33,7 +34,7 @@ def _kind(job: Job, watched: Watched) -> str:
     samples: list[Any] = first.samples if first.samples is not None else list(zip(*first.batch, strict=True))
     if len(samples) < 2:
         return "unknown"
-    model = job.model()
+    model = built(job.model)
     model.load_state_dict(watched.before)
     model.eval()
     half = len(samples) // 2

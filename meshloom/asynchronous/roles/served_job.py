@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from functools import partial
 
 import torch
@@ -14,7 +13,6 @@ from meshloom.asynchronous.state.parameters import Content, Parameters
 from meshloom.asynchronous.state.push_shares import PushShares
 from meshloom.asynchronous.state.settings import AsynchronousSettings
 from meshloom.asynchronous.state.worker_model import WorkerModel
-from meshloom.core.errors import JobError
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
 from meshloom.launch.role import Role
@@ -35,7 +33,6 @@ class ServedJob:
             Parameters, job, role.number, plan.servers, whole=workers.whole, device=torch.device("cpu"),
             dtype=settings.dtype,
         )  # fmt: skip
-        self._first_model = weakref.ref(workers.model)
         self._parameters: Parameters | None = None
         self.state = ServerState.of(workers.division, dict(workers.model.named_buffers()))[role.number]
         facts = facts_of(job, plan, workers.model, shares.num_samples)
@@ -52,11 +49,5 @@ class ServedJob:
 
     def hold(self, content: Content | None) -> Parameters:
         """The parameters of a snapshot; None: as the job builds them. They take the place of those before."""
-        held = self._hold_part(content=content)
-        before = self._parameters.model if self._parameters is not None else None
-        if held.model is self._first_model() or held.model is before:
-            raise JobError(
-                "Job(model=...) returned the same module twice. Let the function build a new one at every call: servers and workers have their own."
-            )
-        self._parameters = held
+        self._parameters = held = self._hold_part(content=content)
         return held

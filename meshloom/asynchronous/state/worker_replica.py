@@ -86,11 +86,6 @@ class WorkerReplica:
             each = Replica(inner_job, inner, rank, dtype=dtype, updates=False)
             self._stack.callback(each.close)
             self._replicas.append(each)
-        models = [*([host] if host else []), *(each.model for each in self._replicas)]
-        if len({id(each) for each in models}) < len(models):
-            raise JobError(
-                "Job(model=...) returned the same module twice. Let the function build a new one at every call: every rank has its own."
-            )
         self.whole_model = WorkerModel(job, plan, host or self._replicas[0].model)
         self._together(lambda replica: replica.prepare())
 

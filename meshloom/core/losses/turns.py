@@ -18,7 +18,7 @@ from torch import nn
 from meshloom.core.errors import PlanError
 from meshloom.core.exchanges import EXCHANGES
 from meshloom.core.job import Job
-from meshloom.core.modules.compiled import named_as_written
+from meshloom.core.modules.built import built
 from meshloom.core.objectives import owners_of
 from meshloom.core.plan import Plan
 from meshloom.core.precisions import PRECISIONS
@@ -92,12 +92,12 @@ def _job_of(job: Job, loss: str) -> Job:
     objective = job.losses[loss]
 
     def model() -> nn.Module:
-        built = named_as_written(job.model())
-        names = [name for name, each in built.named_parameters() if each.requires_grad]
+        whole = built(job.model)
+        names = [name for name, each in whole.named_parameters() if each.requires_grad]
         owners = owners_of(job.losses, names)
-        for name, each in built.named_parameters():
+        for name, each in whole.named_parameters():
             each.requires_grad_(owners.get(name) == loss)
-        return built
+        return whole
 
     return replace(
         job,

@@ -18,7 +18,7 @@ from torch.nn.modules.batchnorm import _NormBase  # pyright: ignore[reportPrivat
 from torch.optim import Optimizer
 
 from meshloom.core.job import Job, LossFunction, NamedParameters
-from meshloom.core.modules.compiled import named_as_written
+from meshloom.core.modules.built import built
 from meshloom.core.objectives import EachItsOwn, Loss
 from meshloom.core.plan import Plan
 from meshloom.core.precisions import PRECISIONS
@@ -90,12 +90,10 @@ def _updates_copies(optimizer: OptimizerFunction, *, kept: bool) -> bool:
 
 
 def _built(function: Callable[[], nn.Module], dtype: torch.dtype) -> nn.Module:
-    model = function()
-    if isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
-        model = named_as_written(model)
-        layers = [each for each in model.modules() if _has_statistics(each)]
-        tensors = (each for layer in layers for each in (*layer.parameters(), *layer.buffers()))
-        convert_tensors(model, dtype, {id(each) for each in tensors})
+    model = built(function)
+    layers = [each for each in model.modules() if _has_statistics(each)]
+    tensors = (each for layer in layers for each in (*layer.parameters(), *layer.buffers()))
+    convert_tensors(model, dtype, {id(each) for each in tensors})
     return model
 
 

@@ -74,6 +74,10 @@ class Outside:
                 return OutsideChange(place.name, _shown(place.copy), _shown(now))
         return None
 
+    def tensors(self) -> list[Tensor]:
+        """Those among the values."""
+        return [each.value for each in self._places if isinstance(each.value, Tensor)]
+
     def check_read(self) -> None:
         """Raise `CaptureError` if running the loss has changed what it reads."""
         change = self.changed()

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from meshloom.core.job import Job
-from meshloom.core.modules.compiled import named_as_written, without_compilation
+from meshloom.core.modules.built import built
+from meshloom.core.modules.compiled import without_compilation
 from meshloom.core.moments.modes import as_trained
 from meshloom.core.random import model_seed, preserved_draws, seed_everything
 from meshloom.data.to_device import convert_tensors, lifted
@@ -26,7 +27,7 @@ def build_model(job: Job, dtype: torch.dtype | None, *, training: bool, beside: 
     """
     with preserved_draws():
         seed_everything(model_seed(job.seed))
-        model = named_as_written(job.model())
+        model = built(job.model)
     without_compilation(model)
     convert_tensors(model, dtype)
     if (device := leaves_of(beside).device) is not None:

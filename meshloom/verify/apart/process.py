@@ -105,6 +105,9 @@ class _Remote(Comparing):
     def update(self) -> None:
         self._call("update")
 
+    def begins_with(self, name: str, ours: Tensor) -> bool:
+        return self._call("begins_with", name, ours)
+
     def add_state(self, name: str, ours: Tensor) -> None:
         self._call("add_state", name, ours)
 

@@ -25,7 +25,6 @@ from torch.optim import SparseAdam
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from meshloom.core.job import Job
-from meshloom.core.modules.compiled import named_as_written
 from meshloom.core.objectives import names_parameter
 from meshloom.core.plan import Plan
 from meshloom.core.random import model_seed, preserved_draws, seed_everything
@@ -76,8 +75,7 @@ class Reference:
         self._recorded_shares, self.device = shares, torch.device(device)
         with preserved_draws():
             seed_everything(model_seed(job.seed))
-            built = named_as_written(call_model(job))
-            self.model = with_values(convert_model(built, self.device, dtype), job)
+            self.model = with_values(convert_model(call_model(job), self.device, dtype), job)
             if not self.model.training:  # the job returns the whole model in evaluation mode
                 self.model.train()
             self.updated = ReferenceMasters(self.model, "" if dtype else plan.precision, job.seed)

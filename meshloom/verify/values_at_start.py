@@ -1,0 +1,55 @@
+"""Whether ranks begin with the values that one device begins with: what both build, each for itself, may draw anew.
+
+weights = np.random.default_rng().normal(size=(5, 7))      # in the job's file: others in each process
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from meshloom.comm.steps import Steps
+from meshloom.replica.replica import Replica
+from meshloom.replica.replica_state import each_of_state
+from meshloom.verify.causes.of_elements import names_of
+from meshloom.verify.comparing import Comparing
+from meshloom.verify.reference.mistakes import Cause
+from meshloom.verify.reference.reference import Reference
+
+_UNITS = 2  # of the last place, of a tensor's norm
+
+
+def differing_initially(replica: Replica, comparison: Comparing | None) -> Steps[list[Cause]]:
+    """What to say of a run that begins with other values; before the first step, on all ranks. comparison: on rank 0 alone."""
+    other: dict[str, None] = {}
+
+    def take(name: str, ours: Tensor) -> None:
+        if comparison is not None and not comparison.begins_with(name, ours):
+            other[name] = None
+
+    yield from each_of_state(replica, take)
+    if not other:
+        return []
+    why = "what builds them draws from something that has no seed, such as np.random.default_rng(), or ranks are not given what rank 0 builds"
+    return [
+        Cause(
+            "initial values",
+            f"{names_of(other)} had other values on the ranks than on one device before the first step: {why}.",
+        )
+    ]
+
+
+def held_by(reference: Reference) -> dict[str, Tensor]:
+    """Its parameters, as they are updated, and buffers."""
+    return {**dict(reference.model.named_buffers()), **reference.updated.all}
+
+
+def begins_with(reference: Reference, name: str, ours: Tensor) -> bool:
+    """Whether one device has this value of a parameter or buffer, too, before its first step."""
+    own = held_by(reference)[name].detach()
+    if own.is_sparse or own.shape != ours.shape or not own.is_floating_point():
+        return own.shape == ours.shape and torch.equal(own.to_dense().to(ours), ours.to_dense())
+    same = (own == ours.to(own)) | (own.isnan() & ours.to(own).isnan())
+    off = torch.where(same, 0.0, (own - ours.to(own)).double())
+    size = torch.where(own.isfinite(), own, 0.0).double().norm()
+    return bool(off.norm() <= _UNITS * torch.finfo(own.dtype).eps * size)
