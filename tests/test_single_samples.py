@@ -142,3 +142,41 @@ def test_plans_are_compared_with_what_they_compute(plan: Plan, said: str):
     report: Any = verify(job, plan, devices="simulated", steps=2)
     assert report.passed, report.causes
     assert [said in note for note in report.notes if "one sample" in note] == ([True] if said else [])
+
+
+class Called(Projected):
+    """As `Projected`, with the norm as a function."""
+
+    def __init__(self, norm: Callable[[int], nn.Module]) -> None:
+        super().__init__(norm)
+        self.norm = Function()
+
+
+class Function(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.batch_norm(x, None, None, self.weight, training=True)
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("silent_export")
+@pytest.mark.parametrize("plan", ["tp=2,microbatches=3", "pp=2,microbatches=3"])
+@pytest.mark.parametrize(
+    ("model", "opaque"),
+    [
+        (partial(Projected, nn.BatchNorm2d), "norm"),
+        (partial(Projected, nn.InstanceNorm2d), Projected),
+        (partial(Called, nn.BatchNorm2d), "norm"),
+    ],
+    ids=["a norm", "the model", "a function"],
+)
+@pytest.mark.covering("a norm-tp", "a function-pp")
+def test_parts_that_run_as_written_have_right_gradients(model: Any, opaque: Any, plan: str):
+    job = make_job("cnn", "sgd", batch_size=3, loss=class_loss, data=partial(images, 9))
+    report: Any = verify(
+        replace(job, model=model, opaque=[opaque]), Plan.parse(plan), devices="simulated", steps=2
+    )
+    assert report.passed, report.causes

@@ -6,13 +6,15 @@ Constructors and torch's own classes are left out: they say nothing of what the 
 from __future__ import annotations
 
 import dis
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import CodeType, FunctionType
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase  # pyright: ignore[reportPrivateUsage]
 
+_NORMS = {"batch_norm", "instance_norm"}
 _READ: WeakKeyDictionary[type, frozenset[str]] = WeakKeyDictionary()  # of classes that were asked for
 _SET: WeakKeyDictionary[type, frozenset[str]] = WeakKeyDictionary()
 
@@ -31,6 +33,16 @@ def sets_numbers(module: nn.Module) -> bool:
     """Whether methods set an attribute of this module that holds a number."""
     names = names_set(type(module))
     return any(name in names and type(value) in (int, float) for name, value in vars(module).items())
+
+
+def has_batch_norms(modules: Iterable[nn.Module]) -> bool:
+    """Whether one of them is a batch or instance norm, or calls one."""
+    return any(isinstance(each, _NormBase) or not _NORMS.isdisjoint(_names(each)) for each in modules)
+
+
+def _names(module: nn.Module) -> Sequence[str]:
+    code = getattr(getattr(type(module), "forward", None), "__code__", None)  # none of a scripted one
+    return getattr(code, "co_names", ())
 
 
 def set_by(code: CodeType) -> Iterator[str]:

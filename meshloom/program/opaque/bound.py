@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from meshloom.core.job import LossFunction
+from meshloom.core.modules.class_code import has_batch_norms
 from meshloom.program.ir.draws import CountDraws
 from meshloom.program.ir.nodes import Node, Ref, refs_in, submodule
 from meshloom.program.ir.program import Program
@@ -84,6 +85,7 @@ class OpaqueModule:
         self._module, self._path = module, path
         self._modules = list(module.modules())
         self._tensors = ModuleTensors(module, call.state)
+        self.has_batch_norms = has_batch_norms(self._modules)
 
     def __str__(self) -> str:
         return str(OPAQUE)

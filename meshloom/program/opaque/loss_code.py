@@ -30,6 +30,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, t
 
 from meshloom.core.errors import CaptureError
 from meshloom.core.job import LossFunction
+from meshloom.core.modules.class_code import has_batch_norms
 from meshloom.program.ir.encoding import decoded, encoded, encoded_structure
 from meshloom.program.ir.nodes import Node, with_parents
 from meshloom.program.opaque.call import ChangedCallError, OpaqueCall, plain_text_of
@@ -155,6 +156,7 @@ class OpaqueLoss:
         self._tensors = ModuleTensors(model, call.state)
         # all modules: another one may be called now, of which this rank has no parameters
         self._paths = modules_called(model, part)
+        self.has_batch_norms = has_batch_norms(model.modules())
 
     def __str__(self) -> str:
         return str(OPAQUE)

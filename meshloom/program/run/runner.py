@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ from meshloom.program.opaque.bound import OpaqueModule
 from meshloom.program.opaque.loss_code import OpaqueLoss
 from meshloom.program.operators.collectives import Joint
 from meshloom.program.recompute.saved_frame import Elsewhere
-from meshloom.program.run.batch_norms import NORMS, aligned
+from meshloom.program.run.batch_norms import NORMS, AlignedNorms, aligned
 from meshloom.program.run.regions import Regions
 
 Shared = dict[Any, Callable[..., Any]]  # functions of programs that differ in integers only
@@ -272,11 +272,15 @@ class Special:
             return keyed(self._targets[number], *args, **kwargs)
 
     def _around(self, number: int) -> AbstractContextManager[Any]:
-        return (
-            self._around_opaque()
-            if isinstance(self._targets[number], OpaqueModule | OpaqueLoss)
-            else nullcontext()
-        )
+        target = self._targets[number]
+        if not isinstance(target, OpaqueModule | OpaqueLoss):
+            return nullcontext()
+        return self._aligning() if target.has_batch_norms else self._around_opaque()
+
+    @contextmanager
+    def _aligning(self) -> Iterator[None]:
+        with self._around_opaque(), AlignedNorms():
+            yield
 
 
 class _Visit:
