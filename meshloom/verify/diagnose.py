@@ -20,9 +20,9 @@ from meshloom.core.plan import Plan
 from meshloom.core.units import plural
 from meshloom.verify.causes.of_gradients import from_gradients
 from meshloom.verify.compared.compare import Comparison
-from meshloom.verify.compared.compare_chunks import filled, other_turn, wrong_settings
+from meshloom.verify.compared.compare_chunks import filled, other_turn, wrong_number, wrong_settings
 from meshloom.verify.reference.mistakes import Cause, Evidence, subsample
-from meshloom.verify.reference.step_records import StepRecord
+from meshloom.verify.reference.step_records import NOT_ROUNDED, StepRecord
 
 _LARGEST, _ALIKE = 1e-2, 8  # what rounding may leave of an update; times the least of several
 _COMMON = 0.7  # of what is left, that may be a multiple which all have in common
@@ -35,9 +35,11 @@ def diagnose(
     evidence: Evidence,
     earlier: Sequence[Comparison] = (),
     of_averages: Cause | None = None,
+    of_update: Cause | None = None,
 ) -> list[Cause]:
     """Likely causes of a step's difference, likeliest first: none if nothing differs, "unknown" if none
-    fits. of_averages: what is wrong with moving averages, if parameters are right."""
+    fits. of_averages: what is wrong with moving averages, if parameters are right. of_update: which other update of one device
+    gives what the plan has."""
     if comparison.passed:
         return []
     causes = [*ours.changed]
@@ -48,6 +50,8 @@ def diagnose(
                 "turns", f"{turn} Losses take their turns in another order, or as often as they should not."
             ),
         ]
+    if (told := wrong_number(ours)) is not None:
+        causes.append(Cause("turns", f"{told} What a loss makes depend on the step is that of another one."))
     causes += [*_from_draws(ours, reference, evidence.plan), *_from_data(ours, reference, evidence.plan)]
     gradients = comparison.failed("gradient")
     if gradients and len(causes) == len(ours.changed):
@@ -65,7 +69,7 @@ def diagnose(
         causes.append(Cause("scale", f"{what}: they are divided by a number that is slightly wrong."))
     elif not gradients:
         causes += _from_norm(comparison, ours, reference, evidence) or _from_update(
-            comparison, ours, reference, evidence, earlier
+            comparison, ours, reference, evidence, earlier, of_update
         )
     if of_averages and not causes and not gradients:
         causes.append(of_averages)
@@ -84,7 +88,7 @@ def diagnose(
         )
         causes.append(Cause("loss", sentence))
     if not causes and not gradients and (buffers := comparison.failed("buffer")):
-        what = "running statistics are not merged over all chunks in chunk order"
+        what = "what chunks write there is not merged of all of them, in their order, each with its weight"
         only = all(error.passed for error in comparison.errors if error.kind != "buffer")
         causes.append(
             Cause(
@@ -98,7 +102,13 @@ def diagnose(
             f"The replicas have different parameters or buffers after the step{which}: they drift apart."
         )
         causes.append(Cause("replicas", sentence))
-    if ours.inconsistent:
+    if rounded := [each for each in ours.inconsistent if NOT_ROUNDED in each]:
+        causes.append(
+            Cause(
+                "rounding", f"{rounded[0]}: it is rounded otherwise than to nearest, or is of another step."
+            )
+        )
+    elif ours.inconsistent:
         sentence = (
             f"Ranks of one replica hold different values of what each of them holds: {ours.inconsistent[0]}."
         )
@@ -214,6 +224,7 @@ def _from_update(
     reference: StepRecord,
     evidence: Evidence,
     earlier: Sequence[Comparison],
+    of_update: Cause | None,
 ) -> list[Cause]:
     """Gradients and norm agree but the parameters, or the settings of optimizers, do not."""
     if settings := next(wrong_settings(ours, reference), None):
@@ -227,8 +238,8 @@ def _from_update(
         what = "changed under the plan differently than on one device, without a gradient"
         return [Cause("optimizer", f"{_names(names)}: {what}.")]
     found = _scaled_updates(comparison, names) or _rounded_updates(comparison, names, earlier)
-    if found is not None:
-        return [found]
+    if found is not None or of_update is not None:
+        return [of_update or found]  # pyright: ignore[reportReturnType]
     some = f"those of {_names(names)}" if len(names) < len(reference.gradients) else "all of them"
     if earlier:
         when = f"The gradients agree, and so did all updates until step {comparison.step}, where updates differ ({some})"

@@ -152,7 +152,11 @@ class Comparer:
         if facts or not all(error.passed for error in errors):
             output = first_output(ours, reference, self.outputs, self.plan)
             module = output or first_module(reference, errors, self.plan)
-            module = module or module_of_names(ours.apart, reference, self.plan)
+            apart = [
+                *ours.apart,
+                *(each.split(" ", 1)[0] for each in ours.inconsistent),
+            ]  # both begin with a name
+            module = module or module_of_names(apart, reference, self.plan)
             module = module or module_of_settings(ours, reference, self.plan)
         losses = ours.loss, reference.loss
         return Comparison(

@@ -27,6 +27,7 @@ CauseKind = Literal[
 ]  # fmt: skip
 Gradients = Mapping[str, Tensor | None]
 MAX_ELEMENTS = 4096  # of each tensor that are compared
+EXPLAINS = "This explains"  # in the sentence of a cause that gives the numbers
 
 
 @dataclass(frozen=True)
