@@ -29,9 +29,10 @@ from meshloom.verify.against_float64 import AgainstFloat64, FromFloat64
 from meshloom.verify.between_steps.averages import AverageErrors
 from meshloom.verify.between_steps.checks import BetweenSteps, DifferingTensor, TensorError
 from meshloom.verify.between_steps.saved_check import check_saved
+from meshloom.verify.causes.of_buffers import cause_of_buffer
 from meshloom.verify.causes.of_updates import KeptUpdate
 from meshloom.verify.causes.other_runs import whole_evidence
-from meshloom.verify.compared.compare import Comparer, Comparison
+from meshloom.verify.compared.compare import Comparer, Comparison, placed
 from meshloom.verify.compared.compare_evaluation import FoundMetric, PlanEvaluation, SeenMetric
 from meshloom.verify.compared.compare_values import Values
 from meshloom.verify.compared.compared_evaluation import ComparedEvaluation
@@ -107,6 +108,7 @@ class ComparisonRun(Comparing):
         self.subsampled: Gradients = {}  # the plan's gradients in this step
         self._edge = RangeEdge(reference)
         self._kept: KeptUpdate | None = None
+        self._places: dict[str, str] = {}  # digest of a chunk's data -> where that was, on one device
 
     def begin(self) -> None:
         reference = self.reference
@@ -115,10 +117,8 @@ class ComparisonRun(Comparing):
         if self._against:
             self._against.begin()
         self._comparer.note(reference.casts, single=reference.chunk_run.norms.were_wrong)
-        if (
-            all(step.skipped for step in self._steps) and not reference.scale.overflowed
-        ):  # the first with an update
-            # the whole batch may not fit in memory, which may be why there are microbatches
+        if all(step.skipped for step in self._steps) and not reference.scale.overflowed:
+            # the first with an update; the whole batch may not fit in memory, which may be why there are microbatches
             with suppress(torch.OutOfMemoryError):
                 self._whole = compare_whole_batch(reference, self._comparer.modules)
         self._changed = frozenset(changed_buffers(reference))
@@ -151,10 +151,7 @@ class ComparisonRun(Comparing):
     def place(self, chunk: int, of_ranks: Sequence[Values]) -> str | None:
         module = first_wrong_module(self.reference, chunk, of_ranks, self.of_outputs)
         if module is not None:
-            wrong = next((step for step in self._steps if not step.passed), None)
-            self._steps = [
-                replace(each, first_module=module) if each is wrong else each for each in self._steps
-            ]
+            self._steps = placed(self._steps, module)
         return module
 
     @property
@@ -267,15 +264,24 @@ class ComparisonRun(Comparing):
         if not comparison.passed and self.passed:
             of_averages = self._averages.cause() if self._averages else None
             of_update = self._kept.cause(self.differing, self._reference_record) if self._kept else None
-            self.causes = diagnose(comparison, ours, self._reference_record, self._evidence, self._steps, of_averages, of_update)  # fmt: skip
+            of_buffer = cause_of_buffer(self.differing, self.reference)
+            self.causes = diagnose(
+                comparison, ours, self._reference_record, self._evidence, self._steps, of_averages, of_update, of_buffer, self._places
+            )  # fmt: skip
         self._steps.append(comparison)
         self._previous = dict(self._reference_record.gradients)
+        self._places |= _places_of(self._reference_record)
 
     def result(self) -> ComparisonResult:
         return ComparisonResult(
             steps=self._steps, causes=self.causes, whole=self._whole, comparer=self._comparer,
             from_float64=self._from_float64, differing=self.differing,
         )  # fmt: skip
+
+
+def _places_of(record: StepRecord) -> dict[str, str]:
+    """Digest of a chunk's data -> where that is."""
+    return {each.data: f"chunk {each.index} of step {record.step}" for each in record.chunks}
 
 
 def _state_errors(

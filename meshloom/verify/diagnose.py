@@ -12,7 +12,7 @@ It is derived from the two records and, once something differs, from each chunk'
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
@@ -24,6 +24,7 @@ from meshloom.verify.compared.compare_chunks import filled, other_turn, wrong_nu
 from meshloom.verify.reference.mistakes import Cause, Evidence, subsample
 from meshloom.verify.reference.step_records import NOT_ROUNDED, StepRecord
 
+_NOWHERE: Mapping[str, str] = {}
 _LARGEST, _ALIKE = 1e-2, 8  # what rounding may leave of an update; times the least of several
 _COMMON = 0.7  # of what is left, that may be a multiple which all have in common
 
@@ -36,10 +37,12 @@ def diagnose(
     earlier: Sequence[Comparison] = (),
     of_averages: Cause | None = None,
     of_update: Cause | None = None,
+    of_buffer: Cause | None = None,
+    places: Mapping[str, str] = _NOWHERE,
 ) -> list[Cause]:
     """Likely causes of a step's difference, likeliest first: none if nothing differs, "unknown" if none
     fits. of_averages: what is wrong with moving averages, if parameters are right. of_update: which other update of one device
-    gives what the plan has."""
+    gives what the plan has. of_buffer: what is wrong with a buffer, if nothing else is. places: digests of data of earlier steps."""
     if comparison.passed:
         return []
     causes = [*ours.changed]
@@ -52,7 +55,10 @@ def diagnose(
         ]
     if (told := wrong_number(ours)) is not None:
         causes.append(Cause("turns", f"{told} What a loss makes depend on the step is that of another one."))
-    causes += [*_from_draws(ours, reference, evidence.plan), *_from_data(ours, reference, evidence.plan)]
+    causes += [
+        *_from_draws(ours, reference, evidence.plan),
+        *_from_data(ours, reference, evidence.plan, places),
+    ]
     gradients = comparison.failed("gradient")
     if gradients and len(causes) == len(ours.changed):
         causes += [
@@ -91,7 +97,9 @@ def diagnose(
         what = "what chunks write there is not merged of all of them, in their order, each with its weight"
         only = all(error.passed for error in comparison.errors if error.kind != "buffer")
         causes.append(
-            Cause(
+            of_buffer
+            if of_buffer and only
+            else Cause(
                 "batch statistics",
                 f"{'Only buffers' if only else 'Buffers'} differ ({_names(buffers)}): {what}.",
             )
@@ -157,13 +165,25 @@ def _from_draws(ours: StepRecord, reference: StepRecord, plan: Plan) -> Iterator
         yield Cause("same draws", f"{_chunks(wrong)}: {why}.")
 
 
-def _from_data(ours: StepRecord, reference: StepRecord, plan: Plan) -> Iterator[Cause]:
+def _from_data(
+    ours: StepRecord, reference: StepRecord, plan: Plan, places: Mapping[str, str]
+) -> Iterator[Cause]:
+    """places: digest of a chunk's data -> the earlier step and chunk that had it on one device."""
     chunks, right = filled(ours.chunks), filled(reference.chunks)
+    here, there = (sum(each.samples for each in of.values()) for of in (chunks, right))
     owner = {chunk.data: index for index, chunk in right.items()}
     m = plan.microbatches
     wrong = [index for index in chunks if index not in right or chunks[index].data != right[index].data]
     exchanged = [(index, owner[chunks[index].data]) for index in wrong if chunks[index].data in owner]
-    if exchanged:
+    if wrong and here != there:
+        what = "left out" if here < there else "read too often"
+        yield Cause("data", f"The batch has {here} samples, and {there} on one device: some are {what}.")
+    elif exchanged and len(exchanged) < len(wrong):
+        index, other = exchanged[0]
+        rest = [each for each in wrong if chunks[each].data not in owner]
+        samples = f"Chunk {index} runs the samples of chunk {other}, and {_chunks(rest).lower()} others than one device reads"
+        yield Cause("data", f"{samples}: the batch begins elsewhere, or is cut in another way.")
+    elif exchanged:
         index, other = exchanged[0]
         twice = other in chunks and chunks[other].data == chunks[index].data
         end = "in place of its own"
@@ -171,8 +191,13 @@ def _from_data(ours: StepRecord, reference: StepRecord, plan: Plan) -> Iterator[
             end = "which runs them too: replicas share data, and other samples are never read"
         samples = f"the samples of chunk {other} (replica {other // m})"
         yield Cause("data", f"Chunk {index} (replica {index // m}) runs {samples}, {end}.")
+    elif wrong and all(chunks[index].data in places for index in wrong):
+        known = _list([places[chunks[index].data] for index in wrong])
+        yield Cause(
+            "data", f"{_chunks(wrong)}: the samples of {known}: the data does not go on where it should."
+        )
     elif wrong:
-        why = "the batch is split or ordered in another way, reading a sample is not deterministic, or values change on their way to the device"
+        why = "the batch is split, ordered, augmented or mixed in another way, reading a sample is not deterministic, or values change on their way to the device"
         yield Cause("data", f"{_chunks(wrong)}: other samples than one device reads; {why}.")
     elif missing := [index for index in right if index not in chunks]:
         yield Cause("data", f"{_chunks(missing)}: not computed under the plan.")

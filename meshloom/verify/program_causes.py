@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -12,7 +12,6 @@ from meshloom.data.samples import first_batches
 from meshloom.data.to_device import to_device
 from meshloom.parameters.file_weights import build_filled_model
 from meshloom.train.trainer import Trainer
-from meshloom.verify.compared.compare import Comparison
 from meshloom.verify.comparing import ComparisonResult
 from meshloom.verify.lockstep_check import first_wrong_operator
 from meshloom.verify.reference.mistakes import EXPLAINS, Cause
@@ -46,12 +45,6 @@ def in_order(causes: Sequence[Cause], special: Cause | None, *, resumed: bool) -
     vague = (*_VAGUE, *_OF_STATE) if resumed else _VAGUE
     comes_first = first is None or (first.kind in vague and EXPLAINS not in first.sentence)
     return [special, *causes] if comes_first else [*causes, special]
-
-
-def placed(steps: Sequence[Comparison], module: str) -> list[Comparison]:
-    """The steps, of which the first that differs does so in `module` first."""
-    wrong = next((step for step in steps if not step.passed), None)
-    return [replace(step, first_module=module) if step is wrong else step for step in steps]
 
 
 def of_programs(

@@ -35,9 +35,10 @@ from meshloom.train.contract import Batch
 from meshloom.train.trainer import Trainer
 from meshloom.verify.between_steps.checks import BetweenSteps
 from meshloom.verify.between_steps.saved_check import same_files
+from meshloom.verify.compared.compare import placed
 from meshloom.verify.comparing import Comparing, ComparisonResult, OneDevice
 from meshloom.verify.evaluation_outputs import evaluate_plan, explain_evaluation
-from meshloom.verify.program_causes import in_order, of_programs, placed
+from meshloom.verify.program_causes import in_order, of_programs
 from meshloom.verify.reference.mistakes import Cause
 from meshloom.verify.reference.samples_of_epoch import batches_of_first_epoch
 from meshloom.verify.stage_outputs import Values, values_of_modules

@@ -71,6 +71,12 @@ class Comparison:
         return [error.name for error in self.errors if error.kind == kind and not error.passed]
 
 
+def placed(steps: Sequence[Comparison], module: str) -> list[Comparison]:
+    """The steps, of which the first that differs does so in `module` first."""
+    wrong = next((step for step in steps if not step.passed), None)
+    return [replace(step, first_module=module) if step is wrong else step for step in steps]
+
+
 @dataclass(kw_only=True)
 class Comparer:
     """Compares step after step. precision: of the parameters. autocast: what the plan computes losses under.
