@@ -30,7 +30,7 @@ from meshloom.verify.between_steps.averages import AverageErrors
 from meshloom.verify.between_steps.checks import BetweenSteps, DifferingTensor, TensorError
 from meshloom.verify.between_steps.saved_check import check_saved
 from meshloom.verify.causes.of_buffers import cause_of_buffer
-from meshloom.verify.causes.of_updates import KeptUpdate
+from meshloom.verify.causes.of_updates import KeptUpdate, rounded_by_other_draws
 from meshloom.verify.causes.other_runs import whole_evidence
 from meshloom.verify.compared.compare import Comparer, Comparison, placed
 from meshloom.verify.compared.compare_evaluation import FoundMetric, PlanEvaluation, SeenMetric
@@ -264,6 +264,7 @@ class ComparisonRun(Comparing):
         if not comparison.passed and self.passed:
             of_averages = self._averages.cause() if self._averages else None
             of_update = self._kept.cause(self.differing, self._reference_record) if self._kept else None
+            of_update = of_update or rounded_by_other_draws(self.differing, self.reference)
             of_buffer = cause_of_buffer(self.differing, self.reference)
             self.causes = diagnose(
                 comparison, ours, self._reference_record, self._evidence, self._steps, of_averages, of_update, of_buffer, self._places
