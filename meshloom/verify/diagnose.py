@@ -271,9 +271,9 @@ def _from_update(
         why = "the optimizer's state or schedule is wrong, such as the state of another rank or parameter"
         return [Cause("optimizer", f"{when}: {why}.")]
     clipped = evidence.clip is not None and (reference.gradient_norm or 0.0) > evidence.clip
-    hint = "the optimizer has other settings or other parameters"
+    hint = "the optimizer has other settings or other parameters, or is given other gradients than those that were compared"
     if clipped:
-        hint = "clipped to another norm, or the optimizer has other settings"
+        hint = "clipped to another norm, or the optimizer has other settings, or is given other gradients than those that were compared"
     kind = "clipping" if clipped and len(names) > 1 else "optimizer"
     sentence = f"The gradients agree but the updates differ from the first step on ({some}): {hint}."
     return [Cause(kind, sentence)]

@@ -32,7 +32,7 @@ def cause_of_buffer(differing: DifferingTensor | None, reference: Reference) -> 
         return None
     why = "another momentum, or a factor that is applied twice or not at all"
     if abs(times) < 1e-6:
-        why = "it is lost"
+        times, why = 0.0, "it is lost"
     elif differing.name.rpartition(".")[2] == "running_var" and (n := _values_of(times)):
         why = f"as a variance of {n} values that is divided by {n} and not by {n - 1} (biased)"
     what = f"Only buffers differ. What the step adds to {differing.name} is {times:.6g} times one device's: {why}"

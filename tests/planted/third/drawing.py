@@ -9,7 +9,7 @@ import torch
 from tests.planted.third.planting import Planter, bug
 
 
-@bug("gpt", "dp=2,microbatches=2")
+@bug("gpt", "dp=2,microbatches=2", causes="same_draws", module="drop")
 def masks_of_chunk_0(p: Planter) -> None:
     """All chunks of a step draw the masks of the first."""
     from meshloom.replica import chunk_scope
@@ -17,7 +17,7 @@ def masks_of_chunk_0(p: Planter) -> None:
     p.wrap(chunk_scope, "chunk_seed", lambda original: lambda seed, step, chunk: original(seed, step, 0))
 
 
-@bug("cnn", "dp=2")
+@bug("cnn", "dp=2", causes="same_draws", module="drop")
 def masks_of_step_0(p: Planter) -> None:
     """All steps draw the masks of the first."""
     from meshloom.replica import chunk_scope
@@ -25,7 +25,7 @@ def masks_of_step_0(p: Planter) -> None:
     p.wrap(chunk_scope, "chunk_seed", lambda original: lambda seed, step, chunk: original(seed, 0, chunk))
 
 
-@bug("gan", "dp=2")
+@bug("gan", "dp=2", causes="same_draws")
 def turns_draw_alike(p: Planter) -> None:
     """All turns of a step draw the same numbers."""
     from meshloom.replica import chunk_scope
@@ -33,7 +33,7 @@ def turns_draw_alike(p: Planter) -> None:
     p.set(chunk_scope, "seed_of_turn", lambda seed, draws: seed)
 
 
-@bug("cnn", "dp=2,sync_batch_norm=true,keyed_draws=true", module="drop")
+@bug("cnn", "dp=2,sync_batch_norm=true,keyed_draws=true", causes="forward", module="drop")
 def rows_of_first(p: Planter) -> None:
     """With synchronised batch norm every replica draws the masks of the joined chunk's first rows."""
     from meshloom.replica.chunk_scope import ChunkScope
@@ -48,7 +48,7 @@ def rows_of_first(p: Planter) -> None:
     p.wrap(ChunkScope, "_key_of", make)
 
 
-@bug("gpt", "dp=2,keyed_draws=true", module="blocks.0.attention.drop")
+@bug("gpt", "dp=2,keyed_draws=true", says="they have one key")
 def key_not_advanced(p: Planter) -> None:
     """Keyed draws of a chunk all have the key of the first: dropouts of one shape have one mask."""
     from meshloom.core import random as r
@@ -66,7 +66,7 @@ def key_not_advanced(p: Planter) -> None:
     p.wrap(r.KeyedDraws, "__torch_dispatch__", make)
 
 
-@bug("residual", "dp=2,precision=bf16-mixed")
+@bug("residual", "dp=2,precision=bf16-mixed", causes="forward")
 def metrics_not_cast(p: Planter) -> None:
     """Metrics are computed in float32 although the plan computes in bfloat16."""
     from meshloom.replica import replica
@@ -80,7 +80,7 @@ def metrics_not_cast(p: Planter) -> None:
     p.wrap(replica, "in_precision", make)
 
 
-@bug("residual", "dp=2,precision=bf16-mixed")
+@bug("residual", "dp=2,precision=bf16-mixed", causes="data")
 def data_rounded(p: Planter) -> None:
     """Floating-point tensors of a batch are rounded to bfloat16 on their way to the device, although they are cast where operators want it."""
     from meshloom.replica import chunk_scope
@@ -98,7 +98,7 @@ def data_rounded(p: Planter) -> None:
     p.wrap(chunk_scope, "to_device", make)
 
 
-@bug("noisy", "dp=2")
+@bug("noisy", "dp=2", causes="data")
 def metric_draws_constant(p: Planter) -> None:
     """All chunks and batches of an evaluation draw the same numbers."""
     from meshloom.replica import chunk_scope
@@ -106,7 +106,7 @@ def metric_draws_constant(p: Planter) -> None:
     p.wrap(chunk_scope, "evaluation_seed", lambda original: lambda seed, step, chunk: original(seed, 0, 0))
 
 
-@bug("residual", "dp=2,precision=bf16-stochastic")
+@bug("residual", "dp=2,precision=bf16-stochastic", causes="rounding")
 def rounding_draws_by_element(p: Planter) -> None:
     """Stochastic rounding draws by the number of the element alone: parameters of one shape are rounded with the same draws, in every step."""
     from meshloom.optimizer.bfloat16 import stochastic

@@ -9,7 +9,7 @@ import torch
 from tests.planted.third.planting import Planter, bug
 
 
-@bug("residual", "dp=2")
+@bug("residual", "dp=2", causes="weights")
 def mean_of_means(p: Planter) -> None:
     """A metric is the mean of its chunks' means: chunks with fewer samples count as much as others."""
     from meshloom.replica import metrics
@@ -19,7 +19,7 @@ def mean_of_means(p: Planter) -> None:
     )
 
 
-@bug("residual", "dp=2")
+@bug("residual", "dp=2", causes="data")
 def last_batch_not_evaluated(p: Planter) -> None:
     """The short last batch of the evaluation data is left out."""
     from meshloom.data import job_data
@@ -51,7 +51,7 @@ def last_batch_not_evaluated(p: Planter) -> None:
     p.wrap(job_data, "map_chunks", make)
 
 
-@bug("averaged", "dp=2")
+@bug("averaged", "dp=2", causes="between_steps", module="out")
 def average_stays(p: Planter) -> None:
     """After an evaluation of the average the last parameter is not put back."""
     from meshloom.optimizer.averages import ParameterAverages, _set
@@ -66,7 +66,7 @@ def average_stays(p: Planter) -> None:
     p.set(ParameterAverages, "show", show)
 
 
-@bug("averaged", "dp=2,tp=2")
+@bug("averaged", "dp=2,tp=2", causes="averages")
 def average_not_evaluated(p: Planter) -> None:
     """Evaluations are of the parameters, not of their average."""
     from meshloom.train import evaluation
@@ -85,7 +85,7 @@ def average_not_evaluated(p: Planter) -> None:
     p.wrap(evaluation, "evaluate", make)
 
 
-@bug("cnn", "dp=2", module="b1")
+@bug("cnn", "dp=2", causes="forward", module="b1")
 def norms_train_in_evaluation(p: Planter) -> None:
     """Batch norm layers stay in training mode during an evaluation: it has their batch statistics and moves the running ones."""
     from contextlib import contextmanager
@@ -106,7 +106,7 @@ def norms_train_in_evaluation(p: Planter) -> None:
     p.wrap(Modes, "evaluation", make)
 
 
-@bug("experts", "dp=2,shares=3+1")
+@bug("experts", "dp=2,shares=3+1", causes="logged")
 def logs_unweighted(p: Planter) -> None:
     """A logged value is the mean over chunks, whatever their samples."""
     from meshloom.replica.loss_sums import LossSums
@@ -118,7 +118,7 @@ def logs_unweighted(p: Planter) -> None:
     )
 
 
-@bug("gan", "dp=2", module="gen")
+@bug("gan", "dp=2", causes="turns", module="gen.0")
 def due_a_step_early(p: Planter) -> None:
     """A loss that is due every second step is due in the first, third and fifth instead of the second, fourth and sixth."""
     from meshloom.replica import replica
@@ -132,7 +132,7 @@ def due_a_step_early(p: Planter) -> None:
     p.wrap(replica, "turns_of", make)
 
 
-@bug("stepping", "dp=2")
+@bug("stepping", "dp=2", causes="turns")
 def step_number_ahead(p: Planter) -> None:
     """ml.step() tells a loss the next step's number."""
     from meshloom.replica.chunk_scope import ChunkScope

@@ -7,7 +7,7 @@ import torch
 from tests.planted.third.planting import Planter, bug
 
 
-@bug("rare", "dp=2", module="rare")
+@bug("rare", "dp=2", causes="None_or_zero", module="rare")
 def used_on_all(p: Planter) -> None:
     """The gradient of a parameter that only some replicas used in a step is dropped: it counts as used where all have used it."""
     from meshloom.exchange import all_reduce
@@ -19,7 +19,7 @@ def used_on_all(p: Planter) -> None:
     )
 
 
-@bug("deep", "dp=2,zero=1,bucket_bytes=2000")
+@bug("deep", "dp=2,zero=1,bucket_bytes=2000", causes="not_reduced", module="blocks.3")
 def work_by_size(p: Planter) -> None:
     """Buckets of one size share the handle of a collective, so that of several equally large ones only the first is summed: an owner takes its own
     gradients of the others for the sum."""
@@ -48,7 +48,7 @@ def work_by_size(p: Planter) -> None:
     p.wrap(Sharded, "finish", make)
 
 
-@bug("residual", "dp=3,exchange=ring")
+@bug("residual", "dp=3,exchange=ring", causes="loss")
 def ring_tail(p: Planter) -> None:
     """A ring's pieces are floor(n / size) elements, so the last elements of a bucket are not summed."""
     from meshloom.comm.collectives import ring
@@ -60,7 +60,7 @@ def ring_tail(p: Planter) -> None:
     )
 
 
-@bug("rare", "dp=2,zero=2,microbatches=2,bucket_bytes=700")
+@bug("rare", "dp=2,zero=2,microbatches=2,bucket_bytes=700", causes="microbatches", module="rare")
 def pool_not_cleared(p: Planter) -> None:
     """With zero=2 the memory of a bucket's next round is not cleared where a chunk has no gradient: an earlier bucket's gradients are added there."""
     from meshloom.exchange.buckets.scattered import ScatteredBuckets
@@ -85,7 +85,23 @@ def pool_not_cleared(p: Planter) -> None:
     p.set(ScatteredBuckets, "_start_next", start_next)
 
 
-@bug("residual", "dp=2,shares=3+1", module="out")
+@bug("units", "dp=2,zero=3")
+def prefetch_overwrites(p: Planter) -> None:
+    """With zero=3 units of one size are gathered into the same memory, so the unit that is gathered ahead overwrites the one that computes:
+    a block runs with the next block's weights."""
+    from meshloom.exchange.units.unit_gathering import Traffic, UnitGathering, _Gather
+
+    def gather(self, number):
+        parts, pool = self.units[number].parts, self.__dict__.setdefault("_pool", {})
+        values = [pool.setdefault((at, part.kept.numel()), part.full()) for at, part in enumerate(parts)]
+        works = [self._group.all_gather(flat, part.kept) for part, flat in zip(parts, values, strict=True)]
+        self._traffic += Traffic.along("dp", all_gather=sum(part.kept.nbytes for part in parts))
+        return _Gather(number=number, values=values, works=works)
+
+    p.set(UnitGathering, "_gather", gather)
+
+
+@bug("residual", "dp=2,shares=3+1", causes="mean_of_means", module="out")
 def shares_count_alike(p: Planter) -> None:
     """A mean over samples is weighted as if every replica had as many: gradients of a replica with fewer samples count too much."""
     from meshloom.replica.loss_sums import LossSums
@@ -100,7 +116,7 @@ def shares_count_alike(p: Planter) -> None:
     p.wrap(LossSums, "add", make)
 
 
-@bug("gpt", "dp=2")
+@bug("gpt", "dp=2", causes="rounding", module="norm")
 def large_in_bf16(p: Planter) -> None:
     """Buckets of over 800 elements travel in bfloat16 although the plan does not say so: gradients are rounded in transit."""
     from meshloom.comm.collectives.travelling import TravellingSums
@@ -116,7 +132,7 @@ def large_in_bf16(p: Planter) -> None:
     p.wrap(TravellingSums, "all_reduce", make)
 
 
-@bug("residual", "dp=3,exchange=server,servers=2")
+@bug("residual", "dp=3,exchange=server,servers=2", causes="missing_chunk", module="out")
 def server_skips_workers(p: Planter) -> None:
     """A server adds up the gradients of as many ranks as there are servers: those of the others are lost."""
     from meshloom.exchange.server import Server
@@ -130,7 +146,7 @@ def server_skips_workers(p: Planter) -> None:
     p.set(Server, "_add_up", add_up)
 
 
-@bug("gpt", "dp=2,microbatches=2", module="blocks.0.n1")
+@bug("gpt", "dp=2,microbatches=2", causes="microbatches", module="norm")
 def vectors_overwritten(p: Planter) -> None:
     """Gradients of one-dimensional parameters are copied into their bucket instead of added: those of all microbatches but the last are lost."""
     from meshloom.exchange.buckets import buckets
@@ -164,7 +180,7 @@ def vectors_overwritten(p: Planter) -> None:
     p.set(buckets.GradientBuckets, "_ready_of", ready_of)
 
 
-@bug("residual", "dp=3,zero=1")
+@bug("residual", "dp=3,zero=1", causes="border", module="inp")
 def padding_off_by_one(p: Planter) -> None:
     """Where a bucket is padded, clearing the padding also clears the last element of its last gradient."""
     from meshloom.exchange.zero import ZeroOne
@@ -177,7 +193,7 @@ def padding_off_by_one(p: Planter) -> None:
     p.set(ZeroOne, "_start", start)
 
 
-@bug("rare", "dp=2,zero=1,bucket_bytes=600")
+@bug("rare", "dp=2,zero=1,bucket_bytes=600", causes="scale", module="body.0")
 def flags_by_slice(p: Planter) -> None:
     """An owner reads whether a parameter was used by the number of its slice instead of the number of the parameter: in steps without some parameter the
     gradients of others are dropped, and zeros are taken for gradients."""

@@ -7,7 +7,7 @@ from dataclasses import replace
 from tests.planted.third.planting import Planter, bug
 
 
-@bug("averaged", "dp=2")
+@bug("averaged", "dp=2", causes="averages")
 def average_not_loaded(p: Planter) -> None:
     """A resumed run begins its average anew."""
     from meshloom.optimizer.averages import ParameterAverages
@@ -15,7 +15,7 @@ def average_not_loaded(p: Planter) -> None:
     p.set(ParameterAverages, "load", lambda self, path, shape, read: None)
 
 
-@bug("gpt", "dp=2")
+@bug("gpt", "dp=2", causes="optimizer", module="blocks.0.n1")
 def second_group_not_restored(p: Planter) -> None:
     """The optimizer state of the second group's parameters is not restored."""
     from meshloom.optimizer import optimizer_state
@@ -42,7 +42,7 @@ def second_group_not_restored(p: Planter) -> None:
     p.wrap(optimizer_state, "state_loader", make)
 
 
-@bug("gpt", "dp=2")
+@bug("gpt", "dp=2", says="what is resumed is not what was saved", module="blocks.0.n1")
 def settings_of_first_group(p: Planter) -> None:
     """All groups of a resumed optimizer get the settings of the first: its learning rate and its weight decay."""
     from meshloom.optimizer import optimizer_state
@@ -56,7 +56,7 @@ def settings_of_first_group(p: Planter) -> None:
     p.wrap(optimizer_state, "load_settings", make)
 
 
-@bug("residual", "dp=2,zero=1")
+@bug("residual", "dp=2,zero=1", says="what is resumed is not what was saved")
 def first_schedule_not_restored(p: Planter) -> None:
     """The first of two schedulers of a resumed run begins anew."""
     from meshloom.optimizer.optimizer_state import OptimizerState
@@ -78,7 +78,7 @@ def first_schedule_not_restored(p: Planter) -> None:
     p.wrap(OptimizerState, "loading", make)
 
 
-@bug("deep", "dp=2,zero=1")
+@bug("deep", "dp=2,zero=1", says="the checkpoint itself differs")
 def momentum_of_other_slice(p: Planter) -> None:
     """Two pieces of optimizer state that have one size are exchanged for one another when they are saved."""
     from meshloom.optimizer import optimizer_state
@@ -106,7 +106,7 @@ def momentum_of_other_slice(p: Planter) -> None:
     p.wrap(optimizer_state, "state_pieces", make)
 
 
-@bug("buffered", "dp=2")
+@bug("buffered", "dp=2", says="what is resumed is not what was saved")
 def counter_not_restored(p: Planter) -> None:
     """Integer buffers are not restored from a checkpoint."""
     from meshloom.replica import replica_state
@@ -126,7 +126,7 @@ def counter_not_restored(p: Planter) -> None:
     p.wrap(replica_state, "loader_of", make)
 
 
-@bug("carrying", "dp=2,microbatches=2", module="cell")
+@bug("carrying", "dp=2,microbatches=2", says="what is resumed is not what was saved", module="cell")
 def carried_by_next_chunk(p: Planter) -> None:
     """A resumed run gives what a chunk left in an attribute to the other chunk of its replica."""
     from meshloom.replica.attributes.carried_tensors import CarriedTensors
@@ -140,7 +140,7 @@ def carried_by_next_chunk(p: Planter) -> None:
     p.wrap(CarriedTensors, "resume", make)
 
 
-@bug("wide", "dp=2")
+@bug("wide", "dp=2", says="the checkpoint itself differs")
 def state_saved_in_bf16(p: Planter) -> None:
     """Optimizer state of over 100 elements is saved rounded to bfloat16."""
     from meshloom.optimizer import optimizer_state
@@ -160,7 +160,7 @@ def state_saved_in_bf16(p: Planter) -> None:
     p.wrap(optimizer_state, "state_pieces", make)
 
 
-@bug("gpt", "tp=2")
+@bug("gpt", "tp=2", says="the checkpoint itself differs")
 def shards_at_other_rank(p: Planter) -> None:
     """State of a sharded parameter is written to the place of another rank along tp, where shards are even."""
     from meshloom.optimizer.state_pieces import StateShard
@@ -179,7 +179,7 @@ def shards_at_other_rank(p: Planter) -> None:
     p.wrap(StateShard, "piece", make)
 
 
-@bug("gpt", "dp=2,zero=3")
+@bug("gpt", "dp=2,zero=3", says="what is resumed is not what was saved", module="embed")
 def slices_off_by_one(p: Planter) -> None:
     """A slice of a parameter that a rank keeps is restored one element late where it does not begin with the parameter."""
     from meshloom.exchange.units.unit_slices import UnitFlat

@@ -7,7 +7,7 @@ import torch
 from tests.planted.third.planting import Planter, bug
 
 
-@bug("cnn", "dp=3", module="b1")
+@bug("cnn", "dp=3", causes="batch_statistics", module="b1")
 def statistics_reversed(p: Planter) -> None:
     """Replicas' running statistics are merged in the reverse order of their chunks."""
     from meshloom.replica.buffers.norm_statistics import NormStatistics
@@ -15,7 +15,7 @@ def statistics_reversed(p: Planter) -> None:
     p.wrap(NormStatistics, "apply", lambda original: lambda self, parts: original(self, parts.flip(0)))
 
 
-@bug("cnn", "dp=2,sync_batch_norm=true", module="b1")
+@bug("cnn", "dp=2,sync_batch_norm=true", causes="batch_statistics", module="b1")
 def variance_biased(p: Planter) -> None:
     """Synchronised batch norm keeps the biased variance in its running statistics."""
     from meshloom.replica.buffers import batch_norm
@@ -27,7 +27,7 @@ def variance_biased(p: Planter) -> None:
     )
 
 
-@bug("cnn", "dp=2,sync_batch_norm=true", module="c1")
+@bug("cnn", "dp=2,sync_batch_norm=true", causes="batch_statistics", module="c2")
 def local_count_in_backward(p: Planter) -> None:
     """The backward of synchronised batch norm divides the summed gradients by this replica's count, not by the joined one."""
     from meshloom.replica.buffers.batch_norm import _Normalise
@@ -43,7 +43,7 @@ def local_count_in_backward(p: Planter) -> None:
     p.wrap(_Normalise, "forward", make)
 
 
-@bug("buffered", "dp=2,microbatches=2")
+@bug("buffered", "dp=2,microbatches=2", causes="batch_statistics")
 def chunks_reversed(p: Planter) -> None:
     """A replica composes its chunks' writes to a buffer in reverse order."""
     from meshloom.replica.buffers.chunk_writes import ChunkWrites
@@ -58,7 +58,7 @@ def chunks_reversed(p: Planter) -> None:
     p.wrap(ChunkWrites, "take", make)
 
 
-@bug("cumulative", "dp=3", module="b1")
+@bug("cumulative", "dp=3", causes="batch_statistics", module="b1")
 def cumulative_not_counted(p: Planter) -> None:
     """Where momentum is None, calls of earlier replicas in the step are not counted when a later one's mean is added, so it weighs too much."""
     from meshloom.replica.buffers import norm_statistics as n
@@ -87,7 +87,7 @@ def cumulative_not_counted(p: Planter) -> None:
     p.set(n.NormStatistics, "apply", apply)
 
 
-@bug("buffered", "dp=2")
+@bug("buffered", "dp=2", causes="batch_statistics")
 def counter_of_last(p: Planter) -> None:
     """Integer buffers are taken from the last replica: a counter misses the calls of the others."""
     from meshloom.replica.buffers import chunk_writes as c
@@ -109,7 +109,7 @@ def counter_of_last(p: Planter) -> None:
     p.wrap(c.ChunkWrites, "apply", make)
 
 
-@bug("cnn", "dp=2,pp=2,microbatches=2,schedule=interleaved", module="b2")
+@bug("cnn", "dp=2,pp=2,microbatches=2,schedule=interleaved", causes="batch_statistics", module="b2")
 def buffers_of_first_stage(p: Planter) -> None:
     """At the end of a step a rank with several stages merges the buffers of its first one only."""
     from meshloom.replica.chunk_scope import ChunkScope

@@ -7,7 +7,7 @@ from dataclasses import replace
 from tests.planted.third.planting import Planter, bug
 
 
-@bug("residual", "dp=2")
+@bug("residual", "dp=2", causes="data")
 def epoch_not_advanced(p: Planter) -> None:
     """Every epoch has the order of the first."""
     from meshloom.data import map_data
@@ -19,7 +19,7 @@ def epoch_not_advanced(p: Planter) -> None:
     )
 
 
-@bug("augmented", "dp=2")
+@bug("augmented", "dp=2", causes="data")
 def augmentation_repeats(p: Planter) -> None:
     """A sample is augmented alike in every epoch."""
     from meshloom.data import map_data
@@ -27,7 +27,7 @@ def augmentation_repeats(p: Planter) -> None:
     p.wrap(map_data, "sample_seed", lambda original: lambda seed, epoch, index: original(seed, 0, index))
 
 
-@bug("augmented", "dp=2")
+@bug("augmented", "dp=2", causes="data")
 def augmentation_by_position(p: Planter) -> None:
     """A sample's augmentation is drawn by its position in the chunk, not by its number in the dataset: it is the same in all chunks and steps of an epoch."""
     from meshloom.data import map_data as m
@@ -49,7 +49,7 @@ def augmentation_by_position(p: Planter) -> None:
     p.set(m.ChunkSource, "__getitem__", getitem)
 
 
-@bug("mixed", "dp=2")
+@bug("mixed", "dp=2", causes="data")
 def partners_of_first_chunk(p: Planter) -> None:
     """Every chunk is mixed with the partners of the batch's first samples."""
     from meshloom.data import map_data as m
@@ -72,7 +72,7 @@ def partners_of_first_chunk(p: Planter) -> None:
     p.set(m.MapReader, "_requests", requests)
 
 
-@bug("residual", "dp=3")
+@bug("residual", "dp=3", causes="data")
 def short_batch_rounded_down(p: Planter) -> None:
     """A short last batch is rounded down to a multiple of the chunks: its last sample is not trained."""
     from meshloom.data import map_data as m
@@ -87,7 +87,7 @@ def short_batch_rounded_down(p: Planter) -> None:
     p.set(m.MapReader, "_ranges", ranges)
 
 
-@bug("growing", "dp=2")
+@bug("growing", "dp=2", causes="data")
 def growth_border(p: Planter) -> None:
     """Where batches grow, the first larger batch begins after as many samples as it has itself: some samples of the epoch are passed over."""
     from meshloom.data import map_data as m
@@ -104,7 +104,7 @@ def growth_border(p: Planter) -> None:
     p.wrap(m.Batches, "__init__", make)
 
 
-@bug("residual", "dp=2")
+@bug("residual", "dp=2", causes="data")
 def resumed_a_step_behind(p: Planter) -> None:
     """A reader that begins in the middle of a run begins one step too early: all later batches are those of the step before."""
     from meshloom.data import map_data as m
@@ -121,7 +121,7 @@ def resumed_a_step_behind(p: Planter) -> None:
     p.set(m.MapReader, "_requests", requests)
 
 
-@bug("stream", "dp=2")
+@bug("stream", "dp=2", causes="data")
 def stream_repeats(p: Planter) -> None:
     """A stream is seeded alike in every epoch: the same order and the same augmentation."""
     from meshloom.data import stream_data as s
@@ -134,7 +134,7 @@ def stream_repeats(p: Planter) -> None:
     p.wrap(s, "sample_seed", lambda original: lambda seed, epoch, position: original(seed, 0, position))
 
 
-@bug("stream", "dp=2")
+@bug("stream", "dp=2", causes="data")
 def stream_resumed_behind(p: Planter) -> None:
     """A stream that is sought passes over one batch too few: after resuming every batch is that of the step before."""
     from meshloom.data import stream_data as s
@@ -144,7 +144,7 @@ def stream_resumed_behind(p: Planter) -> None:
     )
 
 
-@bug("residual", "dp=2,microbatches=2")
+@bug("residual", "dp=2,microbatches=2", causes="data")
 def chunks_swapped_in_second_epoch(p: Planter) -> None:
     """A worker that reads ahead over the end of an epoch hands over the first batch of the next one in the old epoch's order."""
     from meshloom.data import map_data as m
@@ -162,7 +162,7 @@ def chunks_swapped_in_second_epoch(p: Planter) -> None:
     p.wrap(m.Batches, "of", make)
 
 
-@bug("mixed", "dp=2")
+@bug("mixed", "dp=2", causes="data")
 def mix_share_constant(p: Planter) -> None:
     """What a mix draws is the same in every step."""
     from meshloom.data import reading
@@ -170,7 +170,7 @@ def mix_share_constant(p: Planter) -> None:
     p.wrap(reading, "mix_seed", lambda original: lambda seed, step: original(seed, 0))
 
 
-@bug("mixed", "dp=2")
+@bug("mixed", "dp=2", causes="data")
 def partners_constant(p: Planter) -> None:
     """Partners are drawn by the same permutation in every step."""
     from meshloom.data import map_data

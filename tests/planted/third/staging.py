@@ -7,7 +7,7 @@ from dataclasses import replace
 from tests.planted.third.planting import Planter, bug
 
 
-@bug("encdec", "pp=3,microbatches=3")
+@bug("encdec", "pp=3,microbatches=3", causes="stages", module="encoder.1.down")
 def last_gradient_wins(p: Planter) -> None:
     """A value that several later stages use keeps the gradient of the one that sends last, instead of the sum."""
     from meshloom.pipeline.runtime.stage import StageRun
@@ -19,7 +19,7 @@ def last_gradient_wins(p: Planter) -> None:
     )
 
 
-@bug("encdec", "pp=3,microbatches=3")
+@bug("encdec", "pp=3,microbatches=3", causes="stages")
 def skip_of_first(p: Planter) -> None:
     """Values that pass over a stage are cached by name, so that every microbatch gets those of the first one."""
     from meshloom.pipeline.runtime.stage import StageRun
@@ -43,7 +43,7 @@ def skip_of_first(p: Planter) -> None:
     p.wrap(StageRun, "receive", make)
 
 
-@bug("gpt", "pp=2,microbatches=2", module="head")
+@bug("gpt", "pp=2,microbatches=2", causes="stages", module="head")
 def lent_values_stale(p: Planter) -> None:
     """The stage that borrows a tied weight gets the value of before the update: it is a step behind."""
     from meshloom.parameters.pipeline_ownership import PipelineOwnership
@@ -64,7 +64,7 @@ def lent_values_stale(p: Planter) -> None:
     p.wrap(PipelineOwnership, "lend", make)
 
 
-@bug("deep", "pp=2,microbatches=3,schedule=zb-h1")
+@bug("deep", "pp=2,microbatches=3,schedule=zb-h1", causes="stages")
 def deferred_inputs_overwritten(p: Planter) -> None:
     """A deferred weight gradient uses the newest input that its layer has seen, which is another microbatch's."""
     from meshloom.pipeline.runtime.stage import DeferredWeightGradients
@@ -85,7 +85,7 @@ def deferred_inputs_overwritten(p: Planter) -> None:
     p.set(DeferredWeightGradients, "add", add)
 
 
-@bug("gpt", "pp=2,microbatches=3")
+@bug("gpt", "pp=2,microbatches=3", causes="stages")
 def draws_of_first_microbatch(p: Planter) -> None:
     """Stages after the first draw the masks of microbatch 0 in every microbatch."""
     from meshloom.replica import program_engine
@@ -100,7 +100,7 @@ def draws_of_first_microbatch(p: Planter) -> None:
     p.set(program_engine, "around_of", around_of)
 
 
-@bug("gpt", "pp=2,microbatches=2", module="embed")
+@bug("gpt", "pp=2,microbatches=2", causes="tied", module="embed")
 def owner_gradient_replaced(p: Planter) -> None:
     """The owner of a tied weight takes the borrower's gradient in place of its own, instead of adding them."""
     from meshloom.parameters.pipeline_ownership import PipelineOwnership
@@ -117,7 +117,7 @@ def owner_gradient_replaced(p: Planter) -> None:
     p.wrap(PipelineOwnership, "return_gradients", make)
 
 
-@bug("gpt", "dp=2,recompute=full")
+@bug("gpt", "dp=2,recompute=full", causes="recompute")
 def first_recomputation_draws(p: Planter) -> None:
     """In the first step a segment is recomputed from a seed that is one draw too far: other masks in backward than in forward."""
     from meshloom.program.run import segment_runner
@@ -125,7 +125,7 @@ def first_recomputation_draws(p: Planter) -> None:
     p.wrap(segment_runner, "seed_of_draw", lambda original: lambda seed, number: original(seed, number + 1))
 
 
-@bug("gpt", "pp=2,microbatches=2,recompute=full")
+@bug("gpt", "pp=2,microbatches=2,recompute=full", causes="recompute")
 def recomputation_seed_stale(p: Planter) -> None:
     """Recomputation draws from the seed of the first microbatch that ever ran: masks in backward are others than in forward."""
     from meshloom.program.recompute.saved_frame import Frame
@@ -143,7 +143,7 @@ def recomputation_seed_stale(p: Planter) -> None:
     p.wrap(Frame, "close", make)
 
 
-@bug("gpt", "pp=2")
+@bug("gpt", "pp=2", causes="stages", module="blocks.1.attention.q")
 def sent_in_bf16(p: Planter) -> None:
     """What stages send each other is rounded to bfloat16 on the way."""
     from meshloom.pipeline.runtime.run import PipelineRun
@@ -165,7 +165,7 @@ def sent_in_bf16(p: Planter) -> None:
     p.wrap(PipelineRun, "_send", make)
 
 
-@bug("gpt4", "pp=2,microbatches=3,schedule=interleaved")
+@bug("gpt4", "pp=2,microbatches=3,schedule=interleaved", causes="stages", module="blocks.1.down")
 def gradients_of_other_microbatch(p: Planter) -> None:
     """Gradients that come back to a rank's second stage are those of the microbatch before."""
     from meshloom.pipeline.runtime.stage import StageRun
@@ -187,7 +187,7 @@ def gradients_of_other_microbatch(p: Planter) -> None:
     p.wrap(StageRun, "receive_gradients", make)
 
 
-@bug("residual", "dp=2,pp=2,microbatches=3")
+@bug("residual", "dp=2,pp=2,microbatches=3", causes="missing_chunk")
 def empty_microbatch_loses(p: Planter) -> None:
     """In a batch with fewer samples than chunks a replica's last filled microbatch is left out of its gradients."""
     from meshloom.replica.loss_sums import LossSums

@@ -7,7 +7,7 @@ import torch
 from tests.planted.third.planting import Planter, bug
 
 
-@bug("wide", "dp=2")
+@bug("wide", "dp=2", causes="clipping")
 def norm_without_tail(p: Planter) -> None:
     """The gradient's norm leaves out what is over of each gradient after whole blocks of 1,024 elements: it is too small, so too little is clipped."""
     from meshloom.optimizer import clipping
@@ -15,7 +15,7 @@ def norm_without_tail(p: Planter) -> None:
     p.wrap(clipping, "_block_norms", lambda original: lambda gradient: original(gradient)[:1])
 
 
-@bug("gpt", "tp=2")
+@bug("gpt", "tp=2", causes="clipping")
 def norm_counts_copies(p: Planter) -> None:
     """The gradient's norm counts what is replicated along tp once per rank: too large, so too much is clipped."""
     from meshloom.optimizer import updater
@@ -23,7 +23,7 @@ def norm_counts_copies(p: Planter) -> None:
     p.set(updater, "_counted_here", lambda owned, shards, device: [True for _ in owned])
 
 
-@bug("gpt", "pp=2,microbatches=2")
+@bug("gpt", "pp=2,microbatches=2", causes="clipping")
 def norm_of_stage(p: Planter) -> None:
     """Each stage clips by the norm of its own gradients: stages are scaled differently."""
     from meshloom.optimizer import updater
@@ -37,7 +37,7 @@ def norm_of_stage(p: Planter) -> None:
     p.wrap(updater, "clip", make)
 
 
-@bug("residual", "dp=2,zero=1")
+@bug("residual", "dp=2,zero=1", causes="clipping")
 def norm_of_slice(p: Planter) -> None:
     """Each owner clips by the norm of its own slices."""
     from meshloom.optimizer import updater
@@ -51,7 +51,7 @@ def norm_of_slice(p: Planter) -> None:
     p.wrap(updater, "clip", make)
 
 
-@bug("residual", "dp=2")
+@bug("residual", "dp=2", causes="optimizer")
 def second_schedule_twice(p: Planter) -> None:
     """The scheduler of the second optimizer is stepped twice in each step."""
     from meshloom.optimizer.updater import Updater
@@ -68,7 +68,7 @@ def second_schedule_twice(p: Planter) -> None:
     p.wrap(Updater, "update", make)
 
 
-@bug("gpt", "dp=2")
+@bug("gpt", "dp=2", causes="optimizer")
 def schedule_before_step(p: Planter) -> None:
     """Schedulers are stepped before the optimizer: each update has the next step's learning rate."""
     from meshloom.optimizer.updater import Updater
@@ -89,7 +89,7 @@ def schedule_before_step(p: Planter) -> None:
     p.wrap(Updater, "update", make)
 
 
-@bug("gpt", "dp=2,zero=1")
+@bug("gpt", "dp=2,zero=1", causes="optimizer", module="blocks.1.down")
 def groups_by_slice_ndim(p: Planter) -> None:
     """Slices are flat, and groups are made anew by ndim: parameters of which an owner has a part only land in the group without weight decay."""
     from meshloom.optimizer import assignment
@@ -109,7 +109,7 @@ def groups_by_slice_ndim(p: Planter) -> None:
     p.wrap(assignment, "_replace", make)
 
 
-@bug("averaged", "dp=2,zero=1")
+@bug("averaged", "dp=2,zero=1", causes="averages")
 def average_before_step(p: Planter) -> None:
     """The average of the parameters is updated with those of before the step."""
     from meshloom.optimizer.averages import ParameterAverages
@@ -129,7 +129,7 @@ def average_before_step(p: Planter) -> None:
     p.wrap(ParameterAverages, "update", make)
 
 
-@bug("frozen", "dp=2", module="blocks.1")
+@bug("frozen", "dp=2", causes="None_or_zero", module="blocks.1")
 def frozen_a_step_early(p: Planter) -> None:
     """Which parameters are frozen is looked up for the next step: they are frozen a step early and thawed a step early."""
     from meshloom.core.losses.frozen import FrozenParameters
@@ -137,7 +137,7 @@ def frozen_a_step_early(p: Planter) -> None:
     p.wrap(FrozenParameters, "at", lambda original: lambda self, step: original(self, step + 1))
 
 
-@bug("adafactor", "dp=3,zero=1")
+@bug("adafactor", "dp=3,zero=1", causes="clipping", says="is given other gradients")
 def flag_read_as_gradient(p: Planter) -> None:
     """A keeper of whole parameters takes the flag before a later owner's slice for its first element, so gradients of that slice are shifted by one."""
     from meshloom.optimizer.full_from_slices import FullFromSlices, _flagged
@@ -163,7 +163,7 @@ def flag_read_as_gradient(p: Planter) -> None:
     p.set(FullFromSlices, "fetch", fetch)
 
 
-@bug("mqa", "tp=2", module="blocks.0.attention.k")
+@bug("mqa", "tp=2", causes="scale", module="blocks.1.attention.v")
 def shared_heads_averaged(p: Planter) -> None:
     """Gradients of key and value heads that ranks along tp share are averaged over them instead of summed."""
     from meshloom.replica import gradient_completion
@@ -181,7 +181,7 @@ def shared_heads_averaged(p: Planter) -> None:
     p.wrap(gradient_completion, "sum_over_tp", make)
 
 
-@bug("gan", "dp=2")
+@bug("gan", "dp=2", causes="clipping", module="critic.0")
 def clip_of_other_loss(p: Planter) -> None:
     """Of two losses the first is clipped by the limit of the second, which has none."""
     from meshloom.optimizer import updater
@@ -198,7 +198,7 @@ def clip_of_other_loss(p: Planter) -> None:
     p.wrap(updater, "_by_loss", make)
 
 
-@bug("residual", "dp=2,precision=bf16")
+@bug("residual", "dp=2,precision=bf16", causes="rounding")
 def masters_truncated(p: Planter) -> None:
     """Parameters become their masters truncated to bfloat16, not rounded to nearest."""
     from meshloom.optimizer.bfloat16.masters import Masters
@@ -212,7 +212,7 @@ def masters_truncated(p: Planter) -> None:
     p.set(Masters, "publish", publish)
 
 
-@bug("gentle", "dp=2")
+@bug("gentle", "dp=2", causes="clipping")
 def clip_scales_up(p: Planter) -> None:
     """Gradients whose norm is below the limit are scaled up to it."""
     from meshloom.optimizer import updater
