@@ -136,7 +136,7 @@ def test_an_update_of_gradients_that_are_not_clipped_is_named():
 def test_what_explains_the_numbers_comes_before_where_a_step_is_in_the_run():
     special = Cause("resuming", "After resuming.")
     vague, forward = Cause("optimizer", "Settings differ."), Cause("forward", "A layer differs.")
-    explained = Cause("optimizer", "Twice the rate. This explains 99% of the difference.")
+    explained = Cause("optimizer", "Twice the rate.", explains=True)
     assert in_order([vague], special, resumed=False)[0] is special
     assert in_order([explained], special, resumed=True)[0] is explained
     assert in_order([forward], special, resumed=False)[0] is forward

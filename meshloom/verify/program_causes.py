@@ -14,7 +14,7 @@ from meshloom.parameters.file_weights import build_filled_model
 from meshloom.train.trainer import Trainer
 from meshloom.verify.comparing import ComparisonResult
 from meshloom.verify.lockstep_check import first_wrong_operator
-from meshloom.verify.reference.mistakes import EXPLAINS, Cause
+from meshloom.verify.reference.mistakes import Cause
 
 _INPUTS = ("data", "same draws", "weights", "buffers")  # causes that explain outputs
 _VAGUE = ("unknown", "optimizer", "batch statistics", "buffers", "loss", "replicas")
@@ -32,7 +32,7 @@ class InPrograms:
 
     def before(self, causes: Sequence[Cause]) -> list[Cause]:
         """These, and then others; behind them where nothing is wrong in programs, and the others give the numbers."""
-        explained = bool(causes) and EXPLAINS in causes[0].sentence
+        explained = bool(causes) and causes[0].explains
         return [*causes, *self.causes] if self.are_right and explained else [*self.causes, *causes]
 
 
@@ -43,7 +43,7 @@ def in_order(causes: Sequence[Cause], special: Cause | None, *, resumed: bool) -
         return [*causes]
     first = next(iter(causes), None)
     vague = (*_VAGUE, *_OF_STATE) if resumed else _VAGUE
-    comes_first = first is None or (first.kind in vague and EXPLAINS not in first.sentence)
+    comes_first = first is None or (first.kind in vague and not first.explains)
     return [special, *causes] if comes_first else [*causes, special]
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from meshloom.verify.between_steps.checks import DifferingTensor
-from meshloom.verify.reference.mistakes import EXPLAINS, Cause
+from meshloom.verify.reference.mistakes import Cause
 from meshloom.verify.reference.reference import Reference
 
 _MANY = 5  # elements, which two numbers do not fit by chance
@@ -36,7 +36,9 @@ def cause_of_buffer(differing: DifferingTensor | None, reference: Reference) -> 
     elif differing.name.rpartition(".")[2] == "running_var" and (n := _values_of(times)):
         why = f"as a variance of {n} values that is divided by {n} and not by {n - 1} (biased)"
     what = f"Only buffers differ. What the step adds to {differing.name} is {times:.6g} times one device's: {why}"
-    return Cause("batch statistics", f"{what}. {EXPLAINS} all but {_LEFT:.0%} of the difference.")
+    return Cause(
+        "batch statistics", f"{what}. This explains all but {_LEFT:.0%} of the difference.", explains=True
+    )
 
 
 def _values_of(times: float) -> int | None:

@@ -25,7 +25,7 @@ from meshloom.verify.causes.of_reruns import (
 )
 from meshloom.verify.causes.of_tensors import from_exchanged, from_mixture, from_places, from_rounding
 from meshloom.verify.compared.compare import Comparison
-from meshloom.verify.reference.mistakes import EXPLAINS, Cause, Evidence, mistakes, subsample_each
+from meshloom.verify.reference.mistakes import Cause, Evidence, mistakes, subsample_each
 from meshloom.verify.reference.step_records import StepRecord
 from meshloom.verify.tolerances.gradient_errors import FLOOR
 
@@ -145,7 +145,9 @@ def _best(
     if cause is None:
         return best, None
     share = max(0.0, 1 - best / error)
-    return best, Cause(cause.kind, f"{cause.sentence} {EXPLAINS} {share:.2%} of the difference.")
+    return best, Cause(
+        cause.kind, f"{cause.sentence} This explains {share:.2%} of the difference.", explains=True
+    )
 
 
 def _in_some_elements(
@@ -179,7 +181,7 @@ def _in_some_elements(
     place = from_places(actual, right)
     if found and place:
         return Cause(place.kind, f"{place.sentence} {found.sentence}")
-    return found
+    return found and replace(found, explains=False)
 
 
 def _candidates(

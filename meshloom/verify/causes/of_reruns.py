@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from meshloom.verify.causes.of_elements import names_of
-from meshloom.verify.reference.mistakes import EXPLAINS, Cause, Evidence
+from meshloom.verify.reference.mistakes import Cause, Evidence
 
 Gradients = Mapping[str, Tensor]  # subsampled, by name
 Expected = Callable[[str], Tensor]  # name -> subsampled gradient
@@ -129,7 +129,7 @@ def of_owners(evidence: Evidence, actual: Gradients, right: Gradients) -> Cause 
             of = f"{sum(found) / counts:.0%} of the wrong elements of {names_of(actual)} are one replica's own {what} ({shares})"
             return Cause(
                 "not reduced",
-                f"{of}: owners of slices have not got the gradients of other replicas. {EXPLAINS} {sum(found) / counts:.0%} of the elements.",
+                f"{of}: owners of slices have not got the gradients of other replicas. This explains {sum(found) / counts:.0%} of the elements.",
             )
     return None
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from meshloom.core.random import preserved_draws
 from meshloom.verify.between_steps.checks import DifferingTensor
-from meshloom.verify.reference.mistakes import EXPLAINS, Cause, CauseKind
+from meshloom.verify.reference.mistakes import Cause, CauseKind
 from meshloom.verify.reference.reference import Reference
 from meshloom.verify.reference.step_records import StepRecord
 from meshloom.verify.reference.trained_losses import needs_closure
@@ -87,7 +87,9 @@ class KeptUpdate:
         if found is None:
             return None
         what = f"The gradients agree, and the update of {name} is the one that one device makes {found.what}"
-        return Cause(found.kind, f"{what}. {EXPLAINS} {1 - best / off:.2%} of the difference.")
+        return Cause(
+            found.kind, f"{what}. This explains {1 - best / off:.2%} of the difference.", explains=True
+        )
 
     def _ways(self, norm: float | None) -> Iterator[_Way]:
         limit = self._limit

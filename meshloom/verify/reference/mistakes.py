@@ -27,15 +27,15 @@ CauseKind = Literal[
 ]  # fmt: skip
 Gradients = Mapping[str, Tensor | None]
 MAX_ELEMENTS = 4096  # of each tensor that are compared
-EXPLAINS = "This explains"  # in the sentence of a cause that gives the numbers
 
 
 @dataclass(frozen=True)
 class Cause:
-    """A probable cause of a difference, in one sentence."""
+    """A probable cause of a difference, in one sentence. explains: whether it gives the numbers, in all elements."""
 
     kind: CauseKind
     sentence: str
+    explains: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

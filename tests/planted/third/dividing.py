@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import torch
 
-from tests.planted.third.planting import Planter, bug
+from tests.planted.third.planting import DIVIDED, Planter, bug
 
 
-@bug("gpt", "tp=2", causes="division", module="blocks.0.attention.out")
+@bug("gpt", DIVIDED, causes="division", module="blocks.0.attention.out")
 def bias_on_every_rank(p: Planter) -> None:
     """A value that enters a partial sum (a row layer's bias, a residual) is added on every rank instead of the first."""
     from meshloom.program.operators import collectives as c
@@ -49,7 +49,12 @@ def class_border(p: Planter) -> None:
     p.wrap(_CrossEntropy, "forward", make)
 
 
-@bug("encdec", "tp=2", causes="division", module="encoder.0.own.drop")
+@bug(
+    "encdec",
+    "tp=2,tp_placements=encoder.*.own:heads+decoder.*.own:heads",
+    causes="division",
+    module="encoder.0.own.drop",
+)
 def masks_of_parts(p: Planter) -> None:
     """Each rank draws a mask of its part's size, instead of a slice of the full one: ranks have the same mask for other parts."""
     from meshloom.program.operators import sliced_draws as s
@@ -63,7 +68,7 @@ def masks_of_parts(p: Planter) -> None:
     p.set(s.PartOfDraw, "__call__", call)
 
 
-@bug("gpt", "tp=2", causes="forward", module="head")
+@bug("gpt", DIVIDED, causes="forward", module="head")
 def uneven_rows(p: Planter) -> None:
     """Parts that are gathered are read at rank x their own size, not rank x the longest: wrong where shards are uneven."""
     from meshloom.program.operators import collectives as c
@@ -92,7 +97,7 @@ def uneven_rows(p: Planter) -> None:
     p.set(c, "start_gather", start_gather)
 
 
-@bug("gpt", "tp=2", causes="division", module="blocks.0.attention.k")
+@bug("gpt", DIVIDED, causes="division", module="blocks.0.attention.k")
 def packed_runs_reversed(p: Planter) -> None:
     """A rank's rows of one projection (the keys') are taken in reverse order of their runs: heads exchanged for one another."""
     from meshloom.program.operators import linears
@@ -110,7 +115,7 @@ def packed_runs_reversed(p: Planter) -> None:
     p.wrap(linears.GatheredLinears, "forward", make)
 
 
-@bug("lstm", "tp=2", causes="division", module="embed")
+@bug("lstm", "tp=2,tp_placements=embed:vocabulary", causes="division", module="embed")
 def embedding_border(p: Planter) -> None:
     """The first row of each part of a divided embedding is taken for another rank's: its tokens get zeros."""
     import sys
@@ -131,7 +136,12 @@ def embedding_border(p: Planter) -> None:
             p.set(module, "embedding_of_part", embedding_of_part)
 
 
-@bug("deep", "dp=2,pp=2,tp=2,microbatches=2", causes="stages", module="blocks.4.norm")
+@bug(
+    "deep",
+    "dp=2,pp=2,tp=2,microbatches=2,tp_placements=blocks.*.up:column+blocks.*.down:row",
+    causes="stages",
+    module="blocks.4.norm",
+)
 def tp_sum_twice(p: Planter) -> None:
     """A sum over tp that is started in backward is added to itself where the shard is contiguous already."""
     from meshloom.program.operators import collectives as c

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tests.planted.third.planting import Planter, bug
+from tests.planted.third.planting import DIVIDED, Planter, bug
 
 
 @bug("averaged", "dp=2", causes="averages")
@@ -160,7 +160,7 @@ def state_saved_in_bf16(p: Planter) -> None:
     p.wrap(optimizer_state, "state_pieces", make)
 
 
-@bug("gpt", "tp=2", says="the checkpoint itself differs")
+@bug("gpt", DIVIDED, says="the checkpoint itself differs")
 def shards_at_other_rank(p: Planter) -> None:
     """State of a sharded parameter is written to the place of another rank along tp, where shards are even."""
     from meshloom.optimizer.state_pieces import StateShard

@@ -9,6 +9,11 @@ import pytest
 
 from tests.planted.bugs import Bug, Patch
 
+# a GPT as small as these is divided only where that is said, on machines that are not calibrated
+DIVIDED = (
+    "tp=2,tp_placements=embed:vocabulary+blocks.*.attention.q:column+blocks.*.attention.k:column+blocks.*.attention.v:column"
+    "+blocks.*.attention.out:row+blocks.*.up:column+blocks.*.down:row"
+)
 BUGS: list[Bug] = []
 
 

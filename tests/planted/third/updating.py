@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tests.planted.third.planting import Planter, bug
+from tests.planted.third.planting import DIVIDED, Planter, bug
 
 
 @bug("wide", "dp=2", causes="clipping")
@@ -15,7 +15,7 @@ def norm_without_tail(p: Planter) -> None:
     p.wrap(clipping, "_block_norms", lambda original: lambda gradient: original(gradient)[:1])
 
 
-@bug("gpt", "tp=2", causes="clipping")
+@bug("gpt", DIVIDED, causes="clipping")
 def norm_counts_copies(p: Planter) -> None:
     """The gradient's norm counts what is replicated along tp once per rank: too large, so too much is clipped."""
     from meshloom.optimizer import updater
@@ -163,7 +163,12 @@ def flag_read_as_gradient(p: Planter) -> None:
     p.set(FullFromSlices, "fetch", fetch)
 
 
-@bug("mqa", "tp=2", causes="scale", module="blocks.1.attention.v")
+@bug(
+    "mqa",
+    "tp=2,tp_placements=blocks.*.attention.q:column+blocks.*.attention.out:row",
+    causes="scale",
+    module="norm",
+)
 def shared_heads_averaged(p: Planter) -> None:
     """Gradients of key and value heads that ranks along tp share are averaged over them instead of summed."""
     from meshloom.replica import gradient_completion
