@@ -175,17 +175,25 @@ def _from_data(
     m = plan.microbatches
     wrong = [index for index in chunks if index not in right or chunks[index].data != right[index].data]
     exchanged = [(index, owner[chunks[index].data]) for index in wrong if chunks[index].data in owner]
-    if wrong and here != there:
+    # a chunk whose samples another one runs as well
+    twice = next(
+        (
+            (index, other)
+            for index, other in exchanged
+            if other in chunks and chunks[other].data == chunks[index].data
+        ),
+        None,
+    )
+    if wrong and here != there and not twice:
         what = "left out" if here < there else "read too often"
         yield Cause("data", f"The batch has {here} samples, and {there} on one device: some are {what}.")
-    elif exchanged and len(exchanged) < len(wrong):
+    elif exchanged and len(exchanged) < len(wrong) and not twice:
         index, other = exchanged[0]
         rest = [each for each in wrong if chunks[each].data not in owner]
         samples = f"Chunk {index} runs the samples of chunk {other}, and {_chunks(rest).lower()} others than one device reads"
         yield Cause("data", f"{samples}: the batch begins elsewhere, or is cut in another way.")
     elif exchanged:
-        index, other = exchanged[0]
-        twice = other in chunks and chunks[other].data == chunks[index].data
+        index, other = twice or exchanged[0]
         end = "in place of its own"
         if twice:
             end = "which runs them too: replicas share data, and other samples are never read"

@@ -109,7 +109,12 @@ def counter_of_last(p: Planter) -> None:
     p.wrap(c.ChunkWrites, "apply", make)
 
 
-@bug("cnn", "dp=2,pp=2,microbatches=2,schedule=interleaved", causes="batch_statistics", module="b2")
+@bug(
+    "cnn",
+    "dp=2,pp=2,microbatches=2,schedule=interleaved,cuts=b1+c2+b2",
+    causes="batch_statistics",
+    module="b2",
+)
 def buffers_of_first_stage(p: Planter) -> None:
     """At the end of a step a rank with several stages merges the buffers of its first one only."""
     from meshloom.replica.chunk_scope import ChunkScope
