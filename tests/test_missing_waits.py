@@ -12,6 +12,7 @@ import torch
 
 import meshloom.program.operators.collectives
 import meshloom.replica.buffers.batch_norm
+from meshloom.comm.simulated import simulated_groups
 from meshloom.core.errors import MeshloomError
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
@@ -97,3 +98,28 @@ def _is_noticed(job: Job, plan: str) -> bool:
     except MeshloomError as error:
         return "step 0" in str(error)  # its loss is not finite, or has no weight
     return report is not None and not report.passed
+
+
+def test_an_output_that_a_later_operation_writes_as_well_is_noticed():
+    """What is gathered ahead into the memory that computes: the later operation may be done before the first is waited for."""
+    groups = simulated_groups(2)
+    outputs = [torch.zeros(2) for _ in groups]
+    first = [group.all_gather(out, torch.full((1,), 1.0)) for group, out in zip(groups, outputs, strict=True)]
+    second = [
+        group.all_gather(out, torch.full((1,), 2.0)) for group, out in zip(groups, outputs, strict=True)
+    ]
+    for work in first:
+        work.wait()
+    assert all(bool(out.isnan().all()) for out in outputs)
+    for work in second:
+        work.wait()
+    assert all(out.tolist() == [2.0, 2.0] for out in outputs)
+    # one after another they may
+    for number in (3.0, 4.0):
+        works = [
+            group.all_gather(out, torch.full((1,), number))
+            for group, out in zip(groups, outputs, strict=True)
+        ]
+        for work in works:
+            work.wait()
+        assert all(out.tolist() == [number, number] for out in outputs)

@@ -27,7 +27,9 @@ from meshloom.pipeline.schedules.timing import Durations
 from meshloom.report.picture import save_picture
 from meshloom.telemetry.timeline import Timeline, TimelineRow, idle_of, on_paper
 from meshloom.telemetry.timeline_files import FILE, Recording, read_recording, write_recording
+from meshloom.train.trainer import Trainer
 from tests.covering import few
+from tests.jobs import make_job, vectors
 
 FILE_OF_A_JOB = str(Path(__file__).with_name("job_file.py"))
 
@@ -104,6 +106,20 @@ def test_pipelines_beside_each_other_have_their_own_time():
     assert timeline.seconds == 20.0 and timeline.stop == 131.0
 
 
+def test_a_pipeline_may_have_fewer_microbatches_than_another_or_none():
+    fewer = [
+        replace(row, spans=tuple(each for each in row.spans if each.microbatch in (None, 0)))
+        for row in by_hand(dp=1)
+    ]
+    none = [replace(row, rank=row.rank + 4, place=replace(row.place, dp=2), spans=()) for row in by_hand()]
+    timeline = Timeline(step=1, schedule=make_schedule("1f1b", 2, 2), rows=(*by_hand(), *fewer, *none))
+    # 2 to 15 of the second pipeline, in which 2 + 4 and 2 + 3 seconds are busy
+    assert [timeline.idle_seconds(row) for row in timeline.rows] == [8.0, 9.0, 7.0, 8.0, 0.0, 0.0]
+    idle = idle_of(timeline)
+    assert idle[2].own_seconds == pytest.approx(5 / 11) and idle[4].own_seconds == 0.0  # 2, 2, 3, 4 in a row
+    assert Timeline.from_dict(timeline.to_dict()) == timeline
+
+
 def test_a_timeline_is_of_its_schedule():
     rows, schedule = by_hand(), make_schedule("1f1b", 2, 2)
     shorter = replace(rows[1], spans=rows[1].spans[:-1])
@@ -144,7 +160,7 @@ def test_gathered_rows_begin_with_the_first_forward():
     noted = [row.spans for row in sorted((*by_hand(), *by_hand(dp=1)), key=lambda row: row.rank)]
     found = run_in_steps(
         [
-            gather_timeline(group, noted[group.rank], step=2, place=mesh.place(group.rank), schedule=schedule) for group in simulated_groups(4)
+            gather_timeline(group, noted[group.rank], step=2, place=mesh.place(group.rank), schedule=lambda _: schedule) for group in simulated_groups(4)
         ]
     )  # fmt: skip
     assert all(each == found[0] for each in found)
@@ -336,3 +352,17 @@ def test_without_matplotlib_the_way_out_is_said(
 def test_schedules_travel_as_text():
     schedule = make_schedule("zb-v", 2, 3)
     assert Schedule.parse(alike("zb-v", 2, 3).to_dict()["schedule"]) == schedule
+
+
+def test_the_timeline_of_a_step_with_a_short_batch_is_kept(tmp_path: Path):
+    """Its last batch gave one replica fewer microbatches than the plan has, and the run ended with an error."""
+    job = make_job("mlp", "sgd", steps=2, data=lambda: vectors(16))
+    with Trainer(job, "dp=2,pp=2,microbatches=3", devices="simulated", out=tmp_path / "run") as trainer:
+        trainer.fit()
+    short = read_recording(tmp_path / "run").timelines[-1]
+    counts = {
+        row.place.dp: len({span.microbatch for span in row.actions})
+        for row in short.rows
+        if row.place.pp == 0
+    }
+    assert short.step == 2 and sorted(counts.values()) == [1, 3] and len(idle_of(short)) == 4

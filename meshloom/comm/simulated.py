@@ -3,7 +3,7 @@
 An operation reads its inputs when the first rank waits for it and fills a rank's outputs when that rank waits. Until
 then outputs hold NaN, but for the messages of a collective that is made of some. So whoever reads an
 output too early, changes an input too early or never waits gets other values here, in every run, and not just now and
-then on a fast network.
+then on a fast network. So does who waits for an output that a later operation, which is under way, writes too.
 
 Tensors of different ranks may be on different devices (one process with several GPUs). Sums are computed in
 rank order on the first rank's device.
@@ -26,6 +26,7 @@ from meshloom.comm.simulated_calls import (
     SimulatedCall,
     SimulatedMail,
     SimulatedOperation,
+    WritingWork,
     poison,
     poison_apart_from,
 )
@@ -59,6 +60,8 @@ class _Rendezvous:
         self.open: dict[int, SimulatedOperation] = {}
         # (source, destination) -> messages
         self.mail: dict[tuple[int, int], SimulatedMail] = {}
+        # works of each rank that are not waited for, of operations with outputs, in the order of their start
+        self.writing: list[list[WritingWork]] = [[] for _ in range(size)]
         # operations of each rank, in the order of their start
         self.under_way: list[deque[_RunningSteps]] = [deque() for _ in range(size)]
 
@@ -292,7 +295,7 @@ class SimulatedGroup(Group):
         """outputs: of this rank, that hold nothing until it has waited."""
         work = self._rendezvous.join(self._rank, SimulatedCall(name, arguments, tensors), run)
         poison_apart_from(tensors, outputs)
-        return work
+        return WritingWork(work, outputs, self._rendezvous.writing[self._rank]) if outputs else work
 
 
 def _fill(output: Tensor, value: Tensor) -> None:

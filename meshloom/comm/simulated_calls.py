@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshloom.comm.group import Work
 from meshloom.core.errors import CollectiveError
 from meshloom.core.units import plural
 
@@ -134,3 +136,41 @@ def _flat(tensors: Any) -> list[Tensor]:
 
 def _memory(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
+
+
+class WritingWork(Work):
+    """`work` of an operation that writes `outputs`. others: those of the same rank that are not waited for, in the order of their
+    start.
+
+    What is read after waiting is NaN where a later one writes as well: it may have done so already.
+    """
+
+    def __init__(self, work: Work, outputs: Sequence[Tensor], others: list[WritingWork]) -> None:
+        self._work, self._others = work, others
+        self._spans = [_span(each) for each in outputs]
+        self._outputs = [weakref.ref(each) for each in outputs]
+        others.append(self)
+
+    def wait(self) -> None:
+        self._work.wait()
+        if self not in self._others:
+            return
+        place = self._others.index(self)
+        for later in self._others[place + 1 :]:
+            if any(_overlap(one, other) for one in self._spans for other in later._spans):
+                for output in later._outputs:
+                    if (tensor := output()) is not None:
+                        poison(tensor)
+        del self._others[place]
+
+    def is_finished(self) -> bool:
+        return self._work.is_finished()
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """The addresses of its memory, which is contiguous."""
+    return tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+
+
+def _overlap(one: tuple[int, int], other: tuple[int, int]) -> bool:
+    return max(one[0], other[0]) < min(one[1], other[1])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import zip_longest
 from typing import Any
@@ -46,8 +46,8 @@ class Timeline:
     """One step of all ranks. Times are seconds since the first forward of any rank began; earlier ones are
     negative.
 
-    step: counted from 1; on paper 0. schedule: of each pipeline. A pipeline is the ranks that differ in pp
-        only.
+    step: counted from 1; on paper 0. schedule: of the pipeline with most microbatches. A pipeline is the ranks that
+        differ in pp only; one that has fewer, or none, takes the actions of the first ones.
     clock_error_seconds: by how much the clocks of two ranks may be apart.
     """
 
@@ -59,13 +59,20 @@ class Timeline:
     def __post_init__(self) -> None:
         if not self.rows:
             raise ReportError("A timeline has a row for every rank, and this one has none.")
+        filled: dict[tuple[int, int], int] = {}
+        for row in self.rows:
+            count = max(
+                (each.microbatch + 1 for each in row.actions if each.microbatch is not None), default=0
+            )
+            filled[_pipeline(row)] = max(count, filled.get(_pipeline(row), 0))
         for row in self.rows:
             if row.place.pp >= self.schedule.num_ranks:
                 raise ReportError(
                     f"{row.name} has no part in schedule {self.schedule.name} over {self.schedule.num_ranks} ranks."
                 )
             done = [span.action for span in row.actions]
-            expected = list(self.schedule.actions[row.place.pp])
+            actions, count = self.schedule.actions[row.place.pp], filled[_pipeline(row)]
+            expected = [each for each in actions if each.microbatch < count]
             if done != expected:
                 pairs = enumerate(zip_longest(done, expected))
                 place, (found, due) = next((place, pair) for place, pair in pairs if pair[0] != pair[1])
@@ -75,12 +82,14 @@ class Timeline:
 
     @cached_property
     def windows(self) -> dict[tuple[int, int], tuple[float, float]]:
-        """(dp, tp) of a pipeline -> the start of its first action and the end of its last one."""
+        """(dp, tp) of a pipeline -> the start of its first action and the end of its last one; 0 and 0 where it has none."""
         found: dict[tuple[int, int], tuple[float, float]] = {}
         for row in self.rows:
+            if not row.actions:
+                continue
             start, stop = found.get(_pipeline(row), (float("inf"), float("-inf")))
             found[_pipeline(row)] = min(start, row.actions[0].start), max(stop, row.actions[-1].stop)
-        return found
+        return dict.fromkeys(map(_pipeline, self.rows), (0.0, 0.0)) | found
 
     @property
     def seconds(self) -> float:
@@ -184,16 +193,26 @@ def idle_of(timeline: Timeline) -> list[Idle]:
     """[row]."""
     equal = on_paper(timeline.schedule, Durations.uniform(timeline.schedule.num_stages).of)
     own = {
-        pipeline: on_paper(timeline.schedule, _mean_seconds(timeline, pipeline))
+        pipeline: on_paper(done, _mean_seconds(timeline, pipeline))
         for pipeline in timeline.windows
+        if (done := _done(timeline, pipeline)) is not None
     }
 
-    def share(paper: Timeline, row: TimelineRow) -> float:
-        return paper.idle_share(paper.rows[row.place.pp])
+    def share(paper: Timeline | None, row: TimelineRow) -> float:
+        return paper.idle_share(paper.rows[row.place.pp]) if paper else 0.0
 
     return [
-        Idle(measured=timeline.idle_share(row), formula=share(equal, row), own_seconds=share(own[_pipeline(row)], row)) for row in timeline.rows
+        Idle(measured=timeline.idle_share(row), formula=share(equal, row), own_seconds=share(own.get(_pipeline(row)), row)) for row in timeline.rows
     ]  # fmt: skip
+
+
+def _done(timeline: Timeline, pipeline: tuple[int, int]) -> Schedule | None:
+    """The schedule of the microbatches that a pipeline has; None: it has none."""
+    spans = [span for row in timeline.rows if _pipeline(row) == pipeline for span in row.actions]
+    count = max((each.microbatch + 1 for each in spans if each.microbatch is not None), default=0)
+    rows = timeline.schedule.actions
+    actions = tuple(tuple(each for each in row if each.microbatch < count) for row in rows)
+    return replace(timeline.schedule, num_microbatches=count, actions=actions) if count else None
 
 
 def _mean_seconds(timeline: Timeline, pipeline: tuple[int, int]) -> Callable[[Action], float]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from meshloom.comm.steps import Steps
 from meshloom.core.plan import Plan
 from meshloom.pipeline.runtime.recorder import Recorder, gather_timeline
+from meshloom.pipeline.schedules.schedule import Schedule
 from meshloom.replica.replica import Replica
 from meshloom.telemetry.timeline import Timeline
 from meshloom.telemetry.timeline_files import Recording, is_kept, write_recording
@@ -48,8 +49,12 @@ class TimelineRecording:
         """Write the timeline of the step just done into `out`."""
 
         def gather(replica: Replica) -> Steps[Timeline]:
-            schedule = replica.engine.schedule(self._plan.microbatches)
-            assert replica.recorder and schedule
+            def schedule(num_microbatches: int) -> Schedule:
+                found = replica.engine.schedule(num_microbatches)
+                assert found
+                return found
+
+            assert replica.recorder
             return gather_timeline(
                 replica.context.world,
                 replica.recorder.take(),

@@ -29,8 +29,11 @@ from meshloom.verify.against_float64 import AgainstFloat64, FromFloat64
 from meshloom.verify.between_steps.averages import AverageErrors
 from meshloom.verify.between_steps.checks import BetweenSteps, DifferingTensor, TensorError
 from meshloom.verify.between_steps.saved_check import check_saved
+from meshloom.verify.causes.of_buffers import cause_of_buffer
+from meshloom.verify.causes.of_updates import KeptUpdate, rounded_by_other_draws
 from meshloom.verify.causes.other_runs import whole_evidence
-from meshloom.verify.compared.compare import Comparer, Comparison
+from meshloom.verify.causes.values_at_start import begins_with, held_by
+from meshloom.verify.compared.compare import Comparer, Comparison, placed
 from meshloom.verify.compared.compare_evaluation import FoundMetric, PlanEvaluation, SeenMetric
 from meshloom.verify.compared.compare_values import Values
 from meshloom.verify.compared.compared_evaluation import ComparedEvaluation
@@ -47,7 +50,7 @@ from meshloom.verify.reference.reference import (
     replace_value,
 )
 from meshloom.verify.reference.reruns import initial_evidence, loss_effect, rounding_effect, travel_effect
-from meshloom.verify.reference.step_records import StepRecord
+from meshloom.verify.reference.step_records import StepRecord, with_equal_losses
 from meshloom.verify.stage_outputs import first_wrong_module
 from meshloom.verify.tolerances.closure_effects import ClosureEffects
 from meshloom.verify.tolerances.common_factor import CommonFactor
@@ -67,7 +70,6 @@ from meshloom.verify.tolerances.state_errors import (
     buffer_sizes,
     update_tolerances,
 )
-from meshloom.verify.values_at_start import begins_with, held_by
 from meshloom.verify.whole_batch import WholeBatch, compare_whole_batch
 
 
@@ -106,6 +108,8 @@ class ComparisonRun(Comparing):
         self._evaluation: ComparedEvaluation  # the newest
         self.subsampled: Gradients = {}  # the plan's gradients in this step
         self._edge = RangeEdge(reference)
+        self._kept: KeptUpdate | None = None
+        self._places: dict[str, str] = {}  # digest of a chunk's data -> where that was, on one device
 
     def begins_with(self, name: str, ours: Tensor) -> bool:
         return begins_with(self.reference, name, ours)
@@ -117,8 +121,8 @@ class ComparisonRun(Comparing):
         if self._against:
             self._against.begin()
         self._comparer.note(reference.casts, single=reference.chunk_run.norms.were_wrong)
-        if self._is_first:
-            # the whole batch may not fit in memory, which may be why there are microbatches
+        if all(step.skipped for step in self._steps) and not reference.scale.overflowed:
+            # the first with an update; the whole batch may not fit in memory, which may be why there are microbatches
             with suppress(torch.OutOfMemoryError):
                 self._whole = compare_whole_batch(reference, self._comparer.modules)
         self._changed = frozenset(changed_buffers(reference))
@@ -151,10 +155,7 @@ class ComparisonRun(Comparing):
     def place(self, chunk: int, of_ranks: Sequence[Values]) -> str | None:
         module = first_wrong_module(self.reference, chunk, of_ranks, self.of_outputs)
         if module is not None:
-            wrong = next((step for step in self._steps if not step.passed), None)
-            self._steps = [
-                replace(each, first_module=module) if each is wrong else each for each in self._steps
-            ]
+            self._steps = placed(self._steps, module)
         return module
 
     @property
@@ -162,11 +163,6 @@ class ComparisonRun(Comparing):
         """The tolerance of a module's output in a forward on equal parameters."""
         lower = self._comparer.partial or self._comparer.autocast or self._comparer.lowered
         return max(unmeasured_through(self._comparer.precision), most_tolerated(lower))
-
-    @property
-    def _is_first(self) -> bool:
-        """Whether the step is the first with an update."""
-        return all(step.skipped for step in self._steps) and not self.reference.scale.overflowed
 
     def _gradient_errors(self) -> list[TensorError]:
         """Of the step; none if gradients overflow: they are not finite on either side, each in its own elements."""
@@ -196,19 +192,19 @@ class ComparisonRun(Comparing):
             self._evidence = whole_evidence(
                 reference, self._evidence, self._gradient_errors(), self.subsampled, self._comparer.values
             )
+        self._kept = KeptUpdate.of(reference, self._kept) if self.passed else None
         self._reference_record = self._edge.noted(self._closures.update())
         comparer.note(self._reference_record.casts)
         names = {id(each): name for name, each in reference.updated.all.items()}
         now = update_tolerances(reference.turn.optimizers, comparer.casts, names, comparer.precision)
         self._updates = replace(now, by_name={**self._updates.by_name, **now.by_name})
-        self._state = StateErrors(
-            reference.updated.all, reference.before, dict(reference.model.named_buffers()), changed=self._changed,
-            step=self._reference_record.step, updates=replace(now, effect=self._closures.of),
-            rounding=BufferTolerances(
-                effects=self._buffer_effects, partial=self._comparer.partial,
-                merged=self._comparer.lowered if reference.plan.num_chunks > 1 else None,
-            ),
+        rounding = BufferTolerances(
+            effects=self._buffer_effects, partial=comparer.partial,
+            merged=comparer.lowered if reference.plan.num_chunks > 1 else None,
         )  # fmt: skip
+        self._state = _state_errors(
+            reference, replace(now, effect=self._closures.of), rounding, self._changed
+        )
 
     def add_state(self, name: str, ours: Tensor) -> None:
         compared = self._state.compare(name, self.reference.updated.settled(name, ours))
@@ -256,6 +252,7 @@ class ComparisonRun(Comparing):
 
     def end(self, ours: StepRecord) -> None:
         ours = replace(ours, gradients=self.subsampled)
+        ours = with_equal_losses(ours, self._reference_record, self._comparer.values)
         of_tensors = [*self._gradient_errors(), *self._state.errors()]
         of_tensors += self._averages.errors if self._averages else []
         effect = partial(loss_effect, self.reference)
@@ -266,17 +263,36 @@ class ComparisonRun(Comparing):
             self._from_float64, self._against = self._against.result(*comparison.loss), None
         if not comparison.passed and self.passed:
             of_averages = self._averages.cause() if self._averages else None
+            of_update = self._kept.cause(self.differing, self._reference_record) if self._kept else None
+            of_update = of_update or rounded_by_other_draws(self.differing, self.reference)
+            of_buffer = cause_of_buffer(self.differing, self.reference)
             self.causes = diagnose(
-                comparison, ours, self._reference_record, self._evidence, self._steps, of_averages
-            )
+                comparison, ours, self._reference_record, self._evidence, self._steps, of_averages, of_update, of_buffer, self._places
+            )  # fmt: skip
         self._steps.append(comparison)
         self._previous = dict(self._reference_record.gradients)
+        self._places |= _places_of(self._reference_record)
 
     def result(self) -> ComparisonResult:
         return ComparisonResult(
             steps=self._steps, causes=self.causes, whole=self._whole, comparer=self._comparer,
             from_float64=self._from_float64, differing=self.differing,
         )  # fmt: skip
+
+
+def _places_of(record: StepRecord) -> dict[str, str]:
+    """Digest of a chunk's data -> where that is."""
+    return {each.data: f"chunk {each.index} of step {record.step}" for each in record.chunks}
+
+
+def _state_errors(
+    reference: Reference, updates: UpdateTolerances, rounding: BufferTolerances, changed: frozenset[str]
+) -> StateErrors:
+    """Those of the step whose update the reference has made."""
+    return StateErrors(
+        reference.updated.all, reference.before, dict(reference.model.named_buffers()), changed=changed, step=reference.step, updates=updates,
+        rounding=rounding,
+    )  # fmt: skip
 
 
 def _relative_to(

@@ -12,7 +12,7 @@ It is derived from the two records and, once something differs, from each chunk'
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
@@ -20,10 +20,11 @@ from meshloom.core.plan import Plan
 from meshloom.core.units import plural
 from meshloom.verify.causes.of_gradients import from_gradients
 from meshloom.verify.compared.compare import Comparison
-from meshloom.verify.compared.compare_chunks import filled, other_turn, wrong_settings
+from meshloom.verify.compared.compare_chunks import filled, other_turn, wrong_number, wrong_settings
 from meshloom.verify.reference.mistakes import Cause, Evidence, subsample
-from meshloom.verify.reference.step_records import StepRecord
+from meshloom.verify.reference.step_records import NOT_ROUNDED, StepRecord
 
+_NOWHERE: Mapping[str, str] = {}
 _LARGEST, _ALIKE = 1e-2, 8  # what rounding may leave of an update; times the least of several
 _COMMON = 0.7  # of what is left, that may be a multiple which all have in common
 
@@ -35,9 +36,13 @@ def diagnose(
     evidence: Evidence,
     earlier: Sequence[Comparison] = (),
     of_averages: Cause | None = None,
+    of_update: Cause | None = None,
+    of_buffer: Cause | None = None,
+    places: Mapping[str, str] = _NOWHERE,
 ) -> list[Cause]:
     """Likely causes of a step's difference, likeliest first: none if nothing differs, "unknown" if none
-    fits. of_averages: what is wrong with moving averages, if parameters are right."""
+    fits. of_averages: what is wrong with moving averages, if parameters are right. of_update: which other update of one device
+    gives what the plan has. of_buffer: what is wrong with a buffer, if nothing else is. places: digests of data of earlier steps."""
     if comparison.passed:
         return []
     causes = [*ours.changed]
@@ -48,7 +53,12 @@ def diagnose(
                 "turns", f"{turn} Losses take their turns in another order, or as often as they should not."
             ),
         ]
-    causes += [*_from_draws(ours, reference, evidence.plan), *_from_data(ours, reference, evidence.plan)]
+    if (told := wrong_number(ours)) is not None:
+        causes.append(Cause("turns", f"{told} What a loss makes depend on the step is that of another one."))
+    causes += [
+        *_from_draws(ours, reference, evidence.plan),
+        *_from_data(ours, reference, evidence.plan, places),
+    ]
     gradients = comparison.failed("gradient")
     if gradients and len(causes) == len(ours.changed):
         causes += [
@@ -65,7 +75,7 @@ def diagnose(
         causes.append(Cause("scale", f"{what}: they are divided by a number that is slightly wrong."))
     elif not gradients:
         causes += _from_norm(comparison, ours, reference, evidence) or _from_update(
-            comparison, ours, reference, evidence, earlier
+            comparison, ours, reference, evidence, earlier, of_update
         )
     if of_averages and not causes and not gradients:
         causes.append(of_averages)
@@ -84,10 +94,12 @@ def diagnose(
         )
         causes.append(Cause("loss", sentence))
     if not causes and not gradients and (buffers := comparison.failed("buffer")):
-        what = "running statistics are not merged over all chunks in chunk order"
+        what = "what chunks write there is not merged of all of them, in their order, each with its weight"
         only = all(error.passed for error in comparison.errors if error.kind != "buffer")
         causes.append(
-            Cause(
+            of_buffer
+            if of_buffer and only
+            else Cause(
                 "batch statistics",
                 f"{'Only buffers' if only else 'Buffers'} differ ({_names(buffers)}): {what}.",
             )
@@ -98,7 +110,13 @@ def diagnose(
             f"The replicas have different parameters or buffers after the step{which}: they drift apart."
         )
         causes.append(Cause("replicas", sentence))
-    if ours.inconsistent:
+    if rounded := [each for each in ours.inconsistent if NOT_ROUNDED in each]:
+        causes.append(
+            Cause(
+                "rounding", f"{rounded[0]}: it is rounded otherwise than to nearest, or is of another step."
+            )
+        )
+    elif ours.inconsistent:
         sentence = (
             f"Ranks of one replica hold different values of what each of them holds: {ours.inconsistent[0]}."
         )
@@ -147,22 +165,47 @@ def _from_draws(ours: StepRecord, reference: StepRecord, plan: Plan) -> Iterator
         yield Cause("same draws", f"{_chunks(wrong)}: {why}.")
 
 
-def _from_data(ours: StepRecord, reference: StepRecord, plan: Plan) -> Iterator[Cause]:
+def _from_data(
+    ours: StepRecord, reference: StepRecord, plan: Plan, places: Mapping[str, str]
+) -> Iterator[Cause]:
+    """places: digest of a chunk's data -> the earlier step and chunk that had it on one device."""
     chunks, right = filled(ours.chunks), filled(reference.chunks)
+    here, there = (sum(each.samples for each in of.values()) for of in (chunks, right))
     owner = {chunk.data: index for index, chunk in right.items()}
     m = plan.microbatches
     wrong = [index for index in chunks if index not in right or chunks[index].data != right[index].data]
     exchanged = [(index, owner[chunks[index].data]) for index in wrong if chunks[index].data in owner]
-    if exchanged:
+    # a chunk whose samples another one runs as well
+    twice = next(
+        (
+            (index, other)
+            for index, other in exchanged
+            if other in chunks and chunks[other].data == chunks[index].data
+        ),
+        None,
+    )
+    if wrong and here != there and not twice:
+        what = "left out" if here < there else "read too often"
+        yield Cause("data", f"The batch has {here} samples, and {there} on one device: some are {what}.")
+    elif exchanged and len(exchanged) < len(wrong) and not twice:
         index, other = exchanged[0]
-        twice = other in chunks and chunks[other].data == chunks[index].data
+        rest = [each for each in wrong if chunks[each].data not in owner]
+        samples = f"Chunk {index} runs the samples of chunk {other}, and {_chunks(rest).lower()} others than one device reads"
+        yield Cause("data", f"{samples}: the batch begins elsewhere, or is cut in another way.")
+    elif exchanged:
+        index, other = twice or exchanged[0]
         end = "in place of its own"
         if twice:
             end = "which runs them too: replicas share data, and other samples are never read"
         samples = f"the samples of chunk {other} (replica {other // m})"
         yield Cause("data", f"Chunk {index} (replica {index // m}) runs {samples}, {end}.")
+    elif wrong and all(chunks[index].data in places for index in wrong):
+        known = _list([places[chunks[index].data] for index in wrong])
+        yield Cause(
+            "data", f"{_chunks(wrong)}: the samples of {known}: the data does not go on where it should."
+        )
     elif wrong:
-        why = "the batch is split or ordered in another way, reading a sample is not deterministic, or values change on their way to the device"
+        why = "the batch is split, ordered, augmented or mixed in another way, reading a sample is not deterministic, or values change on their way to the device"
         yield Cause("data", f"{_chunks(wrong)}: other samples than one device reads; {why}.")
     elif missing := [index for index in right if index not in chunks]:
         yield Cause("data", f"{_chunks(missing)}: not computed under the plan.")
@@ -214,6 +257,7 @@ def _from_update(
     reference: StepRecord,
     evidence: Evidence,
     earlier: Sequence[Comparison],
+    of_update: Cause | None,
 ) -> list[Cause]:
     """Gradients and norm agree but the parameters, or the settings of optimizers, do not."""
     if settings := next(wrong_settings(ours, reference), None):
@@ -227,17 +271,17 @@ def _from_update(
         what = "changed under the plan differently than on one device, without a gradient"
         return [Cause("optimizer", f"{_names(names)}: {what}.")]
     found = _scaled_updates(comparison, names) or _rounded_updates(comparison, names, earlier)
-    if found is not None:
-        return [found]
+    if found is not None or of_update is not None:
+        return [of_update or found]  # pyright: ignore[reportReturnType]
     some = f"those of {_names(names)}" if len(names) < len(reference.gradients) else "all of them"
     if earlier:
         when = f"The gradients agree, and so did all updates until step {comparison.step}, where updates differ ({some})"
         why = "the optimizer's state or schedule is wrong, such as the state of another rank or parameter"
         return [Cause("optimizer", f"{when}: {why}.")]
     clipped = evidence.clip is not None and (reference.gradient_norm or 0.0) > evidence.clip
-    hint = "the optimizer has other settings or other parameters"
+    hint = "the optimizer has other settings or other parameters, or is given other gradients than those that were compared"
     if clipped:
-        hint = "clipped to another norm, or the optimizer has other settings"
+        hint = "clipped to another norm, or the optimizer has other settings, or is given other gradients than those that were compared"
     kind = "clipping" if clipped and len(names) > 1 else "optimizer"
     sentence = f"The gradients agree but the updates differ from the first step on ({some}): {hint}."
     return [Cause(kind, sentence)]

@@ -9,6 +9,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from meshloom.comm.objects import collect, share
@@ -139,7 +140,9 @@ def _added(said: Sequence[Any]) -> list[EvaluatedChunk]:
             name: (value + before.get(name, (0.0, 0.0))[0], weight + before.get(name, (0.0, 0.0))[1])
             for name, (value, weight) in each["sums"].items()
         }
-        found[key] = EvaluatedChunk(batch=key[0], chunk=key[1], sums=sums, data=each["data"])
+        found[key] = EvaluatedChunk(
+            batch=key[0], chunk=key[1], sums=sums, data=each["data"], seed=each["seed"]
+        )
     return list(found.values())
 
 
@@ -151,6 +154,7 @@ class _Chunks:
         # the other ranks along tp have the same, and those along pp, where they do not run stages
         self._speaks = not place.tp and (not place.pp or isinstance(replica.engine, ProgramEngine))
         self._data: dict[tuple[int, int], str] = {}
+        self._seeds: dict[tuple[int, int], int] = {}
         self._sums: dict[tuple[int, int], dict[str, tuple[float, float]]] = {}
 
     @contextmanager
@@ -159,6 +163,7 @@ class _Chunks:
         key = chunk.step, chunk.index
         if key not in self._data:
             self._data[key] = altered_digest(chunk.data, data) or digest_values(chunk.data)
+            self._seeds[key] = torch.initial_seed()
         before = sums.tolist()
         yield None
         value, weight = (after - old for after, old in zip(sums.tolist(), before, strict=True))
@@ -167,7 +172,7 @@ class _Chunks:
     def chunks(self) -> list[EvaluatedChunk]:
         """Those of this rank, for which it speaks."""
         return [
-            EvaluatedChunk(batch=key[0], chunk=key[1], sums=sums, data=self._data[key])
+            EvaluatedChunk(batch=key[0], chunk=key[1], sums=sums, data=self._data[key], seed=self._seeds[key])
             for key, sums in self._sums.items()
             if self._speaks
         ]

@@ -40,9 +40,9 @@ _SEED = 7
 
 def first_wrong_operator(
     part: Partition, model: nn.Module, loss: LossFunction, batch: Any
-) -> tuple[bool, str]:
-    """Whether one is wrong, and one sentence: the operator and the user's line, or that all agree. model: unsharded, in the
-    program's precision."""
+) -> tuple[bool, str, str]:
+    """Whether one is wrong; one sentence: the operator and the user's line, or that all agree; and the module of the first wrong value, "" where
+    values agree. model: unsharded, in the program's precision."""
     program = bound(part.choice.layout.program, model, loss)
     programs = [bound(each, model, loss) for each in part.programs]
     state = {
@@ -67,6 +67,7 @@ def first_wrong_operator(
             return (
                 True,
                 f"In lockstep the first operator whose shards differ is {_named(reference.nodes[name], part)}: by {error:.1e}.",
+                reference.nodes[name].path,
             )
     for name in reversed(reference.nodes):
         if (
@@ -76,11 +77,13 @@ def first_wrong_operator(
             return (
                 True,
                 f"In lockstep all values agree; backward, the first gradient that differs is that of {_named(reference.nodes[name], part)}: by {error:.1e}.",
+                "",
             )
     return (
         False,
         "In lockstep every operator's shards agree with one device, forward and backward: the ranks' programs are right, and the "
         "difference comes from what is around them.",
+        "",
     )
 
 

@@ -97,7 +97,7 @@ class ModuleSums:
                 is_part = node.target.target == "part" and not node.target.after.is_whole
                 self.found[self._paths[base]].append(_sums(value, is_part=is_part))
             return
-        if node.path not in self._ending_themselves:
+        if self._ending_themselves.get(node.path) != stage:
             return
         placement = self._strategies[node.name].output if node.name in self._strategies else None
         self._paths[node.name] = node.path
@@ -108,14 +108,15 @@ class ModuleSums:
         )
 
     @cached_property
-    def _ending_themselves(self) -> set[str]:
-        """Modules whose last value is none of a module within them, perhaps on another rank."""
-        ending: set[str] = set()
+    def _ending_themselves(self) -> dict[str, int]:
+        """Modules whose last value is none of a module within them, with the stage that it is in, perhaps on another rank."""
+        ending: dict[str, int] = {}
         for stage in self._stages():
             for node in stage.program.nodes:
                 if not isinstance(node.target, Transition):
-                    ending -= {node.path[: each.start()] for each in re.finditer(r"\.", node.path)}
-                    ending.add(node.path)
+                    for each in re.finditer(r"\.", node.path):
+                        ending.pop(node.path[: each.start()], None)
+                    ending[node.path] = stage.number
         return ending
 
 

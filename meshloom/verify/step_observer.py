@@ -16,6 +16,7 @@ from torch import nn
 
 from meshloom.comm.objects import collect
 from meshloom.comm.steps import Steps
+from meshloom.core.moments.current_step import step as current_step
 from meshloom.data.chunks import Chunk
 from meshloom.optimizer.bfloat16.masters import masters_of
 from meshloom.parameters.digest import digest
@@ -28,11 +29,12 @@ from meshloom.verify.reference.mistakes import Cause
 from meshloom.verify.reference.observers import DrawWatch, ModuleWatch, altered_digest, digest_values
 from meshloom.verify.reference.other_precision import default_dtype
 from meshloom.verify.reference.step_records import (
+    NOT_ROUNDED,
     ChunkRecord,
     ModuleOutput,
     Setting,
     StepRecord,
-    group_settings,
+    settings_of,
 )
 
 
@@ -50,7 +52,7 @@ class StepObserver:
         self._chunks: list[ChunkRecord] = []
         self._computed: list[ChunkRecord] = []  # in the first half of the step
         self._draws: list[str] = []
-        self._seed, self._outputs = 0, tuple[ModuleOutput, ...]()
+        self._seed, self._outputs, self._told = 0, tuple[ModuleOutput, ...](), -1
         self._altered: dict[int, str] = {}  # chunk -> digest of its batch on the device, if that is another
         self._held: dict[str, int] = {}  # digests of the state after the last step
         self._changed: list[str] = []  # since then
@@ -71,7 +73,7 @@ class StepObserver:
     def watch(self, chunk: Chunk, model: nn.Module) -> Iterator[list[str]]:
         """Wraps a chunk's forward and backward; yields the list for the digests of its keyed draws."""
         self._look_for_changes()
-        self._draws, self._seed = [], torch.initial_seed()
+        self._draws, self._seed, self._told = [], torch.initial_seed(), current_step()
         self._modules.start()
         if self._watch:
             self._watch.start()
@@ -104,7 +106,7 @@ class StepObserver:
             ChunkRecord(
                 index=chunk.index, samples=chunk.samples, weight=weight, loss_sum=loss_sum, seed=self._seed,
                 data=self._altered.pop(chunk.index, None) or digest_values(chunk.data),
-                draws=tuple(self._draws), modules=self._outputs,
+                draws=tuple(self._draws), modules=self._outputs, told=self._told,
             )
         )  # fmt: skip
 
@@ -153,7 +155,8 @@ class StepObserver:
         digests = yield from _digests(self._replica, self._held.values())
         apart = (yield from _apart_of(self._replica, self._held, digests)) if _differ(digests) else []
         inconsistent = yield from _inconsistencies(self._replica)
-        mine_set = group_settings(self._replica.updater.state.optimizers)
+        updater = self._replica.updater
+        mine_set = settings_of(updater.state.optimizers, updater.schedulers)
         settings: list[dict[str, Setting]] = yield from collect(world, mine_set)
         records = (ChunkRecord.from_dict(chunk) for of_rank in chunks for chunk in of_rank)
         return StepRecord(
@@ -215,6 +218,6 @@ def _inconsistencies(replica: Replica) -> Steps[list[str]]:
     mine = yield from replica.engine.check_replicated()
     masters = masters_of(replica.exchange)
     if masters and (name := masters.wrong()) is not None:
-        mine = f"{name} of rank {replica.context.rank} is not the rounding of the copy that is updated"
+        mine = f"{name} of rank {replica.context.rank} {NOT_ROUNDED}"
     of_ranks: list[str | None] = yield from collect(replica.context.world, mine)
     return list(dict.fromkeys(each for each in of_ranks if each))

@@ -26,10 +26,7 @@ from meshloom.comm.steps import Steps
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
 from meshloom.core.units import format_bytes
-from meshloom.data.samples import first_batches
-from meshloom.data.to_device import to_device
 from meshloom.launch.environment import scratch_directory
-from meshloom.parameters.file_weights import build_filled_model
 from meshloom.replica.program_engine import ProgramEngine
 from meshloom.replica.replica import Replica
 from meshloom.replica.replica_state import why_not_saved
@@ -38,14 +35,15 @@ from meshloom.train.contract import Batch
 from meshloom.train.trainer import Trainer
 from meshloom.verify.between_steps.checks import BetweenSteps
 from meshloom.verify.between_steps.saved_check import same_files
+from meshloom.verify.causes.values_at_start import differing_initially
+from meshloom.verify.compared.compare import placed
 from meshloom.verify.comparing import Comparing, ComparisonResult, OneDevice
 from meshloom.verify.evaluation_outputs import evaluate_plan, explain_evaluation
-from meshloom.verify.lockstep_check import first_wrong_operator
+from meshloom.verify.program_causes import in_order, of_programs
 from meshloom.verify.reference.mistakes import Cause
 from meshloom.verify.reference.samples_of_epoch import batches_of_first_epoch
 from meshloom.verify.stage_outputs import Values, values_of_modules
 from meshloom.verify.step_observer import StepObserver
-from meshloom.verify.values_at_start import differing_initially
 
 _MOST_SAMPLES, _MOST_SECONDS = 4096, 5.0  # of iterable data, to find the end of its first epoch
 _STATE = 4  # times the parameters: themselves, two moments, copies
@@ -100,6 +98,9 @@ class VerifiedRun:
     one_copy: bool = False
     notes: list[str] = field(default_factory=list[str])
     _steps_per_epoch: int | None = None
+    _module: str = field(
+        default="", init=False
+    )  # the first that is wrong, if a search in programs has found it
     _changed: list[Cause] = field(default_factory=list[Cause], init=False)  # what has changed between steps
 
     def quick(self, steps: int, *, own_copies: bool = False) -> None:
@@ -142,6 +143,8 @@ class VerifiedRun:
     def _end(self) -> None:
         """Lets go of one device."""
         self.result = self.comparison.result() if self.comparison else None
+        if self.result and self._module:
+            self.result = replace(self.result, steps=placed(self.result.steps, self._module))
         self.comparison = None
 
     @contextmanager
@@ -162,7 +165,7 @@ class VerifiedRun:
                 other = OneDevice(plan=first.inner, dtype=self.dtype, device=first.context.device, shares=self.shares, against=self.against)  # fmt: skip
                 self.comparison = self.compare(self.job, other)
             if compares and resume is None:
-                one = self.comparison
+                one = self.comparison.begins_with if self.comparison else None
                 self._changed += trainer.together(lambda each: differing_initially(each, one if each is first else None))[0]  # fmt: skip
             yield trainer
 
@@ -198,20 +201,13 @@ class VerifiedRun:
             module = self._wrong_module(trainer, batch)
             if comparison:
                 result = comparison.result()
-                causes = [*_of_programs(trainer, result, module, self.plan, self.dtype), *result.causes]
-                special = self._meaning(special, result, numbers[0])
-                self.causes += _in_order(causes, special, self._changed)
+                found = of_programs(trainer, result, module, self.plan, self.dtype)
+                special = _meaning(special, result, numbers[0], self.between)
+                resumed = special in (_RESUMED, _SAVED)
+                self.causes += in_order(found.before(result.causes), special, self._changed, resumed=resumed)
+                self._module = found.module
         self._changed += changed
         return passed
-
-    def _meaning(self, special: Cause | None, result: ComparisonResult, first: int) -> Cause | None:
-        """What a difference says of resuming. first: the number of the first step after it."""
-        if special is not _RESUMED:
-            return special
-        if all(each.passed for each in result.steps if each.step == first):
-            return _LATER
-        wrong = [each for each in self.between if not each.passed and "checkpoint" in each.what]
-        return _SAVED if wrong else _RESUMED
 
     def _wrong_module(self, trainer: Trainer, batch: Batch) -> str | None:
         """The first one that differs in a forward of programs, on rank 0. All ranks call it."""
@@ -274,6 +270,18 @@ class VerifiedRun:
             self.notes += [_begun_without(lost)] if lost else []
 
 
+def _meaning(
+    special: Cause | None, result: ComparisonResult, first: int, between: Sequence[BetweenSteps]
+) -> Cause | None:
+    """What a difference says of resuming. first: the number of the first step after it. between: what was compared before."""
+    if special is not _RESUMED:
+        return special
+    if all(each.passed for each in result.steps if each.step == first):
+        return _LATER
+    wrong = [each for each in between if not each.passed and "checkpoint" in each.what]
+    return _SAVED if wrong else _RESUMED
+
+
 def _of_first_rank(trainer: Trainer, value: T) -> T:
     """What rank 0 gives, on every rank."""
     return trainer.together(lambda replica: share(replica.context.world, value))[0]
@@ -329,63 +337,6 @@ def _begun_without(names: Sequence[str]) -> str:
         f"under dp=1 the checkpoint is resumed without what forwards keep in {', '.join(names)}: which dimension is the batch's is in doubt there, and "
         "chunks have other sizes"
     )
-
-
-def _in_order(causes: Sequence[Cause], special: Cause | None, changed: Sequence[Cause]) -> list[Cause]:
-    """Causes with what a step's place in the run says, which comes first unless something says more. changed: what has
-    changed between steps, or was other before them, which comes before all; forwards had other parameters, then."""
-    if any(each.kind == "initial values" for each in changed):
-        causes = [each for each in causes if each.kind != "forward"]
-    if special is None:
-        return [*changed, *causes]
-    vague = ("unknown", "optimizer", "batch statistics", "buffers", "loss", "replicas")
-    first = next(iter(causes), None)
-    vaguely = first is None or first.kind in vague
-    return [*changed, *([special, *causes] if vaguely else [*causes, special])]
-
-
-_INPUTS = ("data", "same draws", "weights", "buffers")  # causes that explain outputs
-
-
-def _of_programs(
-    trainer: Trainer, result: ComparisonResult, module: str | None, plan: Plan, dtype: torch.dtype | None
-) -> Iterator[Cause]:
-    """What is wrong with programs, or with what ranks that run them send each other. module: the first that differs in a
-    forward."""
-    replica, known = trainer.replicas[0], {cause.kind for cause in result.causes}
-    if not module and plan.recompute != "none" and "unknown" in known and replica.engine.division is None:
-        what = "what backward needs is not what forward has computed: under a plan that recomputes, other draws or values there"
-        yield Cause("recompute", f"A forward agrees with one device's, and gradients do not, so that {what}.")
-        return
-    division = replica.engine.division
-    first = next((step for step in result.steps if not step.passed), None)
-    wrong_gradients = first is not None and bool(first.failed("gradient"))
-    if division is None:
-        if not module and plan.pp > 1 and plan.dp == 1 and wrong_gradients and "unknown" in known:
-            yield Cause(
-                "stages",
-                "A forward of the stages agrees with one device's, and gradients do not: what a stage computes or keeps for backward, or is sent there, is wrong.",
-            )
-        if module and not known.intersection(_INPUTS):
-            yield Cause(
-                "stages",
-                f"In a forward of the stages on one device's parameters the output of {module} is the first that differs: what a stage computes there, or what it "
-                "is sent, is wrong.",
-            )
-        return
-    device, job = replica.context.device, replica.job
-    (batch,) = first_batches(job, 1, plan.largest_share(job.batch_size)[0])
-    model, batch = build_filled_model(job, device, dtype), to_device(batch, device, dtype)
-    wrong, sentence = first_wrong_operator(division.first, model, job.loss, batch)
-    # without replicas nothing but the ranks' programs makes gradients
-    of_ranks = wrong_gradients and ("unknown" in known or plan.dp == 1)
-    if known.intersection(_INPUTS) or not (wrong or module or of_ranks):
-        return
-    if not wrong and module:
-        sentence += f" In a forward of the ranks on one device's parameters the output of {module} is the first that differs: what is sent there is wrong."
-    elif not wrong:
-        sentence += " So is their forward, and gradients are not: what is sent in backward is wrong."
-    yield Cause("division", sentence)
 
 
 def _owned(replica: Replica) -> Steps[list[float]]:

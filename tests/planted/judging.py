@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
@@ -24,11 +25,13 @@ class Judgement:
     said: str
 
 
-def judged(bug: Bug, patch: pytest.MonkeyPatch, dtype: torch.dtype | None = None) -> Judgement:
-    """Plant and verify, in the job's own precision or `dtype`. A run that ends in one of the product's own errors is caught as well, and named by it."""
+def judged(
+    bug: Bug, patch: pytest.MonkeyPatch, dtype: torch.dtype | None = None, run: Callable[..., Report] = whole
+) -> Judgement:
+    """Plant and verify by `run`, in the job's own precision or `dtype`. A run that ends in one of the product's own errors is caught as well, and named by it."""
     bug.plant(patch)
     try:
-        report = whole(bug.job, bug.plan, dtype)
+        report = run(bug.job, bug.plan, dtype)
     except MeshloomError as error:
         return Judgement(
             caught=True, named=True, module_right=bug.module is not None, said=f"error: {error}"[:200]

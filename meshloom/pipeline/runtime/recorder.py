@@ -112,11 +112,17 @@ class Recorder:
 
 
 def gather_timeline(
-    group: Group, spans: Sequence[Span], *, step: int, place: MeshCoordinates, schedule: Schedule
+    group: Group,
+    spans: Sequence[Span],
+    *,
+    step: int,
+    place: MeshCoordinates,
+    schedule: Callable[[int], Schedule],
 ) -> Steps[Timeline]:
     """All ranks' step on rank 0's clock, on every rank. All ranks call this right after the step.
 
-    group: all ranks, CPU tensors. spans: this rank's, in seconds of `time.perf_counter`. step: from 1.
+    group: all ranks, CPU tensors. spans: this rank's, in seconds of `time.perf_counter`. step: from 1. schedule: for so many
+        microbatches.
     """
     offsets = yield from clock_offsets(group)
     mine = {"place": asdict(place), "spans": [asdict(span) for span in spans]}
@@ -128,7 +134,9 @@ def gather_timeline(
     start = min((span.start for row in rows for span in row.actions), default=0.0)
     rows = [replace(row, spans=tuple(_shifted(span, -start) for span in row.spans)) for row in rows]
     error = sum(sorted(each.error_seconds for each in offsets)[-2:])  # of the two least certain
-    return Timeline(step=step, schedule=schedule, rows=tuple(rows), clock_error_seconds=error)
+    microbatches = [span.microbatch for row in rows for span in row.actions]
+    most = max((each + 1 for each in microbatches if each is not None), default=1)
+    return Timeline(step=step, schedule=schedule(most), rows=tuple(rows), clock_error_seconds=error)
 
 
 def _shifted(span: Span, seconds: float) -> Span:

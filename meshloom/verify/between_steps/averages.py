@@ -12,6 +12,7 @@ from meshloom.verify.between_steps.checks import TensorError
 from meshloom.verify.reference.mistakes import Cause
 
 _EXPLAINED = 0.03  # of the error, that may be left
+_SMALL = 2**22  # parameters of a model of which those of the step before are kept
 
 
 class AverageErrors:
@@ -24,15 +25,26 @@ class AverageErrors:
         self._parameters: Mapping[str, Tensor] = {}
         self._moved: dict[str, tuple[float, float]] = {}  # of wrong ones: times of the way, what is left
         self._begin = True  # in the first update
+        self._late: dict[
+            str, Tensor
+        ] = {}  # averages with the parameters of the step before in place of this one's
+        self._before: dict[str, Tensor] = {}  # those parameters
+        self._are_late: list[bool] = []  # of wrong ones
 
     def begin(self, parameters: Mapping[str, Tensor]) -> None:
         """After a step's update. parameters: one device's."""
         self.errors, self._moved, self._parameters = [], {}, parameters
+        self._late, self._are_late = {}, []
+        small = sum(each.numel() for each in parameters.values()) <= _SMALL
         self._begin = not self._averages
         for name, each in parameters.items():
             if each.requires_grad:
                 value = each.detach().to(torch.float64, copy=True)
                 known = self._averages.get(name)
+                if small:
+                    if known is not None and name in self._before:
+                        self._late[name] = self._decay * known + (1 - self._decay) * self._before[name]
+                    self._before[name] = value
                 self._averages[name] = (
                     value if known is None else self._decay * known + (1 - self._decay) * value
                 )
@@ -69,6 +81,10 @@ class AverageErrors:
         )
         if not self.errors[-1].passed:
             self._moved[name] = self._way(name, ours.double(), expected)
+            off, late = float((ours.double() - expected).norm()), self._late.get(name)
+            self._are_late.append(
+                late is not None and float((ours.double() - late).norm()) < _EXPLAINED * off
+            )
 
     def _way(self, name: str, ours: Tensor, expected: Tensor) -> tuple[float, float]:
         """How many times as far from the parameter ours is as it should be, and what is left of the error. In the first update, when the
@@ -88,7 +104,9 @@ class AverageErrors:
         times = [each for each, left in self._moved.values() if left < _EXPLAINED]
         what = f"Parameters agree, and their moving averages do not ({names})"
         alike = len(times) == len(self._moved) and max(times) - min(times) < 0.01
-        if alike and self._begin:
+        if all(self._are_late):
+            why = "they move towards the parameters of before the update"
+        elif alike and self._begin:
             why = f"they are {times[0]:.4g} times the parameters, as which they begin"
         elif alike and abs(times[0]) < 0.01:
             why = "they are the parameters, as if nothing were averaged, or averages not put in their place"

@@ -10,16 +10,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from meshloom.checkpoint.checkpoint import Checkpoint
 from meshloom.checkpoint.format import CARRIED, MASTER, STATE
 from meshloom.checkpoint.json_values import from_json
-from meshloom.core.moments.by_metric import ByMetric
 from meshloom.verify.between_steps.attributes_check import check_attributes, differing_attributes
 from meshloom.verify.between_steps.checks import BetweenSteps, TensorError, compared_with, same_bits
 from meshloom.verify.reference.reference import Reference
 
-_COUNTERS = ("last_epoch", "_step_count")  # of schedulers
+_SAME = 1e-6  # how far, relatively, numbers may be off that both sides compute from equal ones
 _MOST = 8  # facts
 _LEFT_OUT = ("params", "param_names")
 
@@ -32,7 +32,7 @@ def check_saved(
     what forwards compute. moved: how far rounding was measured to move what it keeps of a parameter, by its key."""
     saved = Checkpoint.open(path)
     step = reference.step
-    facts = [*_facts(saved, reference)]
+    facts = [*_facts(saved, reference, of_outputs)]
     errors = [*_weight_errors(saved, reference, tolerance)]
     state, lost = _state_errors(saved, reference, tolerance, moved)
     left, wrong = check_attributes(saved, reference, of_outputs)
@@ -67,7 +67,7 @@ def same_files(path: Path, other: Path, what: str) -> tuple[BetweenSteps, Sequen
     return checked, left.begun_without
 
 
-def _facts(saved: Checkpoint, reference: Reference) -> Iterator[str]:
+def _facts(saved: Checkpoint, reference: Reference, of_outputs: float) -> Iterator[str]:
     if saved.step != reference.step + 1:
         yield f"The checkpoint says step {saved.step}, and {reference.step + 1} are done."
     updater = saved.values["updater"]
@@ -78,27 +78,27 @@ def _facts(saved: Checkpoint, reference: Reference) -> Iterator[str]:
             yield from _settings_that_differ(f"group {place} of optimizer {number}", ours, right)
     schedulers = [each for loss in reference.losses for each in loss.schedulers]
     for number, (there, here) in enumerate(zip(updater["schedulers"], schedulers, strict=True)):
-        values = from_json(there) if not isinstance(there, Mapping) or "last_epoch" not in there else there
-        if isinstance(here, ByMetric):  # both went by the same values
-            yield from _settings_that_differ(f"scheduler {number}", values, here.state_dict())
-            continue
-        for name in _COUNTERS:
-            if (
-                isinstance(values, Mapping)
-                and name in values
-                and values[name] != getattr(here, name, values[name])
-            ):
-                yield f"{name} of scheduler {number} is {values[name]} in the checkpoint and {getattr(here, name)} on one device."
+        # the training loss that it went by is each side's own
+        allowed = of_outputs if isinstance(here, ReduceLROnPlateau) else _SAME
+        values = from_json(there)
+        if isinstance(values, Mapping):
+            yield from _settings_that_differ(f"scheduler {number}", values, here.state_dict(), allowed)
 
 
-def _settings_that_differ(where: str, ours: Mapping[str, Any], right: Mapping[str, Any]) -> Iterator[str]:
+def _settings_that_differ(
+    where: str, ours: Mapping[str, Any], right: Mapping[str, Any], allowed: float = _SAME
+) -> Iterator[str]:
     for name, value in right.items():
         if name in _LEFT_OUT or name not in ours:
             continue
         if isinstance(value, bool | str) and ours[name] != value:
             yield f"{name} in {where} is {ours[name]} in the checkpoint and {value} on one device."
         a, b = _numbers(ours[name]), _numbers(value)
-        if a is not None and b is not None and not (len(a) == len(b) and all(map(_close, a, b))):
+        if (
+            a is not None
+            and b is not None
+            and not (len(a) == len(b) and all(_close(*pair, allowed) for pair in zip(a, b, strict=True)))
+        ):
             yield f"{name} in {where} is {_shown(a)} in the checkpoint and {_shown(b)} on one device."
 
 
@@ -109,8 +109,8 @@ def _numbers(value: Any) -> list[float] | None:
     return [float(each) for each in values if not isinstance(each, Tensor) or each.numel() == 1]
 
 
-def _close(a: float, b: float) -> bool:
-    return math.isclose(a, b, rel_tol=1e-6) or (math.isnan(a) and math.isnan(b))
+def _close(a: float, b: float, allowed: float) -> bool:
+    return math.isclose(a, b, rel_tol=allowed) or (math.isnan(a) and math.isnan(b))
 
 
 def _shown(values: list[float]) -> str:

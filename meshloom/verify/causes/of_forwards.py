@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from meshloom.core.plan import Plan
 from meshloom.verify.compared.compare import Comparison
 from meshloom.verify.compared.compare_chunks import filled, order_of_modules, place_of_owner
 from meshloom.verify.reference.mistakes import Cause, Evidence
@@ -22,8 +23,13 @@ def from_forward(
         what = f"The output of {module} is the first that differs, on the same data and parameters"
         return Cause("batch statistics", f"{what}: its statistics are not those of the whole batch.")
     if module is not None:
-        what = f"The output of {module} is the first that differs, on the same data, draws and parameters"
-        why = "it, or an operation before it, computes something else than on one device, as with other settings or in another precision"
+        same, draws = (
+            ("data, draws and parameters", "")
+            if _sees_draws(plan)
+            else ("data and parameters", ", or draws other numbers")
+        )
+        what = f"The output of {module} is the first that differs, on the same {same}"
+        why = f"it, or an operation before it, computes something else than on one device{draws}, as with other settings or in another precision"
         return Cause("forward", f"{what}: {why}.")
     wrong = differing_chunks(comparison, ours, reference)
     if plan.pp == 1 or plan.tp > 1 or not wrong:
@@ -31,8 +37,13 @@ def from_forward(
     which = ", ".join(map(str, wrong[:8])) + (", ..." if len(wrong) > 8 else "")
     equal = len(filled(reference.chunks)) - len(wrong)
     but = f", and of {equal} others they agree" if equal else ""
-    what = f"The losses of chunks {which} differ on the same data, draws and parameters{but}"
-    return Cause("stages", f"{what}: what a stage computes of them, or is sent, is wrong.")
+    what = f"The losses of chunks {which} differ on the same data and parameters{but}"
+    return Cause("stages", f"{what}: what a stage computes of them, draws for them or is sent is wrong.")
+
+
+def _sees_draws(plan: Plan) -> bool:
+    """Whether draws of chunks are compared by themselves."""
+    return not (plan.captures or plan.compiles or plan.sync_batch_norm)
 
 
 def from_backward(

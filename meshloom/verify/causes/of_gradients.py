@@ -19,6 +19,7 @@ from meshloom.verify.causes.of_reruns import (
     of_exchanged_parts,
     of_other_reductions,
     of_other_runs,
+    of_owners,
     of_tied_uses,
     parts_of_replicas,
 )
@@ -60,6 +61,7 @@ def from_gradients(
         _best(_all_candidates(wrong, evidence, reference.gradient_norm), actual, wrong.error, rounding)[1]
         or from_elements(actual, right, wrong.everything, evidence.transposed)
         or _in_some_elements(evidence, actual, right, rounding)
+        or of_owners(evidence, actual, right)
         or named
         or from_forward(comparison, ours, reference, evidence)
         or from_backward(comparison, reference, evidence, wrong.sizes)
@@ -143,7 +145,9 @@ def _best(
     if cause is None:
         return best, None
     share = max(0.0, 1 - best / error)
-    return best, Cause(cause.kind, f"{cause.sentence} This explains {share:.2%} of the difference.")
+    return best, Cause(
+        cause.kind, f"{cause.sentence} This explains {share:.2%} of the difference.", explains=True
+    )
 
 
 def _in_some_elements(
@@ -177,7 +181,7 @@ def _in_some_elements(
     place = from_places(actual, right)
     if found and place:
         return Cause(place.kind, f"{place.sentence} {found.sentence}")
-    return found
+    return found and replace(found, explains=False)
 
 
 def _candidates(

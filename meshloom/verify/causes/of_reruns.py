@@ -9,11 +9,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from meshloom.verify.causes.of_elements import names_of
 from meshloom.verify.reference.mistakes import Cause, Evidence
 
 Gradients = Mapping[str, Tensor]  # subsampled, by name
 Expected = Callable[[str], Tensor]  # name -> subsampled gradient
 _MOST_REPLICAS = 16  # that are tried one by one
+_MANY = 16  # elements, from which a share can be told
 
 
 def of_tied_uses(evidence: Evidence, actual: Gradients, right: Gradients) -> Iterator[tuple[Cause, Expected]]:
@@ -94,6 +96,48 @@ def parts_of_replicas(evidence: Evidence, right: Gradients) -> list[Expected]:
     total = sum(chunk.weight for chunk in evidence.chunks)
     return [
         mixed(evidence, [(number in chosen) / total for number in range(len(evidence.chunks))], right)
+        for where, chosen in _replicas(evidence)
+        if where
+    ]
+
+
+def of_owners(evidence: Evidence, actual: Gradients, right: Gradients) -> Cause | None:
+    """Whether each wrong element is one replica's own, of another one in other places: its owner has not got the others'."""
+    parts = parts_of_replicas(evidence, right)
+    if not parts:
+        return None
+    total = sum(chunk.weight for chunk in evidence.chunks)
+    ways = {
+        "part of the mean": [1.0] * len(parts),
+        "mean": [total / (weight or total) for weight in _weights(evidence)],
+    }
+    for what, factors in ways.items():
+        counts, found = 0, [0] * len(parts)
+        for name, each in actual.items():
+            wrong = (each - right[name]).abs() > 1e-6 * right[name].abs().max()
+            left = wrong.clone()
+            for replica, (part, factor) in enumerate(zip(parts, factors, strict=True)):
+                own = factor * part(name)
+                fits = left & ((each - own).abs() <= 1e-4 * each.abs())
+                found[replica] += int(fits.sum())
+                left &= ~fits
+            counts += int(wrong.sum())
+        if counts >= _MANY and sum(found) > 0.95 * counts and sum(map(bool, found)) > 1:
+            shares = ", ".join(
+                f"{each / counts:.0%} of replica {replica}" for replica, each in enumerate(found) if each
+            )
+            of = f"{sum(found) / counts:.0%} of the wrong elements of {names_of(actual)} are one replica's own {what} ({shares})"
+            return Cause(
+                "not reduced",
+                f"{of}: owners of slices have not got the gradients of other replicas. This explains {sum(found) / counts:.0%} of the elements.",
+            )
+    return None
+
+
+def _weights(evidence: Evidence) -> list[float]:
+    """Of each replica's chunks."""
+    return [
+        sum(chunk.weight for number, chunk in enumerate(evidence.chunks) if number in chosen)
         for where, chosen in _replicas(evidence)
         if where
     ]

@@ -71,6 +71,12 @@ class Comparison:
         return [error.name for error in self.errors if error.kind == kind and not error.passed]
 
 
+def placed(steps: Sequence[Comparison], module: str) -> list[Comparison]:
+    """The steps, of which the first that differs does so in `module` first."""
+    wrong = next((step for step in steps if not step.passed), None)
+    return [replace(step, first_module=module) if step is wrong else step for step in steps]
+
+
 @dataclass(kw_only=True)
 class Comparer:
     """Compares step after step. precision: of the parameters. autocast: what the plan computes losses under.
@@ -152,7 +158,11 @@ class Comparer:
         if facts or not all(error.passed for error in errors):
             output = first_output(ours, reference, self.outputs, self.plan)
             module = output or first_module(reference, errors, self.plan)
-            module = module or module_of_names(ours.apart, reference, self.plan)
+            apart = [
+                *ours.apart,
+                *(each.split(" ", 1)[0] for each in ours.inconsistent),
+            ]  # both begin with a name
+            module = module or module_of_names(apart, reference, self.plan)
             module = module or module_of_settings(ours, reference, self.plan)
         losses = ours.loss, reference.loss
         return Comparison(

@@ -31,6 +31,8 @@ def facts_of(ours: StepRecord, reference: StepRecord, plan: Plan) -> Iterator[st
     if (turn := other_turn(ours, reference)) is not None:
         yield turn
     yield from list(dict.fromkeys(wrong_settings(ours, reference)))[:_MOST]
+    if (told := wrong_number(ours)) is not None:
+        yield told
     if len(ours.chunks) == len(reference.chunks) or not plan.sync_batch_norm:
         yield from _data_facts(ours, reference)
     yield from _draw_facts(reference)
@@ -44,6 +46,14 @@ def other_turn(ours: StepRecord, reference: StepRecord) -> str | None:
         f"step {each.step}" + (f", loss {each.turn}" if each.turn else "") for each in (ours, reference)
     )
     return f"The plan is in {here}, and one device in {there}."
+
+
+def wrong_number(ours: StepRecord) -> str | None:
+    """A sentence, where a forward of the plan is told another number of the step than it has; else None."""
+    for index, chunk in filled(ours.chunks).items():
+        if chunk.told not in (-1, ours.step):
+            return f"In the forward of chunk {index} of step {ours.step} meshloom.step() is {chunk.told}."
+    return None
 
 
 def wrong_settings(ours: StepRecord, reference: StepRecord) -> Iterator[str]:

@@ -191,6 +191,14 @@ def wrong_data(ours: Sequence[EvaluatedChunk], right: Sequence[EvaluatedChunk]) 
         elif (data := here[batch, chunk].data) != there[batch, chunk].data:
             others = f"that of {owners[data]}" if data in owners else "another than one device reads"
             yield Cause("data", f"{what} has other data, {others}: it is read, split or moved to the device in another way.")  # fmt: skip
+        elif here[batch, chunk].seed != there[batch, chunk].seed:
+            others = [
+                f"chunk {each.chunk} of batch {each.batch}"
+                for each in right
+                if each.seed == here[batch, chunk].seed
+            ]
+            seed = f"the seed of {others[0]}" if others else "another seed than on one device"
+            yield Cause("data", f"{what} draws from {seed}.")
 
 
 def _weighed(place: MetricPlace, ours: float, right: float) -> str:

@@ -31,10 +31,11 @@ MAX_ELEMENTS = 4096  # of each tensor that are compared
 
 @dataclass(frozen=True)
 class Cause:
-    """A probable cause of a difference, in one sentence."""
+    """A probable cause of a difference, in one sentence. explains: whether it gives the numbers, in all elements."""
 
     kind: CauseKind
     sentence: str
+    explains: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

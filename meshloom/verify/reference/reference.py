@@ -46,7 +46,7 @@ from meshloom.verify.reference.mistakes import subsample_each
 from meshloom.verify.reference.observers import CastWatch, ModuleWatch
 from meshloom.verify.reference.other_precision import convert_model, default_dtype, most_precise
 from meshloom.verify.reference.samples_of_epoch import read_batches
-from meshloom.verify.reference.step_records import Cast, ChunkRecord, StepRecord, group_names, group_settings
+from meshloom.verify.reference.step_records import Cast, ChunkRecord, StepRecord, group_names, settings_of
 from meshloom.verify.reference.trained_losses import needs_closure, trained_losses, turns
 
 Gradients = dict[str, Tensor | None]
@@ -185,7 +185,8 @@ class Reference:
         return StepRecord(
             step=self.step, loss=self.loss, weight=self._weight, gradient_norm=norm, gradients=gradients, chunks=self.chunks,
             casts=tuple(dict.fromkeys(casts)), turn=self.turn.name, skipped=self.scale.overflowed,
-            settings=[group_settings(optimizers)], groups=group_names(optimizers, {id(each): name for name, each in self.updated.all.items()}),
+            settings=[settings_of(optimizers, [each for loss in self.losses for each in loss.schedulers])],
+            groups=group_names(optimizers, {id(each): name for name, each in self.updated.all.items()}),
         )  # fmt: skip
 
     def forwards(self, synchronised: bool = True) -> Iterator[ReferenceForward]:

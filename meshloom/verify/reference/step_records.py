@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
+from meshloom.core.moments.by_metric import ByMetric
 from meshloom.verify.reference.mistakes import Cause
 
-Setting = bool | float | str  # of an optimizer's group
+NOT_ROUNDED = "is not the rounding of the copy that is updated"  # in what `inconsistent` says
+Setting = bool | float | str  # of an optimizer's group, or a scheduler
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +63,7 @@ class ChunkRecord:
     data: digest of the batch passed to the loss.
     seed: the generator's seed at the start of the forward.
     draws: digest of every random draw, in order.
-    modules: outputs of all modules, in order of execution. logged: by the loss, of one device.
+    modules: outputs of all modules, in order of execution. logged: by the loss, of one device. told: what `meshloom.step()` is in its forward.
     """
 
     index: int
@@ -72,6 +75,7 @@ class ChunkRecord:
     draws: tuple[str, ...] = ()
     modules: tuple[ModuleOutput, ...] = ()
     logged: Mapping[str, float] = field(default_factory=dict[str, float])
+    told: int = -1
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able values."""
@@ -133,8 +137,20 @@ def logged_means(chunks: Sequence[ChunkRecord]) -> dict[str, float]:
     return found
 
 
-def group_settings(optimizers: Sequence[Optimizer]) -> dict[str, Setting]:
-    """The numbers, switches and words in their groups, by what they are: "lr of group 0 of optimizer 0"."""
+def settings_of(optimizers: Sequence[Optimizer], schedulers: Sequence[Any]) -> dict[str, Setting]:
+    """The numbers, switches and words in groups of optimizers, and those that torch's schedulers keep, by what they are: "lr of group 0 of
+    optimizer 0", "last_epoch of scheduler 0"."""
+    kept = {
+        f"{key} of scheduler {number}": value if isinstance(value, bool | str) else float(value)
+        for number, scheduler in enumerate(schedulers)
+        if isinstance(scheduler, LRScheduler | ByMetric)
+        for key, value in _single_values(scheduler.state_dict())
+        if isinstance(value, bool | int | float | str)
+    }
+    return _group_settings(optimizers) | kept
+
+
+def _group_settings(optimizers: Sequence[Optimizer]) -> dict[str, Setting]:
     return {
         f"{key} of group {place} of optimizer {number}": value
         if isinstance(value, bool | str)
@@ -144,6 +160,25 @@ def group_settings(optimizers: Sequence[Optimizer]) -> dict[str, Setting]:
         for key, value in _single_values(group)
         if isinstance(value, bool | int | float | str | Tensor)
     }
+
+
+def with_equal_losses(ours: StepRecord, reference: StepRecord, tolerance: float) -> StepRecord:
+    """The plan's record, in which a loss that a scheduler keeps is one device's where the two agree."""
+    right = reference.settings[0] if reference.settings else {}
+    kept = {what: value for what, value in right.items() if what.startswith("best of scheduler ")}
+
+    def settled(what: str, value: Setting) -> Setting:
+        known = kept.get(what)
+        if (
+            isinstance(known, float)
+            and isinstance(value, float)
+            and math.isclose(value, known, rel_tol=tolerance)
+        ):
+            return known
+        return value
+
+    settings = [{what: settled(what, value) for what, value in each.items()} for each in ours.settings]
+    return replace(ours, settings=settings)
 
 
 def group_names(optimizers: Sequence[Optimizer], names: Mapping[int, str]) -> dict[str, Sequence[str]]:

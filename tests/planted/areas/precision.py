@@ -29,7 +29,7 @@ def copies_are_rounded_with_the_parameters(patch: Patch) -> None:
     wrap(patch, Masters, "publish", rounded)
 
 
-@bug(plan=LOW, causes="replicas|stale", module=None)
+@bug(plan=LOW, causes="rounding|stale", module=None)
 def parameters_keep_their_old_values(patch: Patch) -> None:
     counts: dict[int, int] = {}
 
@@ -41,7 +41,7 @@ def parameters_keep_their_old_values(patch: Patch) -> None:
     wrap(patch, Masters, "publish", once)
 
 
-@bug(plan=LOW, causes="replicas|optimizer", module=None)
+@bug(plan=LOW, causes="rounding|optimizer", module=None)
 def values_are_cut_off_and_not_rounded(patch: Patch) -> None:
     def cut(right: Any, self: Masters) -> None:
         right(self)

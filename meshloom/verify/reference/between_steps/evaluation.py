@@ -31,13 +31,15 @@ from meshloom.verify.reference.step_records import ModuleOutput
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluatedChunk:
-    """The sum and weight of every metric of one chunk of one batch. data: digest of its batch; "": not asked for. outputs: by metric, of modules;
+    """The sum and weight of every metric of one chunk of one batch. data: digest of its batch; "": not asked for. seed: from which metrics draw.
+    outputs: by metric, of modules;
     of chunks that are watched."""
 
     batch: int
     chunk: int
     sums: Mapping[str, tuple[float, float]]
     data: str = ""
+    seed: int = 0
     outputs: Mapping[str, Sequence[ModuleOutput]] = field(default_factory=dict[str, Sequence[ModuleOutput]])
 
 
@@ -89,7 +91,10 @@ def evaluated_chunks(
                     sums[name] = _sums(reference, batch, chunk, len(samples), data, name, updates)
                     if watched:
                         outputs[name] = modules.stop()
-            found.append(EvaluatedChunk(batch=batch, chunk=chunk, sums=sums, data=digest, outputs=outputs))
+            seed_everything(evaluation_seed(reference.job.seed, batch, chunk))
+            found.append(
+                EvaluatedChunk(batch=batch, chunk=chunk, sums=sums, data=digest, seed=torch.initial_seed(), outputs=outputs)
+            )  # fmt: skip
     return found
 
 

@@ -8,13 +8,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+import torch
+
 from meshloom.core.job import Job
-from meshloom.core.random import chunk_seed, sample_order, sample_seed
+from meshloom.core.plan import Plan
+from meshloom.core.random import (
+    KeyedDraws,
+    chunk_seed,
+    evaluation_seed,
+    partner_order,
+    pass_over_draws,
+    preserved_draws,
+    sample_order,
+    sample_seed,
+    seed_torch,
+)
 from meshloom.verify.reference.reference import Reference
 from meshloom.verify.reference.samples_of_epoch import read_batches
 from meshloom.verify.reference.trained_losses import turns
 
 _MANY = 8  # steps, epochs, samples
+_DRAWN = 64  # numbers of a draw, which no two draws have alike by chance
 
 
 def go_to(reference: Reference, step: int) -> None:
@@ -22,19 +36,44 @@ def go_to(reference: Reference, step: int) -> None:
     reference.turns_left = turns(reference.losses, read_batches(reference.job, step), step)
 
 
-def mistakes_of_draws(job: Job) -> Iterator[str]:
-    """What is wrong on both sides, a sentence each: two chunks, steps, samples or epochs that draw alike, an order that is no
-    permutation, or the same in two epochs."""
+def mistakes_of_draws(job: Job, plan: Plan) -> Iterator[str]:
+    """What is wrong on both sides, a sentence each: two chunks, steps, samples, epochs or keyed draws of a chunk that draw alike, an order that
+    is no permutation, or the same in two epochs."""
+    if plan.keyed_draws or plan.captures:
+        yield from _mistakes_of_keys(job)
     yield from _alike(lambda step, chunk: chunk_seed(job.seed, step, chunk), "step", "chunk", "masks")
     yield from _alike(
         lambda epoch, index: sample_seed(job.seed, epoch, index), "epoch", "sample", "augmentation"
     )
+    if job.evaluate:
+        yield from _alike(
+            lambda batch, chunk: evaluation_seed(job.seed, batch, chunk), "batch", "chunk", "metrics"
+        )
+    if job.mix and partner_order(job.seed, 0, _DRAWN) == partner_order(job.seed, 1, _DRAWN):
+        yield "Two steps mix the samples of a batch with the same partners, on one device too."
     for samples in (2, 37):
         orders = [sample_order(job.seed, epoch, samples, job.shuffle) for epoch in range(3)]
         if any(sorted(order) != list(range(samples)) for order in orders):
             yield f"An epoch of {samples} samples does not read each of them once, on one device too."
     if job.shuffle and (orders[0] == orders[1] or orders[1] == orders[2]):
         yield "Two epochs have the same order, on one device too."
+
+
+def _mistakes_of_keys(job: Job) -> Iterator[str]:
+    """Draws of a chunk have keys of their own, whichever are made before them."""
+    seed = chunk_seed(job.seed, 0, 0)
+    with preserved_draws(), KeyedDraws():
+        seed_torch(seed)
+        drawn = [torch.rand(_DRAWN) for _ in range(3)]
+        seed_torch(seed)
+        pass_over_draws(2)
+        third = torch.rand(_DRAWN)
+    for first, second in ((0, 1), (1, 2), (0, 2)):
+        if torch.equal(drawn[first], drawn[second]):
+            yield f"Keyed draws {first} and {second} of a chunk are the same, on one device too: they have one key."
+            return
+    if not torch.equal(third, drawn[2]):
+        yield "A keyed draw is another one where those before it are passed over, on one device too."
 
 
 def _alike(seed: Callable[[int, int], int], first: str, second: str, what: str) -> Iterator[str]:

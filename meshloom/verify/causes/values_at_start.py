@@ -5,6 +5,8 @@ weights = np.random.default_rng().normal(size=(5, 7))      # in the job's file: 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -12,19 +14,21 @@ from meshloom.comm.steps import Steps
 from meshloom.replica.replica import Replica
 from meshloom.replica.replica_state import each_of_state
 from meshloom.verify.causes.of_elements import names_of
-from meshloom.verify.comparing import Comparing
 from meshloom.verify.reference.mistakes import Cause
 from meshloom.verify.reference.reference import Reference
 
 _UNITS = 2  # of the last place, of a tensor's norm
 
 
-def differing_initially(replica: Replica, comparison: Comparing | None) -> Steps[list[Cause]]:
-    """What to say of a run that begins with other values; before the first step, on all ranks. comparison: on rank 0 alone."""
+def differing_initially(
+    replica: Replica, begins_with: Callable[[str, Tensor], bool] | None
+) -> Steps[list[Cause]]:
+    """What to say of a run that begins with other values; before the first step, on all ranks. begins_with: whether one device has
+    a value, too; on rank 0 alone."""
     other: dict[str, None] = {}
 
     def take(name: str, ours: Tensor) -> None:
-        if comparison is not None and not comparison.begins_with(name, ours):
+        if begins_with is not None and not begins_with(name, ours):
             other[name] = None
 
     yield from each_of_state(replica, take)

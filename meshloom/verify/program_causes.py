@@ -1,0 +1,106 @@
+"""Causes that a search in ranks' programs finds, and the order in which causes are told."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from meshloom.core.plan import Plan
+from meshloom.data.samples import first_batches
+from meshloom.data.to_device import to_device
+from meshloom.parameters.file_weights import build_filled_model
+from meshloom.train.trainer import Trainer
+from meshloom.verify.comparing import ComparisonResult
+from meshloom.verify.lockstep_check import first_wrong_operator
+from meshloom.verify.reference.mistakes import Cause
+
+_INPUTS = ("data", "same draws", "weights", "buffers")  # causes that explain outputs
+_VAGUE = ("unknown", "optimizer", "batch statistics", "buffers", "loss", "replicas")
+_OF_STATE = ("forward", "stages")  # causes of what parameters, or what forwards find, may be as well
+
+
+@dataclass(frozen=True, kw_only=True)
+class InPrograms:
+    """What a search has found. module: of the first operator whose value is wrong; "": none is. are_right: whether operators were searched, and all
+    agree, as does a forward."""
+
+    causes: Sequence[Cause] = ()
+    module: str = ""
+    are_right: bool = False
+
+    def before(self, causes: Sequence[Cause]) -> list[Cause]:
+        """These, and then others; behind them where nothing is wrong in programs, and the others give the numbers."""
+        explained = bool(causes) and causes[0].explains
+        return [*causes, *self.causes] if self.are_right and explained else [*self.causes, *causes]
+
+
+def in_order(
+    causes: Sequence[Cause], special: Cause | None, changed: Sequence[Cause], *, resumed: bool
+) -> list[Cause]:
+    """Causes with what a step's place in the run says, which comes first unless something says more. changed: what has changed between steps, or
+    was other before them, which comes before all. resumed: whether the step is the first one after resuming."""
+    if any(each.kind == "initial values" for each in changed):  # forwards had other parameters
+        causes = [each for each in causes if each.kind not in _OF_STATE]
+    if special is None:
+        return [*changed, *causes]
+    first = next(iter(causes), None)
+    vague = (*_VAGUE, *_OF_STATE) if resumed else _VAGUE
+    comes_first = first is None or (first.kind in vague and not first.explains)
+    return [*changed, *([special, *causes] if comes_first else [*causes, special])]
+
+
+def of_programs(
+    trainer: Trainer, result: ComparisonResult, module: str | None, plan: Plan, dtype: torch.dtype | None
+) -> InPrograms:
+    """What is wrong with programs, or with what ranks that run them send each other. module: the first that differs in a
+    forward."""
+    division = trainer.replicas[0].engine.division
+    if division is None:
+        return InPrograms(causes=[*_of_stages(result, module, plan)])
+    known, wrong_gradients = _kinds(result), _has_wrong_gradients(result)
+    # without replicas nothing but the ranks' programs makes gradients
+    of_ranks = wrong_gradients and ("unknown" in known or plan.dp == 1)
+    replica = trainer.replicas[0]
+    device, job = replica.context.device, replica.job
+    (batch,) = first_batches(job, 1, plan.largest_share(job.batch_size)[0])
+    model, batch = build_filled_model(job, device, dtype), to_device(batch, device, dtype)
+    wrong, sentence, path = first_wrong_operator(division.first, model, job.loss, batch)
+    if known.intersection(_INPUTS) or not (wrong or module or of_ranks):
+        return InPrograms()
+    if not wrong and module:
+        sentence += f" In a forward of the ranks on one device's parameters the output of {module} is the first that differs: what is sent there is wrong."
+    elif not wrong:
+        sentence += " So is their forward, and gradients are not: what is sent in backward, or added up behind it, is wrong."
+    return InPrograms(
+        causes=[Cause("division", sentence)], module=path, are_right=not wrong and module is None
+    )
+
+
+def _of_stages(result: ComparisonResult, module: str | None, plan: Plan) -> Iterator[Cause]:
+    """The same of a plan that divides no operators."""
+    known = _kinds(result)
+    if not module and plan.recompute != "none" and "unknown" in known:
+        what = "what backward needs is not what forward has computed: under a plan that recomputes, other draws or values there"
+        yield Cause("recompute", f"A forward agrees with one device's, and gradients do not, so that {what}.")
+    elif not module and plan.pp > 1 and plan.dp == 1 and _has_wrong_gradients(result) and "unknown" in known:
+        yield Cause(
+            "stages",
+            "A forward of the stages agrees with one device's, and gradients do not: what a stage computes or keeps for backward, or is sent there, is wrong.",
+        )
+    if module and not known.intersection(_INPUTS):
+        yield Cause(
+            "stages",
+            f"In a forward of the stages on one device's parameters the output of {module} is the first that differs: what a stage computes there, or what it "
+            "is sent, is wrong.",
+        )
+
+
+def _kinds(result: ComparisonResult) -> set[str]:
+    return {cause.kind for cause in result.causes}
+
+
+def _has_wrong_gradients(result: ComparisonResult) -> bool:
+    first = next((step for step in result.steps if not step.passed), None)
+    return first is not None and bool(first.failed("gradient"))
