@@ -47,12 +47,12 @@ def diagnose(
         return []
     causes = [*ours.changed]
     if (turn := other_turn(ours, reference)) is not None:
-        return [
-            *causes,
-            Cause(
-                "turns", f"{turn} Losses take their turns in another order, or as often as they should not."
-            ),
-        ]
+        why = "Losses take their turns in another order, or as often as they should not."
+        if ours.turn == reference.turn:
+            why = (
+                "The run goes on in another step: with other samples than one device reads, and other draws."
+            )
+        return [*causes, Cause("turns", f"{turn} {why}")]
     if (told := wrong_number(ours)) is not None:
         causes.append(Cause("turns", f"{told} What a loss makes depend on the step is that of another one."))
     causes += [
@@ -260,12 +260,19 @@ def _from_update(
     of_update: Cause | None,
 ) -> list[Cause]:
     """Gradients and norm agree but the parameters, or the settings of optimizers, do not."""
-    if settings := next(wrong_settings(ours, reference), None):
-        return [Cause("optimizer", f"The gradients agree, and the optimizer's settings do not: {settings}")]
+    settings = [*wrong_settings(ours, reference)]
+    if of_groups := [each for each in settings if " of optimizer " in each]:
+        return [
+            Cause("optimizer", f"The gradients agree, and the optimizer's settings do not: {of_groups[0]}")
+        ]
     wrong = {*comparison.failed("update"), *comparison.failed("parameter")}
     names = list(dict.fromkeys(error.name for error in comparison.errors if error.name in wrong))
+    of_schedulers = [
+        Cause("optimizer", f"The gradients agree, and what schedulers keep does not: {each}")
+        for each in settings[:1]
+    ]
     if not names:
-        return []
+        return of_schedulers
     untrained = [name for name in names if reference.gradients.get(name) is None]
     if len(untrained) == len(names):
         what = "changed under the plan differently than on one device, without a gradient"
@@ -273,6 +280,8 @@ def _from_update(
     found = _scaled_updates(comparison, names) or _rounded_updates(comparison, names, earlier)
     if found is not None or of_update is not None:
         return [of_update or found]  # pyright: ignore[reportReturnType]
+    if of_schedulers:
+        return of_schedulers
     some = f"those of {_names(names)}" if len(names) < len(reference.gradients) else "all of them"
     if earlier:
         when = f"The gradients agree, and so did all updates until step {comparison.step}, where updates differ ({some})"
