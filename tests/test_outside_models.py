@@ -4,6 +4,7 @@ embeddings, anchors. All ranks of a process trained one backbone, or NaN was rea
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -198,6 +199,17 @@ def test_what_a_function_makes_and_keeps_may_be_returned_once():
 
     assert built(model)[0] is made[0]
     with pytest.raises(JobError, match=r"returned the same module twice \(0\), which it made the first time"):
+        built(model)
+
+
+def test_a_tensor_from_where_nobody_looks_may_be_returned_once():
+    hidden = itertools.repeat(torch.ones(9))
+
+    def model() -> nn.Module:
+        return Net(**inside(), scale=next(hidden))
+
+    assert built(lambda: built(model)).scale is next(hidden)
+    with pytest.raises(JobError, match=r"returned the same tensor twice \(scale\)"):
         built(model)
 
 

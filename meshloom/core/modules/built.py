@@ -18,7 +18,7 @@ is no copy; it may be returned once.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial, wraps
@@ -29,6 +29,7 @@ from unittest.mock import patch
 from weakref import WeakKeyDictionary, WeakSet
 
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from meshloom.core.errors import JobError
 from meshloom.core.modules.compiled import named_as_written
@@ -46,6 +47,9 @@ class Original:
 
 
 _RETURNED: WeakSet[nn.Module] = WeakSet()  # modules that are trained, or read, and lie outside of later calls
+_LEFT: MutableMapping[Tensor, None] = (
+    WeakIdKeyDictionary()
+)  # tensors that something else knows, which is not found outside
 _ORIGINALS: WeakKeyDictionary[nn.Module, dict[str, Original]] = WeakKeyDictionary()
 
 
@@ -85,9 +89,17 @@ def _with_copies(function: Callable[[], nn.Module], model: nn.Module, made: _Mad
         _ORIGINALS[copied] = {held.names[id(each)]: Original(each, each) for each in held.tensors}
         return copied
     known = [(each, outside.in_memory_of(each)) for each in tensors]
-    _ORIGINALS[model] = {
-        held.names[id(each)]: Original(each.detach(), own) for each, own in known if own is not None
-    }
+    _ORIGINALS.setdefault(model, {}).update(
+        {held.names[id(each)]: Original(each.detach(), own) for each, own in known if own is not None}
+    )
+    left = [each for each, own in known if own is None and not is_foreign(each)]
+    for each in left if made.is_outermost else ():
+        if each in _LEFT:
+            raise JobError(
+                f"Job(model=...) returned the same tensor twice ({held.names[id(each)]}), from where it is not found. Let the function build a new one at "
+                "every call, or give it a copy (clone): every replica has its own."
+            )
+        _LEFT[each] = None
     held.copy([each for each, own in known if own is not None or is_foreign(each)])
     return model
 
