@@ -75,6 +75,10 @@ def record_step(schedule: Schedule, group: Group, run: PipelineRun, step: int = 
         torch.zeros(1)
     return (
         yield from gather_timeline(
-            group, recorder.take(), step=step, place=MeshCoordinates(pp=group.rank), schedule=schedule
+            group,
+            recorder.take(),
+            step=step,
+            place=MeshCoordinates(pp=group.rank),
+            schedule=lambda microbatches: schedule,
         )
     )

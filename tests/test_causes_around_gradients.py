@@ -137,9 +137,9 @@ def test_what_explains_the_numbers_comes_before_where_a_step_is_in_the_run():
     special = Cause("resuming", "After resuming.")
     vague, forward = Cause("optimizer", "Settings differ."), Cause("forward", "A layer differs.")
     explained = Cause("optimizer", "Twice the rate.", explains=True)
-    assert in_order([vague], special, resumed=False)[0] is special
-    assert in_order([explained], special, resumed=True)[0] is explained
-    assert in_order([forward], special, resumed=False)[0] is forward
-    assert in_order([forward], special, resumed=True)[0] is special
+    assert in_order([vague], special, [], resumed=False)[0] is special
+    assert in_order([explained], special, [], resumed=True)[0] is explained
+    assert in_order([forward], special, [], resumed=False)[0] is forward
+    assert in_order([forward], special, [], resumed=True)[0] is special
     right = InPrograms(causes=[Cause("division", "All agree.")], are_right=True)
     assert right.before([explained])[0] is explained and right.before([vague])[0] is right.causes[0]

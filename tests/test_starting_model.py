@@ -3,6 +3,7 @@ part of the model."""
 
 from __future__ import annotations
 
+import copy
 import itertools
 import re
 from collections.abc import Callable
@@ -304,6 +305,6 @@ def test_an_optimizer_function_may_draw(plan: str, from_files: bool, tmp_path: P
 
 def test_a_model_that_was_built_before_is_taken_as_it_is():
     job = make_job("gpt", "adamw")
-    models = [build_model(job, CPU, None) for _ in range(5)]
+    models = [copy.deepcopy(build_model(job, CPU, None)) for _ in range(5)]
     with Trainer(replace(job, model=models.pop), "pp=2", devices="simulated") as trainer:
         assert_ranks_start_as_one_device(trainer, job)
