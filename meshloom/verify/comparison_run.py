@@ -209,7 +209,7 @@ class ComparisonRun(Comparing):
     def add_state(self, name: str, ours: Tensor) -> None:
         compared = self._state.compare(name, self.reference.updated.settled(name, ours))
         if wrong := next((error for error in compared if not error.passed), None):
-            self._keep_first(wrong, ours, held_by(self.reference)[name])
+            self._keep_first(wrong, ours, held_by(self.reference, name))
         elif compared:
             replace_value(self.reference, name, ours)
 

@@ -12,7 +12,7 @@ from rich.table import Table
 from meshloom.core.units import format_count
 from meshloom.verify.against_float64 import FromFloat64
 from meshloom.verify.between_steps.checks import BetweenSteps, DifferingTensor, TensorError
-from meshloom.verify.compared.compare import Comparison
+from meshloom.verify.compared.compare import Comparison, first_differing
 from meshloom.verify.fewer_blocks import FewerBlocks
 from meshloom.verify.reference.mistakes import Cause
 from meshloom.verify.reference.step_records import Cast
@@ -65,7 +65,7 @@ class Report:
     @property
     def first_wrong(self) -> Comparison | None:
         """The first step that differs."""
-        return next((step for step in self.steps if not step.passed), None)
+        return first_differing(self.steps)
 
     def worst(self, rows: int = ROWS) -> list[TensorError]:
         """The largest errors relative to their tolerance, one per name and kind: of the first step that

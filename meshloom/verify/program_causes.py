@@ -12,6 +12,7 @@ from meshloom.data.samples import first_batches
 from meshloom.data.to_device import to_device
 from meshloom.parameters.file_weights import build_filled_model
 from meshloom.train.trainer import Trainer
+from meshloom.verify.compared.compare import first_differing
 from meshloom.verify.comparing import ComparisonResult
 from meshloom.verify.lockstep_check import first_wrong_operator
 from meshloom.verify.reference.mistakes import Cause
@@ -102,5 +103,5 @@ def _kinds(result: ComparisonResult) -> set[str]:
 
 
 def _has_wrong_gradients(result: ComparisonResult) -> bool:
-    first = next((step for step in result.steps if not step.passed), None)
+    first = first_differing(result.steps)
     return first is not None and bool(first.failed("gradient"))

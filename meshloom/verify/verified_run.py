@@ -98,9 +98,7 @@ class VerifiedRun:
     one_copy: bool = False
     notes: list[str] = field(default_factory=list[str])
     _steps_per_epoch: int | None = None
-    _module: str = field(
-        default="", init=False
-    )  # the first that is wrong, if a search in programs has found it
+    _module: str = field(default="", init=False)  # the first wrong one, if a search in programs has found it
     _changed: list[Cause] = field(default_factory=list[Cause], init=False)  # what has changed between steps
 
     def quick(self, steps: int, *, own_copies: bool = False) -> None:

@@ -40,9 +40,15 @@ def has_batch_norms(modules: Iterable[nn.Module]) -> bool:
     return any(isinstance(each, _NormBase) or not _NORMS.isdisjoint(_names(each)) for each in modules)
 
 
+def code_of_forward(module: nn.Module) -> CodeType | None:
+    """That of its class; None: it is scripted, or has none."""
+    code = getattr(getattr(type(module), "forward", None), "__code__", None)
+    return code if isinstance(code, CodeType) else None
+
+
 def _names(module: nn.Module) -> Sequence[str]:
-    code = getattr(getattr(type(module), "forward", None), "__code__", None)  # none of a scripted one
-    return getattr(code, "co_names", ())
+    code = code_of_forward(module)
+    return code.co_names if code else ()
 
 
 def set_by(code: CodeType) -> Iterator[str]:

@@ -25,6 +25,7 @@ import numpy
 from torch import Tensor, nn
 
 from meshloom.core.errors import CaptureError, TrainingError
+from meshloom.core.modules.class_code import code_of_forward
 from meshloom.program.ir.lines import WAY_OUT, is_users
 from meshloom.program.ir.nodes import submodule
 from meshloom.program.opaque.loss_code import WHOLE, is_code, modules_entered
@@ -105,8 +106,8 @@ class Outside:
         for path, module in model.named_modules():
             if id(module) in run_as_they_are:
                 continue
-            code = getattr(getattr(type(module), "forward", None), "__code__", None)  # none of a scripted one
-            if not isinstance(code, CodeType):
+            code = code_of_forward(module)
+            if code is None:
                 continue
             self._paths[id(module)] = path
             if is_users(code.co_filename):

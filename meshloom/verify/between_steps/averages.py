@@ -25,10 +25,8 @@ class AverageErrors:
         self._parameters: Mapping[str, Tensor] = {}
         self._moved: dict[str, tuple[float, float]] = {}  # of wrong ones: times of the way, what is left
         self._begin = True  # in the first update
-        self._late: dict[
-            str, Tensor
-        ] = {}  # averages with the parameters of the step before in place of this one's
-        self._before: dict[str, Tensor] = {}  # those parameters
+        # averages with the parameters of the step before in place of this one's, and those parameters
+        self._late, self._before = dict[str, Tensor](), dict[str, Tensor]()
         self._are_late: list[bool] = []  # of wrong ones
 
     def begin(self, parameters: Mapping[str, Tensor]) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from meshloom.comm.steps import Steps
 from meshloom.replica.replica import Replica
 from meshloom.replica.replica_state import each_of_state
+from meshloom.verify.between_steps.checks import compared_with
 from meshloom.verify.causes.of_elements import names_of
 from meshloom.verify.reference.mistakes import Cause
 from meshloom.verify.reference.reference import Reference
@@ -43,17 +44,15 @@ def differing_initially(
     ]
 
 
-def held_by(reference: Reference) -> dict[str, Tensor]:
-    """Its parameters, as they are updated, and buffers."""
-    return {**dict(reference.model.named_buffers()), **reference.updated.all}
+def held_by(reference: Reference, name: str) -> Tensor:
+    """Its parameter, as it is updated, or buffer of this name."""
+    updated = reference.updated.all
+    return updated[name] if name in updated else reference.model.get_buffer(name)
 
 
 def begins_with(reference: Reference, name: str, ours: Tensor) -> bool:
     """Whether one device has this value of a parameter or buffer, too, before its first step."""
-    own = held_by(reference)[name].detach()
-    if own.is_sparse or own.shape != ours.shape or not own.is_floating_point():
-        return own.shape == ours.shape and torch.equal(own.to_dense().to(ours), ours.to_dense())
-    same = (own == ours.to(own)) | (own.isnan() & ours.to(own).isnan())
-    off = torch.where(same, 0.0, (own - ours.to(own)).double())
-    size = torch.where(own.isfinite(), own, 0.0).double().norm()
-    return bool(off.norm() <= _UNITS * torch.finfo(own.dtype).eps * size)
+    own, value = held_by(reference, name), ours.detach().to_dense().cpu()
+    inexact = own.is_floating_point() or own.is_complex()
+    tolerance = _UNITS * torch.finfo(own.dtype).eps if inexact else 0.0
+    return own.shape == value.shape and compared_with(name, value, own, 0, tolerance).passed

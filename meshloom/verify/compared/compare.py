@@ -71,9 +71,14 @@ class Comparison:
         return [error.name for error in self.errors if error.kind == kind and not error.passed]
 
 
+def first_differing(steps: Sequence[Comparison]) -> Comparison | None:
+    """The first step that differs."""
+    return next((step for step in steps if not step.passed), None)
+
+
 def placed(steps: Sequence[Comparison], module: str) -> list[Comparison]:
     """The steps, of which the first that differs does so in `module` first."""
-    wrong = next((step for step in steps if not step.passed), None)
+    wrong = first_differing(steps)
     return [replace(step, first_module=module) if step is wrong else step for step in steps]
 
 
@@ -158,10 +163,8 @@ class Comparer:
         if facts or not all(error.passed for error in errors):
             output = first_output(ours, reference, self.outputs, self.plan)
             module = output or first_module(reference, errors, self.plan)
-            apart = [
-                *ours.apart,
-                *(each.split(" ", 1)[0] for each in ours.inconsistent),
-            ]  # both begin with a name
+            # both begin with a name
+            apart = [*ours.apart, *(each.split(" ", 1)[0] for each in ours.inconsistent)]
             module = module or module_of_names(apart, reference, self.plan)
             module = module or module_of_settings(ours, reference, self.plan)
         losses = ours.loss, reference.loss

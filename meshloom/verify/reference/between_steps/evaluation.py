@@ -91,10 +91,8 @@ def evaluated_chunks(
                     sums[name] = _sums(reference, batch, chunk, len(samples), data, name, updates)
                     if watched:
                         outputs[name] = modules.stop()
-            seed_everything(evaluation_seed(reference.job.seed, batch, chunk))
-            found.append(
-                EvaluatedChunk(batch=batch, chunk=chunk, sums=sums, data=digest, seed=torch.initial_seed(), outputs=outputs)
-            )  # fmt: skip
+            seed = evaluation_seed(reference.job.seed, batch, chunk)
+            found.append(EvaluatedChunk(batch=batch, chunk=chunk, sums=sums, data=digest, seed=seed, outputs=outputs))  # fmt: skip
     return found
 
 
