@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +14,14 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import meshloom as ml
+import meshloom.verify.evaluation_outputs
+import meshloom.verify.step_observer
 from meshloom.cli.main import main
 from meshloom.core.errors import JobError, PlanError
 from meshloom.core.job import Evaluate, Job
 from meshloom.core.plan import Plan
 from meshloom.optimizer.averages import ParameterAverages
+from meshloom.parameters.digest import digest
 from meshloom.planner.describe import describe
 from meshloom.planner.ranks import step_facts
 from meshloom.planner.readings import Readings
@@ -24,6 +29,7 @@ from meshloom.telemetry.progress import Listener
 from meshloom.verify.run import verify
 from tests.jobs import class_loss, make_job, vectors
 from tests.logging_jobs import in_a_plain_loop, logging_job
+from tests.processes import on_ranks
 
 TP = "tp=2,tp_placements=first:column+second:row"  # the model is too small to be divided for speed
 PLANS = [
@@ -209,3 +215,23 @@ def test_a_tied_parameter_has_one_average_under_both_names(tmp_path: Path):
         torch.testing.assert_close(
             found[1][name], value, rtol=1e-4, atol=1e-6
         )  # Adam divides small gradients
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("slow", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_no_rank_shows_averages_while_another_reads(slow: int):
+    assert on_ranks(_verified_slowly, 2, slow) == [True, None]
+
+
+def _verified_slowly(slow: int) -> bool | None:
+    """Of one copy of the parameters, which rank `slow` reads for long."""
+
+    def digest_late(tensor: Tensor) -> Tensor:
+        time.sleep(0.02 if os.environ["RANK"] == str(slow) else 0.0)
+        return digest(tensor)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for place in (meshloom.verify.evaluation_outputs, meshloom.verify.step_observer):
+            patch.setattr(place, "digest", digest_late)
+        report = verify(job(), Plan.parse("dp=2"), devices="cpu", quick=False)
+    return report.passed if report else None

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from meshloom.comm.objects import collect
 from meshloom.comm.steps import Steps
 from meshloom.core.errors import CaptureError, JobError, MeshloomError
 from meshloom.core.job import LossFunction
@@ -45,6 +46,8 @@ def evaluate(
     """
     averages = replica.updater.state.averages if replica.updates else None
     if averages and averages.started:
+        if replica.exchange.one_copy:
+            yield from collect(replica.context.world, "has read")  # what the others put averages in place of
         put_back = yield from averages.show()
         yield from replica.engine.refresh_borrowed()
         values = yield from _evaluate(replica, chunks, updates, observer)

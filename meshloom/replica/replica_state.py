@@ -215,11 +215,14 @@ def each_of_state(replica: Replica, take: Callable[[str, Tensor], None]) -> Step
 
 
 def each_average(replica: Replica, take: Callable[[str, Tensor], None]) -> Steps[None]:
-    """As `each_of_state`, with the averages of parameters that the job keeps in their place, once there are any."""
-    averages = replica.updater.state.averages
+    """As `each_of_state`, with the averages of parameters that the job keeps in their place, once there are any. Where replicas have one
+    copy of the parameters, no rank puts values there while another reads."""
+    averages, world = replica.updater.state.averages, replica.context.world
     if averages and averages.started:
+        yield from collect(world, "has read")  # what the others put averages in place of
         put_back = yield from averages.show()
         yield from each_of_state(replica, take)
+        yield from collect(world, "has read averages")
         put_back()
         yield from averages.publish()
 

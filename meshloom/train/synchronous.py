@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from threading import Event
 from typing import NoReturn
 
 import torch
@@ -203,10 +204,10 @@ class SynchronousRun:
             replica.scope.observer = observer
         self._comparison.is_on = False
 
-    def save_into(self, out: Path) -> None:
-        """Write checkpoints into `out` from now on. All ranks call it."""
+    def save_into(self, out: Path, released: Event | None = None) -> None:
+        """Write checkpoints into `out` from now on. released: of `RunCheckpoints`. All ranks call it."""
         self._checkpoints = RunCheckpoints(
-            self._job, self._plan, self._shares, self.replicas, out, self._listener, resume=None, overwrite=True
+            self._job, self._plan, self._shares, self.replicas, out, self._listener, resume=None, overwrite=True, released=released
         )  # fmt: skip
 
     def finish(self) -> None:

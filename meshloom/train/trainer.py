@@ -128,7 +128,7 @@ class Trainer:
                 self.world: World = building.enter_context(
                     open_world(
                         self.plan.mesh, devices, timeout_seconds, transport, self.plan.algorithm, oversubscribe=oversubscribe,
-                        saving=job.checkpoint == "background" and out is not None,
+                        saving=job.checkpoint == "background",
                     )
                 )  # fmt: skip
             for context in self.world.local:

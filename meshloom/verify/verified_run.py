@@ -33,6 +33,7 @@ from meshloom.replica.replica_state import why_not_saved
 from meshloom.telemetry.progress import Listener
 from meshloom.train.contract import Batch
 from meshloom.train.trainer import Trainer
+from meshloom.verify.between_steps.background_check import save_in_background
 from meshloom.verify.between_steps.checks import BetweenSteps
 from meshloom.verify.between_steps.saved_check import same_files
 from meshloom.verify.causes.values_at_start import differing_initially
@@ -249,6 +250,9 @@ class VerifiedRun:
         path = trainer.save()
         if self.comparison:
             self.between.append(self.comparison.check_saved(path, what))
+        if self.job.checkpoint == "background" and self.plan.synchronous:
+            checked, path = save_in_background(trainer, directory / "background", path)
+            self.between.append(checked)
         return path
 
     def _resume_elsewhere(self, path: Path, steps: int) -> None:
@@ -309,9 +313,8 @@ def _directory(trainer: Trainer) -> Iterator[Path]:
 def _why_nothing_is_saved(replica: Replica, directory: Path) -> Steps[str]:
     """A sentence, where a checkpoint cannot hold the model or might not fit on the disk of the first rank; else ""."""
     state = [*replica.model.parameters(), *replica.model.buffers()]
-    needed = (
-        _STATE * sum(each.numel() * each.element_size() for each in state) * replica.plan.tp * replica.plan.pp
-    )
+    copies = _STATE * replica.plan.tp * replica.plan.pp * (2 if replica.job.checkpoint == "background" else 1)
+    needed = copies * sum(each.numel() * each.element_size() for each in state)
     why = why_not_saved(replica.model)
     if not why and directory.is_dir() and (free := shutil.disk_usage(directory).free) < needed:
         why = f"a checkpoint may take {format_bytes(needed)}, and {directory.parent} has {format_bytes(free)} left. TMPDIR names another directory"

@@ -23,7 +23,7 @@ from meshloom.core.plan import Plan
 CauseKind = Literal[
     "same draws", "data", "weights", "scale", "mean of means", "microbatches", "missing chunk", "not reduced", "reduced twice", "tied", "clipping", "division",
     "stale", "batch statistics", "buffers", "None or zero", "optimizer", "replicas", "loss", "resuming", "epoch", "exchanged", "rounding", "border", "stages",
-    "forward", "averages", "between steps", "initial values", "turns", "logged", "recompute", "unknown",
+    "forward", "averages", "between steps", "initial values", "turns", "logged", "recompute", "saved", "unknown",
 ]  # fmt: skip
 Gradients = Mapping[str, Tensor | None]
 MAX_ELEMENTS = 4096  # of each tensor that are compared
