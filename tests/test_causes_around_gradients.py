@@ -17,7 +17,7 @@ from meshloom.verify.causes.of_buffers import cause_of_buffer
 from meshloom.verify.causes.of_reruns import of_owners
 from meshloom.verify.causes.of_updates import KeptUpdate
 from meshloom.verify.program_causes import InPrograms, in_order
-from meshloom.verify.reference.between_steps.positions import mistakes_of_draws
+from meshloom.verify.reference.between_steps.positions import mistakes_on_both_sides
 from meshloom.verify.reference.mistakes import Cause, ChunkGradients, Evidence
 from meshloom.verify.reference.reference import Reference
 from meshloom.verify.reference.step_records import StepRecord, settings_of, with_equal_losses
@@ -28,7 +28,7 @@ KEYED = Plan.parse("dp=2,keyed_draws=true")
 
 def test_draws_of_one_key_are_a_mistake_on_both_sides(monkeypatch: pytest.MonkeyPatch):
     job = make_job("mlp", "sgd")
-    assert not [*mistakes_of_draws(job, KEYED)]
+    assert not [*mistakes_on_both_sides(job, KEYED)]
     right = draws.KeyedDraws.__torch_dispatch__
 
     def without_advance(
@@ -40,7 +40,7 @@ def test_draws_of_one_key_are_a_mistake_on_both_sides(monkeypatch: pytest.Monkey
         return drawn
 
     monkeypatch.setattr(draws.KeyedDraws, "__torch_dispatch__", without_advance)
-    assert "have one key" in next(mistakes_of_draws(job, KEYED))
+    assert "have one key" in next(mistakes_on_both_sides(job, KEYED))
 
 
 def record(**given: Any) -> StepRecord:

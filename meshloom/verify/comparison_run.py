@@ -240,7 +240,9 @@ class ComparisonRun(Comparing):
 
     def check_saved(self, path: Path, what: str) -> BetweenSteps:
         tolerances = self._updates.of, self.of_outputs, self._closures.of_state
-        return check_saved(path, what, self.reference, *tolerances)
+        return check_saved(
+            path, what, self.reference, self._averages.values if self._averages else {}, *tolerances
+        )
 
     def begin_averages(self) -> None:
         if self._averages and not self.reference.scale.overflowed:

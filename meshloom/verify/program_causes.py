@@ -48,7 +48,7 @@ def in_order(
         return [*changed, *causes]
     first = next(iter(causes), None)
     vague = (*_VAGUE, *_OF_STATE) if resumed else _VAGUE
-    comes_first = first is None or (first.kind in vague and not first.explains)
+    comes_first = first is None or ((first.kind in vague or special.kind == "saved") and not first.explains)
     return [*changed, *([special, *causes] if comes_first else [*causes, special])]
 
 

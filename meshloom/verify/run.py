@@ -22,7 +22,7 @@ from meshloom.verify.compared.compare import Comparer
 from meshloom.verify.comparison_run import compare_here
 from meshloom.verify.fewer_blocks import with_fewer_blocks
 from meshloom.verify.findings import Report
-from meshloom.verify.reference.between_steps.positions import mistakes_of_draws
+from meshloom.verify.reference.between_steps.positions import mistakes_on_both_sides
 from meshloom.verify.reference_size import check_reference_fits
 from meshloom.verify.tolerances.of_precision import rounds_partial_sums
 from meshloom.verify.verified_run import Compare, VerifiedRun
@@ -119,7 +119,7 @@ def _report(run: VerifiedRun, apart: VerifiedRun, plan: Plan, *, keyed: bool) ->
         plan=str(plan), devices=run.devices, precision=_name_of(result.comparer.precision), owned=run.owned,
         steps=result.steps, causes=run.causes, casts=result.comparer.casts, whole=result.whole, autocast=_of_precision(run.plan, result.comparer, run.dtype),
         settings=numeric_settings(), from_float64=result.from_float64, differing=result.differing, digest=run.digest, unlike_training=_why_unlike(run),
-        notes=[*run.notes, *notes], between=run.between, general=[*mistakes_of_draws(run.job, run.plan)],
+        notes=[*run.notes, *notes], between=run.between, general=[*mistakes_on_both_sides(run.job, run.plan)],
         apart=_report(apart, apart, plan, keyed=keyed) if apart is not run and apart.result else None,
     )  # fmt: skip
 

@@ -37,6 +37,9 @@ from meshloom.verify.reference.step_records import (
     settings_of,
 )
 
+# rank, turn, and which of the slices that the rank owns have no gradient in a step
+Unused = tuple[int, str, tuple[int, ...]]
+
 
 class StepObserver:
     """An `Observer` of `replica`. comparison: on rank 0, receives each tensor as it is gathered; no rank keeps one."""
@@ -57,6 +60,7 @@ class StepObserver:
         self._held: dict[str, int] = {}  # digests of the state after the last step
         self._changed: list[str] = []  # since then
         self._step = -1  # the last one
+        self.unused: set[Unused] = set()
 
     @contextmanager
     def attached(self) -> Iterator[None]:
@@ -112,6 +116,8 @@ class StepObserver:
 
     def computed(self, gradients: Gradients) -> Steps[None]:
         """Compare the averaged gradients."""
+        missing = tuple(number for number, each in enumerate(gradients.of_owned) if each is None)
+        self.unused.add((self._replica.context.rank, self._replica.scope.turn.loss, missing))
         yield  # until all ranks of this process have computed theirs
         self._computed, self._chunks = self._chunks, []
         self._replica.context.activity.enter("comparing", gradients.step)

@@ -10,8 +10,7 @@ own, as in a training loop of one's own.
 from __future__ import annotations
 
 import shutil
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -26,16 +25,14 @@ from meshloom.comm.steps import Steps
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
 from meshloom.core.units import format_bytes
-from meshloom.launch.environment import scratch_directory
 from meshloom.replica.program_engine import ProgramEngine
 from meshloom.replica.replica import Replica
 from meshloom.replica.replica_state import why_not_saved
 from meshloom.telemetry.progress import Listener
 from meshloom.train.contract import Batch
 from meshloom.train.trainer import Trainer
-from meshloom.verify.between_steps.background_check import save_in_background
 from meshloom.verify.between_steps.checks import BetweenSteps
-from meshloom.verify.between_steps.saved_check import same_files
+from meshloom.verify.between_steps.saving_again import save_in_background, saved_again, saving_directory
 from meshloom.verify.causes.values_at_start import differing_initially
 from meshloom.verify.compared.compare import placed
 from meshloom.verify.comparing import Comparing, ComparisonResult, OneDevice
@@ -44,7 +41,7 @@ from meshloom.verify.program_causes import in_order, of_programs
 from meshloom.verify.reference.mistakes import Cause
 from meshloom.verify.reference.samples_of_epoch import batches_of_first_epoch
 from meshloom.verify.stage_outputs import Values, values_of_modules
-from meshloom.verify.step_observer import StepObserver
+from meshloom.verify.step_observer import StepObserver, Unused
 
 _MOST_SAMPLES, _MOST_SECONDS = 4096, 5.0  # of iterable data, to find the end of its first epoch
 _STATE = 4  # times the parameters: themselves, two moments, copies
@@ -55,10 +52,6 @@ _RESUMED = Cause(
     "resuming",
     "All steps before the checkpoint agree, and the first one after resuming does not: what is resumed is not what was saved, or the data goes on elsewhere.",
 )
-_SAVED = Cause(
-    "resuming",
-    "All steps before the checkpoint agree, and the first one after resuming does not: the checkpoint itself differs, as said below.",
-)
 _LATER = Cause(
     "resuming",
     "All steps before the checkpoint agree, and so does the first one after resuming, but not the second: something that is resumed is not what was saved, "
@@ -68,7 +61,6 @@ _NEXT_EPOCH = Cause(
     "epoch",
     "Earlier steps agree, and the end of the epoch does not: its last batch, which may be short, or the first batch of the next.",
 )
-_AGAIN = "the checkpoint resumed under dp=1 and saved again"
 
 
 @dataclass(kw_only=True)
@@ -100,6 +92,7 @@ class VerifiedRun:
     notes: list[str] = field(default_factory=list[str])
     _steps_per_epoch: int | None = None
     _module: str = field(default="", init=False)  # the first wrong one, if a search in programs has found it
+    _unused: set[Unused] = field(default_factory=set[Unused], init=False)  # what steps had no gradients of
     _changed: list[Cause] = field(default_factory=list[Cause], init=False)  # what has changed between steps
 
     def quick(self, steps: int, *, own_copies: bool = False) -> None:
@@ -121,7 +114,7 @@ class VerifiedRun:
             with self._opened(total) as trainer:
                 if not (self._take(trainer, before) and self._evaluate(trainer)):
                     return
-                directory = around.enter_context(_directory(trainer))
+                directory = around.enter_context(saving_directory(trainer))
                 ends = self._epoch_end(trainer, steps, total)
                 lacking = trainer.together(partial(_why_nothing_is_saved, directory=directory))[0]
                 path = None if lacking else self._save(trainer, directory, "the checkpoint")
@@ -133,10 +126,19 @@ class VerifiedRun:
                     return
             with self._opened(total, resume=path) as trainer:
                 passed = self._take(trainer, after, special=_RESUMED)
+                lost = _of_first_rank(trainer, _RESUMED in self.causes or _LATER in self.causes)
                 if passed and self.job.average is not None:  # in the first step averages are the parameters
                     passed = self._evaluate(trainer)
                 passed = passed and self._take(trainer, ends, special=_NEXT_EPOCH)
-            if passed and self.devices.startswith("simulated") and self.plan.mesh.size > 1:
+                if passed and _varies(
+                    trainer, self._unused
+                ):  # what a step leaves shows in one that does not use it
+                    self._take(trainer, range(trainer.next_step, min(trainer.next_step + 2, total)))
+            if lost:
+                again, _ = saved_again(self._opened(total, resume=path, compares=False), path)
+                self.between += [] if again.passed else [again]
+                self.causes[:0] = again.causes
+            elif passed and self.devices.startswith("simulated") and self.plan.mesh.size > 1:
                 self._resume_elsewhere(path, total)
 
     def _end(self) -> None:
@@ -194,6 +196,7 @@ class VerifiedRun:
                 return (yield from observers[trainer.replicas.index(replica)].changes())
 
             changed = trainer.together(changes)[0]
+            self._unused.update(*(each.unused for each in observers))
         run.observe([None] * len(observers))
         passed = _of_first_rank(trainer, comparison is None or comparison.passed)
         if not passed and batch:
@@ -202,7 +205,7 @@ class VerifiedRun:
                 result = comparison.result()
                 found = of_programs(trainer, result, module, self.plan, self.dtype)
                 special = _meaning(special, result, numbers[0], self.between)
-                resumed = special in (_RESUMED, _SAVED)
+                resumed = special is not None and special.kind in ("resuming", "saved")
                 self.causes += in_order(found.before(result.causes), special, self._changed, resumed=resumed)
                 self._module = found.module
         self._changed += changed
@@ -257,31 +260,34 @@ class VerifiedRun:
 
     def _resume_elsewhere(self, path: Path, steps: int) -> None:
         """Resume the checkpoint under dp=1, and save it again."""
-        elsewhere = replace(
-            self, plan=Plan(precision=self.plan.precision), shares=(), comparison=None, between=[], causes=[]
-        )
-        with (
-            elsewhere._opened(steps, resume=path, compares=False) as trainer,
-            _directory(trainer) as directory,
-        ):
-            run = trainer.synchronous
-            assert run is not None
-            run.save_into(directory)
-            checked, lost = same_files(path, trainer.save(), _AGAIN)
-            self.between.append(checked)
-            self.notes += [_begun_without(lost)] if lost else []
+        elsewhere = replace(self, plan=Plan(precision=self.plan.precision), shares=(), comparison=None, between=[], causes=[])  # fmt: skip
+        checked, lost = saved_again(elsewhere._opened(steps, resume=path, compares=False), path, "dp=1")
+        self.between.append(checked)
+        self.notes += [_begun_without(lost)] if lost else []
 
 
 def _meaning(
     special: Cause | None, result: ComparisonResult, first: int, between: Sequence[BetweenSteps]
 ) -> Cause | None:
     """What a difference says of resuming. first: the number of the first step after it. between: what was compared before."""
-    if special is not _RESUMED:
-        return special
-    if all(each.passed for each in result.steps if each.step == first):
+    if special is None:
+        return None
+    if wrong := [each for each in between if not each.passed and "checkpoint" in each.what]:
+        off = (f"{each.name} is off by {each.error:.1e}" for each in wrong[0].errors if not each.passed)
+        what = next(iter([*wrong[0].facts, *off]), "")
+        return Cause(
+            "saved", f"All steps before the checkpoint agree, and it is not what one device has. {what}"
+        )
+    if special is _RESUMED and all(each.passed for each in result.steps if each.step == first):
         return _LATER
-    wrong = [each for each in between if not each.passed and "checkpoint" in each.what]
-    return _SAVED if wrong else _RESUMED
+    return special
+
+
+def _varies(trainer: Trainer, unused: Iterable[Unused]) -> bool:
+    """Whether some steps of one turn leave parameters without gradients that others do not, on any rank."""
+    places = [(rank, turn) for rank, turn, _ in unused]
+    mine = len(set(places)) < len(places)
+    return any(trainer.together(lambda replica: collect(replica.context.world, mine))[0])
 
 
 def _of_first_rank(trainer: Trainer, value: T) -> T:
@@ -296,18 +302,6 @@ def _closing(batches: Any) -> Iterator[Iterator[Batch]]:
         yield batches
     finally:
         batches.close()
-
-
-@contextmanager
-def _directory(trainer: Trainer) -> Iterator[Path]:
-    """A directory for checkpoints, of one name on all ranks; the first one removes it."""
-    main = trainer.world.main
-    made = tempfile.mkdtemp(prefix="meshloom-verify-", dir=scratch_directory()) if main else ""
-    try:
-        yield Path(_of_first_rank(trainer, made))
-    finally:
-        if made:
-            shutil.rmtree(made, ignore_errors=True)
 
 
 def _why_nothing_is_saved(replica: Replica, directory: Path) -> Steps[str]:

@@ -29,6 +29,11 @@ class AverageErrors:
         self._late, self._before = dict[str, Tensor](), dict[str, Tensor]()
         self._are_late: list[bool] = []  # of wrong ones
 
+    @property
+    def values(self) -> Mapping[str, Tensor]:
+        """By name, in float64."""
+        return self._averages
+
     def begin(self, parameters: Mapping[str, Tensor]) -> None:
         """After a step's update. parameters: one device's."""
         self.errors, self._moved, self._parameters = [], {}, parameters

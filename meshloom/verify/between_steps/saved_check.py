@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from meshloom.checkpoint.checkpoint import Checkpoint
-from meshloom.checkpoint.format import CARRIED, MASTER, STATE
+from meshloom.checkpoint.format import AVERAGE, CARRIED, MASTER, STATE
 from meshloom.checkpoint.json_values import from_json
+from meshloom.replica.replica_state import SCALE
 from meshloom.verify.between_steps.attributes_check import check_attributes, differing_attributes
 from meshloom.verify.between_steps.checks import BetweenSteps, TensorError, compared_with, same_bits
 from meshloom.verify.reference.reference import Reference
@@ -25,19 +26,23 @@ _LEFT_OUT = ("params", "param_names")
 
 
 def check_saved(
-    path: Path, what: str, reference: Reference, tolerance: Callable[[str], float], of_outputs: float,
+    path: Path, what: str, reference: Reference, averages: Mapping[str, Tensor], tolerance: Callable[[str], float], of_outputs: float,
     moved: Callable[[Tensor, str], float],
 ) -> BetweenSteps:  # fmt: skip
-    """Compare the checkpoint in `path` with the reference. tolerance: of what a parameter's optimizer computes, by name. of_outputs: of
-    what forwards compute. moved: how far rounding was measured to move what it keeps of a parameter, by its key."""
+    """Compare the checkpoint in `path` with the reference. averages: one device's, of parameters by name. tolerance: of what a parameter's
+    optimizer computes, by name. of_outputs: of what forwards compute. moved: how far rounding was measured to move what it keeps of a
+    parameter, by its key."""
     saved = Checkpoint.open(path)
     step = reference.step
     facts = [*_facts(saved, reference, of_outputs)]
     errors = [*_weight_errors(saved, reference, tolerance)]
     state, lost = _state_errors(saved, reference, tolerance, moved)
+    shown, missing = _average_errors(saved, reference, averages, tolerance)
     left, wrong = check_attributes(saved, reference, of_outputs)
     return BetweenSteps(
-        what=f"{what} after step {step}", errors=[*errors, *state, *left], facts=[*facts, *lost, *wrong]
+        what=f"{what} after step {step}",
+        errors=[*errors, *state, *shown, *left],
+        facts=[*facts, *lost, *missing, *wrong],
     )
 
 
@@ -83,6 +88,10 @@ def _facts(saved: Checkpoint, reference: Reference, of_outputs: float) -> Iterat
         values = from_json(there)
         if isinstance(values, Mapping):
             yield from _settings_that_differ(f"scheduler {number}", values, here.state_dict(), allowed)
+    if (scale := reference.scale).is_used and (
+        there := saved.values.get(SCALE, {}).get("scale")
+    ) != scale.value:
+        yield f"The loss scale is {'not in the checkpoint' if there is None else f'{there:g} in the checkpoint'}, and {scale.value:g} on one device."
 
 
 def _settings_that_differ(
@@ -158,6 +167,23 @@ def _state_errors(
         if (path := f"{STATE}{name}/{MASTER}") in keys and (found := _read(saved, path)) is not None:
             errors.append(compared_with(f"copy of {name}", found, parameter, reference.step, tolerance(name)))
     return errors, facts
+
+
+def _average_errors(
+    saved: Checkpoint, reference: Reference, averages: Mapping[str, Tensor], tolerance: Callable[[str], float]
+) -> tuple[list[TensorError], list[str]]:
+    """Of moving averages of parameters."""
+    paths = {name: f"{STATE}{name}/{AVERAGE}" for name in averages}
+    known = {name: path for name, path in paths.items() if path in saved.keys()}  # noqa: SIM118
+    errors = [
+        compared_with(
+            f"average of {name}", _read(saved, path), averages[name], reference.step, tolerance(name)
+        )
+        for name, path in known.items()
+    ]
+    return errors, [
+        f"The checkpoint has no average of {name}, and one device has." for name in paths if name not in known
+    ]
 
 
 def _read(saved: Checkpoint, key: str) -> Tensor | None:

@@ -11,7 +11,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from meshloom.core.job import Job
-from meshloom.core.moments.by_hand import as_scheduler
 from meshloom.verify.reference.masters import ReferenceMasters
 
 
@@ -85,7 +84,27 @@ def turns(
 
 
 def _schedulers(function: Callable[[Any], Any] | None, made: Any) -> list[Any]:
-    return [as_scheduler(each) for each in _list_of(function(made))] if function else []
+    return [_stepped(each) for each in _list_of(function(made))] if function else []
+
+
+def _stepped(given: Any) -> Any:
+    is_function = callable(given) and not hasattr(given, "step") and not isinstance(given, type)
+    return _FunctionOfStep(given) if is_function else given
+
+
+class _FunctionOfStep:
+    """A function that is called with a step's number before that step."""
+
+    def __init__(self, function: Callable[[int], object]) -> None:
+        self._function, self._next = function, 0
+        function(0)
+
+    def step(self) -> None:
+        self._next += 1
+        self._function(self._next)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self._next}
 
 
 def _list_of(given: Any) -> list[Any]:

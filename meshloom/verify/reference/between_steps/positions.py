@@ -23,6 +23,7 @@ from meshloom.core.random import (
     sample_seed,
     seed_torch,
 )
+from meshloom.telemetry.best_metric import BestMetric
 from meshloom.verify.reference.reference import Reference
 from meshloom.verify.reference.samples_of_epoch import read_batches
 from meshloom.verify.reference.trained_losses import turns
@@ -36,9 +37,9 @@ def go_to(reference: Reference, step: int) -> None:
     reference.turns_left = turns(reference.losses, read_batches(reference.job, step), step)
 
 
-def mistakes_of_draws(job: Job, plan: Plan) -> Iterator[str]:
+def mistakes_on_both_sides(job: Job, plan: Plan) -> Iterator[str]:
     """What is wrong on both sides, a sentence each: two chunks, steps, samples, epochs or keyed draws of a chunk that draw alike, an order that
-    is no permutation, or the same in two epochs."""
+    is no permutation, or the same in two epochs; an evaluation that is kept as the best and is not, or training that stops at another one."""
     if plan.keyed_draws or plan.captures:
         yield from _mistakes_of_keys(job)
     yield from _alike(lambda step, chunk: chunk_seed(job.seed, step, chunk), "step", "chunk", "masks")
@@ -57,6 +58,22 @@ def mistakes_of_draws(job: Job, plan: Plan) -> Iterator[str]:
             yield f"An epoch of {samples} samples does not read each of them once, on one device too."
     if job.shuffle and (orders[0] == orders[1] or orders[1] == orders[2]):
         yield "Two epochs have the same order, on one device too."
+    if job.evaluate and job.evaluate.best:
+        yield from _mistakes_of_the_best(job.evaluate.best)
+
+
+def _mistakes_of_the_best(text: str) -> Iterator[str]:
+    """text: of `Evaluate.best`."""
+    metric, _, which = text.rpartition(":")
+    values = [0.5, 0.75, 0.25, 0.25, 0.5] if which == "min" else [0.5, 0.25, 0.75, 0.75, 0.5]
+    found, stopped = BestMetric.of(text, patience=2), list[bool]()
+    for step, value in enumerate(values, 1):
+        found = found.after(step, {metric: value})
+        stopped.append(found.stops)
+    if found.step != 3:
+        yield f"Of evaluations of {values} the one after step {found.step} is kept as the best by {text}, on one device too."
+    elif stopped != [False, False, False, False, True]:
+        yield f"With patience=2 training does not stop at the fifth of evaluations of {values} by {text} alone, on one device too."
 
 
 def _mistakes_of_keys(job: Job) -> Iterator[str]:

@@ -1,0 +1,115 @@
+"""Checkpoints of one state that are written in two ways: in the background while the next step runs, and once more after resuming."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from threading import Event
+from typing import Any, cast
+
+from meshloom.checkpoint.checkpoint import Checkpoint
+from meshloom.comm.objects import share
+from meshloom.launch.environment import scratch_directory
+from meshloom.train.trainer import Trainer
+from meshloom.verify.between_steps.checks import BetweenSteps
+from meshloom.verify.between_steps.saved_check import same_files
+from meshloom.verify.reference.mistakes import Cause
+
+_BACKGROUND = "the checkpoint written in the background while the next step ran"
+_COPIED = (
+    "The same state written in the foreground is right. What is copied for the thread that writes is something else, such as what the next update has "
+    "made of it."
+)
+_LOST = "What is resumed is not what was saved. Resumed and saved again, without a step: {}"
+
+
+def save_in_background(trainer: Trainer, directory: Path, before: Path) -> tuple[BetweenSteps, Path]:
+    """Save into `directory` as training does with `Job(checkpoint="background")`, take a step, and compare with `before`, the same
+    step's checkpoint. The thread that saves copies nothing until that step's update is over, so everything that only updates change is left
+    for training to copy. The trainer is a step further afterwards, which nobody compares: it is for closing. All ranks call it; the comparison is
+    rank 0's, the path of what is right on all.
+    """
+    run = trainer.synchronous
+    assert run is not None
+    released = Event()
+    run.save_into(directory, released)
+    try:
+        path = trainer.save(wait=False)
+        with closing(cast(Any, trainer.batches())) as batches:
+            trainer.step(next(batches))
+    finally:
+        released.set()
+    run.finish()
+    checked = BetweenSteps(what=_BACKGROUND)
+    if trainer.world.main:
+        checked = _with_values(same_files(before, path, _BACKGROUND)[0], before, path)
+        checked = replace(checked, causes=[] if checked.passed else [Cause("saved", _COPIED)])
+    passed = trainer.together(lambda replica: share(replica.context.world, checked.passed))[0]
+    return checked, path if passed else before
+
+
+def saved_again(
+    opened: AbstractContextManager[Trainer], path: Path, elsewhere: str = ""
+) -> tuple[BetweenSteps, Sequence[str]]:
+    """Compare the checkpoint in `path` with what `opened`, a Trainer that has resumed it, saves before any step; and the attributes that it
+    rightly begins without. elsewhere: under which other plan than the one that wrote it. All ranks call it."""
+    what = f"the checkpoint resumed{f' under {elsewhere}' if elsewhere else ''} and saved again"
+    with opened as trainer, saving_directory(trainer) as directory:
+        run = trainer.synchronous
+        assert run is not None
+        run.save_into(directory)
+        again = trainer.save()
+        if not trainer.world.main:
+            return BetweenSteps(what=what), ()
+        checked, lost = same_files(path, again, what)
+        if not elsewhere:
+            checked = _with_values(checked, path, again)
+            causes = [Cause("saved", _LOST.format(" ".join(checked.facts[:3])))]
+            checked = replace(checked, causes=[] if checked.passed else causes)
+        return checked, lost
+
+
+@contextmanager
+def saving_directory(trainer: Trainer) -> Iterator[Path]:
+    """A directory for checkpoints, of one name on all ranks; the first one removes it."""
+    made = tempfile.mkdtemp(prefix="meshloom-verify-", dir=scratch_directory()) if trainer.world.main else ""
+    try:
+        yield Path(trainer.together(lambda replica: share(replica.context.world, made))[0])
+    finally:
+        if made:
+            shutil.rmtree(made, ignore_errors=True)
+
+
+def _with_values(checked: BetweenSteps, one: Path, other: Path) -> BetweenSteps:
+    """With the values that both checkpoints have beside tensors."""
+    right, found = (Checkpoint.open(each, checksums=False).values for each in (one, other))
+    facts = [*_differing("", right, found)]
+    return replace(checked, facts=[*checked.facts, *facts])
+
+
+def _differing(where: str, right: Any, found: Any) -> Iterator[str]:
+    right, found = _plain(right), _plain(found)
+    if isinstance(right, dict) and isinstance(found, dict):
+        for key, value in cast(dict[str, Any], right).items():
+            yield from _differing(
+                f"{where}{'.' if where else ''}{key}", value, cast(dict[str, Any], found).get(key)
+            )
+    elif isinstance(right, list) and isinstance(found, list) and len(right) == len(found):
+        for number, pair in enumerate(zip(cast(list[Any], right), cast(list[Any], found), strict=True)):
+            yield from _differing(f"{where}[{number}]", *pair)
+    elif str(right) != str(found):
+        yield f"{where} is {found} instead of {right}."
+
+
+def _plain(value: Any) -> Any:
+    """A dict that is kept as its pairs (`checkpoint/json_values.py`), by the names of its keys."""
+    pairs = (
+        cast(dict[str, Any], value).get("dict")
+        if isinstance(value, dict) and len(cast(Any, value)) == 1
+        else None
+    )
+    return {str(key): each for key, each in pairs} if isinstance(pairs, list) else value
