@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from meshloom.comm.steps import Steps
+from meshloom.core.device.flat_bytes import flat_bytes
 from meshloom.core.errors import CheckpointError
 
 # What the format calls a dtype.
@@ -169,8 +170,5 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, int]:
 
 def tensor_bytes(tensor: Tensor) -> memoryview:
     """The elements in row-major order; little-endian, like all machines that torch runs on."""
-    flat = tensor.detach().to("cpu").contiguous().reshape(-1)
-    if flat.numel() == 1:
-        flat = flat.as_strided((1,), (1,))  # whatever stride it came with
-    elements: Any = flat.view(torch.uint8).numpy() if flat.numel() else b""
+    elements: Any = flat_bytes(tensor.detach().to("cpu")).numpy() if tensor.numel() else b""
     return memoryview(elements)

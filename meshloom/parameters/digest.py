@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from meshloom.core.device.flat_bytes import flat_bytes
+
 BLOCK_WORDS = 1 << 18  # of 8 bytes: temporaries have the size of a block, not of the tensor
 
 
@@ -14,7 +16,7 @@ def digest(tensor: Tensor) -> Tensor:
     It needs a few times `BLOCK_WORDS` of memory besides the tensor; a tensor that is not contiguous is
     copied.
     """
-    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    flat = flat_bytes(tensor)
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
     for first_word in range(0, -(-flat.numel() // 8), BLOCK_WORDS):
         total += _of_block(flat[8 * first_word : 8 * (first_word + BLOCK_WORDS)], first_word)

@@ -30,7 +30,8 @@ from meshloom.verify.between_steps.averages import AverageErrors
 from meshloom.verify.between_steps.checks import BetweenSteps, DifferingTensor, TensorError
 from meshloom.verify.between_steps.saved_check import check_saved
 from meshloom.verify.causes.of_buffers import cause_of_buffer
-from meshloom.verify.causes.of_updates import KeptUpdate, rounded_by_other_draws
+from meshloom.verify.causes.of_data import cause_of_data
+from meshloom.verify.causes.of_updates import KeptUpdate, other_update
 from meshloom.verify.causes.other_runs import whole_evidence
 from meshloom.verify.causes.values_at_start import begins_with, held_by
 from meshloom.verify.compared.compare import Comparer, Comparison, placed
@@ -50,7 +51,7 @@ from meshloom.verify.reference.reference import (
     replace_value,
 )
 from meshloom.verify.reference.reruns import initial_evidence, loss_effect, rounding_effect, travel_effect
-from meshloom.verify.reference.step_records import StepRecord, with_equal_losses
+from meshloom.verify.reference.step_records import StepRecord, seed_key, with_equal_losses
 from meshloom.verify.stage_outputs import first_wrong_module
 from meshloom.verify.tolerances.closure_effects import ClosureEffects
 from meshloom.verify.tolerances.common_factor import CommonFactor
@@ -202,9 +203,7 @@ class ComparisonRun(Comparing):
             effects=self._buffer_effects, partial=comparer.partial,
             merged=comparer.lowered if reference.plan.num_chunks > 1 else None,
         )  # fmt: skip
-        self._state = _state_errors(
-            reference, replace(now, effect=self._closures.of), rounding, self._changed
-        )
+        self._state = _state_errors(reference, replace(now, effect=self._closures.of), rounding, self._changed)  # fmt: skip
 
     def add_state(self, name: str, ours: Tensor) -> None:
         compared = self._state.compare(name, self.reference.updated.settled(name, ours))
@@ -266,10 +265,11 @@ class ComparisonRun(Comparing):
         if not comparison.passed and self.passed:
             of_averages = self._averages.cause() if self._averages else None
             of_update = self._kept.cause(self.differing, self._reference_record) if self._kept else None
-            of_update = of_update or rounded_by_other_draws(self.differing, self.reference)
+            of_update = of_update or other_update(self.differing, self.reference)
             of_buffer = cause_of_buffer(self.differing, self.reference)
+            of_data = cause_of_data(ours, self.reference)
             self.causes = diagnose(
-                comparison, ours, self._reference_record, self._evidence, self._steps, of_averages, of_update, of_buffer, self._places
+                comparison, ours, self._reference_record, self._evidence, self._steps, of_averages, of_update, of_buffer, self._places, of_data
             )  # fmt: skip
         self._steps.append(comparison)
         self._previous = dict(self._reference_record.gradients)
@@ -283,8 +283,10 @@ class ComparisonRun(Comparing):
 
 
 def _places_of(record: StepRecord) -> dict[str, str]:
-    """Digest of a chunk's data -> where that is."""
-    return {each.data: f"chunk {each.index} of step {record.step}" for each in record.chunks}
+    """Digest of a chunk's data, and the seed of its draws -> where that is."""
+    turn = f", loss {record.turn}" if record.turn else ""
+    where = [(each, f"chunk {each.index} of step {record.step}{turn}") for each in record.chunks]
+    return {each.data: place for each, place in where} | {seed_key(each): place for each, place in where}
 
 
 def _state_errors(

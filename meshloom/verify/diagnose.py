@@ -22,7 +22,7 @@ from meshloom.verify.causes.of_gradients import from_gradients
 from meshloom.verify.compared.compare import Comparison
 from meshloom.verify.compared.compare_chunks import filled, other_turn, wrong_number, wrong_settings
 from meshloom.verify.reference.mistakes import Cause, Evidence, subsample
-from meshloom.verify.reference.step_records import NOT_ROUNDED, StepRecord
+from meshloom.verify.reference.step_records import NOT_ROUNDED, StepRecord, seed_key
 
 _NOWHERE: Mapping[str, str] = {}
 _LARGEST, _ALIKE = 1e-2, 8  # what rounding may leave of an update; times the least of several
@@ -39,10 +39,12 @@ def diagnose(
     of_update: Cause | None = None,
     of_buffer: Cause | None = None,
     places: Mapping[str, str] = _NOWHERE,
+    of_data: Cause | None = None,
 ) -> list[Cause]:
     """Likely causes of a step's difference, likeliest first: none if nothing differs, "unknown" if none
     fits. of_averages: what is wrong with moving averages, if parameters are right. of_update: which other update of one device
-    gives what the plan has. of_buffer: what is wrong with a buffer, if nothing else is. places: digests of data of earlier steps."""
+    gives what the plan has. of_buffer: what is wrong with a buffer, if nothing else is. places: digests of data, and `seed_key`, of chunks of
+    earlier steps and turns. of_data: in which other way one device reads what the plan has."""
     if comparison.passed:
         return []
     causes = [*ours.changed]
@@ -56,8 +58,8 @@ def diagnose(
     if (told := wrong_number(ours)) is not None:
         causes.append(Cause("turns", f"{told} What a loss makes depend on the step is that of another one."))
     causes += [
-        *_from_draws(ours, reference, evidence.plan),
-        *_from_data(ours, reference, evidence.plan, places),
+        *_from_draws(ours, reference, evidence.plan, places),
+        *_from_data(ours, reference, evidence.plan, places, of_data),
     ]
     gradients = comparison.failed("gradient")
     if gradients and len(causes) == len(ours.changed):
@@ -124,8 +126,10 @@ def diagnose(
     return causes or [Cause("unknown", f"Unknown cause: {_figures(ours, reference, gradients)}.")]
 
 
-def _from_draws(ours: StepRecord, reference: StepRecord, plan: Plan) -> Iterator[Cause]:
-    """Chunks must start with different seeds, except those that share a forward (synchronised statistics)."""
+def _from_draws(
+    ours: StepRecord, reference: StepRecord, plan: Plan, places: Mapping[str, str]
+) -> Iterator[Cause]:
+    """Chunks must start with different seeds, except those that share a forward (synchronised statistics). places: as of `diagnose`."""
     records = {"the plan": ours, "one device": reference}
     for who, record in records.items():
         seeds: dict[int, int] = {}
@@ -162,13 +166,15 @@ def _from_draws(ours: StepRecord, reference: StepRecord, plan: Plan) -> Iterator
             why = (
                 f"{counts[0][0]} random draws instead of {counts[0][1]}, so that those after them are others"
             )
+        if known := [places[seed_key(chunks[index])] for index in wrong if seed_key(chunks[index]) in places]:
+            why = f"the random draws of {_list(known)}, whose seed they have"
         yield Cause("same draws", f"{_chunks(wrong)}: {why}.")
 
 
 def _from_data(
-    ours: StepRecord, reference: StepRecord, plan: Plan, places: Mapping[str, str]
+    ours: StepRecord, reference: StepRecord, plan: Plan, places: Mapping[str, str], of_data: Cause | None
 ) -> Iterator[Cause]:
-    """places: digest of a chunk's data -> the earlier step and chunk that had it on one device."""
+    """places: digest of a chunk's data -> the earlier step and chunk that had it on one device. of_data: of `diagnose`."""
     chunks, right = filled(ours.chunks), filled(reference.chunks)
     here, there = (sum(each.samples for each in of.values()) for of in (chunks, right))
     owner = {chunk.data: index for index, chunk in right.items()}
@@ -184,7 +190,9 @@ def _from_data(
         ),
         None,
     )
-    if wrong and here != there and not twice:
+    if wrong and of_data is not None and not exchanged:
+        yield of_data
+    elif wrong and here != there and not twice:
         what = "left out" if here < there else "read too often"
         yield Cause("data", f"The batch has {here} samples, and {there} on one device: some are {what}.")
     elif exchanged and len(exchanged) < len(wrong) and not twice:
@@ -262,8 +270,11 @@ def _from_update(
     """Gradients and norm agree but the parameters, or the settings of optimizers, do not."""
     settings = [*wrong_settings(ours, reference)]
     if of_groups := [each for each in settings if " of optimizer " in each]:
+        kept = next((f" {each}" for each in settings if " of scheduler " in each), "")
         return [
-            Cause("optimizer", f"The gradients agree, and the optimizer's settings do not: {of_groups[0]}")
+            Cause(
+                "optimizer", f"The gradients agree, and the optimizer's settings do not: {of_groups[0]}{kept}"
+            )
         ]
     wrong = {*comparison.failed("update"), *comparison.failed("parameter")}
     names = list(dict.fromkeys(error.name for error in comparison.errors if error.name in wrong))

@@ -12,6 +12,7 @@ from meshloom.data.samples import first_batches
 from meshloom.data.to_device import to_device
 from meshloom.parameters.file_weights import build_filled_model
 from meshloom.train.trainer import Trainer
+from meshloom.verify.between_steps.checks import BetweenSteps
 from meshloom.verify.compared.compare import first_differing
 from meshloom.verify.comparing import ComparisonResult
 from meshloom.verify.lockstep_check import first_wrong_operator
@@ -19,6 +20,7 @@ from meshloom.verify.reference.mistakes import Cause
 
 _INPUTS = ("data", "same draws", "weights", "buffers")  # causes that explain outputs
 _VAGUE = ("unknown", "optimizer", "batch statistics", "buffers", "loss", "replicas")
+_EXACT = ("None or zero", "border")  # causes that say which numbers are wrong
 _OF_STATE = ("forward", "stages")  # causes of what parameters, or what forwards find, may be as well
 
 
@@ -33,7 +35,7 @@ class InPrograms:
 
     def before(self, causes: Sequence[Cause]) -> list[Cause]:
         """These, and then others; behind them where nothing is wrong in programs, and the others give the numbers."""
-        explained = bool(causes) and causes[0].explains
+        explained = bool(causes) and (causes[0].explains or causes[0].kind in _EXACT)
         return [*causes, *self.causes] if self.are_right and explained else [*self.causes, *causes]
 
 
@@ -105,3 +107,15 @@ def _kinds(result: ComparisonResult) -> set[str]:
 def _has_wrong_gradients(result: ComparisonResult) -> bool:
     first = first_differing(result.steps)
     return first is not None and bool(first.failed("gradient"))
+
+
+def after_resuming(causes: Sequence[Cause], again: BetweenSteps) -> list[Cause]:
+    """Causes of a difference behind a checkpoint, with what `again` shows: the comparison of it with what is saved once it is resumed."""
+    of_place = [each for each in causes if each.kind == "resuming"]
+    others = [each for each in causes if each.kind != "resuming"]
+    if not again.passed:
+        return [*again.causes, *of_place, *others]
+    if not others:
+        return of_place
+    right = "All steps before the checkpoint agree. Parameters, state and numbers are resumed as they were saved: saved again, they are the same."
+    return [*others, Cause("resuming", right)] if of_place else others

@@ -37,7 +37,7 @@ from meshloom.verify.causes.values_at_start import differing_initially
 from meshloom.verify.compared.compare import placed
 from meshloom.verify.comparing import Comparing, ComparisonResult, OneDevice
 from meshloom.verify.evaluation_outputs import evaluate_plan, explain_evaluation
-from meshloom.verify.program_causes import in_order, of_programs
+from meshloom.verify.program_causes import after_resuming, in_order, of_programs
 from meshloom.verify.reference.mistakes import Cause
 from meshloom.verify.reference.samples_of_epoch import batches_of_first_epoch
 from meshloom.verify.stage_outputs import Values, values_of_modules
@@ -137,7 +137,7 @@ class VerifiedRun:
             if lost:
                 again, _ = saved_again(self._opened(total, resume=path, compares=False), path)
                 self.between += [] if again.passed else [again]
-                self.causes[:0] = again.causes
+                self.causes = after_resuming(self.causes, again)
             elif passed and self.devices.startswith("simulated") and self.plan.mesh.size > 1:
                 self._resume_elsewhere(path, total)
 

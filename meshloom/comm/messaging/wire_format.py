@@ -19,6 +19,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from meshloom.core.device.flat_bytes import flat_bytes
 from meshloom.core.errors import MessageError
 
 MAGIC = b"MLM\n"
@@ -228,8 +229,7 @@ def _describe(tensor: Tensor) -> TensorSpec:
 
 def _memory(tensor: Tensor) -> memoryview:
     """The tensor's elements as bytes; it keeps the tensor alive."""
-    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    array: Any = plain.reshape(-1).view(torch.uint8).numpy()
+    array: Any = flat_bytes(tensor.detach().resolve_conj().resolve_neg()).numpy()
     return memoryview(array)
 
 

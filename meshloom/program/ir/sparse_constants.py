@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _python_dispatch
 
+from meshloom.core.device.flat_bytes import flat_bytes
 from meshloom.core.errors import TrainingError
 from meshloom.program.ir.nodes import contiguous_strides
 
@@ -57,8 +58,8 @@ def memory_of(tensor: Tensor) -> int:
 
 def bits_of(part: Tensor) -> Tensor:
     """uint8 [bytes]: the elements of a dense tensor in order, on the CPU."""
-    flat = part.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
-    return flat.view(torch.uint8) if flat.numel() else torch.empty(0, dtype=torch.uint8)
+    flat = part.detach().cpu().resolve_conj().resolve_neg()
+    return flat_bytes(flat) if flat.numel() else torch.empty(0, dtype=torch.uint8)
 
 
 def empty_like(tensor: Tensor, device: torch.device | str) -> Tensor:

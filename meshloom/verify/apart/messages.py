@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshloom.core.device.flat_bytes import flat_bytes
+
 
 class ConnectionEndedError(Exception):
     """The other end is gone."""
@@ -52,7 +54,7 @@ class _Pickler(pickle.Pickler):
         tensor = obj.detach().cpu()
         if tensor.layout == torch.sparse_coo:
             return _sparse, (tensor._indices(), tensor._values(), tensor.shape, tensor.is_coalesced())  # pyright: ignore[reportPrivateUsage]
-        flat: Any = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+        flat: Any = flat_bytes(tensor).numpy()
         return _dense, (pickle.PickleBuffer(flat), tensor.dtype, tuple(tensor.shape))
 
 

@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from meshloom.core.device.flat_bytes import flat_bytes
 from meshloom.verify.reference.float64_blocks import distance, norm
 from meshloom.verify.reference.mistakes import Cause
 
@@ -70,7 +71,7 @@ class BetweenSteps:
 def same_bits(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors have equal shapes, dtypes and bytes."""
     same = one.shape == other.shape and one.dtype == other.dtype
-    return same and torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
+    return same and torch.equal(flat_bytes(one), flat_bytes(other))
 
 
 def compared_with(name: str, ours: Tensor | None, right: Tensor, step: int, tolerance: float) -> TensorError:

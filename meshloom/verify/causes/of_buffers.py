@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
+from typing import Any
+
 import torch
+from scipy.optimize import minimize_scalar
 from torch import Tensor
 
 from meshloom.verify.between_steps.checks import DifferingTensor
 from meshloom.verify.reference.mistakes import Cause
 from meshloom.verify.reference.reference import Reference
+from meshloom.verify.reference.reruns import having
 
 _MANY = 5  # elements, which two numbers do not fit by chance
 _LEFT = 1e-2  # of the difference, that they may leave
+_CHUNKS = 64  # that are run once more
 _MOST = 1 << 20  # values of a biased variance
 
 
@@ -27,9 +34,10 @@ def cause_of_buffer(differing: DifferingTensor | None, reference: Reference) -> 
         or ours.shape != right.shape
     ):
         return None
-    times = _times(ours, right, start.double().reshape(-1).to(right.device))
+    start = start.double().reshape(-1).to(right.device)
+    times = _times(ours, right, start)
     if times is None:
-        return None
+        return _of_chunks(differing.name, ours, right, start, reference)
     why = "another momentum, or a factor that is applied twice or not at all"
     if abs(times) < 1e-6:
         times, why = 0.0, "it is lost"
@@ -39,6 +47,87 @@ def cause_of_buffer(differing: DifferingTensor | None, reference: Reference) -> 
     return Cause(
         "batch statistics", f"{what}. This explains all but {_LEFT:.0%} of the difference.", explains=True
     )
+
+
+def _of_chunks(name: str, ours: Tensor, right: Tensor, start: Tensor, reference: Reference) -> Cause | None:
+    """Of one that each chunk decays, and adds to: which chunks, in which order, give the plan's value."""
+    written = _written(name, reference) if reference.before else []
+    if not 1 < len(written) <= _CHUNKS:
+        return None
+    decay = _decay(start, written, right)
+    if decay is None:
+        return None
+    added = [each - decay * start for each in written]
+    off, best, found = float((ours - right).norm()), math.inf, ""
+    for what, value in _ways(start, added, decay, reference.plan.microbatches):
+        left = float((ours - value).norm())
+        if left < _LEFT * off and left < best:
+            best, found = left, what
+    if not found:
+        return None
+    what = f"Only buffers differ. {name} is what one device has {found}"
+    return Cause(
+        "batch statistics", f"{what}. This explains {1 - best / off:.2%} of the difference.", explains=True
+    )
+
+
+def _written(name: str, reference: Reference) -> list[Tensor]:
+    """What each forward of the step makes of its value at the start."""
+    found: list[Tensor] = []
+    with having(reference, reference.before), reference.rerun():
+        for forward in reference.forwards():
+            reference.restore()
+            reference.run_forward(forward, watched=False)
+            found.append(reference.model.get_buffer(name).detach().double().reshape(-1).clone())
+    return found
+
+
+def _decay(start: Tensor, written: list[Tensor], right: Tensor) -> float | None:
+    """By which each chunk multiplies what it finds: with it, one chunk behind another gives `right`."""
+    size = float((right - start).norm())
+
+    def left(decay: float) -> float:
+        return float((_composed(start, [each - decay * start for each in written], decay) - right).norm())
+
+    found = min((step / 64 for step in range(65)), key=left)
+    bounds = max(0.0, found - 1 / 64), min(1.0, found + 1 / 64)
+    near: Any = minimize_scalar(left, bounds=bounds, method="bounded", options={"xatol": 1e-9})
+    return float(near.x) if left(float(near.x)) < _LEFT * size else None
+
+
+def _composed(start: Tensor, added: list[Tensor], decay: float) -> Tensor:
+    for each in added:
+        start = decay * start + each
+    return start
+
+
+def _ways(
+    start: Tensor, added: list[Tensor], decay: float, microbatches: int
+) -> Iterator[tuple[str, Tensor]]:
+    replicas = [added[first : first + microbatches] for first in range(0, len(added), microbatches)]
+    yield "of the first chunk alone", _composed(start, added[:1], decay)
+    yield "of the last chunk alone", _composed(start, added[-1:], decay)
+    yield "with the chunks in reverse order", _composed(start, added[::-1], decay)
+    yield "of the mean of what each chunk makes of it", decay * start + torch.stack(added).mean(0)
+    yield (
+        "where no chunk decays what those before it have added",
+        decay ** len(added) * start + torch.stack(added).sum(0),
+    )
+    if 1 < len(replicas) < len(added):
+        reverse = [each for replica in reversed(replicas) for each in replica]
+        yield "with the replicas in reverse order", _composed(start, reverse, decay)
+        undecayed = start
+        for replica in replicas:
+            undecayed = decay ** len(replica) * undecayed + torch.stack(replica).sum(0)
+        yield "where no chunk decays what those before it on its replica have added", undecayed
+        of_each = [_composed(start, replica, decay) for replica in replicas]
+        yield "of the mean of what each replica makes of it", torch.stack(of_each).mean(0)
+        yield "of each replica's first chunk alone", _composed(start, [each[0] for each in replicas], decay)
+        yield "of each replica's last chunk alone", _composed(start, [each[-1] for each in replicas], decay)
+    for number, replica in enumerate(replicas) if len(replicas) > 1 else ():
+        yield f"of replica {number} alone", _composed(start, replica, decay)
+        rest = [each for other in replicas if other is not replica for each in other]
+        yield f"without replica {number}", _composed(start, rest, decay)
 
 
 def _values_of(times: float) -> int | None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from meshloom.core.plan import Plan
 from meshloom.verify.compared.compare import Comparison
-from meshloom.verify.compared.compare_chunks import filled, order_of_modules, place_of_owner
+from meshloom.verify.compared.compare_chunks import filled, order_of_modules, place_of_owner, ways_of_step
 from meshloom.verify.reference.mistakes import Cause, Evidence
 from meshloom.verify.reference.step_records import StepRecord
 from meshloom.verify.tolerances.gradient_errors import FLOOR
@@ -29,6 +29,9 @@ def from_forward(
             else ("data and parameters", ", or draws other numbers")
         )
         what = f"The output of {module} is the first that differs, on the same {same}"
+        if known := ways_of_step("" if module == "the whole model" else module, ours, reference, plan):
+            what = f"The output of {module} is the first that differs, on the same data and parameters"
+            return Cause("forward", f"{what}: {known}.")
         why = f"it, or an operation before it, computes something else than on one device{draws}, as with other settings or in another precision"
         return Cause("forward", f"{what}: {why}.")
     wrong = differing_chunks(comparison, ours, reference)
@@ -71,6 +74,30 @@ def from_backward(
         why = f"what goes back through the statistics of {norms[0]} is not that of the whole batch"
         return Cause("batch statistics", f"{what}: {why}.")
     return None
+
+
+def repeated_chunks(comparison: Comparison, ours: StepRecord, reference: StepRecord) -> Cause | None:
+    """Whether all chunks whose losses differ have those of others of one device."""
+    here, there = filled(ours.chunks), filled(reference.chunks)
+    tolerance = max(error.tolerance for error in comparison.errors if error.kind == "loss")
+    found: dict[int, int] = {}
+    for index in differing_chunks(comparison, ours, reference):
+        own = here[index].loss_sum
+        like = [
+            each
+            for each, chunk in there.items()
+            if abs(own - chunk.loss_sum) <= tolerance * abs(chunk.loss_sum)
+        ]
+        if not like:
+            return None
+        found[index] = like[0]
+    if not found:
+        return None
+    shown = ", ".join(f"chunk {index} has that of chunk {other}" for index, other in [*found.items()][:4])
+    what = f"Losses of chunks are those of other chunks ({shown}), though each has its own data"
+    return Cause(
+        "microbatches", f"{what}: values of another microbatch are used in its place.", explains=True
+    )
 
 
 def differing_chunks(comparison: Comparison, ours: StepRecord, reference: StepRecord) -> list[int]:

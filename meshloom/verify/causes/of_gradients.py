@@ -13,7 +13,12 @@ from torch import Tensor
 
 from meshloom.verify.between_steps.checks import TensorError
 from meshloom.verify.causes.of_elements import from_elements, names_of
-from meshloom.verify.causes.of_forwards import differing_chunks, from_backward, from_forward
+from meshloom.verify.causes.of_forwards import (
+    differing_chunks,
+    from_backward,
+    from_forward,
+    repeated_chunks,
+)
 from meshloom.verify.causes.of_reruns import (
     mixed,
     of_exchanged_parts,
@@ -50,6 +55,10 @@ def from_gradients(
     broken = [name for name, each in actual.items() if not bool(each.isfinite().all())]
     if broken:
         return [Cause("unknown", f"Unknown cause: the gradient of {names_of(broken)} is not finite.")]
+    if not wrong.error:  # sparse gradients
+        what = f"The gradient of {names_of(actual)} has the values of one device's, and other rows"
+        why = "rows count as used that no sample uses, or the other way round, and optimizers update those"
+        return [Cause("None or zero", f"{what}: {why}.", explains=True)]
     rounding = min(each.tolerance for each in comparison.errors if each.kind == "loss")
     if comparison.first_output is None and not differing_chunks(comparison, ours, reference):
         # what changes a forward changes a loss
@@ -58,7 +67,8 @@ def from_gradients(
     named = next((cause for cause in mixture if cause.kind != "unknown"), None)
     parts = parts_of_replicas(evidence, right)
     found = (
-        _best(_all_candidates(wrong, evidence, reference.gradient_norm), actual, wrong.error, rounding)[1]
+        repeated_chunks(comparison, ours, reference)
+        or _best(_all_candidates(wrong, evidence, reference.gradient_norm), actual, wrong.error, rounding)[1]
         or from_elements(actual, right, wrong.everything, evidence.transposed)
         or _in_some_elements(evidence, actual, right, rounding)
         or of_owners(evidence, actual, right)
@@ -140,7 +150,7 @@ def _best(
     for candidate, expected in candidates:
         left = _distance(actual, expected)
         # The residual must be small beside the difference, and far below that of simpler explanations.
-        if left <= _LEFT * error and left < _BETTER * best and best > rounding:
+        if error and left <= _LEFT * error and left < _BETTER * best and best > rounding:
             best, cause = left, candidate
     if cause is None:
         return best, None

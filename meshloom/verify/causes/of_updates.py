@@ -26,7 +26,7 @@ _LEFT = 0.03  # of the difference, that a cause may leave unexplained
 @dataclass(frozen=True, kw_only=True)
 class _Way:
     """What is other in an update. factor: of gradients. rates: of every group of every optimizer; None: its own. settings_of: of which group of
-    their optimizer all groups have the settings. is_new: whether the optimizer has no state."""
+    their optimizer all groups have the settings. is_new: whether the optimizer has no state. is_empty: whether its state is zeros."""
 
     kind: CauseKind
     what: str
@@ -35,6 +35,7 @@ class _Way:
     settings_of: int | None = None
     without_decay: bool = False
     is_new: bool = False
+    is_empty: bool = False
 
 
 class KeptUpdate:
@@ -110,6 +111,7 @@ class KeptUpdate:
         yield _Way(kind="optimizer", what="without weight decay", without_decay=True)
         if any(each.state for each in self._optimizers):
             yield _Way(kind="optimizer", what="with no state of the steps before, as in the first one", is_new=True)  # fmt: skip
+            yield _Way(kind="optimizer", what="with zeros for its state, such as what its constructor had made", is_empty=True)  # fmt: skip
 
     def _value(self, name: str, way: _Way, norm: float | None) -> Tensor:
         """What becomes of a parameter."""
@@ -133,7 +135,12 @@ class KeptUpdate:
         return copies[name].detach()
 
 
-def rounded_by_other_draws(differing: DifferingTensor | None, reference: Reference) -> Cause | None:
+def other_update(differing: DifferingTensor | None, reference: Reference) -> Cause | None:
+    """What a wrong parameter itself shows."""
+    return _rounded_by_other_draws(differing, reference) or _moved_rows(differing, reference)
+
+
+def _rounded_by_other_draws(differing: DifferingTensor | None, reference: Reference) -> Cause | None:
     """Whether elements of a parameter that is rounded by chance are one device's, or beside them."""
     if differing is None or reference.updated.dtype is None or reference.plan.precision != "bf16-stochastic":
         return None
@@ -145,6 +152,24 @@ def rounded_by_other_draws(differing: DifferingTensor | None, reference: Referen
     share = float((ours != right).double().mean())
     what = f"The gradients agree, and {share:.0%} of the elements of {differing.name} are the other one of the two bfloat16 values around what one device rounds"
     return Cause("rounding", f"{what}: they are rounded by other draws.")
+
+
+def _moved_rows(differing: DifferingTensor | None, reference: Reference) -> Cause | None:
+    """Whether only rows are wrong that one device's update leaves as they are, beside others that it moves."""
+    if differing is None or differing.kind not in ("update", "parameter") or differing.plan.ndim < 2:
+        return None
+    ours, right, before = differing.plan, differing.one_device, reference.before.get(differing.name)
+    if before is None or ours.shape != right.shape or before.shape != right.shape:
+        return None
+    wrong, moved = ((a != b.to(a.device)).flatten(1).any(1) for a, b in ((ours, right), (right, before)))
+    if not bool(wrong.any()) or not bool(moved.any()) or bool((wrong & moved).any()):
+        return None
+    rows = wrong.nonzero().reshape(-1).tolist()
+    shown = ", ".join(map(str, rows[:5])) + (", ..." if len(rows) > 5 else "")
+    what = f"The gradients agree, and rows of {differing.name} change that one device's update leaves as they are ({shown})"
+    return Cause(
+        "optimizer", f"{what}: they count as used in the step, and no sample uses them.", explains=True
+    )
 
 
 def _change(optimizer: Any, way: _Way, rates: list[Any] | None) -> None:
@@ -164,6 +189,10 @@ def _change(optimizer: Any, way: _Way, rates: list[Any] | None) -> None:
             group["weight_decay"] = 0.0
     if way.is_new:
         optimizer.state.clear()
+    for state in optimizer.state.values() if way.is_empty else ():
+        for key, value in state.items():
+            if isinstance(value, Tensor) and key != "step":
+                value.zero_()
 
 
 def _rates(optimizers: Any) -> list[list[Any]]:

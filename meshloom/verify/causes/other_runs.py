@@ -51,6 +51,13 @@ def _with_earlier_weights(reference: Reference) -> Iterator[OtherRun]:
         parts |= {module or "the model": names for module, names in by_module.items()}
         if sum(map(len, by_module.values())) <= 2 * _MOST_MODULES:
             parts |= {name: [name] for names in by_module.values() for name in names if len(names) > 1}
+    names = [name for of_module in by_module.values() for name in of_module]
+    within = [name for name in names if any(part.isdecimal() for part in name.split("."))]
+    if 0 < len(within) < len(names):
+        parts |= {
+            "all repeated modules": within,
+            "all modules that are not repeated": [name for name in names if name not in within],
+        }
     seen: list[Any] = []
     for when, values in reference.earlier.items():
         if any(values is each for each in seen):

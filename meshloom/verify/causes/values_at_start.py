@@ -26,16 +26,18 @@ def differing_initially(
 ) -> Steps[list[Cause]]:
     """What to say of a run that begins with other values; before the first step, on all ranks. begins_with: whether one device has
     a value, too; on rank 0 alone."""
-    other: dict[str, None] = {}
+    other: dict[str, bool] = {}  # whether it is zeros on the ranks
 
     def take(name: str, ours: Tensor) -> None:
         if begins_with is not None and not begins_with(name, ours):
-            other[name] = None
+            other[name] = not bool(ours.to_dense().any())
 
     yield from each_of_state(replica, take)
     if not other:
         return []
     why = "what builds them draws from something that has no seed, such as np.random.default_rng(), or ranks are not given what rank 0 builds"
+    if all(other.values()):
+        why = "they are zeros there, as ranks are not given what is built"
     return [
         Cause(
             "initial values",

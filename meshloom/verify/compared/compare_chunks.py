@@ -147,6 +147,29 @@ def first_output(ours: StepRecord, reference: StepRecord, tolerance: float, plan
     return None
 
 
+def other_ways(module: str, ours: Sequence[ModuleOutput], right: Sequence[ModuleOutput]) -> str:
+    """In which ways a module is called otherwise than on one device, in its first call that is: "; which is in training mode, ..."; "" if in
+    none that is known."""
+    for here, there in zip(ours, right, strict=False):
+        if here.name == there.name == module and (
+            found := [
+                (what, here.how[what], value)
+                for what, value in there.how.items()
+                if here.how.get(what, value) != value
+            ]
+        ):
+            what, a, b = found[0]
+            if what == "mode":
+                return f"it is in {a} mode, and in {b} mode on one device"
+            return f"its {'output' if what == 'dtype' else what} is {a}, and {b} on one device"
+    return ""
+
+
+def ways_of_step(module: str, ours: StepRecord, reference: StepRecord, plan: Plan) -> str:
+    """`other_ways`, in a step."""
+    return other_ways(module, _outputs(ours, plan), _outputs(reference, plan))
+
+
 def order_of_modules(record: StepRecord, plan: Plan) -> dict[str, int]:
     """Module -> its place in order of execution."""
     executed = dict.fromkeys(each.name for each in _outputs(record, plan))

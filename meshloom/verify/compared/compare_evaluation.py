@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from meshloom.verify.compared.compare_chunks import OutputSteps
+from meshloom.verify.compared.compare_chunks import OutputSteps, other_ways
 from meshloom.verify.compared.compare_values import Values, first_wrong_value, pairs_of_values
 from meshloom.verify.reference.between_steps.evaluation import EvaluatedChunk, MetricPlace
 from meshloom.verify.reference.mistakes import Cause
@@ -77,12 +77,14 @@ class FoundMetric:
 @dataclass(frozen=True, kw_only=True)
 class PlacedMetric:
     """Where a metric goes wrong. module: the first one; None: outputs of all modules agree, or are not known. tensor: its parameter or
-    buffer, if that differs before its forward. training: modules that are in training mode under the plan alone. has_parts: as a rank has it."""
+    buffer, if that differs before its forward. training: modules that are in training mode under the plan alone. has_parts: as a rank has it. ways: in which
+    the module is called otherwise than on one device."""
 
     module: str | None = None
     tensor: str | None = None
     training: Sequence[str] = ()
     has_parts: bool = False
+    ways: str = ""
 
 
 def find_metric(
@@ -132,7 +134,10 @@ def place_metric(
         if (name := _first_output(each.outputs, outputs, tensors, tolerance)) is not None:
             tensor = name if name in tensors else None
             module = name.rpartition(".")[0] if tensor else name
-            return PlacedMetric(module=module or "the whole model", tensor=tensor, training=training)
+            ways = "" if tensor else other_ways(module, each.outputs, outputs)
+            return PlacedMetric(
+                module=module or "the whole model", tensor=tensor, training=training, ways=ways
+            )
     of_modules = [each for each in outputs if each.name not in tensors]
     module = first_wrong_value(of_modules, [each.values for each in seen if each.values], tolerance)
     return PlacedMetric(module=module, training=training, has_parts=any(each.has_parts for each in seen))
@@ -168,7 +173,10 @@ def cause_of_place(found: FoundMetric, placed: PlacedMetric, *, observed: bool) 
         why = f"{placed.tensor} is the first value that differs: what evaluations are given in its place, or gather, is not what updates have left"
         return Cause("stale", f"{of}, and in it {why}.")
     if placed.module:
-        why = "it, or an operation before it, computes something else than on one device, or is sent something else"
+        why = (
+            placed.ways
+            or "it, or an operation before it, computes something else than on one device, or is sent something else"
+        )
         return Cause("forward", f"{of}, and in it the output of {placed.module} is the first that differs: {why}.")  # fmt: skip
     if observed:
         parts = ", of which each rank along tp computes a part," if placed.has_parts else ""

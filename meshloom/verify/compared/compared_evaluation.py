@@ -85,6 +85,7 @@ class ComparedEvaluation:
         self._wrong = None if all(each.passed for each in errors) else self._wrong_metrics()
         self._data = next(wrong_data(ours.chunks, self._right), None)
         cause = cause_of_metrics(self._wrong) if self._wrong else None
+        cause = cause or self._stays()
         facts = [*(f"The evaluation changes {name}." for name in ours.changed), *ours.disagree]
         self.checked = BetweenSteps(
             what=ours.what, errors=[*errors, *(error for _, error in outputs)], causes=[cause] if cause else [],
@@ -188,6 +189,16 @@ class ComparedEvaluation:
         ]  # fmt: skip
         ours, right = (value / weight if weight else math.nan for value, weight in pair)
         return FoundMetric(first=place, pair=(ours, right))
+
+    def _stays(self) -> Cause | None:
+        changed = [each for each in self._ours.changed if each in self._reference.parameters]
+        if self._averages is None or not changed:
+            return None
+        what = f"The evaluation changes {changed[0]}{f' and {len(changed) - 1} more parameters' if changed[1:] else ''}"
+        return Cause(
+            "averages",
+            f"{what}: averages stay in place of them, or what other ranks have put back does not come.",
+        )
 
     def _first_changed(self) -> str | None:
         owners = [

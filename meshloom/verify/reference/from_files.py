@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from meshloom.core.job import Job
+from meshloom.core.modules.built import originals
 from meshloom.core.random import model_seed
 
 WeightNames = Mapping[str, str | None] | Callable[[str], str | None] | None
@@ -52,3 +53,21 @@ def _files(path: Path) -> list[Path]:
         return [path / "model.safetensors"]
     index = json.loads((path / "model.safetensors.index.json").read_text())
     return [path / name for name in sorted(set(index["weight_map"].values()))]
+
+
+def with_hooks(model: nn.Module) -> nn.Module:
+    """A model of which parts lie outside of the job's function, so that it has copies of them: with the hooks that these parts' parameters
+    have, whatever copying has made of them."""
+    parameters = dict(model.named_parameters())
+    for name, original in originals(model).items():
+        if (copied := parameters.get(name)) is None:
+            continue
+        for kind, register in (
+            ("_backward_hooks", copied.register_hook),
+            ("_post_accumulate_grad_hooks", copied.register_post_accumulate_grad_hook),
+        ):
+            known = [*(getattr(copied, kind) or {}).values()]
+            for hook in (getattr(original.value, kind, None) or {}).values():
+                if all(hook is not each for each in known):
+                    register(hook)
+    return model

@@ -10,6 +10,7 @@ import pickle
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from meshloom.core.device.flat_bytes import flat_bytes
 from meshloom.core.moments.numerics import rounded_products
 from meshloom.verify.reference.float64_blocks import elements, float64_blocks
 from meshloom.verify.reference.step_records import Cast, ModuleOutput
@@ -38,9 +40,8 @@ def digest_values(values: Any) -> str:
             digest.update(f"parts {digest_values(list(leaf.detach().unbind()))}".encode())
         elif isinstance(leaf, Tensor):
             dense = leaf.detach().to_dense() if leaf.layout != torch.strided else leaf.detach()
-            flat = dense.cpu().contiguous().reshape(-1)
             digest.update(f"{dense.dtype}{tuple(dense.shape)}".encode())
-            written: Any = flat.view(torch.uint8).numpy() if flat.numel() else b""
+            written: Any = flat_bytes(dense.cpu()).numpy() if dense.numel() else b""
             digest.update(written)
         elif isinstance(leaf, numpy.ndarray) and leaf.dtype != object:
             digest.update(f"{leaf.dtype}{leaf.shape}".encode() + leaf.tobytes())
@@ -123,6 +124,7 @@ class ModuleWatch:
         self._outputs: list[ModuleOutput] = []
         self._calls: dict[str, int] = {}
         self._running: list[str] = []  # names of the modules whose forward is running, innermost last
+        self._how: dict[str, dict[str, str]] = {}  # of each in its newest call
         self._on = False
 
     @property
@@ -160,6 +162,7 @@ class ModuleWatch:
                 self._on and not torch.compiler.is_compiling()
             ):  # what runs inside compiled code is not observed
                 self._running.append(name)
+                self._how[name] = _how(module)
                 self._outputs += self._own(name, module) if self._tensors else ()
 
         return hook
@@ -177,7 +180,8 @@ class ModuleWatch:
             while self._running and self._running.pop() != name:
                 pass  # a submodule that was left by an exception, since caught
             call = self._calls[name] = self._calls.get(name, 0) + 1
-            self._outputs.append(self._summary(name, call - 1, output))
+            how = self._how.pop(name, {}) | _dtype_of(output)
+            self._outputs.append(replace(self._summary(name, call - 1, output), how=how))
 
         return hook
 
@@ -204,6 +208,27 @@ def _summary(name: str, call: int, output: Any, *, sampled: bool) -> ModuleOutpu
     return ModuleOutput(
         name=name, call=call, total=total, square=square, count=count, ramp=ramp, sample=sample
     )
+
+
+def _how(module: nn.Module) -> dict[str, str]:
+    """What it computes depends on, besides tensors, that a forward may change."""
+    found = {"mode": "training" if module.training else "evaluation"}
+    if not type(module).__module__.startswith("torch."):
+        for name, value in vars(module).items():
+            if type(value) in (int, float, bool, str) and name != "training" and not name.startswith("_"):
+                found[name] = str(value)
+            elif isinstance(value, torch.Generator):
+                found[name] = f"a generator in state {digest_values(value.get_state())[:6]}"
+    return found
+
+
+def _dtype_of(output: Any) -> dict[str, str]:
+    """Of the first tensor of floating point in it."""
+    kinds = (
+        each.dtype for each in tree_leaves(output) if isinstance(each, Tensor) and each.is_floating_point()
+    )
+    first = next(kinds, None)
+    return {} if first is None else {"dtype": str(first).removeprefix("torch.")}
 
 
 def sample_of(tensor: Tensor) -> list[float]:

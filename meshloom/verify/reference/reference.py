@@ -25,7 +25,6 @@ from torch.optim import SparseAdam
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from meshloom.core.job import Job
-from meshloom.core.objectives import names_parameter
 from meshloom.core.plan import Plan
 from meshloom.core.random import model_seed, preserved_draws, seed_everything
 from meshloom.parameters.keyed_init import call_model
@@ -39,7 +38,7 @@ from meshloom.verify.reference.buffer_merging import (
 from meshloom.verify.reference.chunk_run import ChunkResult, ChunkRun
 from meshloom.verify.reference.chunks_of_plan import ReferenceForward, forwards_of
 from meshloom.verify.reference.float64_blocks import norm_of_all
-from meshloom.verify.reference.from_files import with_values
+from meshloom.verify.reference.from_files import with_hooks, with_values
 from meshloom.verify.reference.loss_scaling import ReferenceScale
 from meshloom.verify.reference.masters import ReferenceMasters
 from meshloom.verify.reference.mistakes import subsample_each
@@ -47,7 +46,7 @@ from meshloom.verify.reference.observers import CastWatch, ModuleWatch
 from meshloom.verify.reference.other_precision import convert_model, default_dtype, most_precise
 from meshloom.verify.reference.samples_of_epoch import read_batches
 from meshloom.verify.reference.step_records import Cast, ChunkRecord, StepRecord, group_names, settings_of
-from meshloom.verify.reference.trained_losses import needs_closure, trained_losses, turns
+from meshloom.verify.reference.trained_losses import is_meant, needs_closure, trained_losses, turns
 
 Gradients = dict[str, Tensor | None]
 # precisions of plans -> what a loss is computed under
@@ -75,7 +74,7 @@ class Reference:
         self._recorded_shares, self.device = shares, torch.device(device)
         with preserved_draws():
             seed_everything(model_seed(job.seed))
-            self.model = with_values(convert_model(call_model(job), self.device, dtype), job)
+            self.model = with_values(convert_model(with_hooks(call_model(job)), self.device, dtype), job)
             if not self.model.training:  # the job returns the whole model in evaluation mode
                 self.model.train()
             self.updated = ReferenceMasters(self.model, "" if dtype else plan.precision, job.seed)
@@ -246,7 +245,7 @@ class Reference:
 def _is_frozen(reference: Reference, name: str) -> bool:
     """In the step whose gradients there are."""
     frozen = reference.job.frozen.items()
-    return any(reference.step in steps and names_parameter(text, name) for text, steps in frozen)
+    return any(reference.step in steps and is_meant(text, name) for text, steps in frozen)
 
 
 def replace_value(reference: Reference, name: str, value: Tensor) -> None:

@@ -4,7 +4,8 @@ implementation that the plan's own is checked against."""
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from itertools import count, islice
 from typing import Any
 
@@ -22,16 +23,36 @@ from meshloom.core.random import (
 )
 
 
-def read_batches(job: Job, start: int = 0) -> Iterator[list[Any]]:
+@dataclass(frozen=True, kw_only=True)
+class WayToRead:
+    """A way of reading. what: is other than it should be. epoch: of which epoch a sample has the draws. index: of which index, given its own and
+    its place in the batch. told: what the dataset's `set_epoch` gets in an epoch."""
+
+    what: str = ""
+    epoch: Callable[[int], int] = lambda epoch: epoch
+    index: Callable[[int, int], int] = lambda index, place: index
+    told: Callable[[int], int] = lambda epoch: epoch
+
+
+RIGHT = WayToRead()
+
+
+def read_batches(job: Job, start: int = 0, reading: WayToRead = RIGHT) -> Iterator[list[Any]]:
     """The samples of one global batch after another, forever: (seed, epoch, index) determines what is
     read. start: number of the first."""
     seed_everything(derive(job.seed, "data"))
     dataset = job.data()
     return (
-        islice(_iterated(job, dataset), start, None)
+        islice(_iterated(job, dataset, reading), start, None)
         if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
-        else _indexed(job, dataset, start)
+        else _indexed(job, dataset, start, reading)
     )
+
+
+def batch_of_step(job: Job, step: int, reading: WayToRead) -> list[Any]:
+    """The samples of a step's batch, read in this way. No generator changes."""
+    with preserved_draws():
+        return next(iter(read_batches(job, step, reading)))
 
 
 def batches_of_first_epoch(job: Job, most_samples: int, most_seconds: float) -> int | None:
@@ -43,16 +64,16 @@ def batches_of_first_epoch(job: Job, most_samples: int, most_seconds: float) -> 
         dataset = job.data()
         if not isinstance(dataset, IterableDataset) and hasattr(dataset, "__getitem__"):
             return None
-        for samples, _ in enumerate(_stream(job, dataset, 0), start=1):
+        for samples, _ in enumerate(_stream(job, dataset, 0, RIGHT), start=1):
             if samples > most_samples or time.monotonic() - began > most_seconds:
                 return None
             waiting += 1
-            if waiting == _size(job, batches):
+            if waiting == size_of_step(job, batches):
                 batches, waiting = batches + 1, 0
     return batches + (1 if waiting and not job.drop_last else 0)
 
 
-def _indexed(job: Job, dataset: Any, first: int) -> Iterator[list[Any]]:
+def _indexed(job: Job, dataset: Any, first: int, reading: WayToRead) -> Iterator[list[Any]]:
     if len(dataset) < (job.batch_size if job.drop_last else 1):
         raise DataError(
             f"The dataset has {len(dataset)} samples, and a batch {job.batch_size}. Use a smaller batch_size or more data."
@@ -64,25 +85,33 @@ def _indexed(job: Job, dataset: Any, first: int) -> Iterator[list[Any]]:
             "an epoch's order must be a permutation: the plan shares this function, so nobody else would notice"
         )
         while order:
-            size = _size(job, passed)
+            size = size_of_step(job, passed)
             indices, order = order[:size], order[size:]
             if len(indices) < size and job.drop_last:
                 continue
             passed += 1
             if passed > first:
                 if hasattr(dataset, "set_epoch"):
-                    dataset.set_epoch(epoch)
-                batch = [_read(job, epoch, index, lambda index=index: dataset[index]) for index in indices]
+                    dataset.set_epoch(reading.told(epoch))
+                batch = [
+                    _read(
+                        job,
+                        reading.epoch(epoch),
+                        reading.index(index, place),
+                        lambda index=index: dataset[index],
+                    )
+                    for place, index in enumerate(indices)
+                ]
                 yield _paired(job, passed - 1, batch)
 
 
-def _iterated(job: Job, dataset: Any) -> Iterator[list[Any]]:
+def _iterated(job: Job, dataset: Any, reading: WayToRead) -> Iterator[list[Any]]:
     passed = 0
     for epoch in count():
         first, batch = passed, list[Any]()
-        for sample in _stream(job, dataset, epoch):
+        for sample in _stream(job, dataset, epoch, reading):
             batch.append(sample)
-            if len(batch) == _size(job, passed):
+            if len(batch) == size_of_step(job, passed):
                 yield _paired(job, passed, batch)
                 passed, batch = passed + 1, []
         if batch and not job.drop_last:
@@ -94,7 +123,8 @@ def _iterated(job: Job, dataset: Any) -> Iterator[list[Any]]:
             )
 
 
-def _size(job: Job, step: int) -> int:
+def size_of_step(job: Job, step: int) -> int:
+    """Samples of a step's batch, unless it is the last of an epoch."""
     size = job.batch_size
     for first in sorted(job.batch_sizes):
         size = job.batch_sizes[first] if first <= step else size
@@ -110,14 +140,16 @@ def _paired(job: Job, step: int, batch: list[Any]) -> list[Any]:
     return [(sample, batch[other]) for sample, other in zip(batch, order, strict=True)]
 
 
-def _stream(job: Job, dataset: Any, epoch: int) -> Iterator[Any]:
+def _stream(job: Job, dataset: Any, epoch: int, reading: WayToRead) -> Iterator[Any]:
     with preserved_draws():
         seed_everything(derive(job.seed, "stream", epoch))
         if hasattr(dataset, "set_epoch"):
-            dataset.set_epoch(epoch)
+            dataset.set_epoch(reading.told(epoch))
         source = iter(dataset)
     for position in count():
-        sample = _read(job, epoch, position, lambda: next(source, _END))
+        sample = _read(
+            job, reading.epoch(epoch), reading.index(position, position), lambda: next(source, _END)
+        )
         if sample is _END:
             return
         yield sample

@@ -5,12 +5,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
 from meshloom.core.job import Job
+from meshloom.core.objectives import Objective
 from meshloom.verify.reference.masters import ReferenceMasters
 
 
@@ -47,7 +49,7 @@ def trained_losses(job: Job, model: nn.Module | ReferenceMasters) -> list[Traine
         ]
     found: list[TrainedLoss] = []
     for loss, each in job.losses.items():
-        own = [(name, parameter) for name, parameter in named if each.trains(name)]
+        own = [(name, parameter) for name, parameter in named if _trains(each, name)]
         made = each.optimizer(own)
         found.append(
             TrainedLoss(
@@ -81,6 +83,23 @@ def turns(
             if step % each.every == each.every - 1:
                 for repeated in range(each.updates):
                     yield step, batch, each, each.draws + repeated
+
+
+def is_meant(text: str, name: str) -> bool:
+    """Whether a text means the parameter of this name: as its whole name, as that of a module around it, or as a pattern.
+
+    >>> is_meant("block1", "block1.weight"), is_meant("block1", "block10.weight"), is_meant("*.bias", "block1.bias")
+    (True, False, True)
+    """
+    path = name.split(".")
+    return text in {".".join(path[:depth]) for depth in range(1, len(path) + 1)} or fnmatchcase(name, text)
+
+
+def _trains(objective: Objective, name: str) -> bool:
+    given = objective.parameters
+    if callable(given):
+        return bool(given(name))
+    return any(is_meant(text, name) for text in ([given] if isinstance(given, str) else given))
 
 
 def _schedulers(function: Callable[[Any], Any] | None, made: Any) -> list[Any]:

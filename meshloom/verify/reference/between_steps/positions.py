@@ -72,7 +72,12 @@ def _mistakes_of_the_best(text: str) -> Iterator[str]:
         stopped.append(found.stops)
     if found.step != 3:
         yield f"Of evaluations of {values} the one after step {found.step} is kept as the best by {text}, on one device too."
-    elif stopped != [False, False, False, False, True]:
+    again = BestMetric.of(text, patience=2)
+    for step, value in enumerate(values, 1):  # a run that is resumed after each
+        again = BestMetric.of(text, patience=2).going_on(again.to_dict()).after(step, {metric: value})
+    if again != found:
+        yield f"Resumed after each of evaluations of {values}, {text} has waited for {again.waited} since step {again.step}, not for {found.waited} since {found.step}."
+    elif found.step == 3 and stopped != [False, False, False, False, True]:
         yield f"With patience=2 training does not stop at the fifth of evaluations of {values} by {text} alone, on one device too."
 
 
