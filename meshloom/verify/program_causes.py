@@ -50,7 +50,10 @@ def in_order(
         return [*changed, *causes]
     first = next(iter(causes), None)
     vague = (*_VAGUE, *_OF_STATE) if resumed else _VAGUE
-    comes_first = first is None or ((first.kind in vague or special.kind == "saved") and not first.explains)
+    vague = (
+        (*vague, first.kind) if first and special.kind == "saved" and first.kind != "between steps" else vague
+    )
+    comes_first = first is None or (first.kind in vague and not first.explains)
     return [*changed, *([special, *causes] if comes_first else [*causes, special])]
 
 
@@ -118,4 +121,6 @@ def after_resuming(causes: Sequence[Cause], again: BetweenSteps) -> list[Cause]:
     if not others:
         return of_place
     right = "All steps before the checkpoint agree. Parameters, state and numbers are resumed as they were saved: saved again, they are the same."
+    if others[0].kind == "data" and not others[0].explains:
+        right = f"{right} With the first one after resuming the data goes on elsewhere."
     return [*others, Cause("resuming", right)] if of_place else others

@@ -276,7 +276,8 @@ def _meaning(
         off = (f"{each.name} is off by {each.error:.1e}" for each in wrong[0].errors if not each.passed)
         what = next(iter([*wrong[0].facts, *off]), "")
         return Cause(
-            "saved", f"All steps before the checkpoint agree, and it is not what one device has. {what}"
+            "saved",
+            f"All steps before the checkpoint agree, and the checkpoint itself differs from one device: {what}",
         )
     if special is _RESUMED and all(each.passed for each in result.steps if each.step == first):
         return _LATER

@@ -85,7 +85,7 @@ def states_are_saved_for_one_another(patch: Patch) -> None:
     wrap(patch, CarriedTensors, "left", turned)
 
 
-@bug("counting-adamw", causes="forward|stale|unknown|state", module=None)
+@bug("counting-adamw", causes="saved|forward|stale|unknown|state", module=None)
 def chunks_are_counted_in_place_of_steps(patch: Patch) -> None:
     def counted(right: Any, self: PlainNumbers) -> Any:
         yield from right(self)

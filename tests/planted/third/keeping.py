@@ -7,7 +7,7 @@ from dataclasses import replace
 from tests.planted.third.planting import DIVIDED, Planter, bug
 
 
-@bug("averaged", "dp=2", causes="averages")
+@bug("averaged", "dp=2", causes="averages|saved")
 def average_not_loaded(p: Planter) -> None:
     """A resumed run begins its average anew."""
     from meshloom.optimizer.averages import ParameterAverages
@@ -15,7 +15,7 @@ def average_not_loaded(p: Planter) -> None:
     p.set(ParameterAverages, "load", lambda self, path, shape, read: None)
 
 
-@bug("gpt", "dp=2", causes="optimizer", module="blocks.0.n1")
+@bug("gpt", "dp=2", causes="optimizer|saved", module="blocks.0.n1")
 def second_group_not_restored(p: Planter) -> None:
     """The optimizer state of the second group's parameters is not restored."""
     from meshloom.optimizer import optimizer_state
