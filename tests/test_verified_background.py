@@ -44,8 +44,8 @@ def verified(plan: str, devices: str = "simulated", dtype: torch.dtype | None = 
     return verify(job_of(), Plan.parse(plan), devices=devices, dtype=dtype, quick=False)
 
 
-@pytest.mark.parametrize("dtype", few([None, torch.float64]))
-@pytest.mark.parametrize("plan", few(PLANS))
+@pytest.mark.parametrize("dtype", few([None, torch.float64], rest=pytest.mark.slow))
+@pytest.mark.parametrize("plan", few(PLANS, rest=pytest.mark.slow))
 def test_a_checkpoint_in_the_background_has_the_same_bits(plan: str, dtype: torch.dtype | None):
     report = verified(plan, dtype=dtype)
     assert report and report.passed, report and report.causes

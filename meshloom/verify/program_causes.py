@@ -50,9 +50,8 @@ def in_order(
         return [*changed, *causes]
     first = next(iter(causes), None)
     vague = (*_VAGUE, *_OF_STATE) if resumed else _VAGUE
-    vague = (
-        (*vague, first.kind) if first and special.kind == "saved" and first.kind != "between steps" else vague
-    )
+    if first and special.kind == "saved" and first.kind != "between steps":
+        vague = (*vague, first.kind)
     comes_first = first is None or (first.kind in vague and not first.explains)
     return [*changed, *([special, *causes] if comes_first else [*causes, special])]
 

@@ -52,7 +52,7 @@ def cause_of_buffer(differing: DifferingTensor | None, reference: Reference) -> 
 def _of_chunks(name: str, ours: Tensor, right: Tensor, start: Tensor, reference: Reference) -> Cause | None:
     """Of one that each chunk decays, and adds to: which chunks, in which order, give the plan's value."""
     written = _written(name, reference) if reference.before else []
-    if not 1 < len(written) <= _CHUNKS:
+    if not 1 < len(written) <= _CHUNKS or any(each.shape != start.shape for each in written):
         return None
     decay = _decay(start, written, right)
     if decay is None:

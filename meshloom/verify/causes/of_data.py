@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from torch.utils.data import default_collate
@@ -45,6 +46,7 @@ def cause_of_data(ours: StepRecord, reference: Reference) -> Cause | None:
             return Cause(
                 "data",
                 f"The data of {'chunk' if len(wrong) == 1 else 'chunks'} {which} is the right samples {what}.",
+                explains=True,
             )
     return None
 
@@ -55,7 +57,10 @@ def _ways(reference: Reference) -> Iterator[tuple[str, Mapping[int, str]]]:
     chunks = dict(sorted(chunks.items()))
     if reference.job.mix is not None:
         for what, make in _ways_to_mix(reference, chunks):
-            yield what, {index: make(index, samples) for index, samples in chunks.items()}
+            digests: dict[int, str] = {}
+            with suppress(Exception):  # the job's function may refuse what is wrong
+                digests = {index: make(index, samples) for index, samples in chunks.items()}
+            yield what, digests
     for reading in _readings(chunks, reference.step):
         try:
             batch = batch_of_step(reference.job, reference.step, reading)

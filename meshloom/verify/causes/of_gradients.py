@@ -55,8 +55,9 @@ def from_gradients(
     broken = [name for name, each in actual.items() if not bool(each.isfinite().all())]
     if broken:
         return [Cause("unknown", f"Unknown cause: the gradient of {names_of(broken)} is not finite.")]
-    if not wrong.error:  # sparse gradients
-        what = f"The gradient of {names_of(actual)} has the values of one device's, and other rows"
+    of_rows = [each.name for each in comparison.errors if each.name in actual and math.isinf(each.error)]
+    if of_rows and not wrong.error:  # of sparse gradients
+        what = f"The gradient of {names_of(of_rows)} has the values of one device's, and other rows"
         why = "rows count as used that no sample uses, or the other way round, and optimizers update those"
         return [Cause("None or zero", f"{what}: {why}.", explains=True)]
     rounding = min(each.tolerance for each in comparison.errors if each.kind == "loss")

@@ -148,8 +148,8 @@ def first_output(ours: StepRecord, reference: StepRecord, tolerance: float, plan
 
 
 def other_ways(module: str, ours: Sequence[ModuleOutput], right: Sequence[ModuleOutput]) -> str:
-    """In which ways a module is called otherwise than on one device, in its first call that is: "; which is in training mode, ..."; "" if in
-    none that is known."""
+    """How a module is called otherwise than on one device, as "its temperature is 1.8, and 2.0 on one device", in its first call that is; "": none
+    is known to be."""
     for here, there in zip(ours, right, strict=False):
         if here.name == there.name == module and (
             found := [

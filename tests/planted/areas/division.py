@@ -97,7 +97,7 @@ def gathered_parts_are_in_the_wrong_order(patch: Patch) -> None:
     wrap(patch, collectives, "start_gather", exchanged)
 
 
-@bug("mlp-sgd", PARTS, causes="division", module=None)
+@bug("mlp-sgd", PARTS, causes="division|saved", module=None)
 def shards_begin_one_row_late(patch: Patch) -> None:
     wrap(
         patch, Shards, "take",

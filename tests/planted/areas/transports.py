@@ -82,7 +82,7 @@ def gathered_values_come_in_the_wrong_order(patch: Patch) -> None:
     wrap(patch, SimulatedGroup, "all_gather", turned)
 
 
-@bug(plan="pp=2,microbatches=3", causes="stages|unknown|rounding", module=None)
+@bug(plan="pp=2,microbatches=3", causes="initial_values|stages|unknown|rounding", module=None)
 def messages_lose_their_last_element(patch: Patch) -> None:
     def shorter(right: Any, self: SimulatedGroup, tensor: Tensor, destination: int) -> Any:
         if tensor.is_floating_point() and tensor.numel() > 8:

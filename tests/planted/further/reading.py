@@ -143,7 +143,13 @@ def the_second_replica_begins_elsewhere(patch: Patch) -> None:
     on_models(patch, moved)
 
 
-@bug("skip-adamw", "tp=2", says="", causes="initial_values|replicas|division|stages|optimizer|weights|forward", module=None)
+@bug(
+    "skip-adamw",
+    "tp=2",
+    says="",
+    causes="initial_values|replicas|division|stages|optimizer|weights|forward",
+    module=None,
+)
 def a_weight_begins_rounded(patch: Patch) -> None:
     def prepared(right: Any, self: Replica) -> Any:
         yield from right(self)
