@@ -271,7 +271,7 @@ BUGS: list[tuple[Plant, str, str]] = [
     (data_goes_on_one_step_later, "mlp-adamw", "other samples than one device reads"),
     (every_epoch_is_the_first, "mlp-adamw", "the end of the epoch does not"),
     (orders_are_alike_on_both_sides, "mlp-adamw", "Two epochs have the same order"),
-    (masks_are_those_of_the_first_step, "cnn-adamw", "other random draws than on one device"),
+    (masks_are_those_of_the_first_step, "cnn-adamw", "whose seed they have"),
     (masks_are_alike_on_both_sides, "cnn-adamw", "have one seed, on one device too"),
     (a_draw_too_many, "cnn-adamw", "other random draws than on one device"),
     (updated_twice, "mlp-sgd", "clipped already, or a second time"),

@@ -51,8 +51,8 @@ class Comparing(ABC):
     """Compares a plan's run with one device's, wherever that is. Tensors are not kept."""
 
     @abstractmethod
-    def begins_with(self, name: str, ours: Tensor) -> bool:
-        """Before the first step: whether one device has the plan's value of a parameter or buffer."""
+    def other_at_start(self, name: str, ours: Tensor) -> str:
+        """Before the first step: in which way the plan's value of a parameter or buffer is another than one device's; "": it is not."""
 
     @abstractmethod
     def begin(self) -> None:

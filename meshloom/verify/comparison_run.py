@@ -33,7 +33,7 @@ from meshloom.verify.causes.of_buffers import cause_of_buffer
 from meshloom.verify.causes.of_data import cause_of_data
 from meshloom.verify.causes.of_updates import KeptUpdate, other_update
 from meshloom.verify.causes.other_runs import whole_evidence
-from meshloom.verify.causes.values_at_start import begins_with, held_by
+from meshloom.verify.causes.values_at_start import held_by, other_at_start
 from meshloom.verify.compared.compare import Comparer, Comparison, placed
 from meshloom.verify.compared.compare_evaluation import FoundMetric, PlanEvaluation, SeenMetric
 from meshloom.verify.compared.compare_values import Values
@@ -112,8 +112,8 @@ class ComparisonRun(Comparing):
         self._kept: KeptUpdate | None = None
         self._places: dict[str, str] = {}  # digest of a chunk's data -> where that was, on one device
 
-    def begins_with(self, name: str, ours: Tensor) -> bool:
-        return begins_with(self.reference, name, ours)
+    def other_at_start(self, name: str, ours: Tensor) -> str:
+        return other_at_start(self.reference, name, ours)
 
     def begin(self) -> None:
         reference = self.reference

@@ -166,7 +166,7 @@ class VerifiedRun:
                 other = OneDevice(plan=first.inner, dtype=self.dtype, device=first.context.device, shares=self.shares, against=self.against)  # fmt: skip
                 self.comparison = self.compare(self.job, other)
             if compares and resume is None:
-                one = self.comparison.begins_with if self.comparison else None
+                one = self.comparison.other_at_start if self.comparison else None
                 self._changed += trainer.together(lambda each: differing_initially(each, one if each is first else None))[0]  # fmt: skip
             yield trainer
 

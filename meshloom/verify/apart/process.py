@@ -105,8 +105,8 @@ class _Remote(Comparing):
     def update(self) -> None:
         self._call("update")
 
-    def begins_with(self, name: str, ours: Tensor) -> bool:
-        return self._call("begins_with", name, ours)
+    def other_at_start(self, name: str, ours: Tensor) -> str:
+        return self._call("other_at_start", name, ours)
 
     def add_state(self, name: str, ours: Tensor) -> None:
         self._call("add_state", name, ours)

@@ -19,25 +19,27 @@ from meshloom.verify.reference.mistakes import Cause
 from meshloom.verify.reference.reference import Reference
 
 _UNITS = 2  # of the last place, of a tensor's norm
+_ALIKE = 0.02  # of the elements, which are not alike by chance
+_DRAWN = "what builds them draws from something that has no seed, such as np.random.default_rng(), or ranks are not given what rank 0 builds"
+_SOME = "some of their elements are right, so that ranks are not given what is built, or a part of it is in another place"
 
 
 def differing_initially(
-    replica: Replica, begins_with: Callable[[str, Tensor], bool] | None
+    replica: Replica, other_at_start: Callable[[str, Tensor], str] | None
 ) -> Steps[list[Cause]]:
-    """What to say of a run that begins with other values; before the first step, on all ranks. begins_with: whether one device has
-    a value, too; on rank 0 alone."""
-    other: dict[str, bool] = {}  # whether it is zeros on the ranks
+    """What to say of a run that begins with other values; before the first step, on all ranks. other_at_start: in which way a value is another than
+    one device's; on rank 0 alone."""
+    other: dict[str, str] = {}
 
     def take(name: str, ours: Tensor) -> None:
-        if begins_with is not None and not begins_with(name, ours):
-            other[name] = not bool(ours.to_dense().any())
+        if other_at_start is not None and (way := other_at_start(name, ours)):
+            other[name] = way
 
     yield from each_of_state(replica, take)
     if not other:
         return []
-    why = "what builds them draws from something that has no seed, such as np.random.default_rng(), or ranks are not given what rank 0 builds"
-    if all(other.values()):
-        why = "they are zeros there, as ranks are not given what is built"
+    ways = set(other.values())
+    why = ways.pop() if len(ways) == 1 else _DRAWN
     return [
         Cause(
             "initial values",
@@ -52,9 +54,20 @@ def held_by(reference: Reference, name: str) -> Tensor:
     return updated[name] if name in updated else reference.model.get_buffer(name)
 
 
-def begins_with(reference: Reference, name: str, ours: Tensor) -> bool:
-    """Whether one device has this value of a parameter or buffer, too, before its first step."""
-    own, value = held_by(reference, name), ours.detach().to_dense().cpu()
+def other_at_start(reference: Reference, name: str, ours: Tensor) -> str:
+    """In which way this value of a parameter or buffer is another than one device has before its first step; "": it is not."""
+    own, value = held_by(reference, name).detach(), ours.detach().to_dense().cpu()
     inexact = own.is_floating_point() or own.is_complex()
     tolerance = _UNITS * torch.finfo(own.dtype).eps if inexact else 0.0
-    return own.shape == value.shape and compared_with(name, value, own, 0, tolerance).passed
+    if own.shape == value.shape and compared_with(name, value, own, 0, tolerance).passed:
+        return ""
+    if not bool(value.any()):
+        return "they are zeros there, as ranks are not given what is built"
+    if own.shape != value.shape or not own.is_floating_point():
+        return _DRAWN
+    right = own.to_dense().cpu().to(value.dtype)
+    for dtype in (torch.bfloat16, torch.float16):
+        if torch.equal(value, right.to(dtype).to(value.dtype)):
+            return f"they are one device's, rounded to {str(dtype).removeprefix('torch.')} on the way"
+    same = float((value == right).double().mean())
+    return _SOME if same > _ALIKE else _DRAWN

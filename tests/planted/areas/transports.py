@@ -93,7 +93,7 @@ def messages_lose_their_last_element(patch: Patch) -> None:
     wrap(patch, SimulatedGroup, "send", shorter)
 
 
-@bug(plan="pp=2,microbatches=3", causes="stages|unknown|rounding", module=None)
+@bug(plan="pp=2,microbatches=3", causes="initial_values|stages|unknown|rounding", module=None)
 def messages_are_rounded(patch: Patch) -> None:
     def rounded(right: Any, self: SimulatedGroup, tensor: Tensor, destination: int) -> Any:
         low = tensor.bfloat16().to(tensor.dtype) if tensor.is_floating_point() else tensor
