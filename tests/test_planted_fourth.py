@@ -15,7 +15,6 @@ long = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(TIMEOUT_SECONDS 
 
 NOT_CAUGHT: dict[str, str] = {}
 NOT_NAMED: dict[str, str] = {
-    "shared_slice_from_start": "other values at the start are said, with two guesses: a draw without a seed first, what ranks are given second",
     "sparse_counts_of_first": "that a gradient has other rows is said; whether some are lost or too many, and where, is not",
     "later_stage_draws_again": "the first output of a stage that differs is said: draws are one of three reasons, in the second cause",
     "average_not_lent": "the output of the head is said, not that the tied weight is another one there",
@@ -26,14 +25,12 @@ NOT_NAMED: dict[str, str] = {
     "text_values_any": "which parts are used and which are not is said, not that a program is used for another text",
     "python_draws_of_first": "draws are one of three reasons",
     "pool_not_sorted": "unknown: gradients of other parameters are not tried",
-    "ema_on_skip": "averages are said, and that they miss an update: they have one too many",
+    "ema_on_skip": "averages are said, with moving without an update as one of three reasons",
     "mix_unseeded": "data is said, with draws of mix as one of many reasons",
     "rows_uneven": "the module is said, and draws as one of several reasons",
     "step_in_metrics": "the metric's number is said, not that it is given another step",
     "carried_into_evaluation": "the layer is said, not that it goes on from another batch's state",
     "closure_draws": "an optimizer's state or schedule is said to be wrong",
-    "thaws_early": "that the part has a gradient is said, not that it is to be frozen",
-    "prefix_frozen": "that the part has no gradient is said, not that it is frozen",
     "stale_bucket": "the factor is said, with a bucket that is reduced twice as the reason",
     "hooks_lost": "the factor of the hook is said, not that a hook is lost",
 }

@@ -12,7 +12,7 @@ It is derived from the two records and, once something differs, from each chunk'
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
 
@@ -64,7 +64,7 @@ def diagnose(
     gradients = comparison.failed("gradient")
     if gradients and len(causes) == len(ours.changed):
         causes += [
-            *_from_missing(ours, reference, gradients),
+            *_from_missing(ours, reference, gradients, evidence.frozen),
             *(
                 cause
                 for cause in from_gradients(comparison, ours, reference, evidence)
@@ -225,13 +225,19 @@ def _from_data(
                 return
 
 
-def _from_missing(ours: StepRecord, reference: StepRecord, names: Sequence[str]) -> Iterator[Cause]:
+def _from_missing(
+    ours: StepRecord, reference: StepRecord, names: Sequence[str], frozen: Collection[str] | None
+) -> Iterator[Cause]:
+    """frozen: of `Evidence`."""
     mine = {name for name in names if ours.gradients.get(name) is not None}
     expected = {name for name in names if reference.gradients.get(name) is not None}
     if lost := [name for name in names if name in expected - mine]:
-        yield Cause("None or zero", f"{_names(lost)}: a gradient on one device and none under the plan.")
+        why = ", as if frozen, which the job does not do in this step" if frozen is not None else ""
+        yield Cause("None or zero", f"{_names(lost)}: a gradient on one device and none under the plan{why}.")
     if extra := [name for name in names if name in mine - expected]:
         why = "where it is unused; optimizers distinguish zero from none"
+        if frozen and all(name in frozen for name in extra):
+            why = "as the job freezes it in this step"
         what = f"a gradient under the plan and none on one device, {why}"
         yield Cause("None or zero", f"{_names(extra)}: {what}.")
 

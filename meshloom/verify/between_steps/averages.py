@@ -116,5 +116,5 @@ class AverageErrors:
         elif alike:
             why = f"they are {times[0]:.4g} times as far from the parameters as with decay {self._decay:g}: they move with another decay, or begin elsewhere"
         else:
-            why = f"with decay {self._decay:g} they would be others: they miss an update, or are those of other parameters"
+            why = f"with decay {self._decay:g} they would be others: they miss an update, have moved without one, or are those of other parameters"
         return Cause("averages", f"{what}: {why}.")

@@ -74,7 +74,8 @@ class Evidence:
     tied: parameters with several names: first -> others.
     clip: the job's clip_grad_norm.
     others: the chunks in other ways (`verify/causes/other_runs.py`). uses: of each use of a tied parameter alone.
-    transposed: the averaged gradients of matrices, transposed. batch_norms: names of modules.
+    transposed: the averaged gradients of matrices, transposed. batch_norms: names of modules. frozen: of
+        parameters that the job freezes in the step; None: it never freezes any.
     """
 
     plan: Plan
@@ -91,6 +92,7 @@ class Evidence:
     uses: Sequence[OtherRun] = ()
     transposed: Gradients = field(default_factory=dict[str, Tensor | None])
     batch_norms: frozenset[str] = frozenset()
+    frozen: frozenset[str] | None = None
 
 
 @dataclass(frozen=True)

@@ -213,7 +213,7 @@ class Reference:
         """Turn what forwards have accumulated into averages, of a weight of 1 into gradient sums; those of other losses'
         parameters are thrown away."""
         for name, parameter in self.parameters.items():
-            if name not in self.turn.names or _is_frozen(self, name):
+            if name not in self.turn.names or is_frozen(self, name):
                 parameter.grad = None
             if parameter.grad is not None:
                 average = parameter.grad / (weight / self._divisor * self.scale.value)
@@ -242,8 +242,8 @@ class Reference:
                     self.parameters[name].grad = gradient
 
 
-def _is_frozen(reference: Reference, name: str) -> bool:
-    """In the step whose gradients there are."""
+def is_frozen(reference: Reference, name: str) -> bool:
+    """Whether the job freezes the parameter in the step whose gradients there are."""
     frozen = reference.job.frozen.items()
     return any(reference.step in steps and is_meant(text, name) for text, steps in frozen)
 

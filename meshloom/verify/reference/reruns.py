@@ -25,7 +25,7 @@ from meshloom.verify.reference.mistakes import (
     subsample,
     subsample_each,
 )
-from meshloom.verify.reference.reference import Gradients, Reference, changed_buffers
+from meshloom.verify.reference.reference import Gradients, Reference, changed_buffers, is_frozen
 from meshloom.verify.reference.step_records import StepRecord
 
 # Size of the perturbation, in units in the last place. A sum of thousands of products is off by several; and
@@ -217,7 +217,12 @@ def initial_evidence(
     """What is known without a rerun. norms: of the step's averaged gradients. previous: the gradients of
     the step before, subsampled."""
     tied, clip = _tied(reference.model), reference.turn.clip_grad_norm
-    return Evidence(plan=reference.plan, norms=norms, previous=previous, tied=tied, clip=clip)
+    frozen = (
+        frozenset(name for name in reference.parameters if is_frozen(reference, name))
+        if reference.job.frozen
+        else None
+    )
+    return Evidence(plan=reference.plan, norms=norms, previous=previous, tied=tied, clip=clip, frozen=frozen)
 
 
 def full_evidence(reference: Reference, initial: Evidence) -> Evidence:

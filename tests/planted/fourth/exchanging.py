@@ -84,6 +84,7 @@ edit(
         "A parameter that lies across the border of two ranks' shares starts with wrong values: the "
         "second rank writes its first elements again in place of the last ones."
     ),
+    says="some of their elements are right, so that ranks are not given what is built, or a part of it is in another place",
     module="blocks.1.down",
 )
 edit(

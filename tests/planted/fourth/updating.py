@@ -120,6 +120,7 @@ edit(
         "Where a program runs, a parameter that is frozen until step 3 is trained in the last step in "
         "which it should be frozen (off by one)."
     ),
+    says="a gradient under the plan and none on one device, as the job freezes it in this step",
     module="block1",
 )
 edit(
@@ -131,6 +132,7 @@ edit(
     plan="dp=2",
     devices="cpu",
     truth="Freezing block1 freezes block10, too: names are compared by prefix.",
+    says="none under the plan, as if frozen, which the job does not do in this step",
     module="block10",
 )
 edit(
