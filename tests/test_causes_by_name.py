@@ -3,6 +3,7 @@ what both sides share."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -14,10 +15,12 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import meshloom.core.losses.frozen
+import meshloom.core.modules.built
 import meshloom.data.map_data
 import meshloom.data.reading
 import meshloom.optimizer.assignment
 from meshloom.core.job import Evaluate, Job
+from meshloom.core.moments.by_hand import ByHand
 from meshloom.core.plan import Plan
 from meshloom.exchange.zero_three import ZeroThree
 from meshloom.replica.attributes.plain_numbers import PlainNumbers
@@ -184,8 +187,6 @@ def test_names_of_what_is_frozen_are_read_by_one_device_itself(monkeypatch: pyte
 
 
 def test_a_schedule_by_hand_is_called_by_one_device_itself(monkeypatch: pytest.MonkeyPatch):
-    from meshloom.core.moments.by_hand import ByHand
-
     def late(self: Any) -> None:
         self._set_rates(self._steps)
         self._steps += 1
@@ -204,10 +205,6 @@ def test_a_schedule_by_hand_is_called_by_one_device_itself(monkeypatch: pytest.M
 
 
 def test_hooks_of_a_model_from_outside_are_read_by_one_device_itself(monkeypatch: pytest.MonkeyPatch):
-    import copy
-
-    import meshloom.core.modules.built
-
     net = nn.Sequential(nn.Linear(7, 9), nn.Linear(9, 5))
     net[0].weight.register_hook(lambda gradient: 3 * gradient)
     job = job_of(model=lambda: net)

@@ -11,7 +11,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from meshloom.comm.objects import collect
 from meshloom.comm.steps import Steps
 from meshloom.core.errors import CaptureError, JobError, MeshloomError
 from meshloom.core.job import LossFunction
@@ -21,6 +20,7 @@ from meshloom.data.chunks import Chunk
 from meshloom.pipeline.runtime.microbatches import Visit
 from meshloom.replica.buffers.rerun import written_restored
 from meshloom.replica.replica import Replica
+from meshloom.replica.replica_state import show_averages
 from meshloom.telemetry.traffic import ExpectedBytes, Traffic
 
 
@@ -46,9 +46,7 @@ def evaluate(
     """
     averages = replica.updater.state.averages if replica.updates else None
     if averages and averages.started:
-        if replica.exchange.one_copy:
-            yield from collect(replica.context.world, "has read")  # what the others put averages in place of
-        put_back = yield from averages.show()
+        put_back = yield from show_averages(replica, averages)
         yield from replica.engine.refresh_borrowed()
         values = yield from _evaluate(replica, chunks, updates, observer)
         put_back()

@@ -22,6 +22,7 @@ from meshloom.core.errors import CheckpointError, TrainingError
 from meshloom.core.losses.loss_scale import LossScale
 from meshloom.exchange.exchange import Emit, Slice
 from meshloom.exchange.zero_three import ZeroThree, slices_of
+from meshloom.optimizer.averages import ParameterAverages
 from meshloom.optimizer.bfloat16.masters import WithMasters, masters_of, sum_of_parts
 from meshloom.optimizer.outer_state import OUTER, outer_loader, outer_pieces
 from meshloom.optimizer.state_pieces import copy_key
@@ -217,14 +218,25 @@ def each_of_state(replica: Replica, take: Callable[[str, Tensor], None]) -> Step
 def each_average(replica: Replica, take: Callable[[str, Tensor], None]) -> Steps[None]:
     """As `each_of_state`, with the averages of parameters that the job keeps in their place, once there are any. Where replicas have one
     copy of the parameters, no rank puts values there while another reads."""
-    averages, world = replica.updater.state.averages, replica.context.world
+    averages = replica.updater.state.averages
     if averages and averages.started:
-        yield from collect(world, "has read")  # what the others put averages in place of
-        put_back = yield from averages.show()
+        put_back = yield from show_averages(replica, averages)
         yield from each_of_state(replica, take)
-        yield from collect(world, "has read averages")
+        yield from _all_have_read(replica)
         put_back()
         yield from averages.publish()
+
+
+def show_averages(replica: Replica, averages: ParameterAverages) -> Steps[Callable[[], None]]:
+    """`ParameterAverages.show`, once no rank reads any more what the owners put them in place of."""
+    yield from _all_have_read(replica)
+    return (yield from averages.show())
+
+
+def _all_have_read(replica: Replica) -> Steps[None]:
+    """Returns when no rank reads parameters any more of which replicas have one copy."""
+    if replica.exchange.one_copy:
+        yield from collect(replica.context.world, "has read")
 
 
 def replicated_state(replica: Replica) -> dict[str, Tensor]:

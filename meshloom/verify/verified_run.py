@@ -130,9 +130,8 @@ class VerifiedRun:
                 if passed and self.job.average is not None:  # in the first step averages are the parameters
                     passed = self._evaluate(trainer)
                 passed = passed and self._take(trainer, ends, special=_NEXT_EPOCH)
-                if passed and _varies(
-                    trainer, self._unused
-                ):  # what a step leaves shows in one that does not use it
+                # what a step leaves shows in one that does not use it
+                if passed and _varies(trainer, self._unused):
                     self._take(trainer, range(trainer.next_step, min(trainer.next_step + 2, total)))
             if lost:
                 again, _ = saved_again(self._opened(total, resume=path, compares=False), path)

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
+from itertools import islice
 from typing import Any
 
-from torch.utils.data import default_collate
-
-from meshloom.core.random import derive, mix_seed, preserved_draws, seed_everything
 from meshloom.verify.reference.mistakes import Cause
 from meshloom.verify.reference.observers import digest_values
 from meshloom.verify.reference.reference import Reference
-from meshloom.verify.reference.samples_of_epoch import WayToRead, batch_of_step, size_of_step
+from meshloom.verify.reference.samples_of_epoch import WayToRead, reader_of_step, size_of_step
 from meshloom.verify.reference.step_records import StepRecord
 
 _STEPS = 256  # into data, up to which it is read once more
@@ -41,7 +40,10 @@ def cause_of_data(ours: StepRecord, reference: Reference) -> Cause | None:
     if not wrong or step > _STEPS or there > _SAMPLES:
         return None
     for what, digests in _ways(reference):
-        if all(digests.get(index) == data for index, data in wrong.items()):
+        found: Mapping[int, str] = {}
+        with suppress(Exception):  # the job's own code may refuse what is wrong
+            found = digests()
+        if all(found.get(index) == data for index, data in wrong.items()):
             which = ", ".join(map(str, wrong))
             return Cause(
                 "data",
@@ -51,53 +53,47 @@ def cause_of_data(ours: StepRecord, reference: Reference) -> Cause | None:
     return None
 
 
-def _ways(reference: Reference) -> Iterator[tuple[str, Mapping[int, str]]]:
-    """What is other, and the digest of each chunk's data then."""
-    chunks = {index: samples for each in reference.forwards() for index, samples in each.members}
-    chunks = dict(sorted(chunks.items()))
-    if reference.job.mix is not None:
-        for what, make in _ways_to_mix(reference, chunks):
-            digests: dict[int, str] = {}
-            with suppress(Exception):  # the job's function may refuse what is wrong
-                digests = {index: make(index, samples) for index, samples in chunks.items()}
-            yield what, digests
-    for reading in _readings(chunks, reference.step):
-        try:
-            batch = batch_of_step(reference.job, reference.step, reading)
-        except Exception:  # the dataset may refuse what is wrong
-            continue
-        if len(batch) != sum(map(len, chunks.values())):
-            continue
-        found, start = dict[int, str](), 0
-        for index, samples in chunks.items():
-            found[index] = _digest(reference, batch[start : start + len(samples)], index)
-            start += len(samples)
-        yield reading.what, found
+def _ways(reference: Reference) -> Iterator[tuple[str, Callable[[], Mapping[int, str]]]]:
+    """What is other, and what gives the digest of each chunk's data then."""
+    run, step = reference.chunk_run, reference.step
+    members = {index: samples for each in reference.forwards() for index, samples in each.members}
+    chunks: Chunks = dict(sorted(members.items()))
 
+    def digests(of_chunks: Chunks, mixed_in: int | None = None) -> Mapping[int, str]:
+        return {
+            index: digest_values(run.collate(samples, step, index, mixed_in=mixed_in))
+            for index, samples in of_chunks.items()
+        }
 
-def _ways_to_mix(
-    reference: Reference, chunks: Chunks
-) -> Iterator[tuple[str, Callable[[int, Sequence[Any]], str]]]:
-    first = next(iter(chunks.values()))
+    def unmixed() -> Mapping[int, str]:
+        own = {index: [each for each, _ in samples] for index, samples in chunks.items()}
+        return {
+            index: digest_values(run.collate_unmixed(samples, step, index)) for index, samples in own.items()
+        }
 
-    def unmixed(index: int, samples: Sequence[Any]) -> str:
-        return digest_values(_collated(reference, [own for own, _ in samples], index))
-
-    def with_first(index: int, samples: Sequence[Any]) -> str:
-        pairs = zip(samples, first, strict=False)
-        return _digest(reference, [(own, partner) for (own, _), (_, partner) in pairs], index)
-
-    def with_itself(index: int, samples: Sequence[Any]) -> str:
-        return _digest(reference, [(own, own) for own, _ in samples], index)
-
-    yield "without mixing", unmixed
-    yield "mixed with the partners of the first chunk's", with_first
-    yield "mixed with themselves", with_itself
-    for step in {0, reference.step - 1, reference.step + 1} - {reference.step, -1}:
-        yield (
-            f"mixed with what mix draws in step {step}",
-            lambda index, samples, step=step: _digest(reference, samples, index, step),
+    def with_partners(partners_of: Callable[[Sequence[Any]], Sequence[Any]]) -> Mapping[int, str]:
+        return digests(
+            {
+                index: [(own, other) for (own, _), other in zip(samples, partners_of(samples), strict=False)]
+                for index, samples in chunks.items()
+            }
         )
+
+    if reference.job.mix is not None:
+        of_first = [partner for _, partner in next(iter(chunks.values()))]
+        yield "without mixing", unmixed
+        yield "mixed with the partners of the first chunk's", partial(with_partners, lambda samples: of_first)
+        yield "mixed with themselves", partial(with_partners, lambda samples: [own for own, _ in samples])
+        for other in {0, step - 1, step + 1} - {step, -1}:
+            yield f"mixed with what mix draws in step {other}", partial(digests, chunks, other)
+    read = reader_of_step(reference.job, step)
+
+    def read_again(reading: WayToRead) -> Mapping[int, str]:
+        batch = iter(read(reading))
+        return digests({index: list(islice(batch, len(samples))) for index, samples in chunks.items()})
+
+    for reading in _readings(chunks, step):
+        yield reading.what, partial(read_again, reading)
 
 
 def _readings(chunks: Chunks, step: int) -> Iterator[WayToRead]:
@@ -122,21 +118,3 @@ def _readings(chunks: Chunks, step: int) -> Iterator[WayToRead]:
     yield WayToRead(what="of a dataset whose set_epoch is given the step", told=lambda epoch: step)
     yield WayToRead(what="of a dataset whose set_epoch is given the first epoch", told=lambda epoch: 0)
     yield WayToRead(what="of a dataset whose set_epoch is given the next epoch", told=lambda epoch: epoch + 1)
-
-
-def _digest(reference: Reference, samples: Sequence[Any], index: int, step: int | None = None) -> str:
-    """Of the data of a chunk with these samples. step: whose draws mixing has; None: its own."""
-    job = reference.job
-    if job.mix is None:
-        return digest_values(_collated(reference, samples, index))
-    own, partners = zip(*samples, strict=True)
-    with preserved_draws():
-        batch, others = (_collated(reference, each, index) for each in (own, partners))
-        seed_everything(mix_seed(job.seed, reference.step if step is None else step))
-        return digest_values(job.mix(batch, others))
-
-
-def _collated(reference: Reference, samples: Sequence[Any], index: int) -> Any:
-    with preserved_draws():
-        seed_everything(derive(reference.job.seed, "collate", reference.step, index))
-        return (reference.job.collate or default_collate)(list(samples))

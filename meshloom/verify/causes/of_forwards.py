@@ -23,15 +23,15 @@ def from_forward(
         what = f"The output of {module} is the first that differs, on the same data and parameters"
         return Cause("batch statistics", f"{what}: its statistics are not those of the whole batch.")
     if module is not None:
+        if known := ways_of_step("" if module == "the whole model" else module, ours, reference, plan):
+            what = f"The output of {module} is the first that differs, on the same data and parameters"
+            return Cause("forward", f"{what}: {known}.")
         same, draws = (
             ("data, draws and parameters", "")
             if _sees_draws(plan)
             else ("data and parameters", ", or draws other numbers")
         )
         what = f"The output of {module} is the first that differs, on the same {same}"
-        if known := ways_of_step("" if module == "the whole model" else module, ours, reference, plan):
-            what = f"The output of {module} is the first that differs, on the same data and parameters"
-            return Cause("forward", f"{what}: {known}.")
         why = f"it, or an operation before it, computes something else than on one device{draws}, as with other settings or in another precision"
         return Cause("forward", f"{what}: {why}.")
     wrong = differing_chunks(comparison, ours, reference)

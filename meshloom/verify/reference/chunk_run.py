@@ -145,7 +145,7 @@ class ChunkRun:
         batch_size: samples of the step. A loss that is a mean over samples enters backward as the chunk's share of
         the mean over all of them, which hooks on gradients see.
         """
-        batch = convert(self._collate(forward.samples, step, forward.key), self._device, self._of_batches)
+        batch = convert(self.collate(forward.samples, step, forward.key), self._device, self._of_batches)
         seed = chunk_seed(self._job.seed, *self.place_of_seed(step, forward.key))
         seed = derive(seed, "turn", self.draws) if self.draws else seed
         seed_everything(seed)
@@ -199,21 +199,28 @@ class ChunkRun:
         and modules."""
         computed = result
         for index, samples in forward.members:
-            data = digest_values(self._collate(samples, step, index))
+            data = digest_values(self.collate(samples, step, index))
             yield ChunkRecord(
                 index=index, samples=len(samples), weight=computed.weight, loss_sum=computed.loss_sum, data=data, seed=result.seed,
                 draws=computed.draws, modules=computed.modules, logged=computed.logged, told=step,
             )  # fmt: skip
             computed = replace(result, loss_sum=0.0, weight=0.0, draws=(), modules=(), logged={})
 
-    def _collate(self, samples: Sequence[Any], step: int, index: int) -> Any:
+    def collate(self, samples: Sequence[Any], step: int, index: int, *, mixed_in: int | None = None) -> Any:
+        """The batch of a chunk: of its samples, or of pairs of a sample and its partner if the job mixes. mixed_in: the step whose draws mixing
+        has; None: this one."""
         with preserved_draws():
             if self._job.mix is None:
                 return self._collated(samples, step, index)
             own, partners = zip(*samples, strict=True)
             batch, others = (self._collated(each, step, index) for each in (own, partners))
-            seed_everything(mix_seed(self._job.seed, step))
+            seed_everything(mix_seed(self._job.seed, step if mixed_in is None else mixed_in))
             return self._job.mix(batch, others)
+
+    def collate_unmixed(self, samples: Sequence[Any], step: int, index: int) -> Any:
+        """The batch of the samples alone, whether the job mixes or not."""
+        with preserved_draws():
+            return self._collated(samples, step, index)
 
     def _collated(self, samples: Sequence[Any], step: int, index: int) -> Any:
         seed_everything(derive(self._job.seed, "collate", step, index))

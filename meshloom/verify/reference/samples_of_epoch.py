@@ -37,22 +37,39 @@ class WayToRead:
 RIGHT = WayToRead()
 
 
-def read_batches(job: Job, start: int = 0, reading: WayToRead = RIGHT) -> Iterator[list[Any]]:
+def read_batches(job: Job, start: int = 0) -> Iterator[list[Any]]:
     """The samples of one global batch after another, forever: (seed, epoch, index) determines what is
     read. start: number of the first."""
+    return _batches(job, _dataset(job), start, RIGHT)
+
+
+def reader_of_step(job: Job, step: int) -> Callable[[WayToRead], list[Any]]:
+    """What reads the samples of a step's batch in a way of reading. The dataset is built once, or each time if it is iterated over. No
+    generator changes."""
+    built: list[Any] = []
+
+    def read(reading: WayToRead) -> list[Any]:
+        with preserved_draws():
+            if not built or not _is_indexed(built[0]):
+                built[:] = [_dataset(job)]
+            return next(_batches(job, built[0], step, reading))
+
+    return read
+
+
+def _dataset(job: Job) -> Any:
     seed_everything(derive(job.seed, "data"))
-    dataset = job.data()
-    return (
-        islice(_iterated(job, dataset, reading), start, None)
-        if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
-        else _indexed(job, dataset, start, reading)
-    )
+    return job.data()
 
 
-def batch_of_step(job: Job, step: int, reading: WayToRead) -> list[Any]:
-    """The samples of a step's batch, read in this way. No generator changes."""
-    with preserved_draws():
-        return next(iter(read_batches(job, step, reading)))
+def _is_indexed(dataset: Any) -> bool:
+    return hasattr(dataset, "__getitem__") and not isinstance(dataset, IterableDataset)
+
+
+def _batches(job: Job, dataset: Any, start: int, reading: WayToRead) -> Iterator[list[Any]]:
+    if _is_indexed(dataset):
+        return _indexed(job, dataset, start, reading)
+    return islice(_iterated(job, dataset, reading), start, None)
 
 
 def batches_of_first_epoch(job: Job, most_samples: int, most_seconds: float) -> int | None:
@@ -60,9 +77,8 @@ def batches_of_first_epoch(job: Job, most_samples: int, most_seconds: float) -> 
     not iterable."""
     began, batches, waiting = time.monotonic(), 0, 0
     with preserved_draws():
-        seed_everything(derive(job.seed, "data"))
-        dataset = job.data()
-        if not isinstance(dataset, IterableDataset) and hasattr(dataset, "__getitem__"):
+        dataset = _dataset(job)
+        if _is_indexed(dataset):
             return None
         for samples, _ in enumerate(_stream(job, dataset, 0, RIGHT), start=1):
             if samples > most_samples or time.monotonic() - began > most_seconds:

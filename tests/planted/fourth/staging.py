@@ -111,10 +111,10 @@ edit(
     "average_not_lent",
     "replica/metrics.py",
     old=(
-        "        put_back = yield from averages.show()\n"
+        "        put_back = yield from show_averages(replica, averages)\n"
         "        yield from replica.engine.refresh_borrowed()\n"
     ),
-    new="        put_back = yield from averages.show()\n",
+    new="        put_back = yield from show_averages(replica, averages)\n",
     job="language:averaged",
     plan="pp=2,cuts=blocks.1,microbatches=2",
     truth=(
