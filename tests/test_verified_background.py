@@ -3,6 +3,7 @@ for training to copy."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -16,6 +17,7 @@ from meshloom.core.job import Evaluate, Job
 from meshloom.core.plan import Plan
 from meshloom.optimizer.offload.file_lender import FileLender
 from meshloom.train.run_checkpoints import RunCheckpoints
+from meshloom.verify import verified_run
 from meshloom.verify.findings import Report
 from meshloom.verify.run import verify
 from tests.covering import few
@@ -96,3 +98,19 @@ def test_mistakes_in_copying_are_found(
     assert report and not report.passed and all(each.passed for each in report.steps)
     [wrong] = [each for each in report.between if not each.passed]
     assert wrong.what.startswith(WHAT) and wrong.causes[0].kind == "saved"
+
+
+def test_what_a_closed_trainer_holds_is_free_before_the_next_one_opens(monkeypatch: pytest.MonkeyPatch):
+    held: list[weakref.ref[Any]] = []
+    alive: list[int] = []
+
+    class Watched(verified_run.Trainer):
+        def __init__(self, *arguments: Any, **settings: Any) -> None:
+            alive.append(sum(each() is not None for each in held))
+            super().__init__(*arguments, **settings)
+            held.extend(weakref.ref(each.model) for each in self.replicas)
+
+    monkeypatch.setattr(verified_run, "Trainer", Watched)
+    report = verified("dp=2")
+    assert report and report.passed
+    assert len(alive) >= 3 and not any(alive), alive

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from meshloom.core.errors import CaptureError
 from meshloom.core.plan import Plan
 from meshloom.data.samples import first_batches
 from meshloom.data.to_device import to_device
@@ -71,7 +72,12 @@ def of_programs(
     device, job = replica.context.device, replica.job
     (batch,) = first_batches(job, 1, plan.largest_share(job.batch_size)[0])
     model, batch = build_filled_model(job, device, dtype), to_device(batch, device, dtype)
-    wrong, sentence, path = first_wrong_operator(division.first, model, job.loss, batch)
+    try:
+        wrong, sentence, path = first_wrong_operator(division.first, model, job.loss, batch)
+    except (
+        CaptureError
+    ):  # the program needs more than the batch, such as what its loss draws with Python's generators
+        return InPrograms()
     if known.intersection(_INPUTS) or not (wrong or module or of_ranks):
         return InPrograms()
     if not wrong and module:

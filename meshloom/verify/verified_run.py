@@ -9,6 +9,7 @@ own, as in a training loop of one's own.
 
 from __future__ import annotations
 
+import gc
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -124,6 +125,7 @@ class VerifiedRun:
                     self.notes.append(lacking)
                     _ = self._take(trainer, after) and self._take(trainer, ends, special=_NEXT_EPOCH)
                     return
+            del trainer  # before the next one needs as much memory
             with self._opened(total, resume=path) as trainer:
                 passed = self._take(trainer, after, special=_RESUMED)
                 lost = _of_first_rank(trainer, _RESUMED in self.causes or _LATER in self.causes)
@@ -133,6 +135,7 @@ class VerifiedRun:
                 # what a step leaves shows in one that does not use it
                 if passed and _varies(trainer, self._unused):
                     self._take(trainer, range(trainer.next_step, min(trainer.next_step + 2, total)))
+            del trainer
             if lost:
                 again, _ = saved_again(self._opened(total, resume=path, compares=False), path)
                 self.between += [] if again.passed else [again]
@@ -151,6 +154,7 @@ class VerifiedRun:
     def _opened(
         self, steps: int, *, resume: Path | None = None, share: bool = True, compares: bool = True
     ) -> Iterator[Trainer]:
+        gc.collect()  # a Trainer before this one, which lies in cycles
         quiet = Listener(started=lambda text: None)  # the report describes the run
         with Trainer(
             self.job, self.plan, steps=steps, dtype=self.dtype, share=share, listener=quiet, recorded_shares=self.shares, resume=resume,
@@ -199,7 +203,7 @@ class VerifiedRun:
         run.observe([None] * len(observers))
         passed = _of_first_rank(trainer, comparison is None or comparison.passed)
         if not passed and batch:
-            module = self._wrong_module(trainer, batch)
+            module = _wrong_module(trainer, batch, comparison)
             if comparison:
                 result = comparison.result()
                 found = of_programs(trainer, result, module, self.plan, self.dtype)
@@ -209,19 +213,6 @@ class VerifiedRun:
                 self._module = found.module
         self._changed += changed
         return passed
-
-    def _wrong_module(self, trainer: Trainer, batch: Batch) -> str | None:
-        """The first one that differs in a forward of programs, on rank 0. All ranks call it."""
-        first, comparison = trainer.replicas[0], self.comparison
-        if not isinstance(first.engine, ProgramEngine) or self.plan.sync_batch_norm or first.inner.compiles:
-            return None
-
-        def look(replica: Replica) -> Steps[tuple[int, list[Values]]]:
-            own = comparison if replica is first else None
-            return (yield from values_of_modules(replica, batch.shares[trainer.replicas.index(replica)], own))
-
-        found = trainer.together(look)[0]
-        return comparison.place(*found) if comparison else None
 
     def _evaluate(self, trainer: Trainer) -> bool:
         """Whether an evaluation changes nothing, on every rank; that is so where there is none. Steps agree or not whatever its
@@ -263,6 +254,20 @@ class VerifiedRun:
         checked, lost = saved_again(elsewhere._opened(steps, resume=path, compares=False), path, "dp=1")
         self.between.append(checked)
         self.notes += [_begun_without(lost)] if lost else []
+
+
+def _wrong_module(trainer: Trainer, batch: Batch, comparison: Comparing | None) -> str | None:
+    """The first one that differs in a forward of programs, on rank 0. All ranks call it."""
+    first = trainer.replicas[0]
+    if not isinstance(first.engine, ProgramEngine) or first.plan.sync_batch_norm or first.inner.compiles:
+        return None
+
+    def look(replica: Replica) -> Steps[tuple[int, list[Values]]]:
+        own = comparison if replica is first else None
+        return (yield from values_of_modules(replica, batch.shares[trainer.replicas.index(replica)], own))
+
+    found = trainer.together(look)[0]
+    return comparison.place(*found) if comparison else None
 
 
 def _meaning(

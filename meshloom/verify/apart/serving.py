@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import pickle
 import socket
 from collections.abc import Sequence
@@ -29,6 +30,7 @@ def serve_reference(job: Job, descriptor: int, blocks: int | None = None) -> Non
                 try:
                     if name == "open":
                         comparison = None  # before the next one is there
+                        gc.collect()
                         comparison = compare_here(job, *arguments)
                     else:
                         assert comparison is not None

@@ -73,12 +73,18 @@ def saved_again(
         return checked, lost
 
 
-@contextmanager
-def saving_directory(trainer: Trainer) -> Iterator[Path]:
-    """A directory for checkpoints, of one name on all ranks; the first one removes it."""
+def saving_directory(trainer: Trainer) -> AbstractContextManager[Path]:
+    """A directory for checkpoints, of one name on all ranks; the first one removes it. The trainer is not held until then."""
     made = tempfile.mkdtemp(prefix="meshloom-verify-", dir=scratch_directory()) if trainer.world.main else ""
+    name = trainer.together(lambda replica: share(replica.context.world, made))[0]
+    return _removed_at_end(Path(name), made)
+
+
+@contextmanager
+def _removed_at_end(directory: Path, made: str) -> Iterator[Path]:
+    """made: by this process; else ""."""
     try:
-        yield Path(trainer.together(lambda replica: share(replica.context.world, made))[0])
+        yield directory
     finally:
         if made:
             shutil.rmtree(made, ignore_errors=True)
