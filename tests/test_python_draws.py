@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,16 @@ from torch.utils.data import default_collate
 import meshloom as ml
 from meshloom.core.errors import CaptureError, JobError
 from meshloom.core.job import Evaluate, Job
+from meshloom.core.moments.current_step import Moment
 from meshloom.core.plan import Plan
 from meshloom.core.random import chunk_seed, model_seed, sample_order, seed_everything
 from meshloom.program.capture.shapes import capture_shapes
+from meshloom.program.store.drawn_batches import DrawnBatches
 from meshloom.replica.replica_state import full_state
 from meshloom.train.trainer import Trainer
 from meshloom.verify.run import verify
+from tests.planted.bugs import wrap
+from tests.planted.judging import text_of
 from tests.processes import on_ranks
 
 STEPS = 4
@@ -201,6 +206,19 @@ def test_draws_are_inputs_of_programs(plan: str, model: Any, loss: Any) -> None:
 def test_verify_draws_alike(plan: str) -> None:
     report = verify(job_of(), Plan.parse(plan), devices="simulated", steps=2)
     assert report is not None and report.passed
+
+
+def test_verify_searches_programs_that_draw_for_the_cause(monkeypatch: pytest.MonkeyPatch) -> None:
+    def of_first_chunk(
+        right: Any, self: DrawnBatches, batches: Sequence[tuple[Any, Moment]], loss: Any
+    ) -> Any:
+        return right(self, [(batch, batches[0][1]) for batch, _ in batches], loss)
+
+    wrap(monkeypatch, DrawnBatches, "all_drawn", of_first_chunk)
+    report = verify(job_of(), Plan.parse("tp=2,microbatches=2"), devices="simulated", quick=True)
+    assert report is not None and not report.passed
+    said = " ".join(text_of(report).split())
+    assert "In lockstep every operator's shards agree with one device" in said
 
 
 @pytest.mark.slow

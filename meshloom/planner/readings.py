@@ -10,8 +10,6 @@ from functools import cached_property
 import torch
 from torch import nn
 
-from meshloom.comm.simulated import simulated_groups
-from meshloom.comm.steps import run_in_steps
 from meshloom.core.cache import Cache
 from meshloom.core.errors import CaptureError
 from meshloom.core.job import Job
@@ -29,9 +27,8 @@ from meshloom.program.cost.cost import Cost, costs
 from meshloom.program.ir.leaves import Leaves
 from meshloom.program.ir.program import Program
 from meshloom.program.ir.sparse_constants import empty_like
-from meshloom.program.python_draws.explore import DrawnBatch
 from meshloom.program.store.captured_loss import CapturedLoss, attempted, pairs_of
-from meshloom.program.store.drawn_batches import DrawnBatches
+from meshloom.program.store.drawn_batches import drawn_alone, loss_of
 from meshloom.program.store.program_cache import ProgramCache
 from meshloom.program.store.stored_costs import cached_costs
 from meshloom.replica.step_checks import check_readable
@@ -125,11 +122,8 @@ class Readings:
 
     def _with_values(self, samples: int) -> Program:
         """The program captured with values, where modules that need them are opaque."""
-        here = simulated_groups(1)[0]
-        drawn = DrawnBatches(self.job, here, None)
-        opened = drawn.opened(self._unfilled, [first_batches(self.job, 2, samples)], here, self.job.loss)
-        (batches,) = run_in_steps([opened])[0]
-        loss = batches[0].loss if isinstance(batches[0], DrawnBatch) else self.job.loss
+        batches = drawn_alone(self.job, self._unfilled, first_batches(self.job, 2, samples))
+        loss = loss_of(batches[0], self.job.loss)
         captured = CapturedLoss(replace(self.job, loss=loss), timings=self.timings, stored=self.stored)
         program = captured.capture_any(pairs_of(batches))
         constants = {name: empty_like(each, "meta") for name, each in program.constants.items()}

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import torch
 
-from meshloom.core.errors import CaptureError
 from meshloom.core.plan import Plan
 from meshloom.data.samples import first_batches
 from meshloom.data.to_device import to_device
 from meshloom.parameters.file_weights import build_filled_model
+from meshloom.program.store.drawn_batches import drawn_alone, loss_of
 from meshloom.train.trainer import Trainer
 from meshloom.verify.between_steps.checks import BetweenSteps
 from meshloom.verify.compared.compare import first_differing
@@ -70,14 +70,10 @@ def of_programs(
     of_ranks = wrong_gradients and ("unknown" in known or plan.dp == 1)
     replica = trainer.replicas[0]
     device, job = replica.context.device, replica.job
-    (batch,) = first_batches(job, 1, plan.largest_share(job.batch_size)[0])
-    model, batch = build_filled_model(job, device, dtype), to_device(batch, device, dtype)
-    try:
-        wrong, sentence, path = first_wrong_operator(division.first, model, job.loss, batch)
-    except (
-        CaptureError
-    ):  # the program needs more than the batch, such as what its loss draws with Python's generators
-        return InPrograms()
+    batches = first_batches(job, 1, plan.largest_share(job.batch_size)[0])
+    model = build_filled_model(job, device, dtype)
+    (batch,) = drawn_alone(job, model, [to_device(each, device, dtype) for each in batches], dtype)
+    wrong, sentence, path = first_wrong_operator(division.first, model, loss_of(batch, job.loss), batch)
     if known.intersection(_INPUTS) or not (wrong or module or of_ranks):
         return InPrograms()
     if not wrong and module:

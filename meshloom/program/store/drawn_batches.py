@@ -12,7 +12,8 @@ from torch import nn
 
 from meshloom.comm.group import Group
 from meshloom.comm.objects import on_rank_0, share
-from meshloom.comm.steps import Steps
+from meshloom.comm.simulated import simulated_groups
+from meshloom.comm.steps import Steps, run_in_steps
 from meshloom.core.errors import CaptureError
 from meshloom.core.job import Job, LossFunction
 from meshloom.core.moments.current_step import Moment
@@ -102,3 +103,18 @@ class DrawnBatches:
 
     def _loss(self, loss: LossFunction, text: str) -> LossFunction:
         return self._losses.setdefault((loss, text), loss_of_path(loss, Path.parse(text)))
+
+
+def drawn_alone(
+    job: Job, model: nn.Module, batches: list[Any], dtype: torch.dtype | None = None
+) -> list[Any]:
+    """`DrawnBatches.opened` of one list, where no other ranks are."""
+    here = simulated_groups(1)[0]
+    opened = DrawnBatches(job, here, dtype).opened(model, [batches], here, job.loss)
+    (found,) = run_in_steps([opened])[0]
+    return found
+
+
+def loss_of(batch: Any, loss: LossFunction) -> LossFunction:
+    """The loss of a batch that may be drawn. loss: of one that is not."""
+    return batch.loss if isinstance(batch, DrawnBatch) else loss

@@ -29,8 +29,9 @@ def serve_reference(job: Job, descriptor: int, blocks: int | None = None) -> Non
                 found: Any = None
                 try:
                     if name == "open":
-                        comparison = None  # before the next one is there
-                        gc.collect()
+                        if comparison is not None:  # lies in cycles, and the next one needs as much memory
+                            comparison = None
+                            gc.collect()
                         comparison = compare_here(job, *arguments)
                     else:
                         assert comparison is not None
