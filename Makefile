@@ -101,9 +101,11 @@ matrix: $(READY)
 gpu: $(if $(filter cuda,$(DEVICE)),$(GPU_READY),$(READY))
 	PYTHONPATH=. $(if $(filter cuda,$(DEVICE)),$(GPU_PYTHON),$(PYTHON)) benchmarks/gpu/main.py --device $(DEVICE) --seconds $(SECONDS) --parts $(PART)
 
-# Beside the system's packages, torch among them; nothing is downloaded. Without a compiler there is no transport through memory, and the part host_memory is not run.
+# Beside the packages of python3, torch among them; nothing is downloaded. Where python3 is itself one of an environment, 'system'
+# would mean the Python below it. Without a compiler there is no transport through memory, and the part host_memory is not run.
 $(GPU_READY): pyproject.toml $(NATIVE)
 	python3 -m venv --system-site-packages --without-pip .venv-gpu
+	python3 -c 'import site; print(*site.getsitepackages(), sep="\n")' > $$($(GPU_PYTHON) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/of_python3.pth
 	python3 -m pip --python $(GPU_PYTHON) install --quiet --no-index $(if $(WHEELS),--find-links $(WHEELS)) $(GPU_PACKAGES) || \
 		{ echo 'make gpu: give the missing packages: make gpu WHEELS=DIR, a folder of wheels.' >&2; exit 2; }
 	$(GPU_PYTHON) setup.py --quiet build_ext --inplace

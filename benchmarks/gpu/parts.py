@@ -102,6 +102,8 @@ def tests(device: str) -> Iterator[Row]:
             "not processes and not long and not slow",
             "-p",
             "no:cacheprovider",
+            "-p",
+            "no:benchmark",  # where it is installed it warns that it doesn't time beside other tests
         ]
         words += [f"--junitxml={found}", "tests", *_at_once()]
         done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True)

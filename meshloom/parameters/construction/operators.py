@@ -106,7 +106,7 @@ def kind_of(func: Any) -> OperatorKind:
     )
     has_tensors = any("Tensor" in str(each.type) for each in schema.returns)
     tags = set(func.tags)
-    is_out = torch.Tag.out in tags
+    is_out = any(each.is_out for each in schema.arguments)  # Tag.out says the same, from torch 2.13 on
     return OperatorKind(
         name=name,
         is_view=func.is_view or func in _VIEWS,

@@ -11,6 +11,7 @@ from scipy.optimize import minimize_scalar
 from torch import Tensor
 
 from meshloom.verify.between_steps.checks import DifferingTensor
+from meshloom.verify.causes.fitted import fitted
 from meshloom.verify.reference.mistakes import Cause
 from meshloom.verify.reference.reference import Reference
 from meshloom.verify.reference.reruns import having
@@ -141,10 +142,8 @@ def _times(ours: Tensor, right: Tensor, start: Tensor) -> float | None:
     off = ours - right
     if off.numel() < _MANY or not bool(torch.isfinite(torch.stack([off, right, start])).all()):
         return None
-    matrix = torch.stack([right, start], 1)
-    found = torch.linalg.lstsq(matrix, off[:, None], driver="gelsd").solution[:, 0]
-    if float((matrix @ found - off).norm()) > _LEFT * float(off.norm()):
+    (more, of_start), left = fitted([right, start], off)
+    if left > _LEFT * float(off.norm()):
         return None
-    more, of_start = found.tolist()
     decays = more != 0 and -1e-3 <= -of_start / more <= 1.001
     return 1 + more if decays else None

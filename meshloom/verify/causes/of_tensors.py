@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from meshloom.verify.causes.fitted import fitted
 from meshloom.verify.causes.of_elements import names_of
 from meshloom.verify.reference.mistakes import Cause, Evidence
 
@@ -113,12 +114,10 @@ def from_mixture(actual: Gradients, error: float, evidence: Evidence) -> list[Ca
     target = torch.cat(list(actual.values()))
     if target.numel() < 2 * len(columns):
         return []
-    matrix = torch.stack(columns, 1) / total
-    factors = torch.linalg.lstsq(matrix, target, driver="gelsd").solution
-    if float((matrix @ factors - target).norm() / target.norm()) > 0.03 * error:
+    values, left = fitted([each / total for each in columns], target)
+    if left / float(target.norm()) > 0.03 * error:
         return []
     names = ["+".join(map(str, chunk.chunks)) for chunk in evidence.chunks]
-    values: list[float] = factors.tolist()
     if max(values) - min(values) < 0.02 * abs(1 - values[0]) and values[0] != 1:
         which = f"The gradients of {names_of(actual)} are {values[0]:.6g} times one device's"
         return [Cause("scale", f"{which}: they are multiplied by a wrong number.")]
