@@ -5,6 +5,7 @@ plan (docs/buffers.md)."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,9 +13,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.data import Dataset
 
 from meshloom.core.errors import MeshloomError
-from meshloom.core.job import Job
+from meshloom.core.job import Evaluate, Job
 from meshloom.core.plan import Plan
 from meshloom.program.capture.writing_code import may_write
 from meshloom.verify.run import verify
@@ -120,8 +122,8 @@ def between(write: Callable[[nn.Linear, Tensor], None], loss: Any = loss) -> Job
     return job_of(partial(Between, write), loss, DATA)
 
 
-def check(job: Job, plan: str) -> None:
-    report = verify(job, Plan.parse(plan), devices="simulated", steps=3, dtype=torch.float64)
+def check(job: Job, plan: str, *, quick: bool = True) -> None:
+    report = verify(job, Plan.parse(plan), devices="simulated", steps=3, dtype=torch.float64, quick=quick)
     assert report is not None
     assert report.passed, str(report)
 
@@ -192,6 +194,28 @@ class Table(nn.Module):
         return self.out(found.mean(1))
 
 
+class Scaled(nn.Module):
+    def __init__(self, _: str) -> None:
+        super().__init__()
+        self.table, self.out = nn.Embedding(11, 7, max_norm=1.0), nn.Linear(7, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.table(x).mean(1))
+
+
+class Last(Dataset[dict[str, Tensor]]):
+    """Samples of ids that no step has."""
+
+    def __init__(self, length: int) -> None:
+        self._length = length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"x": torch.tensor([7, 8, 9, 10]) - index % 2, "y": torch.tensor(index % 5)}
+
+
 class Tied(nn.Module):
     def __init__(self, is_module: bool) -> None:
         super().__init__()
@@ -209,6 +233,15 @@ def test_tables_that_functions_limit_are_one_device_s(kind: str, plan: str) -> N
     before = F.embedding
     check(job_of(partial(Table, kind), loss, IDS), plan)
     assert F.embedding is before
+
+
+@pytest.mark.parametrize("kind", ["module", "function"])
+def test_an_evaluation_scales_no_rows_on_one_device_either(kind: str) -> None:
+    """Its rows are others than those of a step; torch would leave them scaled."""
+    model = partial(Scaled if kind == "module" else Table, "plain")
+    job = job_of(model, loss, {"x": integers(3, 6, 4), "y": integers(2, 5)})
+    evaluated = Evaluate(data=lambda: Last(4), metrics={"loss": loss}, every=1)
+    check(replace(job, evaluate=evaluated), "dp=2", quick=False)
 
 
 @pytest.mark.parametrize("is_module", [True, False])

@@ -87,7 +87,7 @@ class HostCopies:
     def _empty(self, shape: Sequence[int], like: Tensor) -> Tensor:
         if like.is_cuda and self._stream is None:
             self._stream = torch.cuda.current_stream(like.device)
-        return torch.empty(shape, dtype=like.dtype, pin_memory=like.is_cuda)
+        return torch.empty(shape, dtype=like.dtype, device="cpu", pin_memory=like.is_cuda)
 
     def _flat(self, tensors: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
         """A flat tensor for the elements of `tensors`, and its views of their shapes."""

@@ -7,9 +7,11 @@ in sizes alone share code in which these sizes are variables.
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Callable
 from functools import partial
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -26,6 +28,8 @@ NOTHING = (
 )
 Function = Callable[..., Any]
 _compile: Any = torch.compile
+# from torch 2.13 on
+_ISOLATES = "isolate_recompiles" in inspect.signature(_compile).parameters
 
 
 class Compiler:
@@ -54,7 +58,7 @@ class Compiler:
         try:
             if self._device.type == "cpu":
                 get_cpp_compiler()  # what is kept from before would need none
-            _compile(_probe, backend=self._backend, isolate_recompiles=True)(x)
+            _isolated(_probe, self._backend)(x)
         except (TorchDynamoException, InvalidCxxCompiler, OSError) as error:
             needs = "a C++ compiler" if self._device.type == "cpu" else "Triton"
             raise DeviceError(
@@ -122,9 +126,7 @@ class _Function:
 
     def __init__(self, compiler: Compiler, function: Function, backend: Any, dynamic: bool | None) -> None:
         self._compiler = compiler
-        self._run = _compile(
-            function, backend=backend, dynamic=dynamic, recompile_limit=MOST_VARIANTS, isolate_recompiles=True
-        )
+        self._run = _isolated(function, backend, dynamic)
         self._variants = 0
 
     @property
@@ -157,6 +159,23 @@ class _Function:
             )
             compiler.compiled(time.perf_counter() - began, {each: n for each, n in found.items() if n})
         return result
+
+
+def _isolated(function: Function, backend: Any, dynamic: bool | None = None) -> Function:
+    """`function`, compiled with code that no other compiled function shares, for `MOST_VARIANTS` kinds of inputs."""
+    if _ISOLATES:
+        return _compile(
+            function, backend=backend, dynamic=dynamic, recompile_limit=MOST_VARIANTS, isolate_recompiles=True
+        )
+    # Torch keeps what it compiles with the function's code object, and as many kinds of its own accord.
+    if isinstance(function, FunctionType):
+        code = function.__code__.replace()
+        own = FunctionType(
+            code, function.__globals__, function.__name__, function.__defaults__, function.__closure__
+        )
+        own.__kwdefaults__ = function.__kwdefaults__
+        function = own
+    return _compile(function, backend=backend, dynamic=dynamic)
 
 
 def _probe(x: torch.Tensor) -> torch.Tensor:

@@ -121,7 +121,7 @@ def _evaluating(reference: Reference, training: Collection[nn.Module] = ()) -> I
     assert reference.job.evaluate is not None
     modes = [(module, module.training) for module in reference.model.modules()]
     buffers = [(each, each.clone()) for each in reference.model.buffers()] if training else []
-    with preserved_draws(), torch.no_grad():
+    with preserved_draws(), torch.no_grad(), _tables_kept(reference.model):
         seed_everything(derive(reference.job.seed, "data"))
         dataset = reference.job.evaluate.data()
         reference.model.eval()
@@ -135,6 +135,30 @@ def _evaluating(reference: Reference, training: Collection[nn.Module] = ()) -> I
                 module.training = was
             for buffer, value in buffers:
                 buffer.copy_(value)
+
+
+@contextmanager
+def _tables_kept(model: nn.Module) -> Iterator[None]:
+    """A context at whose end trained tables with max_norm are as they were: torch scales the rows that are looked up in the weight
+    itself, in evaluations too, and a run doesn't (docs/buffers.md)."""
+    functions: Any = torch
+    of_torch = functions.embedding_renorm_
+    trained = {each.data_ptr(): each for each in model.parameters() if each.requires_grad}
+    before: dict[int, Tensor] = {}
+
+    def scaled(weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        place = weight.data_ptr()
+        if place in trained and place not in before:
+            before[place] = trained[place].detach().clone()
+        return of_torch(weight, *args, **kwargs)
+
+    functions.embedding_renorm_ = scaled
+    try:
+        yield
+    finally:
+        functions.embedding_renorm_ = of_torch
+        for place, value in before.items():
+            trained[place].copy_(value)
 
 
 def _metrics(reference: Reference) -> Mapping[str, Any]:
