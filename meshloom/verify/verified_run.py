@@ -3,6 +3,8 @@ with one device.
 
     steps 0 .. n-3, an evaluation, a checkpoint | resumed: steps n-2 and n-1, then the last step of an epoch and the first of the next
 
+Where a loss scale is too large for an update in any of the first steps, more of them are taken.
+
 `quick`: the steps alone. On processes whose replicas have one copy of the parameters, two steps follow in which each has its
 own, as in a training loop of one's own.
 """
@@ -33,6 +35,7 @@ from meshloom.telemetry.progress import Listener
 from meshloom.train.contract import Batch
 from meshloom.train.trainer import Trainer
 from meshloom.verify.between_steps.checks import BetweenSteps
+from meshloom.verify.between_steps.chosen_steps import MOST_SKIPPED, steps_at_epoch_end
 from meshloom.verify.between_steps.saving_again import save_in_background, saved_again, saving_directory
 from meshloom.verify.causes.values_at_start import differing_initially
 from meshloom.verify.compared.compare import placed
@@ -109,14 +112,14 @@ class VerifiedRun:
         self._end()
 
     def _whole(self, steps: int) -> None:
-        before, after = range(steps - 2), range(steps - 2, steps)
         total = max(self.job.steps, steps)
         with ExitStack() as around:
             with self._opened(total) as trainer:
-                if not (self._take(trainer, before) and self._evaluate(trainer)):
+                if not (self._take_until_updated(trainer, steps - 2, total) and self._evaluate(trainer)):
                     return
+                after = range(trainer.next_step, trainer.next_step + 2)
                 directory = around.enter_context(saving_directory(trainer))
-                ends = self._epoch_end(trainer, steps, total)
+                ends = self._epoch_end(trainer, after, total)
                 lacking = trainer.together(partial(_why_nothing_is_saved, directory=directory))[0]
                 path = None if lacking else self._save(trainer, directory, "the checkpoint")
                 if path is not None:
@@ -226,15 +229,25 @@ class VerifiedRun:
         self.between += [checked] if checked else []
         return _of_first_rank(trainer, not ours.changed)
 
-    def _epoch_end(self, trainer: Trainer, taken: int, steps: int) -> list[int]:
-        """The numbers of the last step of the first epoch and of the next, as far as a run of `steps` has them after `taken`. Of
-        iterable data rank 0 counts, if it does not take long."""
+    def _take_until_updated(self, trainer: Trainer, steps: int, total: int) -> bool:
+        """Take the first `steps`, and more as long as a loss scale is too large for every update, of a run of `total`; two remain."""
+        passed = self._take(trainer, range(steps))
+        last = min(total - 2, steps + MOST_SKIPPED)
+        while passed and trainer.next_step < last and _has_skipped_all(trainer, self.comparison):
+            passed = self._take(trainer, [trainer.next_step])
+        return passed
+
+    def _epoch_end(self, trainer: Trainer, after: range, steps: int) -> list[int]:
+        """Steps at the end of an epoch. after: those that follow when the checkpoint is resumed. Of iterable data rank 0 counts, if
+        it does not take long."""
         length = self._steps_per_epoch
+        repeats = length is not None and not self.job.batch_sizes
         if length is None:
             main = trainer.world.main
             counted = batches_of_first_epoch(self.job, _MOST_SAMPLES, _MOST_SECONDS) if main else None
             length = _of_first_rank(trainer, counted)
-        return [step for step in (length - 1, length) if taken <= step < steps] if length else []
+        taken = (range(after.start), after)
+        return steps_at_epoch_end(length, taken, steps, repeats=repeats) if length else []
 
     def _save(self, trainer: Trainer, directory: Path, what: str) -> Path:
         run = trainer.synchronous
@@ -286,6 +299,11 @@ def _meaning(
     if special is _RESUMED and all(each.passed for each in result.steps if each.step == first):
         return _LATER
     return special
+
+
+def _has_skipped_all(trainer: Trainer, one: Comparing | None) -> bool:
+    """Whether no step so far has made an update, on every rank."""
+    return _of_first_rank(trainer, one is not None and all(each.skipped for each in one.result().steps))
 
 
 def _varies(trainer: Trainer, unused: Iterable[Unused]) -> bool:
