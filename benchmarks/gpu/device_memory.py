@@ -23,7 +23,8 @@ from meshloom.telemetry.progress import QUIET
 
 def memory(device: str) -> Iterator[Row]:
     """Workspaces of kernels and the allocator's rounding are not predicted (docs/memory.md), so a fifth is
-    allowed, and 32 MiB for cuBLAS."""
+    allowed, and what products of matrices leave allocated is counted by itself."""
+    workspaces = _workspaces() if device == "cuda" else 0
     for batch in (8, 32):
         job = replace(job_of(MAIN), batch_size=batch)
         data = job.data()
@@ -32,10 +33,15 @@ def memory(device: str) -> Iterator[Row]:
         ]
         predicted = predict_memory(capture(job, (batches[0], batches[1])), job.optimizer)
         followed = measure_memory(job, batches[:1], device=device).peak
-        counted = _counted_peak(job, device) if device == "cuda" else followed
-        allowed = 0.2 * predicted.peak + 32 * 2**20
-        text = f"predicted {predicted.peak / 2**20:.1f} MiB (in {predicted.phase}), counted {counted / 2**20:.1f} MiB, tensors followed {followed / 2**20:.1f} MiB"
-        figures = {"predicted": predicted.peak, "counted": counted, "followed": followed}
+        counted = _counted_peak(job, device) - workspaces if device == "cuda" else followed
+        allowed = 0.2 * predicted.peak
+        text = f"predicted {_mib(predicted.peak)} (in {predicted.phase}), counted {_mib(counted)} and {_mib(workspaces)} of workspaces, tensors followed {_mib(followed)}"
+        figures = {
+            "predicted": predicted.peak,
+            "counted": counted,
+            "followed": followed,
+            "workspaces": workspaces,
+        }
         yield Row(
             name=f"a step of {MAIN.name}, batch {batch}",
             status=status_of(abs(counted - predicted.peak) <= allowed),
@@ -85,9 +91,11 @@ def _within_5_percent(task: speed.Task, plan: str, device: str) -> tuple[bool, s
     batch = next(task.batches())
     mixed = in_precision(job, ml.Plan.parse(plan))
     predicted = predict_memory(capture_shapes(mixed, batch), job.optimizer).peak
-    counted = _counted_peak(job, device, plan) if device == "cuda" else measure_memory(mixed, [batch]).peak
-    text = f"predicted {predicted / 2**20:.1f} MiB, counted {counted / 2**20:.1f} MiB, {predicted / counted - 1:+.1%} (goal 5%)"
-    return abs(predicted / counted - 1) <= 0.05, text, {"predicted": predicted, "counted": counted}
+    followed = measure_memory(mixed, [batch], device=device).peak
+    counted = _counted_peak(job, device, plan) if device == "cuda" else followed
+    text = f"predicted {_mib(predicted)}, counted {_mib(counted)}, {predicted / counted - 1:+.1%} (goal 5%), tensors followed {_mib(followed)}"
+    figures = {"predicted": predicted, "counted": counted, "followed": followed}
+    return abs(predicted / counted - 1) <= 0.05, text, figures
 
 
 def _counted_peak(job: ml.Job, device: str, plan: str = "dp=1") -> int:
@@ -97,6 +105,20 @@ def _counted_peak(job: ml.Job, device: str, plan: str = "dp=1") -> int:
             torch.cuda.reset_peak_memory_stats()
             trainer.step(batch)
         return torch.cuda.max_memory_allocated()
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:.1f} MiB"
+
+
+def _workspaces() -> int:
+    """Bytes that one product of matrices and its backward, in a thread of its own, leave allocated on the GPU."""
+    before = torch.cuda.memory_allocated()
+    a = torch.ones(64, 64, device="cuda", requires_grad=True)
+    (a @ a).sum().backward()
+    torch.cuda.synchronize()
+    del a
+    return torch.cuda.memory_allocated() - before
 
 
 def _standing(job: ml.Job, plan: str) -> int:

@@ -46,6 +46,7 @@ from timelines import timeline
 import meshloom as ml
 from meshloom.core.schedules import SCHEDULES
 from meshloom.telemetry.progress import QUIET
+from meshloom.verify.findings import lines_of
 from meshloom.verify.run import verify
 
 SMALL = (
@@ -273,6 +274,8 @@ def _verified(path: Path, device: str) -> Iterator[Row]:
         text = f"{report.devices}" + (
             f"; largest error {worst[0].error:.2g} ({worst[0].kind} of {worst[0].name})" if worst else ""
         )
+        if not report.passed:
+            text += f". {' '.join(lines_of(report))}"
         yield Row(
             name=name,
             status=status_of(report.passed),
