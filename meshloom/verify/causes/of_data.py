@@ -17,6 +17,7 @@ from meshloom.verify.reference.step_records import StepRecord
 _STEPS = 256  # into data, up to which it is read once more
 _SAMPLES = 4096  # of a batch
 
+_RIGHT = "the right samples"
 Chunks = Mapping[int, Sequence[Any]]  # the samples of each chunk, by its index
 
 
@@ -47,7 +48,7 @@ def cause_of_data(ours: StepRecord, reference: Reference) -> Cause | None:
             which = ", ".join(map(str, wrong))
             return Cause(
                 "data",
-                f"The data of {'chunk' if len(wrong) == 1 else 'chunks'} {which} is the right samples {what}.",
+                f"The data of {'chunk' if len(wrong) == 1 else 'chunks'} {which} is {what}.",
                 explains=True,
             )
     return None
@@ -81,11 +82,35 @@ def _ways(reference: Reference) -> Iterator[tuple[str, Callable[[], Mapping[int,
 
     if reference.job.mix is not None:
         of_first = [partner for _, partner in next(iter(chunks.values()))]
-        yield "without mixing", unmixed
-        yield "mixed with the partners of the first chunk's", partial(with_partners, lambda samples: of_first)
-        yield "mixed with themselves", partial(with_partners, lambda samples: [own for own, _ in samples])
+        yield f"{_RIGHT} without mixing", unmixed
+        yield (
+            f"{_RIGHT} mixed with the partners of the first chunk's",
+            partial(with_partners, lambda samples: of_first),
+        )
+        yield (
+            f"{_RIGHT} mixed with themselves",
+            partial(with_partners, lambda samples: [own for own, _ in samples]),
+        )
         for other in {0, step - 1, step + 1} - {step, -1}:
-            yield f"mixed with what mix draws in step {other}", partial(digests, chunks, other)
+            yield f"{_RIGHT} mixed with what mix draws in step {other}", partial(digests, chunks, other)
+
+    def collated(place_of: Callable[[int], Sequence[int]]) -> Mapping[int, str]:
+        return {
+            index: digest_values(run.collate(samples, *place_of(index))) for index, samples in chunks.items()
+        }
+
+    if reference.job.collate is not None:
+        alike = f"{_RIGHT}, collated with the same draws in all chunks"
+        for places in ((step,), (step, 0), ()):
+            yield alike, partial(collated, lambda index, places=places: places)
+        yield (
+            f"{_RIGHT}, collated with the draws of the first step",
+            partial(collated, lambda index: (0, index)),
+        )
+        yield (
+            f"{_RIGHT}, collated with draws that are seeded by the chunk, and not by the step",
+            partial(collated, lambda index: (index,)),
+        )
     read = reader_of_step(reference.job, step)
 
     def read_again(reading: WayToRead) -> Mapping[int, str]:
@@ -97,24 +122,36 @@ def _ways(reference: Reference) -> Iterator[tuple[str, Callable[[], Mapping[int,
 
 
 def _readings(chunks: Chunks, step: int) -> Iterator[WayToRead]:
+    ordered = "what the batch would be in the order of"
+    yield WayToRead(what=f"{ordered} the first epoch", order=lambda epoch: 0)
+    yield WayToRead(what=f"{ordered} the epoch before", order=lambda epoch: max(epoch - 1, 0))
+    yield WayToRead(what=f"{ordered} the next epoch", order=lambda epoch: epoch + 1)
+    yield WayToRead(what=f"{ordered} an epoch of the step's number", order=lambda epoch: step)
+    yield WayToRead(what=f"{ordered} the dataset, not shuffled", order=lambda epoch: None)
     places = [(index, place) for index, samples in chunks.items() for place in range(len(samples))]
-    yield WayToRead(what="read with the draws of the first epoch", epoch=lambda epoch: 0)
+    yield WayToRead(what=f"{_RIGHT} read with the draws of the first epoch", epoch=lambda epoch: 0)
     yield WayToRead(
-        what="read with draws that are seeded by the step in place of the epoch", epoch=lambda epoch: step
+        what=f"{_RIGHT} read with draws that are seeded by the step in place of the epoch",
+        epoch=lambda epoch: step,
     )
-    yield WayToRead(what="read with the draws of the next epoch", epoch=lambda epoch: epoch + 1)
+    yield WayToRead(what=f"{_RIGHT} read with the draws of the next epoch", epoch=lambda epoch: epoch + 1)
     yield WayToRead(
-        what="read with draws that are seeded by the chunk in place of the sample",
+        what=f"{_RIGHT} read with draws that are seeded by the chunk in place of the sample",
         index=lambda index, place: places[place][0],
     )
     yield WayToRead(
-        what="read with draws that are seeded by the place in the batch", index=lambda index, place: place
+        what=f"{_RIGHT} read with draws that are seeded by the place in the batch",
+        index=lambda index, place: place,
     )
     yield WayToRead(
-        what="read with draws that are seeded by the place in the chunk",
+        what=f"{_RIGHT} read with draws that are seeded by the place in the chunk",
         index=lambda index, place: places[place][1],
     )
-    yield WayToRead(what="read with one seed for all", index=lambda index, place: 0)
-    yield WayToRead(what="of a dataset whose set_epoch is given the step", told=lambda epoch: step)
-    yield WayToRead(what="of a dataset whose set_epoch is given the first epoch", told=lambda epoch: 0)
-    yield WayToRead(what="of a dataset whose set_epoch is given the next epoch", told=lambda epoch: epoch + 1)
+    yield WayToRead(what=f"{_RIGHT} read with one seed for all", index=lambda index, place: 0)
+    yield WayToRead(what=f"{_RIGHT} of a dataset whose set_epoch is given the step", told=lambda epoch: step)
+    yield WayToRead(
+        what=f"{_RIGHT} of a dataset whose set_epoch is given the first epoch", told=lambda epoch: 0
+    )
+    yield WayToRead(
+        what=f"{_RIGHT} of a dataset whose set_epoch is given the next epoch", told=lambda epoch: epoch + 1
+    )

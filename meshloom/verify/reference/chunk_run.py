@@ -206,15 +206,15 @@ class ChunkRun:
             )  # fmt: skip
             computed = replace(result, loss_sum=0.0, weight=0.0, draws=(), modules=(), logged={})
 
-    def collate(self, samples: Sequence[Any], step: int, index: int, *, mixed_in: int | None = None) -> Any:
-        """The batch of a chunk: of its samples, or of pairs of a sample and its partner if the job mixes. mixed_in: the step whose draws mixing
-        has; None: this one."""
+    def collate(self, samples: Sequence[Any], *place: int, mixed_in: int | None = None) -> Any:
+        """The batch of a chunk: of its samples, or of pairs of a sample and its partner if the job mixes. place: the step and the
+        chunk, or what else its draws are seeded by. mixed_in: the step whose draws mixing has; None: this one."""
         with preserved_draws():
             if self._job.mix is None:
-                return self._collated(samples, step, index)
+                return self._collated(samples, *place)
             own, partners = zip(*samples, strict=True)
-            batch, others = (self._collated(each, step, index) for each in (own, partners))
-            seed_everything(mix_seed(self._job.seed, step if mixed_in is None else mixed_in))
+            batch, others = (self._collated(each, *place) for each in (own, partners))
+            seed_everything(mix_seed(self._job.seed, place[0] if mixed_in is None else mixed_in))
             return self._job.mix(batch, others)
 
     def collate_unmixed(self, samples: Sequence[Any], step: int, index: int) -> Any:
@@ -222,6 +222,6 @@ class ChunkRun:
         with preserved_draws():
             return self._collated(samples, step, index)
 
-    def _collated(self, samples: Sequence[Any], step: int, index: int) -> Any:
-        seed_everything(derive(self._job.seed, "collate", step, index))
+    def _collated(self, samples: Sequence[Any], *place: int) -> Any:
+        seed_everything(derive(self._job.seed, "collate", *place))
         return (self._job.collate or default_collate)(list(samples))

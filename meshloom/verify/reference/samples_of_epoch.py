@@ -26,12 +26,13 @@ from meshloom.core.random import (
 @dataclass(frozen=True, kw_only=True)
 class WayToRead:
     """A way of reading. what: is other than it should be. epoch: of which epoch a sample has the draws. index: of which index, given its own and
-    its place in the batch. told: what the dataset's `set_epoch` gets in an epoch."""
+    its place in the batch. told: what the dataset's `set_epoch` gets in an epoch. order: the order of which epoch an epoch has; None: that of the dataset."""
 
     what: str = ""
     epoch: Callable[[int], int] = lambda epoch: epoch
     index: Callable[[int, int], int] = lambda index, place: index
     told: Callable[[int], int] = lambda epoch: epoch
+    order: Callable[[int], int | None] = lambda epoch: epoch
 
 
 RIGHT = WayToRead()
@@ -96,7 +97,12 @@ def _indexed(job: Job, dataset: Any, first: int, reading: WayToRead) -> Iterator
         )
     passed = 0
     for epoch in count():
-        order = sample_order(job.seed, epoch, len(dataset), job.shuffle)
+        ordered = reading.order(epoch)
+        order = (
+            list(range(len(dataset)))
+            if ordered is None
+            else sample_order(job.seed, ordered, len(dataset), job.shuffle)
+        )
         assert len(set(order)) == len(dataset), (
             "an epoch's order must be a permutation: the plan shares this function, so nobody else would notice"
         )
