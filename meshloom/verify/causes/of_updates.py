@@ -83,7 +83,10 @@ class KeptUpdate:
         off = float((ours - right).norm())
         best, found = _LEFT * off, None
         for way in self._ways(norm):
-            left = float((ours - self._value(name, way, norm)).norm())
+            try:
+                left = float((ours - self._value(name, way, norm)).norm())
+            except Exception:  # an optimizer may raise anything without the state that its constructor makes
+                continue
             if left < best:
                 best, found = left, way
         if found is None:
