@@ -98,8 +98,15 @@ def _own_temporary_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterat
     _restore_environment(environment)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _open_gpu(request: pytest.FixtureRequest, _own_temporary_directory: None) -> None:
+    """A GPU's driver opens files and pipes when it is first used, and keeps them."""
+    if request.config.getoption("--device") == "cuda":
+        torch.zeros(1, device="cuda").matmul(torch.zeros(1, device="cuda"))
+
+
 @pytest.fixture(autouse=True)
-def _hygiene(_own_temporary_directory: None) -> Iterator[None]:
+def _hygiene(_own_temporary_directory: None, _open_gpu: None) -> Iterator[None]:
     """Fail a test that leaks a process, thread, file or segment, or changes what all tests share; undo it for
     the next one."""
     seed_everything(0)
@@ -132,8 +139,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.fixture(autouse=True)
 def _worlds_on_the_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """What this process opens as a world, whether one rank or several simulated ones, is on the device of
-    `--device`; a report says which tests opened one."""
-    device = request.config.getoption("--device")
+    `--device`, unless the test is marked `on_cpu`; a report says which tests opened one."""
+    on_cpu = request.node.get_closest_marker("on_cpu") is not None
+    device = "cpu" if on_cpu else request.config.getoption("--device")
 
     def opened(mesh: Mesh, devices: str, *more: Any) -> World:
         if ("device", device) not in request.node.user_properties:
@@ -291,7 +299,7 @@ def _open_files() -> set[tuple[int, str]]:
         except FileNotFoundError:  # the directory that is being listed
             continue
         if int(name) not in own and not target.startswith(
-            ("/dev/null", "/dev/urandom", "/dev/pts", "anon_inode:", "/proc/")
+            ("/dev/null", "/dev/urandom", "/dev/pts", "/dev/nvidia", "anon_inode:", "/proc/")
         ):
             found.add((int(name), target))
     return found

@@ -30,7 +30,7 @@ class Unsteady(MLP):
     """Draws from a generator outside of it, which no plan can know."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x + torch.randn(x.shape, generator=SOURCE))
+        return super().forward(x + torch.randn(x.shape, generator=SOURCE).to(x.device))
 
 
 unsteady = replace(job, model=Unsteady)

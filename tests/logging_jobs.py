@@ -32,7 +32,7 @@ def in_a_plain_loop(job: ml.Job, after: Callable[[nn.Module, dict[str, Tensor]],
     """Trains the job's model on whole batches without anything of the package but their order and the initial values.
     after: called with the model and each batch, before its step is taken."""
     with ml.Trainer(job, listener=ml.Listener(started=lambda text: None)) as trainer:
-        model = deepcopy(trainer.replicas[0].model)
+        model = deepcopy(trainer.replicas[0].model).cpu()
         optimizer: Any = job.optimizer(list(model.named_parameters()))
         for batch in trainer.batches():
             (chunk,) = batch.chunks

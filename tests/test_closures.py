@@ -113,7 +113,7 @@ def test_evaluations_are_those_of_a_plain_loop(plan: str, optimizer: Any):
             assert trainer.step(batch) == pytest.approx(before, rel=TOLERANCE)
             found = trainer.together(full_state)[0]
             for name, value in model.named_parameters():
-                assert torch.allclose(found[name], value, rtol=TOLERANCE, atol=TOLERANCE), name
+                assert torch.allclose(found[name].cpu(), value, rtol=TOLERANCE, atol=TOLERANCE), name
         assert trainer.replicas[0].evaluations > 3 * STEPS
         summary = trainer.summary(1.0, {}, None)
         assert summary.predicted == summary.counted
@@ -126,7 +126,7 @@ def test_clipping_is_of_every_evaluation():
         for batch, (_, model) in zip(trainer.batches(), one_device(lbfgs, 2, clip=0.05), strict=True):
             trainer.step(batch)
             found = trainer.together(full_state)[0]
-            assert all(torch.allclose(found[name], value, atol=TOLERANCE) for name, value in model.named_parameters())  # fmt: skip
+            assert all(torch.allclose(found[name].cpu(), value, atol=TOLERANCE) for name, value in model.named_parameters())  # fmt: skip
         summary = trainer.summary(1.0, {}, None)
         assert summary.predicted == summary.counted
 
@@ -146,7 +146,7 @@ def test_its_history_goes_on_under_another_plan(saved: str, resumed: str, tmp_pa
         found = trainer.together(full_state)[0]
     *_, (_, model) = one_device(searching, 2)
     for name, value in model.named_parameters():
-        assert torch.allclose(found[name], value, rtol=1e-9, atol=1e-9), name  # four steps of rounding
+        assert torch.allclose(found[name].cpu(), value, rtol=1e-9, atol=1e-9), name  # four steps of rounding
 
 
 @pytest.mark.long

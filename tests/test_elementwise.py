@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -178,6 +179,19 @@ def test_random_updates_are_not_elementwise():
 
 def test_a_wrapper_is_judged_by_what_it_wraps():
     assert reach(Wrapper(torch.optim.SGD(parameters(), lr=0.1))) == "element"
+    assert reach(Wrapper(torch.optim.Adafactor(parameters()))) == "parameter"
+
+
+def test_a_wrapper_is_judged_alike_where_there_is_a_gpu(monkeypatch: pytest.MonkeyPatch):
+    """There torch asks a copied optimizer for a setting that Adafactor has not."""
+    stream = SimpleNamespace(is_capturing=lambda: False)
+    for module, name, found in (
+        (torch.cuda, "is_available", True),
+        (torch.cuda, "is_current_stream_capturing", False),
+        (torch.accelerator, "current_accelerator", torch.device("cuda")),
+        (torch.accelerator, "current_stream", stream),
+    ):
+        monkeypatch.setattr(module, name, lambda found=found, **_: found)
     assert reach(Wrapper(torch.optim.Adafactor(parameters()))) == "parameter"
 
 

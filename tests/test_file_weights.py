@@ -61,7 +61,7 @@ def at_the_start(job: Job, plan: str, devices: str = "simulated", **settings: An
     with Trainer(
         job, plan, devices=devices, listener=Listener(lambda text: None, note=lambda text: None), **settings
     ) as trainer:
-        return {name: each.clone() for name, each in trainer.together(full_state)[0].items()}
+        return {name: each.clone().cpu() for name, each in trainer.together(full_state)[0].items()}
 
 
 def assert_same(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
@@ -138,7 +138,7 @@ def test_servers_and_workers_of_an_asynchronous_run_start_from_the_file(tmp_path
     ]
     for server in servers:
         assert_same(
-            dict(server.model.named_parameters()),
+            {name: each.detach().cpu() for name, each in server.model.named_parameters()},
             {name: expected[name] for name, _ in server.model.named_parameters()},
         )
     assert "start from" in servers[0].notes()[0] and not any(
@@ -154,7 +154,7 @@ def test_servers_and_workers_of_an_asynchronous_run_start_from_the_file(tmp_path
         assert trainer.asynchronous
         # no gradient reaches it, so servers never send it
         assert torch.equal(
-            trainer.asynchronous.model.get_parameter("frozen.weight"), expected["frozen.weight"]
+            trainer.asynchronous.model.get_parameter("frozen.weight").cpu(), expected["frozen.weight"]
         )
 
 

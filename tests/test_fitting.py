@@ -70,6 +70,7 @@ def test_the_user_may_run_it_all_the_same_and_what_fits_is_not_looked_at():
     assert len(asked) == 1  # the job's functions are called as often as without a limit
 
 
+@pytest.mark.on_cpu
 @pytest.mark.usefixtures("no_offers")
 def test_the_host_is_shared_by_its_ranks(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(memory_check, "total_bytes", lambda: 6 * PARAMETERS)
@@ -81,6 +82,7 @@ def test_the_host_is_shared_by_its_ranks(monkeypatch: pytest.MonkeyPatch):
         steps(job, "dp=2")
 
 
+@pytest.mark.on_cpu
 @pytest.mark.usefixtures("silent_export", "no_offers")
 @pytest.mark.long
 @pytest.mark.parametrize(
@@ -96,6 +98,7 @@ def test_activations_count_where_the_loss_is_captured(plan: str, ranks: int, mon
         steps(job, plan)
 
 
+@pytest.mark.on_cpu
 @pytest.mark.parametrize(("times", "returned"), [(33.0, False), (31.0, True)])
 def test_freed_memory_is_returned_where_the_host_has_less_than_four_times_what_ranks_hold(
     times: float, returned: bool, monkeypatch: pytest.MonkeyPatch

@@ -64,6 +64,7 @@ def test_a_world_of_one_needs_no_process_group():
         assert world.memory_bytes() > 2**20
 
 
+@pytest.mark.on_cpu
 def test_simulated_ranks_share_a_process(monkeypatch: pytest.MonkeyPatch):
     machine(monkeypatch, 0, 2)
     with open_world(Mesh(dp=3), "simulated") as world:

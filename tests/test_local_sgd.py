@@ -38,7 +38,7 @@ def trained(job: Job, plan: str, **settings: Any) -> Parameters:
 
 def whole(trainer: Trainer) -> Parameters:
     """Copies of the whole parameters and buffers."""
-    return {name: each.clone() for name, each in trainer.together(full_state)[0].items()}
+    return {name: each.clone().cpu() for name, each in trainer.together(full_state)[0].items()}
 
 
 def assert_near(found: Parameters, expected: Parameters, rtol: float = 1e-11) -> None:
@@ -65,7 +65,7 @@ def plain(
     """Parameters and losses of as many models as there are replicas, by torch alone. outer: learning rate and
     momentum of torch's Nesterov SGD."""
     with Trainer(job, "dp=1", devices="simulated", dtype=torch.float64) as trainer:
-        start = copy.deepcopy(trainer.replicas[0].model)
+        start = copy.deepcopy(trainer.replicas[0].model).cpu()
     models = [copy.deepcopy(start) for _ in range(dp)]
     optimizers: list[Any] = [job.optimizer(list(model.named_parameters())) for model in models]
     schedulers: list[Any] = [job.scheduler(each) for each in optimizers] if job.scheduler else []
@@ -259,7 +259,7 @@ def test_evaluation_looks_at_the_mean_and_changes_nothing(exchange: str) -> None
             for name, _ in trainer.replicas[0].model.named_parameters()
         }
         data = vectors(20)
-        mean_model = copy.deepcopy(trainer.replicas[0].model)
+        mean_model = copy.deepcopy(trainer.replicas[0].model).cpu()
         mean_model.load_state_dict(means)
         wanted = float(
             class_loss(mean_model, {"x": data.fields["x"].double(), "y": data.fields["y"]}).detach()

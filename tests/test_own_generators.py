@@ -21,7 +21,7 @@ class Noisy(nn.Module):
         self.source = torch.Generator().manual_seed(5)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + 0.3 * torch.randn(x.shape, generator=self.source, dtype=x.dtype)
+        return x + 0.3 * torch.randn(x.shape, generator=self.source, dtype=x.dtype).to(x.device)
 
 
 class Scaled(nn.Linear):

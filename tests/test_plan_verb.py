@@ -30,6 +30,12 @@ HERE = "gloo" if why_not() else "shm"
 
 
 @pytest.fixture(autouse=True)
+def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans are rehearsed on CPUs; where there are GPUs, `--devices cpu` has to be said."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+@pytest.fixture(autouse=True)
 def _path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", list(sys.path))
 
@@ -166,6 +172,13 @@ def test_measurements_of_gpus_are_refused(measured: Path, tmp_path: Path):
     save(machine(transport="nccl", device="cuda"), other)
     with pytest.raises(MachineError, match="is of cuda, and plans are rehearsed on CPUs"):
         devices_for(Wish(ranks=2, machine=other), 1, print)
+
+
+def test_where_gpus_are_cpus_are_asked_for(measured: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(DeviceError, match="here are GPUs, .* Use --devices cpu"):
+        devices_for(Wish(ranks=2), 1, print)
+    assert isinstance(devices_for(Wish(ranks=2, devices="cpu"), 1, print), Devices)
 
 
 def test_a_wish_that_cannot_be_is_refused():

@@ -46,7 +46,7 @@ class Noisy(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x * (1 - random.random())).relu()
         return self.second(
-            x + torch.from_numpy(numpy.random.standard_normal(6)) * numpy.random.beta(0.4, 0.7)
+            x + torch.from_numpy(numpy.random.standard_normal(6)).to(x.device) * numpy.random.beta(0.4, 0.7)
         )
 
 
@@ -109,7 +109,7 @@ def trained(job: Job, plan: str, **settings: Any) -> list[Tensor]:
     with Trainer(job, plan=plan, devices="simulated", **settings) as trainer:
         trainer.fit()
         whole = trainer.together(full_state)[0]
-        return [each.clone() for each in whole.values()]
+        return [each.clone().cpu() for each in whole.values()]
 
 
 def check_equal(found: list[Tensor], wanted: list[Tensor]) -> None:

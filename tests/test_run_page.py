@@ -154,6 +154,7 @@ def test_an_asynchronous_run_shows_its_updates(tmp_path: Path) -> None:
     history = read_history(tmp_path)
     assert history.end["last_loss"] == summary.last_loss
     assert [step for step, _ in history.steps["age"]] == [1, 2, 3, 4, 5, 6]
+    pytest.importorskip("plotly")
     assert "Age of gradients in updates" in page([history])
 
 

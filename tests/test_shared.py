@@ -30,6 +30,9 @@ from tests.covering import few
 from tests.jobs import MLP, make_job
 from tests.windows import give_windows
 
+pytestmark = (
+    pytest.mark.on_cpu
+)  # processes share the host's memory; ranks on GPUs have parameters of their own
 QUIET = Listener(started=lambda text: None)
 
 

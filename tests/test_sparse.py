@@ -107,7 +107,7 @@ def trained(the_job: Job, plan: str, **more: Any) -> tuple[dict[str, Tensor], An
     """Parameters after all steps in float64, and the summary."""
     with Trainer(the_job, plan, devices="simulated", dtype=torch.float64, listener=QUIET, **more) as trainer:
         summary = trainer.fit()
-        return {name: each.clone() for name, each in trainer.together(full_state)[0].items()}, summary
+        return {name: each.clone().cpu() for name, each in trainer.together(full_state)[0].items()}, summary
 
 
 @cache

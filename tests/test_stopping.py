@@ -129,17 +129,17 @@ def test_a_second_signal_does_not_wait(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_two_signals_of_one_ctrl_c_are_one(tmp_path: Path) -> None:
-    """torchrun hands on the Ctrl-C that the terminal sent to the ranks already."""
+    """torchrun hands on the Ctrl-C that the terminal sent to the ranks already. A GPU's step is told after the next."""
 
     listener = at_step(2, interrupted_twice)
     with (
         pytest.raises(SystemExit),
         Trainer(
-            make_job("mlp", "sgd"), "dp=2", devices="simulated", out=tmp_path, listener=listener
+            make_job("mlp", "sgd", steps=4), "dp=2", devices="simulated", out=tmp_path, listener=listener
         ) as trainer,
     ):
         trainer.fit()
-    assert names_in(tmp_path) == ["step-00000002"]
+    assert names_in(tmp_path) in (["step-00000002"], ["step-00000003"])
 
 
 def test_without_a_directory_or_a_step_it_simply_ends(tmp_path: Path) -> None:

@@ -211,7 +211,7 @@ def test_metrics_are_exact_means_over_all_data(plan: str) -> None:
     ) as trainer:
         trainer.fit()
         model, data = trainer.replicas[0].model, vectors(23)
-        batch = {"x": data.fields["x"], "y": data.fields["y"]}
+        batch = {name: data.fields[name].to(model.head.weight.device) for name in ("x", "y")}
         model.eval()
         with torch.no_grad():
             assert seen[5]["right"] == pytest.approx(float(share_right(model, batch)))
@@ -253,7 +253,7 @@ def test_a_loss_that_is_not_finite_names_rank_step_and_module() -> None:
         def forward(self, x: Tensor) -> Tensor:
             hidden = self.second(torch.tanh(self.first(x)))
             return self.head(
-                hidden / 0.0 if bool((x == vectors().fields["x"][marked]).all(1).any()) else hidden
+                hidden / 0.0 if bool((x.cpu() == vectors().fields["x"][marked]).all(1).any()) else hidden
             )
 
     job = make_job("mlp", "sgd", steps=3, shuffle=False)

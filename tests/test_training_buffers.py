@@ -42,7 +42,7 @@ def trained(case: str, plan: str) -> Trained:
         for batch in trainer.batches():
             losses.append(trainer.step(batch))
             metrics.append(trainer.evaluate()["loss"])
-        state = {name: each.clone() for name, each in trainer.together(full_state)[0].items()}
+        state = {name: each.clone().cpu() for name, each in trainer.together(full_state)[0].items()}
     return Trained(losses, metrics, state)
 
 

@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,10 +28,15 @@ from meshloom.verify.run import verify
 pytestmark = pytest.mark.long
 
 FILE = str(Path(__file__).with_name("job_file.py"))
+with warnings.catch_warnings():
+    warnings.filterwarnings("ignore", "Sparse invariant checks are implicitly disabled")
+    SPARSE = [
+        torch.eye(3).to_sparse(), torch.sparse_coo_tensor(torch.tensor([[1, 1]]), torch.ones(2, 2), (4, 2), check_invariants=True),
+    ]  # fmt: skip
 TENSORS = [
     torch.randn(3, 5), torch.randn(4, 6).t(), torch.tensor(2.5), torch.empty(0, 3), torch.ones(2, 2, dtype=torch.bool),
     torch.randn(3, dtype=torch.bfloat16), torch.randn(2, dtype=torch.complex64), torch.randn(2, requires_grad=True),
-    torch.eye(3).to_sparse(), torch.sparse_coo_tensor(torch.tensor([[1, 1]]), torch.ones(2, 2), (4, 2), check_invariants=True),
+    *SPARSE,
 ]  # fmt: skip
 
 

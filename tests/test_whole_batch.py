@@ -24,7 +24,8 @@ class Positions(nn.Module):
         self.head = nn.Linear(5, 29)
 
     def forward(self, tokens: Tensor, labels: Tensor | None = None) -> Tensor:
-        logits = self.head(self.mixed(self.embed(tokens) + self.position(torch.arange(tokens.shape[1]))))
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        logits = self.head(self.mixed(self.embed(tokens) + self.position(positions)))
         return (
             logits if labels is None else nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
         )

@@ -146,6 +146,10 @@ class Turns:
                     self._baton.notify_all()
                 del self._names[threading.get_ident()]
 
+        if torch.version.cuda is not None and not torch.cuda.is_available():
+            # a torch built for CUDA, 2.11 at least, has one thread's guard for all where no GPU is: that of the first with fake tensors,
+            # without which the next would crash
+            torch._C._ensureCUDADeviceGuardSet()  # pyright: ignore[reportPrivateUsage]
         threads = [
             threading.Thread(target=body, args=(rank,), name=f"rank {rank}") for rank in range(len(functions))
         ]

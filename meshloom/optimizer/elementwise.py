@@ -30,6 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer, SparseAdam
 
+from meshloom.core.device.optimizer_copies import make_copies_step
 from meshloom.core.random import preserved_draws
 from meshloom.optimizer.offload.windows import step_in_windows, windows_of
 
@@ -293,6 +294,7 @@ def copy_with(
             vars(stand_in)[name] = (
                 OrderedDict[Any, Any]() if name.endswith("_hooks") else copy.deepcopy(value, memo)
             )
+    make_copies_step(memo.values())
     return stand_in
 
 

@@ -6,6 +6,7 @@ Constructors and torch's own classes are left out: they say nothing of what the 
 from __future__ import annotations
 
 import dis
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import CodeType, FunctionType
 from typing import Any
@@ -59,7 +60,10 @@ def set_by(code: CodeType) -> Iterator[str]:
 
 
 def _read(code: CodeType) -> Iterator[str]:
-    yield from (each.argval for each in dis.get_instructions(code) if each.opname == "LOAD_ATTR")
+    for each in dis.get_instructions(code):
+        # since Python 3.12 the lowest bit says that a method is looked up, which had an instruction of its own
+        if each.opname == "LOAD_ATTR" and not (sys.version_info >= (3, 12) and (each.arg or 0) & 1):
+            yield each.argval
     yield from (each for each in code.co_consts if isinstance(each, str))
     for inner in _within(code):
         yield from _read(inner)

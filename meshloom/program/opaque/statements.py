@@ -39,7 +39,8 @@ def _answer(code: CodeType, offset: int) -> bool | None:
     if where is None or where.lineno is None:
         return None
     truth = jumps[0].opname.endswith("TRUE")
-    target = next(each for each in instructions if each.offset == jumps[0].argval)
+    reached = next(number for number, each in enumerate(instructions) if each.offset == jumps[0].argval)
+    target, behind = instructions[reached], instructions.index(jumps[0]) + 1
     to: Any = target.positions
     line: Any = to.lineno if to else None
     # at the end of a function, what returns None has the place of its last statement
@@ -55,9 +56,17 @@ def _answer(code: CodeType, offset: int) -> bool | None:
         if line is not None and first <= line <= last:
             return not truth
         is_in_test = line is not None and test.lineno <= line <= (test.end_lineno or 0)
-        goes_on = not is_in_test or returns == _place(statement)
-        return truth if goes_on else None
+        if not is_in_test or returns == _place(statement) or _leaves(instructions, reached):
+            return truth
+        return not truth if _leaves(instructions, behind) else None
     return None
+
+
+def _leaves(instructions: list[dis.Instruction], at: int) -> bool:
+    """Whether the statement is over at an instruction in its test's place: since Python 3.12 the end of a function or of a
+    loop's body has the place of the last test in it."""
+    names = [each.opname for each in instructions[at : at + 2]]
+    return names[0] in ("RETURN_CONST", "JUMP_BACKWARD") or names == ["LOAD_CONST", "RETURN_VALUE"]
 
 
 def _place(node: ast.stmt) -> tuple[int, int, int, int]:

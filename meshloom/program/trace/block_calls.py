@@ -40,7 +40,8 @@ class ShortcutError(CaptureError):
     """A shortcut may have made the export another one: the loss must be exported with fewer of them."""
 
 
-_AS = "str path, int[] ranks, int[] sizes, int[] strides, ScalarType[] dtypes"
+# dtypes by name: torch before 2.13 hands numbers in place of a ScalarType[] to operators written in Python
+_AS = "str path, int[] ranks, int[] sizes, int[] strides, str[] dtypes"
 
 _library = torch.library.Library("meshloom", "DEF")
 _library.define("enter(Tensor[] inputs, Tensor[] state, int call, str path) -> ()")
@@ -60,13 +61,13 @@ def path_of_call(node: Node) -> str:
     return node.path if node.path.rpartition(".")[2] == path.rpartition(".")[2] else path
 
 
-def layouts_of(results: Sequence[Tensor]) -> tuple[list[int], list[int], list[int], list[torch.dtype]]:
-    """The arguments of `repeat` that describe its results: the shapes, strides and dtypes of these."""
+def layouts_of(results: Sequence[Tensor]) -> tuple[list[int], list[int], list[int], list[str]]:
+    """The arguments of `repeat` that describe its results: the shapes, strides and names of dtypes of these."""
     return (
         [each.ndim for each in results],
         [size for each in results for size in each.shape],
         [stride for each in results for stride in each.stride()],
-        [each.dtype for each in results],
+        [str(each.dtype).removeprefix("torch.") for each in results],
     )
 
 
@@ -79,9 +80,9 @@ def _results(inputs: Any, state: Any, call: int, path: str, *layouts: Any) -> li
     device = (*inputs, *state)[0].device
     results: list[Tensor] = []
     at = 0
-    for rank, dtype in zip(ranks, dtypes, strict=True):
+    for rank, name in zip(ranks, dtypes, strict=True):
         shape, stride = sizes[at : at + rank], strides[at : at + rank]
-        results.append(torch.empty_strided(shape, stride, dtype=dtype, device=device))
+        results.append(torch.empty_strided(shape, stride, dtype=getattr(torch, name), device=device))
         at += rank
     return results
 

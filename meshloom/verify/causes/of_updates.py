@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshloom.core.device.optimizer_copies import copies_of
 from meshloom.core.random import preserved_draws
 from meshloom.verify.between_steps.checks import DifferingTensor
 from meshloom.verify.reference.mistakes import Cause, CauseKind
@@ -49,7 +50,7 @@ class KeptUpdate:
         for name, each in reference.parameters.items():
             self._copies[name] = memo[id(each)] = nn.Parameter(each.detach().clone(), each.requires_grad)
             self._gradients[name] = None if each.grad is None else each.grad.detach().clone()
-        self._optimizers: list[Any] = [copy.deepcopy(each, memo) for each in reference.turn.optimizers]
+        self._optimizers = copies_of(reference.turn.optimizers, memo)
         self._limit = reference.turn.clip_grad_norm
         self._now = reference.turn.optimizers
         self.rates = _rates(self._optimizers)
@@ -82,7 +83,10 @@ class KeptUpdate:
         off = float((ours - right).norm())
         best, found = _LEFT * off, None
         for way in self._ways(norm):
-            left = float((ours - self._value(name, way, norm)).norm())
+            try:
+                left = float((ours - self._value(name, way, norm)).norm())
+            except Exception:  # an optimizer may raise anything without the state that its constructor makes
+                continue
             if left < best:
                 best, found = left, way
         if found is None:
@@ -121,7 +125,7 @@ class KeptUpdate:
             for each, value in self._copies.items()
         }
         memo |= {id(self._copies[each]): value for each, value in copies.items()}
-        optimizers: list[Any] = [copy.deepcopy(each, memo) for each in self._optimizers]
+        optimizers = copies_of(self._optimizers, memo)
         clipped = 1.0
         if self._limit is not None and norm is not None:
             clipped = min(1.0, self._limit / (norm + 1e-6))

@@ -1,0 +1,24 @@
+"""Copies of optimizers that take steps where there is a GPU."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from typing import Any
+
+from torch.optim import Optimizer
+
+
+def copies_of(optimizers: Iterable[Any], memo: dict[int, Any]) -> list[Any]:
+    """Deep copies. memo: as for `copy.deepcopy`."""
+    copies = [copy.deepcopy(each, memo) for each in optimizers]
+    make_copies_step(memo.values())
+    return copies
+
+
+def make_copies_step(copies: Iterable[Any]) -> None:
+    """Let those of `copies` that are optimizers take steps: where there is a GPU, torch asks them for a setting `capturable`, which
+    not all have, unless an attribute is set that its copies lose."""
+    for each in copies:
+        if isinstance(each, Optimizer):
+            vars(each).setdefault("_warned_capturable_if_run_uncaptured", True)
