@@ -35,6 +35,7 @@ from meshloom.program.operators.used_rows import UsedRows
 from meshloom.program.run.compiler import Compiler
 from meshloom.replica.chunk_scope import ChunkScope
 from meshloom.replica.loss_sums import LossSums
+from meshloom.replica.team_sums import TeamSums
 from meshloom.telemetry.traffic import ExpectedBytes
 from meshloom.tensor_parallel.division import Division
 
@@ -45,11 +46,13 @@ class Engine(ABC):
     """What computes on one rank. All ranks of a replica have the same kind and call the same methods in the
     same order.
 
+    runs_whole: whether every rank of the replica computes the whole loss.
     runs_modules: whether it runs modules of the user's as they are written, which may change what they see; once it is open.
     shards: this rank's shards along tp. division: how the model was sharded; None: it is not. compiler: compiles what
     is computed; None: nothing is. is_unlike_training: whether it was divided or cut in another precision than training is.
     """
 
+    runs_whole: bool = False
     runs_modules: bool = True
     is_unlike_training: bool = False
     shards: Shards
@@ -90,6 +93,7 @@ class Engine(ABC):
         return {}
 
     rows: UsedRows
+    team_sums: TeamSums
 
     def watch_rows(
         self, tables: Mapping[str, int], device: torch.device, limited: Collection[str] = ()

@@ -1,4 +1,5 @@
-"""Reports gradients to the exchange once they are complete on ranks that share a replica's parameters."""
+"""Reports gradients to the exchange once they are complete on ranks that share a replica's parameters, and makes those alike that
+several ranks have computed."""
 
 from __future__ import annotations
 
@@ -11,8 +12,10 @@ from torch import Tensor, nn
 from meshloom.comm.pieces import place
 from meshloom.comm.steps import Steps
 from meshloom.core.job import NamedParameters
+from meshloom.exchange.exchange import Divisor, Exchange
 from meshloom.parameters.pipeline_ownership import PipelineOwnership
 from meshloom.parameters.shards import Shards
+from meshloom.replica.engine import Engine
 
 Ready = Callable[[nn.Parameter], None]
 
@@ -99,3 +102,24 @@ def sum_over_tp(
             mine, whole, flat.split([each.numel() for each in whole]), strict=True
         ):
             gradient.copy_(shards.take(name, part.view(each.shape)))
+
+
+def finished(
+    engine: Engine, exchange: Exchange, divisor: Divisor, device: torch.device
+) -> Steps[list[Tensor | None]]:
+    """The averaged gradients of what this rank owns. Ranks of a replica update what each of them holds by itself, and would drift apart
+    where their gradients have other last bits."""
+    gradients = yield from exchange.finish(divisor)
+    if adds_in_any_order(device):
+        held = set(engine.replicated)
+        names = (each.name for each in exchange.owned)
+        same = [
+            each for name, each in zip(names, gradients, strict=True) if engine.runs_whole or name in held
+        ]
+        yield from engine.team_sums.alike(same, ("tp", "pp") if engine.runs_whole else ("tp",))
+    return gradients
+
+
+def adds_in_any_order(device: torch.device) -> bool:
+    """Whether kernels of this device may give other last bits from call to call, as those of GPUs do that add by atomics."""
+    return device.type != "cpu"

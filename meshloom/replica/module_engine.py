@@ -51,10 +51,12 @@ class ModuleEngine(Engine):
     """One rank's `job` under `plan`, which has neither tp nor pp. asked: the plan that was asked for; where it has some,
     every rank of a replica does the same."""
 
+    runs_whole = True
+
     def __init__(self, job: Job, plan: Plan, context: RankContext, asked: Plan | None = None) -> None:
         self.shards = Shards({}, None)
         self._job, self._plan, self._context, self._asked = job, plan, context, asked or plan
-        self._team = TeamSums(context.groups.get("pp"), context.groups.get("tp"))
+        self.team_sums = TeamSums(context.groups.get("pp"), context.groups.get("tp"))
         self._model: nn.Module
         self._parameters: NamedParameters = []
         self._exchange: Exchange
@@ -196,7 +198,7 @@ class ModuleEngine(Engine):
         return (yield from first_difference_in_replica({**kept, **held}, self.shards, team, self._asked))
 
     def expected_bytes(self) -> ExpectedBytes:
-        return self._team.expected_bytes()
+        return self.team_sums.expected_bytes()
 
     def _compile_losses(self) -> None:
         assert self.compiler
@@ -207,7 +209,7 @@ class ModuleEngine(Engine):
         loss_sums.close()
         if loss_sums.are_asked and self._context.team is not None:
             for axis in ("tp", "pp"):
-                run_in_steps([self._team.add_up(axis, loss_sums.sums[4:])])
+                run_in_steps([self.team_sums.add_up(axis, loss_sums.sums[4:])])
         # Replicas with fewer chunks have started fewer collectives of gradients if each chunk's are sent.
         loss_sums.start(self._context.statistics if self._exchange.each_chunk else self._context.groups["dp"])
 

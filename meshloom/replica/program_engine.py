@@ -88,7 +88,7 @@ class ProgramEngine(Engine):
         self.programs = ProgramStore(job, plan, team, self.division, dtype=dtype, timings=timings, stored=stored)  # fmt: skip
         self.cutter = self.programs.cutter
         self.drawn = DrawnBatches(job, team, dtype)
-        self._sums = TeamSums(self.pp, self.tp)
+        self.team_sums = TeamSums(self.pp, self.tp)
         self.stages: tuple[Stage, ...] = ()  # of this rank, as first cut, of every loss
         self.ownership: PipelineOwnership
         self.microbatches: Microbatches
@@ -134,7 +134,7 @@ class ProgramEngine(Engine):
         self._parameters = {name: each for name, each in model.named_parameters() if not each.is_meta}
         for by_stage, of_loss in zip(scope.statistics, here, strict=True):
             by_stage |= {
-                each.number: _statistics_of(each, model, self.plan, self.context, self._sums)
+                each.number: _statistics_of(each, model, self.plan, self.context, self.team_sums)
                 for each in of_loss
             }
         self._gathered = GatheredTensors(
@@ -202,17 +202,17 @@ class ProgramEngine(Engine):
         listener = BothListeners(activity, recorder) if recorder else activity
         finish, around = finish_of(chunks, scope, loss_sums), around_of(self.plan, chunks, scope)
         # On a communicator of its own: replicas may have started different numbers of gradient all-reduces.
-        begin_sums = partial(_begin_sums, loss_sums, self.context.statistics, self._sums)
+        begin_sums = partial(_begin_sums, loss_sums, self.context.statistics, self.team_sums)
         if self.plan.pp == 1 and not self._exchange.each_chunk:
             finish = _then(finish, len(batches) - 1, begin_sums)
         with self.computing(STEP, idle=not batches):
             sent = self.microbatches.train(batches, most, finish, around, listener)
-        self._sums.count(sent)
+        self.team_sums.count(sent)
         yield from self._completion.finish(
-            self._parameters, partial(self._sums.add_up, "tp"), computed=bool(batches)
+            self._parameters, partial(self.team_sums.add_up, "tp"), computed=bool(batches)
         )
         for axis in ("tp", "pp") if self.rows.flags.numel() else ():
-            yield from self._sums.add_up(axis, self.rows.flags.clamp_(max=1))
+            yield from self.team_sums.add_up(axis, self.rows.flags.clamp_(max=1))
         if not loss_sums.started:
             yield from begin_sums()
         self._exchange.end_chunks()
@@ -221,7 +221,7 @@ class ProgramEngine(Engine):
         return self._held.computing(kind, idle=idle)
 
     def add_up(self, axis: Axis, sums: Tensor) -> Steps[None]:
-        yield from self._sums.add_up(axis, sums)
+        yield from self.team_sums.add_up(axis, sums)
 
     def evaluate(
         self, batch: Any, metric: LossFunction, moment: Moment, take: Callable[[Any], None], visit: Visit | None = None
@@ -232,7 +232,7 @@ class ProgramEngine(Engine):
         yield from self.programs.ready(batch, loss=metric, training=False)
         if metric not in self._outside:
             self._outside[metric] = Outside(metric, self._model, self.programs.opaque)
-        self._sums.count(self.microbatches.evaluate(batch, metric, take, visit))
+        self.team_sums.count(self.microbatches.evaluate(batch, metric, take, visit))
 
     def refresh_borrowed(self) -> Steps[None]:
         yield from self.ownership.lend(self._parameters, self._held.apart(self.lent))
@@ -252,7 +252,11 @@ class ProgramEngine(Engine):
         return (yield from first_difference_in_replica(mine, self.shards, self._team, self.plan))
 
     def expected_bytes(self) -> ExpectedBytes:
-        return self._sums.expected_bytes() + self.ownership.expected_bytes() + self._gathered.expected_bytes()
+        return (
+            self.team_sums.expected_bytes()
+            + self.ownership.expected_bytes()
+            + self._gathered.expected_bytes()
+        )
 
     @property
     def readings(self) -> str | None:

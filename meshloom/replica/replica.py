@@ -64,6 +64,7 @@ from meshloom.replica.chunk_scope import ChunkScope
 from meshloom.replica.engine import Engine
 from meshloom.replica.exchanges.opening import check_limits, open_exchange, watched
 from meshloom.replica.exchanges.sharing import shares_copies, why_separate
+from meshloom.replica.gradient_completion import finished
 from meshloom.replica.loss_sums import LossSums
 from meshloom.replica.whole_loss import open_engine
 from meshloom.telemetry.step_result import StepResult
@@ -311,9 +312,8 @@ def _span(replica: Replica, kind: SpanKind) -> AbstractContextManager[None]:
 def _exchanged(replica: Replica, step: int, batch: int) -> Steps[list[Tensor | None]]:
     """The averaged gradients of what this rank owns; with a loss scale ranks also tell each other whether some overflowed."""
     sums = replica.sums
-    divisor = sums.divisor(batch)
     with _span(replica, "exchange"):
-        gradients = yield from replica.exchange.finish(divisor)
+        gradients = yield from finished(replica.engine, replica.exchange, sums.divisor(batch), replica.context.device)  # fmt: skip
         gradients = replica.freezing.dropped(step, (each.name for each in replica.exchange.owned), gradients)
         if sums.scale is not None:
             sums.send((yield from step_checks.count_overflows(gradients, replica.engine, replica.replicas, replica.context.device)))  # fmt: skip

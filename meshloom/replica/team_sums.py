@@ -1,16 +1,20 @@
-"""All-reduces over the ranks of one replica, and the bytes that they and its programs send."""
+"""What the ranks of one replica tell each other besides their programs: sums, and gradients that several of them compute; and
+the bytes that all of it takes."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
+import torch
 from torch import Tensor
 
 from meshloom.comm.group import Group
 from meshloom.comm.steps import Steps
 from meshloom.core.mesh import Axis
 from meshloom.telemetry.traffic import ExpectedBytes, Traffic
+
+_FLAT_BYTES = 32 * 2**20
 
 
 class TeamSums:
@@ -37,6 +41,23 @@ class TeamSums:
             group.all_reduce(flags).wait()
         return flags
 
+    def alike(self, gradients: Sequence[Tensor | None], axes: Sequence[Axis]) -> Steps[None]:
+        """Those of the first rank along these axes, in place, on each of them. All have computed the same ones, up to rounding; None:
+        unused."""
+        own = [_values(each) for each in gradients if each is not None]
+        for axis in axes:
+            group = self._groups[axis]
+            if group is None or group.size == 1:
+                continue
+            for some in _flat_parts(own):
+                flat = torch.cat([each.reshape(-1) for each in some])
+                work = group.broadcast(flat, 0)
+                self._sent[axis]["broadcast"] += flat.nbytes
+                yield
+                work.wait()
+                for each, value in zip(some, flat.split([each.numel() for each in some]), strict=True):
+                    each.copy_(value.view_as(each))
+
     def count(self, sent: Mapping[Axis, Mapping[str, int]]) -> None:
         """Add bytes that programs sent, by kind of operation."""
         for axis, kinds in sent.items():
@@ -45,3 +66,25 @@ class TeamSums:
     def expected_bytes(self) -> ExpectedBytes:
         """Bytes so far."""
         return ExpectedBytes(so_far=Traffic({**self._sent}))
+
+
+def _values(gradient: Tensor) -> Tensor:
+    """What of it is rounded: of a sparse one the rows, in the order of their indices."""
+    return gradient._values() if gradient.is_sparse else gradient
+
+
+def _flat_parts(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Tensors of one dtype that are sent together."""
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for each in tensors:
+        by_dtype.setdefault(each.dtype, []).append(each)
+    for alike in by_dtype.values():
+        some, size = list[Tensor](), 0
+        for each in alike:
+            if some and size + each.nbytes > _FLAT_BYTES:
+                yield some
+                some, size = [], 0
+            some.append(each)
+            size += each.nbytes
+        if some:
+            yield some
