@@ -52,7 +52,7 @@ class MoCo(nn.Module):
         return out
 
     def enqueue(self, keys: Tensor) -> None:
-        at = (self.pointer + torch.arange(len(keys))) % 11
+        at = (self.pointer + torch.arange(len(keys), device=keys.device)) % 11
         self.queue.index_copy_(1, at, keys.T)
         self.labels.index_copy_(0, at, keys.argmax(1))
         self.pointer.copy_((self.pointer + len(keys)) % 11)

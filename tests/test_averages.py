@@ -117,7 +117,7 @@ def test_a_run_without_averages_takes_a_checkpoint_with_them_and_the_other_way(t
     assert main(["export", str(tmp_path), "--to", "torch", "--out", str(tmp_path / "none"), "--average"]) == 2
     with ml.Trainer(job(), "dp=2", steps=3, out=tmp_path, resume=tmp_path, listener=QUIET) as trainer:
         trainer.fit()
-        now = {name: value.clone() for name, value in trainer.replicas[0].model.named_parameters()}
+        now = {name: value.clone().cpu() for name, value in trainer.replicas[0].model.named_parameters()}
     for name, value in averages_in(tmp_path).items():
         assert torch.equal(value, now[name])
 

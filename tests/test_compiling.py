@@ -321,6 +321,7 @@ def test_the_setting_is_a_word_and_python_may_give_a_bool():
     assert str(Plan.from_json('{"compile": false}')) == str(Plan(compile="none")) == "dp=1"
 
 
+@pytest.mark.on_cpu  # Triton needs none
 def test_without_a_compiler_it_is_refused_before_the_first_step():
     import torch._inductor.config as inductor
 

@@ -262,7 +262,7 @@ def test_a_job_starts_from_a_directory_or_a_checkpoint(layout: str, tmp_path: Pa
         listener=Listener(lambda text: None, note=lambda text: None),
     ) as trainer:
         trainer.fit()
-        trained = {name: each.clone() for name, each in trainer.replicas[0].model.named_parameters()}
+        trained = {name: each.clone().cpu() for name, each in trainer.replicas[0].model.named_parameters()}
     where = tmp_path / "run" / ("step-00000001" if layout == "checkpoint" else "")
     assert_same(at_the_start(replace(job, weights=where), "dp=2"), trained)
     report = verify(replace(job, weights=where), Plan(dp=2), devices="simulated", steps=1)
@@ -273,7 +273,7 @@ def test_a_resumed_checkpoint_takes_precedence_and_the_files_need_not_be_there(t
     job = other_weights(make_job("mlp", "sgd", steps=1), tmp_path / "x.safetensors")
     with Trainer(job, "dp=2", devices="simulated", out=tmp_path / "run") as trainer:
         trainer.fit()
-        trained = {name: each.clone() for name, each in trainer.replicas[0].model.named_parameters()}
+        trained = {name: each.clone().cpu() for name, each in trainer.replicas[0].model.named_parameters()}
     (tmp_path / "x.safetensors").unlink()
     assert_same(at_the_start(job, "dp=2", resume=tmp_path / "run", steps=2), trained)
 

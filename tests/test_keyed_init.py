@@ -25,6 +25,7 @@ from meshloom.verify.run import verify
 from tests.families import FAMILIES, Family
 from tests.families import family as family_module
 from tests.jobs import make_job
+from tests.planted.judging import text_of
 from tests.test_starting_model import assert_ranks_start_as_one_device
 
 CPU = torch.device("cpu")
@@ -68,7 +69,7 @@ def test_ranks_start_as_one_device(plan: str):
 )
 def test_a_plan_equals_one_device(plan: str):
     report = verify(keyed(), Plan.parse(plan), devices="simulated", steps=2, dtype=torch.float64)
-    assert report and report.passed
+    assert report and report.passed, report and text_of(report)
 
 
 def wide(extra: bool = False, draws: int = 1) -> Callable[[], nn.Module]:

@@ -17,12 +17,14 @@ from torch.nn import functional as F
 from torch.utils.data import default_collate
 
 import meshloom as ml
+from meshloom.comm.simulated import simulated_groups
+from meshloom.comm.steps import run_in_steps
 from meshloom.core.errors import CaptureError, JobError
 from meshloom.core.job import Evaluate, Job
 from meshloom.core.moments.current_step import Moment
 from meshloom.core.plan import Plan
 from meshloom.core.random import chunk_seed, model_seed, sample_order, seed_everything
-from meshloom.program.capture.shapes import capture_shapes
+from meshloom.program.capture.shapes import capture_shapes, paths_by_shapes
 from meshloom.program.store.drawn_batches import DrawnBatches
 from meshloom.replica.replica_state import full_state
 from meshloom.train.trainer import Trainer
@@ -219,6 +221,18 @@ def test_verify_searches_programs_that_draw_for_the_cause(monkeypatch: pytest.Mo
     assert report is not None and not report.passed
     said = " ".join(text_of(report).split())
     assert "In lockstep every operator's shards agree with one device" in said
+
+
+def test_what_is_drawn_lies_where_the_batch_does() -> None:
+    """Of batches on a GPU programs could not be read: "The model and the batch lie on cuda:0, cpu"."""
+    job = job_of()
+    batch = {"x": torch.zeros(4, 7, dtype=torch.float64), "y": torch.zeros(4, dtype=torch.long)}
+    there = {name: each.to("meta") for name, each in batch.items()}
+    here = simulated_groups(1)[0]
+    drawn = DrawnBatches(job, here, None)
+    drawn._found = lambda *_: [each.text for each in paths_by_shapes(job, batch)]  # type: ignore[method-assign]
+    [[found]] = run_in_steps([drawn.opened(job.model(), [[there]], here, job.loss)])[0]
+    assert found["drawn"] and {each.device.type for each in found["drawn"]} == {"meta"}
 
 
 @pytest.mark.slow

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import os
 import select
 import signal
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from meshloom.core.errors import DataError
 from meshloom.core.plan import Plan
 from meshloom.data.job_data import open_reader
 from meshloom.data.reading import WorkerError
+from meshloom.launch.failure import own_line
 
 
 class Broken:
@@ -81,6 +84,30 @@ def test_error_inside_a_library_names_the_users_line():
         match=rf"failed at {__file__}:{line_of(Calls, 'default_collate')} in __getitem__: RuntimeError",
     ):
         read_chunks(job_of(Calls()), Plan(), 0, 1)
+
+
+def test_a_library_of_an_environment_beneath_is_none_of_the_users(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """As of a virtual environment that sees the packages of another one."""
+    folder = tmp_path / "site-packages"
+    folder.mkdir()
+    (folder / "lying_beneath.py").write_text("def fail():\n    raise ValueError('no')\n")
+    monkeypatch.syspath_prepend(folder)
+    library = importlib.import_module("lying_beneath")
+
+    class Calls:
+        def __len__(self):
+            return 2
+
+        def __getitem__(self, index):
+            return library.fail()
+
+    line = line_of(Calls, "library.fail")
+    with pytest.raises(DataError, match=rf"failed at {__file__}:{line} in __getitem__: ValueError") as raised:
+        read_chunks(job_of(Calls()), Plan(), 0, 1)
+    assert isinstance(raised.value.__cause__, ValueError)
+    assert own_line(raised.value.__cause__).startswith(f"tests/test_reading.py:{line}: ")
 
 
 def test_samples_that_do_not_stack_are_named():

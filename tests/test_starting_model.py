@@ -44,7 +44,7 @@ def assert_ranks_start_as_one_device(trainer: Trainer, job: Job) -> None:
         for each in sliced:
             pieces = replica.shards.pieces.get(each.name)
             mine = take(pieces, replica.shards.rank, whole[each.name]) if pieces else whole[each.name]
-            assert torch.equal(each.data(), mine.reshape(-1)[each.start : each.stop]), each.name
+            assert torch.equal(each.data().cpu(), mine.reshape(-1)[each.start : each.stop]), each.name
             elements += each.stop - each.start
         for name, each in state_of(replica.model).items():
             if each.is_meta or (isinstance(exchange, ZeroThree) and exchange.keeps(each)):
@@ -52,7 +52,7 @@ def assert_ranks_start_as_one_device(trainer: Trainer, job: Job) -> None:
                 continue
             pieces = replica.shards.pieces.get(name)
             expected = take(pieces, replica.shards.rank, whole[name]) if pieces else whole[name]
-            assert torch.equal(each, expected), name
+            assert torch.equal(each.cpu(), expected), name
             held.add(name)
         held |= {each.name for each in sliced}
     assert held == whole.keys()

@@ -317,7 +317,7 @@ def test_all_modules_that_compute_in_bfloat16_are_one_line():
     """The story: under autocast every Linear had a line of its own, 73 of them for a GPT."""
 
     def loss(model: nn.Module, batch: dict[str, Tensor]) -> Any:
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(batch["x"].device.type, torch.bfloat16):
             return token_loss(model, batch)
 
     report = run(replace(make_job("gpt", "adamw", loss=loss)), "dp=2", steps=1)

@@ -335,7 +335,7 @@ def test_what_is_not_there_is_an_error() -> None:
     with Trainer(job, "dp=2,zero=3", devices="simulated") as trainer:
         model = trainer.replicas[0].model
         with pytest.raises(TrainingError, match="blocks.0 was called between steps"):
-            model(torch.ones(1, 7))
+            model(torch.ones(1, 7, device=model.get_parameter("blocks.0.up.weight").device))
         assert model.get_parameter("blocks.0.up.weight").isnan().all()
     compiled: Any = lambda: torch.compile(Blocks(), backend="eager")  # noqa: E731
     with pytest.raises(JobError, match="is compiled"):

@@ -12,6 +12,7 @@ from pathlib import Path
 from meshloom.adopt.leaving_out import left_out
 from meshloom.adopt.parts import JobParts, parts_of
 from meshloom.adopt.proving.evaluated import ExpectedMetrics
+from meshloom.adopt.proving.no_gpus import no_gpus
 from meshloom.adopt.proving.proof import Proof, prove
 from meshloom.adopt.proving.reduction_kind import kind_of_loss
 from meshloom.adopt.several import check_one_loss
@@ -82,6 +83,7 @@ class Adoption:
                 yield line
 
 
+@no_gpus()
 def adopt(
     script: Path,
     words: Sequence[str] = (),
@@ -92,7 +94,7 @@ def adopt(
     timings: Timings | None = None,
 ) -> Adoption:
     """Watch `script` for `steps` optimizer steps, write the job to `target` (default: beside it, as SCRIPT_job.py), and
-    train the job for as many steps.
+    train the job for as many steps. Both are on the CPU, unless the script names another device without asking whether it is there.
 
     words: the script's arguments. timings: of what is done, with the steps that have been watched. Raises `JobError` for a script
     that takes no step, and for a target that exists.

@@ -88,7 +88,7 @@ def evaluates_average(script: Script, seen: SeenPass) -> bool:
     trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
     own = copy_of(average.holder, model, trained) if average is not None else None
     state = {name.removeprefix("module."): each for name, each in seen.state.items()}
-    return own is not None and all(torch.equal(each, state[name]) for name, each in own.items())
+    return own is not None and all(torch.equal(each.cpu(), state[name]) for name, each in own.items())
 
 
 def _left(script: Script, file: str, line: int, why: str) -> UntranslatedError:

@@ -26,7 +26,7 @@ import numpy
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
 
-from meshloom.core.errors import DataError
+from meshloom.core.errors import DataError, package_folders
 from meshloom.core.job import Job
 from meshloom.core.random import derive, mix_seed, preserved_draws
 
@@ -50,7 +50,8 @@ class ReadFailure:
     def of(what: str, error: Exception) -> ReadFailure:
         """The failure of `what`, which names the sample or the chunk; adds the user's source line."""
         frames = traceback.extract_tb(error.__traceback__)
-        users = [frame for frame in frames if not frame.filename.startswith(_NOT_USERS)]
+        others = (*_NOT_USERS, *package_folders())
+        users = [frame for frame in frames if not frame.filename.startswith(others)]
         frame = (users or frames)[-1]
         text = "".join(traceback.format_exception(error))
         reason = " ".join(str(error).split())
@@ -69,7 +70,7 @@ class WorkerError(Exception):
 
 
 _NOT_USERS = (
-    *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+    *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib")),
     str(Path(__file__).parents[1]),
     "<",
 )

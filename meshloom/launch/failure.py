@@ -16,7 +16,13 @@ from pathlib import Path
 
 import torch
 
-from meshloom.core.errors import DataError, DeviceError, MeshloomError, PeerLostError
+from meshloom.core.errors import (
+    DataError,
+    DeviceError,
+    MeshloomError,
+    PeerLostError,
+    package_folders,
+)
 from meshloom.core.mesh import Mesh
 from meshloom.core.plan import Plan
 from meshloom.launch.environment import launched_plan, launched_rank, wants_full_traceback
@@ -262,12 +268,12 @@ _OURS = (_MESHLOOM, f"{Path(torch.__file__).parent}{os.sep}", f"{sysconfig.get_p
 
 def _is_of_python(name: str) -> bool:
     """Whether a file is of the standard library."""
-    packages = tuple(f"{sysconfig.get_path(each)}{os.sep}" for each in ("purelib", "platlib"))
+    packages = tuple(f"{each}{os.sep}" for each in package_folders())
     return name.startswith(f"{sysconfig.get_path('stdlib')}{os.sep}") and not name.startswith(packages)
 
 
 def _installed() -> tuple[str, ...]:
-    return (*_OURS, *(f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "purelib", "platlib")))
+    return (*_OURS, *(f"{each}{os.sep}" for each in (sysconfig.get_path("stdlib"), *package_folders())))
 
 
 def _line(frame: Frame) -> str:

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from meshloom.adopt.adoption import Adoption, adopt
 from meshloom.core.errors import JobError
@@ -15,6 +16,7 @@ from meshloom.core.plan import Plan
 from meshloom.telemetry.timings import Timings
 from meshloom.verify.run import verify
 
+pytestmark = pytest.mark.on_cpu  # scripts are watched there, and jobs compared
 SCRIPTS = Path(__file__).parent / "scripts"
 ADOPTED = [
     "annealed", "averaged_meters", "averaged_model", "bag_of_words", "bert_by_hand", "beta_vae", "bucketed",
@@ -262,6 +264,30 @@ def test_several_statements_in_a_line(tmp_path: Path, monkeypatch: pytest.Monkey
     assert found.proved
     assert "rate = 0.1" in found.after and "best" not in found.after and "shown" not in found.after
     assert found.after.count("# data of a line") == 1
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_script_and_job_are_compared_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script that takes a GPU where there is one would draw and round differently; and its tensors would lie elsewhere."""
+    for module in (torch.cuda, torch.accelerator):
+        monkeypatch.setattr(module, "is_available", lambda: True)
+    devices = [
+        'torch.device("cuda" if torch.cuda.is_available() else "cpu")',
+        'torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"',
+    ]
+    for number, device in enumerate(devices):
+        script = tmp_path / f"where_{number}.py"
+        text = LINEAR.replace(
+            "torch.nn.Linear(4, 1)",
+            "torch.nn.Sequential(torch.nn.Linear(4, 1), torch.nn.Dropout()).to(device)",
+        )
+        script.write_text(
+            text.replace("torch.manual_seed(0)", f"torch.manual_seed(0)\ndevice = {device}").replace("(a), b)", "(a.to(device)), b.to(device))")
+            + "    optimizer.zero_grad()\n    loss.backward()\n    optimizer.step()\n"
+        )  # fmt: skip
+        found = adopt(script)
+        assert found.proved, found.proof and found.proof.told()
+        assert torch.cuda.is_available()
 
 
 def test_a_job_that_differs_is_not_proved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

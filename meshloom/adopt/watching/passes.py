@@ -147,7 +147,9 @@ def _number(value: Any) -> float | None:
 
 
 def values_of(model: nn.Module) -> dict[str, Tensor]:
-    """Copies of a module's parameters and buffers, by name."""
+    """Copies of a module's parameters and buffers on the CPU, by name."""
     return {
-        name: each.detach().clone() for name, each in model.state_dict().items() if isinstance(each, Tensor)
+        name: each.detach().to("cpu", copy=True)
+        for name, each in model.state_dict().items()
+        if isinstance(each, Tensor)
     }

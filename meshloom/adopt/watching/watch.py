@@ -251,7 +251,9 @@ class _Watcher:
             if self.watched.loader is not None:
                 self.passes.called(module)
             if id(module) not in self._buffers and not self.watched.steps:
-                self._buffers[id(module)] = {name: each.clone() for name, each in module.named_buffers()}
+                self._buffers[id(module)] = {
+                    name: each.to("cpu", copy=True) for name, each in module.named_buffers()
+                }
             return call(module, *given, **named)
 
         return __call__
@@ -363,7 +365,9 @@ def _note_noise(watched: Watched) -> None:
     """As `Watched.noise`, of the gradients that there are."""
     named = watched.model.named_parameters()
     sizes = {
-        name: each.grad.abs() for name, each in named if each.grad is not None and not each.grad.is_sparse
+        name: each.grad.abs().cpu()
+        for name, each in named
+        if each.grad is not None and not each.grad.is_sparse
     }
     largest = max((float(each.max()) for each in sizes.values() if each.numel()), default=0.0)
     for name, size in sizes.items():

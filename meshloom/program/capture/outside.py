@@ -267,7 +267,7 @@ def reads_of(code: CodeType) -> Reads:
             names[each.argval] = None
         elif each.opname in ("LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_CLOSURE"):
             cells[each.argval] = None
-        elif each.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+        elif each.opname in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"):
             attributes[each.argval] = None
         elif each.opname == "LOAD_CONST" and isinstance(each.argval, str):
             is_stored = following is not None and following.opname == "STORE_SUBSCR"

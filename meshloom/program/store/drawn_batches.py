@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from meshloom.comm.group import Group
 from meshloom.comm.objects import on_rank_0, share
@@ -53,7 +53,7 @@ class DrawnBatches:
 
         def drawn(batch: Any, number: int) -> DrawnBatch:
             inputs = path.inputs(replace(EXAMPLE, seed=number), whatever=True)
-            return DrawnBatch(followed, batch, inputs or [])
+            return _with_inputs(followed, batch, inputs or [])
 
         found = [[drawn(batch, number) for number, batch in enumerate(batches)] for batches in lists]
         return found if found[0] else [[DrawnBatch(followed, None, [])], *found[1:]]
@@ -80,8 +80,7 @@ class DrawnBatches:
         for path, followed in self._paths[key]:
             inputs = path.inputs(moment)
             if inputs is not None:
-                device = leaves_of(batch).device
-                return DrawnBatch(followed, batch, [each.to(device) for each in inputs])
+                return _with_inputs(followed, batch, inputs)
         raise CaptureError(
             f"In step {moment.step} random or numpy drew what leads the loss where it failed when it was tried out. {WAY_OUT}"
         )
@@ -103,6 +102,12 @@ class DrawnBatches:
 
     def _loss(self, loss: LossFunction, text: str) -> LossFunction:
         return self._losses.setdefault((loss, text), loss_of_path(loss, Path.parse(text)))
+
+
+def _with_inputs(followed: LossFunction, batch: Any, inputs: list[Tensor]) -> DrawnBatch:
+    """Where the batch lies."""
+    device = leaves_of(batch).device
+    return DrawnBatch(followed, batch, [each.to(device or each.device) for each in inputs])
 
 
 def drawn_alone(
