@@ -235,6 +235,17 @@ def test_tables_that_functions_limit_are_one_device_s(kind: str, plan: str) -> N
     assert F.embedding is before
 
 
+@pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=3"])
+def test_replicas_add_up_a_row_in_one_order(plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each adds up for itself, and a GPU adds scattered values in any order: replicas drifted apart there."""
+
+    def scattered(*given: Any) -> Any:
+        raise AssertionError("added up by index")
+
+    monkeypatch.setattr(Tensor, "index_add_", scattered)
+    check(job_of(partial(Table, "plain"), loss, IDS), plan)
+
+
 @pytest.mark.parametrize("kind", ["module", "function"])
 def test_an_evaluation_scales_no_rows_on_one_device_either(kind: str) -> None:
     """Its rows are others than those of a step; torch would leave them scaled."""

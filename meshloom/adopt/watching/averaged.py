@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshloom.adopt.watching.passes import SeenFrame
+from meshloom.adopt.watching.passes import SeenFrame, on_host
 
 NO_HOLDERS = (type, types.ModuleType, types.FunctionType, torch.optim.Optimizer)
 _FITS, _ROUNDING = 1e-4, 2.0**-22  # of what a step changes, and of the values themselves
@@ -44,7 +44,7 @@ class Averages:
     def record(self, model: nn.Module, frames: Sequence[SeenFrame]) -> None:
         """Before a step's update. frames: at the first `backward()`."""
         trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
-        self._parameters.append({name: each.detach().to("cpu", copy=True) for name, each in trained.items()})
+        self._parameters.append({name: on_host(each) for name, each in trained.items()})
         for frame in frames:
             for name, value in [*frame.globals.items(), *frame.attributes.items(), *frame.values.items()]:
                 is_owner = any(value is each.owner for each in frames if each.owner is not None)
@@ -52,7 +52,7 @@ class Averages:
                 if copy is not None:
                     kept = self._copies.setdefault(name, (value, []))[1]
                     if len(kept) < len(self._parameters):
-                        kept.append({key: each.detach().to("cpu", copy=True) for key, each in copy.items()})
+                        kept.append({key: on_host(each) for key, each in copy.items()})
 
     def found(self) -> SeenAverage | None:
         """The first that is a moving average with one decay in all steps."""

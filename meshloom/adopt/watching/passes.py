@@ -147,9 +147,10 @@ def _number(value: Any) -> float | None:
 
 
 def values_of(model: nn.Module) -> dict[str, Tensor]:
-    """Copies of a module's parameters and buffers on the CPU, by name."""
-    return {
-        name: each.detach().to("cpu", copy=True)
-        for name, each in model.state_dict().items()
-        if isinstance(each, Tensor)
-    }
+    """Copies of a module's parameters and buffers, by name."""
+    return {name: on_host(each) for name, each in model.state_dict().items() if isinstance(each, Tensor)}
+
+
+def on_host(tensor: Tensor) -> Tensor:
+    """A copy without gradient on the CPU, where scripts are compared with jobs."""
+    return tensor.detach().to("cpu", copy=True)

@@ -31,7 +31,7 @@ from torch.utils.hooks import RemovableHandle
 
 from meshloom.adopt.watching.averaged import Averages, SeenAverage
 from meshloom.adopt.watching.draws import Draws, draws_now, set_draws
-from meshloom.adopt.watching.passes import Passes, SeenFrame, SeenPass, values_of
+from meshloom.adopt.watching.passes import Passes, SeenFrame, SeenPass, on_host, values_of
 from meshloom.adopt.watching.users_code import UsersCode, caller, clipping
 from meshloom.core.errors import JobError
 
@@ -251,9 +251,7 @@ class _Watcher:
             if self.watched.loader is not None:
                 self.passes.called(module)
             if id(module) not in self._buffers and not self.watched.steps:
-                self._buffers[id(module)] = {
-                    name: each.to("cpu", copy=True) for name, each in module.named_buffers()
-                }
+                self._buffers[id(module)] = {name: on_host(each) for name, each in module.named_buffers()}
             return call(module, *given, **named)
 
         return __call__
@@ -365,13 +363,11 @@ def _note_noise(watched: Watched) -> None:
     """As `Watched.noise`, of the gradients that there are."""
     named = watched.model.named_parameters()
     sizes = {
-        name: each.grad.abs().cpu()
-        for name, each in named
-        if each.grad is not None and not each.grad.is_sparse
+        name: each.grad.abs() for name, each in named if each.grad is not None and not each.grad.is_sparse
     }
     largest = max((float(each.max()) for each in sizes.values() if each.numel()), default=0.0)
     for name, size in sizes.items():
-        small = (size > 0) & (size <= NOISE * largest)
+        small = ((size > 0) & (size <= NOISE * largest)).cpu()
         watched.noise[name] = watched.noise.get(name, torch.zeros_like(small)) | small
 
 

@@ -7,9 +7,11 @@ scales what it holds of them, all, a shard or a slice, from the same values: the
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from meshloom.comm.group import Group
 from meshloom.comm.steps import Steps
@@ -55,8 +57,8 @@ class RowLimits:
         power = limit.norm_type
         device = self._used.flags.device
         totals = torch.zeros(limit.rows, dtype=torch.float64, device=device)
-        for values, rows in parts:
-            totals.index_add_(0, rows, values.double().abs().pow(power))
+        for part in parts:
+            part.add_to(totals, power)
         groups: dict[str, Group | None] = {"tp": self._shards.group if name in self._shards.pieces else None}
         groups["dp"] = self._exchange.owners if self._exchange.only_slices else None
         for axis, group in groups.items():
@@ -66,11 +68,11 @@ class RowLimits:
                 yield
                 work.wait()
         scales = limit.scales(totals.pow(1.0 / power))
-        for values, rows in parts:
-            values.mul_(torch.where(used, scales, 1.0)[rows].to(values.dtype))
+        for part in parts:
+            part.scale(torch.where(used, scales, 1.0))
 
-    def _parts(self, name: str) -> list[tuple[Tensor, Tensor]]:
-        """The elements of a table that this rank holds, flat, and the row of each."""
+    def _parts(self, name: str) -> list[_Part]:
+        """The elements of a table that this rank holds."""
         parameter = self._named.get(name)
         if parameter is None:
             return []
@@ -79,8 +81,42 @@ class RowLimits:
         rows = torch.arange(pieces.shape[0] if pieces else len(parameter), device=device)
         if runs is not None:
             rows = torch.cat([rows[:0], *(rows[start:stop] for start, stop in runs)])
-        row_of = rows[:, None].expand(parameter.shape).reshape(-1)
+        width = parameter.numel() // max(len(rows), 1)
         if self._exchange.only_slices:
             mine = [each for each in self._exchange.each_slice() if each.name == name]
-            return [(each.data(), row_of[each.start : each.stop]) for each in mine]
-        return [(parameter.data.view(-1), row_of)]
+            return [_Part(each.data(), rows, width, each.start) for each in mine]
+        return [_Part(parameter.data.view(-1), rows, width, 0)]
+
+
+@dataclass(frozen=True)
+class _Part:
+    """values: flat, from element `start` of the rows that the rank holds, each of `width` elements. rows: their numbers in the
+    whole table."""
+
+    values: Tensor
+    rows: Tensor
+    width: int
+    start: int
+
+    def add_to(self, totals: Tensor, power: float) -> None:
+        """Add up powers of each row's elements, in the same order on every replica: GPUs add scattered values in any."""
+        if not len(self.values):
+            return
+        before = self.start % self.width
+        behind = -(before + len(self.values)) % self.width
+        padded = F.pad(self.values.double().abs().pow(power), (before, behind))
+        totals[self._touched] += padded.view(-1, self.width).sum(1)
+
+    def scale(self, scales: Tensor) -> None:
+        """scales: of all rows of the table."""
+        if not len(self.values):
+            return
+        before = self.start % self.width
+        each = scales[self._touched, None].expand(-1, self.width).reshape(-1)
+        self.values.mul_(each[before : before + len(self.values)].to(self.values.dtype))
+
+    @property
+    def _touched(self) -> Tensor:
+        """The rows of which it has elements, each once."""
+        first, last = self.start // self.width, (self.start + len(self.values) - 1) // self.width
+        return self.rows[first : last + 1]
