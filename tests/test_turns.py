@@ -198,6 +198,24 @@ def test_waiting_leaves_a_ranks_draws_alone():
         assert together[number] == torch.rand(2).tolist()
 
 
+def test_waiting_leaves_a_ranks_draws_on_a_gpu_alone(monkeypatch: pytest.MonkeyPatch):
+    """Ranks that share it share its generator: dropout went on with the draws of the rank that had run meanwhile."""
+    gpu = torch.Generator()  # in place of a GPU's
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "default_generators", (gpu,))
+    turns, started = Turns(), list[int]()
+
+    def rank(number: int) -> list[float]:
+        gpu.manual_seed(number)
+        first = torch.rand((), generator=gpu).item()
+        started.append(number)
+        turns.wait_for(lambda: len(started) == 2, lambda: "never")
+        return [first, torch.rand((), generator=gpu).item()]
+
+    together = turns.run([lambda number=number: rank(number) for number in range(2)])
+    assert together == [torch.rand(2, generator=gpu.manual_seed(number)).tolist() for number in range(2)]
+
+
 def test_grad_mode_is_each_ranks_own():
     turns = Turns()
     started: list[int] = []

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import torch
 
 from meshloom.core.errors import CollectiveError
-from meshloom.core.random import preserved_draws
+from meshloom.core.random import preserved_draws_of_devices
 
 T = TypeVar("T")
 Steps = Generator[None, None, T]
@@ -169,7 +169,7 @@ class Turns:
         """Let the others run until `ready()`. Raises `CollectiveError(what())` if all wait in vain."""
         rank = self._names[threading.get_ident()]
         self._idle_turns = 0  # this rank has made progress, which another may wait for
-        with preserved_draws():
+        with preserved_draws_of_devices():
             while not ready():
                 if self._idle_turns > len(self._running):
                     raise CollectiveError(what())

@@ -177,6 +177,19 @@ def preserved_draws() -> Iterator[None]:
         put_generators(kept)
 
 
+@contextmanager
+def preserved_draws_of_devices() -> Iterator[None]:
+    """`preserved_draws`, and the generators of this process's GPUs as they are."""
+    gpus = torch.cuda.default_generators if torch.cuda.is_initialized() else ()
+    kept = [each.get_state() for each in gpus]
+    try:
+        with preserved_draws():
+            yield
+    finally:
+        for each, state in zip(gpus, kept, strict=True):
+            each.set_state(state)
+
+
 def generators() -> tuple[Tensor, Any, Any]:
     """The states of the CPU generators of torch, `random` and numpy."""
     return torch.get_rng_state(), random.getstate(), numpy.random.get_state()
