@@ -252,11 +252,7 @@ class ProgramEngine(Engine):
         return (yield from first_difference_in_replica(mine, self.shards, self._team, self.plan))
 
     def expected_bytes(self) -> ExpectedBytes:
-        return (
-            self.team_sums.expected_bytes()
-            + self.ownership.expected_bytes()
-            + self._gathered.expected_bytes()
-        )
+        return self.team_sums.expected_bytes() + self.ownership.expected_bytes() + self._gathered.expected_bytes()  # fmt: skip
 
     @property
     def readings(self) -> str | None:
