@@ -12,7 +12,7 @@ It is derived from the two records and, once something differs, from each chunk'
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
@@ -64,7 +64,7 @@ def diagnose(
     gradients = comparison.failed("gradient")
     if gradients and len(causes) == len(ours.changed):
         causes += [
-            *_from_missing(ours, reference, gradients, evidence.frozen),
+            *_from_missing(ours, reference, gradients, evidence),
             *(
                 cause
                 for cause in from_gradients(comparison, ours, reference, evidence)
@@ -226,13 +226,19 @@ def _from_data(
 
 
 def _from_missing(
-    ours: StepRecord, reference: StepRecord, names: Sequence[str], frozen: Collection[str] | None
+    ours: StepRecord, reference: StepRecord, names: Sequence[str], evidence: Evidence
 ) -> Iterator[Cause]:
-    """frozen: of `Evidence`."""
+    frozen = evidence.frozen
     mine = {name for name in names if ours.gradients.get(name) is not None}
     expected = {name for name in names if reference.gradients.get(name) is not None}
     if lost := [name for name in names if name in expected - mine]:
         why = ", as if frozen, which the job does not do in this step" if frozen is not None else ""
+        biases = {name for name in expected if name.rpartition(".")[2] == "bias"}
+        others = [other for name in lost for other in evidence.tied.get(name, ())]
+        if set(lost) == biases and len(lost) > 1:
+            why = ": these are all biases, and weights have theirs, so that what computes gradients of biases is left out"
+        elif others and all(name in evidence.tied for name in lost):
+            why = f": it is tied to {_names(others)}, and what one of the uses gives does not come to the rank that updates it"
         yield Cause("None or zero", f"{_names(lost)}: a gradient on one device and none under the plan{why}.")
     if extra := [name for name in names if name in mine - expected]:
         why = "where it is unused; optimizers distinguish zero from none"

@@ -66,7 +66,12 @@ def first_wrong_operator(
         if name in ranks.nodes and (error := _error(values, ranks.values[name])) > TOLERANCE:
             return (
                 True,
-                f"In lockstep the first operator whose shards differ is {_named(reference.nodes[name], part)}: by {error:.1e}.",
+                f"In lockstep the first operator whose shards differ is {_named(reference.nodes[name], part)}: by {error:.1e}."
+                + (
+                    " It draws: its random numbers, or their seed, are others than one device's."
+                    if reference.nodes[name].draw is not None
+                    else ""
+                ),
                 reference.nodes[name].path,
             )
     for name in reversed(reference.nodes):

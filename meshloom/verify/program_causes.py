@@ -37,6 +37,8 @@ class InPrograms:
     def before(self, causes: Sequence[Cause]) -> list[Cause]:
         """These, and then others; behind them where nothing is wrong in programs, and the others give the numbers."""
         explained = bool(causes) and (causes[0].explains or causes[0].kind in _EXACT)
+        if self.are_right and causes and causes[0].explains and causes[0].kind not in _EXACT:
+            return [*causes]  # which is not of what is around programs
         return [*causes, *self.causes] if self.are_right and explained else [*self.causes, *causes]
 
 

@@ -47,9 +47,11 @@ class WrongMetrics:
         averages, parameters = self.averages, self.reference.parameters
         return averages.in_place_of(parameters) if averages else nullcontext()
 
-    def numbers(self, training: Collection[nn.Module] = ()) -> Numbers:
-        """One device's, with these modules in training mode."""
-        return numbers_of(evaluated_chunks(self.reference, self.updates, self.batches, training=training))
+    def numbers(self, training: Collection[nn.Module] = (), *, anew: bool = True) -> Numbers:
+        """One device's, with these modules in training mode. anew: whether every metric's draws begin anew."""
+        return numbers_of(
+            evaluated_chunks(self.reference, self.updates, self.batches, training=training, anew=anew)
+        )
 
     def allowed_of_chunks(self) -> dict[str, float]:
         """By metric that differs, in its mean or in a chunk, how far a chunk may be off."""
@@ -170,6 +172,8 @@ def _ways_to_evaluate(wrong: WrongMetrics) -> Iterator[tuple[CauseKind, str, Num
     with wrong.seen():
         everything = list(reference.model.modules())
         yield "forward", "those of modules in training mode", wrong.numbers(everything)
+        what = "those whose draws go on after those of the metric before, and do not begin anew"
+        yield "same draws", what, wrong.numbers(anew=False)
 
 
 def _ways_of_module(

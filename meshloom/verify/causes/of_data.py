@@ -8,10 +8,11 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
+from meshloom.core.job import Job
 from meshloom.verify.reference.mistakes import Cause
 from meshloom.verify.reference.observers import digest_values
 from meshloom.verify.reference.reference import Reference
-from meshloom.verify.reference.samples_of_epoch import WayToRead, reader_of_step, size_of_step
+from meshloom.verify.reference.samples_of_epoch import WayToRead, num_samples, reader_of_step, size_of_step
 from meshloom.verify.reference.step_records import StepRecord
 
 _STEPS = 256  # into data, up to which it is read once more
@@ -28,6 +29,10 @@ def cause_of_data(ours: StepRecord, reference: Reference) -> Cause | None:
     right = {each.index: each for each in reference.chunks if each.samples}
     here, there = (sum(each.samples for each in of) for of in (ours.chunks, right.values()))
     if here != there:
+        size, length = size_of_step(job, step), num_samples(job) if not job.batch_sizes else None
+        if length is not None and job.drop_last and here == length % size:
+            what = f"The batch has the {here} samples that are left at the end of an epoch, and {there} on one device"
+            return Cause("data", f"{what}: drop_last=True leaves them out.")
         others = [each for each in (step - 1, step + 1, 0) if each >= 0 and size_of_step(job, each) == here]
         if not others or size_of_step(job, step) != there:
             return None
@@ -117,17 +122,23 @@ def _ways(reference: Reference) -> Iterator[tuple[str, Callable[[], Mapping[int,
         batch = iter(read(reading))
         return digests({index: list(islice(batch, len(samples))) for index, samples in chunks.items()})
 
-    for reading in _readings(chunks, step):
+    for reading in _readings(chunks, reference.job, step):
         yield reading.what, partial(read_again, reading)
 
 
-def _readings(chunks: Chunks, step: int) -> Iterator[WayToRead]:
+def _readings(chunks: Chunks, job: Job, step: int) -> Iterator[WayToRead]:
     ordered = "what the batch would be in the order of"
     yield WayToRead(what=f"{ordered} the first epoch", order=lambda epoch: 0)
     yield WayToRead(what=f"{ordered} the epoch before", order=lambda epoch: max(epoch - 1, 0))
     yield WayToRead(what=f"{ordered} the next epoch", order=lambda epoch: epoch + 1)
     yield WayToRead(what=f"{ordered} an epoch of the step's number", order=lambda epoch: step)
     yield WayToRead(what=f"{ordered} the dataset, not shuffled", order=lambda epoch: None)
+    sizes = {size for each in (step - 1, step, step + 1) if each >= 0 and (size := size_of_step(job, each))}
+    for shift in sorted({sign * each for each in (1, *sizes) for sign in (-1, 1)}, key=abs):
+        when = (
+            f"{abs(shift)} {'sample' if abs(shift) == 1 else 'samples'} {'earlier' if shift < 0 else 'later'}"
+        )
+        yield WayToRead(what=f"what the batch would be if it began {when} in its epoch", shift=shift)
     places = [(index, place) for index, samples in chunks.items() for place in range(len(samples))]
     yield WayToRead(what=f"{_RIGHT} read with the draws of the first epoch", epoch=lambda epoch: 0)
     yield WayToRead(

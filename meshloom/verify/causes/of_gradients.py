@@ -37,10 +37,13 @@ from meshloom.verify.tolerances.gradient_errors import FLOOR
 Gradients = Mapping[str, Tensor]  # subsampled, by name
 AnyGradients = Mapping[str, Tensor | None]
 Expected = Callable[[str], Tensor]  # name -> subsampled gradient
-_LEFT = 0.03  # of the difference, that a cause may leave unexplained
+_LEFT = 0.03  # of the difference, that a cause may leave unexplained, where rounding is large
+_EXACT = 3e-3  # of it, where a mistake would explain all but rounding
+_ROUNDINGS = 1e3  # times what need not be explained, from which on rounding is small beside a difference
 _BETTER = 0.1  # of what a simpler cause leaves, that another one may leave
 _MOST_WRONG = 0.95  # of the elements, up to which the rest is right
 _CERTAIN = 1e-3  # of the difference, up to which a cause needs no better one
+_LOST = 1e-9  # a factor that leaves nothing
 _FEW = 3  # elements that one factor may explain
 
 
@@ -151,7 +154,8 @@ def _best(
     for candidate, expected in candidates:
         left = _distance(actual, expected)
         # The residual must be small beside the difference, and far below that of simpler explanations.
-        if error and left <= _LEFT * error and left < _BETTER * best and best > rounding:
+        allowed = _LEFT if error < _ROUNDINGS * rounding else _EXACT
+        if error and left <= allowed * error and left < _BETTER * best and best > rounding:
             best, cause = left, candidate
     if cause is None:
         return best, None
@@ -231,10 +235,35 @@ def _candidates(
     if evidence.clip and all_wrong and norm and math.isclose(factor * norm, evidence.clip, rel_tol=1e-3):
         sentence = f"{who} clipped to {evidence.clip:g} before the exchange: clipped too early, or twice."
         yield Cause("clipping", sentence), lambda name: factor * right[name]
+    elif (factors := _simple_factors(actual, right)) is not None:
+        which = ", ".join(f"{name} {_number(factor)}" for name, factor in [*factors.items()][:4])
+        more = ", ..." if len(factors) > 4 else ""
+        sentence = f"{who} each a multiple of one device's ({which} times{more}): each is divided or multiplied a number of times of its own."
+        yield Cause("scale", sentence), lambda name: factors[name] * right[name]
     elif all_wrong or sum(map(torch.numel, right.values())) > _FEW:
         why = "they are lost" if abs(factor) < 1e-6 else "they are divided or multiplied by a wrong number"
         sentence = f"{who} {factor:.6g} times one device's: {why}."
         yield Cause("scale", sentence), lambda name: factor * right[name]
+
+
+def _simple_factors(actual: Gradients, right: Gradients) -> dict[str, float] | None:
+    """By tensor, where each is one device's times a whole number or divided by one, or by a power of one, and not all by the same."""
+    factors: dict[str, float] = {}
+    for name, each in actual.items():
+        own = right[name]
+        factor = float((each * own).sum() / (own * own).sum().clamp_min(1e-300))
+        off = float((each - factor * own).norm()) / max(float(each.norm()), 1e-300)
+        whole = factor if abs(factor) >= 1 else 1 / factor if factor else 0.0
+        is_lost = abs(factor) < _LOST
+        if not is_lost and (off > 1e-4 or abs(whole - round(whole)) > 1e-4 * whole):
+            return None
+        factors[name] = factor
+    several = len({f"{each:.3e}" for each in factors.values()}) > 1
+    return factors if several else None
+
+
+def _number(factor: float) -> str:
+    return f"{factor:.6g}" if factor >= 1 else f"1/{1 / factor:.6g}"
 
 
 def _from_named(gradients: Mapping[str, Tensor | None], right: Gradients) -> Expected:

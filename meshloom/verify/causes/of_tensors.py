@@ -13,6 +13,8 @@ from meshloom.verify.causes.fitted import fitted
 from meshloom.verify.causes.of_elements import names_of
 from meshloom.verify.reference.mistakes import Cause, Evidence
 
+_LEFT_OF_EACH = 0.3  # of a tensor, that a mixture may leave
+_LITTLE = 1e-3  # of the largest tensor, below which others are of rounding
 Gradients = Mapping[str, Tensor]  # subsampled, by name
 _LOWER = (torch.float32, torch.bfloat16, torch.float16)
 _MANY = 16  # elements, from which a distribution can be told
@@ -117,6 +119,8 @@ def from_mixture(actual: Gradients, error: float, evidence: Evidence) -> list[Ca
     values, left = fitted([each / total for each in columns], target)
     if left / float(target.norm()) > 0.03 * error:
         return []
+    if not _fits_each(list(actual.values()), columns, [each / total for each in values]):
+        return []
     names = ["+".join(map(str, chunk.chunks)) for chunk in evidence.chunks]
     if max(values) - min(values) < 0.02 * abs(1 - values[0]) and values[0] != 1:
         which = f"The gradients of {names_of(actual)} are {values[0]:.6g} times one device's"
@@ -138,6 +142,18 @@ def from_mixture(actual: Gradients, error: float, evidence: Evidence) -> list[Ca
     what = f"the gradients of {names_of(actual)} mix the chunks with wrong factors (chunk: factor, where 1 is right)"
     listed = ", ".join(shown[:8]) + (", ..." if len(shown) > 8 else "")
     return [Cause("unknown", f"Unknown cause: {what} {listed}.")]
+
+
+def _fits_each(tensors: Sequence[Tensor], columns: Sequence[Tensor], factors: Sequence[float]) -> bool:
+    """Whether the mixture of `columns` is that of each tensor, and not of the largest alone."""
+    mixture = sum(factor * column for factor, column in zip(factors, columns, strict=True))
+    assert isinstance(mixture, Tensor)
+    parts = mixture.split([each.numel() for each in tensors])
+    largest = max(float(part.norm()) for part in parts)
+    return all(
+        float((each - part).norm()) <= _LEFT_OF_EACH * max(float(part.norm()), _LITTLE * largest)
+        for each, part in zip(tensors, parts, strict=True)
+    )
 
 
 def _given(tensor: Tensor | None, like: Tensor) -> Tensor:

@@ -52,6 +52,10 @@ class KeptUpdate:
             self._gradients[name] = None if each.grad is None else each.grad.detach().clone()
         self._optimizers = copies_of(reference.turn.optimizers, memo)
         self._limit = reference.turn.clip_grad_norm
+        limits = {name: each.clip_grad_norm for name, each in reference.job.losses.items()}
+        self._others = {
+            name: each for name, each in limits.items() if each is not None and each != self._limit
+        }
         self._now = reference.turn.optimizers
         self.rates = _rates(self._optimizers)
         same = before is not None and [*map(len, before.rates)] == [*map(len, self.rates)]
@@ -104,6 +108,10 @@ class KeptUpdate:
                 yield _Way(kind="clipping", what="of gradients that are clipped twice", factor=limit / norm)
             else:
                 yield _Way(kind="clipping", what=f"of gradients whose norm is scaled up to the limit of {limit:g}", factor=limit / norm)  # fmt: skip
+        own = min(1.0, limit / (norm + 1e-6)) if limit is not None and norm else 1.0
+        for name, other in self._others.items() if norm else ():
+            what = f"of gradients that are clipped to {other:g}, the limit of loss {name}, and not to {'none' if limit is None else f'{limit:g}'}"
+            yield _Way(kind="clipping", what=what, factor=min(1.0, other / ((norm or 0.0) + 1e-6)) / own)
         now = _rates(self._now)
         if now != self.rates:
             yield _Way(kind="optimizer", what="with the learning rates of the next step: schedules are stepped before optimizers", rates=now)  # fmt: skip

@@ -4,19 +4,26 @@ draws of another step or chunk, with a module that lacks its bias or is in evalu
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 from torch.nn.modules.dropout import _DropoutNd  # pyright: ignore[reportPrivateUsage]
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from meshloom.verify.between_steps.checks import TensorError
 from meshloom.verify.causes.of_gradients import is_explained
-from meshloom.verify.reference.mistakes import Evidence, Gradients, OtherRun
+from meshloom.verify.reference.buffer_merging import changed_numbers
+from meshloom.verify.reference.mistakes import Evidence, Gradients, OtherRun, subsample_each
 from meshloom.verify.reference.reference import Reference
 from meshloom.verify.reference.reruns import chunk_by_chunk, full_evidence, having
+from meshloom.verify.reference.samples_of_epoch import RIGHT, reader_of_step
 
+_FIRST = 4  # steps, of whose batches numbers may be
 _MOST_MODULES = 8  # that are tried one by one
 _SMALL = 2**24  # parameters of a model that is run so often
 
@@ -36,6 +43,8 @@ def other_runs(reference: Reference) -> Iterator[OtherRun]:
     """All of them; state is left unchanged."""
     yield from _with_earlier_weights(reference)
     yield from _in_other_precision(reference)
+    yield from _with_numbers_of_batches(reference)
+    yield from _with_chained_numbers(reference)
     if any(chunk.draws for chunk in reference.chunks):
         yield from _with_other_draws(reference)
     if sum(each.numel() for each in reference.parameters.values()) <= _SMALL:
@@ -86,6 +95,64 @@ def _in_other_precision(reference: Reference) -> Iterator[OtherRun]:
             kind="rounding", what=f"under autocast to {name}" if other else "without autocast",
             why="losses are not computed in the precision that the plan says", chunks=chunks,
         )  # fmt: skip
+
+
+def _with_numbers_of_batches(reference: Reference) -> Iterator[OtherRun]:
+    """Numbers and texts in the batch are those of another step's."""
+    runs, step, kept = reference.chunk_run, reference.step, reference.chunk_run.replaced
+    forwards = [*reference.forwards()]
+    own = runs.collate(forwards[0].samples, step, forwards[0].key)
+    if all(isinstance(each, Tensor) for each in tree_leaves(own)):
+        return
+    for other in sorted({*range(min(step, _FIRST)), *({step - 1} if step else ())}):
+        with suppress(Exception):  # the job's own code may refuse a batch that is cut otherwise
+            samples = iter(reader_of_step(reference.job, other)(RIGHT))
+            batches = {
+                each.key: runs.collate(list(islice(samples, len(each.samples))), other, each.key)
+                for each in forwards
+            }
+            runs.replaced = lambda batch, key, batches=batches: _with_numbers(batch, batches[key])
+            try:
+                chunks = chunk_by_chunk(reference)
+            finally:
+                runs.replaced = kept
+            what = f"with the numbers and texts that the batch of step {other} has beside its tensors"
+            yield OtherRun(
+                kind="stale", what=what, why="those of this step's batch are not used", chunks=chunks
+            )
+
+
+def _with_numbers(batch: Any, other: Any) -> Any:
+    mine, structure = tree_flatten(batch)
+    theirs = tree_leaves(other)
+    leaves = [one if isinstance(one, Tensor) else two for one, two in zip(mine, theirs, strict=True)]
+    return tree_unflatten(leaves, structure)
+
+
+def _with_chained_numbers(reference: Reference) -> Iterator[OtherRun]:
+    """Numbers in attributes of modules are those that the chunk before has left."""
+    kept, m = reference.numbers, reference.plan.microbatches
+    changed, replica, chunks = set[str](), -1, list[Gradients]()
+    if m == 1 or not kept:
+        return
+    try:
+        with reference.rerun():
+            for forward in reference.forwards():
+                if forward.members[0][0] // m != replica:
+                    replica, reference.numbers = forward.members[0][0] // m, kept
+                reference.restore()
+                reference.model.zero_grad(set_to_none=True)
+                reference.run_forward(forward, watched=False)
+                reference.divide(1.0)
+                chunks.append(subsample_each(reference.gradients))
+                now = changed_numbers(reference.model, kept)
+                changed |= {".".join(place).removeprefix(".") for place in now}
+                reference.numbers = kept | now
+    finally:
+        reference.numbers = kept
+    if changed:
+        what = f"that finds the numbers in attributes ({', '.join(sorted(changed)[:3])}) that the chunk before has left"
+        yield OtherRun(kind="buffers", what=what, why="they are put back between chunks", chunks=chunks)
 
 
 def _with_other_draws(reference: Reference) -> Iterator[OtherRun]:

@@ -141,10 +141,22 @@ def first_module(reference: StepRecord, errors: Sequence[TensorError], plan: Pla
 def first_output(ours: StepRecord, reference: StepRecord, tolerance: float, plan: Plan) -> str | None:
     """The first module in order of execution whose output differs; None: all that were observed agree."""
     steps = OutputSteps(tolerance)
-    for here, there in zip(_outputs(ours, plan), _outputs(reference, plan), strict=False):
+    for here, there in _both(ours, reference, plan):
         if steps.differs(here, there):
             return there.name or "the whole model"
     return None
+
+
+def _both(ours: StepRecord, reference: StepRecord, plan: Plan) -> Iterator[tuple[ModuleOutput, ModuleOutput]]:
+    """Outputs of both sides, in one device's order of execution. Where programs run, those of the modules alone that run as written."""
+    if not plan.captures or plan.sync_batch_norm:
+        yield from zip(_outputs(ours, plan), _outputs(reference, plan), strict=False)
+        return
+    here = {(chunk.index, each.name, each.call): each for chunk in ours.chunks for each in chunk.modules}
+    for chunk in sorted(reference.chunks, key=lambda chunk: chunk.index):
+        for each in chunk.modules:
+            if (own := here.get((chunk.index, each.name, each.call))) is not None:
+                yield own, each
 
 
 def other_ways(module: str, ours: Sequence[ModuleOutput], right: Sequence[ModuleOutput]) -> str:

@@ -136,6 +136,7 @@ class ChunkRun:
         self.left, self._generators = LeftTensors(model), own_generators(model)
         # step, key of a forward -> those whose seed it has
         self.place_of_seed: Callable[[int, int], tuple[int, int]] = lambda step, key: (step, key)
+        self.replaced: Callable[[Any, int], Any] = lambda batch, key: batch  # a forward's batch
 
     def run(
         self, forward: ReferenceForward, step: int, casts: CastWatch | None, batch_size: int
@@ -145,7 +146,8 @@ class ChunkRun:
         batch_size: samples of the step. A loss that is a mean over samples enters backward as the chunk's share of
         the mean over all of them, which hooks on gradients see.
         """
-        batch = convert(self.collate(forward.samples, step, forward.key), self._device, self._of_batches)
+        collated = self.replaced(self.collate(forward.samples, step, forward.key), forward.key)
+        batch = convert(collated, self._device, self._of_batches)
         seed = chunk_seed(self._job.seed, *self.place_of_seed(step, forward.key))
         seed = derive(seed, "turn", self.draws) if self.draws else seed
         seed_everything(seed)

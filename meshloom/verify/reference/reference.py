@@ -98,7 +98,7 @@ class Reference:
         self._loss_sum = self._weight = 0.0
         self._divisor = 1.0  # of `ChunkResult`
         # at the start of the last step: numbers in attributes; buffers and untrained parameters
-        self._numbers, self._initial = Numbers(), dict[str, Tensor]()
+        self.numbers, self._initial = Numbers(), dict[str, Tensor]()
         self.before: dict[str, Tensor] = {}  # parameters before the last update, until the next step
         self.earlier: dict[str, dict[str, Tensor]] = {}  # of small models, those of earlier steps
 
@@ -139,7 +139,7 @@ class Reference:
         chunks: list[ChunkRecord] = []
         loss = weight = 0.0
         self.model.zero_grad(set_to_none=True)
-        self._numbers, latest = plain_numbers(self.model), Numbers()
+        self.numbers, latest = plain_numbers(self.model), Numbers()
         if not self.chunks and self._initial.keys() & self.parameters.keys():  # there may be a teacher
             _look_for_copies(self)
         start = self.buffers.snapshot()
@@ -147,13 +147,13 @@ class Reference:
         for forward in self.forwards():
             self.buffers.load(start)
             result = self.run_forward(forward, watched=watched)
-            latest |= changed_numbers(self.model, self._numbers)
+            latest |= changed_numbers(self.model, self.numbers)
             written.append((forward, self.buffers.snapshot(start)))
             loss, weight = loss + result.loss_sum, weight + result.weight
             chunks += self.records(forward, result) if watched else ()
         self.divide(weight)
         self.buffers.load(self.buffers.merge(start, written, partial(_rerun_forward, self)))
-        put_numbers(self.model, self._numbers | latest)
+        put_numbers(self.model, self.numbers | latest)
         return loss, weight, chunks
 
     def replace_gradient(self, name: str, gradient: Tensor | None) -> None:
@@ -199,7 +199,7 @@ class Reference:
 
     def run_forward(self, forward: ReferenceForward, *, watched: bool = True) -> ChunkResult:
         """Forward and backward of the last step's `forward`; gradients accumulate. watched: whether casts are noted."""
-        put_numbers(self.model, self._numbers)
+        put_numbers(self.model, self.numbers)
         casts = self._casts if watched else None
         result = self.chunk_run.run(forward, self.step, casts, len(self.samples))
         self._divisor = result.divisor
@@ -222,7 +222,7 @@ class Reference:
     def restore(self) -> None:
         """Restore buffers and untrained parameters as they were at the start of the last step."""
         _put(self._initial, _untrained(self.model), self.buffers)
-        put_numbers(self.model, self._numbers)
+        put_numbers(self.model, self.numbers)
 
     @contextmanager
     def rerun(self) -> Iterator[Gradients]:

@@ -26,13 +26,15 @@ from meshloom.core.random import (
 @dataclass(frozen=True, kw_only=True)
 class WayToRead:
     """A way of reading. what: is other than it should be. epoch: of which epoch a sample has the draws. index: of which index, given its own and
-    its place in the batch. told: what the dataset's `set_epoch` gets in an epoch. order: the order of which epoch an epoch has; None: that of the dataset."""
+    its place in the batch. told: what the dataset's `set_epoch` gets in an epoch. order: the order of which epoch an epoch has; None: that of the dataset.
+    shift: how many samples later in its epoch the batch begins."""
 
     what: str = ""
     epoch: Callable[[int], int] = lambda epoch: epoch
     index: Callable[[int, int], int] = lambda index, place: index
     told: Callable[[int], int] = lambda epoch: epoch
     order: Callable[[int], int | None] = lambda epoch: epoch
+    shift: int = 0
 
 
 RIGHT = WayToRead()
@@ -56,6 +58,13 @@ def reader_of_step(job: Job, step: int) -> Callable[[WayToRead], list[Any]]:
             return next(_batches(job, built[0], step, reading))
 
     return read
+
+
+def num_samples(job: Job) -> int | None:
+    """Of its dataset; None: of a stream. No generator changes."""
+    with preserved_draws():
+        dataset = _dataset(job)
+        return len(dataset) if _is_indexed(dataset) else None
 
 
 def _dataset(job: Job) -> Any:
@@ -106,9 +115,14 @@ def _indexed(job: Job, dataset: Any, first: int, reading: WayToRead) -> Iterator
         assert len(set(order)) == len(dataset), (
             "an epoch's order must be a permutation: the plan shares this function, so nobody else would notice"
         )
+        all_of_it, begins = order, 0
         while order:
             size = size_of_step(job, passed)
             indices, order = order[:size], order[size:]
+            if reading.shift:
+                begin = max(begins + reading.shift, 0)
+                indices = all_of_it[begin : begin + len(indices)]
+            begins += size
             if len(indices) < size and job.drop_last:
                 continue
             passed += 1

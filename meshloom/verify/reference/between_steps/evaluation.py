@@ -68,10 +68,11 @@ def means_of(chunks: Sequence[EvaluatedChunk]) -> dict[str, float]:
 
 def evaluated_chunks(
     reference: Reference, updates: int, batches: int | None = None, *, training: Collection[nn.Module] = (), digests: bool = False,
-    watch: Collection[tuple[int, int]] = (),
+    watch: Collection[tuple[int, int]] = (), anew: bool = True,
 ) -> list[EvaluatedChunk]:  # fmt: skip
     """Every chunk after `updates` updates. batches: so many of the data alone. training: modules in training mode, which would be wrong.
-    digests: whether those of the data are wanted. watch: batch and chunk of those in which modules are.
+    digests: whether those of the data are wanted. watch: batch and chunk of those in which modules are. anew: whether every metric's draws begin
+    anew, as they should, and not the first one's alone.
 
     Nothing of the reference changes: modules are put into evaluation mode and back, and metrics run without gradients.
     """
@@ -85,10 +86,13 @@ def evaluated_chunks(
             outputs: dict[str, Sequence[ModuleOutput]] = {}
             watched = (batch, chunk) in watch
             with modules.attached() if watched else nullcontext():
-                for name in _metrics(reference):
+                for number, name in enumerate(_metrics(reference)):
                     if watched:
                         modules.start()
-                    sums[name] = _sums(reference, batch, chunk, len(samples), data, name, updates)
+                    seeds = anew or not number
+                    sums[name] = _sums(
+                        reference, batch, chunk, len(samples), data, name, updates, seeds=seeds
+                    )
                     if watched:
                         outputs[name] = modules.stop()
             seed = evaluation_seed(reference.job.seed, batch, chunk)
@@ -193,11 +197,12 @@ def _converted(reference: Reference, collated: Any) -> Any:
 
 
 def _sums(
-    reference: Reference, batch: int, chunk: int, num_samples: int, data: Any, metric: str, updates: int
-) -> tuple[float, float]:
+    reference: Reference, batch: int, chunk: int, num_samples: int, data: Any, metric: str, updates: int, *, seeds: bool = True
+) -> tuple[float, float]:  # fmt: skip
     """The sum and weight of a metric of one chunk."""
     lower, numbers = reference.autocast, plain_numbers(reference.model)
-    seed_everything(evaluation_seed(reference.job.seed, batch, chunk))
+    if seeds:
+        seed_everything(evaluation_seed(reference.job.seed, batch, chunk))
     reference.chunk_run.left.put(None)
     with (
         at_step(updates),
