@@ -26,6 +26,7 @@ from meshloom.verify.reference.step_records import NOT_ROUNDED, StepRecord, seed
 
 _NOWHERE: Mapping[str, str] = {}
 _LARGEST, _ALIKE = 1e-2, 8  # what rounding may leave of an update; times the least of several
+_OF_INPUTS = ("stale", "buffers")  # causes of what a forward is given, which explain missing gradients, too
 _COMMON = 0.7  # of what is left, that may be a multiple which all have in common
 
 
@@ -63,14 +64,14 @@ def diagnose(
     ]
     gradients = comparison.failed("gradient")
     if gradients and len(causes) == len(ours.changed):
-        causes += [
-            *_from_missing(ours, reference, gradients, evidence),
-            *(
-                cause
-                for cause in from_gradients(comparison, ours, reference, evidence)
-                if not (causes and cause.kind in ("forward", "unknown"))  # of parameters that are not equal
-            ),
+        missing = [*_from_missing(ours, reference, gradients, evidence)]
+        found = [
+            cause
+            for cause in from_gradients(comparison, ours, reference, evidence)
+            if not (causes and cause.kind in ("forward", "unknown"))  # of parameters that are not equal
         ]
+        of_inputs = [cause for cause in found if cause.explains and cause.kind in _OF_INPUTS]
+        causes += of_inputs + missing + [cause for cause in found if cause not in of_inputs]
     common = next((error for error in comparison.errors if error.kind == "scale"), None)
     if common is not None and common.multiple:
         what = f"All gradients are {common.multiple[0]:.8g} times one device's, each within its tolerance but all by the same factor"

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch.nn.modules.dropout import _DropoutNd  # pyright: ignore[reportPrivateUsage]
 
 from meshloom.core.plan import Plan
 from meshloom.data.samples import first_batches
@@ -64,9 +65,12 @@ def of_programs(
 ) -> InPrograms:
     """What is wrong with programs, or with what ranks that run them send each other. module: the first that differs in a
     forward."""
-    division = trainer.replicas[0].engine.division
+    engine = trainer.replicas[0].engine
+    division = engine.division
+    if not module and (found := _of_lent(result, engine.lent)):
+        return InPrograms(causes=[found])
     if division is None:
-        return InPrograms(causes=[*_of_stages(result, module, plan)])
+        return InPrograms(causes=[*_of_stages(result, module, plan, draws=_is_dropout(trainer, module))])
     known, wrong_gradients = _kinds(result), _has_wrong_gradients(result)
     # without replicas nothing but the ranks' programs makes gradients
     of_ranks = wrong_gradients and ("unknown" in known or plan.dp == 1)
@@ -83,12 +87,32 @@ def of_programs(
     elif not wrong:
         sentence += " So is their forward, and gradients are not: what is sent in backward, or added up behind it, is wrong."
     return InPrograms(
-        causes=[Cause("division", sentence)], module=path, are_right=not wrong and module is None
+        causes=[Cause("division", sentence)],
+        module=path or ("the model or loss" if wrong else ""),
+        are_right=not wrong and module is None,
     )
 
 
-def _of_stages(result: ComparisonResult, module: str | None, plan: Plan) -> Iterator[Cause]:
-    """The same of a plan that divides no operators."""
+def _of_lent(result: ComparisonResult, lent: Collection[str]) -> Cause | None:
+    """Whether gradients are wrong of parameters alone that several stages use."""
+    first = first_differing(result.steps)
+    wrong = first.failed("gradient") if first is not None else ()
+    if not wrong or not set(wrong).issubset(lent) or (result.causes and result.causes[0].explains):
+        return None
+    names = ", ".join(wrong[:3]) + (f" and {len(wrong) - 3} more" if len(wrong) > 3 else "")
+    what = f"Of all gradients those of {names} alone are wrong, which several stages use"
+    return Cause(
+        "tied", f"{what}: what one of these stages adds is lost, or does not count once, on its way to the one that updates it."
+    )  # fmt: skip
+
+
+def _is_dropout(trainer: Trainer, module: str | None) -> bool:
+    held = dict(trainer.replicas[0].model.named_modules()).get(module or "")
+    return isinstance(held, _DropoutNd)
+
+
+def _of_stages(result: ComparisonResult, module: str | None, plan: Plan, *, draws: bool) -> Iterator[Cause]:
+    """The same of a plan that divides no operators. draws: whether the module does nothing but draw."""
     known = _kinds(result)
     if not module and plan.recompute != "none" and "unknown" in known:
         what = "what backward needs is not what forward has computed: under a plan that recomputes, other draws or values there"
@@ -99,10 +123,12 @@ def _of_stages(result: ComparisonResult, module: str | None, plan: Plan) -> Iter
             "A forward of the stages agrees with one device's, and gradients do not: what a stage computes or keeps for backward, or is sent there, is wrong.",
         )
     if module and not known.intersection(_INPUTS):
+        why = "what a stage computes there, or what it is sent, is wrong"
+        if draws:
+            why = "it draws other numbers than on one device, as after another number of draws before it"
         yield Cause(
             "stages",
-            f"In a forward of the stages on one device's parameters the output of {module} is the first that differs: what a stage computes there, or what it "
-            "is sent, is wrong.",
+            f"In a forward of the stages on one device's parameters the output of {module} is the first that differs: {why}.",
         )
 
 

@@ -28,6 +28,9 @@ class AverageErrors:
         # averages with the parameters of the step before in place of this one's, and those parameters
         self._late, self._before = dict[str, Tensor](), dict[str, Tensor]()
         self._are_late: list[bool] = []  # of wrong ones
+        self._replaced: list[
+            float
+        ] = []  # of wrong ones: the share of elements that are the parameter's; 0.0: others are wrong, too
 
     @property
     def values(self) -> Mapping[str, Tensor]:
@@ -37,7 +40,7 @@ class AverageErrors:
     def begin(self, parameters: Mapping[str, Tensor]) -> None:
         """After a step's update. parameters: one device's."""
         self.errors, self._moved, self._parameters = [], {}, parameters
-        self._late, self._are_late = {}, []
+        self._late, self._are_late, self._replaced = {}, [], []
         small = sum(each.numel() for each in parameters.values()) <= _SMALL
         self._begin = not self._averages
         for name, each in parameters.items():
@@ -85,9 +88,17 @@ class AverageErrors:
         if not self.errors[-1].passed:
             self._moved[name] = self._way(name, ours.double(), expected)
             off, late = float((ours.double() - expected).norm()), self._late.get(name)
+            self._replaced.append(self._share_of_parameter(name, ours.double(), expected))
             self._are_late.append(
                 late is not None and float((ours.double() - late).norm()) < _EXPLAINED * off
             )
+
+    def _share_of_parameter(self, name: str, ours: Tensor, expected: Tensor) -> float:
+        """The share of elements that are not the average; 0.0 where some of them are not the parameter's, either."""
+        now = self._parameters[name].detach().double()
+        wrong = (ours - expected).abs() > _EXPLAINED * (now - expected).abs()
+        of_parameter = (ours - now).abs() <= _EXPLAINED * (now - expected).abs()
+        return float(wrong.double().mean()) if bool((~wrong | of_parameter).all()) else 0.0
 
     def _way(self, name: str, ours: Tensor, expected: Tensor) -> tuple[float, float]:
         """How many times as far from the parameter ours is as it should be, and what is left of the error. In the first update, when the
@@ -109,6 +120,12 @@ class AverageErrors:
         alike = len(times) == len(self._moved) and max(times) - min(times) < 0.01
         if all(self._are_late):
             why = "they move towards the parameters of before the update"
+        elif (
+            all(self._replaced)
+            and not self._begin
+            and (min(self._replaced) < 1 or len(self._moved) < len(self.errors))
+        ):
+            why = "some of them, or parts of each, are the parameters: averages that other ranks keep do not come in their place"
         elif alike and self._begin:
             why = f"they are {times[0]:.4g} times the parameters, as which they begin"
         elif alike and abs(times[0]) < 0.01:

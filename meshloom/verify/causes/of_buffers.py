@@ -148,6 +148,13 @@ def _ways(
         for replica in replicas:
             undecayed = decay ** len(replica) * undecayed + torch.stack(replica).sum(0)
         yield "where no chunk decays what those before it on its replica have added", undecayed
+        once = start
+        for replica in replicas:
+            once = decay * once + _composed(torch.zeros_like(start), replica, decay)
+        yield (
+            "where a replica decays what was there before it once, and not once for each of its chunks",
+            once,
+        )
         of_each = [_composed(start, replica, decay) for replica in replicas]
         yield "of the mean of what each replica makes of it", torch.stack(of_each).mean(0)
         yield "of each replica's first chunk alone", _composed(start, [each[0] for each in replicas], decay)

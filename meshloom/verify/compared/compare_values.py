@@ -29,7 +29,8 @@ def pairs_of_values(
 ) -> Iterator[tuple[int, ModuleOutput, ModuleOutput]]:
     """What ranks say of a module and what one device does, of modules of which ranks have as many elements, with its number among `outputs`."""
     last = {output.name: (number, output) for number, output in enumerate(outputs)}
-    for name, (number, right) in last.items():
+    # in the order of these last calls
+    for name, (number, right) in sorted(last.items(), key=lambda each: each[1][0]):
         for values in _together([each[name] for each in of_ranks if name in each]):
             parts = [value for value in values if value[0]]
             ours = _added(name, right.call, parts) if parts else _of_call(right, values)

@@ -1,0 +1,51 @@
+"""Verification of a loss scale that begins too large for any update: steps are taken until one is made, and the scale is resumed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from meshloom.core.losses.loss_scale import LossScale
+from meshloom.core.plan import Plan
+from meshloom.replica import replica_state
+from meshloom.verify.findings import Report
+from meshloom.verify.run import verify
+from tests.jobs import class_loss, make_job
+from tests.planted.judging import text_of
+
+PLAN = "dp=2,precision=fp16-mixed"
+
+
+def large(model: Any, batch: Any) -> torch.Tensor:
+    """A loss whose gradients overflow float16 at the scales of the first steps."""
+    return 3000 * class_loss(model, batch)
+
+
+def report_of() -> Report:
+    job = replace(make_job("mlp", "sgd"), loss=large, steps=40, clip_grad_norm=0.5)
+    report = verify(job, Plan.parse(PLAN), devices="simulated", steps=3, quick=False)
+    assert report is not None
+    return report
+
+
+def test_steps_are_taken_until_one_updates() -> None:
+    report = report_of()
+    assert report.passed, text_of(report)
+    skipped = [step.skipped for step in report.steps]
+    assert skipped[:3] == [True] * 3
+    assert not all(skipped)
+
+
+def test_a_scale_that_is_not_resumed_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Anew(LossScale):
+        @staticmethod
+        def from_dict(values: Any) -> LossScale:
+            return LossScale()
+
+    monkeypatch.setattr(replica_state, "LossScale", Anew)
+    report = report_of()
+    assert not report.passed
+    assert "loss_scale.scale is 65536.0 instead of" in " ".join(text_of(report).split())
