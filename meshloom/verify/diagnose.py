@@ -98,6 +98,10 @@ def diagnose(
         causes.append(Cause("loss", sentence))
     if not causes and not gradients and (buffers := comparison.failed("buffer")):
         what = "what chunks write there is not merged of all of them, in their order, each with its weight"
+        if evidence.plan.sync_batch_norm and not any(
+            each.rpartition(".")[0] in evidence.batch_norms for each in buffers
+        ):
+            what = "with sync_batch_norm a replica sees a part of a chunk, and where a buffer depends on samples the last replica's value is kept, as the run says"
         only = all(error.passed for error in comparison.errors if error.kind != "buffer")
         causes.append(
             of_buffer
