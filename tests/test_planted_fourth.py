@@ -3,15 +3,12 @@ is listed with the reason."""
 
 from __future__ import annotations
 
-from collections import Counter
 from pathlib import Path
 
 import pytest
 
-from tests.planted.fourth import EDITS
-from tests.planted.fourth.editing import PACKAGE, TIMEOUT_SECONDS, Edit, copied, verified
-
-long = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(TIMEOUT_SECONDS + 60)]
+from tests.planted.edits import Edit, copied
+from tests.planted.fourth import FOURTH
 
 NOT_CAUGHT: dict[str, str] = {}
 NOT_NAMED: dict[str, str] = {
@@ -54,54 +51,33 @@ NOT_PLACED: dict[str, str] = {
 }
 
 
-def marks(devices: str) -> list[pytest.MarkDecorator]:
-    return [*long, pytest.mark.processes] if devices == "cpu" else long
-
-
 def test_each_miss_is_one_of_them():
-    names = Counter(each.name for each in EDITS)
-    assert len(names) == len(EDITS) >= 90, [name for name, count in names.items() if count > 1]
-    assert {*NOT_CAUGHT, *NOT_NAMED, *NOT_PLACED} <= set(names)
-    for each in EDITS:
-        assert each.says or each.name in {*NOT_CAUGHT, *NOT_NAMED}, each.name
-        assert each.module or each.name not in NOT_PLACED, each.name
+    assert len(FOURTH.edits) >= 90
+    FOURTH.lists_each_miss(caught=NOT_CAUGHT, named=NOT_NAMED, placed=NOT_PLACED)
 
 
-@pytest.mark.parametrize("bug", EDITS, ids=lambda bug: bug.name)
+@pytest.mark.parametrize("bug", FOURTH.edits, ids=lambda bug: bug.name)
 def test_what_a_bug_changes_is_in_the_code_once(bug: Edit):
-    text = (PACKAGE / bug.file).read_text(encoding="utf-8")
-    assert text.count(bug.old) == 1, bug.misplaced(text)
-    assert bug.old != bug.new
+    bug.is_in_the_code_once()
 
 
-CASES = [pytest.param(each, id=each.name, marks=marks(each.devices)) for each in EDITS]
-
-
-@pytest.mark.parametrize("bug", CASES)
+@pytest.mark.parametrize("bug", FOURTH.cases())
 def test_a_planted_bug_is_caught_and_named(bug: Edit, tmp_path: Path):
-    bug.planted(copied(tmp_path))
-    found = verified(tmp_path, *bug.run)
+    found = FOURTH.found(bug, tmp_path)
     assert found.code == (0 if bug.name in NOT_CAUGHT else 1), found.text
     if bug.name not in NOT_CAUGHT:
         assert bug.name in NOT_NAMED or bug.says in found.text, found.text
         assert bug.module in (None, found.module) or bug.name in NOT_PLACED, found.text
 
 
-RUNS = [
-    pytest.param(*run, id="-".join(run), marks=marks(run[2])) for run in sorted({each.run for each in EDITS})
-]
-
-
-@pytest.mark.parametrize(("job", "plan", "devices"), RUNS)
+@pytest.mark.parametrize(("job", "plan", "devices"), FOURTH.runs())
 def test_without_a_bug_the_same_runs_are_equal(job: str, plan: str, devices: str, tmp_path: Path):
-    copied(tmp_path)
-    found = verified(tmp_path, job, plan, devices)
-    assert found.code == 0 and "EQUAL" in found.text and "DIFFERS" not in found.text, found.text
+    FOURTH.is_equal(tmp_path, job, plan, devices)
 
 
 @pytest.mark.slow
 def test_the_copy_is_what_runs(tmp_path: Path):
     with (copied(tmp_path) / "cli" / "verb_verify.py").open("a") as file:
         file.write('\nraise SystemExit("This is the copy.")\n')
-    found = verified(tmp_path, "blocks:job", "dp=2", "simulated")
+    found = FOURTH.verified(tmp_path, "blocks:job", "dp=2", "simulated")
     assert found.code == 1 and found.text == "This is the copy."

@@ -17,4 +17,4 @@ from tests.planted.fourth import (  # noqa: F401  # each module adds its bugs to
     staging,
     updating,
 )
-from tests.planted.fourth.editing import EDITS as EDITS
+from tests.planted.fourth.editing import FOURTH as FOURTH

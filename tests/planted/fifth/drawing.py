@@ -1,0 +1,57 @@
+"""Bugs of random draws."""
+
+from __future__ import annotations
+
+from tests.planted.fifth.listing import edit
+
+edit(
+    "rows_of_full_batch",
+    "replica/chunk_scope.py",
+    old="sizes = plan.sizes(chunk.batch)[index::m]",
+    new="sizes = plan.sizes(self._job.batch_size)[index::m]",
+    job="small_jobs/wide_rows:job",
+    plan="dp=2,sync_batch_norm=true,keyed_draws=true",
+    truth=(
+        "In a short last batch a replica takes its rows of the chunk's draws by the sizes of a "
+        "full batch: wrong rows of the dropout mask."
+    ),
+    module="drop",
+)
+
+edit(
+    "draws_of_first_turn",
+    "replica/chunk_scope.py",
+    old="return Moment(seed_of_turn(seed, self.turn.draws), chunk.step)",
+    new="return Moment(seed, chunk.step)",
+    job="small_jobs/two_turns:job",
+    plan="dp=2",
+    truth=(
+        "The turn of the second loss draws the same random numbers (noise) as that of the first: "
+        "the seed of the turn is left out."
+    ),
+    module="gen.0",
+)
+
+edit(
+    "metrics_share_draws",
+    "replica/metrics.py",
+    old=("            for name, metric in metrics.items():\n                seed_torch(moment.seed)\n"),
+    new=("            seed_torch(moment.seed)\n            for name, metric in metrics.items():\n"),
+    job="jobs/noisy_signals:job",
+    plan="dp=2",
+    truth=(
+        "The second metric (sharp) is not seeded anew for a chunk but goes on with the draws of "
+        "the first, so its noise is other noise."
+    ),
+)
+
+edit(
+    "repeated_updates_draw_alike",
+    "core/losses/turns.py",
+    old="LossTurn(name, number, draws + repeated) for repeated",
+    new="LossTurn(name, number, draws) for repeated",
+    job="jobs/repeated_turns:job",
+    plan="dp=2",
+    truth="The second update of the critic in a step draws the same noise and masks as the first.",
+    module="generator.0",
+)
