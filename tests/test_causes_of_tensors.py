@@ -72,6 +72,7 @@ def test_a_chunk_that_is_used_twice_is_no_unknown_mixture():
     assert cause.kind == "microbatches" and "chunk 0 2 times, chunk 1 0 times" in cause.sentence
     (cause,) = from_mixture({"a": 0.3 * one["a"] + 0.9 * two["a"]}, 1.0, evidence)
     assert cause.kind == "unknown"
+    assert from_mixture({"a": torch.zeros_like(one["a"])}, 1.0, evidence) == []  # gradients that are lost
 
 
 def record(*modules: str) -> StepRecord:

@@ -149,7 +149,7 @@ class EditList:
             text=True,
             timeout=TIMEOUT_SECONDS,
         )
-        return Verified(code=done.returncode, text=" ".join(done.stdout.split()))
+        return Verified(code=done.returncode, printed=done.stdout)
 
     def found(self, bug: Edit, folder: Path) -> Verified:
         """What is said of the bug."""
@@ -165,10 +165,15 @@ class EditList:
 
 @dataclass(frozen=True, kw_only=True)
 class Verified:
-    """How `meshloom verify` ended, and what it printed, in one line."""
+    """How `meshloom verify` ended, and what it printed."""
 
     code: int
-    text: str
+    printed: str
+
+    @property
+    def text(self) -> str:
+        """What it printed, in one line."""
+        return " ".join(self.printed.split())
 
     @property
     def module(self) -> str | None:
@@ -180,9 +185,9 @@ class Verified:
 
     @property
     def first_cause(self) -> str:
-        """The first sentences that say a cause; all that is said to differ where no cause is looked for."""
-        parts = re.split(r"likely cause: ", self.text)
-        return parts[1] if len(parts) > 1 else self.text
+        """What is said first to be the cause; all that was printed, where no cause is looked for."""
+        lines = [line.strip() for line in self.printed.splitlines()]
+        return next((line for line in lines if line.startswith("likely cause: ")), self.text)
 
 
 def copied(folder: Path) -> Path:

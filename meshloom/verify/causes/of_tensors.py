@@ -114,7 +114,7 @@ def from_mixture(actual: Gradients, error: float, evidence: Evidence) -> list[Ca
         for chunk in evidence.chunks
     ]
     target = torch.cat(list(actual.values()))
-    if target.numel() < 2 * len(columns):
+    if target.numel() < 2 * len(columns) or not bool(target.any()):  # what is lost is no mixture
         return []
     values, left = fitted([each / total for each in columns], target)
     if left / float(target.norm()) > 0.03 * error:

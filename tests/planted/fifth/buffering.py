@@ -15,6 +15,10 @@ edit(
         "The cumulative running statistics (momentum=None) of a replica's chunks are weighed as "
         "one call instead of the number of its calls."
     ),
+    says=(
+        "What the step adds to last.running_mean is 0.5 times one device's: another momentum, or "
+        "a factor that is applied twice or not at all"
+    ),
     module="last",
 )
 
@@ -29,6 +33,10 @@ edit(
         "The running statistics before the step decay by one call's momentum only, however many "
         "microbatches a replica has."
     ),
+    says=(
+        "is what one device has where a replica decays what was there before it once, and not "
+        "once for each of its chunks"
+    ),
     module="norm",
 )
 
@@ -40,6 +48,7 @@ edit(
     job="jobs/noisy_pictures:without_level",
     plan="dp=2,sync_batch_norm=true",
     truth=("Synchronised batch norm keeps the biased variance in running_var instead of the unbiased one."),
+    says="as a variance of 432 values that is divided by 432 and not by 431 (biased)",
     module="norm",
 )
 
@@ -53,6 +62,9 @@ edit(
     truth=(
         "In a moving average in a buffer (level), what an earlier microbatch added is not decayed "
         "by the later ones."
+    ),
+    says=(
+        "level is what one device has where no chunk decays what those before it on its replica have added"
     ),
     module="",
 )
@@ -68,6 +80,7 @@ edit(
         "What replicas write to a buffer is applied in reverse order: the queue has the keys of "
         "the first replica's chunk instead of the last one's."
     ),
+    says="queue is what one device has of the first chunk alone",
     module="",
 )
 
@@ -86,6 +99,10 @@ edit(
         "A number in an attribute (calls) is not put back between the chunks of a step: the "
         "second chunk reads what the first left, and it counts chunks."
     ),
+    says=(
+        "All gradients are those of a forward that finds the numbers in attributes (calls) that "
+        "the chunk before has left"
+    ),
     module="two",
 )
 
@@ -100,5 +117,6 @@ edit(
         "A module that the model function left in evaluation mode (norm) is put into training "
         "mode in every step."
     ),
+    says="it is in training mode, and in evaluation mode on one device",
     module="norm",
 )

@@ -15,6 +15,7 @@ edit(
         "Label smoothing in the cross-entropy over a divided vocabulary is spread over the rank's "
         "own classes instead of all of them: loss and gradients of the loss are wrong."
     ),
+    says=("the first operator whose shards differ is cross_entropy_loss of the model or loss (invariant)"),
 )
 
 edit(
@@ -27,6 +28,10 @@ edit(
     truth=(
         "The backward of the divided cross-entropy leaves out the class weight of the target: the "
         "loss is right, the gradient of the logits is not."
+    ),
+    says=(
+        "In lockstep all values agree; backward, the first gradient that differs is that of "
+        "transpose.int of the model or loss"
     ),
     module="head",
 )
@@ -71,6 +76,7 @@ edit(
         "instead of advanced, so the next dropout draws the same numbers again: its mask is "
         "wrong."
     ),
+    says="It draws: its random numbers, or their seed, are others than one device's",
     module="blocks.0.drop",
 )
 
@@ -85,6 +91,7 @@ edit(
         "A slice of a divided dim (right[:, 2:]) starts at the beginning of the rank's part "
         "instead of after what lies before it."
     ),
+    says="the first operator whose shards differ is slice.Tensor of the model or loss",
     module="",
 )
 
@@ -99,6 +106,7 @@ edit(
         "The divided cross-entropy flattens logits [n, v, t] without moving the classes last: "
         "logits of wrong positions are compared with targets."
     ),
+    says=("the first operator whose shards differ is cross_entropy_loss of the model or loss (invariant)"),
 )
 
 edit(
@@ -122,5 +130,6 @@ edit(
     truth=(
         "The bias of a convolution whose input channels are divided (up) is added by every rank, so twice."
     ),
+    says="the first operator whose shards differ is conv_transpose1d of up (partial)",
     module="up",
 )

@@ -29,6 +29,7 @@ edit(
         "The turn of the second loss draws the same random numbers (noise) as that of the first: "
         "the seed of the turn is left out."
     ),
+    says=("the random draws of chunk 0 of step 0, loss d, chunk 1 of step 0, loss d, whose seed they have"),
     module="gen.0",
 )
 
@@ -43,6 +44,7 @@ edit(
         "The second metric (sharp) is not seeded anew for a chunk but goes on with the draws of "
         "the first, so its noise is other noise."
     ),
+    says=("All metrics are those whose draws go on after those of the metric before, and do not begin anew"),
 )
 
 edit(
@@ -53,5 +55,9 @@ edit(
     job="jobs/repeated_turns:job",
     plan="dp=2",
     truth="The second update of the critic in a step draws the same noise and masks as the first.",
+    says=(
+        "the random draws of chunk 0 of step 0, loss critic, chunk 1 of step 0, loss critic, "
+        "whose seed they have"
+    ),
     module="generator.0",
 )

@@ -15,6 +15,7 @@ edit(
         "A logged value is the mean over chunks, not weighted by their samples: uneven shares (3, "
         "3, 2) count alike."
     ),
+    says="not what is logged acc: it is averaged in another way",
 )
 
 edit(
@@ -28,6 +29,10 @@ edit(
         "A metric that is a mean is weighed by the samples of the whole batch instead of those of "
         "its chunk, which is wrong where chunks are uneven."
     ),
+    says=(
+        "accuracy of chunk 0 of batch 0 counts with weight 12, and with 3 on one device: the mean "
+        "is weighted wrongly"
+    ),
 )
 
 edit(
@@ -38,6 +43,7 @@ edit(
     job="jobs/growing_batches:job",
     plan="dp=2",
     truth="The short last batch of the evaluation data is not evaluated.",
+    says="Chunk 0 of batch 2 of the evaluation is not evaluated under the plan",
 )
 
 edit(
@@ -51,6 +57,7 @@ edit(
         "After resuming, the evaluations without a better value so far are forgotten: patience "
         "begins anew, and training stops later."
     ),
+    says="ce:min has waited for 1 since step 3, not for 2 since 3",
 )
 
 edit(
@@ -63,6 +70,10 @@ edit(
     truth=(
         "An evaluation that equals the best one takes its place (and starts patience anew): of "
         "equal values the first should be best."
+    ),
+    says=(
+        "Of evaluations of [0.5, 0.25, 0.75, 0.75, 0.5] the one after step 4 is kept as the best "
+        "by accuracy:max"
     ),
 )
 
@@ -77,6 +88,7 @@ edit(
         "After an evaluation the parameters stay replaced by their averages, because their own "
         "values were not copied: training goes on from the averages."
     ),
+    says="averages stay in place of parameters",
 )
 
 edit(
@@ -87,6 +99,7 @@ edit(
     job="jobs/tied_halves:job",
     plan="dp=2,precision=bf16-mixed",
     truth="Metrics are evaluated in float32 instead of under autocast to bfloat16.",
+    says=("the output of one is the first that differs: its output is float32, and bfloat16 on one device"),
 )
 
 edit(
@@ -97,4 +110,5 @@ edit(
     job="jobs/flowing:job",
     plan="dp=2",
     truth="Logged values are averaged over chunks without their weights (samples).",
+    says="not what is logged size: it is averaged in another way",
 )

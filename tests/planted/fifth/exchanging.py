@@ -15,6 +15,10 @@ edit(
         "The gradient of the last parameter of a bucket (emb.weight) is not divided by the weight "
         "(number of tokens) of the batch: it is too large by that number."
     ),
+    says=(
+        "The gradients of emb.weight are 38 times one device's, the weight of the whole batch: "
+        "the sum is never divided"
+    ),
     module="emb",
 )
 
@@ -29,6 +33,7 @@ edit(
         "After the first step a replica that does not use a parameter adds to the sum what its "
         "bucket still holds from an earlier step: a stale gradient."
     ),
+    says="are one device's plus 1 times those of the step before: old gradients are not zeroed",
     module="experts.1",
 )
 
@@ -78,6 +83,9 @@ edit(
         "Of the sparse gradients of a replica's chunks only the last chunk's count; those of "
         "earlier microbatches are lost."
     ),
+    says=(
+        "are those of each replica's last microbatch alone: the gradients of the other microbatches are lost"
+    ),
     module="items",
 )
 
@@ -93,6 +101,7 @@ edit(
         "Servers add up only the gradients of ranks that are servers; the pushed gradients of "
         "pure workers (rank 2) are left out."
     ),
+    says="All gradients are without the share of replica 2.",
 )
 
 edit(
@@ -150,4 +159,5 @@ edit(
         "folded rank sends overwrites the gradients of the rank that takes part for both instead "
         "of being added: rank 0's gradients are lost."
     ),
+    says="All gradients are without the share of replica 0.",
 )

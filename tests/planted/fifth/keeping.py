@@ -15,6 +15,7 @@ edit(
         "After an evaluation the averages stay in place of the parameters, because no copy of "
         "these was kept: training goes on from the averages."
     ),
+    says="averages stay in place of parameters",
 )
 
 edit(
@@ -43,6 +44,7 @@ edit(
     truth=(
         "On resuming only the first parameter's average is loaded from the checkpoint; the others start anew."
     ),
+    says="optimizer/mid.weight/average of the parameter has other values",
 )
 
 edit(
@@ -56,6 +58,10 @@ edit(
     truth=(
         "In the one copy for all replicas only as many frozen parameters as there are replicas "
         "get their values; the others (those of b) stay zero."
+    ),
+    says=(
+        "b.weight, b.bias had other values on the ranks than on one device before the first step: "
+        "they are zeros there, as ranks are not given what is built"
     ),
     module="b",
 )
@@ -71,6 +77,10 @@ edit(
     truth=(
         "Of a parameter that lies across two ranks' shares of the shared copy, the second rank "
         "fills its part with the values of the parameter's beginning: wrong initial values."
+    ),
+    says=(
+        "some of their elements are right, so that ranks are not given what is built, or a part "
+        "of it is in another place"
     ),
     module="mid",
 )
@@ -102,6 +112,7 @@ edit(
     truth=(
         "The averages of parameters are not restored from a checkpoint; they start anew from the parameters."
     ),
+    says="optimizer/head.weight/average of the parameter is lost",
 )
 
 edit(
@@ -114,6 +125,7 @@ edit(
     truth=(
         "After resuming the loss scale of float16 begins anew at 65536 instead of that of the checkpoint."
     ),
+    says="loss_scale.scale is 65536.0 instead of 256.0",
 )
 
 edit(
@@ -128,6 +140,7 @@ edit(
     job="jobs/grouped_heads:job",
     plan="dp=2",
     truth="Learning rates of the optimizer's groups are not restored from a checkpoint.",
+    says="updater.optimizers[0].groups[0].lr is 0.005 instead of 0.00499229333433282",
 )
 
 edit(
@@ -141,6 +154,7 @@ edit(
         "Only the first scheduler's state is restored from a checkpoint; the second (StepLR) "
         "begins at step 0."
     ),
+    says="updater.schedulers[1].last_epoch is 0 instead of 2",
 )
 
 edit(
@@ -151,4 +165,5 @@ edit(
     job="jobs/flowing:job",
     plan="dp=2",
     truth="Numbers that forwards leave in attributes (calls) are not restored from a checkpoint.",
+    says="calls is None instead of 1",
 )

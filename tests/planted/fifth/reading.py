@@ -19,6 +19,10 @@ edit(
         "A number in the batch (level) is given to a program as it was in the first batch of that "
         "shape, for ever (a stale cache)."
     ),
+    says=(
+        "All gradients are those of a forward with the numbers and texts that the batch of step 2 "
+        "has beside its tensors: those of this step's batch are not used"
+    ),
     module="down",
 )
 
@@ -59,6 +63,7 @@ edit(
         "What a sample draws when it is read (augmentation) is keyed by the step instead of the "
         "epoch, so samples are others from step 1 on."
     ),
+    says="is the right samples read with draws that are seeded by the step in place of the epoch",
 )
 
 edit(
@@ -72,6 +77,7 @@ edit(
         "A stream that is resumed begins one batch too early: the last batch before the "
         "checkpoint is trained again."
     ),
+    says=("the samples of chunk 0 of step 0, chunk 1 of step 0: the data does not go on where it should"),
 )
 
 edit(
@@ -85,6 +91,7 @@ edit(
         "Where the batch size changes, the batch before it is read again: the new position does "
         "not pass over it."
     ),
+    says="is what the batch would be if it began 6 samples earlier in its epoch",
 )
 
 edit(
@@ -98,6 +105,7 @@ edit(
         "Every chunk is mixed with the partners of the batch's first samples instead of those of "
         "its own samples."
     ),
+    says="is the right samples mixed with the partners of the first chunk's",
 )
 
 edit(
@@ -108,6 +116,10 @@ edit(
     job="jobs/tied_halves:job",
     plan="dp=2",
     truth="drop_last=True is not kept: the short last batch of an epoch is trained.",
+    says=(
+        "has the 5 samples that are left at the end of an epoch, and 8 on one device: "
+        "drop_last=True leaves them out"
+    ),
 )
 
 edit(
@@ -118,6 +130,7 @@ edit(
     job="jobs/queueing:job",
     plan="dp=2",
     truth="Every epoch has the order of the first: the shuffled order is kept and not drawn anew.",
+    says="is what the batch would be in the order of the epoch before",
 )
 
 edit(
@@ -128,4 +141,5 @@ edit(
     job="jobs/noisy_signals:job",
     plan="dp=2",
     truth="collate draws the same numbers in all chunks of a step: its seed leaves out the chunk.",
+    says="is the right samples, collated with the same draws in all chunks",
 )

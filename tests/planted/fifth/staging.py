@@ -57,6 +57,9 @@ edit(
         "In schedules that split the backward the deferred half computes only the weights' "
         "gradients of linear layers, the biases get none."
     ),
+    says=(
+        "these are all biases, and weights have theirs, so that what computes gradients of biases is left out"
+    ),
 )
 
 edit(
@@ -69,6 +72,10 @@ edit(
     truth=(
         "Stages write back only floating point buffers: batch norm's count num_batches_tracked "
         "stays, so the cumulative average (momentum=None) weighs wrongly."
+    ),
+    says=(
+        "bn.num_batches_tracked has the value that it had before the step: what forwards write "
+        "there is not kept"
     ),
     module="bn",
 )

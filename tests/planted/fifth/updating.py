@@ -15,6 +15,7 @@ edit(
         "Under pp each stage clips by the norm of its own gradients; the squares are not added up "
         "over stages."
     ),
+    says="a part of the model is left out, such as parameters that other ranks own",
 )
 
 edit(
@@ -38,6 +39,7 @@ edit(
     job="small_jobs/two_turns:job",
     plan="dp=2",
     truth="The second loss's gradients are clipped by the first loss's clip_grad_norm.",
+    says="makes of gradients that are clipped to 0.1, the limit of loss d, and not to 0.01",
     module="gen.0",
 )
 
@@ -52,6 +54,7 @@ edit(
         "On resuming only the first scheduler's state is restored; the second one begins its "
         "schedule anew, with other learning rates."
     ),
+    says="updater.schedulers[1].last_epoch is 0 instead of 1",
 )
 
 edit(
@@ -64,6 +67,10 @@ edit(
     truth=(
         "In programs (pp) a parameter that is frozen for the first steps is trained one step too "
         "early: what is dropped is that which is frozen in the next step."
+    ),
+    says=(
+        "mid.weight, mid.bias: a gradient under the plan and none on one device, as the job "
+        "freezes it in this step"
     ),
     module="mid",
 )
@@ -108,6 +115,7 @@ edit(
         "The scheduler is stepped in steps whose update was skipped because gradients overflowed: "
         "learning rates fall too early."
     ),
+    says="last_epoch of scheduler 0 is 1 after step 0, and 0 on one device",
 )
 
 edit(
@@ -134,6 +142,10 @@ edit(
         "Gradients of frozen parameters, which programs compute, are not dropped, so the frozen "
         "trunk is trained."
     ),
+    says=(
+        "trunk.2.weight and 1 more: a gradient under the plan and none on one device, as the job "
+        "freezes it in this step"
+    ),
     module="trunk.0",
 )
 
@@ -148,6 +160,9 @@ edit(
         "Of a parameter that several entries of frozen= name, only the first entry counts: "
         "trunk.0.bias is trained from step 2 instead of step 6."
     ),
+    says=(
+        "trunk.0.bias: a gradient under the plan and none on one device, as the job freezes it in this step"
+    ),
     module="trunk.0",
 )
 
@@ -161,6 +176,7 @@ edit(
     truth=(
         "The schedule is stepped also after a step that was skipped because gradients overflowed float16."
     ),
+    says="T_cur of scheduler 0 is 1 after step 0, and 0 on one device",
 )
 
 edit(
@@ -171,5 +187,6 @@ edit(
     job="jobs/repeated_turns:job",
     plan="dp=2",
     truth="A loss with every=2 takes its turn in steps 0, 2, ... instead of 1, 3, ...",
+    says="The plan is in step 0, loss generator, and one device in step 1, loss critic",
     module="generator.0",
 )
