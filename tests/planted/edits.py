@@ -177,11 +177,11 @@ class Verified:
 
     @property
     def module(self) -> str | None:
-        """The first one that is said to be wrong; "" is the whole model."""
-        if "first module: the whole model" in self.text:
-            return ""
-        found = re.search(r"first module: ([^\s;,]+)", self.text)
-        return found[1] if found else None
+        """The first one that is said to be wrong; "" is the model itself."""
+        found = re.search(r"first module: (the whole model|the model or loss|[^\s;,]+)", self.text)
+        if found is None:
+            return None
+        return "" if " " in found[1] else found[1]
 
     @property
     def first_cause(self) -> str:

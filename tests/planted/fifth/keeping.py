@@ -30,6 +30,7 @@ edit(
         "parameters; they are not published, so it evaluates a mixture of averages and "
         "parameters."
     ),
+    says="averages that other ranks keep do not come in their place",
     module="inp",
 )
 

@@ -37,6 +37,10 @@ edit(
         "Programs are known by the first 40 characters of a long text in the batch (task), so the "
         "program of one task runs for the other."
     ),
+    says=(
+        "All gradients are those of a forward with the numbers and texts that the batch of step 0 "
+        "has beside its tensors"
+    ),
 )
 
 edit(

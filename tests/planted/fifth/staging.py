@@ -29,6 +29,10 @@ edit(
         "Of a tied parameter that three stages use only the first borrower returns its gradient "
         "to the owner; the third stage's (the head's) is lost."
     ),
+    says=(
+        "those of emb.weight alone are wrong, which several stages use: what one of these stages "
+        "adds is lost, or does not count once"
+    ),
     module="emb",
 )
 
@@ -42,6 +46,10 @@ edit(
     truth=(
         "If the owner's own stage has no gradient of a tied parameter (its use is detached), the "
         "gradient that the borrowing stage returns is dropped, so the parameter is not trained."
+    ),
+    says=(
+        "those of emb.weight alone are wrong, which several stages use: what one of these stages "
+        "adds is lost, or does not count once"
     ),
     module="emb",
 )
@@ -90,6 +98,10 @@ edit(
     truth=(
         "A stage does not pass over the numbers of the draws of earlier stages, so its dropouts "
         "use other draws (those of the first stage) than one device."
+    ),
+    says=(
+        "the output of drop.3 is the first that differs: it draws other numbers than on one "
+        "device, as after another number of draws before it"
     ),
     module="drop.3",
 )
