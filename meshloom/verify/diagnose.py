@@ -272,7 +272,8 @@ def _from_norm(
     elif evidence.clip and math.isclose(norm, min(evidence.clip, right), rel_tol=1e-3):
         why = "they are clipped already, or a second time"
     elif norm < right:
-        why = "a part of the model is left out, such as parameters that other ranks own"
+        parts = evidence.plan.pp > 1 or evidence.plan.tp > 1 or evidence.plan.zero > 0
+        why = f"a part of the model is left out{', such as parameters that other ranks own' if parts else ''}"
     return [Cause("clipping", f"{of}: {why}.")]
 
 

@@ -35,6 +35,7 @@ from meshloom.tensor_parallel.partition import Partition
 from meshloom.tensor_parallel.search.choose import DivisionChoice
 
 TOLERANCE = 1e-9  # both run in float64; rounding of the deepest models stays below 1e-12
+_DRAWS = " It draws: its random numbers, or their seed, are others than one device's."
 _SEED = 7
 
 
@@ -67,11 +68,7 @@ def first_wrong_operator(
             return (
                 True,
                 f"In lockstep the first operator whose shards differ is {_named(reference.nodes[name], part)}: by {error:.1e}."
-                + (
-                    " It draws: its random numbers, or their seed, are others than one device's."
-                    if reference.nodes[name].draw is not None
-                    else ""
-                ),
+                + (_DRAWS if _does_but_draw(reference.nodes[name]) else ""),
                 reference.nodes[name].path,
             )
     for name in reversed(reference.nodes):
@@ -253,6 +250,13 @@ def _error(reference: ValueProducts, ranks: ValueProducts) -> float:
 
 def _relative(a: float, b: float, scale: float) -> float:
     return abs(a - b) / scale if math.isfinite(a - b) else math.inf
+
+
+def _does_but_draw(node: Node) -> bool:
+    """Whether an operator does nothing but draw, or drop what it draws."""
+    return node.draw is not None and any(
+        word in str(node.target) for word in ("dropout", "bernoulli", "rand")
+    )
 
 
 def _named(node: Node, part: Partition) -> str:
