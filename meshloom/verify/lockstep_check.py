@@ -83,8 +83,8 @@ def first_wrong_operator(
             )
     return (
         False,
-        "In lockstep every operator's shards agree with one device, forward and backward: the ranks' programs are right, and the "
-        "difference comes from what is around them.",
+        "In lockstep every operator's shards agree with one device, forward and backward: the ranks' programs are right in it, and the "
+        "difference comes from what is around them, such as what ranks send each other.",
         "",
     )
 

@@ -84,6 +84,8 @@ def of_programs(
         return InPrograms()
     if not wrong and module:
         sentence += f" In a forward of the ranks on one device's parameters the output of {module} is the first that differs: what is sent there is wrong."
+    elif not wrong and _has_wrong_losses(result):
+        sentence += " Losses differ all the same: a forward is given something else than on one device, such as other numbers or draws, or another program runs."
     elif not wrong:
         sentence += " So is their forward, and gradients are not: what is sent in backward, or added up behind it, is wrong."
     return InPrograms(
@@ -134,6 +136,11 @@ def _of_stages(result: ComparisonResult, module: str | None, plan: Plan, *, draw
 
 def _kinds(result: ComparisonResult) -> set[str]:
     return {cause.kind for cause in result.causes}
+
+
+def _has_wrong_losses(result: ComparisonResult) -> bool:
+    first = first_differing(result.steps)
+    return first is not None and "loss" in first.failed("loss")
 
 
 def _has_wrong_gradients(result: ComparisonResult) -> bool:

@@ -61,6 +61,7 @@ edit(
         "The outputs of the backward direction of a divided bidirectional LSTM stay in reversed "
         "order of time."
     ),
+    says="whose shards differ is lstm.input of inner",
     module="inner",
 )
 
