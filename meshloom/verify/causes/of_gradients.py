@@ -11,6 +11,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
+from meshloom.core.plan import Plan
 from meshloom.verify.between_steps.checks import TensorError
 from meshloom.verify.causes.of_elements import from_elements, names_of
 from meshloom.verify.causes.of_forwards import (
@@ -37,9 +38,8 @@ from meshloom.verify.tolerances.gradient_errors import FLOOR
 Gradients = Mapping[str, Tensor]  # subsampled, by name
 AnyGradients = Mapping[str, Tensor | None]
 Expected = Callable[[str], Tensor]  # name -> subsampled gradient
-_LEFT = 0.03  # of the difference, that a cause may leave unexplained, where rounding is large
-_EXACT = 3e-3  # of it, where a mistake would explain all but rounding
-_ROUNDINGS = 1e3  # times what need not be explained, from which on rounding is small beside a difference
+_LEFT = 0.03  # of the difference, that a cause may leave unexplained, where chunks that run again round to a lower precision
+_EXACT = 3e-3  # of it, where they don't
 _BETTER = 0.1  # of what a simpler cause leaves, that another one may leave
 _MOST_WRONG = 0.95  # of the elements, up to which the rest is right
 _CERTAIN = 1e-3  # of the difference, up to which a cause needs no better one
@@ -51,7 +51,8 @@ def from_gradients(
     comparison: Comparison, ours: StepRecord, reference: StepRecord, evidence: Evidence
 ) -> list[Cause]:
     """The likeliest cause; none if nothing fits."""
-    wrong = _Wrong.of(comparison.errors, ours.gradients, reference.gradients)
+    wrong = _Wrong.of(comparison.errors, ours.gradients, reference.gradients, evidence.plan)
+    wrong = replace(wrong, left=_LEFT) if reference.casts else wrong
     actual, right = wrong.actual, wrong.right
     if not actual:
         return []
@@ -72,9 +73,9 @@ def from_gradients(
     parts = parts_of_replicas(evidence, right)
     found = (
         repeated_chunks(comparison, ours, reference)
-        or _best(_all_candidates(wrong, evidence, reference.gradient_norm), actual, wrong.error, rounding)[1]
+        or _best(_all_candidates(wrong, evidence, reference.gradient_norm), actual, wrong, rounding)[1]
         or from_elements(actual, right, wrong.everything, evidence.transposed)
-        or _in_some_elements(evidence, actual, right, rounding)
+        or _in_some_elements(evidence, wrong, rounding)
         or of_owners(evidence, actual, right)
         or named
         or from_forward(comparison, ours, reference, evidence)
@@ -94,10 +95,10 @@ def is_explained(
     rounding: float,
 ) -> bool:
     """Whether what is known explains the wrong gradients up to `rounding`, so that no other runs are needed. ours: subsampled."""
-    wrong = _Wrong.of(errors, ours, reference)
+    wrong = _Wrong.of(errors, ours, reference, evidence.plan)
     if not wrong.actual or not all(bool(each.isfinite().all()) for each in wrong.actual.values()):
         return True
-    return _best(_all_candidates(wrong, evidence, None), wrong.actual, wrong.error, rounding)[0] <= max(
+    return _best(_all_candidates(wrong, evidence, None), wrong.actual, wrong, rounding)[0] <= max(
         rounding, _CERTAIN * wrong.error
     )
 
@@ -105,7 +106,7 @@ def is_explained(
 @dataclass(frozen=True, kw_only=True)
 class _Wrong:
     """The wrong gradients of a step, subsampled: the plan's and one device's. everything, sizes: one device's gradients and their norms.
-    who: they, as the beginning of a sentence. error: relative to theirs."""
+    who: they, as the beginning of a sentence. error: relative to theirs. left: of it, that a cause may leave."""
 
     actual: Gradients
     right: Gradients
@@ -114,9 +115,10 @@ class _Wrong:
     all_wrong: bool
     who: str
     error: float
+    left: float
 
     @staticmethod
-    def of(errors: Sequence[TensorError], ours: AnyGradients, reference: AnyGradients) -> _Wrong:
+    def of(errors: Sequence[TensorError], ours: AnyGradients, reference: AnyGradients, plan: Plan) -> _Wrong:
         a, b = subsample_each(ours), subsample_each(reference)
         of_gradients = [error for error in errors if error.kind == "gradient"]
         failed = [error.name for error in of_gradients if not error.passed]
@@ -133,6 +135,7 @@ class _Wrong:
         return _Wrong(
             actual=actual, right=right, everything=b, sizes=sizes, all_wrong=all_wrong, who=who,
             error=_distance(actual, lambda name: right[name]) if actual else 0.0,
+            left=_EXACT if plan.precision == "float32" else _LEFT,
         )  # fmt: skip
 
 
@@ -147,15 +150,15 @@ def _all_candidates(
 
 
 def _best(
-    candidates: Iterator[tuple[Cause, Expected]], actual: Gradients, error: float, rounding: float
+    candidates: Iterator[tuple[Cause, Expected]], actual: Gradients, wrong: _Wrong, rounding: float
 ) -> tuple[float, Cause | None]:
-    """The cause that leaves least of `error` unexplained, if that is little, and what it leaves. rounding: what need not be explained."""
-    best, cause = math.inf, None
+    """The cause that leaves least of the error of `wrong` unexplained, if that is little, and what it leaves. actual: those that it is to give,
+    or their elements that are wrong. rounding: what need not be explained."""
+    best, cause, error = math.inf, None, wrong.error
     for candidate, expected in candidates:
         left = _distance(actual, expected)
         # The residual must be small beside the difference, and far below that of simpler explanations.
-        allowed = _LEFT if error < _ROUNDINGS * rounding else _EXACT
-        if error and left <= allowed * error and left < _BETTER * best and best > rounding:
+        if error and left <= wrong.left * error and left < _BETTER * best and best > rounding:
             best, cause = left, candidate
     if cause is None:
         return best, None
@@ -165,11 +168,10 @@ def _best(
     )
 
 
-def _in_some_elements(
-    evidence: Evidence, actual: Gradients, right: Gradients, rounding: float
-) -> Cause | None:
+def _in_some_elements(evidence: Evidence, all_wrong: _Wrong, rounding: float) -> Cause | None:
     """A mistake that reproduces the wrong elements of gradients of which others are right; where they are beside each other, it
     is at the border of two parts."""
+    actual, right = all_wrong.actual, all_wrong.right
     wrong = {
         name: (each - right[name]).abs() > 1e-6 * right[name].abs().max() for name, each in actual.items()
     }
@@ -190,9 +192,9 @@ def _in_some_elements(
     )
     ours = {name: each[wrong[name]] for name, each in actual.items()}
     one = {name: each[wrong[name]] for name, each in right.items()}
-    error = _distance(ours, lambda name: one[name])
+    those = replace(all_wrong, error=_distance(ours, lambda name: one[name]))
     who = f"{share:.0%} of the elements of the gradients of {names_of(list(wrong))} are wrong. They are"
-    _, found = _best(_candidates(known, None, ours, one, False, who), ours, error, rounding)
+    _, found = _best(_candidates(known, None, ours, one, False, who), ours, those, rounding)
     place = from_places(actual, right)
     if found and place:
         return Cause(place.kind, f"{place.sentence} {found.sentence}")
