@@ -19,6 +19,7 @@ import meshloom.core.modules.built
 import meshloom.data.map_data
 import meshloom.data.reading
 import meshloom.optimizer.assignment
+import meshloom.replica.replica
 from meshloom.core.job import Evaluate, Job
 from meshloom.core.moments.by_hand import ByHand
 from meshloom.core.plan import Plan
@@ -317,3 +318,28 @@ def test_zeros_for_state_that_a_constructor_makes_are_named(kind: Any, monkeypat
         job_of(optimizer=lambda named: optimizer([each for _, each in named])), "dp=2,zero=1", quick=True
     )
     assert "with zeros for its state, such as what its constructor had made" in text
+
+
+@pytest.mark.parametrize(
+    ("factors", "said"),
+    [
+        (
+            [1 / 2, 1 / 6, 3.0],
+            "first.weight 1/2, first.bias 1/6, second.weight 3, second.bias 1/2 times, ...",
+        ),
+        ([0.0, 1 / 2], "first.weight 0, first.bias 1/2, second.weight 0, second.bias 1/2 times, ..."),
+    ],
+)
+def test_factors_of_each_gradient_are_said(
+    factors: list[float], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def scaled(right: Any, *arguments: Any) -> Any:
+        gradients = yield from right(*arguments)
+        for number, each in enumerate(gradients):
+            each.mul_(factors[number % len(factors)])
+        return gradients
+
+    wrap(monkeypatch, meshloom.replica.replica, "finished", scaled)
+    report = verify(make_job("mlp", "sgd"), Plan.parse("dp=2"), devices="simulated", quick=True)
+    assert report is not None and not report.passed
+    assert f"All gradients are each a multiple of one device's ({said})" in report.causes[0].sentence

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-import sysconfig
-from pathlib import Path
-
 
 class MeshloomError(Exception):
     """A failure that meshloom explains. exit_code: of the command line."""
@@ -99,9 +95,3 @@ ABORTED = "which has aborted"
 
 class PeerLostError(MeshloomError):
     """Another rank or peer is lost; its own error is the cause."""
-
-
-def package_folders() -> list[str]:
-    """Folders of installed packages, also those of an environment beneath this one."""
-    own = [sysconfig.get_path(name) for name in ("purelib", "platlib")]
-    return [*own, *(each for each in sys.path if Path(each).name in ("site-packages", "dist-packages"))]

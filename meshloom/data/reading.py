@@ -26,8 +26,9 @@ import numpy
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
 
-from meshloom.core.errors import DataError, package_folders
+from meshloom.core.errors import DataError
 from meshloom.core.job import Job
+from meshloom.core.modules.packages import is_of_package
 from meshloom.core.random import derive, mix_seed, preserved_draws
 
 
@@ -50,8 +51,11 @@ class ReadFailure:
     def of(what: str, error: Exception) -> ReadFailure:
         """The failure of `what`, which names the sample or the chunk; adds the user's source line."""
         frames = traceback.extract_tb(error.__traceback__)
-        others = (*_NOT_USERS, *package_folders())
-        users = [frame for frame in frames if not frame.filename.startswith(others)]
+        users = [
+            each
+            for each in frames
+            if not (each.filename.startswith(_NOT_USERS) or is_of_package(each.filename))
+        ]
         frame = (users or frames)[-1]
         text = "".join(traceback.format_exception(error))
         reason = " ".join(str(error).split())

@@ -16,14 +16,9 @@ from pathlib import Path
 
 import torch
 
-from meshloom.core.errors import (
-    DataError,
-    DeviceError,
-    MeshloomError,
-    PeerLostError,
-    package_folders,
-)
+from meshloom.core.errors import DataError, DeviceError, MeshloomError, PeerLostError
 from meshloom.core.mesh import Mesh
+from meshloom.core.modules.packages import is_of_package
 from meshloom.core.plan import Plan
 from meshloom.launch.environment import launched_plan, launched_rank, wants_full_traceback
 from meshloom.launch.events import send_event
@@ -168,10 +163,10 @@ class Failure:
 def own_line(error: BaseException) -> str:
     """The deepest line of the user's own code, "file:number: text", or "". Causes come before effects."""
     chain = [(_frames(each), _worker_frames(each)) for each in _chain(error)]
-    for others in (_installed(), _OURS):  # an installed package may be the user's own
+    for is_others in (_is_installed, _is_ours):  # an installed package may be the user's own
         for trace in [*(told for _, told in reversed(chain)), *(frames for frames, _ in reversed(chain))]:
             for frame in reversed(trace):
-                if not frame[0].startswith(others) and not _is_of_python(frame[0]):
+                if not is_others(frame[0]) and not _is_of_python(frame[0]):
                     return _line(frame)
     return ""
 
@@ -187,7 +182,7 @@ def own_lines(error: BaseException) -> str:
         frames = [
             frame
             for frame in [*_frames(each), *_worker_frames(each)]
-            if frame[0].startswith(_MESHLOOM) or not frame[0].startswith(_installed())
+            if frame[0].startswith(_MESHLOOM) or not _is_installed(frame[0])
         ]
         lines = [_line(frame) for frame in frames if not frame[0].startswith(_MESHLOOM)]
         theirs = not frames[-1][0].startswith(_MESHLOOM) if frames else theirs
@@ -263,17 +258,21 @@ _MOST_LINES = 20
 _TRACEBACK, _WORKERS = "Traceback (most recent call last)", "Original Traceback"
 _MESHLOOM = f"{Path(__file__).parents[1]}{os.sep}"
 _AUTOGRAD = f"{Path(torch.__file__).parent / 'autograd'}{os.sep}"
+_LIBRARY = f"{sysconfig.get_path('stdlib')}{os.sep}"
 _OURS = (_MESHLOOM, f"{Path(torch.__file__).parent}{os.sep}", f"{sysconfig.get_path('scripts')}{os.sep}", "<")
+
+
+def _is_ours(name: str) -> bool:
+    return name.startswith(_OURS)
 
 
 def _is_of_python(name: str) -> bool:
     """Whether a file is of the standard library."""
-    packages = tuple(f"{each}{os.sep}" for each in package_folders())
-    return name.startswith(f"{sysconfig.get_path('stdlib')}{os.sep}") and not name.startswith(packages)
+    return name.startswith(_LIBRARY) and not is_of_package(name)
 
 
-def _installed() -> tuple[str, ...]:
-    return (*_OURS, *(f"{each}{os.sep}" for each in (sysconfig.get_path("stdlib"), *package_folders())))
+def _is_installed(name: str) -> bool:
+    return _is_ours(name) or name.startswith(_LIBRARY) or is_of_package(name)
 
 
 def _line(frame: Frame) -> str:

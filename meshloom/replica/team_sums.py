@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from torch import Tensor
 from meshloom.comm.group import Group
 from meshloom.comm.steps import Steps
 from meshloom.core.mesh import Axis
+from meshloom.exchange.buckets.buckets import bucket_lengths
 from meshloom.telemetry.traffic import ExpectedBytes, Traffic
 
 _FLAT_BYTES = 32 * 2**20
@@ -75,16 +77,7 @@ def _values(gradient: Tensor) -> Tensor:
 
 def _flat_parts(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """Tensors of one dtype that are sent together."""
-    by_dtype: dict[torch.dtype, list[Tensor]] = {}
-    for each in tensors:
-        by_dtype.setdefault(each.dtype, []).append(each)
-    for alike in by_dtype.values():
-        some, size = list[Tensor](), 0
-        for each in alike:
-            if some and size + each.nbytes > _FLAT_BYTES:
-                yield some
-                some, size = [], 0
-            some.append(each)
-            size += each.nbytes
-        if some:
-            yield some
+    for dtype in dict.fromkeys(each.dtype for each in tensors):
+        alike = [each for each in tensors if each.dtype == dtype]
+        ends = accumulate(bucket_lengths([each.nbytes for each in alike], _FLAT_BYTES), initial=0)
+        yield from (alike[start:stop] for start, stop in pairwise(ends))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch.nn.modules.dropout import _DropoutNd  # pyright: ignore[reportPrivateUsage]
@@ -37,10 +38,12 @@ class InPrograms:
 
     def before(self, causes: Sequence[Cause]) -> list[Cause]:
         """These, and then others; behind them where nothing is wrong in programs, and the others give the numbers."""
-        explained = bool(causes) and (causes[0].explains or causes[0].kind in _EXACT)
-        if self.are_right and causes and causes[0].explains and causes[0].kind not in _EXACT:
+        first = next(iter(causes), None)
+        if self.are_right and first and first.kind in _EXACT:
+            return [*causes, *self.causes]
+        if self.are_right and first and first.explains:
             return [*causes]  # which is not of what is around programs
-        return [*causes, *self.causes] if self.are_right and explained else [*self.causes, *causes]
+        return [*self.causes, *causes]
 
 
 def in_order(
@@ -71,7 +74,7 @@ def of_programs(
         return InPrograms(causes=[found])
     if division is None:
         return InPrograms(causes=[*_of_stages(result, module, plan, draws=_is_dropout(trainer, module))])
-    known, wrong_gradients = _kinds(result), _has_wrong_gradients(result)
+    known, wrong_gradients = _kinds(result), bool(_wrong(result, "gradient"))
     # without replicas nothing but the ranks' programs makes gradients
     of_ranks = wrong_gradients and ("unknown" in known or plan.dp == 1)
     replica = trainer.replicas[0]
@@ -84,7 +87,7 @@ def of_programs(
         return InPrograms()
     if not wrong and module:
         sentence += f" In a forward of the ranks on one device's parameters the output of {module} is the first that differs: what is sent there is wrong."
-    elif not wrong and _has_wrong_losses(result):
+    elif not wrong and "loss" in _wrong(result, "loss"):
         sentence += " Losses differ all the same: a forward is given something else than on one device, such as other numbers or draws, or another program runs."
     elif not wrong:
         sentence += " So is their forward, and gradients are not: what is sent in backward, or added up behind it, is wrong."
@@ -97,8 +100,7 @@ def of_programs(
 
 def _of_lent(result: ComparisonResult, lent: Collection[str]) -> Cause | None:
     """Whether gradients are wrong of parameters alone that several stages use."""
-    first = first_differing(result.steps)
-    wrong = first.failed("gradient") if first is not None else ()
+    wrong = _wrong(result, "gradient")
     if not wrong or not set(wrong).issubset(lent) or (result.causes and result.causes[0].explains):
         return None
     names = ", ".join(wrong[:3]) + (f" and {len(wrong) - 3} more" if len(wrong) > 3 else "")
@@ -119,7 +121,7 @@ def _of_stages(result: ComparisonResult, module: str | None, plan: Plan, *, draw
     if not module and plan.recompute != "none" and "unknown" in known:
         what = "what backward needs is not what forward has computed: under a plan that recomputes, other draws or values there"
         yield Cause("recompute", f"A forward agrees with one device's, and gradients do not, so that {what}.")
-    elif not module and plan.pp > 1 and plan.dp == 1 and _has_wrong_gradients(result) and "unknown" in known:
+    elif not module and plan.pp > 1 and plan.dp == 1 and _wrong(result, "gradient") and "unknown" in known:
         yield Cause(
             "stages",
             "A forward of the stages agrees with one device's, and gradients do not: what a stage computes or keeps for backward, or is sent there, is wrong.",
@@ -138,14 +140,10 @@ def _kinds(result: ComparisonResult) -> set[str]:
     return {cause.kind for cause in result.causes}
 
 
-def _has_wrong_losses(result: ComparisonResult) -> bool:
+def _wrong(result: ComparisonResult, kind: Literal["gradient", "loss"]) -> Sequence[str]:
+    """The names of what is of this kind and differs, in the first step in which something does."""
     first = first_differing(result.steps)
-    return first is not None and "loss" in first.failed("loss")
-
-
-def _has_wrong_gradients(result: ComparisonResult) -> bool:
-    first = first_differing(result.steps)
-    return first is not None and bool(first.failed("gradient"))
+    return first.failed(kind) if first is not None else ()
 
 
 def after_resuming(causes: Sequence[Cause], again: BetweenSteps) -> list[Cause]:

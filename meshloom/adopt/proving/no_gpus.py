@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from unittest.mock import patch
 
 import torch
+
+from meshloom.program.ir.replaced import replaced
 
 
 @contextmanager
@@ -24,5 +25,5 @@ def no_gpus() -> Iterator[None]:
     ]
     with ExitStack() as stack:
         for module, name, found in absent:
-            stack.enter_context(patch.object(module, name, lambda *_, found=found, **__: found))
+            stack.enter_context(replaced(module, name, lambda *_, found=found, **__: found))
         yield

@@ -22,6 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshloom.core.modules.packages import is_of_package
+
 _DEPTH = 4  # of containers in containers
 _MOST = 4096  # entries of a container that code fills with results; those of data are longer
 _Cached: Any = functools._lru_cache_wrapper  # pyright: ignore[reportPrivateUsage]
@@ -108,7 +110,7 @@ _others: set[str] = set()  # names of modules that are not the user's
 
 def _is_users(name: str, file: str) -> bool:
     """Whether a module is neither of Python's, of torch's, of this package nor an installed one."""
-    installed = "site-packages" in file or "dist-packages" in file or file.startswith(_OTHERS)
+    installed = is_of_package(file) or file.startswith(_OTHERS)
     return not installed and name.split(".")[0] != "meshloom"
 
 

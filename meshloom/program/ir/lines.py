@@ -11,6 +11,8 @@ from types import FrameType, TracebackType
 
 import torch
 
+from meshloom.core.modules.packages import is_of_package
+
 WAY_OUT = "Plans with dp alone run the module as it is and need no program."  # ends every refusal
 _MESHLOOM = str(Path(__file__).parents[2])
 _TORCH = str(Path(torch.__file__).parent)
@@ -74,7 +76,7 @@ def place_of_error(trace: TracebackType | None) -> SourcePlace:
         file = trace.tb_frame.f_code.co_filename
         if not _is_ours(file):
             here = _line(trace.tb_frame, trace.tb_lineno)
-            if _is_package(file):
+            if is_of_package(file):
                 packages = here
             else:
                 users, packages = here, None
@@ -95,7 +97,7 @@ def _place_of_frame(frame: FrameType | None) -> SourcePlace:
     while frame:
         file = frame.f_code.co_filename
         if not _is_ours(file):
-            if not _is_package(file):
+            if not is_of_package(file):
                 return SourcePlace(_line(frame, frame.f_lineno), in_package)
             in_package = in_package or _line(frame, frame.f_lineno)
         frame = frame.f_back
@@ -108,16 +110,12 @@ def _line(frame: FrameType, number: int) -> SourceLine:
 
 def is_users(file: str) -> bool:
     """Whether `file` belongs neither to torch, meshloom, the standard library nor an installed package."""
-    return not _is_ours(file) and not _is_package(file)
+    return not _is_ours(file) and not is_of_package(file)
 
 
 def _is_ours(file: str) -> bool:
     return (
         file.startswith((_TORCH, _MESHLOOM, "<"))
         or any(part in file for part in _SYMBOLS)
-        or (file.startswith(_LIBRARY) and not _is_package(file))
+        or (file.startswith(_LIBRARY) and not is_of_package(file))
     )
-
-
-def _is_package(file: str) -> bool:
-    return "site-packages" in file or "dist-packages" in file

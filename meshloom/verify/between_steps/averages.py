@@ -28,9 +28,8 @@ class AverageErrors:
         # averages with the parameters of the step before in place of this one's, and those parameters
         self._late, self._before = dict[str, Tensor](), dict[str, Tensor]()
         self._are_late: list[bool] = []  # of wrong ones
-        self._replaced: list[
-            float
-        ] = []  # of wrong ones: the share of elements that are the parameter's; 0.0: others are wrong, too
+        # of wrong ones: the share of elements that are the parameter's; 0.0: others are wrong, too
+        self._replaced: list[float] = []
 
     @property
     def values(self) -> Mapping[str, Tensor]:

@@ -10,7 +10,6 @@ import torch
 from scipy.optimize import minimize_scalar
 from torch import Tensor
 
-from meshloom.core.units import format_count
 from meshloom.verify.between_steps.checks import DifferingTensor
 from meshloom.verify.causes.fitted import fitted
 from meshloom.verify.reference.mistakes import Cause
@@ -45,8 +44,6 @@ def cause_of_buffer(differing: DifferingTensor | None, reference: Reference) -> 
         return None
     start = start.double().reshape(-1).to(right.device)
     times = _times(ours, right, start)
-    if times is None and (found := _decayed(differing.name, ours, right, start, reference)):
-        return found
     if times is None:
         return _of_chunks(differing.name, ours, right, start, reference)
     why = "another momentum, or a factor that is applied twice or not at all"
@@ -58,23 +55,6 @@ def cause_of_buffer(differing: DifferingTensor | None, reference: Reference) -> 
     return Cause(
         "batch statistics", f"{what}. This explains all but {_LEFT:.0%} of the difference.", explains=True
     )
-
-
-def _decayed(name: str, ours: Tensor, right: Tensor, start: Tensor, reference: Reference) -> Cause | None:
-    """Of running statistics to which the step adds what it should, and which decay as often as other chunks than there are."""
-    module = reference.model.get_submodule(name.rpartition(".")[0])
-    momentum, off = getattr(module, "momentum", None), ours - right
-    num_chunks = len([*reference.forwards()])
-    if not isinstance(momentum, float) or num_chunks < 2 or not bool(start.any()):
-        return None
-    (more,), left = fitted([start], off)
-    if left > _LEFT * float(off.norm()):
-        return None
-    for times in range(num_chunks + reference.plan.dp + 1):
-        if math.isclose(more, (1 - momentum) ** times - (1 - momentum) ** num_chunks, rel_tol=1e-3):
-            what = f"Only buffers differ. What {name} had before the step decays as by {format_count(times, 'chunk')}, and by {num_chunks} on one device"
-            return Cause("batch statistics", f"{what}: what the step adds is right.", explains=True)
-    return None
 
 
 def _of_chunks(name: str, ours: Tensor, right: Tensor, start: Tensor, reference: Reference) -> Cause | None:

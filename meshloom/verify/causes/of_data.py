@@ -29,8 +29,8 @@ def cause_of_data(ours: StepRecord, reference: Reference) -> Cause | None:
     right = {each.index: each for each in reference.chunks if each.samples}
     here, there = (sum(each.samples for each in of) for of in (ours.chunks, right.values()))
     if here != there:
-        size, length = size_of_step(job, step), num_samples(job) if not job.batch_sizes else None
-        if length is not None and job.drop_last and here == length % size:
+        length = num_samples(job) if job.drop_last and not job.batch_sizes else None
+        if length is not None and here == length % size_of_step(job, step):
             what = f"The batch has the {here} samples that are left at the end of an epoch, and {there} on one device"
             return Cause("data", f"{what}: drop_last=True leaves them out.")
         others = [each for each in (step - 1, step + 1, 0) if each >= 0 and size_of_step(job, each) == here]

@@ -255,16 +255,18 @@ def _simple_factors(actual: Gradients, right: Gradients) -> dict[str, float] | N
         own = right[name]
         factor = float((each * own).sum() / (own * own).sum().clamp_min(1e-300))
         off = float((each - factor * own).norm()) / max(float(each.norm()), 1e-300)
-        whole = factor if abs(factor) >= 1 else 1 / factor if factor else 0.0
-        is_lost = abs(factor) < _LOST
-        if not is_lost and (off > 1e-4 or abs(whole - round(whole)) > 1e-4 * whole):
-            return None
+        if abs(factor) >= _LOST:
+            whole = factor if abs(factor) >= 1 else 1 / factor
+            if off > 1e-4 or abs(whole - round(whole)) > 1e-4 * whole:
+                return None
         factors[name] = factor
     several = len({f"{each:.3e}" for each in factors.values()}) > 1
     return factors if several else None
 
 
 def _number(factor: float) -> str:
+    if abs(factor) < _LOST:
+        return "0"
     return f"{factor:.6g}" if factor >= 1 else f"1/{1 / factor:.6g}"
 
 

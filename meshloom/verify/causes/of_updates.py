@@ -108,10 +108,9 @@ class KeptUpdate:
                 yield _Way(kind="clipping", what="of gradients that are clipped twice", factor=limit / norm)
             else:
                 yield _Way(kind="clipping", what=f"of gradients whose norm is scaled up to the limit of {limit:g}", factor=limit / norm)  # fmt: skip
-        own = min(1.0, limit / (norm + 1e-6)) if limit is not None and norm else 1.0
         for name, other in self._others.items() if norm else ():
             what = f"of gradients that are clipped to {other:g}, the limit of loss {name}, and not to {'none' if limit is None else f'{limit:g}'}"
-            yield _Way(kind="clipping", what=what, factor=min(1.0, other / ((norm or 0.0) + 1e-6)) / own)
+            yield _Way(kind="clipping", what=what, factor=_clipping(other, norm) / _clipping(limit, norm))
         now = _rates(self._now)
         if now != self.rates:
             yield _Way(kind="optimizer", what="with the learning rates of the next step: schedules are stepped before optimizers", rates=now)  # fmt: skip
@@ -134,9 +133,7 @@ class KeptUpdate:
         }
         memo |= {id(self._copies[each]): value for each, value in copies.items()}
         optimizers = copies_of(self._optimizers, memo)
-        clipped = 1.0
-        if self._limit is not None and norm is not None:
-            clipped = min(1.0, self._limit / (norm + 1e-6))
+        clipped = _clipping(self._limit, norm)
         for each, value in copies.items():
             gradient = self._gradients[each]
             value.grad = None if gradient is None else gradient * (clipped * way.factor)
@@ -145,6 +142,11 @@ class KeptUpdate:
                 _change(optimizer, way, way.rates[number] if way.rates else None)
                 type(optimizer).step(optimizer)
         return copies[name].detach()
+
+
+def _clipping(limit: float | None, norm: float | None) -> float:
+    """What gradients of this norm are multiplied by."""
+    return 1.0 if limit is None or norm is None else min(1.0, limit / (norm + 1e-6))
 
 
 def other_update(differing: DifferingTensor | None, reference: Reference) -> Cause | None:

@@ -20,7 +20,7 @@ from meshloom.verify.causes.of_gradients import is_explained
 from meshloom.verify.reference.buffer_merging import changed_numbers
 from meshloom.verify.reference.mistakes import Evidence, Gradients, OtherRun, subsample_each
 from meshloom.verify.reference.reference import Reference
-from meshloom.verify.reference.reruns import chunk_by_chunk, full_evidence, having
+from meshloom.verify.reference.reruns import chunk_by_chunk, full_evidence, having, one_by_one
 from meshloom.verify.reference.samples_of_epoch import RIGHT, reader_of_step
 
 _FIRST = 4  # steps, of whose batches numbers may be
@@ -132,22 +132,18 @@ def _with_numbers(batch: Any, other: Any) -> Any:
 def _with_chained_numbers(reference: Reference) -> Iterator[OtherRun]:
     """Numbers in attributes of modules are those that the chunk before has left."""
     kept, m = reference.numbers, reference.plan.microbatches
-    changed, replica, chunks = set[str](), -1, list[Gradients]()
+    changed, chunks = set[str](), list[Gradients]()
     if m == 1 or not kept:
         return
+    replicas = [forward.members[0][0] // m for forward in reference.forwards()]
     try:
         with reference.rerun():
-            for forward in reference.forwards():
-                if forward.members[0][0] // m != replica:
-                    replica, reference.numbers = forward.members[0][0] // m, kept
-                reference.restore()
-                reference.model.zero_grad(set_to_none=True)
-                reference.run_forward(forward, watched=False)
-                reference.divide(1.0)
+            for number, _ in enumerate(one_by_one(reference)):
                 chunks.append(subsample_each(reference.gradients))
-                now = changed_numbers(reference.model, kept)
-                changed |= {".".join(place).removeprefix(".") for place in now}
-                reference.numbers = kept | now
+                left = changed_numbers(reference.model, kept)
+                changed |= {".".join(place).removeprefix(".") for place in left}
+                goes_on = replicas[number] in replicas[number + 1 : number + 2]
+                reference.numbers = kept | left if goes_on else kept
     finally:
         reference.numbers = kept
     if changed:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from meshloom.core.plan import Plan
@@ -159,10 +159,10 @@ def _both(ours: StepRecord, reference: StepRecord, plan: Plan) -> Iterator[tuple
                 yield own, each
 
 
-def other_ways(module: str, ours: Sequence[ModuleOutput], right: Sequence[ModuleOutput]) -> str:
+def other_ways(module: str, pairs: Iterable[tuple[ModuleOutput, ModuleOutput]]) -> str:
     """How a module is called otherwise than on one device, as "its temperature is 1.8, and 2.0 on one device", in its first call that is; "": none
     is known to be."""
-    for here, there in zip(ours, right, strict=False):
+    for here, there in pairs:
         if here.name == there.name == module and (
             found := [
                 (what, here.how[what], value)
@@ -179,7 +179,7 @@ def other_ways(module: str, ours: Sequence[ModuleOutput], right: Sequence[Module
 
 def ways_of_step(module: str, ours: StepRecord, reference: StepRecord, plan: Plan) -> str:
     """`other_ways`, in a step."""
-    return other_ways(module, _outputs(ours, plan), _outputs(reference, plan))
+    return other_ways(module, _both(ours, reference, plan))
 
 
 def order_of_modules(record: StepRecord, plan: Plan) -> dict[str, int]:

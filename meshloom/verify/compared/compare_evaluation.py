@@ -134,7 +134,7 @@ def place_metric(
         if (name := _first_output(each.outputs, outputs, tensors, tolerance)) is not None:
             tensor = name if name in tensors else None
             module = name.rpartition(".")[0] if tensor else name
-            ways = "" if tensor else other_ways(module, each.outputs, outputs)
+            ways = "" if tensor else other_ways(module, zip(each.outputs, outputs, strict=False))
             return PlacedMetric(
                 module=module or "the whole model", tensor=tensor, training=training, ways=ways
             )

@@ -232,7 +232,7 @@ def full_evidence(reference: Reference, initial: Evidence) -> Evidence:
     replica_norms: dict[int, float] = {}
     sums: dict[str, Tensor] = {}
     with reference.rerun():
-        for forward, result in _one_by_one(reference):
+        for forward, result in one_by_one(reference):
             gradients = reference.gradients
             indices = [index for index, _ in forward.members]
             chunks.append(
@@ -268,10 +268,10 @@ def full_evidence(reference: Reference, initial: Evidence) -> Evidence:
 def chunk_by_chunk(reference: Reference) -> list[Gradients]:
     """The subsampled gradients of each forward's loss sum."""
     with reference.rerun():
-        return [subsample_each(reference.gradients) for _ in _one_by_one(reference)]
+        return [subsample_each(reference.gradients) for _ in one_by_one(reference)]
 
 
-def _one_by_one(reference: Reference) -> Iterator[tuple[ReferenceForward, ChunkResult]]:
+def one_by_one(reference: Reference) -> Iterator[tuple[ReferenceForward, ChunkResult]]:
     """Each forward by itself, from the start of the step, after which the gradients are those of its loss sum."""
     for forward in reference.forwards():
         reference.restore()

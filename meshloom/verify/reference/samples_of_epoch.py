@@ -115,14 +115,13 @@ def _indexed(job: Job, dataset: Any, first: int, reading: WayToRead) -> Iterator
         assert len(set(order)) == len(dataset), (
             "an epoch's order must be a permutation: the plan shares this function, so nobody else would notice"
         )
-        all_of_it, begins = order, 0
-        while order:
+        begin = 0
+        while begin < len(order):
             size = size_of_step(job, passed)
-            indices, order = order[:size], order[size:]
-            if reading.shift:
-                begin = max(begins + reading.shift, 0)
-                indices = all_of_it[begin : begin + len(indices)]
-            begins += size
+            length = min(size, len(order) - begin)
+            first_of_batch = max(begin + reading.shift, 0)
+            indices = order[first_of_batch : first_of_batch + length]
+            begin += size
             if len(indices) < size and job.drop_last:
                 continue
             passed += 1
