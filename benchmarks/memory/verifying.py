@@ -3,7 +3,8 @@
     python benchmarks/memory/verifying.py --json -
 
 A GPT of about 50 million parameters in float32 with AdamW. Memory is the kernel's `Pss`, which this process reads of
-every rank while it runs; what a rank has at the end of its imports (`--imported`, in MiB) is in it.
+every rank while it runs; what a rank has at the end of its imports (`--imported`, in MiB) is in it. `together` is the most that all
+have at one time; `predicted` is what `meshloom verify` expects of tensors, before it begins.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from gpt import GPT, Size, loss, make_data, make_optimizer
 from records import write_records
 
 import meshloom as ml
+from meshloom.planner.readings import Readings
+from meshloom.verify.reference_size import verification_bytes
 
 SIZE = Size(vocabulary=8000, width=640, blocks=8, heads=10, length=128, tied=False)
 BATCH, MIB = 4, 2**20
@@ -49,22 +52,31 @@ def main() -> int:
             command = [sys.executable, "-m", "meshloom", verb, f"{__file__}:job", "--plan", plan, *options]
             peaks = watched(command, arguments.every)
             found = {name: round(size / MIB) for name, size in sorted(peaks.items())}
-            records.append(
-                {"plan": plan, "verb": verb, "parameters_mib": round(parameters / MIB), "peak_mib": found}
-            )
+            record = {"plan": plan, "verb": verb, "parameters_mib": round(parameters / MIB), "peak_mib": found}
+            records.append(record | ({"predicted_mib": predicted(plan)} if verb == "verify" else {}))
     write_records(records, arguments.json)
     return 0
 
 
+def predicted(text: str) -> dict[str, int]:
+    """Of the ranks together, of the process of one device, and of all at one time."""
+    plan = ml.Plan.parse(text)
+    needed = verification_bytes(Readings(job), plan, plan.mesh.size, quick=True)
+    return {name: round(size / MIB) for name, size in vars(needed).items()}
+
+
 def watched(command: list[str], every: float) -> dict[str, int]:
-    """Rank, or the process of one device -> the most bytes that it had while the command ran."""
+    """Rank, or the process of one device -> the most bytes that it had while the command ran; "together": of all at one time."""
     peaks: dict[str, int] = {}
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
         while process.poll() is None:
+            together = 0
             for pid in [int(each.name) for each in Path("/proc").iterdir() if each.name.isdecimal()]:
                 with suppress(OSError, ValueError):
                     if (name := name_of(pid, process.pid)) is not None:
-                        peaks[name] = max(peaks.get(name, 0), proportional(pid))
+                        peaks[name] = max(peaks.get(name, 0), size := proportional(pid))
+                        together += size
+            peaks["together"] = max(peaks.get("together", 0), together)
             time.sleep(every)
     if process.returncode:
         raise SystemExit(process.returncode)

@@ -18,6 +18,7 @@ from meshloom.comm.objects import collect
 from meshloom.comm.steps import Steps
 from meshloom.core.moments.current_step import step as current_step
 from meshloom.data.chunks import Chunk
+from meshloom.machine.process_memory import trim
 from meshloom.optimizer.bfloat16.masters import masters_of
 from meshloom.parameters.digest import digest
 from meshloom.replica.replica import Gradients, Replica
@@ -42,10 +43,11 @@ Unused = tuple[int, str, tuple[int, ...]]
 
 
 class StepObserver:
-    """An `Observer` of `replica`. comparison: on rank 0, receives each tensor as it is gathered; no rank keeps one."""
+    """An `Observer` of `replica`. comparison: on rank 0, receives each tensor as it is gathered; no rank keeps one. alone: whether the
+    rank has a process to itself, which returns freed memory while one device computes, elsewhere."""
 
-    def __init__(self, replica: Replica, comparison: Comparing | None) -> None:
-        self._replica, self._comparison = replica, comparison
+    def __init__(self, replica: Replica, comparison: Comparing | None, *, alone: bool = False) -> None:
+        self._replica, self._comparison, self._alone = replica, comparison, alone
         self._default = torch.get_default_dtype()  # of one device, around what it computes by itself
         self._modules = ModuleWatch(replica.model)
         plan = replica.inner
@@ -119,6 +121,8 @@ class StepObserver:
         missing = tuple(number for number, each in enumerate(gradients.of_owned) if each is None)
         self.unused.add((self._replica.context.rank, self._replica.scope.turn.loss, missing))
         yield  # until all ranks of this process have computed theirs
+        if self._alone:
+            trim()
         self._computed, self._chunks = self._chunks, []
         self._replica.context.activity.enter("comparing", gradients.step)
         compared = self._comparison

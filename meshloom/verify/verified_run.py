@@ -182,7 +182,7 @@ class VerifiedRun:
         run, comparison = trainer.synchronous, self.comparison
         assert run is not None
         first = trainer.replicas[0]
-        observers = [StepObserver(each, comparison if each is first else None) for each in trainer.replicas]
+        observers = [StepObserver(each, comparison if each is first else None, alone=len(trainer.replicas) == 1) for each in trainer.replicas]  # fmt: skip
         run.observe(observers)
         with ExitStack() as attached:
             for observer in observers:

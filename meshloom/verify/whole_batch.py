@@ -15,6 +15,8 @@ from functools import reduce
 import torch
 from torch import nn
 
+from meshloom.machine.host_memory import free_bytes
+from meshloom.machine.process_memory import regained_bytes, trim
 from meshloom.verify.compared.compare_chunks import add_outputs, output_differs
 from meshloom.verify.reference.float64_blocks import distance, norm
 from meshloom.verify.reference.reference import Gradients, Reference
@@ -41,6 +43,16 @@ class WholeBatch:
     def equal(self) -> bool:
         """Whether any difference is rounding."""
         return not self.why
+
+
+def may_fit(reference: Reference) -> bool:
+    """Whether the whole batch is likely to fit into the memory of this host, by what the chunks have taken at their peak and given
+    back since; on a GPU True, which says so itself."""
+    if reference.device.type != "cpu" or reference.plan.num_chunks == 1:
+        return True
+    trim()
+    gradients = sum(each.nbytes for each in reference.gradients.values() if each is not None)
+    return reference.plan.num_chunks * regained_bytes() + gradients <= free_bytes()
 
 
 def compare_whole_batch(reference: Reference, tolerance: float) -> WholeBatch:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from meshloom.verify.between_steps.checks import TensorError
+from meshloom.verify.reference.float64_blocks import distance, norm
 from meshloom.verify.reference.mistakes import Cause
 
 _EXPLAINED = 0.03  # of the error, that may be left
@@ -44,15 +45,15 @@ class AverageErrors:
         self._begin = not self._averages
         for name, each in parameters.items():
             if each.requires_grad:
-                value = each.detach().to(torch.float64, copy=True)
                 known = self._averages.get(name)
                 if small:
                     if known is not None and name in self._before:
                         self._late[name] = self._decay * known + (1 - self._decay) * self._before[name]
-                    self._before[name] = value
-                self._averages[name] = (
-                    value if known is None else self._decay * known + (1 - self._decay) * value
-                )
+                    self._before[name] = each.detach().to(torch.float64, copy=True)
+                if known is None:
+                    self._averages[name] = each.detach().to(torch.float64, copy=True)
+                else:  # in place, as an embedding may be the largest tensor by far
+                    known.mul_(self._decay).add_(each.detach(), alpha=1 - self._decay)
 
     @contextmanager
     def in_place_of(self, parameters: Mapping[str, Tensor]) -> Iterator[None]:
@@ -72,8 +73,7 @@ class AverageErrors:
         if name not in self._averages:
             return
         expected = self._averages[name]
-        size = max(float(expected.norm()), torch.finfo(torch.float32).tiny)
-        error = float((ours.double() - expected).norm()) / size
+        error = distance(ours, expected) / max(norm(expected), torch.finfo(torch.float32).tiny)
         self.errors.append(
             TensorError(
                 name=name,
