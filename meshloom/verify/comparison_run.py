@@ -71,7 +71,7 @@ from meshloom.verify.tolerances.state_errors import (
     buffer_sizes,
     update_tolerances,
 )
-from meshloom.verify.whole_batch import WholeBatch, compare_whole_batch, may_fit
+from meshloom.verify.whole_batch import WholeBatch, compare_whole_batch
 
 
 def compare_here(job: Job, other: OneDevice) -> ComparisonRun:
@@ -125,9 +125,7 @@ class ComparisonRun(Comparing):
         if all(step.skipped for step in self._steps) and not reference.scale.overflowed:
             # the first with an update; the whole batch may not fit in memory, which may be why there are microbatches
             with suppress(torch.OutOfMemoryError):
-                self._whole = (
-                    compare_whole_batch(reference, self._comparer.modules) if may_fit(reference) else None
-                )
+                self._whole = compare_whole_batch(reference, self._comparer.modules)
         self._changed = frozenset(changed_buffers(reference))
         # after a difference the two have different parameters
         rounding = _rounding_of(reference, self._comparer, self._measured if self.passed else None)

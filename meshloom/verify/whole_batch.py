@@ -48,17 +48,19 @@ class WholeBatch:
 def may_fit(reference: Reference) -> bool:
     """Whether the whole batch is likely to fit into the memory of this host, by what the chunks have taken at their peak and given
     back since; on a GPU True, which says so itself."""
-    if reference.device.type != "cpu" or reference.plan.num_chunks == 1:
+    if reference.device.type != "cpu":
         return True
     trim()
     gradients = sum(each.nbytes for each in reference.gradients.values() if each is not None)
     return reference.plan.num_chunks * regained_bytes() + gradients <= free_bytes()
 
 
-def compare_whole_batch(reference: Reference, tolerance: float) -> WholeBatch:
-    """Rerun the reference's last step on its whole batch. To be called before its update."""
+def compare_whole_batch(reference: Reference, tolerance: float) -> WholeBatch | None:
+    """Rerun the reference's last step on its whole batch; None: that is not likely to fit. To be called before its update."""
     if reference.plan.num_chunks == 1:  # the same forward
         return WholeBatch(error=0.0, loss=reference.loss, why="")
+    if not may_fit(reference):
+        return None
     try:
         with whole_batch(reference) as (chunked, whole):
             error = _largest_error(reference.gradients, chunked)
