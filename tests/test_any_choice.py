@@ -64,6 +64,7 @@ def outcomes(
     return found
 
 
+@pytest.mark.covering("0")
 @pytest.mark.parametrize("names", QUARTERS, ids=range(4))
 def test_a_hundred_choices_equal_one_device(
     names: list[str], kept: Readings, monkeypatch: pytest.MonkeyPatch

@@ -118,7 +118,7 @@ def assert_equal(one: Path, other: Path) -> None:
 
 
 @pytest.mark.covering(
-    "mlp-dp=1", "mlp-dp=3,zero=2", "mlp-dp=2,zero=3", "mlp-tp=2", "mlp-dp=2,exchange=local_sgd,local_steps=2"
+    "mlp-dp=1", "mlp-dp=3,zero=2", "mlp-dp=2,zero=3", "mlp-dp=2,exchange=local_sgd,local_steps=2"
 )
 @pytest.mark.parametrize("plan", few(PLANS, 2))
 @pytest.mark.parametrize(

@@ -59,7 +59,7 @@ def in_halves(rates: dict[int, list[float]]) -> dict[int, list[float]]:
 
 
 @pytest.mark.long
-@pytest.mark.covering("dp=2,zero=1", "pp=2,microbatches=2")
+@pytest.mark.covering("dp=2,zero=1")
 @pytest.mark.parametrize(
     "plan", ["dp=1", "dp=2,zero=1", "dp=2,zero=3", "tp=2", "pp=2,microbatches=2", "dp=2,exchange=server"]
 )

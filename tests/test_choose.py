@@ -428,6 +428,7 @@ class DroppingGPT(gpt.GPT):
         self.blocks = nn.ModuleList(DroppingBlock() for _ in range(gpt.SMALL.blocks))
 
 
+@pytest.mark.slow
 def test_sequences_are_divided_where_links_start_quickly():
     """Half of norms, dropout and sums is saved; scatters and gathers instead of all-reduces start twice as
     many collectives of the same volume."""

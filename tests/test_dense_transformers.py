@@ -150,7 +150,7 @@ def step_of(dense: Dense) -> tuple[list[SentCollective], Mapping[str, str], Mapp
         return sent, paths, shares, again
 
 
-@pytest.mark.covering("vit")
+@pytest.mark.covering("llama")
 @pytest.mark.parametrize(
     "name",
     [name if name in ("llama", "vit") else pytest.param(name, marks=pytest.mark.slow) for name in DENSE],

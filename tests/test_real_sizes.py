@@ -100,7 +100,7 @@ def _wrong_at_a_seam(model: Any, batch: dict[str, Tensor]) -> Tensor:
     return model(input_ids=batch["input_ids"], labels=labels).loss
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_at_1024_tokens_rounding_is_far_below_the_tolerance_and_the_smallest_mistakes_are_above_it():
     """Rounding is another kernel for attention, which adds up otherwise: 0.11 of the tolerance. Each mistake is
     more than a thousand times it, in all 28 tensors."""

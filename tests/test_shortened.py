@@ -140,7 +140,7 @@ def test_memory_of_a_step_is_that_of_all_of_them(stack: Program, whole: Any, set
     assert found() == whole(found)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_what_stages_keep_is_what_all_of_their_blocks_keep(whole: Any):
     program = program_of(lambda: Stack(16, last))
     stages = cut_into_stages(

@@ -173,7 +173,7 @@ class Function(nn.Module):
     ],
     ids=["a norm", "the model", "a function"],
 )
-@pytest.mark.covering("a norm-tp", "a function-pp")
+@pytest.mark.covering("a norm-tp")
 def test_parts_that_run_as_written_have_right_gradients(model: Any, opaque: Any, plan: str):
     job = make_job("cnn", "sgd", batch_size=3, loss=class_loss, data=partial(images, 9))
     report: Any = verify(
