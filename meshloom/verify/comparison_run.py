@@ -31,6 +31,7 @@ from meshloom.verify.between_steps.checks import BetweenSteps, DifferingTensor, 
 from meshloom.verify.between_steps.saved_check import check_saved
 from meshloom.verify.causes.of_buffers import cause_of_buffer
 from meshloom.verify.causes.of_data import cause_of_data
+from meshloom.verify.causes.of_norms import parts_of_norm
 from meshloom.verify.causes.of_updates import KeptUpdate, other_update
 from meshloom.verify.causes.other_runs import whole_evidence
 from meshloom.verify.causes.values_at_start import held_by, other_at_start
@@ -245,7 +246,7 @@ class ComparisonRun(Comparing):
 
     def begin_averages(self) -> None:
         if self._averages and not self.reference.scale.overflowed:
-            self._averages.begin(self.reference.parameters)
+            self._averages.begin(self.reference.parameters, self.reference.before)
 
     def add_average(self, name: str, ours: Tensor) -> None:
         if self._averages:
@@ -268,8 +269,9 @@ class ComparisonRun(Comparing):
             of_update = of_update or other_update(self.differing, self.reference)
             of_buffer = cause_of_buffer(self.differing, self.reference)
             of_data = cause_of_data(ours, self.reference)
+            parts = parts_of_norm(self._kept.gradients) if self._kept and comparison.failed("norm") else {}
             self.causes = diagnose(
-                comparison, ours, self._reference_record, self._evidence, self._steps, of_averages, of_update, of_buffer, self._places, of_data
+                comparison, ours, self._reference_record, replace(self._evidence, parts=parts), self._steps, of_averages, of_update, of_buffer, self._places, of_data
             )  # fmt: skip
         self._steps.append(comparison)
         self._previous = dict(self._reference_record.gradients)

@@ -19,6 +19,7 @@ import torch
 from meshloom.core.plan import Plan
 from meshloom.core.units import plural
 from meshloom.verify.causes.of_gradients import from_gradients
+from meshloom.verify.causes.of_norms import from_norm
 from meshloom.verify.compared.compare import Comparison
 from meshloom.verify.compared.compare_chunks import filled, other_turn, wrong_number, wrong_settings
 from meshloom.verify.reference.mistakes import Cause, Evidence, subsample
@@ -77,7 +78,7 @@ def diagnose(
         what = f"All gradients are {common.multiple[0]:.8g} times one device's, each within its tolerance but all by the same factor"
         causes.append(Cause("scale", f"{what}: they are divided by a number that is slightly wrong."))
     elif not gradients:
-        causes += _from_norm(comparison, ours, reference, evidence) or _from_update(
+        causes += from_norm(comparison, ours, reference, evidence) or _from_update(
             comparison, ours, reference, evidence, earlier, of_update
         )
     if of_averages and not causes and not gradients:
@@ -156,16 +157,19 @@ def _from_draws(
     chunks, right = filled(ours.chunks), filled(reference.chunks)
     if plan.captures or plan.compiles:  # draws inside captured programs, or compiled ones, are not observed
         return
+    if plan.sync_batch_norm and len({len(each.draws) for each in right.values()}) > 1:
+        return  # one device does not know which of them are whose
     wrong = [
         index
         for index in chunks
         if index in right
-        and not plan.sync_batch_norm
         and chunks[index].data == right[index].data
         and chunks[index].draws != right[index].draws
     ]
     if wrong:
         why = "other random draws than on one device; they depend on something besides seed, step and chunk"
+        if plan.sync_batch_norm:
+            why = "other random draws than on one device: other rows than theirs of what all replicas draw together, or of another seed"
         counts = [(len(chunks[index].draws), len(right[index].draws)) for index in wrong]
         if plan.keyed_draws and counts[0][0] != counts[0][1]:
             why = (
@@ -253,30 +257,6 @@ def _from_missing(
         yield Cause("None or zero", f"{_names(extra)}: {what}.")
 
 
-def _from_norm(
-    comparison: Comparison, ours: StepRecord, reference: StepRecord, evidence: Evidence
-) -> list[Cause]:
-    """The gradients agree but their norm does not."""
-    norm, right = ours.gradient_norm, reference.gradient_norm
-    if not comparison.failed("norm") or norm is None or not right:
-        return []
-    of = f"The gradients agree, but their norm, by which they are clipped, is {norm:.6g} instead of {right:.6g}"
-    names = [name for name in evidence.tied if name in evidence.norms]
-    tied = sum(len(evidence.tied[name]) * evidence.norms[name] ** 2 for name in names)
-    if tied and math.isclose(norm, math.sqrt(right**2 + tied), rel_tol=1e-4):
-        return [Cause("tied", f"{of}: tied parameters ({_names(names)}) are counted once per name.")]
-    dp = evidence.plan.dp
-    why = "a part of the model is counted more than once"
-    if dp > 1 and any(math.isclose(norm, times * right, rel_tol=1e-4) for times in (dp, math.sqrt(dp))):
-        why = f"the norms of all dp = {dp} replicas are added, though their gradients are equal"
-    elif evidence.clip and math.isclose(norm, min(evidence.clip, right), rel_tol=1e-3):
-        why = "they are clipped already, or a second time"
-    elif norm < right:
-        parts = evidence.plan.pp > 1 or evidence.plan.tp > 1 or evidence.plan.zero > 0
-        why = f"a part of the model is left out{', such as parameters that other ranks own' if parts else ''}"
-    return [Cause("clipping", f"{of}: {why}.")]
-
-
 def _from_update(
     comparison: Comparison,
     ours: StepRecord,
@@ -306,7 +286,7 @@ def _from_update(
     if len(untrained) == len(names):
         what = "changed under the plan differently than on one device, without a gradient"
         return [Cause("optimizer", f"{_names(names)}: {what}.")]
-    found = _scaled_updates(comparison, names) or _rounded_updates(comparison, names, earlier)
+    found = _scaled_updates(comparison, names, reference) or _rounded_updates(comparison, names, earlier)
     if found is not None or of_update is not None:
         return [of_update or found]  # pyright: ignore[reportReturnType]
     if of_schedulers:
@@ -325,7 +305,7 @@ def _from_update(
     return [Cause(kind, sentence)]
 
 
-def _scaled_updates(comparison: Comparison, names: Sequence[str]) -> Cause | None:
+def _scaled_updates(comparison: Comparison, names: Sequence[str], reference: StepRecord) -> Cause | None:
     """Whether all wrong updates are one multiple of one device's."""
     found = [error.multiple for error in comparison.errors if error.kind == "update" and not error.passed]
     ratios = [each[0] for each in found if each is not None and each[1] < 0.1 * abs(each[0] - 1)]
@@ -339,10 +319,23 @@ def _scaled_updates(comparison: Comparison, names: Sequence[str]) -> Cause | Non
     why = "another learning rate, or a factor that is applied twice or not at all"
     if abs(ratio) < 1e-3:
         why = "these parameters are not updated, or have old values again"
+        if alone := _one_optimizers(names, reference):
+            why = f"these are all that {alone} updates, and no others: it makes no step, or is given no gradients"
     elif math.isclose(ratio, 2, rel_tol=1e-3):
         why = "the update is applied a second time, or the learning rate is doubled"
     what = f"The gradients agree, and the updates of {_names(names)} are {ratio:.4g} times one device's"
     return Cause("optimizer", f"{what}: {why}.")
+
+
+def _one_optimizers(names: Sequence[str], reference: StepRecord) -> str:
+    """The optimizer, or the group of one, of which these are all parameters that have gradients; "": there is none, or no other."""
+    of: dict[str, set[str]] = {}
+    for what, members in reference.groups.items():
+        trained = {name for name in members if reference.gradients.get(name) is not None}
+        for whole in (what.partition(" of ")[2], what):
+            of[whole] = of.get(whole, set()) | trained
+    everything = set[str]().union(*of.values())
+    return next((what for what, members in of.items() if members == set(names) != everything), "")
 
 
 def _rounded_updates(

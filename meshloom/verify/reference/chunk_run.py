@@ -21,6 +21,7 @@ from meshloom.core.moments.uncompiled import uncompiled
 from meshloom.core.plan import Plan
 from meshloom.core.random import KeyedDraws, chunk_seed, derive, mix_seed, preserved_draws, seed_everything
 from meshloom.verify.reference.chunks_of_plan import ReferenceForward, as_sum
+from meshloom.verify.reference.draws_of_rows import DrawsOfChunks, draws_by_rows
 from meshloom.verify.reference.loss_scaling import ReferenceScale
 from meshloom.verify.reference.observers import (
     CastWatch,
@@ -35,12 +36,13 @@ from meshloom.verify.reference.step_records import ChunkRecord, ModuleOutput
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkResult:
-    """What a forward computed, drew, output and logged. divisor: its gradients are those of the loss sum, divided by it, apart from a scale."""
+    """What a forward computed, drew, output and logged. draws: of each chunk in it, or of all of them as the first's.
+    divisor: its gradients are those of the loss sum, divided by it, apart from a scale."""
 
     loss_sum: float
     weight: float
     seed: int
-    draws: tuple[str, ...]
+    draws: tuple[tuple[str, ...], ...]
     modules: tuple[ModuleOutput, ...]
     divisor: float
     logged: Mapping[str, float] = field(default_factory=dict[str, float])
@@ -60,7 +62,7 @@ class LeftTensors:
             (each, {name for name, value in vars(each).items() if not _is_left(value)}) for _, each in own
         ]
         self._paths = [path for path, _ in own]
-        self._initial = self._now()
+        self._initial = self.now()
         self._found: dict[int, list[dict[str, Any]]] = {}
         self._left: dict[int, list[dict[str, Any]]] = {}
 
@@ -70,15 +72,18 @@ class LeftTensors:
 
     def put(self, key: int | None) -> None:
         """What a chunk finds; None: what is no chunk of a step."""
-        found = self._initial if key is None else self._found.get(key, self._initial)
-        for (module, _), now, values in zip(self._modules, self._now(), found, strict=True):
+        self.put_values(self._initial if key is None else self._found.get(key, self._initial))
+
+    def put_values(self, found: list[dict[str, Any]]) -> None:
+        """What `now` has given."""
+        for (module, _), now, values in zip(self._modules, self.now(), found, strict=True):
             for name in now.keys() - values.keys():
                 del vars(module)[name]
             vars(module).update({name: _copied(value) for name, value in values.items()})
 
     def take(self, key: int) -> None:
         """What a chunk has left, the first time that it runs in a step: further runs only ask."""
-        self._left.setdefault(key, self._now())
+        self._left.setdefault(key, self.now())
 
     def by_name(self) -> dict[str, dict[int, Any]]:
         """After a step: module's path and attribute -> key of a forward -> the newest value that it has left."""
@@ -89,7 +94,8 @@ class LeftTensors:
                     found.setdefault(f"{path}.{name}" if path else name, {})[key] = value
         return found
 
-    def _now(self) -> list[dict[str, Any]]:
+    def now(self) -> list[dict[str, Any]]:
+        """What is there, module by module."""
         return [
             {name: value for name, value in vars(module).items() if name not in others and _is_left(value)}
             for module, others in self._modules
@@ -132,6 +138,7 @@ class ChunkRun:
         self._job, self._model, self._device, self._dtype, self._watch = job, model, device, dtype, watch
         self.loss = job.loss  # of several the one whose turn it is
         self.norms = SingleSamples(right=plan.captures or plan.compiles)
+        self._by_rows = draws_by_rows(model)
         self.draws = 0  # losses whose turn it was before in the step
         self.left, self._generators = LeftTensors(model), own_generators(model)
         # step, key of a forward -> those whose seed it has
@@ -158,14 +165,16 @@ class ChunkRun:
             self._watch.start()
         self.left.put(forward.key)
         # Includes backward: activation checkpointing repeats forwards there and must draw the same numbers.
-        keyed = KeyedDraws(forward.rows, None if casts is None else draws) if self._keyed else nullcontext()
+        sizes = [len(samples) for _, samples in forward.members]
+        of_chunks = DrawsOfChunks(sizes) if len(sizes) > 1 and casts is not None and self._by_rows else None
+        keyed = of_chunks or KeyedDraws(forward.rows, None if casts is None else draws)
         moved = DrawWatch(self._device) if casts is not None and not self._keyed else None
         if moved:
             moved.start()
         with (
             default_dtype(self._dtype),
             casts or nullcontext(),
-            keyed,
+            keyed if self._keyed else nullcontext(),
             at_step(step),
             branches_as_written(),
             uncompiled(),
@@ -191,8 +200,9 @@ class ChunkRun:
         draws += moved.stop() if moved else ()
         modules = () if casts is None else self._watch.stop()
         total = float(loss_sum.detach())
+        drawn = tuple(map(tuple, of_chunks.of_chunks if of_chunks else [draws]))
         return ChunkResult(
-            loss_sum=total, weight=float(weight), seed=initial_seed, draws=tuple(draws), modules=modules, divisor=divisor,
+            loss_sum=total, weight=float(weight), seed=initial_seed, draws=drawn, modules=modules, divisor=divisor,
             logged={name: float(value) for name, value in logged.items()},
         )  # fmt: skip
 
@@ -200,13 +210,14 @@ class ChunkRun:
         """One record per chunk of the plan. Of the chunks in one forward, the first has its loss, draws
         and modules."""
         computed = result
-        for index, samples in forward.members:
+        for number, (index, samples) in enumerate(forward.members):
+            draws = result.draws[number] if number < len(result.draws) else ()
             data = digest_values(self.collate(samples, step, index))
             yield ChunkRecord(
                 index=index, samples=len(samples), weight=computed.weight, loss_sum=computed.loss_sum, data=data, seed=result.seed,
-                draws=computed.draws, modules=computed.modules, logged=computed.logged, told=step,
+                draws=draws, modules=computed.modules, logged=computed.logged, told=step,
             )  # fmt: skip
-            computed = replace(result, loss_sum=0.0, weight=0.0, draws=(), modules=(), logged={})
+            computed = replace(result, loss_sum=0.0, weight=0.0, modules=(), logged={})
 
     def collate(self, samples: Sequence[Any], *place: int, mixed_in: int | None = None) -> Any:
         """The batch of a chunk: of its samples, or of pairs of a sample and its partner if the job mixes. place: the step and the
