@@ -71,7 +71,7 @@ def _powers(actual: Gradients, right: Gradients, evidence: Evidence) -> tuple[st
         else:
             which = _listed({name: " and ".join(f"{base:g}^{each}" for each in of_each) for name, of_each in exponents.items()})  # fmt: skip
             why = "each is divided or multiplied by it a number of times of its own"
-            return f"by powers of {base:g}, {of} ({which}): {why}", found
+            return f", by powers of {base:g}, {of} ({which}): {why}", found
     return None
 
 
@@ -92,14 +92,13 @@ def _whole_numbers(factors: Mapping[str, float]) -> str:
         whole = abs(each) if abs(each) >= 1 else 1 / max(abs(each), 1e-300)
         if abs(each) >= _LOST and (whole > _WHOLE or abs(whole - round(whole)) > _OFF * whole):
             return ""
-    which = _listed({name: f"{_number(each)} times" for name, each in factors.items()})
-    return f"by factors of their own ({which}): each is divided or multiplied a number of times of its own"
+    which = _listed({name: _number(each) for name, each in factors.items()}, " times")
+    return f" ({which}): each is divided or multiplied a number of times of its own"
 
 
-def _listed(shown: Mapping[str, str]) -> str:
-    return ", ".join(f"{name} {each}" for name, each in [*shown.items()][:_SHOWN]) + (
-        ", ..." if len(shown) > _SHOWN else ""
-    )
+def _listed(shown: Mapping[str, str], unit: str = "") -> str:
+    first = ", ".join(f"{name} {each}" for name, each in [*shown.items()][:_SHOWN])
+    return f"{first}{unit}{', ...' if len(shown) > _SHOWN else ''}"
 
 
 def _number(factor: float) -> str:

@@ -62,9 +62,7 @@ def from_gradients(
         return [Cause("unknown", f"Unknown cause: the gradient of {names_of(broken)} is not finite.")]
     of_rows = [each.name for each in comparison.errors if each.name in actual and math.isinf(each.error)]
     if of_rows and not wrong.error:  # of sparse gradients
-        what = f"The gradient of {names_of(of_rows)} has the values of one device's, and other rows"
-        why = "rows count as used that no sample uses, or the other way round, and optimizers update those"
-        return [Cause("None or zero", f"{what}: {why}.", explains=True)]
+        return [_of_rows(of_rows, evidence)]
     rounding = min(each.tolerance for each in comparison.errors if each.kind == "loss")
     if comparison.first_output is None and not differing_chunks(comparison, ours, reference):
         # what changes a forward changes a loss
@@ -86,6 +84,24 @@ def from_gradients(
         or from_places(actual, right)
     )
     return [found] if found else mixture
+
+
+def _of_rows(names: Sequence[str], evidence: Evidence) -> Cause:
+    """names: of sparse gradients that have other rows."""
+    what = f"The gradient of {names_of(names)} has the values of one device's, and other rows"
+    lost, more = (
+        [row for name in names for row in evidence.rows.get(name, ((), ()))[side]] for side in (0, 1)
+    )
+    why = "rows count as used that no sample uses, or the other way round, and optimizers update those"
+    if more and not lost:
+        why = f"rows count as used that no sample uses ({_shown(more)}), and optimizers update those"
+    elif lost and not more:
+        why = f"rows that samples use are lost ({_shown(lost)}), and optimizers do not update those"
+    return Cause("None or zero", f"{what}: {why}.", explains=True)
+
+
+def _shown(rows: Sequence[int]) -> str:
+    return f"{len(rows)}, such as row {rows[0]}" if len(rows) > 1 else f"row {rows[0]}"
 
 
 def is_explained(
@@ -248,7 +264,7 @@ def _candidates(
         sentence = f"{who} clipped to {evidence.clip:g} before the exchange: clipped too early, or twice."
         yield Cause("clipping", sentence), lambda name: factor * right[name]
     elif (found := factors_of_each(actual, right, evidence)) is not None:
-        yield Cause("scale", f"{who} each a multiple of one device's, {found.what}."), found.expected
+        yield Cause("scale", f"{who} each a multiple of one device's{found.what}."), found.expected
     elif all_wrong or sum(map(torch.numel, right.values())) > _FEW:
         why = "they are lost" if abs(factor) < 1e-6 else "they are divided or multiplied by a wrong number"
         sentence = f"{who} {factor:.6g} times one device's: {why}."

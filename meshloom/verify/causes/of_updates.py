@@ -133,7 +133,10 @@ class KeptUpdate:
         gradient = self.gradients[name]
         if gradient is None or gradient.is_sparse:
             return
-        wrong = _differs(ours, right, self._copies[name].detach())
+        before = self._copies[name].detach()
+        wrong = _differs(ours, right, before)
+        if not bool((ours != before)[wrong].any()):  # of which gradients are one cause of several
+            return
         which = (
             f"{int(wrong.sum())} of the {wrong.numel()} elements" if not bool(wrong.all()) else "all elements"
         )
@@ -216,13 +219,15 @@ def _unmoved(differing: DifferingTensor | None, reference: Reference) -> Cause |
     ours, right, before = _sides(differing, reference)
     if differing is None or before is None:
         return None
-    wrong = _differs(ours, right, before)
-    if not bool(wrong.any()) or bool(wrong.all()) or bool((ours != before)[wrong].any()):
+    wrong, moved = _differs(ours, right, before), _differs(before, right, before)
+    if not bool(wrong.any()) or not bool((moved & ~wrong).any()) or bool((ours != before)[wrong].any()):
         return None
     numbers = wrong.reshape(-1).nonzero().reshape(-1).tolist()
     shown = ", ".join(map(str, numbers[:5])) + (", ..." if len(numbers) > 5 else "")
-    count = f"{len(numbers)} {'element' if len(numbers) == 1 else 'elements'}"
-    which = f"{count} of {differing.name} (number {shown}), which one device changes, have the values of before the update"
+    some = f"{len(numbers)} elements" if len(numbers) > 1 else "one element"
+    which = (
+        f"the update leaves {some} of {differing.name} (number {shown}) as before, which one device changes"
+    )
     why = "the optimizer is not given what gradients are there, or what it makes of these is lost"
     return Cause("optimizer", f"The gradients agree, and {which}: {why}.", explains=True)
 
@@ -233,13 +238,14 @@ def _shifted(differing: DifferingTensor | None, reference: Reference) -> Cause |
     if differing is None or before is None or ours.numel() < _MANY or ours.is_complex():
         return None
     step, own = ((each.double() - before.double()).reshape(-1) for each in (ours, right))
+    told = own.abs() > 10 * _ALIKE * own.abs().max()  # those near zero fit everything
     for places, which in ((1, "before"), (-1, "behind")):
-        beside = own.roll(places)
-        times = _common_ratio(step, beside)
-        found = (step - times * beside).abs() <= _ALIKE * abs(times) * own.abs().max()
-        plain = (step - _common_ratio(step, own) * own).abs() <= _ALIKE * step.abs().max()
-        told = own.abs() > 10 * _ALIKE * own.abs().max()  # as those near zero fit everything
-        if times and int(told.sum()) >= _MANY and float(found[told].double().mean()) > _MOST > 2 * float(plain[told].double().mean()):  # fmt: skip
+        times, found = _alike(step, own.roll(places))
+        _, plain = _alike(step, own)
+        share, of_own = (
+            float(each[told].double().mean()) if bool(told.any()) else 0.0 for each in (found, plain)
+        )
+        if times and int(told.sum()) >= _MANY and share > _MOST > 2 * of_own:
             much = "" if abs(times - 1) < _ALIKE else f"{times:.4g} times "
             what = f"The gradients agree, and {float(found.double().mean()):.0%} of the elements of the update of {differing.name} are {much}those one place {which} them"
             return Cause(
@@ -268,10 +274,11 @@ def _differs(ours: Tensor, right: Tensor, before: Tensor) -> Tensor:
     return (ours - right).abs() > torch.maximum(_ALIKE * moved, 4 * unit)
 
 
-def _common_ratio(one: Tensor, other: Tensor) -> float:
-    """How many times the other's elements the one's are, in the middle."""
+def _alike(one: Tensor, other: Tensor) -> tuple[float, Tensor]:
+    """How many times the other's elements the one's are, in the middle, and which of them are so many times."""
     told = other.abs() > 0.1 * other.abs().max()
-    return float((one[told] / other[told]).median()) if bool(told.any()) else 0.0
+    times = float((one[told] / other[told]).median()) if bool(told.any()) else 0.0
+    return times, (one - times * other).abs() <= _ALIKE * abs(times) * other.abs().max()
 
 
 def _change(optimizer: Any, way: _Way, rates: list[Any] | None) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,9 +20,16 @@ from meshloom.core.moments.branches import branches_as_written
 from meshloom.core.moments.current_step import at_step
 from meshloom.core.moments.uncompiled import uncompiled
 from meshloom.core.plan import Plan
-from meshloom.core.random import KeyedDraws, chunk_seed, derive, mix_seed, preserved_draws, seed_everything
+from meshloom.core.random import (
+    KeyedDraws,
+    chunk_seed,
+    derive,
+    digest_of_draw,
+    mix_seed,
+    preserved_draws,
+    seed_everything,
+)
 from meshloom.verify.reference.chunks_of_plan import ReferenceForward, as_sum
-from meshloom.verify.reference.draws_of_rows import DrawsOfChunks, draws_by_rows
 from meshloom.verify.reference.loss_scaling import ReferenceScale
 from meshloom.verify.reference.observers import (
     CastWatch,
@@ -138,7 +146,7 @@ class ChunkRun:
         self._job, self._model, self._device, self._dtype, self._watch = job, model, device, dtype, watch
         self.loss = job.loss  # of several the one whose turn it is
         self.norms = SingleSamples(right=plan.captures or plan.compiles)
-        self._by_rows = draws_by_rows(model)
+        self._by_rows = _draws_by_rows(model)
         self.draws = 0  # losses whose turn it was before in the step
         self.left, self._generators = LeftTensors(model), own_generators(model)
         # step, key of a forward -> those whose seed it has
@@ -238,3 +246,46 @@ class ChunkRun:
     def _collated(self, samples: Sequence[Any], *place: int) -> Any:
         seed_everything(derive(self._job.seed, "collate", *place))
         return (self._job.collate or default_collate)(list(samples))
+
+
+class DrawsOfChunks(KeyedDraws):
+    """Notes a digest of every chunk's rows of every draw. sizes: samples of the chunks, whose rows follow each other.
+
+    of_chunks: the digests, chunk by chunk.
+
+    >>> draws = DrawsOfChunks([1, 2])
+    >>> with draws:
+    ...     _ = torch.rand(3, 5)
+    >>> [len(each) for each in draws.of_chunks]
+    [1, 1]
+    """
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        super().__init__()
+        self._sizes = sizes
+        self.of_chunks: list[list[str]] = [[] for _ in sizes]
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        drawn = super().__torch_dispatch__(func, types, args, dict(kwargs or {}))
+        if torch.Tag.nondeterministic_seeded in func.tags and not (kwargs or {}).get("generator"):
+            start = 0
+            for seen, size in zip(self.of_chunks, self._sizes, strict=True):
+                seen.append(digest_of_draw(func, args, drawn, partial(self._rows, start=start, size=size)))
+                start += size
+        return drawn
+
+    def _rows(self, drawn: Tensor, start: int, size: int) -> Tensor:
+        total = sum(self._sizes)
+        if not drawn.ndim or drawn.shape[0] % total:
+            return drawn
+        of_sample = drawn.shape[0] // total
+        return drawn.narrow(0, start * of_sample, size * of_sample)
+
+
+def _draws_by_rows(model: nn.Module) -> bool:
+    """Whether samples are the first dimension of whatever its modules draw: masks between recurrent layers have them in the second one."""
+    return not any(
+        isinstance(each, nn.RNNBase) and each.dropout and each.num_layers > 1 for each in model.modules()
+    )
