@@ -40,7 +40,7 @@ def from_norm(
         why, part = "they are clipped already, or a second time", ""
     elif norm < right:
         parts = evidence.plan.pp > 1 or evidence.plan.tp > 1 or evidence.plan.zero > 0
-        owned = ", such as parameters that other ranks own" if parts and not part else ""
+        owned = ", such as parameters that other ranks own" if parts else ""
         why = f"a part of the model is left out{owned}"
     exactly = (
         f". Its square has {'less' if norm < right else 'more'}, by what is added to it by {part}"

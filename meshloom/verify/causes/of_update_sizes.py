@@ -31,7 +31,7 @@ def scaled_updates(comparison: Comparison, names: Sequence[str], reference: Step
     if abs(ratio) < 1e-3:
         why = "these parameters are not updated, or have old values again"
         if alone := _one_optimizers(names, reference):
-            why = f"these are all that {alone} updates, and no others: it makes no step, or is given no gradients"
+            why = f"these parameters are not updated, and they are all that {alone} updates: it makes no step, or is given no gradients"
     elif math.isclose(ratio, 2, rel_tol=1e-3):
         why = "the update is applied a second time, or the learning rate is doubled"
     what = f"The gradients agree, and the updates of {names_of(names)} are {ratio:.4g} times one device's"

@@ -87,7 +87,7 @@ edit(
         "With one elementwise optimizer and one that needs whole parameters, gradients are not "
         "fetched for the latter: its parameters (the matrices) are not updated."
     ),
-    says="these are all that optimizer 0 updates, and no others: it makes no step, or is given no gradients",
+    says="these parameters are not updated, and they are all that optimizer 0 updates: it makes no step, or is given no gradients",
     module="enc",
 )
 
