@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -176,9 +176,20 @@ def _ways_to_evaluate(wrong: WrongMetrics) -> Iterator[tuple[CauseKind, str, Num
         what = "those whose draws go on after those of the metric before, and do not begin anew"
         yield "same draws", what, wrong.numbers(anew=False)
         what = "those of forwards that find in attributes what the forward before on their replica has left there"
-        yield "buffers", what, wrong.numbers(goes_on=True)
+        for numbers in _if_possible(wrong, goes_on=True):
+            yield "buffers", what, numbers
         for what, told in _ways_to_tell(wrong.updates, _num_batches(wrong)):
-            yield "turns", f"those in which meshloom.step() is {what}", wrong.numbers(told=told)
+            for numbers in _if_possible(wrong, told=told):
+                yield "turns", f"those in which meshloom.step() is {what}", numbers
+
+
+def _if_possible(wrong: WrongMetrics, **others: Any) -> Iterator[Numbers]:
+    """One device's numbers; none where the job's own code refuses what is wrong, such as the state of a batch of another size."""
+    found: Numbers | None = None
+    with suppress(Exception):
+        found = wrong.numbers(**others)
+    if found is not None:
+        yield found
 
 
 def _num_batches(wrong: WrongMetrics) -> int:

@@ -264,7 +264,7 @@ def _sides(differing: DifferingTensor | None, reference: Reference) -> tuple[Ten
     before = reference.before.get(differing.name)
     if before is None or not before.shape == differing.plan.shape == differing.one_device.shape:
         return nothing, nothing, None
-    return differing.plan, differing.one_device, before.to(differing.plan)
+    return differing.plan, differing.one_device.to(differing.plan), before.to(differing.plan)
 
 
 def _differs(ours: Tensor, right: Tensor, before: Tensor) -> Tensor:

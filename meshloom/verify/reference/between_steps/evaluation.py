@@ -218,13 +218,15 @@ def _sums(
     if seeds:
         seed_everything(evaluation_seed(reference.job.seed, batch, chunk))
     reference.chunk_run.left.put_values(left) if left is not None else reference.chunk_run.left.put(None)
-    with (
-        at_step(updates),
-        KeyedDraws() if reference.plan.captures else nullcontext(),
-        torch.autocast(reference.device.type, lower, enabled=lower is not None),
-    ):
-        returned = _metrics(reference)[metric](reference.model, data)
-    put_numbers(reference.model, numbers)
+    try:
+        with (
+            at_step(updates),
+            KeyedDraws() if reference.plan.captures else nullcontext(),
+            torch.autocast(reference.device.type, lower, enabled=lower is not None),
+        ):
+            returned = _metrics(reference)[metric](reference.model, data)
+    finally:
+        put_numbers(reference.model, numbers)
     value, weight = returned if isinstance(returned, tuple) else (returned, None)
     if isinstance(value, Tensor) and value.dtype == torch.float16:
         value = value.float()  # whose largest number is 65504
