@@ -60,19 +60,38 @@ def test_what_schedulers_keep_is_a_setting_and_their_losses_may_be_rounded():
     assert [each["best of scheduler 0"] for each in settled.settings] == [2.0, 2.1]
 
 
-def test_averages_of_parameters_before_the_update_are_named():
+@pytest.mark.parametrize(
+    ("way", "says"),
+    [
+        ("late", "towards the parameters of before the update."),
+        ("missed", "they miss this update, and are as they were before it."),
+        ("again", "they have moved once more than there were updates."),
+    ],
+)
+def test_averages_that_move_otherwise_are_named(way: str, says: str):
     errors, parameter = AverageErrors(0.7), nn.Parameter(torch.arange(4.0))
-    values = [parameter.detach().clone()]
-    errors.begin({"w": parameter})
-    for _ in range(2):
-        with torch.no_grad():
-            parameter.add_(torch.tensor([1.0, -2.0, 0.5, 3.0]))
+    values: list[torch.Tensor] = []
+    for step in range(3):
         values.append(parameter.detach().clone())
-        errors.begin({"w": parameter})
-    first = 0.7 * values[0] + 0.3 * values[1]
-    errors.compare("w", 0.7 * first + 0.3 * values[1], 2, 1e-6)
+        with torch.no_grad():
+            parameter.add_(torch.tensor([1.0, -2.0, 0.5, 3.0]) * (step + 1))
+        errors.begin({"w": parameter}, {"w": values[-1]})
+    right = errors.values["w"]
+    before = 0.7 * values[1] + 0.3 * values[2]
+    now = parameter.detach()
+    ours = {"late": 0.7 * before + 0.3 * values[2], "missed": before, "again": 0.7 * right + 0.3 * now}
+    errors.compare("w", ours[way], 2, 1e-6)
     cause = errors.cause()
-    assert cause is not None and cause.sentence.endswith("towards the parameters of before the update.")
+    assert cause is not None and cause.sentence.endswith(says)
+
+
+def test_averages_that_begin_in_a_step_without_an_update_are_named():
+    errors, before = AverageErrors(0.7), torch.arange(4.0)
+    parameter = nn.Parameter(before + torch.tensor([1.0, -2.0, 0.5, 3.0]))
+    errors.begin({"w": parameter}, {"w": before})
+    errors.compare("w", 0.7 * before + 0.3 * parameter.detach(), 0, 1e-6)
+    cause = errors.cause()
+    assert cause is not None and "in a step that made no update" in cause.sentence
 
 
 @pytest.mark.parametrize(

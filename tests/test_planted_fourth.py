@@ -12,9 +12,8 @@ from tests.planted.fourth import FOURTH
 
 NOT_CAUGHT: dict[str, str] = {}
 NOT_NAMED: dict[str, str] = {
-    "sparse_counts_of_first": "that a gradient has other rows is said; whether some are lost or too many, and where, is not",
+    "sparse_counts_of_first": "a row that no sample uses is said, not that others are dropped, which shows in other steps",
     "later_stage_draws_again": "the first output of a stage that differs is said: draws are one of three reasons, in the second cause",
-    "average_not_lent": "the output of the head is said, not that the tied weight is another one there",
     "padding_not_shifted": "the part of the weight is said, not that it is the padding's row; that the programs are right is wrong",
     "class_weight_in_backward": "the first wrong gradient is said to be that of flatten, which the loss's backward returns",
     "shared_heads_not_summed": "a forward that differs by rounding is taken for the cause, and the programs for right",
@@ -22,14 +21,7 @@ NOT_NAMED: dict[str, str] = {
     "text_values_any": "which parts are used and which are not is said, not that a program is used for another text",
     "python_draws_of_first": "draws are one of three reasons",
     "pool_not_sorted": "unknown: gradients of other parameters are not tried",
-    "ema_on_skip": "averages are said, with moving without an update as one of three reasons",
     "mix_unseeded": "data is said, with draws of mix as one of many reasons",
-    "rows_uneven": "the module is said, and draws as one of several reasons",
-    "step_in_metrics": "the metric's number is said, not that it is given another step",
-    "carried_into_evaluation": "the layer is said, not that it goes on from another batch's state",
-    "closure_draws": "an optimizer's state or schedule is said to be wrong",
-    "stale_bucket": "the factor is said, with a bucket that is reduced twice as the reason",
-    "hooks_lost": "the factor of the hook is said, not that a hook is lost",
 }
 NOT_PLACED: dict[str, str] = {
     "last_bucket_undivided": "all of the bucket are equally wrong; said is the one whose gradient comes first",
@@ -47,7 +39,6 @@ NOT_PLACED: dict[str, str] = {
     "carried_into_evaluation": "said is rnn.gru, the layer within rnn",
     "closure_draws": "all updates are other ones; said is the first of them",
     "same_masks_each_step": "no module is said: both sides draw alike",
-    "rows_joined_backwards": "the attribute rnn.hidden is said in a line of its own, which has no first module",
 }
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -256,7 +256,7 @@ class KeyedDraws(TorchDispatchMode):
         seed_torch(derive(torch.default_generator.initial_seed(), "next"))
         drawn = _draw(func, args, kwargs, self.rows, self._recurrent.dim if self._recurrent else 0)
         if self.seen is not None:
-            self.seen.append(_digest(func, args, drawn))
+            self.seen.append(digest_of_draw(func, args, drawn))
         return drawn
 
 
@@ -367,14 +367,19 @@ def _draw_row_by_row(func: Any, args: Sequence[Any], kwargs: dict[str, Any], row
     return args[0] if func is torch.ops.aten.rrelu_with_noise_.default else drawn
 
 
-def _digest(func: Any, args: Sequence[Any], drawn: Any) -> str:
-    """A digest of the draw alone: of a dropout's mask and not of its output, which differs by rounding."""
+def digest_of_draw(
+    func: Any, args: Sequence[Any], drawn: Any, cut: Callable[[Tensor], Tensor] = lambda value: value
+) -> str:
+    """A digest of the draw alone: of a dropout's mask and not of its output, which differs by rounding. cut: what of it counts."""
     results = drawn if isinstance(drawn, tuple | list) else [drawn]
     outputs = [value for value in results if isinstance(value, Tensor)]
     parts = [value for value in outputs if value.dtype == torch.bool] or outputs
     inputs = [value for value in args if isinstance(value, Tensor) and value.is_floating_point()]
-    if parts is outputs and func not in _DRAWS_ALONE and any(value is not drawn for value in inputs):
-        # computed from a tensor, with its rounding: only the shapes are comparable
+    is_computed = (
+        parts is outputs and func not in _DRAWS_ALONE and any(value is not drawn for value in inputs)
+    )
+    parts = [cut(value) for value in parts]
+    if is_computed:  # from a tensor, with its rounding: only the shapes are comparable
         return f"{func} {[list(value.shape) for value in parts]}"
     digest = hashlib.blake2b(digest_size=8)
     for part in parts:

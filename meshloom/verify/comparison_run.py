@@ -27,10 +27,11 @@ from meshloom.core.moments.by_metric import those_by_metric
 from meshloom.core.plan import Plan
 from meshloom.verify.against_float64 import AgainstFloat64, FromFloat64
 from meshloom.verify.between_steps.averages import AverageErrors
-from meshloom.verify.between_steps.checks import BetweenSteps, DifferingTensor, TensorError
+from meshloom.verify.between_steps.checks import BetweenSteps, FirstDiffering, TensorError
 from meshloom.verify.between_steps.saved_check import check_saved
 from meshloom.verify.causes.of_buffers import cause_of_buffer
 from meshloom.verify.causes.of_data import cause_of_data
+from meshloom.verify.causes.of_norms import parts_of_norm
 from meshloom.verify.causes.of_updates import KeptUpdate, other_update
 from meshloom.verify.causes.other_runs import whole_evidence
 from meshloom.verify.causes.values_at_start import held_by, other_at_start
@@ -42,6 +43,7 @@ from meshloom.verify.comparing import Comparing, ComparisonResult, OneDevice
 from meshloom.verify.diagnose import diagnose
 from meshloom.verify.reference.between_steps.evaluation import EvaluatedChunk
 from meshloom.verify.reference.between_steps.positions import go_to
+from meshloom.verify.reference.float64_blocks import other_rows
 from meshloom.verify.reference.mistakes import Cause, Evidence, subsample
 from meshloom.verify.reference.reference import (
     Gradients,
@@ -91,7 +93,7 @@ class ComparisonRun(Comparing):
         self._comparer = _comparer_of(reference)
         self._steps: list[Comparison] = []
         self.causes: Sequence[Cause] = ()
-        self.differing: DifferingTensor | None = None
+        self._differing = FirstDiffering()
         self._whole: WholeBatch | None = None
         self._averages = AverageErrors(reference.job.average) if reference.job.average is not None else None
         self._previous: Gradients | None = None  # subsampled
@@ -108,6 +110,7 @@ class ComparisonRun(Comparing):
         self._evidence: Evidence
         self._evaluation: ComparedEvaluation  # the newest
         self.subsampled: Gradients = {}  # the plan's gradients in this step
+        self._rows: dict[str, tuple[Sequence[int], Sequence[int]]] = {}  # of wrong sparse ones, in this step
         self._edge = RangeEdge(reference)
         self._kept: KeptUpdate | None = None
         self._places: dict[str, str] = {}  # digest of a chunk's data -> where that was, on one device
@@ -134,7 +137,7 @@ class ComparisonRun(Comparing):
         self._gradients = GradientErrors(
             reference.gradients, reference.step, rounding, factor, self._known.setdefault(reference.turn.name, KnownEffects())
         )  # fmt: skip
-        self.subsampled = {}
+        self.subsampled, self._rows = {}, {}
 
     def _measured(self) -> Mapping[str, float]:
         """How far rounding moves the gradients of this step; and once, how far buffers, relative to their size."""
@@ -180,15 +183,18 @@ class ComparisonRun(Comparing):
         if found.passed:
             self.reference.replace_gradient(name, ours)
         else:
-            self._keep_first(found, ours, self.reference.gradients.get(name))
+            self._rows[name] = other_rows(ours, self.reference.gradients.get(name))
+            self._differing.keep(found, ours, self.reference.gradients.get(name))
 
     def update(self) -> None:
         """Update the reference after all gradients have arrived. If some differ, collect evidence first,
         while the parameters are still those of the gradients."""
         reference, comparer = self.reference, self._comparer
         if self._edge.settle() and self.passed:
-            self.differing = None
-        self._evidence = initial_evidence(reference, self._gradients.norms, self._previous)
+            self._differing = FirstDiffering()
+        self._evidence = replace(
+            initial_evidence(reference, self._gradients.norms, self._previous), rows=self._rows
+        )
         if self.passed and not all(error.passed for error in self._gradient_errors()):
             self._evidence = whole_evidence(
                 reference, self._evidence, self._gradient_errors(), self.subsampled, self._comparer.values
@@ -208,15 +214,9 @@ class ComparisonRun(Comparing):
     def add_state(self, name: str, ours: Tensor) -> None:
         compared = self._state.compare(name, self.reference.updated.settled(name, ours))
         if wrong := next((error for error in compared if not error.passed), None):
-            self._keep_first(wrong, ours, held_by(self.reference, name))
+            self._differing.keep(wrong, ours, held_by(self.reference, name))
         elif compared:
             replace_value(self.reference, name, ours)
-
-    def _keep_first(self, error: TensorError, ours: Tensor | None, right: Tensor | None) -> None:
-        """Keep the first tensor that differs, of both sides."""
-        if self.differing is None and ours is not None and right is not None:
-            plan, other = (each.detach().to_dense().clone() for each in (ours, right))
-            self.differing = DifferingTensor(name=error.name, kind=error.kind, step=error.step, plan=plan, one_device=other)  # fmt: skip
 
     def go_to(self, step: int) -> None:
         go_to(self.reference, step)
@@ -245,7 +245,7 @@ class ComparisonRun(Comparing):
 
     def begin_averages(self) -> None:
         if self._averages and not self.reference.scale.overflowed:
-            self._averages.begin(self.reference.parameters)
+            self._averages.begin(self.reference.parameters, self.reference.before)
 
     def add_average(self, name: str, ours: Tensor) -> None:
         if self._averages:
@@ -264,12 +264,15 @@ class ComparisonRun(Comparing):
             self._from_float64, self._against = self._against.result(*comparison.loss), None
         if not comparison.passed and self.passed:
             of_averages = self._averages.cause() if self._averages else None
-            of_update = self._kept.cause(self.differing, self._reference_record) if self._kept else None
-            of_update = of_update or other_update(self.differing, self.reference)
-            of_buffer = cause_of_buffer(self.differing, self.reference)
+            of_update = (
+                self._kept.cause(self._differing.clear, self._reference_record) if self._kept else None
+            )
+            of_update = of_update or other_update(self._differing.clear, self.reference)
+            of_buffer = cause_of_buffer(self._differing.first, self.reference)
             of_data = cause_of_data(ours, self.reference)
+            parts = parts_of_norm(self._kept.gradients) if self._kept and comparison.failed("norm") else {}
             self.causes = diagnose(
-                comparison, ours, self._reference_record, self._evidence, self._steps, of_averages, of_update, of_buffer, self._places, of_data
+                comparison, ours, self._reference_record, replace(self._evidence, parts=parts), self._steps, of_averages, of_update, of_buffer, self._places, of_data
             )  # fmt: skip
         self._steps.append(comparison)
         self._previous = dict(self._reference_record.gradients)
@@ -278,7 +281,7 @@ class ComparisonRun(Comparing):
     def result(self) -> ComparisonResult:
         return ComparisonResult(
             steps=self._steps, causes=self.causes, whole=self._whole, comparer=self._comparer,
-            from_float64=self._from_float64, differing=self.differing,
+            from_float64=self._from_float64, differing=self._differing.first,
         )  # fmt: skip
 
 

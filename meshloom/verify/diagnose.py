@@ -14,20 +14,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
-import torch
-
 from meshloom.core.plan import Plan
 from meshloom.core.units import plural
 from meshloom.verify.causes.of_gradients import from_gradients
+from meshloom.verify.causes.of_norms import from_norm
+from meshloom.verify.causes.of_update_sizes import rounded_updates, scaled_updates
 from meshloom.verify.compared.compare import Comparison
 from meshloom.verify.compared.compare_chunks import filled, other_turn, wrong_number, wrong_settings
 from meshloom.verify.reference.mistakes import Cause, Evidence, subsample
 from meshloom.verify.reference.step_records import NOT_ROUNDED, StepRecord, seed_key
 
 _NOWHERE: Mapping[str, str] = {}
-_LARGEST, _ALIKE = 1e-2, 8  # what rounding may leave of an update; times the least of several
 _OF_INPUTS = ("stale", "buffers")  # causes of what a forward is given, which explain missing gradients, too
-_COMMON = 0.7  # of what is left, that may be a multiple which all have in common
 
 
 def diagnose(
@@ -77,7 +75,7 @@ def diagnose(
         what = f"All gradients are {common.multiple[0]:.8g} times one device's, each within its tolerance but all by the same factor"
         causes.append(Cause("scale", f"{what}: they are divided by a number that is slightly wrong."))
     elif not gradients:
-        causes += _from_norm(comparison, ours, reference, evidence) or _from_update(
+        causes += from_norm(comparison, ours, reference, evidence) or _from_update(
             comparison, ours, reference, evidence, earlier, of_update
         )
     if of_averages and not causes and not gradients:
@@ -156,16 +154,19 @@ def _from_draws(
     chunks, right = filled(ours.chunks), filled(reference.chunks)
     if plan.captures or plan.compiles:  # draws inside captured programs, or compiled ones, are not observed
         return
+    if plan.sync_batch_norm and len({len(each.draws) for each in right.values()}) > 1:
+        return  # one device does not know which of them are whose
     wrong = [
         index
         for index in chunks
         if index in right
-        and not plan.sync_batch_norm
         and chunks[index].data == right[index].data
         and chunks[index].draws != right[index].draws
     ]
     if wrong:
         why = "other random draws than on one device; they depend on something besides seed, step and chunk"
+        if plan.sync_batch_norm:
+            why = "other random draws than on one device: other rows than theirs of what all replicas draw together, or of another seed"
         counts = [(len(chunks[index].draws), len(right[index].draws)) for index in wrong]
         if plan.keyed_draws and counts[0][0] != counts[0][1]:
             why = (
@@ -253,30 +254,6 @@ def _from_missing(
         yield Cause("None or zero", f"{_names(extra)}: {what}.")
 
 
-def _from_norm(
-    comparison: Comparison, ours: StepRecord, reference: StepRecord, evidence: Evidence
-) -> list[Cause]:
-    """The gradients agree but their norm does not."""
-    norm, right = ours.gradient_norm, reference.gradient_norm
-    if not comparison.failed("norm") or norm is None or not right:
-        return []
-    of = f"The gradients agree, but their norm, by which they are clipped, is {norm:.6g} instead of {right:.6g}"
-    names = [name for name in evidence.tied if name in evidence.norms]
-    tied = sum(len(evidence.tied[name]) * evidence.norms[name] ** 2 for name in names)
-    if tied and math.isclose(norm, math.sqrt(right**2 + tied), rel_tol=1e-4):
-        return [Cause("tied", f"{of}: tied parameters ({_names(names)}) are counted once per name.")]
-    dp = evidence.plan.dp
-    why = "a part of the model is counted more than once"
-    if dp > 1 and any(math.isclose(norm, times * right, rel_tol=1e-4) for times in (dp, math.sqrt(dp))):
-        why = f"the norms of all dp = {dp} replicas are added, though their gradients are equal"
-    elif evidence.clip and math.isclose(norm, min(evidence.clip, right), rel_tol=1e-3):
-        why = "they are clipped already, or a second time"
-    elif norm < right:
-        parts = evidence.plan.pp > 1 or evidence.plan.tp > 1 or evidence.plan.zero > 0
-        why = f"a part of the model is left out{', such as parameters that other ranks own' if parts else ''}"
-    return [Cause("clipping", f"{of}: {why}.")]
-
-
 def _from_update(
     comparison: Comparison,
     ours: StepRecord,
@@ -306,73 +283,31 @@ def _from_update(
     if len(untrained) == len(names):
         what = "changed under the plan differently than on one device, without a gradient"
         return [Cause("optimizer", f"{_names(names)}: {what}.")]
-    found = _scaled_updates(comparison, names) or _rounded_updates(comparison, names, earlier)
+    found = scaled_updates(comparison, names, reference) or rounded_updates(comparison, names, earlier)
     if found is not None or of_update is not None:
         return [of_update or found]  # pyright: ignore[reportReturnType]
     if of_schedulers:
         return of_schedulers
+    again = ", or its further evaluations of the loss in the step are others" if evidence.has_closures else ""
+    if early := [name for name in untrained if name in (evidence.frozen or ())]:
+        what = f"The gradients agree, and {_names(early)} change, which the job freezes in this step and which have no gradients"
+        why = "what updates them takes it for another step"
+        if again:
+            why = "further evaluations of the loss, which the optimizer asks for, are as of another step, or freeze nothing"
+        return [Cause("optimizer", f"{what}: {why}.", explains=True)]
     some = f"those of {_names(names)}" if len(names) < len(reference.gradients) else "all of them"
     if earlier:
         when = f"The gradients agree, and so did all updates until step {comparison.step}, where updates differ ({some})"
         why = "the optimizer's state or schedule is wrong, such as the state of another rank or parameter"
-        return [Cause("optimizer", f"{when}: {why}.")]
+        other = f"or it is given other gradients than those that were compared{again}"
+        return [Cause("optimizer", f"{when}: {why}, {other}.")]
     clipped = evidence.clip is not None and (reference.gradient_norm or 0.0) > evidence.clip
     hint = "the optimizer has other settings or other parameters, or is given other gradients than those that were compared"
     if clipped:
         hint = "clipped to another norm, or the optimizer has other settings, or is given other gradients than those that were compared"
     kind = "clipping" if clipped and len(names) > 1 else "optimizer"
-    sentence = f"The gradients agree but the updates differ from the first step on ({some}): {hint}."
+    sentence = f"The gradients agree but the updates differ from the first step on ({some}): {hint}{again}."
     return [Cause(kind, sentence)]
-
-
-def _scaled_updates(comparison: Comparison, names: Sequence[str]) -> Cause | None:
-    """Whether all wrong updates are one multiple of one device's."""
-    found = [error.multiple for error in comparison.errors if error.kind == "update" and not error.passed]
-    ratios = [each[0] for each in found if each is not None and each[1] < 0.1 * abs(each[0] - 1)]
-    if (
-        not found
-        or len(ratios) < len(found)
-        or max(ratios) - min(ratios) > 1e-3 * max(1.0, *map(abs, ratios))
-    ):
-        return None
-    ratio = ratios[0]
-    why = "another learning rate, or a factor that is applied twice or not at all"
-    if abs(ratio) < 1e-3:
-        why = "these parameters are not updated, or have old values again"
-    elif math.isclose(ratio, 2, rel_tol=1e-3):
-        why = "the update is applied a second time, or the learning rate is doubled"
-    what = f"The gradients agree, and the updates of {_names(names)} are {ratio:.4g} times one device's"
-    return Cause("optimizer", f"{what}: {why}.")
-
-
-def _rounded_updates(
-    comparison: Comparison, names: Sequence[str], earlier: Sequence[Comparison]
-) -> Cause | None:
-    """Whether all wrong updates are one device's but for what rounding leaves: about the same part of each, in no direction that they have in
-    common, and no less in the steps before, which passed."""
-    wrong = [error for error in comparison.errors if error.kind == "update" and not error.passed]
-    known = [(error.elements, *error.multiple) for error in wrong if error.multiple]
-    off = [math.hypot(times - 1, rest) for _, times, rest in known]
-    if not off or len(off) < len(wrong) or max(off) > min(_LARGEST, _ALIKE * min(off)):
-        return None
-    typical = math.sqrt(max(off) * min(off))
-    # of a few elements the multiple is off by chance
-    common = sum(elements * (times - 1) for elements, times, _ in known) / sum(each[0] for each in known)
-    before = [
-        error.error
-        for step in earlier
-        if not step.skipped
-        for error in step.errors
-        if error.kind == "update" and error.name in {each.name for each in wrong}
-    ]
-    if abs(common) > _COMMON * typical or min(before, default=typical) < min(off) / _ALIKE:
-        return None
-    what = f"The gradients agree, and elements of the updates of {_names(names)} differ by about {typical:.0e} of their size, in no direction"
-    for dtype in (torch.bfloat16, torch.float16):
-        if 0.05 * torch.finfo(dtype).eps < typical < 0.6 * torch.finfo(dtype).eps:
-            name = str(dtype).removeprefix("torch.")
-            return Cause("rounding", f"{what}, as rounding to {name} makes of them.")
-    return None
 
 
 def _figures(ours: StepRecord, reference: StepRecord, failed: Sequence[str]) -> str:

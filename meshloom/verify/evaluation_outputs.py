@@ -23,7 +23,7 @@ from meshloom.replica.replica_state import replicated_state
 from meshloom.train.trainer import Trainer
 from meshloom.verify.between_steps.checks import BetweenSteps
 from meshloom.verify.between_steps.evaluation_causes import metric_error
-from meshloom.verify.compared.compare_evaluation import PlanEvaluation, SeenMetric
+from meshloom.verify.compared.compare_evaluation import LentParameters, PlanEvaluation, SeenMetric
 from meshloom.verify.compared.compared_evaluation import MODE, TRAINED
 from meshloom.verify.comparing import Comparing
 from meshloom.verify.reference.between_steps.evaluation import EvaluatedChunk, MetricPlace
@@ -56,6 +56,7 @@ def evaluate_plan(trainer: Trainer) -> PlanEvaluation:
     run.evaluation.step_schedulers(ours[0])
     of_ranks = _collected(trainer, [[each] for each in zip(changed, ours, strict=True)])
     chunks = _collected(trainer, [[asdict(each) for each in observer.chunks()] for observer in observers])
+    lent = _collected(trainer, [[asdict(observer.lent)] if observer.lent else [] for observer in observers])
     watched = _collected(
         trainer, [[[asdict(place), each.to_dict()] for place, each in of.seen] for of in modules]
     )
@@ -63,6 +64,7 @@ def evaluate_plan(trainer: Trainer) -> PlanEvaluation:
     return PlanEvaluation(
         what=f"the evaluation{what} after step {trainer.next_step - 1}", metrics=ours[0], batches=batches, chunks=_added(chunks),
         watched=[(MetricPlace(**place), SeenMetric.from_dict(each)) for place, each in watched],
+        lent=[LentParameters(**each) for each in lent],
         changed=list(dict.fromkeys(name for names, _ in of_ranks for name in names)),
         disagree=list(_disagreements([metrics for _, metrics in of_ranks])),
     )  # fmt: skip
@@ -147,10 +149,13 @@ def _added(said: Sequence[Any]) -> list[EvaluatedChunk]:
 
 
 class _Chunks:
-    """An `EvaluationObserver` of what each chunk of a rank gives."""
+    """An `EvaluationObserver` of what each chunk of a rank gives. lent: what it has in the first metric of what ranks along pp share; None: it shares
+    nothing, or slices of it alone."""
 
     def __init__(self, replica: Replica) -> None:
         place = replica.context.place
+        self._replica, self._before = replica, _lent(replica)
+        self.lent: LentParameters | None = None
         # the other ranks along tp have the same, and those along pp, where they do not run stages
         self._speaks = not place.tp and (not place.pp or isinstance(replica.engine, ProgramEngine))
         self._data: dict[tuple[int, int], str] = {}
@@ -161,6 +166,12 @@ class _Chunks:
     def metric(self, chunk: Chunk, name: str, data: Any, sums: Tensor) -> Iterator[Visit | None]:
         """Around each metric."""
         key = chunk.step, chunk.index
+        if self.lent is None and self._before:
+            place, holders = self._replica.context.place, self._replica.engine.holders or {}
+            self.lent = LentParameters(
+                rank=place.pp, alike=[place.dp, place.tp], holders={each: holders[each] for each in self._before},
+                seen=_lent(self._replica), before=self._before,
+            )  # fmt: skip
         if key not in self._data:
             self._data[key] = altered_digest(chunk.data, data) or digest_values(chunk.data)
             self._seeds[key] = torch.initial_seed()
@@ -176,6 +187,18 @@ class _Chunks:
             for key, sums in self._sums.items()
             if self._speaks
         ]
+
+
+def _lent(replica: Replica) -> dict[str, str]:
+    """Digests of the parameters on this rank that others along pp hold, too."""
+    holders = replica.engine.holders or {}
+    if replica.inner.zero == 3:  # of which ranks hold slices between forwards
+        return {}
+    return {
+        name: str(digest(each))
+        for name, each in replica.model.named_parameters()
+        if len(holders.get(name, ())) > 1 and not each.is_meta
+    }
 
 
 class _Both:

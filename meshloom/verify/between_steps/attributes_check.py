@@ -21,10 +21,11 @@ from meshloom.verify.reference.reference import Reference
 @dataclass(frozen=True, kw_only=True)
 class AttributeDifferences:
     """same_chunks: whether both checkpoints are of the same chunks, so that their tensors have the same keys. facts: what is wrong, a
-    sentence each. begun_without: attributes of which the other one may have nothing, and has nothing."""
+    sentence each. differing: the attributes that are. begun_without: attributes of which the other one may have nothing, and has nothing."""
 
     same_chunks: bool
     facts: Sequence[str]
+    differing: Sequence[str] = ()
     begun_without: Sequence[str] = ()
 
 
@@ -63,11 +64,13 @@ def check_attributes(
 def differing_attributes(one: Checkpoint, two: Checkpoint) -> AttributeDifferences:
     """What `two`, which goes on from `one` without a step, perhaps under another plan, has made of it."""
     a, b = _values(one), _values(two)
-    facts = [f"{name} is {b['numbers'].get(name)} instead of {value}." for name, value in a["numbers"].items() if b["numbers"].get(name) != value]  # fmt: skip
+    differing = [name for name, value in a["numbers"].items() if b["numbers"].get(name) != value]
+    facts = [f"{name} is {b['numbers'].get(name)} instead of {a['numbers'][name]}." for name in differing]
     rows, rows_after = a["rows"], b["rows"]
     if rows == rows_after:
-        facts += [f"{name} is another value." for name, each in a["tensors"].items() if b["tensors"].get(name) != each]  # fmt: skip
-        return AttributeDifferences(same_chunks=True, facts=facts)
+        others = [name for name, each in a["tensors"].items() if b["tensors"].get(name) != each]
+        facts += [f"{name} is another value." for name in others]
+        return AttributeDifferences(same_chunks=True, facts=facts, differing=[*differing, *others])
     if sum(rows) != sum(rows_after):
         facts.append(f"Its chunks have {rows_after} rows, and were saved with {rows}.")
     begun_without: list[str] = []
@@ -77,6 +80,7 @@ def differing_attributes(one: Checkpoint, two: Checkpoint) -> AttributeDifferenc
             begun_without.append(name)
             if name in b["tensors"]:
                 facts.append(f"{name} goes on, and which of its dimensions is the batch's is in doubt.")
+                differing.append(name)
             continue
         before = _whole(one, name, rows, dims)
         after = _whole(two, name, rows_after, dims) if name in b["tensors"] else []
@@ -85,7 +89,10 @@ def differing_attributes(one: Checkpoint, two: Checkpoint) -> AttributeDifferenc
         }
         if len(kinds) > 1 or len(before) != len(after) or not all(map(same_bits, before, after)):
             facts.append(f"{name} has other rows.")
-    return AttributeDifferences(same_chunks=False, facts=facts, begun_without=begun_without)
+            differing.append(name)
+    return AttributeDifferences(
+        same_chunks=False, facts=facts, differing=differing, begun_without=begun_without
+    )
 
 
 def _values(saved: Checkpoint) -> Mapping[str, Any]:

@@ -13,7 +13,7 @@ from meshloom.verify.reference.float64_blocks import distance, norm
 from meshloom.verify.reference.mistakes import Cause
 
 _EXPLAINED = 0.03  # of the error, that may be left
-_SMALL = 2**22  # parameters of a model of which those of the step before are kept
+_SMALL = 2**22  # parameters of a model of which averages of the step before are kept
 
 
 class AverageErrors:
@@ -26,9 +26,10 @@ class AverageErrors:
         self._parameters: Mapping[str, Tensor] = {}
         self._moved: dict[str, tuple[float, float]] = {}  # of wrong ones: times of the way, what is left
         self._begin = True  # in the first update
-        # averages with the parameters of the step before in place of this one's, and those parameters
-        self._late, self._before = dict[str, Tensor](), dict[str, Tensor]()
-        self._are_late: list[bool] = []  # of wrong ones
+        self._start: Mapping[str, Tensor] = {}  # parameters before the update
+        self._earlier: dict[str, Tensor] = {}  # averages of the step before
+        # of wrong ones, which of `_other_ways` give it
+        self._ways: list[set[str]] = []
         # of wrong ones: the share of elements that are the parameter's; 0.0: others are wrong, too
         self._replaced: list[float] = []
 
@@ -37,23 +38,22 @@ class AverageErrors:
         """By name, in float64."""
         return self._averages
 
-    def begin(self, parameters: Mapping[str, Tensor]) -> None:
-        """After a step's update. parameters: one device's."""
+    def begin(self, parameters: Mapping[str, Tensor], before: Mapping[str, Tensor] | None = None) -> None:
+        """After a step's update. parameters: one device's; before: as they were before that."""
         self.errors, self._moved, self._parameters = [], {}, parameters
-        self._late, self._are_late, self._replaced = {}, [], []
+        self._start, self._ways, self._replaced = before or {}, [], []
         small = sum(each.numel() for each in parameters.values()) <= _SMALL
         self._begin = not self._averages
         for name, each in parameters.items():
             if each.requires_grad:
                 known = self._averages.get(name)
-                if small:
-                    if known is not None and name in self._before:
-                        self._late[name] = self._decay * known + (1 - self._decay) * self._before[name]
-                    self._before[name] = each.detach().to(torch.float64, copy=True)
                 if known is None:
                     self._averages[name] = each.detach().to(torch.float64, copy=True)
-                else:  # in place, as an embedding may be the largest tensor by far
-                    known.mul_(self._decay).add_(each.detach(), alpha=1 - self._decay)
+                    continue
+                if small:
+                    self._earlier[name] = known.clone()
+                # in place, as an embedding may be the largest tensor by far
+                known.mul_(self._decay).add_(each.detach(), alpha=1 - self._decay)
 
     @contextmanager
     def in_place_of(self, parameters: Mapping[str, Tensor]) -> Iterator[None]:
@@ -86,11 +86,31 @@ class AverageErrors:
         )
         if not self.errors[-1].passed:
             self._moved[name] = self._way(name, ours.double(), expected)
-            off, late = float((ours.double() - expected).norm()), self._late.get(name)
+            off = float((ours.double() - expected).norm())
             self._replaced.append(self._share_of_parameter(name, ours.double(), expected))
-            self._are_late.append(
-                late is not None and float((ours.double() - late).norm()) < _EXPLAINED * off
+            ways = self._other_ways(name, expected)
+            self._ways.append(
+                {why for why, value in ways if float((ours.double() - value).norm()) < _EXPLAINED * off}
             )
+
+    def _other_ways(self, name: str, expected: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Why it might be another one, and what it would be then."""
+        now, start, decay = self._parameters[name].detach().double(), self._start.get(name), self._decay
+        known = self._earlier.get(name)
+        if start is not None:
+            start = start.double()
+            if known is not None:
+                late = decay * known + (1 - decay) * start
+                yield "they move towards the parameters of before the update", late
+            else:
+                moved = decay * start + (1 - decay) * now
+                yield (
+                    "they have begun as the parameters of before this update, in a step that made no update or before the first",
+                    moved,
+                )
+        if known is not None:
+            yield "they miss this update, and are as they were before it", known
+            yield "they have moved once more than there were updates", decay * expected + (1 - decay) * now
 
     def _share_of_parameter(self, name: str, ours: Tensor, expected: Tensor) -> float:
         """The share of elements that are not the average; 0.0 where some of them are not the parameter's, either."""
@@ -117,8 +137,8 @@ class AverageErrors:
         times = [each for each, left in self._moved.values() if left < _EXPLAINED]
         what = f"Parameters agree, and their moving averages do not ({names})"
         alike = len(times) == len(self._moved) and max(times) - min(times) < 0.01
-        if all(self._are_late):
-            why = "they move towards the parameters of before the update"
+        if known := [each for each in self._ways[0] if all(each in ways for ways in self._ways)]:
+            why = known[0]
         elif (
             all(self._replaced)
             and not self._begin

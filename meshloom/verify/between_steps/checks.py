@@ -18,6 +18,8 @@ Kind = Literal[
     "loss", "norm", "gradient", "buffer", "parameter", "update", "average", "scale", "metric", "saved"
 ]
 
+_MANY = 16  # elements, which tell more than one does
+
 
 @dataclass(frozen=True, kw_only=True)
 class TensorError:
@@ -49,6 +51,23 @@ class DifferingTensor:
     step: int
     plan: Tensor
     one_device: Tensor
+
+
+@dataclass
+class FirstDiffering:
+    """The first tensor that differs, and the first of its kind that has elements enough to tell why, if one has."""
+
+    first: DifferingTensor | None = None
+    clear: DifferingTensor | None = None
+
+    def keep(self, error: TensorError, ours: Tensor | None, right: Tensor | None) -> None:
+        """Keep both sides of a tensor that differs, if it is one of these."""
+        clear = self.clear
+        is_clearer = clear is None or (clear.plan.numel() < _MANY and clear.kind == error.kind)
+        if ours is not None and right is not None and is_clearer:
+            plan, other = (each.detach().to_dense().clone() for each in (ours, right))
+            self.clear = DifferingTensor(name=error.name, kind=error.kind, step=error.step, plan=plan, one_device=other)  # fmt: skip
+            self.first = self.first or self.clear
 
 
 @dataclass(frozen=True, kw_only=True)

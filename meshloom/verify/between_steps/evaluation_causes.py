@@ -4,9 +4,10 @@ numbers."""
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -47,10 +48,10 @@ class WrongMetrics:
         averages, parameters = self.averages, self.reference.parameters
         return averages.in_place_of(parameters) if averages else nullcontext()
 
-    def numbers(self, training: Collection[nn.Module] = (), *, anew: bool = True) -> Numbers:
-        """One device's, with these modules in training mode. anew: whether every metric's draws begin anew."""
+    def numbers(self, training: Collection[nn.Module] = (), **others: Any) -> Numbers:
+        """One device's, with these modules in training mode. others: of `evaluated_chunks`."""
         return numbers_of(
-            evaluated_chunks(self.reference, self.updates, self.batches, training=training, anew=anew)
+            evaluated_chunks(self.reference, self.updates, self.batches, training=training, **others)
         )
 
     def allowed_of_chunks(self) -> dict[str, float]:
@@ -174,6 +175,43 @@ def _ways_to_evaluate(wrong: WrongMetrics) -> Iterator[tuple[CauseKind, str, Num
         yield "forward", "those of modules in training mode", wrong.numbers(everything)
         what = "those whose draws go on after those of the metric before, and do not begin anew"
         yield "same draws", what, wrong.numbers(anew=False)
+        what = "those of forwards that find in attributes what the forward before on their replica has left there"
+        for numbers in _if_possible(wrong, goes_on=True):
+            yield "buffers", what, numbers
+        for what, told in _ways_to_tell(wrong.updates, _num_batches(wrong)):
+            for numbers in _if_possible(wrong, told=told):
+                yield "turns", f"those in which meshloom.step() is {what}", numbers
+
+
+def _if_possible(wrong: WrongMetrics, **others: Any) -> Iterator[Numbers]:
+    """One device's numbers; none where the job's own code refuses what is wrong, such as the state of a batch of another size."""
+    found: Numbers | None = None
+    with suppress(Exception):
+        found = wrong.numbers(**others)
+    if found is not None:
+        yield found
+
+
+def _num_batches(wrong: WrongMetrics) -> int:
+    return 1 + max((each.batch for each in wrong.right if not isinstance(each, str)), default=0)
+
+
+def _ways_to_tell(updates: int, batches: int) -> Iterator[tuple[str, Callable[[int], int]]]:
+    """Numbers of steps that metrics may be told, by the number of a batch; those that no batch tells apart are one way.
+
+    >>> [(what, [told(batch) for batch in range(2)]) for what, told in _ways_to_tell(1, 2)]
+    [('the number of the batch', [0, 1]), ('0, or one less than the number of updates', [0, 0]), ('one more than the number of updates', [2, 2])]
+    """
+    ways: dict[str, Callable[[int], int]] = {
+        "the number of the batch": lambda batch: batch,
+        "0": lambda batch: 0,
+        "one less than the number of updates": lambda batch: updates - 1,
+        "one more than the number of updates": lambda batch: updates + 1,
+    }
+    alike: dict[tuple[int, ...], list[str]] = {(updates,) * batches: []}
+    for what, told in ways.items():
+        alike.setdefault(tuple(map(told, range(batches))), []).append(what)
+    yield from ((", or ".join(each), ways[each[0]]) for each in alike.values() if each)
 
 
 def _ways_of_module(

@@ -51,11 +51,12 @@ def same_files(path: Path, other: Path, what: str) -> tuple[BetweenSteps, Sequen
     rightly begins without."""
     one, two = Checkpoint.open(path), Checkpoint.open(other)
     here, there = one.stored_weights(), two.stored_weights()
-    facts = [
-        f"{name} has other values."
+    wrong = [
+        name
         for name in here.entries
         if name not in there.entries or not same_bits(here.tensor(name), there.tensor(name))
     ]
+    facts = [f"{name} has other values." for name in wrong]
     left = differing_attributes(one, two)
     for key in one.keys():  # noqa: SIM118
         if key.startswith(CARRIED) and not left.same_chunks:
@@ -68,7 +69,10 @@ def same_files(path: Path, other: Path, what: str) -> tuple[BetweenSteps, Sequen
     facts += left.facts
     if one.step != two.step:
         facts.append(f"It is of step {two.step} instead of {one.step}.")
-    checked = BetweenSteps(what=f"{what}, after step {one.step - 1}", facts=facts[:_MOST])
+    owners = [name.rpartition(".")[0] or "the whole model" for name in (*wrong, *left.differing)]
+    checked = BetweenSteps(
+        what=f"{what}, after step {one.step - 1}", facts=facts[:_MOST], first_module=next(iter(owners), None)
+    )
     return checked, left.begun_without
 
 

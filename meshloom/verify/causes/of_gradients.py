@@ -14,6 +14,7 @@ from torch import Tensor
 from meshloom.core.plan import Plan
 from meshloom.verify.between_steps.checks import TensorError
 from meshloom.verify.causes.of_elements import from_elements, names_of
+from meshloom.verify.causes.of_factors import factors_of_each
 from meshloom.verify.causes.of_forwards import (
     differing_chunks,
     from_backward,
@@ -23,6 +24,7 @@ from meshloom.verify.causes.of_forwards import (
 from meshloom.verify.causes.of_reruns import (
     mixed,
     of_exchanged_parts,
+    of_leftovers,
     of_other_reductions,
     of_other_runs,
     of_owners,
@@ -43,7 +45,6 @@ _EXACT = 3e-3  # of it, where they don't
 _BETTER = 0.1  # of what a simpler cause leaves, that another one may leave
 _MOST_WRONG = 0.95  # of the elements, up to which the rest is right
 _CERTAIN = 1e-3  # of the difference, up to which a cause needs no better one
-_LOST = 1e-9  # a factor that leaves nothing
 _FEW = 3  # elements that one factor may explain
 
 
@@ -61,9 +62,7 @@ def from_gradients(
         return [Cause("unknown", f"Unknown cause: the gradient of {names_of(broken)} is not finite.")]
     of_rows = [each.name for each in comparison.errors if each.name in actual and math.isinf(each.error)]
     if of_rows and not wrong.error:  # of sparse gradients
-        what = f"The gradient of {names_of(of_rows)} has the values of one device's, and other rows"
-        why = "rows count as used that no sample uses, or the other way round, and optimizers update those"
-        return [Cause("None or zero", f"{what}: {why}.", explains=True)]
+        return [_of_rows(of_rows, evidence)]
     rounding = min(each.tolerance for each in comparison.errors if each.kind == "loss")
     if comparison.first_output is None and not differing_chunks(comparison, ours, reference):
         # what changes a forward changes a loss
@@ -85,6 +84,24 @@ def from_gradients(
         or from_places(actual, right)
     )
     return [found] if found else mixture
+
+
+def _of_rows(names: Sequence[str], evidence: Evidence) -> Cause:
+    """names: of sparse gradients that have other rows."""
+    what = f"The gradient of {names_of(names)} has the values of one device's, and other rows"
+    lost, more = (
+        [row for name in names for row in evidence.rows.get(name, ((), ()))[side]] for side in (0, 1)
+    )
+    why = "rows count as used that no sample uses, or the other way round, and optimizers update those"
+    if more and not lost:
+        why = f"rows count as used that no sample uses ({_shown(more)}), and optimizers update those"
+    elif lost and not more:
+        why = f"rows that samples use are lost ({_shown(lost)}), and optimizers do not update those"
+    return Cause("None or zero", f"{what}: {why}.", explains=True)
+
+
+def _shown(rows: Sequence[int]) -> str:
+    return f"{len(rows)}, such as row {rows[0]}" if len(rows) > 1 else f"row {rows[0]}"
 
 
 def is_explained(
@@ -188,7 +205,14 @@ def _in_some_elements(evidence: Evidence, all_wrong: _Wrong, rounding: float) ->
     chunks = [replace(each, gradients=only(each.gradients)) for each in evidence.chunks]
     previous = None if evidence.previous is None else only(evidence.previous)
     known = replace(
-        evidence, chunks=chunks, previous=previous, unsynchronised=None, chained=None, others=(), uses=()
+        evidence,
+        chunks=chunks,
+        previous=previous,
+        unsynchronised=None,
+        chained=None,
+        others=(),
+        without_hooks=(),
+        uses=(),
     )
     ours = {name: each[wrong[name]] for name, each in actual.items()}
     one = {name: each[wrong[name]] for name, each in right.items()}
@@ -212,6 +236,8 @@ def _candidates(
         sentence = f"{who} {uses} times one device's: a parameter tied to {others} is counted once per name."
         yield Cause("tied", sentence), lambda name: uses * right[name]
     yield from of_tied_uses(evidence, actual, right)
+    yield from of_other_runs(replace(evidence, others=evidence.without_hooks), right, who)
+    yield from of_leftovers(evidence, right, who)
     for mistake in mistakes(evidence, all_wrong):
         if all_wrong or mistake.partial:
             expected = mixed(evidence, mistake.factors, right)
@@ -237,37 +263,12 @@ def _candidates(
     if evidence.clip and all_wrong and norm and math.isclose(factor * norm, evidence.clip, rel_tol=1e-3):
         sentence = f"{who} clipped to {evidence.clip:g} before the exchange: clipped too early, or twice."
         yield Cause("clipping", sentence), lambda name: factor * right[name]
-    elif (factors := _simple_factors(actual, right)) is not None:
-        which = ", ".join(f"{name} {_number(factor)}" for name, factor in [*factors.items()][:4])
-        more = ", ..." if len(factors) > 4 else ""
-        sentence = f"{who} each a multiple of one device's ({which} times{more}): each is divided or multiplied a number of times of its own."
-        yield Cause("scale", sentence), lambda name: factors[name] * right[name]
+    elif (found := factors_of_each(actual, right, evidence)) is not None:
+        yield Cause("scale", f"{who} each a multiple of one device's{found.what}."), found.expected
     elif all_wrong or sum(map(torch.numel, right.values())) > _FEW:
         why = "they are lost" if abs(factor) < 1e-6 else "they are divided or multiplied by a wrong number"
         sentence = f"{who} {factor:.6g} times one device's: {why}."
         yield Cause("scale", sentence), lambda name: factor * right[name]
-
-
-def _simple_factors(actual: Gradients, right: Gradients) -> dict[str, float] | None:
-    """By tensor, where each is one device's times a whole number or divided by one, or by a power of one, and not all by the same."""
-    factors: dict[str, float] = {}
-    for name, each in actual.items():
-        own = right[name]
-        factor = float((each * own).sum() / (own * own).sum().clamp_min(1e-300))
-        off = float((each - factor * own).norm()) / max(float(each.norm()), 1e-300)
-        if abs(factor) >= _LOST:
-            whole = factor if abs(factor) >= 1 else 1 / factor
-            if off > 1e-4 or abs(whole - round(whole)) > 1e-4 * whole:
-                return None
-        factors[name] = factor
-    several = len({f"{each:.3e}" for each in factors.values()}) > 1
-    return factors if several else None
-
-
-def _number(factor: float) -> str:
-    if abs(factor) < _LOST:
-        return "0"
-    return f"{factor:.6g}" if factor >= 1 else f"1/{1 / factor:.6g}"
 
 
 def _from_named(gradients: Mapping[str, Tensor | None], right: Gradients) -> Expected:

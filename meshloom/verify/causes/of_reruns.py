@@ -56,6 +56,52 @@ def of_other_runs(evidence: Evidence, right: Gradients, who: str) -> Iterator[tu
             yield Cause(run.kind, f"{who} those of a forward {run.what}{where}: {run.why}."), expected
 
 
+def of_leftovers(evidence: Evidence, right: Gradients, who: str) -> Iterator[tuple[Cause, Expected]]:
+    """What a chunk gives once more for each one right after it on its replica that does not use the parameter: where that finds memory as the
+    chunk before has left it. Only where all that is wrong is left out by some chunk."""
+    if evidence.plan.microbatches == 1 or evidence.plan.sync_batch_norm:
+        return
+    names = {name for chunk in evidence.chunks for name in chunk.gradients}
+    times = {name: found for name in names if max(found := _times_left(evidence, name), default=0) > 1}
+    if not right or not set(right) <= set(times):
+        return
+    total = sum(chunk.weight for chunk in evidence.chunks)
+
+    def expected(name: str) -> Tensor:
+        return sum(
+            (
+                count / total * _zeros_or(chunk.gradients[name], right[name])
+                for count, chunk in zip(times[name], evidence.chunks, strict=True)
+            ),
+            torch.zeros_like(right[name]),
+        )
+
+    first = next(iter(right))
+    number = next(place for place, count in enumerate(times[first]) if count > 1)
+    one, other = evidence.chunks[number].chunks[0], evidence.chunks[number + 1].chunks[0]
+    which = f"what chunk {one} adds to {first} counts {times[first][number]} times"
+    why = f"where a chunk does not use a parameter, such as chunk {other}, memory still holds the gradient of the chunk before"
+    also = "" if set(times) == set(right) else ", or gradients are added once more"
+    yield (
+        Cause("stale", f"{who} one device's and what is left of other chunks ({which}): {why}{also}."),
+        expected,
+    )
+
+
+def _times_left(evidence: Evidence, name: str) -> list[int]:
+    """Of each chunk 1, and one more for each right behind it on its replica that has no gradient; 0: it has none itself."""
+    m, times, last = evidence.plan.microbatches, list[int](), -1
+    for number, chunk in enumerate(evidence.chunks):
+        if chunk.gradients.get(name) is not None:
+            times.append(1)
+            last = number
+            continue
+        times.append(0)
+        if last >= 0 and evidence.chunks[last].chunks[0] // m == chunk.chunks[0] // m:
+            times[last] += 1
+    return times
+
+
 def of_other_reductions(evidence: Evidence, right: Gradients, who: str) -> Iterator[tuple[Cause, Expected]]:
     """Each element the largest or smallest of the replicas' sums."""
     of_replicas = parts_of_replicas(evidence, right)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import SparseAdam
 
 from meshloom.core.device.optimizer_copies import copies_of
 from meshloom.core.random import preserved_draws
@@ -22,12 +23,16 @@ from meshloom.verify.reference.trained_losses import needs_closure
 _SMALL = 2**22  # parameters of a model of which what an update is made from is kept
 _UNIT = 2**-7 * (1 + 1e-9)  # of bfloat16, as a share of a number, at most
 _LEFT = 0.03  # of the difference, that a cause may leave unexplained
+_MANY = 16  # elements, from which a share can be told
+_MOST = 0.9  # of them
+_ALIKE = 1e-3  # of the largest change, up to which two are one
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Way:
     """What is other in an update. factor: of gradients. rates: of every group of every optimizer; None: its own. settings_of: of which group of
-    their optimizer all groups have the settings. is_new: whether the optimizer has no state. is_empty: whether its state is zeros."""
+    their optimizer all groups have the settings. is_new: whether the optimizer has no state. is_empty: whether its state is zeros. zeros: which elements of the
+    gradient of the parameter are zero."""
 
     kind: CauseKind
     what: str
@@ -37,6 +42,7 @@ class _Way:
     without_decay: bool = False
     is_new: bool = False
     is_empty: bool = False
+    zeros: Tensor | None = None
 
 
 class KeptUpdate:
@@ -46,10 +52,10 @@ class KeptUpdate:
     def __init__(self, reference: Reference, before: KeptUpdate | None) -> None:
         memo: dict[int, Any] = {}
         self._copies: dict[str, nn.Parameter] = {}
-        self._gradients: dict[str, Tensor | None] = {}
+        self.gradients: dict[str, Tensor | None] = {}
         for name, each in reference.parameters.items():
             self._copies[name] = memo[id(each)] = nn.Parameter(each.detach().clone(), each.requires_grad)
-            self._gradients[name] = None if each.grad is None else each.grad.detach().clone()
+            self.gradients[name] = None if each.grad is None else each.grad.detach().clone()
         self._optimizers = copies_of(reference.turn.optimizers, memo)
         self._limit = reference.turn.clip_grad_norm
         limits = {name: each.clip_grad_norm for name, each in reference.job.losses.items()}
@@ -70,7 +76,6 @@ class KeptUpdate:
             reference.updated.dtype is not None
             or reference.scale.is_used
             or sum(each.numel() for each in parameters) > _SMALL
-            or any(each.grad is not None and each.grad.is_sparse for each in parameters)
             or any(map(needs_closure, reference.turn.optimizers))
         ):
             return None
@@ -82,11 +87,11 @@ class KeptUpdate:
         if differing is None or differing.kind not in ("update", "parameter"):
             return None
         name, ours, right = differing.name, differing.plan, differing.one_device
-        if self._gradients.get(name) is None or ours.shape != right.shape:
+        if self.gradients.get(name) is None or ours.shape != right.shape:
             return None
         off = float((ours - right).norm())
         best, found = _LEFT * off, None
-        for way in self._ways(norm):
+        for way in (*self._ways(norm), *self._ways_of_elements(name, ours, right)):
             try:
                 left = float((ours - self._value(name, way, norm)).norm())
             except Exception:  # an optimizer may raise anything without the state that its constructor makes
@@ -124,6 +129,19 @@ class KeptUpdate:
             yield _Way(kind="optimizer", what="with no state of the steps before, as in the first one", is_new=True)  # fmt: skip
             yield _Way(kind="optimizer", what="with zeros for its state, such as what its constructor had made", is_empty=True)  # fmt: skip
 
+    def _ways_of_elements(self, name: str, ours: Tensor, right: Tensor) -> Iterator[_Way]:
+        gradient = self.gradients[name]
+        if gradient is None or gradient.is_sparse:
+            return
+        before = self._copies[name].detach()
+        wrong = _differs(ours, right, before)
+        if not bool((ours != before)[wrong].any()):  # of which gradients are one cause of several
+            return
+        which = (
+            f"{int(wrong.sum())} of the {wrong.numel()} elements" if not bool(wrong.all()) else "all elements"
+        )
+        yield _Way(kind="optimizer", what=f"where {which} of its gradient are zero: they do not come to it", zeros=wrong)  # fmt: skip
+
     def _value(self, name: str, way: _Way, norm: float | None) -> Tensor:
         """What becomes of a parameter."""
         memo: dict[int, Any] = {}
@@ -135,11 +153,16 @@ class KeptUpdate:
         optimizers = copies_of(self._optimizers, memo)
         clipped = _clipping(self._limit, norm)
         for each, value in copies.items():
-            gradient = self._gradients[each]
+            gradient = self.gradients[each]
             value.grad = None if gradient is None else gradient * (clipped * way.factor)
+            if each == name and way.zeros is not None and value.grad is not None:
+                value.grad[way.zeros] = 0
         with preserved_draws():
             for number, optimizer in enumerate(optimizers):
                 _change(optimizer, way, way.rates[number] if way.rates else None)
+                if not isinstance(optimizer, SparseAdam):  # as one device does
+                    for value in copies.values():
+                        value.grad = value.grad.to_dense() if value.grad is not None else None
                 type(optimizer).step(optimizer)
         return copies[name].detach()
 
@@ -151,7 +174,12 @@ def _clipping(limit: float | None, norm: float | None) -> float:
 
 def other_update(differing: DifferingTensor | None, reference: Reference) -> Cause | None:
     """What a wrong parameter itself shows."""
-    return _rounded_by_other_draws(differing, reference) or _moved_rows(differing, reference)
+    return (
+        _rounded_by_other_draws(differing, reference)
+        or _moved_rows(differing, reference)
+        or _unmoved(differing, reference)
+        or _shifted(differing, reference)
+    )
 
 
 def _rounded_by_other_draws(differing: DifferingTensor | None, reference: Reference) -> Cause | None:
@@ -184,6 +212,73 @@ def _moved_rows(differing: DifferingTensor | None, reference: Reference) -> Caus
     return Cause(
         "optimizer", f"{what}: they count as used in the step, and no sample uses them.", explains=True
     )
+
+
+def _unmoved(differing: DifferingTensor | None, reference: Reference) -> Cause | None:
+    """Whether what is wrong are elements that have their values of before the update, beside others that are right."""
+    ours, right, before = _sides(differing, reference)
+    if differing is None or before is None:
+        return None
+    wrong, moved = _differs(ours, right, before), _differs(before, right, before)
+    if not bool(wrong.any()) or not bool((moved & ~wrong).any()) or bool((ours != before)[wrong].any()):
+        return None
+    numbers = wrong.reshape(-1).nonzero().reshape(-1).tolist()
+    shown = ", ".join(map(str, numbers[:5])) + (", ..." if len(numbers) > 5 else "")
+    some = f"{len(numbers)} elements" if len(numbers) > 1 else "one element"
+    which = (
+        f"the update leaves {some} of {differing.name} (number {shown}) as before, which one device changes"
+    )
+    why = "the optimizer is not given what gradients are there, or what it makes of these is lost"
+    return Cause("optimizer", f"The gradients agree, and {which}: {why}.", explains=True)
+
+
+def _shifted(differing: DifferingTensor | None, reference: Reference) -> Cause | None:
+    """Whether most elements of an update are a multiple of one device's update of the element beside them."""
+    ours, right, before = _sides(differing, reference)
+    if differing is None or before is None or ours.numel() < _MANY or ours.is_complex():
+        return None
+    step, own = ((each.double() - before.double()).reshape(-1) for each in (ours, right))
+    told = own.abs() > 10 * _ALIKE * own.abs().max()  # those near zero fit everything
+    for places, which in ((1, "before"), (-1, "behind")):
+        times, found = _alike(step, own.roll(places))
+        _, plain = _alike(step, own)
+        share, of_own = (
+            float(each[told].double().mean()) if bool(told.any()) else 0.0 for each in (found, plain)
+        )
+        if times and int(told.sum()) >= _MANY and share > _MOST > 2 * of_own:
+            much = "" if abs(times - 1) < _ALIKE else f"{times:.4g} times "
+            what = f"The gradients agree, and {float(found.double().mean()):.0%} of the elements of the update of {differing.name} are {much}those one place {which} them"
+            return Cause(
+                "optimizer",
+                f"{what}: the optimizer is given gradients whose elements are one place off, and not those that were compared.",
+                explains=True,
+            )
+    return None
+
+
+def _sides(differing: DifferingTensor | None, reference: Reference) -> tuple[Tensor, Tensor, Tensor | None]:
+    """A wrong parameter of both sides, and as it was before the update; None: it is not known, or something else is wrong."""
+    nothing = torch.zeros(0)
+    if differing is None or differing.kind not in ("update", "parameter"):
+        return nothing, nothing, None
+    before = reference.before.get(differing.name)
+    if before is None or not before.shape == differing.plan.shape == differing.one_device.shape:
+        return nothing, nothing, None
+    return differing.plan, differing.one_device.to(differing.plan), before.to(differing.plan)
+
+
+def _differs(ours: Tensor, right: Tensor, before: Tensor) -> Tensor:
+    """Which elements do, by more than rounding."""
+    moved, before = (right - before.to(right)).abs().max(), before.to(right)
+    unit = torch.finfo(right.dtype).eps * torch.maximum(right.abs(), before.abs())
+    return (ours - right).abs() > torch.maximum(_ALIKE * moved, 4 * unit)
+
+
+def _alike(one: Tensor, other: Tensor) -> tuple[float, Tensor]:
+    """How many times the other's elements the one's are, in the middle, and which of them are so many times."""
+    told = other.abs() > 0.1 * other.abs().max()
+    times = float((one[told] / other[told]).median()) if bool(told.any()) else 0.0
+    return times, (one - times * other).abs() <= _ALIKE * abs(times) * other.abs().max()
 
 
 def _change(optimizer: Any, way: _Way, rates: list[Any] | None) -> None:

@@ -33,7 +33,7 @@ def whole_evidence(
 ) -> Evidence:
     """The evidence with reruns of the step, and with those in other ways if they are needed. errors, ours: of the plan's gradients, which are
     subsampled. rounding: what need not be explained. To be called between `Reference.run` and `Reference.update`."""
-    evidence = full_evidence(reference, initial)
+    evidence = replace(full_evidence(reference, initial), without_hooks=[*_without_hooks(reference)])
     if is_explained(errors, ours, reference.gradients, evidence, rounding):
         return evidence
     return replace(evidence, others=[*other_runs(reference)])
@@ -50,6 +50,24 @@ def other_runs(reference: Reference) -> Iterator[OtherRun]:
     if sum(each.numel() for each in reference.parameters.values()) <= _SMALL:
         yield from _without_biases(reference)
         yield from _in_evaluation_mode(reference)
+
+
+def _without_hooks(reference: Reference) -> Iterator[OtherRun]:
+    """Parameters have no hooks, if some have."""
+    of_each = [each._backward_hooks for each in reference.parameters.values()]  # pyright: ignore[reportPrivateUsage]
+    of_each += [getattr(each, "_post_accumulate_grad_hooks", None) for each in reference.parameters.values()]
+    kept = [(hooks, dict(hooks)) for hooks in of_each if hooks]
+    if not kept:
+        return
+    for hooks, _ in kept:
+        hooks.clear()
+    try:
+        chunks = chunk_by_chunk(reference)
+    finally:
+        for hooks, own in kept:
+            hooks.update(own)
+    why = "hooks that the job has put on parameters are lost, or not called"
+    yield OtherRun(kind="forward", what="whose parameters have no hooks", why=why, chunks=chunks)
 
 
 def _with_earlier_weights(reference: Reference) -> Iterator[OtherRun]:

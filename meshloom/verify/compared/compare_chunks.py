@@ -35,7 +35,7 @@ def facts_of(ours: StepRecord, reference: StepRecord, plan: Plan) -> Iterator[st
         yield told
     if len(ours.chunks) == len(reference.chunks) or not plan.sync_batch_norm:
         yield from _data_facts(ours, reference)
-    yield from _draw_facts(reference)
+    yield from _draw_facts(reference, plan)
 
 
 def other_turn(ours: StepRecord, reference: StepRecord) -> str | None:
@@ -105,12 +105,14 @@ def _data_facts(ours: StepRecord, reference: StepRecord) -> Iterator[str]:
             yield f"Chunk {index} has other data than on one device."
 
 
-def _draw_facts(reference: StepRecord) -> Iterator[str]:
-    """Chunks of the reference that draw from one seed: a mistake on both sides, which causes no
+def _draw_facts(reference: StepRecord, plan: Plan) -> Iterator[str]:
+    """Chunks of the reference that draw from one seed, and are not of one forward: a mistake on both sides, which causes no
     difference."""
     seeds: dict[int, ChunkRecord] = {}
     for chunk in reference.chunks:
-        if chunk.draws and (other := seeds.setdefault(chunk.seed, chunk)) is not chunk:
+        other = seeds.setdefault(chunk.seed, chunk) if chunk.draws else chunk
+        together = plan.sync_batch_norm and chunk.index % plan.microbatches == other.index % plan.microbatches
+        if other is not chunk and not together:
             yield f"Chunks {other.index} and {chunk.index} draw the same random numbers, on one device too."
 
 

@@ -52,16 +52,29 @@ class SeenMetric:
 @dataclass(frozen=True, kw_only=True)
 class PlanEvaluation:
     """metrics: of the first `batches`, None: of all. chunks: of all ranks. watched: what ranks see in each metric of the first chunk of each
-    replica. changed: names of parameters, buffers and modules' modes that are others after it. disagree: what ranks have of metrics, if it is not
-    the same, a sentence each."""
+    replica. lent: of ranks that share parameters, what they have of these while metrics are computed. changed: names of parameters, buffers and
+    modules' modes that are others after it. disagree: what ranks have of metrics, if it is not the same, a sentence each."""
 
     what: str
     metrics: Mapping[str, float]
     batches: int | None
     chunks: Sequence[EvaluatedChunk] = ()
     watched: Sequence[tuple[MetricPlace, SeenMetric]] = ()
+    lent: Sequence[LentParameters] = ()
     changed: Sequence[str] = ()
     disagree: Sequence[str] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class LentParameters:
+    """What one rank has, as metrics are computed, of parameters that several ranks along pp hold. holders: those ranks, the owner first.
+    seen, before: digests, then and before the evaluation, by name. alike: the other places of the rank in the mesh."""
+
+    rank: int
+    alike: Sequence[int]
+    holders: Mapping[str, Sequence[int]]
+    seen: Mapping[str, str]
+    before: Mapping[str, str]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,6 +165,25 @@ def pairs_of_outputs(
     for number, (here, there) in enumerate(zip(seen.outputs, right, strict=False)):
         if here.name == there.name and here.count == there.count:
             yield number, here, there
+
+
+def wrong_loans(lent: Sequence[LentParameters]) -> Iterator[tuple[str, Cause]]:
+    """Parameters of which a rank that borrows has another value than their owner, as metrics are computed, and why."""
+    by_place = {(*each.alike, each.rank): each for each in lent}
+    for place, each in by_place.items():
+        for name, (owner, *_) in each.holders.items():
+            there = by_place.get((*place[:-1], owner))
+            if (
+                there is None
+                or name not in each.seen
+                or each.seen[name] == there.seen.get(name, each.seen[name])
+            ):
+                continue
+            what = f"As metrics are computed, {name} of the stage of rank {each.rank} along pp, which borrows it, is another value than on rank {owner}, which owns it"
+            why = "what its owner has is not lent"
+            if each.seen[name] == each.before.get(name) and there.seen[name] != there.before.get(name):
+                why = "it is as in steps, and its owner has its average: averages are not lent"
+            yield name, Cause("averages", f"{what}: {why}.")
 
 
 def cause_of_modes(placed: PlacedMetric) -> Cause | None:

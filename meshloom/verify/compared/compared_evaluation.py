@@ -31,6 +31,7 @@ from meshloom.verify.compared.compare_evaluation import (
     pairs_of_outputs,
     place_metric,
     wrong_data,
+    wrong_loans,
 )
 from meshloom.verify.reference.between_steps.evaluation import (
     EvaluatedChunk,
@@ -84,7 +85,8 @@ class ComparedEvaluation:
         self._wrong_outputs = [place for place, error in outputs if not error.passed]
         self._wrong = None if all(each.passed for each in errors) else self._wrong_metrics()
         self._data = next(wrong_data(ours.chunks, self._right), None)
-        cause = cause_of_metrics(self._wrong) if self._wrong else None
+        self._loan = next(wrong_loans(ours.lent), None)
+        cause = self._loan[1] if self._loan else cause_of_metrics(self._wrong) if self._wrong else None
         cause = cause or self._stays()
         facts = [*(f"The evaluation changes {name}." for name in ours.changed), *ours.disagree]
         self.checked = BetweenSteps(
@@ -128,7 +130,7 @@ class ComparedEvaluation:
         rest = [] if facts or numbers else weights or [place]
         return replace(
             self.checked, causes=[each for each in (*facts, modes, *numbers, *rest) if each],
-            first_module=None if facts else placed.module or self._first_changed(),
+            first_module=None if facts else placed.module or self._first_lent() or self._first_changed(),
         )  # fmt: skip
 
     def _seen(self) -> AbstractContextManager[None]:
@@ -199,6 +201,9 @@ class ComparedEvaluation:
             "averages",
             f"{what}: averages stay in place of them, or what other ranks have put back does not come.",
         )
+
+    def _first_lent(self) -> str | None:
+        return (self._loan[0].rpartition(".")[0] or "the whole model") if self._loan else None
 
     def _first_changed(self) -> str | None:
         owners = [

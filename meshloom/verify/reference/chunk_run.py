@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,15 @@ from meshloom.core.moments.branches import branches_as_written
 from meshloom.core.moments.current_step import at_step
 from meshloom.core.moments.uncompiled import uncompiled
 from meshloom.core.plan import Plan
-from meshloom.core.random import KeyedDraws, chunk_seed, derive, mix_seed, preserved_draws, seed_everything
+from meshloom.core.random import (
+    KeyedDraws,
+    chunk_seed,
+    derive,
+    digest_of_draw,
+    mix_seed,
+    preserved_draws,
+    seed_everything,
+)
 from meshloom.verify.reference.chunks_of_plan import ReferenceForward, as_sum
 from meshloom.verify.reference.loss_scaling import ReferenceScale
 from meshloom.verify.reference.observers import (
@@ -35,12 +44,13 @@ from meshloom.verify.reference.step_records import ChunkRecord, ModuleOutput
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkResult:
-    """What a forward computed, drew, output and logged. divisor: its gradients are those of the loss sum, divided by it, apart from a scale."""
+    """What a forward computed, drew, output and logged. draws: of each chunk in it, or of all of them as the first's.
+    divisor: its gradients are those of the loss sum, divided by it, apart from a scale."""
 
     loss_sum: float
     weight: float
     seed: int
-    draws: tuple[str, ...]
+    draws: tuple[tuple[str, ...], ...]
     modules: tuple[ModuleOutput, ...]
     divisor: float
     logged: Mapping[str, float] = field(default_factory=dict[str, float])
@@ -60,7 +70,7 @@ class LeftTensors:
             (each, {name for name, value in vars(each).items() if not _is_left(value)}) for _, each in own
         ]
         self._paths = [path for path, _ in own]
-        self._initial = self._now()
+        self._initial = self.now()
         self._found: dict[int, list[dict[str, Any]]] = {}
         self._left: dict[int, list[dict[str, Any]]] = {}
 
@@ -70,15 +80,18 @@ class LeftTensors:
 
     def put(self, key: int | None) -> None:
         """What a chunk finds; None: what is no chunk of a step."""
-        found = self._initial if key is None else self._found.get(key, self._initial)
-        for (module, _), now, values in zip(self._modules, self._now(), found, strict=True):
+        self.put_values(self._initial if key is None else self._found.get(key, self._initial))
+
+    def put_values(self, found: list[dict[str, Any]]) -> None:
+        """What `now` has given."""
+        for (module, _), now, values in zip(self._modules, self.now(), found, strict=True):
             for name in now.keys() - values.keys():
                 del vars(module)[name]
             vars(module).update({name: _copied(value) for name, value in values.items()})
 
     def take(self, key: int) -> None:
         """What a chunk has left, the first time that it runs in a step: further runs only ask."""
-        self._left.setdefault(key, self._now())
+        self._left.setdefault(key, self.now())
 
     def by_name(self) -> dict[str, dict[int, Any]]:
         """After a step: module's path and attribute -> key of a forward -> the newest value that it has left."""
@@ -89,7 +102,8 @@ class LeftTensors:
                     found.setdefault(f"{path}.{name}" if path else name, {})[key] = value
         return found
 
-    def _now(self) -> list[dict[str, Any]]:
+    def now(self) -> list[dict[str, Any]]:
+        """What is there, module by module."""
         return [
             {name: value for name, value in vars(module).items() if name not in others and _is_left(value)}
             for module, others in self._modules
@@ -132,6 +146,7 @@ class ChunkRun:
         self._job, self._model, self._device, self._dtype, self._watch = job, model, device, dtype, watch
         self.loss = job.loss  # of several the one whose turn it is
         self.norms = SingleSamples(right=plan.captures or plan.compiles)
+        self._by_rows = _draws_by_rows(model)
         self.draws = 0  # losses whose turn it was before in the step
         self.left, self._generators = LeftTensors(model), own_generators(model)
         # step, key of a forward -> those whose seed it has
@@ -158,14 +173,16 @@ class ChunkRun:
             self._watch.start()
         self.left.put(forward.key)
         # Includes backward: activation checkpointing repeats forwards there and must draw the same numbers.
-        keyed = KeyedDraws(forward.rows, None if casts is None else draws) if self._keyed else nullcontext()
+        sizes = [len(samples) for _, samples in forward.members]
+        of_chunks = DrawsOfChunks(sizes) if len(sizes) > 1 and casts is not None and self._by_rows else None
+        keyed = of_chunks or KeyedDraws(forward.rows, None if casts is None else draws)
         moved = DrawWatch(self._device) if casts is not None and not self._keyed else None
         if moved:
             moved.start()
         with (
             default_dtype(self._dtype),
             casts or nullcontext(),
-            keyed,
+            keyed if self._keyed else nullcontext(),
             at_step(step),
             branches_as_written(),
             uncompiled(),
@@ -191,8 +208,9 @@ class ChunkRun:
         draws += moved.stop() if moved else ()
         modules = () if casts is None else self._watch.stop()
         total = float(loss_sum.detach())
+        drawn = tuple(map(tuple, of_chunks.of_chunks if of_chunks else [draws]))
         return ChunkResult(
-            loss_sum=total, weight=float(weight), seed=initial_seed, draws=tuple(draws), modules=modules, divisor=divisor,
+            loss_sum=total, weight=float(weight), seed=initial_seed, draws=drawn, modules=modules, divisor=divisor,
             logged={name: float(value) for name, value in logged.items()},
         )  # fmt: skip
 
@@ -200,13 +218,14 @@ class ChunkRun:
         """One record per chunk of the plan. Of the chunks in one forward, the first has its loss, draws
         and modules."""
         computed = result
-        for index, samples in forward.members:
+        for number, (index, samples) in enumerate(forward.members):
+            draws = result.draws[number] if number < len(result.draws) else ()
             data = digest_values(self.collate(samples, step, index))
             yield ChunkRecord(
                 index=index, samples=len(samples), weight=computed.weight, loss_sum=computed.loss_sum, data=data, seed=result.seed,
-                draws=computed.draws, modules=computed.modules, logged=computed.logged, told=step,
+                draws=draws, modules=computed.modules, logged=computed.logged, told=step,
             )  # fmt: skip
-            computed = replace(result, loss_sum=0.0, weight=0.0, draws=(), modules=(), logged={})
+            computed = replace(result, loss_sum=0.0, weight=0.0, modules=(), logged={})
 
     def collate(self, samples: Sequence[Any], *place: int, mixed_in: int | None = None) -> Any:
         """The batch of a chunk: of its samples, or of pairs of a sample and its partner if the job mixes. place: the step and the
@@ -227,3 +246,46 @@ class ChunkRun:
     def _collated(self, samples: Sequence[Any], *place: int) -> Any:
         seed_everything(derive(self._job.seed, "collate", *place))
         return (self._job.collate or default_collate)(list(samples))
+
+
+class DrawsOfChunks(KeyedDraws):
+    """Notes a digest of every chunk's rows of every draw. sizes: samples of the chunks, whose rows follow each other.
+
+    of_chunks: the digests, chunk by chunk.
+
+    >>> draws = DrawsOfChunks([1, 2])
+    >>> with draws:
+    ...     _ = torch.rand(3, 5)
+    >>> [len(each) for each in draws.of_chunks]
+    [1, 1]
+    """
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        super().__init__()
+        self._sizes = sizes
+        self.of_chunks: list[list[str]] = [[] for _ in sizes]
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        drawn = super().__torch_dispatch__(func, types, args, dict(kwargs or {}))
+        if torch.Tag.nondeterministic_seeded in func.tags and not (kwargs or {}).get("generator"):
+            start = 0
+            for seen, size in zip(self.of_chunks, self._sizes, strict=True):
+                seen.append(digest_of_draw(func, args, drawn, partial(self._rows, start=start, size=size)))
+                start += size
+        return drawn
+
+    def _rows(self, drawn: Tensor, start: int, size: int) -> Tensor:
+        total = sum(self._sizes)
+        if not drawn.ndim or drawn.shape[0] % total:
+            return drawn
+        of_sample = drawn.shape[0] // total
+        return drawn.narrow(0, start * of_sample, size * of_sample)
+
+
+def _draws_by_rows(model: nn.Module) -> bool:
+    """Whether samples are the first dimension of whatever its modules draw: masks between recurrent layers have them in the second one."""
+    return not any(
+        isinstance(each, nn.RNNBase) and each.dropout and each.num_layers > 1 for each in model.modules()
+    )

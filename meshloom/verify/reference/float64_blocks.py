@@ -45,6 +45,20 @@ def same_rows(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and torch.equal(a.indices().to(b.device), b.indices())
 
 
+def other_rows(a: Tensor | None, b: Tensor | None) -> tuple[list[int], list[int]]:
+    """The rows that sparse tensor b has and a has not, and the other way round; none of others."""
+    if (
+        a is None
+        or b is None
+        or not (a.is_sparse and b.is_sparse)
+        or a.sparse_dim() != 1
+        or b.sparse_dim() != 1
+    ):
+        return [], []
+    here, there = ({*each.coalesce().indices()[0].tolist()} for each in (a, b))
+    return sorted(there - here), sorted(here - there)
+
+
 def distance(a: Tensor, b: Tensor) -> float:
     """||a - b|| of dense tensors of one shape; infinite if non-finite elements are not the same in both."""
     square = 0.0

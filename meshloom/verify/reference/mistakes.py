@@ -73,9 +73,13 @@ class Evidence:
     previous: averaged gradients of the step before; None in the first.
     tied: parameters with several names: first -> others.
     clip: the job's clip_grad_norm.
-    others: the chunks in other ways (`verify/causes/other_runs.py`). uses: of each use of a tied parameter alone.
+    rows: of sparse gradients that have other rows than one device's, those that they lack and those that they have more.
+    parts: what parts of the averaged gradient add to the square of its norm, where that differs, in words.
+    others: the chunks in other ways (`verify/causes/other_runs.py`). without_hooks: as they are without those of
+        parameters. uses: of each use of a tied parameter alone.
     transposed: the averaged gradients of matrices, transposed. batch_norms: names of modules. frozen: of
-        parameters that the job freezes in the step; None: it never freezes any.
+        parameters that the job freezes in the step; None: it never freezes any. has_closures: whether an optimizer
+        evaluates the loss itself.
     """
 
     plan: Plan
@@ -88,11 +92,17 @@ class Evidence:
     previous: Gradients | None = None
     tied: Mapping[str, Sequence[str]]
     clip: float | None = None
+    rows: Mapping[str, tuple[Sequence[int], Sequence[int]]] = field(
+        default_factory=dict[str, tuple[Sequence[int], Sequence[int]]]
+    )
+    parts: Mapping[str, float] = field(default_factory=dict[str, float])
     others: Sequence[OtherRun] = ()
+    without_hooks: Sequence[OtherRun] = ()
     uses: Sequence[OtherRun] = ()
     transposed: Gradients = field(default_factory=dict[str, Tensor | None])
     batch_norms: frozenset[str] = frozenset()
     frozen: frozenset[str] | None = None
+    has_closures: bool = False
 
 
 @dataclass(frozen=True)

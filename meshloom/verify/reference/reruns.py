@@ -27,6 +27,7 @@ from meshloom.verify.reference.mistakes import (
 )
 from meshloom.verify.reference.reference import Gradients, Reference, changed_buffers, is_frozen
 from meshloom.verify.reference.step_records import StepRecord
+from meshloom.verify.reference.trained_losses import needs_closure
 
 # Size of the perturbation, in units in the last place. A sum of thousands of products is off by several; and
 # rare events that rounding causes, such as a ReLU that flips, occur often enough to be measured. In half
@@ -222,7 +223,10 @@ def initial_evidence(
         if reference.job.frozen
         else None
     )
-    return Evidence(plan=reference.plan, norms=norms, previous=previous, tied=tied, clip=clip, frozen=frozen)
+    closures = any(map(needs_closure, reference.turn.optimizers))
+    return Evidence(
+        plan=reference.plan, norms=norms, previous=previous, tied=tied, clip=clip, frozen=frozen, has_closures=closures
+    )  # fmt: skip
 
 
 def full_evidence(reference: Reference, initial: Evidence) -> Evidence:

@@ -15,6 +15,7 @@ edit(
         "In a short last batch a replica takes its rows of the chunk's draws by the sizes of a "
         "full batch: wrong rows of the dropout mask."
     ),
+    says="Chunk 1: other random draws than on one device: other rows than theirs of what all replicas draw together",
     module="drop",
 )
 

@@ -69,6 +69,7 @@ edit(
         "Under zero=2 a parameter that an earlier chunk used and this one does not is not cleared "
         "in the reused bucket memory, so leftover gradients of another chunk are added once more."
     ),
+    says="what chunk 0 adds to experts.0.weight counts 2 times): where a chunk does not use a parameter, such as chunk 1, memory still holds",
     module="experts.0",
 )
 
@@ -129,6 +130,7 @@ edit(
         "that the rank has a slice of, not once: those of units of several parameters are far too "
         "small."
     ),
+    says="by powers of 38, the weight of the whole batch (emb.weight 38^-1, blocks.0.n.weight 38^-8",
     module="blocks.0.n",
 )
 
@@ -143,6 +145,7 @@ edit(
         "Under zero=1 the first element of each rank's slice of a sparse table never gets its "
         "gradient (off by one), so that element is not updated."
     ),
+    says="the update leaves one element of items.weight (number 0) as before, which one device changes: the optimizer is not given",
     module="items",
 )
 

@@ -100,6 +100,7 @@ edit(
         "In an evaluation of averages the borrower of a tied parameter (the head in the last "
         "stage) keeps the parameter itself: the average is not lent."
     ),
+    says="emb.weight of the stage of rank 1 along pp, which borrows it, is another value than on rank 0, which owns it",
     module="emb",
 )
 

@@ -29,6 +29,7 @@ edit(
         "The gradient norm leaves out what lies behind the last whole block of 1,024 elements of "
         "a longer gradient, so clipping is by too small a norm."
     ),
+    says="by what is added to it by the last 65 elements of c.weight, the last 197 elements of proj.weight, behind whole blocks of 1,024",
 )
 
 edit(
@@ -86,6 +87,7 @@ edit(
         "With one elementwise optimizer and one that needs whole parameters, gradients are not "
         "fetched for the latter: its parameters (the matrices) are not updated."
     ),
+    says="these parameters are not updated, and they are all that optimizer 0 updates: it makes no step, or is given no gradients",
     module="enc",
 )
 
@@ -101,6 +103,7 @@ edit(
         "Gradients that are gathered for an optimizer of whole parameters are shifted by one: the "
         "used-flag becomes the first element of each slice, the last is lost."
     ),
+    says="times those one place before them: the optimizer is given gradients whose elements are one place off",
     module="enc",
 )
 
@@ -129,6 +132,7 @@ edit(
         "The gradient norm counts only the real parts of complex gradients, so clipping is by too "
         "small a norm."
     ),
+    says="Its square has less, by what is added to it by the imaginary parts of f1.w, f2.w",
 )
 
 edit(

@@ -15,6 +15,7 @@ edit(
         "Where replicas share a chunk unevenly (5+4), the second draws its dropout masks from the "
         "wrong rows of the joint draw."
     ),
+    says="Chunk 1: other random draws than on one device: other rows than theirs of what all replicas draw together",
     module="drop",
 )
 edit(

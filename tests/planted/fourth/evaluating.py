@@ -27,6 +27,7 @@ edit(
     truth=(
         "In a metric meshloom.step() is the number of the evaluation's batch and not of the updates done."
     ),
+    says="All metrics are those in which meshloom.step() is the number of the batch",
 )
 edit(
     "carried_into_evaluation",
@@ -41,6 +42,7 @@ edit(
     job="remembered:job",
     plan="dp=2",
     truth="Evaluation carries the hidden state from one batch to the next.",
+    says="All metrics are those of forwards that find in attributes what the forward before on their replica has left there",
     module="rnn",
 )
 edit(

@@ -159,5 +159,6 @@ edit(
         "Under zero=2 a parameter that a chunk does not use sends what lay in the bucket's memory, "
         "such as the chunk before's gradient once more."
     ),
+    says="where a chunk does not use a parameter, such as chunk 1, memory still holds the gradient of the chunk before",
     module="rare",
 )

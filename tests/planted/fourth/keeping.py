@@ -61,5 +61,6 @@ edit(
         "Hooks of parameters of a model built outside of the job are lost when it is copied: the "
         "gradient is not scaled."
     ),
+    says="those of a forward whose parameters have no hooks: hooks that the job has put on parameters are lost",
     module="backbone.2",
 )

@@ -121,6 +121,7 @@ edit(
         "When averaged parameters are evaluated, the last stage's borrowed copy of the tied weight is "
         "not the average."
     ),
+    says="it is as in steps, and its owner has its average: averages are not lent",
     module="head",
 )
 edit(

@@ -94,6 +94,7 @@ edit(
     job="half_precision:average",
     plan="dp=2,precision=fp16-mixed",
     truth="The averages of the parameters move also in steps that are skipped because of overflow.",
+    says="they have begun as the parameters of before this update, in a step that made no update or before the first",
 )
 edit(
     "unused_as_zero",
@@ -173,5 +174,6 @@ edit(
         "An optimizer's further evaluations of the loss within a step (LBFGS) are as of the next "
         "step: what is frozen until then gets gradients and is updated one step early."
     ),
+    says="block1.weight, block1.bias change, which the job freezes in this step and which have no gradients: further evaluations of the loss",
     module="block1",
 )

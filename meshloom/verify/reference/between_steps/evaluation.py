@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -68,15 +68,17 @@ def means_of(chunks: Sequence[EvaluatedChunk]) -> dict[str, float]:
 
 def evaluated_chunks(
     reference: Reference, updates: int, batches: int | None = None, *, training: Collection[nn.Module] = (), digests: bool = False,
-    watch: Collection[tuple[int, int]] = (), anew: bool = True,
+    watch: Collection[tuple[int, int]] = (), anew: bool = True, told: Callable[[int], int] | None = None, goes_on: bool = False,
 ) -> list[EvaluatedChunk]:  # fmt: skip
     """Every chunk after `updates` updates. batches: so many of the data alone. training: modules in training mode, which would be wrong.
     digests: whether those of the data are wanted. watch: batch and chunk of those in which modules are. anew: whether every metric's draws begin
-    anew, as they should, and not the first one's alone.
+    anew, as they should, and not the first one's alone. told: number of a batch -> what `meshloom.step()` is in it, in place of `updates`. goes_on: whether
+    a replica's forwards find what the one before has left in attributes, which would be wrong.
 
     Nothing of the reference changes: modules are put into evaluation mode and back, and metrics run without gradients.
     """
     found: list[EvaluatedChunk] = []
+    left: dict[int, Any] = {}  # of a replica
     modules = ModuleWatch(reference.model, tensors=True, sampled=True)
     with _evaluating(reference, training) as dataset:
         for batch, chunk, samples in _chunks(reference, dataset, range(batches) if batches else None):
@@ -90,9 +92,21 @@ def evaluated_chunks(
                     if watched:
                         modules.start()
                     seeds = anew or not number
+                    replica = chunk // reference.plan.microbatches
+                    step = updates if told is None else told(batch)
                     sums[name] = _sums(
-                        reference, batch, chunk, len(samples), data, name, updates, seeds=seeds
+                        reference,
+                        batch,
+                        chunk,
+                        len(samples),
+                        data,
+                        name,
+                        step,
+                        seeds=seeds,
+                        left=left.get(replica),
                     )
+                    if goes_on:
+                        left[replica] = reference.chunk_run.left.now()
                     if watched:
                         outputs[name] = modules.stop()
             seed = evaluation_seed(reference.job.seed, batch, chunk)
@@ -197,20 +211,22 @@ def _converted(reference: Reference, collated: Any) -> Any:
 
 
 def _sums(
-    reference: Reference, batch: int, chunk: int, num_samples: int, data: Any, metric: str, updates: int, *, seeds: bool = True
+    reference: Reference, batch: int, chunk: int, num_samples: int, data: Any, metric: str, updates: int, *, seeds: bool = True, left: Any = None,
 ) -> tuple[float, float]:  # fmt: skip
-    """The sum and weight of a metric of one chunk."""
+    """The sum and weight of a metric of one chunk. left: what it finds in attributes; None: what was there in the beginning."""
     lower, numbers = reference.autocast, plain_numbers(reference.model)
     if seeds:
         seed_everything(evaluation_seed(reference.job.seed, batch, chunk))
-    reference.chunk_run.left.put(None)
-    with (
-        at_step(updates),
-        KeyedDraws() if reference.plan.captures else nullcontext(),
-        torch.autocast(reference.device.type, lower, enabled=lower is not None),
-    ):
-        returned = _metrics(reference)[metric](reference.model, data)
-    put_numbers(reference.model, numbers)
+    reference.chunk_run.left.put_values(left) if left is not None else reference.chunk_run.left.put(None)
+    try:
+        with (
+            at_step(updates),
+            KeyedDraws() if reference.plan.captures else nullcontext(),
+            torch.autocast(reference.device.type, lower, enabled=lower is not None),
+        ):
+            returned = _metrics(reference)[metric](reference.model, data)
+    finally:
+        put_numbers(reference.model, numbers)
     value, weight = returned if isinstance(returned, tuple) else (returned, None)
     if isinstance(value, Tensor) and value.dtype == torch.float16:
         value = value.float()  # whose largest number is 65504
