@@ -4,19 +4,25 @@ flagged."""
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn import functional
 from torch.utils._pytree import tree_leaves
 
 import meshloom.program.operators.collectives
 import meshloom.program.operators.gathered
 import meshloom.tensor_parallel.layout.layout
-from meshloom.comm.pieces import place
+from meshloom.comm.pieces import Pieces, place, take, whole
 from meshloom.core.plan import Plan
+from meshloom.program.ir.contexts import Context
+from meshloom.program.ir.nodes import Node, Ref
+from meshloom.program.operators.collectives import Transition
+from meshloom.program.operators.linears import GatheredLinears
 from meshloom.verify import lockstep_check
 from meshloom.verify.findings import Report
 from meshloom.verify.run import verify
@@ -69,7 +75,7 @@ def test_an_exchange_that_is_wrong_is_told_from_a_wrong_program(monkeypatch: pyt
     monkeypatch.setattr(meshloom.program.operators.collectives, "_value", wrong)
     report = report_of("gpt", "tp=2")
     assert not report.passed
-    assert any("the difference comes from what is around them" in cause.sentence for cause in report.causes)
+    assert any("in what they send each other" in cause.sentence for cause in report.causes)
 
 
 def test_a_gradient_that_is_not_summed_is_found_backward(monkeypatch: pytest.MonkeyPatch):
@@ -112,6 +118,86 @@ def test_a_piece_of_a_split_that_nothing_uses_has_no_gradient(monkeypatch: pytes
     plan = Plan.parse("tp=2,tp_placements=head:row")
     report = verify(job, plan, devices="simulated", steps=1, dtype=torch.float64)
     assert report and not report.passed and report.causes
+
+
+def test_layers_that_share_an_input_have_their_own_backward_on_all_ranks(monkeypatch: pytest.MonkeyPatch):
+    """The story: on all ranks torch's backward ran in place of theirs, so a mistake in it was not found."""
+    halves = Pieces((4, 6), ((None, ((0, 3),)), (None, ((3, 6),))))
+    layers = GatheredLinears(
+        change=Transition(source="part", target="part", before=halves, after=whole((4, 6), 2)),
+        biased=(True, False),
+    )
+    generator = torch.Generator().manual_seed(5)
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    x, ours = drawn(4, 6), [[drawn(3, 6), drawn(3), drawn(2, 6)] for _ in range(2)]
+
+    def gradients() -> tuple[list[Tensor], list[Tensor]]:
+        """Of ranks' x, and of all weights."""
+        parts = [take(halves, rank, x).clone().requires_grad_() for rank in range(2)]
+        weights = [[each.clone().requires_grad_() for each in of_rank] for of_rank in ours]
+        results = layers.run_all(parts, *([of_rank[number] for of_rank in weights] for number in range(3)))
+        sum(each.square().sum() for of_rank in results for each in of_rank).backward()  # type: ignore[union-attr]
+        return [each.grad for each in parts], [each.grad for of_rank in weights for each in of_rank]  # type: ignore[misc]
+
+    known, weights = (
+        x.clone().requires_grad_(),
+        [[each.clone().requires_grad_() for each in of] for of in ours],
+    )
+    for one, bias, other in weights:
+        (
+            functional.linear(known, one, bias).square().sum()
+            + functional.linear(known, other).square().sum()
+        ).backward()
+    of_x, of_weights = gradients()
+    torch.testing.assert_close(torch.cat(of_x, 1), known.grad)
+    torch.testing.assert_close(of_weights, [each.grad for of_rank in weights for each in of_rank])
+    right = GatheredLinears.input_gradient
+    monkeypatch.setattr(
+        GatheredLinears,
+        "input_gradient",
+        lambda self, given, *rest: right(self, [given[0], 0 * given[1]], *rest),
+    )
+    assert not torch.allclose(torch.cat(gradients()[0], 1), known.grad)  # type: ignore[arg-type]
+
+
+def parameters(*gradients: Tensor | None) -> list[dict[str, Tensor]]:
+    found = [{"a.weight": torch.zeros(4 if each is None else len(each), 3)} for each in gradients]
+    for each, gradient in zip(found, gradients, strict=True):
+        each["a.weight"].grad = gradient
+    return found
+
+
+def of_parameters(pieces: Pieces, *gradients: Tensor | None, summed: tuple[str, ...] = ()) -> Any:
+    """The first is one device's."""
+    node = Node(
+        name="y", target="embedding", args=(Ref("w"),), kwargs={}, context=Context(autocast=()), path="a", line=None, draw=None, num_draws=0, outputs=()
+    )  # fmt: skip
+    variable = SimpleNamespace(value="w")
+    program = SimpleNamespace(nodes=[node], parameters={"a.weight": variable})
+    layout = SimpleNamespace(program=program)
+    choice = SimpleNamespace(layout=layout, strategies={"y": SimpleNamespace(output="partial")})
+    part: Any = SimpleNamespace(choice=choice, parameters={"a.weight": pieces}, summed=summed)
+    own, *of_ranks = parameters(*gradients)
+    return lockstep_check._of_parameters(part, own, of_ranks)
+
+
+def test_gradients_of_parameters_are_compared_on_each_rank():
+    """The story: of a padding row that a rank trains every value and its gradient is right."""
+    rows = Pieces((4, 3), ((((0, 2),), None), (((2, 4),), None)))
+    right = torch.arange(12.0).view(4, 3)
+    assert of_parameters(rows, right, right[:2], right[2:]) is None
+    assert of_parameters(rows, None, None, None) is None
+    wrong = right[2:] + torch.tensor([[0.0], [1.0]])
+    found, sentence, module = of_parameters(rows, right, right[:2], wrong)
+    assert found and module == "a" and "whose gradient differs is a.weight, on rank 1" in sentence
+    shared = Pieces((4, 3), ((((0, 3),), None), (((2, 4),), None)))
+    mine = right[:3] * torch.tensor([[1.0], [1.0], [0.25]]), right[2:] * torch.tensor([[0.75], [1.0]])
+    assert of_parameters(shared, right, *mine, summed=("a.weight",)) is None
+    _, sentence, _ = of_parameters(shared, right, *mine)
+    assert "what all ranks add is one device's: it is not summed over them" in sentence
 
 
 @pytest.mark.slow

@@ -85,7 +85,7 @@ def locate_nan(
     with parameters.computing("rerun", idle=not chunks):
         for number, chunk in enumerate(chunks):
             microbatches.look(
-                batches[number],
+                [batches[number]],
                 lambda stage, microbatch, rerun: scope.draws(chunk),  # noqa: B023
                 partial(look, number),
             )

@@ -107,7 +107,7 @@ class Comparing(ABC):
         """Once something differs: one device has this value of a parameter or buffer."""
 
     @abstractmethod
-    def place(self, chunk: int, of_ranks: Sequence[Values]) -> str | None:
+    def place(self, of_chunks: Mapping[int, Sequence[Values]]) -> str | None:
         """Then: the first module whose output differs, which is that of the first step that does; of `stage_outputs.py`."""
 
     @property

@@ -156,8 +156,8 @@ class ComparisonRun(Comparing):
     def adopt(self, name: str, ours: Tensor) -> None:
         adopt(self.reference, name, ours)
 
-    def place(self, chunk: int, of_ranks: Sequence[Values]) -> str | None:
-        module = first_wrong_module(self.reference, chunk, of_ranks, self.of_outputs)
+    def place(self, of_chunks: Mapping[int, Sequence[Values]]) -> str | None:
+        module = first_wrong_module(self.reference, of_chunks, self.of_outputs)
         if module is not None:
             self._steps = placed(self._steps, module)
         return module

@@ -239,6 +239,7 @@ class _Modules:
             values = ModuleSums(
                 choice.strategies if choice else {},
                 lambda: programs.stages(programs.key(data, loss=loss, training=False)),
+                replica.engine.tp.rank if replica.engine.tp else 0,
             )
             yield values.visit
             seen = SeenMetric(values=values.found, training=training, has_parts=values.has_parts)

@@ -2,7 +2,8 @@
 
 The unpartitioned program runs, then all ranks' programs in lockstep, on the model's initial values and the
 same draws. In the forward, the first operator whose value differs is named; if all agree, in the backward the
-last one whose gradient differs.
+last one whose gradient differs, and the operators whose backward returns it; if these agree, too, the first parameter whose gradient
+differs on some rank, after the sums that ranks make once a step.
 
 No value is kept for the comparison. Each value, and its gradient, is reduced to one number: its inner product
 with a random tensor seeded by its name. It is linear, so the ranks' shards, each with its part of the random
@@ -12,7 +13,7 @@ tensor, add up to the reference's; and different values almost surely have diffe
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -21,12 +22,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from meshloom.comm.pieces import Pieces, take
+from meshloom.comm.pieces import Pieces, place, take
 from meshloom.core.job import LossFunction
 from meshloom.core.random import derive, preserved_draws, seed_everything
 from meshloom.program.ir.lines import describe_line
-from meshloom.program.ir.nodes import Node
+from meshloom.program.ir.nodes import Node, users_by_value
 from meshloom.program.opaque.bound import bound
+from meshloom.program.operators.collectives import total_of
 from meshloom.program.run.execute import run_program
 from meshloom.tensor_parallel.layout.cuts import pieces_of, route_of
 from meshloom.tensor_parallel.layout.placement import PARTIAL, Part, cut_of
@@ -35,15 +37,19 @@ from meshloom.tensor_parallel.partition import Partition
 from meshloom.tensor_parallel.search.choose import DivisionChoice
 
 TOLERANCE = 1e-9  # both run in float64; rounding of the deepest models stays below 1e-12
+Found = tuple[bool, str, str]  # of `first_wrong_operator`
+Parameters = Mapping[str, Tensor]  # by name
+AGREE = (
+    "In lockstep, on the initial values and a chunk of the first batch, every operator's shards agree with one device, forward and backward, and so do the "
+    "gradients of parameters: what differs shows with other values or data, in how ranks run their programs, or in what they send each other."
+)
 _DRAWS = " It draws: its random numbers, or their seed, are others than one device's."
 _SEED = 7
 
 
-def first_wrong_operator(
-    part: Partition, model: nn.Module, loss: LossFunction, batch: Any
-) -> tuple[bool, str, str]:
-    """Whether one is wrong; one sentence: the operator and the user's line, or that all agree; and the module of the first wrong value, "" where
-    values agree. model: unsharded, in the program's precision."""
+def first_wrong_operator(part: Partition, model: nn.Module, loss: LossFunction, batch: Any) -> Found:
+    """Whether one is wrong; one sentence: the operator and the user's line, or that all agree; and the module of what is wrong first, "" for
+    none. model: unsharded, in the program's precision."""
     program = bound(part.choice.layout.program, model, loss)
     programs = [bound(each, model, loss) for each in part.programs]
     state = {
@@ -63,30 +69,87 @@ def first_wrong_operator(
                 dtype=torch.float64, visit=ranks.note_ranks,
             )
         )  # fmt: skip
+    return (
+        _of_values(reference, ranks, part)
+        or _of_gradients(reference, ranks, part)
+        or _of_parameters(part, own[0], [each[0] for each in split])
+        or (False, AGREE, "")
+    )
+
+
+def _of_values(reference: _InnerProducts, ranks: _InnerProducts, part: Partition) -> Found | None:
+    """The first value that differs."""
     for name, values in reference.values.items():
         if name in ranks.nodes and (error := _error(values, ranks.values[name])) > TOLERANCE:
+            node = reference.nodes[name]
+            sentence = (
+                f"In lockstep the first operator whose shards differ is {_named(node, part)}: by {error:.1e}."
+            )
+            return True, sentence + (_DRAWS if _does_but_draw(node) else ""), node.path
+    return None
+
+
+def _of_gradients(reference: _InnerProducts, ranks: _InnerProducts, part: Partition) -> Found | None:
+    """The last value whose gradient differs, with the last of a module: where the loss's own backward is wrong, gradients of modules
+    are from there on."""
+    wrong = {
+        name: error
+        for name in reversed(reference.nodes)
+        if name in ranks.nodes
+        and (error := _error(reference.gradients[name], ranks.gradients[name])) > TOLERANCE
+    }
+    if not wrong:
+        return None
+    first = next(iter(wrong))
+    readers = users_by_value(reference.nodes.values()).get(first, [])
+    by = " and of ".join(_named(each, part) for each in readers[:3])
+    back = f" It is what the backward of {by} returns." if readers else ""
+    sentence = f"In lockstep all values agree; backward, the first gradient that differs is that of {_named(reference.nodes[first], part)}: by {wrong[first]:.1e}.{back}"
+    return True, sentence, next((path for name in wrong if (path := reference.nodes[name].path)), "")
+
+
+def _of_parameters(part: Partition, own: Parameters, of_ranks: Sequence[Parameters]) -> Found | None:
+    """The first parameter, in the order of the program, that has another gradient on some rank."""
+    program = part.choice.layout.program
+    readers = users_by_value(program.nodes)
+    order = {node.name: number for number, node in enumerate(program.nodes)}
+    read = {
+        name: readers[each.value][0] for name, each in program.parameters.items() if each.value in readers
+    }
+    for name in sorted(read, key=lambda name: order[read[name].name]):
+        right, pieces = own[name].grad, part.parameters[name]
+        mine = [each[name].grad for each in of_ranks]
+        if right is None and not any(each is not None for each in mine):
+            continue
+        expected = torch.zeros_like(own[name]) if right is None else right.to_dense()
+        found = [
+            torch.zeros_like(each[name]) if gradient is None else gradient.to_dense()
+            for each, gradient in zip(of_ranks, mine, strict=True)
+        ]
+        total = total_of([place(pieces, rank, each) for rank, each in enumerate(found)])
+        if name in part.summed:
+            found = [take(pieces, rank, total) for rank in range(len(found))]
+        scale = _scale(expected)
+        errors = [
+            float((each.nan_to_num() - take(pieces, rank, expected).nan_to_num()).abs().max()) / scale
+            if each.numel()
+            else 0.0
+            for rank, each in enumerate(found)
+        ]
+        if not max(errors) <= TOLERANCE:
+            rank = errors.index(max(errors))
+            what = f"the first parameter whose gradient differs is {name}, on rank {rank} along tp: by {errors[rank]:.1e}"
+            back = f"It is what the backward of {_named(read[name], part)} adds to it"
+            if name in part.summed:
+                back += ", summed over the ranks that use a part of it"
+            elif pieces.is_shared and bool(((total - expected).abs() <= TOLERANCE * scale).all()):
+                back += ", and what all ranks add is one device's: it is not summed over them"
             return (
                 True,
-                f"In lockstep the first operator whose shards differ is {_named(reference.nodes[name], part)}: by {error:.1e}."
-                + (_DRAWS if _does_but_draw(reference.nodes[name]) else ""),
-                reference.nodes[name].path,
+                f"In lockstep all values agree, and so do their gradients; {what}. {back}.",
+                name.rpartition(".")[0],
             )
-    for name in reversed(reference.nodes):
-        if (
-            name in ranks.nodes
-            and (error := _error(reference.gradients[name], ranks.gradients[name])) > TOLERANCE
-        ):
-            return (
-                True,
-                f"In lockstep all values agree; backward, the first gradient that differs is that of {_named(reference.nodes[name], part)}: by {error:.1e}.",
-                "",
-            )
-    return (
-        False,
-        "In lockstep every operator's shards agree with one device, forward and backward: the ranks' programs are right in it, and the "
-        "difference comes from what is around them, such as what ranks send each other.",
-        "",
-    )
+    return None
 
 
 @dataclass(frozen=True)

@@ -16,11 +16,14 @@ from meshloom.parameters.file_weights import build_filled_model
 from meshloom.program.store.drawn_batches import drawn_alone, loss_of
 from meshloom.train.trainer import Trainer
 from meshloom.verify.between_steps.checks import BetweenSteps
+from meshloom.verify.causes.of_inputs import causes_of
 from meshloom.verify.compared.compare import first_differing
-from meshloom.verify.comparing import ComparisonResult
+from meshloom.verify.comparing import Comparing, ComparisonResult
 from meshloom.verify.lockstep_check import first_wrong_operator
 from meshloom.verify.reference.mistakes import Cause
+from meshloom.verify.stage_outputs import RanForwards
 
+_AGAIN = "In forwards of the step's chunks on equal parameters, by all ranks,"
 _INPUTS = ("data", "same draws", "weights", "buffers")  # causes that explain outputs
 _VAGUE = ("unknown", "optimizer", "batch statistics", "buffers", "loss", "replicas")
 _EXACT = ("None or zero", "border")  # causes that say which numbers are wrong
@@ -64,16 +67,26 @@ def in_order(
 
 
 def of_programs(
-    trainer: Trainer, result: ComparisonResult, module: str | None, plan: Plan, dtype: torch.dtype | None
+    trainer: Trainer,
+    comparison: Comparing,
+    forwards: RanForwards | None,
+    plan: Plan,
+    dtype: torch.dtype | None,
 ) -> InPrograms:
-    """What is wrong with programs, or with what ranks that run them send each other. module: the first that differs in a
-    forward."""
+    """What is wrong with programs, with what they are given, or with what ranks that run them send each other. forwards: of the step that
+    differs, if ranks have run them once more."""
+    module = comparison.place(forwards.of_chunks) if forwards else None
+    if forwards and forwards.facts:
+        place = next((path for _, _, path, _ in forwards.facts if path), "")
+        return InPrograms(causes=[*causes_of(forwards.facts)], module=place)
+    result = comparison.result()
     engine = trainer.replicas[0].engine
     division = engine.division
     if not module and (found := _of_lent(result, engine.lent)):
         return InPrograms(causes=[found])
     if division is None:
-        return InPrograms(causes=[*_of_stages(result, module, plan, draws=_is_dropout(trainer, module))])
+        draws = _is_dropout(trainer, module)
+        return InPrograms(causes=[*_of_stages(result, module, plan, draws=draws)] if forwards else ())
     known, wrong_gradients = _kinds(result), bool(_wrong(result, "gradient"))
     # without replicas nothing but the ranks' programs makes gradients
     of_ranks = wrong_gradients and ("unknown" in known or plan.dp == 1)
@@ -86,11 +99,11 @@ def of_programs(
     if known.intersection(_INPUTS) or not (wrong or module or of_ranks):
         return InPrograms()
     if not wrong and module:
-        sentence += f" In a forward of the ranks on one device's parameters the output of {module} is the first that differs: what is sent there is wrong."
-    elif not wrong and "loss" in _wrong(result, "loss"):
-        sentence += " Losses differ all the same: a forward is given something else than on one device, such as other numbers or draws, or another program runs."
-    elif not wrong:
-        sentence += " So is their forward, and gradients are not: what is sent in backward, or added up behind it, is wrong."
+        sentence += f" {_AGAIN} the output of {module} is the first that differs: what is computed or sent there is wrong."
+    elif not wrong and forwards and "loss" in _wrong(result, "loss"):
+        sentence += f" {_AGAIN} outputs of modules agree, and losses in the step did not: what is outside modules is wrong, or was so in the step alone."
+    elif not wrong and forwards:
+        sentence += f" {_AGAIN} outputs of modules agree, and gradients in the step did not: look at what is sent in backward, or added up behind it."
     return InPrograms(
         causes=[Cause("division", sentence)],
         module=path or ("the model or loss" if wrong else ""),
@@ -120,11 +133,11 @@ def _of_stages(result: ComparisonResult, module: str | None, plan: Plan, *, draw
     known = _kinds(result)
     if not module and plan.recompute != "none" and "unknown" in known:
         what = "what backward needs is not what forward has computed: under a plan that recomputes, other draws or values there"
-        yield Cause("recompute", f"A forward agrees with one device's, and gradients do not, so that {what}.")
+        yield Cause("recompute", f"Forwards agree with one device's, and gradients do not, so that {what}.")
     elif not module and plan.pp > 1 and plan.dp == 1 and _wrong(result, "gradient") and "unknown" in known:
         yield Cause(
             "stages",
-            "A forward of the stages agrees with one device's, and gradients do not: what a stage computes or keeps for backward, or is sent there, is wrong.",
+            "Forwards of the stages agree with one device's, and gradients do not: what a stage computes or keeps for backward, or is sent there, is wrong.",
         )
     if module and not known.intersection(_INPUTS):
         why = "what a stage computes there, or what it is sent, is wrong"
@@ -132,7 +145,7 @@ def _of_stages(result: ComparisonResult, module: str | None, plan: Plan, *, draw
             why = "it draws other numbers than on one device, as after another number of draws before it"
         yield Cause(
             "stages",
-            f"In a forward of the stages on one device's parameters the output of {module} is the first that differs: {why}.",
+            f"In forwards of the stages on one device's parameters the output of {module} is the first that differs: {why}.",
         )
 
 

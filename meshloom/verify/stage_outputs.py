@@ -1,5 +1,6 @@
-"""The first module whose output is wrong where ranks run programs: once something differs, the forward of one chunk by all ranks
-together, on parameters equal to one device's, held against the outputs of one device's modules.
+"""The first module whose output is wrong where ranks run programs: once something differs, the forwards of the step's chunks once more, by
+all ranks together, as they have run them, but on parameters equal to one device's, held against the outputs of one device's modules; and
+what programs are given that is not their chunk's own.
 
 Of each module the last value in its forward counts, and what that becomes where ranks add it up or gather it. Where that is the value of
 a module within it, it counts as that one's alone. Each rank says sums of its part; nothing is gathered.
@@ -9,12 +10,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from meshloom.comm.objects import collect
+from meshloom.comm.pieces import Pieces
 from meshloom.comm.steps import Steps
 from meshloom.data.chunks import Chunk
 from meshloom.pipeline.stages.stages import Stage
@@ -25,6 +30,7 @@ from meshloom.replica.replica import Replica
 from meshloom.replica.replica_state import each_of_state
 from meshloom.tensor_parallel.layout.placement import PARTIAL, Part
 from meshloom.tensor_parallel.search.strategies import Strategy
+from meshloom.verify.causes.of_inputs import DrawSeeds, Fact, GivenInputs
 from meshloom.verify.compared.compare_values import Value, Values, first_wrong_value
 from meshloom.verify.reference.observers import ramp_of, sample_of
 from meshloom.verify.reference.reference import Reference, watching
@@ -40,33 +46,51 @@ class Adopting(Protocol):
         ...
 
 
+@dataclass(frozen=True, kw_only=True)
+class RanForwards:
+    """What all ranks say of a step's chunks, run once more. of_chunks: number of a chunk -> of each rank that runs it, its modules' values. facts:
+    what programs were given that is not the chunk's own."""
+
+    of_chunks: Mapping[int, Sequence[Values]]
+    facts: Sequence[Fact]
+
+
 def values_of_modules(
     replica: Replica, chunks: Sequence[Chunk], one_device: Adopting | None
-) -> Steps[tuple[int, list[Values]]]:
-    """The number of a chunk, -1 for none, and what all ranks that run it say of its modules, after `one_device` has the plan's
-    parameters. All ranks call it after a step, with their chunks of that step."""
+) -> Steps[RanForwards]:
+    """All ranks call it after a step, with their chunks of that step. one_device: gets the plan's parameters first."""
     yield from each_of_state(replica, one_device.adopt if one_device else _ignore)
     engine = replica.engine
     assert isinstance(engine, ProgramEngine)
-    filled = [chunk for chunk in chunks if chunk.samples][:1]
-    values = yield from _values(engine, replica, filled)
-    index = filled[0].index if filled else -1
-    everyone: list[Any] = yield from collect(replica.context.world, [index, values])
-    return index, [each for other, each in everyone if other == index]
+    filled = [chunk for chunk in chunks if chunk.samples]
+    counts: list[int] = yield from collect(replica.context.world, len(filled))
+    values, facts = yield from _values(engine, replica, filled, max(counts))
+    mine = [[chunk.index, each] for chunk, each in zip(filled, values, strict=True)]
+    everyone: list[Any] = yield from collect(replica.context.world, [mine, [[*each] for each in facts]])
+    of_chunks: dict[int, list[Values]] = {}
+    for index, each in (of_rank for of_all, _ in everyone for of_rank in of_all):
+        of_chunks.setdefault(index, []).append(each)
+    found = dict.fromkeys(
+        (kind, chunk, path, what) for _, of_rank in everyone for kind, chunk, path, what in of_rank
+    )
+    return RanForwards(of_chunks=of_chunks, facts=[*found])
 
 
 def first_wrong_module(
-    reference: Reference, index: int, of_ranks: Sequence[Values], tolerance: float
+    reference: Reference, of_chunks: Mapping[int, Sequence[Values]], tolerance: float
 ) -> str | None:
-    """The first module, in one device's order, whose output differs from what ranks say of this chunk of the last step."""
-    forward = next(
-        (each for each in reference.forwards() if [number for number, _ in each.members] == [index]), None
-    )
-    if forward is None:
-        return None
-    with watching(reference):
-        outputs = reference.run_forward(forward).modules
-    return first_wrong_value(outputs, of_ranks, tolerance)
+    """The first module, in one device's order, whose output differs from what ranks say of a chunk of the last step, the first chunk with
+    one."""
+    start = reference.buffers.snapshot()
+    for forward in reference.forwards():
+        numbers = [number for number, _ in forward.members]
+        if len(numbers) == 1 and numbers[0] in of_chunks:
+            reference.buffers.load(start)
+            with watching(reference):
+                outputs = reference.run_forward(forward).modules
+            if (found := first_wrong_value(outputs, of_chunks[numbers[0]], tolerance)) is not None:
+                return found
+    return None
 
 
 def _ignore(*arguments: Any) -> None:
@@ -75,13 +99,15 @@ def _ignore(*arguments: Any) -> None:
 
 class ModuleSums:
     """This rank's sums of the last value in each module's forward, and of what is made of that. strategies: how operators are divided,
-    by their nodes' names. stages: of the program whose values they are, on all ranks; called once there are values. has_parts: whether ranks
-    have parts of what is computed outside all modules, by a loss or metric."""
+    by their nodes' names. stages: of the program whose values they are, on all ranks; called once there are values. rank: along tp. has_parts: whether
+    ranks have parts of what is computed outside all modules, by a loss or metric."""
 
-    def __init__(self, strategies: Mapping[str, Strategy], stages: Callable[[], Sequence[Stage]]) -> None:
+    def __init__(
+        self, strategies: Mapping[str, Strategy], stages: Callable[[], Sequence[Stage]], rank: int = 0
+    ) -> None:
         self.found: dict[str, list[Value]] = {}  # by module
         self.has_parts = False
-        self._strategies, self._stages = strategies, stages
+        self._strategies, self._stages, self._rank = strategies, stages, rank
         self._paths: dict[str, str] = {}  # of the module's last value
 
     def visit(self, stage: int, node: Node, value: Any) -> None:
@@ -95,7 +121,9 @@ class ModuleSums:
             )
             if base in self._paths and node.target.target != "partial":
                 is_part = node.target.target == "part" and not node.target.after.is_whole
-                self.found[self._paths[base]].append(_sums(value, is_part=is_part))
+                after = node.target.after
+                known = after if is_part and after.ends is None else None
+                self.found[self._paths[base]].append(_sums(value, is_part, known, self._rank))
             return
         if self._ending_themselves.get(node.path) != stage:
             return
@@ -103,9 +131,7 @@ class ModuleSums:
         self._paths[node.name] = node.path
         is_part = placement == PARTIAL or (isinstance(placement, Part) and placement.cut is not None)
         self.has_parts = self.has_parts or (is_part and not node.path)
-        self.found[node.path] = (
-            [] if placement == PARTIAL else [_sums(value, is_part=isinstance(placement, Part))]
-        )
+        self.found[node.path] = [] if placement == PARTIAL else [_sums(value, isinstance(placement, Part))]
 
     @cached_property
     def _ending_themselves(self) -> dict[str, int]:
@@ -121,31 +147,71 @@ class ModuleSums:
 
 
 def _values(
-    engine: ProgramEngine, replica: Replica, chunks: Sequence[Chunk]
-) -> Steps[dict[str, list[Value]]]:
-    """By module, what this rank's programs compute of these chunks."""
-    sums: dict[str, list[Value]] = {}
-    with engine.computing("rerun", idle=not chunks):
-        batches = yield from engine.drawn.all_drawn(
-            replica.scope.moments(chunks), engine.programs.losses.loss
-        )
-        for batch, chunk in zip(batches, chunks, strict=True):
+    engine: ProgramEngine, replica: Replica, chunks: Sequence[Chunk], most: int
+) -> Steps[tuple[list[dict[str, list[Value]]], list[Fact]]]:
+    """Of each of these chunks, by module what this rank's programs compute, run as in the step; and what they are given that is not theirs. most:
+    chunks of the replica that has most."""
+    scope, loss = replica.scope, engine.programs.losses.loss
+    with engine.computing("forwards", idle=not chunks):
+        moments = scope.moments(chunks)
+        own: dict[int, Any] = {}
+        for chunk, moment in zip(chunks, moments, strict=True):
+            (own[chunk.index],) = yield from engine.drawn.all_drawn([moment], loss)
+        batches = yield from engine.drawn.all_drawn(moments, loss)
+        sums: list[ModuleSums] = []
+        for batch in batches:
             yield from engine.programs.ready(batch)
-            key = engine.programs.key(batch)
-            seen = ModuleSums(
-                engine.division.first.choice.strategies if engine.division else {},
-                partial(engine.programs.stages, key),
-            )
-            engine.microbatches.look(batch, _draws_of(replica, chunk), seen.visit)
-            sums = seen.found
-    return sums
+            choice = engine.programs.division_of(batch, loss, training=True)
+            stages = partial(engine.programs.stages, engine.programs.key(batch))
+            rank = engine.tp.rank if engine.tp else 0
+            sums.append(ModuleSums(choice.strategies if choice else {}, stages, rank))
+        inputs = GivenInputs(own)
+        seeds = [
+            DrawSeeds(chunk.index, moment.seed) for chunk, (_, moment) in zip(chunks, moments, strict=True)
+        ]
+        now = 0
+
+        def around(stage: int, microbatch: int, rerun: Callable[[], Any]) -> AbstractContextManager[None]:
+            nonlocal now
+            now = microbatch
+            return scope.draws(chunks[microbatch])
+
+        def visit(stage: int, node: Node, value: Any) -> None:
+            sums[now].visit(stage, node, value)
+            seeds[now].visit(node)
+
+        if batches:
+            engine.microbatches.look(batches, around, visit, most=most, given=inputs.given)
+    return [each.found for each in sums], [
+        *inputs.found,
+        *(each for of_chunk in seeds for each in of_chunk.found),
+    ]
 
 
-def _draws_of(replica: Replica, chunk: Chunk) -> Any:
-    return lambda stage, microbatch, rerun: replica.scope.draws(chunk)
-
-
-def _sums(value: Tensor, *, is_part: bool) -> Value:
+def _sums(value: Tensor, is_part: bool, pieces: Pieces | None = None, rank: int = 0) -> Value:
+    """pieces: of a part, of which ranks have which."""
     exact = value.detach().double()
-    sample = [] if is_part else sample_of(exact)
-    return is_part, float(exact.sum()), float(exact.square().sum()), value.numel(), ramp_of(exact), sample
+    if is_part:
+        ramp, sample = None if pieces is None else ramp_of_part(exact, pieces, rank), list[float]()
+    else:
+        ramp, sample = ramp_of(exact), sample_of(exact)
+    return is_part, float(exact.sum()), float(exact.square().sum()), value.numel(), ramp, sample
+
+
+def ramp_of_part(part: Tensor, pieces: Pieces, rank: int) -> float:
+    """What a rank's part adds to `ramp_of` the whole.
+
+    >>> halves = Pieces((2, 4), ((None, ((0, 2),)), (None, ((2, 4),))))
+    >>> x = torch.arange(8.0).view(2, 4) ** 2
+    >>> ramp_of_part(x[:, :2], halves, 0) + ramp_of_part(x[:, 2:], halves, 1) == ramp_of(x)
+    True
+    """
+    last, stride, places = pieces.size - 1, 1, 0.0
+    for dim in reversed(range(part.ndim)):
+        runs, size = pieces.held[rank][dim], pieces.shape[dim]
+        index = torch.cat([torch.arange(*run) for run in ([(0, size)] if runs is None else runs or [(0, 0)])])
+        others = [each for each in range(part.ndim) if each != dim]
+        along = part.double().sum(others) if others else part.double()
+        places += stride * float(index.double().to(along.device) @ along)
+        stride *= size
+    return 2 * places / last - float(part.double().sum()) if last else 0.0

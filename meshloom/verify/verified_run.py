@@ -44,7 +44,7 @@ from meshloom.verify.evaluation_outputs import evaluate_plan, explain_evaluation
 from meshloom.verify.program_causes import after_resuming, in_order, of_programs
 from meshloom.verify.reference.mistakes import Cause
 from meshloom.verify.reference.samples_of_epoch import batches_of_first_epoch
-from meshloom.verify.stage_outputs import Values, values_of_modules
+from meshloom.verify.stage_outputs import RanForwards, values_of_modules
 from meshloom.verify.step_observer import StepObserver, Unused
 
 _MOST_SAMPLES, _MOST_SECONDS = 4096, 5.0  # of iterable data, to find the end of its first epoch
@@ -196,20 +196,18 @@ class VerifiedRun:
                         comparison.go_to(number)
                 batch = next(batches)
                 trainer.step(batch)
+                if isinstance(first.engine, ProgramEngine) and not _agrees(trainer, comparison):
+                    break
             self._steps_per_epoch = run.data.steps_per_epoch
-
-            def changes(replica: Replica) -> Steps[list[Cause]]:
-                return (yield from observers[trainer.replicas.index(replica)].changes())
-
-            changed = trainer.together(changes)[0]
+            changed = trainer.together(lambda each: observers[trainer.replicas.index(each)].changes())[0]
             self._unused.update(*(each.unused for each in observers))
         run.observe([None] * len(observers))
-        passed = _of_first_rank(trainer, comparison is None or comparison.passed)
+        passed = _agrees(trainer, comparison)
         if not passed and batch:
-            module = _wrong_module(trainer, batch, comparison)
+            forwards = _run_again(trainer, batch, comparison)  # of the step that differs
             if comparison:
+                found = of_programs(trainer, comparison, forwards, self.plan, self.dtype)
                 result = comparison.result()
-                found = of_programs(trainer, result, module, self.plan, self.dtype)
                 special = _meaning(special, result, numbers[0], self.between)
                 resumed = special is not None and special.kind in ("resuming", "saved")
                 self.causes += in_order(found.before(result.causes), special, self._changed, resumed=resumed)
@@ -269,18 +267,22 @@ class VerifiedRun:
         self.notes += [_begun_without(lost)] if lost else []
 
 
-def _wrong_module(trainer: Trainer, batch: Batch, comparison: Comparing | None) -> str | None:
-    """The first one that differs in a forward of programs, on rank 0. All ranks call it."""
+def _agrees(trainer: Trainer, one: Comparing | None) -> bool:
+    """Whether all steps so far agree, on every rank."""
+    return _of_first_rank(trainer, one is None or one.passed)
+
+
+def _run_again(trainer: Trainer, batch: Batch, comparison: Comparing | None) -> RanForwards | None:
+    """The step's forwards of programs, if ranks run any, on parameters that one device gets. All ranks call it."""
     first = trainer.replicas[0]
     if not isinstance(first.engine, ProgramEngine) or first.plan.sync_batch_norm or first.inner.compiles:
         return None
 
-    def look(replica: Replica) -> Steps[tuple[int, list[Values]]]:
+    def look(replica: Replica) -> Steps[RanForwards]:
         own = comparison if replica is first else None
         return (yield from values_of_modules(replica, batch.shares[trainer.replicas.index(replica)], own))
 
-    found = trainer.together(look)[0]
-    return comparison.place(*found) if comparison else None
+    return trainer.together(look)[0]
 
 
 def _meaning(

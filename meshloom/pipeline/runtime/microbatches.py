@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
@@ -19,7 +19,7 @@ from meshloom.core.mesh import Axis
 from meshloom.exchange.units.unit_access import UnitAccess
 from meshloom.pipeline.runtime.gradient_readiness import Readiness
 from meshloom.pipeline.runtime.run import ActionListener, BothListeners, PipelineRun
-from meshloom.pipeline.runtime.stage import StageRun
+from meshloom.pipeline.runtime.stage import Given, StageRun
 from meshloom.pipeline.schedules.schedule import Action, Schedule
 from meshloom.pipeline.stages.program_store import ProgramStore
 from meshloom.pipeline.stages.stage_traffic import sent_by_rank, sent_over_tp, traffic_of_ranks
@@ -139,20 +139,30 @@ class Microbatches:
             self._end(known)
         return known.sent
 
-    def look(self, batch: Any, around: Around, visit: Visit) -> None:
-        """Forward of one batch in training mode, without gradients or changes to buffers."""
-        key = self._programs.key(batch)
-        stages = self._programs.stages(key)
-        schedule = forward_only(self._programs.cutter.schedule(1))
-        self._begin([batch], lambda microbatch, returned: None, around)
-        buffers = {name: each.clone() for name, each in self._buffers.items() if not each.is_meta}
-        run = partial(self._stage_run, is_last=False, split=False, loss=key.function, buffers=buffers)
-        mine = schedule.stages_of(self._pp.rank)
-        runs = {number: run([stages[number]], visit=partial(visit, number)) for number in mine}
-        with torch.no_grad():
-            PipelineRun(schedule, self._pp, runs, [_crossings(stages, False)], self._device).run(
-                meet=self._meet
-            )
+    def look(
+        self,
+        batches: Sequence[Any],
+        around: Around,
+        visit: Visit,
+        *,
+        most: int = 0,
+        given: Given | None = None,
+    ) -> None:
+        """Forwards of microbatches as `train` runs them, one after another, without gradients or changes to buffers: each finds these
+        as they are. most: microbatches of the replica that has most."""
+        keys = [self._programs.key(each) for each in batches]
+        known = self._get(keys, training=True, most=most if self._units else 0)
+        of_all = forward_only(self._programs.cutter.schedule(max(most, len(keys))))
+        schedule = first_microbatches(of_all, len(keys))
+        buffers, fresh = _with_buffers_anew(self._buffers, around)
+        self._begin(batches, lambda microbatch, returned: None, fresh)
+        crossings = [_crossings(self._programs.stages(each), False) for each in keys]
+        others = _others_between(of_all, schedule, self._pp.rank)
+        run = PipelineRun(schedule, self._pp, known.stages, crossings, self._device, of_others=others)
+        with ExitStack() as watching, torch.no_grad():
+            for number, stage in known.stages.items():
+                watching.enter_context(stage.watched(partial(visit, number), buffers, given))
+            run.run(meet=self._meet)
         self._batches = []
 
     def arrived(self, parameter: nn.Parameter) -> None:
@@ -206,15 +216,9 @@ class Microbatches:
         over_pp = sent_by_rank(traffic_of_ranks(crossings, schedule.ranks), self._pp.rank)
         own = [each[number] for each in stages for number in mine]
         over_tp = sent_over_tp(own, self._tp.rank) if self._tp else Counter[str]()
+        others = _others_between(of_all, schedule, self._pp.rank)
         return _Runs(
-            run=PipelineRun(
-                schedule,
-                self._pp,
-                runs,
-                crossings,
-                self._device,
-                of_others=_others_between(of_all, schedule, self._pp.rank),
-            ),
+            run=PipelineRun(schedule, self._pp, runs, crossings, self._device, of_others=others),
             stages=runs,
             readiness=Readiness(
                 schedule, self._pp.rank, used, self._ready, each_microbatch=self._each_microbatch
@@ -223,7 +227,7 @@ class Microbatches:
         )
 
     def _stage_run(
-        self, stages: Sequence[Stage], is_last: bool, split: bool, loss: LossFunction, buffers: Mapping[str, Tensor] | None = None,
+        self, stages: Sequence[Stage], is_last: bool, split: bool, loss: LossFunction,
         visit: Callable[[Node, Any], None] | None = None,
     ) -> StageRun:  # fmt: skip
         number = stages[0].number
@@ -239,7 +243,7 @@ class Microbatches:
         run = StageRun(
             stages,
             self._parameters,
-            self._buffers if buffers is None else buffers,
+            self._buffers,
             lambda microbatch: self._batches[microbatch],
             finish=finish if is_last else None,
             group=self._tp,
@@ -252,6 +256,18 @@ class Microbatches:
             bind=lambda program: self._used_rows.recorded(bound(program, self._model, loss)),
         )
         return run
+
+
+def _with_buffers_anew(buffers: Mapping[str, Tensor], around: Around) -> tuple[Mapping[str, Tensor], Around]:
+    """Copies of buffers, and `around` a forward that finds them as they are now."""
+    live = {name: each for name, each in buffers.items() if not each.is_meta}
+    copies = {name: each.clone() for name, each in live.items()}
+
+    def fresh(stage: int, microbatch: int, rerun: Callable[[], Any]) -> AbstractContextManager[Any]:
+        copies.update({name: each.clone() for name, each in live.items()})
+        return around(stage, microbatch, rerun)
+
+    return copies, fresh
 
 
 def first_microbatches(schedule: Schedule, num_microbatches: int) -> Schedule:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import ChainMap
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -25,6 +25,8 @@ from meshloom.program.run.with_fused_accumulation import MIN_ELEMENTS, with_fuse
 
 # microbatch, flat result of the loss -> the tensor where backward starts
 Finish = Callable[[int, Sequence[Any]], Tensor | None]
+# microbatch, its program, and name in the batch -> what the program is given
+Given = Callable[[int, Program, Mapping[str, Tensor]], None]
 _autograd: Any = torch.autograd
 
 
@@ -73,6 +75,7 @@ class StageRun:
         compiler: Compiler | None = None,
     ) -> None:
         self._visit, self._elsewhere = visit, elsewhere
+        self._given: Given | None = None
         self._deferred = DeferredWeightGradients(accumulator or DirectAccumulator())
         self._compiler = compiler
         programs = {
@@ -126,6 +129,13 @@ class StageRun:
         leaves = [
             inputs[each.value] if each.value in inputs else tensor_of(batch, each) for each in program.inputs
         ]
+        if self._given:
+            from_batch = {
+                each.name: value
+                for each, value in zip(program.inputs, leaves, strict=True)
+                if each.value not in inputs
+            }
+            self._given(microbatch, program, from_batch)
         # The backward may need a buffer as this forward saw it, and other forwards come in between.
         changed = {name: self._buffers[name].clone() for name in self._stages[microbatch].changing}
         live: Any = self._buffers  # a `ChainMap` only reads its second mapping
@@ -143,6 +153,20 @@ class StageRun:
             for name, value in changed.items():
                 self._buffers[name].copy_(value)
         return values
+
+    @contextmanager
+    def watched(
+        self, visit: Callable[[Node, Any], None], buffers: Mapping[str, Tensor], given: Given | None
+    ) -> Iterator[None]:
+        """A context of forwards that are only looked at. buffers: in place of this rank's."""
+        kept = self._visit, self._buffers
+        self._visit, self._buffers, self._given = visit, buffers, given
+        try:
+            yield
+        finally:
+            self._visit, self._buffers = kept
+            self._given = None
+            self.clear()
 
     def clear(self) -> None:
         """Drops all activations."""

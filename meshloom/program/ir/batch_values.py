@@ -143,7 +143,7 @@ def with_other_numbers(
     leaves: Leaves, others: Mapping[str, str | None], values: Mapping[str, Any], *, moved: bool
 ) -> Any:
     """The batch with the `values` that a program is specialized to. moved: also change numeric inputs."""
-    given = {name: values[name] for name in _fixed(others)}
+    given = {name: values[name] for name in specialized_to(others)}
     if moved:
         given |= {name: _moved(leaves.values[name]) for name, wanted in others.items() if wanted in _KINDS}
     return leaves.rebuild(list(leaves.tensors.values()), given)
@@ -166,7 +166,7 @@ def takes_numbers(others: Mapping[str, str | None]) -> bool:
 def check_following(others: Mapping[str, str | None], following: Mapping[str, Any]) -> None:
     """Raise `CaptureError` if a list, an array or a float that the program is specialized to differs in the
     second batch: then it would differ in every batch."""
-    for name, wanted in _fixed(others).items():
+    for name, wanted in specialized_to(others).items():
         value = following.get(name)
         few = value is None or isinstance(
             value, bool | int | str | bytes | enum.Enum | torch.dtype | torch.device | torch.Size
@@ -228,7 +228,7 @@ for _name in _SPECIAL.split():
 _KINDS = ("a float", "an int")
 
 
-def _fixed(others: Mapping[str, str | None]) -> dict[str, str]:
+def specialized_to(others: Mapping[str, str | None]) -> dict[str, str]:
     """The values that a program is specialized to, and their texts."""
     return {name: wanted for name, wanted in others.items() if wanted is not None and wanted not in _KINDS}
 

@@ -64,6 +64,14 @@ class Transition:
         function: Any = _OnAllRanks.apply
         return list(function(self, *values))
 
+    def values_of_all(self, values: Sequence[Tensor]) -> list[Tensor]:
+        """`run_all` apart from autograd."""
+        return _values(self, values)
+
+    def gradients_of_all(self, gradients: Sequence[Tensor]) -> list[Tensor]:
+        """Its backward: gradients[rank] of what each rank gets -> of what each has."""
+        return _gradients(self, gradients)
+
     def __str__(self) -> str:
         return f"{self.source} to {self.target}"
 

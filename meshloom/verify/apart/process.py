@@ -138,8 +138,8 @@ class _Remote(Comparing):
     def adopt(self, name: str, ours: Tensor) -> None:
         self._call("adopt", name, ours)
 
-    def place(self, chunk: int, of_ranks: Sequence[Values]) -> str | None:
-        return self._call("place", chunk, list(of_ranks))
+    def place(self, of_chunks: Mapping[int, Sequence[Values]]) -> str | None:
+        return self._call("place", of_chunks)
 
     @property
     def passed(self) -> bool:

@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from meshloom.verify.compared.compare_chunks import OutputSteps, output_error
 from meshloom.verify.reference.step_records import ModuleOutput
 
-# whether it is a part of what ranks have together; total, sum of squares, elements, ramp, sample of `ModuleOutput`
-Value = tuple[bool, float, float, int, float, Sequence[float]]
+# whether it is a part of what ranks have together; total, sum of squares, elements, ramp, sample of `ModuleOutput`; of a part the ramp is what
+# it adds to the whole's, None where that is not known
+Value = tuple[bool, float, float, int, float | None, Sequence[float]]
 Values = Mapping[str, Sequence[Value]]  # by module
 
 
@@ -51,8 +52,8 @@ def _together(of_ranks: Sequence[Sequence[Value]]) -> list[tuple[Value, ...]]:
 
 def _added(name: str, call: int, values: Sequence[Value]) -> ModuleOutput:
     _, totals, squares, counts, ramps, samples = zip(*values, strict=True)
-    whole = len(values) == 1
+    known = [each for each in ramps if each is not None]
     return ModuleOutput(
-        name=name, call=call, total=sum(totals), square=sum(squares), count=sum(counts), ramp=ramps[0] if whole else None,
-        sample=samples[0] if whole else (),
+        name=name, call=call, total=sum(totals), square=sum(squares), count=sum(counts), ramp=sum(known) if len(known) == len(values) else None,
+        sample=samples[0] if len(values) == 1 else (),
     )  # fmt: skip
