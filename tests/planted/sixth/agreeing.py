@@ -20,7 +20,7 @@ SIXTH.edit(
     old="                    self._positions.append((index, start - first, stop - first, number))\n                number += 1",
     new="                    self._positions.append((index, start - first, stop - first, number))\n                    number += 1",
     job="tickers:job",
-    plan="dp=2,zero=1",
+    plan="dp=3,zero=1",
     truth="Whether a slice's parameter was used is looked up by the number of the rank's slice instead of that of the parameter, so that in steps with frozen "
     "parameters slices of others get no gradient.",
     module=None,

@@ -9,8 +9,8 @@ SIXTH.edit(
     "replica/metrics.py",
     old='as_sum(_as_tensor(returned), chunk.samples, needs_gradient=False, who="The metric")',
     new='as_sum(_as_tensor(returned), 1, needs_gradient=False, who="The metric")',
-    job="rhythms:job",
-    plan="dp=2",
+    job="tiles:job",
+    plan="dp=2,microbatches=2",
     truth="A metric that is a mean counts every chunk alike, however many samples it has.",
     module=None,
 )
@@ -20,7 +20,7 @@ SIXTH.edit(
     old="self.evaluate(next_step, num_batches=1)",
     new="self.evaluate(next_step, num_batches=1, due=True)",
     job="shopping:job",
-    plan="dp=2",
+    plan="dp=2,zero=1",
     truth="The evaluation of one batch by which metrics are tried before the first step steps the schedulers that go by a metric.",
     module=None,
 )

@@ -69,7 +69,7 @@ SIXTH.edit(
     "replica/buffers/norm_statistics.py",
     old="self.decay *= 1.0 - (module.momentum or 0.0)",
     new="self.decay = 1.0 - (module.momentum or 0.0)",
-    job="tiles:plain",
+    job="tiles:job",
     plan="dp=2,microbatches=2",
     truth="Running statistics are decayed once for a replica instead of once for each of its chunks.",
     module="first.norm",

@@ -20,7 +20,7 @@ SIXTH.edit(
     old="for scheduler in turn.schedulers if not skip else ():",
     new="for scheduler in turn.schedulers:",
     job="coarse:job",
-    plan="dp=2,precision=fp16-mixed",
+    plan="dp=2,zero=1,precision=fp16-mixed",
     truth="A step that is skipped because gradients overflowed steps the schedulers nevertheless.",
     module=None,
 )

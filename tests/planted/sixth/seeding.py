@@ -9,8 +9,8 @@ SIXTH.edit(
     "replica/chunk_scope.py",
     old="        return chunk.index, None",
     new="        return chunk.index % self._plan.microbatches, None",
-    job="letters:dropping",
-    plan="dp=2",
+    job="letters:averaged",
+    plan="dp=2,microbatches=2,zero=1",
     truth="Chunks are seeded by their number within the replica, so all replicas draw the same dropout masks.",
     module="layers.0.drop",
 )

@@ -51,7 +51,7 @@ SIXTH.edit(
     old="sums = ctx.total([each.sum(ctx.dim, keepdim=True) for each in gradients])",
     new="sums = torch.stack([each.sum(ctx.dim, keepdim=True) for each in gradients]).sum(0)",
     job="rhythms:likelihood",
-    plan="tp=2",
+    plan="tp=2,tp_placements=say:column",
     truth="The backward of a log-softmax over a divided dim uses the sum of this rank's gradients instead of that over all ranks.",
     module="say",
 )

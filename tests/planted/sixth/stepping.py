@@ -9,7 +9,7 @@ SIXTH.edit(
     "optimizer/updater.py",
     old="holders=[group for group in (over_tp, self._stages) if group is not None],",
     new="holders=[over_tp] if over_tp is not None else [],",
-    job="letters:job",
+    job="letters:dropping",
     plan="pp=2,microbatches=3",
     truth="Each stage clips by the norm of its own gradients instead of the whole model's.",
     module=None,

@@ -10,7 +10,7 @@ SIXTH.edit(
     old="scaling = {} if scale is None else {SCALE: scale.to_dict()}",
     new='scaling = {} if scale is None else {"scale": scale.to_dict()}',
     job="coarse:job",
-    plan="dp=2,precision=fp16-mixed",
+    plan="dp=2,zero=1,precision=fp16-mixed",
     truth="The loss scale is saved under a name that resuming does not look for, so a resumed run begins with the first scale and skips steps once more.",
     module=None,
 )
@@ -30,7 +30,7 @@ SIXTH.edit(
     old="        return self.scheduler.state_dict()",
     new="        return {}",
     job="shopping:job",
-    plan="dp=2",
+    plan="dp=2,zero=1",
     truth="A scheduler that goes by a metric is saved without its state, so a resumed run has forgotten the best value.",
     module=None,
 )

@@ -57,7 +57,7 @@ job = ml.Job(
     steps=30,
     scheduler=lambda both: [
         torch.optim.lr_scheduler.ExponentialLR(both[0], 0.9),
-        ml.ByMetric(torch.optim.lr_scheduler.ReduceLROnPlateau(both[1], patience=0, factor=0.3, threshold=0.5), "mse"),
+        ml.ByMetric(torch.optim.lr_scheduler.ReduceLROnPlateau(both[1], patience=0, factor=0.3, threshold=0.6), "mse"),
     ],
     evaluate=ml.Evaluate(data=lambda: Sales(15, 2), metrics={"mse": loss}, every=2),
 )
