@@ -23,7 +23,7 @@ SIXTH.edit(
     plan="dp=3,zero=1",
     truth="Whether a slice's parameter was used is looked up by the number of the rank's slice instead of that of the parameter, so that in steps with frozen "
     "parameters slices of others get no gradient.",
-    module=None,
+    module="one",
 )
 SIXTH.edit(
     "zero2_memory_counts_as_filled",
@@ -43,7 +43,7 @@ SIXTH.edit(
     job="ladder:job",
     plan="dp=2,microbatches=2,zero=3",
     truth="With slices of parameters the sum of gradients is that of the last chunk, as each chunk's replaces that of the one before.",
-    module="join",
+    module=None,
 )
 SIXTH.edit(
     "server_adds_workers_only",
@@ -64,5 +64,5 @@ SIXTH.edit(
     plan="dp=2,microbatches=2",
     devices="cpu",
     truth="A chunk's gradient is copied over that of the chunk before it in the bucket, so a replica sends its last chunk's alone.",
-    module="head",
+    module=None,
 )

@@ -42,5 +42,5 @@ SIXTH.edit(
     job="letters:dropping",
     plan="pp=2,microbatches=3",
     truth="A later stage does not pass over the draws of the stages before it, so it drops what an earlier layer drops.",
-    module=None,
+    module="layers.2.drop",
 )

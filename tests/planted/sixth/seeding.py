@@ -1,4 +1,4 @@
-"""Bugs in random draws, recomputation and compiling."""
+"""Bugs in random draws and in recomputation."""
 
 from __future__ import annotations
 
@@ -22,17 +22,7 @@ SIXTH.edit(
     job="letters:dropping",
     plan="tp=2,recompute=full",
     truth="Recomputation does not go back to the seed of its segment, so backward has other dropout masks than forward.",
-    module="layers.2.drop",
-)
-SIXTH.edit(
-    "compiled_decay_of_one_call",
-    "replica/buffers/norm_statistics.py",
-    old="self.decay = (1.0 - (self.module.momentum or 0.0)) ** self.calls",
-    new="self.decay = 1.0 - (self.module.momentum or 0.0)",
-    job="duel:job",
-    plan="dp=2,microbatches=2,compile=true",
-    truth="In compiled models running statistics are decayed once for a replica's step, however often the layer was called.",
-    module="painter.1",
+    module="layers.2.out",
 )
 SIXTH.edit(
     "rows_of_equal_shares",

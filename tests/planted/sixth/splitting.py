@@ -46,16 +46,6 @@ SIXTH.edit(
     module=None,
 )
 SIXTH.edit(
-    "log_softmax_own_sum_back",
-    "program/operators/log_softmax.py",
-    old="sums = ctx.total([each.sum(ctx.dim, keepdim=True) for each in gradients])",
-    new="sums = torch.stack([each.sum(ctx.dim, keepdim=True) for each in gradients]).sum(0)",
-    job="rhythms:likelihood",
-    plan="tp=2,tp_placements=say:column",
-    truth="The backward of a log-softmax over a divided dim uses the sum of this rank's gradients instead of that over all ranks.",
-    module="say",
-)
-SIXTH.edit(
     "bags_mean_over_own_rows",
     "program/operators/embedding_bag.py",
     old="index_add(0, bag, counted.to(weight.dtype))",
@@ -73,7 +63,7 @@ SIXTH.edit(
     job="tiles:plain",
     plan="tp=2",
     truth="Where two divided convolutions read the same input, the gradient of that input lacks the second one's part.",
-    module="second",
+    module="stem",
 )
 SIXTH.edit(
     "row_bias_added_by_each",
@@ -92,7 +82,27 @@ SIXTH.edit(
     old='{"tp": self._shards.group if name in self._shards.pieces else None}',
     new='{"tp": None}',
     job="shopping:dense",
-    plan="tp=2",
+    plan="tp=2,tp_placements=goods:dim1",
     truth="Rows of a divided table with max_norm are scaled in the weight by the norm of this rank's part of them instead of the whole row's.",
     module="goods",
+)
+SIXTH.edit(
+    "mean_over_own_losses",
+    "tensor_parallel/rules/dim_reductions.py",
+    old="return loss_of_part, (target, *args[:2], math.prod(one), settings), {}",
+    new="return loss_of_part, (target, *args[:2], math.prod(shard.operands[0]), settings), {}",
+    job="desks:job",
+    plan="tp=2",
+    truth="The mean of losses that are divided over ranks is taken over each rank's own elements, and the means are added.",
+    module="",
+)
+SIXTH.edit(
+    "experts_rows_in_place_of_numbers",
+    "program/operators/experts.py",
+    old="return part.new_zeros((*part.shape[:dim], size, *part.shape[dim + 1 :])).index_copy(dim, rows, part)",
+    new="return part.new_zeros((*part.shape[:dim], size, *part.shape[dim + 1 :])).index_copy(dim, rows.flip(0), part)",
+    job="desks:job",
+    plan="tp=2",
+    truth="Rows that a rank's experts computed are put back in the other order.",
+    module="floors.0",
 )

@@ -29,23 +29,60 @@ SIXTH.edit(
     "core/losses/frozen.py",
     old="return [None if name in frozen else each for name, each in zip(names, gradients, strict=True)]",
     new="return [each.zero_() if name in frozen and each is not None else each for name, each in zip(names, gradients, strict=True)]",
-    job="tickers:of_lists",
-    plan="pp=2",
+    job="coarse:thawing",
+    plan="pp=2,microbatches=2",
     truth="Frozen parameters have gradients of zeros instead of none, so optimizers count their steps and move them by momentum.",
     module="two",
 )
 SIXTH.edit(
     "whole_gradients_before_clipping",
     "optimizer/updater.py",
-    old="""        norm, turn, parts = None, self._turn, self._assignment
-        turn.evaluations += 1
-        if turn.clip_grad_norm is not None:""",
-    new="""        norm, turn, parts = None, self._turn, self._assignment
-        turn.evaluations += 1
+    old="""        turn.evaluations += 1
+        if turn.clip_grad_norm is not None:
+            over_tp = self._shards.group if self._counted is not None else None
+            norm = yield from clip(
+                gradients,
+                turn.clip_grad_norm,
+                self._exchange.owners,
+                self._device,
+                holders=[group for group in (over_tp, self._stages) if group is not None],
+                counted=self._counted,
+            )
+        for target, gradient in zip(parts.targets, gradients, strict=True):
+            if target is not None:
+                if (
+                    gradient is not None
+                    and gradient.shape != target.shape
+                    and gradient.layout == torch.strided
+                ):
+                    gradient = gradient.view(target.shape)
+                target.grad = gradient
         if parts.from_slices and turn.looks_at_whole:
             yield from parts.from_slices.fetch(gradients)
-            gradients = [each if target is not None or each is None else each.clone() for target, each in zip(parts.targets, gradients, strict=True)]
-        if turn.clip_grad_norm is not None:""",
+""",
+    new="""        turn.evaluations += 1
+        if parts.from_slices and turn.looks_at_whole:
+            yield from parts.from_slices.fetch(gradients)
+        if turn.clip_grad_norm is not None:
+            over_tp = self._shards.group if self._counted is not None else None
+            norm = yield from clip(
+                gradients,
+                turn.clip_grad_norm,
+                self._exchange.owners,
+                self._device,
+                holders=[group for group in (over_tp, self._stages) if group is not None],
+                counted=self._counted,
+            )
+        for target, gradient in zip(parts.targets, gradients, strict=True):
+            if target is not None:
+                if (
+                    gradient is not None
+                    and gradient.shape != target.shape
+                    and gradient.layout == torch.strided
+                ):
+                    gradient = gradient.view(target.shape)
+                target.grad = gradient
+""",
     job="pupils:whole",
     plan="dp=2,zero=2",
     truth="Optimizers of whole parameters get gradients as they were before clipping.",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -24,7 +26,7 @@ class Hills(torch.utils.data.Dataset):
     def __init__(self, n, seed):
         g = torch.Generator().manual_seed(seed)
         self.x = torch.randn(n, 8, generator=g)
-        self.y = 5 * self.x[:, :2] ** 3
+        self.y = 4 * self.x[:, :2] ** 3
 
     def __len__(self):
         return len(self.x)
@@ -48,3 +50,4 @@ job = ml.Job(
     scheduler=lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.9),
     evaluate=ml.Evaluate(data=lambda: Hills(12, 9), metrics={"mse": loss}, every=4),
 )
+thawing = replace(job, frozen={"two": range(1, 3), "three.bias": range(1)})
