@@ -92,7 +92,7 @@ SIXTH.edit(
     old="return loss_of_part, (target, *args[:2], math.prod(one), settings), {}",
     new="return loss_of_part, (target, *args[:2], math.prod(shard.operands[0]), settings), {}",
     job="desks:job",
-    plan="tp=2",
+    plan="tp=2,tp_placements=floors.*:experts",
     truth="The mean of losses that are divided over ranks is taken over each rank's own elements, and the means are added.",
     module="",
 )
@@ -102,7 +102,7 @@ SIXTH.edit(
     old="return part.new_zeros((*part.shape[:dim], size, *part.shape[dim + 1 :])).index_copy(dim, rows, part)",
     new="return part.new_zeros((*part.shape[:dim], size, *part.shape[dim + 1 :])).index_copy(dim, rows.flip(0), part)",
     job="desks:job",
-    plan="tp=2",
+    plan="tp=2,tp_placements=floors.*:experts",
     truth="Rows that a rank's experts computed are put back in the other order.",
     module="floors.0",
 )

@@ -19,7 +19,12 @@ class Rung(nn.Module):
 
     def forward(self, x, memory=None):
         h = self.norm(x)
-        x = x + self.mix(h, h if memory is None else memory, h if memory is None else memory, need_weights=False)[0]
+        x = (
+            x
+            + self.mix(
+                h, h if memory is None else memory, h if memory is None else memory, need_weights=False
+            )[0]
+        )
         return x + self.thin(F.relu(self.wide(x)))
 
 

@@ -86,7 +86,11 @@ def optimizer(named):
     return torch.optim.AdamW(
         [
             {"params": [(name, each) for name, each in named if each.ndim > 1], "weight_decay": 0.1},
-            {"params": [(name, each) for name, each in named if each.ndim < 2], "weight_decay": 0.0, "lr": 2e-3},
+            {
+                "params": [(name, each) for name, each in named if each.ndim < 2],
+                "weight_decay": 0.0,
+                "lr": 2e-3,
+            },
         ],
         lr=5e-3,
     )

@@ -28,7 +28,10 @@ class Listener(nn.Module):
 class Beats(torch.utils.data.Dataset):
     def __init__(self, n, seed):
         g = torch.Generator().manual_seed(seed)
-        self.notes, self.kind = torch.randint(0, 23, (n, 7), generator=g), torch.randint(0, 11, (n,), generator=g)
+        self.notes, self.kind = (
+            torch.randint(0, 23, (n, 7), generator=g),
+            torch.randint(0, 11, (n,), generator=g),
+        )
 
     def __len__(self):
         return len(self.kind)

@@ -27,7 +27,10 @@ class Basket(nn.Module):
 class Sales(torch.utils.data.Dataset):
     def __init__(self, n, seed):
         g = torch.Generator().manual_seed(seed)
-        self.person, self.goods = torch.randint(0, 37, (n,), generator=g), torch.randint(0, 43, (n, 4), generator=g)
+        self.person, self.goods = (
+            torch.randint(0, 37, (n,), generator=g),
+            torch.randint(0, 43, (n, 4), generator=g),
+        )
         self.paid = torch.rand(n, generator=g) * 3
 
     def __len__(self):
@@ -57,7 +60,9 @@ job = ml.Job(
     steps=30,
     scheduler=lambda both: [
         torch.optim.lr_scheduler.ExponentialLR(both[0], 0.9),
-        ml.ByMetric(torch.optim.lr_scheduler.ReduceLROnPlateau(both[1], patience=0, factor=0.3, threshold=0.6), "mse"),
+        ml.ByMetric(
+            torch.optim.lr_scheduler.ReduceLROnPlateau(both[1], patience=0, factor=0.3, threshold=0.6), "mse"
+        ),
     ],
     evaluate=ml.Evaluate(data=lambda: Sales(15, 2), metrics={"mse": loss}, every=2),
 )
