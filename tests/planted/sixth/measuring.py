@@ -1,0 +1,36 @@
+"""Bugs in evaluations."""
+
+from __future__ import annotations
+
+from tests.planted.sixth import SIXTH
+
+SIXTH.edit(
+    "metrics_weight_chunks_equally",
+    "replica/metrics.py",
+    old='as_sum(_as_tensor(returned), chunk.samples, needs_gradient=False, who="The metric")',
+    new='as_sum(_as_tensor(returned), 1, needs_gradient=False, who="The metric")',
+    job="tiles:job",
+    plan="dp=2,microbatches=2",
+    truth="A metric that is a mean counts every chunk alike, however many samples it has.",
+    module=None,
+)
+SIXTH.edit(
+    "trial_evaluation_steps_schedulers",
+    "train/evaluation.py",
+    old="self.evaluate(next_step, num_batches=1)",
+    new="self.evaluate(next_step, num_batches=1, due=True)",
+    job="shopping:job",
+    plan="dp=2,zero=1",
+    truth="The evaluation of one batch by which metrics are tried before the first step steps the schedulers that go by a metric.",
+    module=None,
+)
+SIXTH.edit(
+    "borrowers_evaluate_without_averages",
+    "replica/metrics.py",
+    old="        put_back = yield from show_averages(replica, averages)\n        yield from replica.engine.refresh_borrowed()\n",
+    new="        put_back = yield from show_averages(replica, averages)\n",
+    job="letters:averaged",
+    plan="pp=2,microbatches=2",
+    truth="While averages are evaluated, a stage that borrows a tied parameter still has its trained value instead of the average.",
+    module=None,
+)
