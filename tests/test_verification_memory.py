@@ -62,6 +62,8 @@ def test_a_small_model_is_not_read(monkeypatch: pytest.MonkeyPatch):
 def test_a_whole_batch_that_may_not_fit_is_not_tried(monkeypatch: pytest.MonkeyPatch):
     reference = Reference(make_job("mlp", "sgd"), Plan(dp=2), None, CPU, ())
     reference.run()
+    name = next(iter(reference.gradients))
+    reference.gradients[name] = torch.eye(3).to_sparse()  # as embeddings have
     assert whole_batch.may_fit(reference)
     monkeypatch.setattr(whole_batch, "free_bytes", lambda: 0)
     assert not whole_batch.may_fit(reference)

@@ -51,7 +51,9 @@ def may_fit(reference: Reference) -> bool:
     if reference.device.type != "cpu":
         return True
     trim()
-    gradients = sum(each.nbytes for each in reference.gradients.values() if each is not None)
+    gradients = sum(
+        each.numel() * each.element_size() for each in reference.gradients.values() if each is not None
+    )
     return reference.plan.num_chunks * regained_bytes() + gradients <= free_bytes()
 
 
