@@ -254,6 +254,28 @@ def _from_missing(
         yield Cause("None or zero", f"{_names(extra)}: {what}.")
 
 
+def _of_skipping(ours: StepRecord) -> Cause:
+    """One side alone skips its update, and no gradient is at the edge of float16's range."""
+    if ours.skipped:
+        what = "The plan skips the update, and its gradients are finite, as one device's are"
+        return Cause(
+            "optimizer", f"{what}: gradients of another step, or what is none, count as overflowing."
+        )
+    what = "Gradients overflow float16 on both sides, and the plan makes an update all the same, or some of its ranks do"
+    return Cause(
+        "optimizer",
+        f"{what}: they are not all told of an overflow, or each goes by its own part of the gradients.",
+    )
+
+
+def _although(ours: StepRecord) -> str:
+    return (
+        " The update is skipped on both sides: what comes after one was done all the same."
+        if ours.skipped
+        else ""
+    )
+
+
 def _from_update(
     comparison: Comparison,
     ours: StepRecord,
@@ -263,18 +285,21 @@ def _from_update(
     of_update: Cause | None,
 ) -> list[Cause]:
     """Gradients and norm agree but the parameters, or the settings of optimizers, do not."""
+    if ours.skipped != reference.skipped and not reference.overflow:
+        return [_of_skipping(ours)]
     settings = [*wrong_settings(ours, reference)]
     if of_groups := [each for each in settings if " of optimizer " in each]:
         kept = next((f" {each}" for each in settings if " of scheduler " in each), "")
         return [
             Cause(
-                "optimizer", f"The gradients agree, and the optimizer's settings do not: {of_groups[0]}{kept}"
+                "optimizer",
+                f"The gradients agree, and the optimizer's settings do not: {of_groups[0]}{kept}{_although(ours)}",
             )
         ]
     wrong = {*comparison.failed("update"), *comparison.failed("parameter")}
     names = list(dict.fromkeys(error.name for error in comparison.errors if error.name in wrong))
     of_schedulers = [
-        Cause("optimizer", f"The gradients agree, and what schedulers keep does not: {each}")
+        Cause("optimizer", f"The gradients agree, and what schedulers keep does not: {each}{_although(ours)}")
         for each in settings[:1]
     ]
     if not names:

@@ -215,7 +215,7 @@ def lines_of(report: Report) -> list[str]:
         if report.unlike_training:
             trained = f"and training may have another: {report.unlike_training}"
         lines.append(f"what ran has digest {report.digest}, {trained}")
-    skipped = sum(step.skipped for step in report.steps)
+    skipped = sum(step.skipped and step.passed for step in report.steps)
     if skipped:
         lines.append(
             f"{format_count(skipped, 'update')} of {len(report.steps)} skipped on both sides, as gradients overflow float16: compared are their losses and buffers. "
@@ -235,7 +235,7 @@ def lines_of(report: Report) -> list[str]:
         lines.append(
             f"sharded: ranks own {', '.join(f'{share:.1%}' for share in report.owned)} of the optimizer's state"
         )
-    if report.whole is None and skipped == len(report.steps):
+    if report.whole is None and all(step.skipped for step in report.steps):
         lines.append("whole batch: not compared, every update is skipped")
     elif report.whole is None:
         lines.append("whole batch: not compared, it does not fit in one device's memory")

@@ -82,7 +82,7 @@ class DrawSeeds:
         """After an operator."""
         # code that runs as written may draw as often as it likes
         self._known = self._known and not isinstance(node.target, OpaqueModule | OpaqueLoss)
-        if not self._known or not node.num_draws or node.draw is None or self.found:
+        if not self._known or not node.num_draws or node.draw is None or self.found or _drops_nothing(node):
             return
         if torch.initial_seed() != seed_of_draw(self._seed, node.draw + node.num_draws):
             where = f"{node.operator} of {node.path or 'the model or loss'} at {describe_line(node.line)}"
@@ -107,6 +107,16 @@ def _value_of(leaves: Leaves, name: str, like: Tensor) -> Tensor | None:
     if name in leaves.tensors:
         return leaves.tensors[name]
     return torch.tensor(leaves.values[name], dtype=like.dtype) if name in leaves.values else None
+
+
+def _drops_nothing(node: Node) -> bool:
+    """Whether an operator that counts as a draw has a rate of dropout, and that is 0."""
+    schema = getattr(node.target, "_schema", None)
+    for place, argument in enumerate(schema.arguments if schema else ()):
+        if argument.name in ("dropout_p", "p", "dropout"):
+            given = node.args[place] if place < len(node.args) else argument.default_value
+            return node.kwargs.get(argument.name, given) == 0
+    return False
 
 
 def _is(one: Tensor | None, other: Tensor) -> bool:
