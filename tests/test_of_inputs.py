@@ -1,4 +1,5 @@
-"""What programs are given is held against what their chunks have: numbers, texts, data, draws of Python, and the seeds of torch's draws."""
+"""What programs are given is held against what their chunks have: numbers, texts, data, draws of Python, and the seeds of torch's draws; and
+what modules output in them against one device."""
 
 from __future__ import annotations
 
@@ -8,9 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshloom.comm.pieces import Pieces, take
 from meshloom.core.random import derive, seed_torch
 from meshloom.program.python_draws.explore import DrawnBatch
 from meshloom.verify.causes.of_inputs import DrawSeeds, GivenInputs, causes_of
+from meshloom.verify.compared.compare_values import FirstWrong, Value, first_wrong_value
+from meshloom.verify.reference.observers import ramp_of
+from meshloom.verify.reference.step_records import ModuleOutput
+from meshloom.verify.stage_outputs import ramp_of_part
 
 
 def batch(number: float, task: str = "copy") -> dict[str, Any]:
@@ -96,3 +102,35 @@ def test_each_draw_of_torch_has_the_seed_of_its_number():
     ((kind, chunk, path, what),) = wrong.found
     assert (kind, chunk, path) == ("same draws", 3, "drop1")
     assert what.startswith("dropout of drop1") and "another seed than draw 2 of the chunk has" in what
+
+
+def output(name: str, total: float, count: int = 3) -> ModuleOutput:
+    return ModuleOutput(name=name, call=0, total=total, square=total**2, count=count)
+
+
+def said(total: float, count: int = 3) -> list[Value]:
+    return [(True, total, total**2, count, None, ())]
+
+
+def test_modules_whose_output_is_not_compared_are_said_beside_the_first_wrong_one():
+    """The story: of a layer of experts that returns two tensors nothing was compared, and what was sent in the next one was said to be wrong."""
+    one = [
+        output("enter", 1.0),
+        output("block.last", 2.0),
+        output("block", 2.0),
+        output("moe", 3.0),
+        output("cross", 4.0),
+    ]
+    ranks = [{"enter": said(1.0), "block.last": said(2.0), "moe": said(3.0, count=1), "cross": said(4.5)}]
+    found = first_wrong_value(one, ranks, 1e-4)
+    assert found == FirstWrong(module="cross", unseen=["moe"])
+    assert first_wrong_value(one, [{**ranks[0], "cross": said(4.0)}], 1e-4) is None
+
+
+def test_parts_tell_orders_apart():
+    halves = Pieces((2, 6), ((None, ((0, 3),)), (None, ((3, 6),))))
+    x = torch.arange(12.0, dtype=torch.float64).view(2, 6)
+    ramps = [ramp_of_part(take(halves, rank, x), halves, rank) for rank in range(2)]
+    assert abs(sum(ramps) - ramp_of(x)) < 1e-12
+    other = [x[:1].reshape(2, 3), x[1:].reshape(2, 3)]  # cut along its first dim
+    assert abs(sum(ramp_of_part(each, halves, rank) for rank, each in enumerate(other)) - ramp_of(x)) > 1

@@ -15,7 +15,7 @@ from meshloom.verify.against_float64 import FromFloat64
 from meshloom.verify.between_steps.checks import BetweenSteps, DifferingTensor
 from meshloom.verify.compared.compare import Comparer, Comparison
 from meshloom.verify.compared.compare_evaluation import FoundMetric, PlanEvaluation, SeenMetric
-from meshloom.verify.compared.compare_values import Values
+from meshloom.verify.compared.compare_values import FirstWrong, Values
 from meshloom.verify.reference.between_steps.evaluation import EvaluatedChunk
 from meshloom.verify.reference.mistakes import Cause
 from meshloom.verify.reference.step_records import StepRecord
@@ -107,7 +107,7 @@ class Comparing(ABC):
         """Once something differs: one device has this value of a parameter or buffer."""
 
     @abstractmethod
-    def place(self, of_chunks: Mapping[int, Sequence[Values]]) -> str | None:
+    def place(self, of_chunks: Mapping[int, Sequence[Values]]) -> FirstWrong | None:
         """Then: the first module whose output differs, which is that of the first step that does; of `stage_outputs.py`."""
 
     @property

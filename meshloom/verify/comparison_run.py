@@ -37,7 +37,7 @@ from meshloom.verify.causes.other_runs import whole_evidence
 from meshloom.verify.causes.values_at_start import held_by, other_at_start
 from meshloom.verify.compared.compare import Comparer, Comparison, placed
 from meshloom.verify.compared.compare_evaluation import FoundMetric, PlanEvaluation, SeenMetric
-from meshloom.verify.compared.compare_values import Values
+from meshloom.verify.compared.compare_values import FirstWrong, Values
 from meshloom.verify.compared.compared_evaluation import ComparedEvaluation
 from meshloom.verify.comparing import Comparing, ComparisonResult, OneDevice
 from meshloom.verify.diagnose import diagnose
@@ -156,11 +156,11 @@ class ComparisonRun(Comparing):
     def adopt(self, name: str, ours: Tensor) -> None:
         adopt(self.reference, name, ours)
 
-    def place(self, of_chunks: Mapping[int, Sequence[Values]]) -> str | None:
-        module = first_wrong_module(self.reference, of_chunks, self.of_outputs)
-        if module is not None:
-            self._steps = placed(self._steps, module)
-        return module
+    def place(self, of_chunks: Mapping[int, Sequence[Values]]) -> FirstWrong | None:
+        found = first_wrong_module(self.reference, of_chunks, self.of_outputs)
+        if found is not None:
+            self._steps = placed(self._steps, found.module)
+        return found
 
     @property
     def of_outputs(self) -> float:

@@ -75,7 +75,9 @@ def of_programs(
 ) -> InPrograms:
     """What is wrong with programs, with what they are given, or with what ranks that run them send each other. forwards: of the step that
     differs, if ranks have run them once more."""
-    module = comparison.place(forwards.of_chunks) if forwards else None
+    wrong_output = comparison.place(forwards.of_chunks) if forwards else None
+    module, unseen = (wrong_output.module, wrong_output.unseen) if wrong_output else (None, ())
+    before = f", or in {', '.join(unseen)} before it, whose output is not compared" if unseen else ""
     if forwards and forwards.facts:
         place = next((path for _, _, path, _ in forwards.facts if path), "")
         return InPrograms(causes=[*causes_of(forwards.facts)], module=place)
@@ -86,7 +88,9 @@ def of_programs(
         return InPrograms(causes=[found])
     if division is None:
         draws = _is_dropout(trainer, module)
-        return InPrograms(causes=[*_of_stages(result, module, plan, draws=draws)] if forwards else ())
+        return InPrograms(
+            causes=[*_of_stages(result, module, plan, draws=draws, before=before)] if forwards else ()
+        )
     known, wrong_gradients = _kinds(result), bool(_wrong(result, "gradient"))
     # without replicas nothing but the ranks' programs makes gradients
     of_ranks = wrong_gradients and ("unknown" in known or plan.dp == 1)
@@ -99,11 +103,11 @@ def of_programs(
     if known.intersection(_INPUTS) or not (wrong or module or of_ranks):
         return InPrograms()
     if not wrong and module:
-        sentence += f" {_AGAIN} the output of {module} is the first that differs: what is computed or sent there is wrong."
+        sentence += f" {_AGAIN} the output of {module} is the first that differs: what is computed or sent there is wrong{before}."
     elif not wrong and forwards and "loss" in _wrong(result, "loss"):
-        sentence += f" {_AGAIN} outputs of modules agree, and losses in the step did not: what is outside modules is wrong, or was so in the step alone."
+        sentence += f" {_AGAIN} compared outputs agree, and losses in the step did not: what is outside modules is wrong, or was so in the step alone."
     elif not wrong and forwards:
-        sentence += f" {_AGAIN} outputs of modules agree, and gradients in the step did not: look at what is sent in backward, or added up behind it."
+        sentence += f" {_AGAIN} compared outputs agree, and gradients in the step did not: look at what is sent in backward, or added up behind it."
     return InPrograms(
         causes=[Cause("division", sentence)],
         module=path or ("the model or loss" if wrong else ""),
@@ -128,8 +132,10 @@ def _is_dropout(trainer: Trainer, module: str | None) -> bool:
     return isinstance(held, _DropoutNd)
 
 
-def _of_stages(result: ComparisonResult, module: str | None, plan: Plan, *, draws: bool) -> Iterator[Cause]:
-    """The same of a plan that divides no operators. draws: whether the module does nothing but draw."""
+def _of_stages(
+    result: ComparisonResult, module: str | None, plan: Plan, *, draws: bool, before: str
+) -> Iterator[Cause]:
+    """The same of a plan that divides no operators. draws: whether the module does nothing but draw. before: what else may be wrong, before it."""
     known = _kinds(result)
     if not module and plan.recompute != "none" and "unknown" in known:
         what = "what backward needs is not what forward has computed: under a plan that recomputes, other draws or values there"
@@ -145,7 +151,7 @@ def _of_stages(result: ComparisonResult, module: str | None, plan: Plan, *, draw
             why = "it draws other numbers than on one device, as after another number of draws before it"
         yield Cause(
             "stages",
-            f"In forwards of the stages on one device's parameters the output of {module} is the first that differs: {why}.",
+            f"In forwards of the stages on one device's parameters the output of {module} is the first that differs: {why}{before}.",
         )
 
 

@@ -31,7 +31,7 @@ from meshloom.replica.replica_state import each_of_state
 from meshloom.tensor_parallel.layout.placement import PARTIAL, Part
 from meshloom.tensor_parallel.search.strategies import Strategy
 from meshloom.verify.causes.of_inputs import DrawSeeds, Fact, GivenInputs
-from meshloom.verify.compared.compare_values import Value, Values, first_wrong_value
+from meshloom.verify.compared.compare_values import FirstWrong, Value, Values, first_wrong_value
 from meshloom.verify.reference.observers import ramp_of, sample_of
 from meshloom.verify.reference.reference import Reference, watching
 
@@ -78,7 +78,7 @@ def values_of_modules(
 
 def first_wrong_module(
     reference: Reference, of_chunks: Mapping[int, Sequence[Values]], tolerance: float
-) -> str | None:
+) -> FirstWrong | None:
     """The first module, in one device's order, whose output differs from what ranks say of a chunk of the last step, the first chunk with
     one."""
     start = reference.buffers.snapshot()

@@ -25,7 +25,7 @@ from meshloom.launch.processes.rank_process import signal_name
 from meshloom.verify.apart.messages import ConnectionEndedError, receive, send
 from meshloom.verify.between_steps.checks import BetweenSteps
 from meshloom.verify.compared.compare_evaluation import FoundMetric, PlanEvaluation, SeenMetric
-from meshloom.verify.compared.compare_values import Values
+from meshloom.verify.compared.compare_values import FirstWrong, Values
 from meshloom.verify.comparing import Comparing, ComparisonResult, OneDevice
 from meshloom.verify.reference.between_steps.evaluation import EvaluatedChunk
 from meshloom.verify.reference.step_records import StepRecord
@@ -138,7 +138,7 @@ class _Remote(Comparing):
     def adopt(self, name: str, ours: Tensor) -> None:
         self._call("adopt", name, ours)
 
-    def place(self, of_chunks: Mapping[int, Sequence[Values]]) -> str | None:
+    def place(self, of_chunks: Mapping[int, Sequence[Values]]) -> FirstWrong | None:
         return self._call("place", of_chunks)
 
     @property

@@ -152,7 +152,8 @@ def place_metric(
                 module=module or "the whole model", tensor=tensor, training=training, ways=ways
             )
     of_modules = [each for each in outputs if each.name not in tensors]
-    module = first_wrong_value(of_modules, [each.values for each in seen if each.values], tolerance)
+    found = first_wrong_value(of_modules, [each.values for each in seen if each.values], tolerance)
+    module = found.module if found else None
     return PlacedMetric(module=module, training=training, has_parts=any(each.has_parts for each in seen))
 
 

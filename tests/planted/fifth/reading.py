@@ -19,10 +19,7 @@ edit(
         "A number in the batch (level) is given to a program as it was in the first batch of that "
         "shape, for ever (a stale cache)."
     ),
-    says=(
-        "All gradients are those of a forward with the numbers and texts that the batch of step 2 "
-        "has beside its tensors: those of this step's batch are not used"
-    ),
+    says="of chunk 0 level of the batch is",
     module="down",
 )
 
@@ -53,6 +50,7 @@ edit(
     truth=(
         "What the loss draws with random and numpy is, in every microbatch of a step, that of the first one."
     ),
+    says="of chunk 1 what its loss draws with random or numpy, or makes of the step, is",
     module="enter",
 )
 

@@ -41,6 +41,7 @@ edit(
         "The backward of the vocabulary-parallel cross-entropy forgets the class weight of the "
         "target; the loss itself is right."
     ),
+    says="It is what the backward of cross_entropy_loss of the model or loss",
 )
 edit(
     "ignored_counted",
@@ -103,6 +104,7 @@ edit(
         "Gradients of key/value heads that two ranks share are not summed over them: each uses those "
         "of its own query heads."
     ),
+    says="what all ranks add is one device's: it is not summed over them",
     module="blocks.0.attn.k",
 )
 edit(

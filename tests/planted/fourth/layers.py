@@ -42,6 +42,7 @@ edit(
         "Where two convolutions share a gathered input, the second one's (the shortcut's) gradient of "
         "that input is lost."
     ),
+    says="the first gradient that differs is that of relu of the model or loss",
     module="stem",
 )
 edit(

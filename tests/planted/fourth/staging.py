@@ -77,6 +77,7 @@ edit(
         "Later stages do not skip the draws of the stages before them, so their dropout repeats the "
         "first stage's random numbers."
     ),
+    says="draws with another seed than draw 2 of the chunk has: random numbers are others from there on",
     module="blocks.1.attn",
 )
 edit(
@@ -162,6 +163,7 @@ edit(
     truth=(
         "A program that was read for one text in the batch (task=copy) is used for batches with another text."
     ),
+    says="it is the program for batches in which task of the batch is 'copy', and the chunk has 'swap'",
     module="swap",
 )
 edit(
@@ -172,5 +174,6 @@ edit(
     job="blocks:scaled",
     plan="pp=2,microbatches=2",
     truth="Every microbatch gets what Python's random drew for the step's first microbatch.",
+    says="of chunk 1 what its loss draws with random or numpy, or makes of the step, is",
     module="inp",
 )
