@@ -52,7 +52,12 @@ def main() -> int:
             command = [sys.executable, "-m", "meshloom", verb, f"{__file__}:job", "--plan", plan, *options]
             peaks = watched(command, arguments.every)
             found = {name: round(size / MIB) for name, size in sorted(peaks.items())}
-            record = {"plan": plan, "verb": verb, "parameters_mib": round(parameters / MIB), "peak_mib": found}
+            record = {
+                "plan": plan,
+                "verb": verb,
+                "parameters_mib": round(parameters / MIB),
+                "peak_mib": found,
+            }
             records.append(record | ({"predicted_mib": predicted(plan)} if verb == "verify" else {}))
     write_records(records, arguments.json)
     return 0
