@@ -24,6 +24,11 @@ from meshloom.verify.reference.mistakes import Cause
 from meshloom.verify.stage_outputs import RanForwards
 
 _AGAIN = "In forwards of the step's chunks on equal parameters, by all ranks,"
+_RECOMPUTED = Cause(
+    "recompute",
+    "Forwards agree with one device's, and gradients do not: what backward needs is not what forward has computed: under a plan that recomputes, other "
+    "draws or values there.",
+)
 _INPUTS = ("data", "same draws", "weights", "buffers")  # causes that explain outputs
 _VAGUE = ("unknown", "optimizer", "batch statistics", "buffers", "loss", "replicas")
 _EXACT = ("None or zero", "border")  # causes that say which numbers are wrong
@@ -108,8 +113,9 @@ def of_programs(
         sentence += f" {_AGAIN} compared outputs agree, and losses in the step did not: what is outside modules is wrong, or was so in the step alone."
     elif not wrong and forwards:
         sentence += f" {_AGAIN} compared outputs agree, and gradients in the step did not: look at what is sent in backward, or added up behind it."
+    again = not (wrong or module) and wrong_gradients and "unknown" in known and plan.recompute != "none"
     return InPrograms(
-        causes=[Cause("division", sentence)],
+        causes=[*([_RECOMPUTED] if again else []), Cause("division", sentence)],
         module=path or ("the model or loss" if wrong else ""),
         are_right=not wrong and module is None,
     )
@@ -138,8 +144,7 @@ def _of_stages(
     """The same of a plan that divides no operators. draws: whether the module does nothing but draw. before: what else may be wrong, before it."""
     known = _kinds(result)
     if not module and plan.recompute != "none" and "unknown" in known:
-        what = "what backward needs is not what forward has computed: under a plan that recomputes, other draws or values there"
-        yield Cause("recompute", f"Forwards agree with one device's, and gradients do not, so that {what}.")
+        yield _RECOMPUTED
     elif not module and plan.pp > 1 and plan.dp == 1 and _wrong(result, "gradient") and "unknown" in known:
         yield Cause(
             "stages",

@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from meshloom.checkpoint.checkpoint import Checkpoint
 from meshloom.checkpoint.format import AVERAGE, CARRIED, MASTER, STATE
 from meshloom.checkpoint.json_values import from_json
+from meshloom.core.moments.by_metric import ByMetric
 from meshloom.replica.replica_state import SCALE
 from meshloom.verify.between_steps.attributes_check import check_attributes, differing_attributes
 from meshloom.verify.between_steps.checks import BetweenSteps, TensorError, compared_with, same_bits
@@ -87,11 +88,13 @@ def _facts(saved: Checkpoint, reference: Reference, of_outputs: float) -> Iterat
             yield from _settings_that_differ(f"group {place} of optimizer {number}", ours, right)
     schedulers = [each for loss in reference.losses for each in loss.schedulers]
     for number, (there, here) in enumerate(zip(updater["schedulers"], schedulers, strict=True)):
+        # torch's own, as what it is wrapped in saves both sides' state
+        own = here.scheduler if isinstance(here, ByMetric) else here
         # the training loss that it went by is each side's own
-        allowed = of_outputs if isinstance(here, ReduceLROnPlateau) else _SAME
+        allowed = of_outputs if isinstance(own, ReduceLROnPlateau) else _SAME
         values = from_json(there)
         if isinstance(values, Mapping):
-            yield from _settings_that_differ(f"scheduler {number}", values, here.state_dict(), allowed)
+            yield from _settings_that_differ(f"scheduler {number}", values, own.state_dict(), allowed)
     if (scale := reference.scale).is_used and (
         there := saved.values.get(SCALE, {}).get("scale")
     ) != scale.value:
@@ -102,7 +105,11 @@ def _settings_that_differ(
     where: str, ours: Mapping[str, Any], right: Mapping[str, Any], allowed: float = _SAME
 ) -> Iterator[str]:
     for name, value in right.items():
-        if name in _LEFT_OUT or name not in ours:
+        if name in _LEFT_OUT:
+            continue
+        if name not in ours:
+            if isinstance(value, bool | int | float | str):
+                yield f"{name} in {where} is not in the checkpoint, and {value} on one device."
             continue
         if isinstance(value, bool | str) and ours[name] != value:
             yield f"{name} in {where} is {ours[name]} in the checkpoint and {value} on one device."
