@@ -77,14 +77,16 @@ class DrawSeeds:
     def __init__(self, chunk: int, seed: int) -> None:
         self.found: dict[Fact, None] = {}
         self._chunk, self._seed, self._known = chunk, seed, True
+        self._left: int | None = None  # the seed that the operator before has left, on this rank
 
     def visit(self, node: Node) -> None:
         """After an operator."""
+        before, self._left = self._left, torch.initial_seed()
         # code that runs as written may draw as often as it likes
         self._known = self._known and not isinstance(node.target, OpaqueModule | OpaqueLoss)
-        if not self._known or not node.num_draws or node.draw is None or self.found or _drops_nothing(node):
+        if not self._known or before is None or node.draw is None or self.found or _drops_nothing(node):
             return
-        if torch.initial_seed() != seed_of_draw(self._seed, node.draw + node.num_draws):
+        if before != seed_of_draw(self._seed, node.draw):
             where = f"{node.operator} of {node.path or 'the model or loss'} at {describe_line(node.line)}"
             what = f"{where} draws with another seed than draw {node.draw} of the chunk has: random numbers are others from there on"
             self.found.setdefault(("same draws", self._chunk, node.path, what))
@@ -115,7 +117,7 @@ def _drops_nothing(node: Node) -> bool:
     for place, argument in enumerate(schema.arguments if schema else ()):
         if argument.name in ("dropout_p", "p", "dropout"):
             given = node.args[place] if place < len(node.args) else argument.default_value
-            return node.kwargs.get(argument.name, given) == 0
+            return node.kwargs.get(argument.name, given) == 0.0
     return False
 
 

@@ -122,8 +122,8 @@ def filled(chunks: Sequence[ChunkRecord]) -> dict[int, ChunkRecord]:
 
 
 def first_module(reference: StepRecord, errors: Sequence[TensorError], plan: Plan) -> str | None:
-    """Where all outputs agree: the first module in order of backward, from the last one to the first, whose gradient differs; else
-    the first in order of execution whose buffer, parameter or update does, or whose average."""
+    """Where all outputs agree: the first module in order of backward, from the last one to the first, whose gradient differs, the model
+    itself only if no other does; else the first in order of execution whose buffer, parameter or update does, or whose average."""
     place = order_of_modules(reference, plan)
     for kinds, last in (
         (("gradient",), True),
@@ -135,6 +135,8 @@ def first_module(reference: StepRecord, errors: Sequence[TensorError], plan: Pla
             place_of_owner(name, place): name.rpartition(".")[0]
             for name in (wrong if last else reversed(wrong))
         }
+        if last and len({*owners.values()}) > 1:  # the model's own parameters may be used anywhere in it
+            owners = {number: owner for number, owner in owners.items() if owner}
         if owners:
             return owners[max(owners) if last else min(owners)] or "the whole model"
     return None

@@ -77,7 +77,7 @@ edit(
         "instead of advanced, so the next dropout draws the same numbers again: its mask is "
         "wrong."
     ),
-    says="It draws: its random numbers, or their seed, are others than one device's",
+    says="draws with another seed than draw 1 of the chunk has",
     module="blocks.0.drop",
 )
 

@@ -52,7 +52,7 @@ edit(
     old="    for _ in range(count):\n",
     new="    for _ in range(count - 1):\n",
     job="noise:plain",
-    plan="pp=2,microbatches=2",
+    plan="pp=2,microbatches=2,cuts=blocks.1",
     truth=(
         "A later stage passes over one draw too few of those of earlier stages: its dropout masks are "
         "those of other draws."
