@@ -12,6 +12,7 @@ SIXTH.edit(
     job="letters:job",
     plan="dp=2",
     truth="The last parameter of a bucket is not divided by the weight of the batch, so its gradient is that of the sum.",
+    says="59 times one device's, the weight of the whole batch: the sum is never divided",
     module="",
 )
 SIXTH.edit(
@@ -23,6 +24,7 @@ SIXTH.edit(
     plan="dp=3,zero=1",
     truth="Whether a slice's parameter was used is looked up by the number of the rank's slice instead of that of the parameter, so that in steps with frozen "
     "parameters slices of others get no gradient.",
+    says="They are 0 times one device's: they are lost",
     module="one",
 )
 SIXTH.edit(
@@ -33,6 +35,7 @@ SIXTH.edit(
     job="letters:averaged",
     plan="dp=2,microbatches=2,zero=2",
     truth="After a bucket was sent its places still count as filled, so the next chunk's gradients are added to what its memory holds.",
+    says="have chunk 0 2 times, chunk 2 2 times",
     module=None,
 )
 SIXTH.edit(
@@ -43,6 +46,7 @@ SIXTH.edit(
     job="ladder:job",
     plan="dp=2,microbatches=2,zero=3",
     truth="With slices of parameters the sum of gradients is that of the last chunk, as each chunk's replaces that of the one before.",
+    says="those of each replica's last microbatch alone",
     module=None,
 )
 SIXTH.edit(
@@ -53,6 +57,7 @@ SIXTH.edit(
     job="letters:job",
     plan="dp=3,exchange=server,servers=2",
     truth="Servers add up what workers push and leave out the gradients of the second server's own share of the batch.",
+    says="All gradients are without the share of replica 1",
     module=None,
 )
 SIXTH.edit(
@@ -64,5 +69,6 @@ SIXTH.edit(
     plan="dp=2,microbatches=2",
     devices="cpu",
     truth="A chunk's gradient is copied over that of the chunk before it in the bucket, so a replica sends its last chunk's alone.",
+    says="those of each replica's last microbatch alone",
     module=None,
 )

@@ -12,6 +12,7 @@ SIXTH.edit(
     job="tiles:job",
     plan="dp=2,microbatches=2",
     truth="The share of mixed pictures is drawn for each chunk instead of once for the batch.",
+    says="split, ordered, augmented or mixed in another way",
     module=None,
 )
 SIXTH.edit(
@@ -22,6 +23,7 @@ SIXTH.edit(
     job="tiles:cumulative",
     plan="dp=2,microbatches=2",
     truth="What reading a sample draws depends on its place in its chunk instead of its number in the data.",
+    says="read with draws that are seeded by the place in the chunk",
     module=None,
 )
 SIXTH.edit(
@@ -32,6 +34,7 @@ SIXTH.edit(
     job="tickers:job",
     plan="dp=2",
     truth="A resumed run reads its stream from the beginning instead of from the step that it goes on with.",
+    says="the data does not go on where it should",
     module=None,
 )
 SIXTH.edit(
@@ -42,6 +45,7 @@ SIXTH.edit(
     job="tiles:cumulative",
     plan="dp=2,microbatches=2",
     truth="The last, short batch of an epoch is divided as if it were full, so its chunks count with other weights than their samples.",
+    says="Chunk 0 has weight 3 instead of 2",
     module=None,
 )
 SIXTH.edit(
@@ -52,5 +56,6 @@ SIXTH.edit(
     job="tiles:job",
     plan="dp=2,microbatches=2",
     truth="Samples of every chunk are mixed with the partners of the batch's first samples.",
+    says="mixed with the partners of the first chunk's",
     module=None,
 )

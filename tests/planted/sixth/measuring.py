@@ -12,6 +12,7 @@ SIXTH.edit(
     job="tiles:job",
     plan="dp=2,microbatches=2",
     truth="A metric that is a mean counts every chunk alike, however many samples it has.",
+    says="counts with weight 1, and with 3 on one device",
     module=None,
 )
 SIXTH.edit(
@@ -22,6 +23,7 @@ SIXTH.edit(
     job="shopping:job",
     plan="dp=2,zero=1",
     truth="The evaluation of one batch by which metrics are tried before the first step steps the schedulers that go by a metric.",
+    says="last_epoch of scheduler 1 is 1 after step 0, and 0 on one device",
     module=None,
 )
 SIXTH.edit(
@@ -32,5 +34,6 @@ SIXTH.edit(
     job="letters:averaged",
     plan="pp=2,microbatches=2",
     truth="While averages are evaluated, a stage that borrows a tied parameter still has its trained value instead of the average.",
+    says="averages are not lent",
     module=None,
 )

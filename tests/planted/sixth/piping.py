@@ -12,6 +12,7 @@ SIXTH.edit(
     job="ladder:job",
     plan="pp=2,microbatches=4,schedule=interleaved,cuts=up.1+down.0+down.1",
     truth="Of a value that several later stages use, the gradient of the stage whose message comes last replaces the others instead of being added.",
+    says="what a stage computes or keeps for backward, or is sent there, is wrong",
     module="up.1",
 )
 SIXTH.edit(
@@ -22,6 +23,7 @@ SIXTH.edit(
     job="letters:dropping",
     plan="pp=2,microbatches=3",
     truth="The owner of a tied parameter replaces its own gradient by the borrower's instead of adding it.",
+    says="a tied gradient is lost, or added again",
     module="letters",
 )
 SIXTH.edit(
@@ -32,6 +34,7 @@ SIXTH.edit(
     job="ladder:dropping",
     plan="pp=2,microbatches=3,schedule=zb-h1",
     truth="Backwards in two halves never compute the gradients of linear layers' biases, which stay as they are.",
+    says="a gradient on one device and none under the plan",
     module="join",
 )
 SIXTH.edit(
@@ -42,5 +45,6 @@ SIXTH.edit(
     job="letters:dropping",
     plan="pp=2,microbatches=3",
     truth="A later stage does not pass over the draws of the stages before it, so it drops what an earlier layer drops.",
+    says="draws with another seed than draw 5 of the chunk has",
     module="layers.2.drop",
 )

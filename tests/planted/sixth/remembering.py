@@ -12,6 +12,7 @@ SIXTH.edit(
     job="tiles:plain",
     plan="dp=2,sync_batch_norm=true",
     truth="The variance of a batch norm that replicas share weights the difference of their means by all values instead of those before.",
+    says="its statistics are not those of the whole batch",
     module="first.norm",
 )
 SIXTH.edit(
@@ -22,6 +23,7 @@ SIXTH.edit(
     job="duel:job",
     plan="dp=2,sync_batch_norm=true",
     truth="The running variance of a shared batch norm takes the biased variance of the batch.",
+    says="divided by 10 and not by 9 (biased)",
     module="painter.1",
 )
 SIXTH.edit(
@@ -32,6 +34,7 @@ SIXTH.edit(
     job="tiles:cumulative",
     plan="dp=2,microbatches=2",
     truth="In a cumulative average of batch statistics a replica's mean counts as one call, however many chunks it has run.",
+    says="What the step adds to first.norm.running_mean is 0.5 times one device's",
     module="first.norm",
 )
 SIXTH.edit(
@@ -42,6 +45,7 @@ SIXTH.edit(
     job="pupils:job",
     plan="dp=2,microbatches=2",
     truth="What a replica's earlier chunk adds to a moving average is not decayed by its later ones.",
+    says="where no chunk decays what those before it on its replica have added",
     module="",
 )
 SIXTH.edit(
@@ -52,6 +56,7 @@ SIXTH.edit(
     job="tickers:of_lists",
     plan="dp=2,microbatches=2",
     truth="Chunks find a counter as the chunk before has left it instead of as the step found it, so it counts chunks.",
+    says="finds the numbers in attributes (seen) that the chunk before has left",
     module="out",
 )
 SIXTH.edit(
@@ -62,6 +67,7 @@ SIXTH.edit(
     job="tides:job",
     plan="dp=2,microbatches=2",
     truth="In the first step a chunk goes on with the state that the chunk before has left.",
+    says="The output of cell is the first that differs",
     module="cell",
 )
 SIXTH.edit(
@@ -72,5 +78,6 @@ SIXTH.edit(
     job="tiles:job",
     plan="dp=2,microbatches=2",
     truth="Running statistics are decayed once for a replica instead of once for each of its chunks.",
+    says="decays what was there before it once, and not once for each of its chunks",
     module="first.norm",
 )

@@ -12,6 +12,7 @@ SIXTH.edit(
     job="coarse:job",
     plan="dp=2,zero=1,precision=fp16-mixed",
     truth="Each rank skips a step if its own slices of gradients have overflowed, whatever those of others have.",
+    says="they are not all told of an overflow, or each goes by its own part of the gradients",
     module=None,
 )
 SIXTH.edit(
@@ -22,5 +23,6 @@ SIXTH.edit(
     job="coarse:job",
     plan="dp=2,zero=1,precision=fp16-mixed",
     truth="A step that is skipped because gradients overflowed steps the schedulers nevertheless.",
+    says="The update is skipped on both sides: what comes after one was done all the same",
     module=None,
 )

@@ -12,6 +12,7 @@ SIXTH.edit(
     job="letters:averaged",
     plan="dp=2,microbatches=2,zero=1",
     truth="Chunks are seeded by their number within the replica, so all replicas draw the same dropout masks.",
+    says="(replicas 0 and 1) use the same random draws",
     module="layers.0.drop",
 )
 SIXTH.edit(
@@ -22,6 +23,7 @@ SIXTH.edit(
     job="letters:dropping",
     plan="tp=2,recompute=full",
     truth="Recomputation does not go back to the seed of its segment, so backward has other dropout masks than forward.",
+    says="under a plan that recomputes, other draws or values there",
     module="layers.2.out",
 )
 SIXTH.edit(
@@ -32,5 +34,6 @@ SIXTH.edit(
     job="duel:job",
     plan="dp=2,microbatches=2,sync_batch_norm=true,keyed_draws=true",
     truth="Of the draws of a chunk that replicas share, a replica takes the rows that would be its own if all had as many samples.",
+    says="other rows than theirs of what all replicas draw together",
     module="painter.0",
 )

@@ -12,6 +12,7 @@ SIXTH.edit(
     job="letters:job",
     plan="tp=2",
     truth="Heads of queries are taken to be interleaved over those of keys, so ranks attend with heads of queries that belong to other heads of keys.",
+    says="the first operator whose shards differ is scaled_dot_product_attention of layers.0",
     module="layers.0",
 )
 SIXTH.edit(
@@ -22,6 +23,7 @@ SIXTH.edit(
     job="letters:job",
     plan="tp=2",
     truth="Label smoothing of a cross-entropy over a divided vocabulary divides by the number of classes of this rank instead of all.",
+    says="the first operator whose shards differ is cross_entropy_loss of the model or loss",
     module="",
 )
 SIXTH.edit(
@@ -33,6 +35,7 @@ SIXTH.edit(
     plan="tp=2",
     truth="In the backwards direction of a divided recurrent layer the gradients of steps are paired with hidden states in the other order of time, so the "
     "gradient of its recurrent weight is wrong.",
+    says="the first parameter whose gradient differs is hear.weight_hh_l0_reverse",
     module="hear",
 )
 SIXTH.edit(
@@ -43,6 +46,7 @@ SIXTH.edit(
     job="letters:job",
     plan="tp=2",
     truth="Every rank along tp counts parameters that all of them hold in the norm by which gradients are clipped, so they count twice.",
+    says="a part of the model is counted more than once",
     module=None,
 )
 SIXTH.edit(
@@ -53,6 +57,7 @@ SIXTH.edit(
     job="shopping:dense",
     plan="tp=2",
     truth="A bag's mean is divided by its entries in this rank's rows instead of all of its entries.",
+    says="the first operator whose shards differ is embedding_bag.padding_idx of goods",
     module="goods",
 )
 SIXTH.edit(
@@ -63,6 +68,7 @@ SIXTH.edit(
     job="tiles:plain",
     plan="tp=2",
     truth="Where two divided convolutions read the same input, the gradient of that input lacks the second one's part.",
+    says="the first gradient that differs is that of relu of the model or loss",
     module="stem",
 )
 SIXTH.edit(
@@ -74,6 +80,7 @@ SIXTH.edit(
     plan="dp=2,tp=2",
     devices="cpu",
     truth="A linear layer that is divided along its inputs adds its bias on every rank, so the sum over ranks has it as often as there are ranks.",
+    says="the first operator whose shards differ is linear of layers.0.out",
     module="layers.0.out",
 )
 SIXTH.edit(
@@ -84,6 +91,7 @@ SIXTH.edit(
     job="shopping:dense",
     plan="tp=2,tp_placements=goods:dim1",
     truth="Rows of a divided table with max_norm are scaled in the weight by the norm of this rank's part of them instead of the whole row's.",
+    says="the optimizer has other settings or other parameters",
     module="goods",
 )
 SIXTH.edit(
@@ -94,6 +102,7 @@ SIXTH.edit(
     job="desks:job",
     plan="tp=2,tp_placements=floors.*:experts",
     truth="The mean of losses that are divided over ranks is taken over each rank's own elements, and the means are added.",
+    says="the first operator whose shards differ is smooth_l1_loss of the model or loss",
     module="",
 )
 SIXTH.edit(
@@ -104,5 +113,6 @@ SIXTH.edit(
     job="desks:job",
     plan="tp=2,tp_placements=floors.*:experts",
     truth="Rows that a rank's experts computed are put back in the other order.",
+    says="the first operator whose shards differ is squeeze.dim of floors.0",
     module="floors.0",
 )

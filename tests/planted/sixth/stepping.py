@@ -12,6 +12,7 @@ SIXTH.edit(
     job="letters:dropping",
     plan="pp=2,microbatches=3",
     truth="Each stage clips by the norm of its own gradients instead of the whole model's.",
+    says="a part of the model is left out, such as parameters that other ranks own",
     module=None,
 )
 SIXTH.edit(
@@ -22,6 +23,7 @@ SIXTH.edit(
     job="letters:averaged",
     plan="dp=2,microbatches=2,zero=1",
     truth="What is put back after an evaluation of averages is no copy, so training goes on from the averages.",
+    says="averages stay in place of parameters",
     module=None,
 )
 SIXTH.edit(
@@ -32,6 +34,7 @@ SIXTH.edit(
     job="coarse:thawing",
     plan="pp=2,microbatches=2",
     truth="Frozen parameters have gradients of zeros instead of none, so optimizers count their steps and move them by momentum.",
+    says="a gradient under the plan and none on one device, as the job freezes it in this step",
     module="two",
 )
 SIXTH.edit(
@@ -86,5 +89,6 @@ SIXTH.edit(
     job="pupils:whole",
     plan="dp=2,zero=2",
     truth="Optimizers of whole parameters get gradients as they were before clipping.",
+    says="the checkpoint itself differs from one device: mean of inside.weight",
     module=None,
 )

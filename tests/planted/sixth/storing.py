@@ -12,6 +12,7 @@ SIXTH.edit(
     job="coarse:job",
     plan="dp=2,zero=1,precision=fp16-mixed",
     truth="The loss scale is saved under a name that resuming does not look for, so a resumed run begins with the first scale and skips steps once more.",
+    says="The loss scale is not in the checkpoint",
     module=None,
 )
 SIXTH.edit(
@@ -22,6 +23,7 @@ SIXTH.edit(
     job="letters:averaged",
     plan="dp=2,microbatches=2,zero=1",
     truth="A resumed run leaves out the averages of parameters, which begin anew.",
+    says="average of the parameter is lost",
     module=None,
 )
 SIXTH.edit(
@@ -32,5 +34,6 @@ SIXTH.edit(
     job="shopping:job",
     plan="dp=2,zero=1",
     truth="A scheduler that goes by a metric is saved without its state, so a resumed run has forgotten the best value.",
+    says="factor in scheduler 1 is not in the checkpoint",
     module=None,
 )
