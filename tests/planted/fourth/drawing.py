@@ -57,7 +57,7 @@ edit(
         "those of other draws."
     ),
     says="A keyed draw is another one where those before it are passed over, on one device too.",
-    module="blocks.1.drop",
+    module="blocks.2.drop",
 )
 edit(
     "evaluation_draws_alike",
