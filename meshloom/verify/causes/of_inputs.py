@@ -77,14 +77,20 @@ class DrawSeeds:
     def __init__(self, chunk: int, seed: int) -> None:
         self.found: dict[Fact, None] = {}
         self._chunk, self._seed, self._known = chunk, seed, True
+        self._last = seed  # after the operator before
+
+    def begin(self) -> None:
+        """Before a stage's forward, which has the chunk's seed."""
+        self._last = self._seed
 
     def visit(self, node: Node) -> None:
         """After an operator."""
+        before, self._last = self._last, torch.initial_seed()
         # code that runs as written may draw as often as it likes
         self._known = self._known and not isinstance(node.target, OpaqueModule | OpaqueLoss)
         if not self._known or not node.num_draws or node.draw is None or self.found:
             return
-        if torch.initial_seed() != seed_of_draw(self._seed, node.draw + node.num_draws):
+        if before != seed_of_draw(self._seed, node.draw):
             where = f"{node.operator} of {node.path or 'the model or loss'} at {describe_line(node.line)}"
             what = f"{where} draws with another seed than draw {node.draw} of the chunk has: random numbers are others from there on"
             self.found.setdefault(("same draws", self._chunk, node.path, what))
