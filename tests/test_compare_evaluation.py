@@ -119,12 +119,12 @@ def test_a_parameter_is_its_modules():
 def test_programs_are_placed_by_their_values():
     # two ranks, each with half of what `first` outputs, and all of what `last` does
     halves = [
-        {"first": [[True, 1.2, 3.0, 2, 0.0, []]], "last": [[False, 1.0, 1.0, 4, 0.5, []]]},
-        {"first": [[True, 0.8, 1.0, 2, 0.0, []]], "last": [[False, 1.0, 1.0, 4, 0.5, []]]},
+        {"first": [[True, 1.2, 3.0, 2, None, []]], "last": [[False, 1.0, 1.0, 4, 0.5, []]]},
+        {"first": [[True, 0.8, 1.0, 2, None, []]], "last": [[False, 1.0, 1.0, 4, 0.5, []]]},
     ]
     seen = [SeenMetric.from_dict({"outputs": [], "values": each, "training": []}) for each in halves]
     assert place_metric(seen, (RIGHT, []), TENSORS, 1e-5).module is None
-    halves[1]["first"] = [[True, 0.7, 1.0, 2, 0.0, []]]
+    halves[1]["first"] = [[True, 0.7, 1.0, 2, None, []]]
     assert place_metric(seen, (RIGHT, []), TENSORS, 1e-5).module == "first"
 
 

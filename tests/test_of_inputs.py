@@ -100,9 +100,8 @@ def test_each_draw_of_torch_has_the_seed_of_its_number():
             wrong.visit(draw(number + 1, f"drop{number}"))
     assert not right.found
     ((kind, chunk, path, what),) = wrong.found
-    # of the first one that is seen the seed before is not known
-    assert (kind, chunk, path) == ("same draws", 3, "drop2")
-    assert what.startswith("dropout of drop2") and "another seed than draw 3 of the chunk has" in what
+    assert (kind, chunk, path) == ("same draws", 3, "drop1")
+    assert what.startswith("dropout of drop1") and "another seed than draw 2 of the chunk has" in what
 
 
 def test_attention_that_drops_nothing_is_not_the_first_that_draws():

@@ -174,6 +174,7 @@ def _values(
         def around(stage: int, microbatch: int, rerun: Callable[[], Any]) -> AbstractContextManager[None]:
             nonlocal now
             now = microbatch
+            seeds[now].begin()
             return scope.draws(chunks[microbatch])
 
         def visit(stage: int, node: Node, value: Any) -> None:

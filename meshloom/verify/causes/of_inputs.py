@@ -77,14 +77,18 @@ class DrawSeeds:
     def __init__(self, chunk: int, seed: int) -> None:
         self.found: dict[Fact, None] = {}
         self._chunk, self._seed, self._known = chunk, seed, True
-        self._left: int | None = None  # the seed that the operator before has left, on this rank
+        self._last = seed  # after the operator before
+
+    def begin(self) -> None:
+        """Before a stage's forward, which has the chunk's seed."""
+        self._last = self._seed
 
     def visit(self, node: Node) -> None:
         """After an operator."""
-        before, self._left = self._left, torch.initial_seed()
+        before, self._last = self._last, torch.initial_seed()
         # code that runs as written may draw as often as it likes
         self._known = self._known and not isinstance(node.target, OpaqueModule | OpaqueLoss)
-        if not self._known or before is None or node.draw is None or self.found or _drops_nothing(node):
+        if not self._known or node.draw is None or self.found or _drops_nothing(node):
             return
         if before != seed_of_draw(self._seed, node.draw):
             where = f"{node.operator} of {node.path or 'the model or loss'} at {describe_line(node.line)}"
