@@ -45,6 +45,7 @@ def other_runs(reference: Reference) -> Iterator[OtherRun]:
     yield from _in_other_precision(reference)
     yield from _with_numbers_of_batches(reference)
     yield from _with_chained_numbers(reference)
+    yield from _with_chained_tensors(reference)
     if any(chunk.draws for chunk in reference.chunks):
         yield from _with_other_draws(reference)
     if sum(each.numel() for each in reference.parameters.values()) <= _SMALL:
@@ -167,6 +168,21 @@ def _with_chained_numbers(reference: Reference) -> Iterator[OtherRun]:
     if changed:
         what = f"that finds the numbers in attributes ({', '.join(sorted(changed)[:3])}) that the chunk before has left"
         yield OtherRun(kind="buffers", what=what, why="they are put back between chunks", chunks=chunks)
+
+
+def _with_chained_tensors(reference: Reference) -> Iterator[OtherRun]:
+    """Tensors in attributes of modules are those that the chunk before on its replica has left."""
+    left, m = reference.chunk_run.left, reference.plan.microbatches
+    names = sorted(
+        name for name, values in left.by_name().items() if any(each is not None for each in values.values())
+    )
+    if m == 1 or reference.plan.sync_batch_norm or not names:
+        return
+    with left.going_on(lambda key: key % m > 0):
+        chunks = chunk_by_chunk(reference)
+    what = f"that finds the tensors in attributes ({', '.join(names[:3])}) that the chunk before has left"
+    why = "a chunk does not go on from what the chunk of its number has left in the step before"
+    yield OtherRun(kind="buffers", what=what, why=why, chunks=chunks)
 
 
 def _with_other_draws(reference: Reference) -> Iterator[OtherRun]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -73,6 +73,7 @@ class LeftTensors:
         self._initial = self.now()
         self._found: dict[int, list[dict[str, Any]]] = {}
         self._left: dict[int, list[dict[str, Any]]] = {}
+        self._goes_on: Callable[[int], bool] = lambda key: False
 
     def begin(self) -> None:
         """A step."""
@@ -80,6 +81,8 @@ class LeftTensors:
 
     def put(self, key: int | None) -> None:
         """What a chunk finds; None: what is no chunk of a step."""
+        if key is not None and self._goes_on(key):
+            return
         self.put_values(self._initial if key is None else self._found.get(key, self._initial))
 
     def put_values(self, found: list[dict[str, Any]]) -> None:
@@ -88,6 +91,15 @@ class LeftTensors:
             for name in now.keys() - values.keys():
                 del vars(module)[name]
             vars(module).update({name: _copied(value) for name, value in values.items()})
+
+    @contextmanager
+    def going_on(self, which: Callable[[int], bool]) -> Iterator[None]:
+        """A context in which chunks of such keys find what the forward before them has left."""
+        kept, self._goes_on = self._goes_on, which
+        try:
+            yield
+        finally:
+            self._goes_on = kept
 
     def take(self, key: int) -> None:
         """What a chunk has left, the first time that it runs in a step: further runs only ask."""

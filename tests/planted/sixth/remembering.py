@@ -67,7 +67,7 @@ SIXTH.edit(
     job="tides:job",
     plan="dp=2,microbatches=2",
     truth="In the first step a chunk goes on with the state that the chunk before has left.",
-    says="The output of cell is the first that differs",
+    says="finds the tensors in attributes (state) that the chunk before has left",
     module="cell",
 )
 SIXTH.edit(
