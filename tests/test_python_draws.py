@@ -210,7 +210,7 @@ def test_verify_draws_alike(plan: str) -> None:
     assert report is not None and report.passed
 
 
-def test_verify_searches_programs_that_draw_for_the_cause(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verify_says_that_programs_are_given_other_draws(monkeypatch: pytest.MonkeyPatch) -> None:
     def of_first_chunk(
         right: Any, self: DrawnBatches, batches: Sequence[tuple[Any, Moment]], loss: Any
     ) -> Any:
@@ -220,7 +220,8 @@ def test_verify_searches_programs_that_draw_for_the_cause(monkeypatch: pytest.Mo
     report = verify(job_of(), Plan.parse("tp=2,microbatches=2"), devices="simulated", quick=True)
     assert report is not None and not report.passed
     said = " ".join(text_of(report).split())
-    assert "In lockstep every operator's shards agree with one device" in said
+    assert "what its loss draws with random or numpy, or makes of the step, is" in said
+    assert "that of chunk 0, and the chunk's own is" in said
 
 
 def test_what_is_drawn_lies_where_the_batch_does() -> None:
