@@ -16,26 +16,25 @@ from meshloom.core.units import format_bytes, format_count
 from meshloom.data.to_device import lifted
 from meshloom.machine.host_memory import free_bytes
 from meshloom.planner.fitting import predicted_ranks, state_bytes
-from meshloom.planner.memory.rank_memory import RankMemory
+from meshloom.planner.memory.rank_memory import RankMemory, held_by_one_device
 from meshloom.planner.memory.step_facts import OPTIMIZER_FACTOR, StepFacts
 from meshloom.planner.ranks import step_facts
 from meshloom.planner.readings import Readings
 from meshloom.replica.exchanges.sharing import shares_copies
-from meshloom.verify.fewer_blocks import find_blocks, unfilled
+from meshloom.verify.fewer_blocks import find_blocks
 
 _SMALL = 16  # what all processes hold between steps at least is less than one of so many parts of what is free: they fit
 
 
 def check_reference_fits(
-    job: Job, dtype: torch.dtype | None, *, on_gpu: bool = False, twice: bool = False
+    job: Job, model: nn.Module, dtype: torch.dtype | None, *, on_gpu: bool = False, twice: bool = False
 ) -> None:
     """Raises `DeviceError` if one device cannot hold the whole model, with the flag that verifies the same job
     with fewer blocks.
 
-    dtype: the precision to run in instead of the job's own. twice: whether another one runs beside it, in float64. on_gpu: whether the device is this process's GPU,
-    not the host.
+    model: the job's, of which only shapes are read. dtype: the precision to run in instead of the job's own. twice: whether another one runs beside it, in float64.
+    on_gpu: whether the device is this process's GPU, not the host.
     """
-    model = unfilled(job)
     needed = reference_bytes(job, model, dtype)
     needed += reference_bytes(job, model, torch.float64) if twice else 0
     free = torch.cuda.mem_get_info()[0] if on_gpu else free_bytes()
@@ -48,22 +47,21 @@ def check_reference_fits(
 
 
 def check_processes_fit(
-    readings: Readings, plan: Plan, dtype: torch.dtype | None, *, num_here: int, quick: bool
+    readings: Readings, model: nn.Module, plan: Plan, dtype: torch.dtype | None, *, num_here: int, quick: bool
 ) -> None:
     """Raises `DeviceError` if ranks on CPUs of this host, `num_here` of them, and the process of one device beside them are predicted to need
     more memory than is free. What is small, and what cannot be predicted, is let through."""
     job, free = readings.job, free_bytes()
-    model = unfilled(job)
     own = reference_bytes(job, model, None)
     if (num_here + 1) * own <= free // _SMALL:
         return
     wider = reference_bytes(job, model, dtype) / own
     try:
         needed = verification_bytes(readings, plan, num_here, wider, quick=quick)
+        if needed.total <= free:
+            return
         less = needed if quick else verification_bytes(readings, plan, num_here, wider, quick=True)
     except Exception:  # of the job's code, which the run itself will show
-        return
-    if needed.total <= free:
         return
     steps_alone = (
         f"--quick, the steps alone, is predicted to need {format_bytes(less.total)}. "
@@ -114,11 +112,8 @@ def _between_steps(memory: RankMemory) -> int:
 
 
 def _of_one_device(job: Job, facts: StepFacts) -> int:
-    """As an update ends: parameters before and after it, gradients, state; averages are in float64."""
-    averages = facts.trained if job.average is not None else 0
-    return (
-        2 * facts.parameters + round((1 + facts.optimizer_factor) * facts.trained) + facts.buffers + averages
-    )
+    """As an update ends, with averages in float64."""
+    return held_by_one_device(facts) + (facts.trained if job.average is not None else 0)
 
 
 def _way_out(model: nn.Module) -> str:

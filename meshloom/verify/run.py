@@ -21,7 +21,7 @@ from meshloom.planner.readings import Readings
 from meshloom.telemetry.timings import Timings
 from meshloom.verify.compared.compare import Comparer
 from meshloom.verify.comparison_run import compare_here
-from meshloom.verify.fewer_blocks import with_fewer_blocks
+from meshloom.verify.fewer_blocks import unfilled, with_fewer_blocks
 from meshloom.verify.findings import Report
 from meshloom.verify.reference.between_steps.positions import mistakes_on_both_sides
 from meshloom.verify.reference_size import check_processes_fit, check_reference_fits
@@ -78,12 +78,11 @@ def verify(
     launched = launched_rank()
     if launched is None or launched.rank == 0:  # the one that runs the reference
         on_gpu = devices == "auto" and 0 < plan.mesh.size <= torch.cuda.device_count()
-        check_reference_fits(job, dtype, on_gpu=on_gpu or devices.endswith("cuda"), twice=against is not None)
-        if (
-            launched is not None and compare is not compare_here and not overcommit
-        ):  # there is a process beside ranks
+        on_gpu, model = on_gpu or devices.endswith("cuda"), unfilled(job)
+        check_reference_fits(job, model, dtype, on_gpu=on_gpu, twice=against is not None)
+        if launched and compare is not compare_here and not overcommit:  # there is a process beside ranks
             readings = Readings(job, opened_cache(cache), timings)
-            check_processes_fit(readings, plan, dtype, num_here=launched.local_size, quick=quick)
+            check_processes_fit(readings, model, plan, dtype, num_here=launched.local_size, quick=quick)
     # Replicas that share a chunk draw for the rows of each, which one device can do only where every draw has a key.
     keyed = plan.sync_batch_norm and plan.dp > 1 and not plan.keyed_draws
     run = VerifiedRun(

@@ -128,8 +128,9 @@ def memory_of_rank(
     if (
         first
     ):  # one device's parameters before and after an update, gradients and state; a chunk while others wait
-        reference = 2 * facts.parameters + round((1 + facts.optimizer_factor) * facts.trained) + facts.buffers
-        phases["verification"] = reference + max(phases["step"], between + facts.chunks + facts.batch)
+        phases["verification"] = held_by_one_device(facts) + max(
+            phases["step"], between + facts.chunks + facts.batch
+        )
     return RankMemory(
         parameters=held.parameters,
         buffers=held.buffers,
@@ -142,6 +143,11 @@ def memory_of_rank(
         phases=phases,
         offloaded=held.offloaded,
     )
+
+
+def held_by_one_device(facts: StepFacts) -> int:
+    """Bytes that one device, which a plan is compared with, holds as an update ends: parameters before and after it, gradients and state."""
+    return 2 * facts.parameters + round((1 + facts.optimizer_factor) * facts.trained) + facts.buffers
 
 
 def state_by_place(plan: Plan, num_bytes: int) -> dict[str, int]:

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import SparseAdam
 
 from meshloom.core.device.optimizer_copies import copies_of
 from meshloom.core.random import preserved_draws
@@ -18,7 +17,7 @@ from meshloom.verify.between_steps.checks import DifferingTensor
 from meshloom.verify.reference.mistakes import Cause, CauseKind
 from meshloom.verify.reference.reference import Reference
 from meshloom.verify.reference.step_records import StepRecord
-from meshloom.verify.reference.trained_losses import needs_closure
+from meshloom.verify.reference.trained_losses import densify_gradients, needs_closure
 
 _SMALL = 2**22  # parameters of a model of which what an update is made from is kept
 _UNIT = 2**-7 * (1 + 1e-9)  # of bfloat16, as a share of a number, at most
@@ -160,9 +159,7 @@ class KeptUpdate:
         with preserved_draws():
             for number, optimizer in enumerate(optimizers):
                 _change(optimizer, way, way.rates[number] if way.rates else None)
-                if not isinstance(optimizer, SparseAdam):  # as one device does
-                    for value in copies.values():
-                        value.grad = value.grad.to_dense() if value.grad is not None else None
+                densify_gradients(optimizer)
                 type(optimizer).step(optimizer)
         return copies[name].detach()
 
@@ -216,9 +213,10 @@ def _moved_rows(differing: DifferingTensor | None, reference: Reference) -> Caus
 
 def _unmoved(differing: DifferingTensor | None, reference: Reference) -> Cause | None:
     """Whether what is wrong are elements that have their values of before the update, beside others that are right."""
-    ours, right, before = _sides(differing, reference)
-    if differing is None or before is None:
+    sides = _sides(differing, reference)
+    if differing is None or sides is None:
         return None
+    ours, right, before = sides
     wrong, moved = _differs(ours, right, before), _differs(before, right, before)
     if not bool(wrong.any()) or not bool((moved & ~wrong).any()) or bool((ours != before)[wrong].any()):
         return None
@@ -234,9 +232,10 @@ def _unmoved(differing: DifferingTensor | None, reference: Reference) -> Cause |
 
 def _shifted(differing: DifferingTensor | None, reference: Reference) -> Cause | None:
     """Whether most elements of an update are a multiple of one device's update of the element beside them."""
-    ours, right, before = _sides(differing, reference)
-    if differing is None or before is None or ours.numel() < _MANY or ours.is_complex():
+    sides = _sides(differing, reference)
+    if differing is None or sides is None or differing.plan.numel() < _MANY or differing.plan.is_complex():
         return None
+    ours, right, before = sides
     step, own = ((each.double() - before.double()).reshape(-1) for each in (ours, right))
     told = own.abs() > 10 * _ALIKE * own.abs().max()  # those near zero fit everything
     for places, which in ((1, "before"), (-1, "behind")):
@@ -256,14 +255,13 @@ def _shifted(differing: DifferingTensor | None, reference: Reference) -> Cause |
     return None
 
 
-def _sides(differing: DifferingTensor | None, reference: Reference) -> tuple[Tensor, Tensor, Tensor | None]:
-    """A wrong parameter of both sides, and as it was before the update; None: it is not known, or something else is wrong."""
-    nothing = torch.zeros(0)
+def _sides(differing: DifferingTensor | None, reference: Reference) -> tuple[Tensor, Tensor, Tensor] | None:
+    """A wrong parameter of both sides, and as it was before the update; None: that is not known, or something else is wrong."""
     if differing is None or differing.kind not in ("update", "parameter"):
-        return nothing, nothing, None
+        return None
     before = reference.before.get(differing.name)
     if before is None or not before.shape == differing.plan.shape == differing.one_device.shape:
-        return nothing, nothing, None
+        return None
     return differing.plan, differing.one_device.to(differing.plan), before.to(differing.plan)
 
 

@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import SparseAdam
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from meshloom.core.job import Job
@@ -46,7 +45,13 @@ from meshloom.verify.reference.observers import CastWatch, ModuleWatch
 from meshloom.verify.reference.other_precision import convert_model, default_dtype, most_precise
 from meshloom.verify.reference.samples_of_epoch import read_batches
 from meshloom.verify.reference.step_records import Cast, ChunkRecord, StepRecord, group_names, settings_of
-from meshloom.verify.reference.trained_losses import is_meant, needs_closure, trained_losses, turns
+from meshloom.verify.reference.trained_losses import (
+    densify_gradients,
+    is_meant,
+    needs_closure,
+    trained_losses,
+    turns,
+)
 
 Gradients = dict[str, Tensor | None]
 # precisions of plans -> what a loss is computed under
@@ -385,12 +390,7 @@ def _step_all(reference: Reference) -> list[Cast]:
 
 def _step(optimizer: Any, precision: torch.dtype, closure: Callable[[], float]) -> tuple[Cast, ...]:
     """Run the optimizer; returns the casts in it. closure: for those that need one, as LBFGS does."""
-    # Other optimizers compute the same from dense gradients, if they accept sparse ones at all.
-    if not isinstance(optimizer, SparseAdam):
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None and parameter.grad.is_sparse:
-                    parameter.grad = parameter.grad.to_dense()
+    densify_gradients(optimizer)
     device = next((each.device for group in optimizer.param_groups for each in group["params"]), None)
     with CastWatch(precision, optimizer=type(optimizer).__name__, device=device) as watch:
         optimizer.step(closure) if needs_closure(optimizer) else optimizer.step()

@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import nn
-from torch.optim import Optimizer
+from torch.optim import Optimizer, SparseAdam
 
 from meshloom.core.job import Job
 from meshloom.core.objectives import Objective
@@ -71,6 +71,16 @@ def needs_closure(optimizer: Optimizer) -> bool:
     """Whether `step` cannot do without one, as LBFGS's."""
     given = inspect.signature(type(optimizer).step).parameters.get("closure")
     return given is not None and given.default is inspect.Parameter.empty
+
+
+def densify_gradients(optimizer: Optimizer) -> None:
+    """Others than SparseAdam compute the same from dense gradients, if they accept sparse ones at all."""
+    if isinstance(optimizer, SparseAdam):
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None and parameter.grad.is_sparse:
+                parameter.grad = parameter.grad.to_dense()
 
 
 def turns(

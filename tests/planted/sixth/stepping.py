@@ -4,6 +4,31 @@ from __future__ import annotations
 
 from tests.planted.sixth import SIXTH
 
+_COUNTED = "        turn.evaluations += 1\n"
+_CLIPPED = """        if turn.clip_grad_norm is not None:
+            over_tp = self._shards.group if self._counted is not None else None
+            norm = yield from clip(
+                gradients,
+                turn.clip_grad_norm,
+                self._exchange.owners,
+                self._device,
+                holders=[group for group in (over_tp, self._stages) if group is not None],
+                counted=self._counted,
+            )
+        for target, gradient in zip(parts.targets, gradients, strict=True):
+            if target is not None:
+                if (
+                    gradient is not None
+                    and gradient.shape != target.shape
+                    and gradient.layout == torch.strided
+                ):
+                    gradient = gradient.view(target.shape)
+                target.grad = gradient
+"""
+_FETCHED = """        if parts.from_slices and turn.looks_at_whole:
+            yield from parts.from_slices.fetch(gradients)
+"""
+
 SIXTH.edit(
     "each_stage_clips_its_own",
     "optimizer/updater.py",
@@ -40,52 +65,8 @@ SIXTH.edit(
 SIXTH.edit(
     "whole_gradients_before_clipping",
     "optimizer/updater.py",
-    old="""        turn.evaluations += 1
-        if turn.clip_grad_norm is not None:
-            over_tp = self._shards.group if self._counted is not None else None
-            norm = yield from clip(
-                gradients,
-                turn.clip_grad_norm,
-                self._exchange.owners,
-                self._device,
-                holders=[group for group in (over_tp, self._stages) if group is not None],
-                counted=self._counted,
-            )
-        for target, gradient in zip(parts.targets, gradients, strict=True):
-            if target is not None:
-                if (
-                    gradient is not None
-                    and gradient.shape != target.shape
-                    and gradient.layout == torch.strided
-                ):
-                    gradient = gradient.view(target.shape)
-                target.grad = gradient
-        if parts.from_slices and turn.looks_at_whole:
-            yield from parts.from_slices.fetch(gradients)
-""",
-    new="""        turn.evaluations += 1
-        if parts.from_slices and turn.looks_at_whole:
-            yield from parts.from_slices.fetch(gradients)
-        if turn.clip_grad_norm is not None:
-            over_tp = self._shards.group if self._counted is not None else None
-            norm = yield from clip(
-                gradients,
-                turn.clip_grad_norm,
-                self._exchange.owners,
-                self._device,
-                holders=[group for group in (over_tp, self._stages) if group is not None],
-                counted=self._counted,
-            )
-        for target, gradient in zip(parts.targets, gradients, strict=True):
-            if target is not None:
-                if (
-                    gradient is not None
-                    and gradient.shape != target.shape
-                    and gradient.layout == torch.strided
-                ):
-                    gradient = gradient.view(target.shape)
-                target.grad = gradient
-""",
+    old=_COUNTED + _CLIPPED + _FETCHED,
+    new=_COUNTED + _FETCHED + _CLIPPED,
     job="pupils:whole",
     plan="dp=2,zero=2",
     truth="Optimizers of whole parameters get gradients as they were before clipping.",
