@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import random
+import runpy
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ from meshloom.core.moments.current_step import Moment
 from meshloom.core.plan import Plan
 from meshloom.core.random import chunk_seed, model_seed, sample_order, seed_everything
 from meshloom.program.capture.shapes import capture_shapes, paths_by_shapes
+from meshloom.program.python_draws.explore import may_draw
 from meshloom.program.store.drawn_batches import DrawnBatches
 from meshloom.replica.replica_state import full_state
 from meshloom.train.trainer import Trainer
@@ -222,6 +225,16 @@ def test_verify_says_that_programs_are_given_other_draws(monkeypatch: pytest.Mon
     said = " ".join(text_of(report).split())
     assert "what its loss draws with random or numpy, or makes of the step, is" in said
     assert "that of chunk 0, and the chunk's own is" in said
+
+
+def test_a_loss_that_no_module_names_is_looked_into(tmp_path: Path) -> None:
+    file = tmp_path / "losses.py"
+    file.write_text(
+        "import random\ndef noise(x):\n    return x * random.random()\ndef around(function):\n    return lambda m, b: function(m(b))\n"
+    )
+    names, model = runpy.run_path(str(file)), nn.Linear(2, 2)
+    assert may_draw(names["around"](names["noise"]), model) and may_draw(partial(names["noise"]), model)
+    assert not may_draw(names["around"](torch.sum), model)
 
 
 def test_what_is_drawn_lies_where_the_batch_does() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from types import CodeType, FunctionType, ModuleType
+from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
@@ -89,12 +89,28 @@ def _without_values(error: Exception) -> CaptureError:
 
 def may_draw(loss: LossFunction, model: nn.Module) -> bool:
     """Whether the code of the loss and the model may name `random`, `numpy.random` or `meshloom.step`."""
-    functions: list[Any] = [loss]
-    while isinstance(functions[-1], partial):
-        functions.append(functions[-1].func)
+    functions = _closed_over(loss)
     names = {getattr(each, "__module__", None) for each in functions}
-    names |= {type(functions[-1]).__module__, *(type(each).__module__ for each in model.modules())}
-    return any(map(_module_draws, _with_users(filter(None, names))))
+    names |= {type(each).__module__ for each in (*functions, *model.modules())}
+    return any(map(_draws, functions)) or any(map(_module_draws, _with_users(filter(None, names))))
+
+
+def _closed_over(loss: Any) -> list[Any]:
+    """The loss and the callables that it wraps or closes over, which no module may name."""
+    waiting, found = [loss], list[Any]()
+    while waiting:
+        each = waiting.pop()
+        if not callable(each) or any(each is other for other in found):
+            continue
+        found.append(each)
+        if isinstance(each, partial):
+            waiting += [each.func, *each.args, *each.keywords.values()]
+        each = _undecorated(getattr(each, "__func__", each))
+        if isinstance(each, FunctionType):
+            found.append(each)
+            cells = [cell.cell_contents for cell in each.__closure__ or () if cell != CellType()]
+            waiting += [*cells, *(each.__defaults__ or ()), *(each.__kwdefaults__ or {}).values()]
+    return found
 
 
 def _with_users(names: Iterator[str]) -> list[ModuleType]:
@@ -118,10 +134,14 @@ def _module_draws(module: ModuleType) -> bool:
     for value in list(vars(module).values()):
         own = list(vars(value).values()) if isinstance(value, type) else [value]
         for each in own:
-            function = _undecorated(getattr(each, "__func__", each))
-            if isinstance(function, FunctionType) and _TELLING & set(_names(function.__code__)):
+            if _draws(each):
                 return True
     return False
+
+
+def _draws(value: Any) -> bool:
+    function = _undecorated(getattr(value, "__func__", value))
+    return isinstance(function, FunctionType) and not _TELLING.isdisjoint(_names(function.__code__))
 
 
 def _undecorated(function: Any) -> Any:
