@@ -37,6 +37,7 @@ PLANS = [
     "dp=3,microbatches=2",
     "dp=2,zero=1",
     "dp=3,exchange=server,servers=2",
+    "dp=2,exchange=server,servers=1",
     "dp=3,exchange=ring",
     "dp=2,zero=3,microbatches=2",
 ]

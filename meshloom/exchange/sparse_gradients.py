@@ -121,7 +121,7 @@ class WithSparse(AroundExchange):
 
     def publish(self) -> Steps[None]:
         yield from self._inner.publish()
-        if self._group is None or self._num_owners == 1 or self.only_slices:
+        if self._group is None or self._inner.owners is None or self.only_slices:
             return
         works: list[Work] = []
         for owner, shares in enumerate(self._shares):
