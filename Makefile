@@ -2,6 +2,7 @@
 # make check      style, types, and the quick ones of the tests that start no processes
 # make test       the covering subset of all tests
 # make test-all   every family, every three settings that go together, kills; AREA=launch limits it to tests/test_launch*.py
+# make durations  what each test of these subsets takes, which chooses those that they run (tests/budget.py)
 # make campaigns  faults and random choices with hundreds of further seeds
 # make browser    pages in a real browser, those of the site among them: installs Debian's chromium where there is none
 # make docs       the documentation as a site, warnings as errors, and its tests; open build/site/index.html
@@ -31,7 +32,7 @@ GPU_PYTHON := .venv-gpu/bin/python
 GPU_READY := .venv-gpu/.meshloom-ready
 GPU_PACKAGES := numpy rich safetensors scipy pyzmq scikit-learn transformers pytest pytest-timeout pytest-xdist hypothesis psutil expecttest pyyaml setuptools
 
-.PHONY: dist docs matrix train check types quick test test-all all-without-processes all-with-processes campaigns browser gpu
+.PHONY: dist docs matrix train check types quick test test-all all-without-processes all-with-processes durations campaigns browser gpu
 .DELETE_ON_ERROR:
 
 train: $(READY)
@@ -56,6 +57,10 @@ test: $(READY)
 	$(PYTHON) -m pytest $(BOTH_CORES) -m "not processes and not slow" || ended=$$?; \
 	$(PYTHON) -m pytest $(BOTH_CORES) -m "processes and not slow" $(WITH_PROCESSES) || ended=$$?; \
 	exit $$ended
+
+durations: $(READY)
+	$(PYTHON) -m pytest $(BOTH_CORES) -m "not processes and not slow" --durations-to=tests/durations.txt
+	$(PYTHON) -m pytest $(BOTH_CORES) -m "processes and not slow" --durations-to=tests/durations.txt $(WITH_PROCESSES)
 
 test-all: $(READY)
 	$(if $(AREA),$(if $(AREA_FILES),,$(error AREA=$(AREA): there is no tests/test_$(AREA)*.py)))

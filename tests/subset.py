@@ -1,4 +1,4 @@
-"""Which parameters of a test the covering subset runs: those that its mark `covering` names."""
+"""Which parameters of a test the covering subset runs: those that its mark `covering` names, as far as the file's budget goes."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 import pytest
+
+from tests.budget import mark_what_is_over, read
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -30,6 +32,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: Sequence[pytest.
             at[id_].add_marker(pytest.mark.slow)
     if idle and not any("::" in argument for argument in config.args):
         raise pytest.UsageError("\n".join(idle))
+    if not config.getoption("--durations-to"):
+        mark_what_is_over(items, read())
 
 
 def named(word: str, ids: Iterable[str]) -> set[str]:

@@ -14,7 +14,7 @@ from meshloom.core.random import derive, seed_torch
 from meshloom.program.python_draws.explore import DrawnBatch
 from meshloom.verify.causes.of_inputs import DrawSeeds, GivenInputs, causes_of
 from meshloom.verify.compared.compare_values import FirstWrong, Value, first_wrong_value
-from meshloom.verify.reference.observers import ramp_of
+from meshloom.verify.reference.float64_blocks import ramp_of
 from meshloom.verify.reference.step_records import ModuleOutput
 from meshloom.verify.stage_outputs import ramp_of_part
 

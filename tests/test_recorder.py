@@ -124,6 +124,7 @@ def test_spans_that_cannot_be(values, sentence: str):  # type: ignore[no-untyped
         Span(**values)
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_processes_idle_as_the_formula_says():
     """Stages that sleep, so that the processes need no core each; what is sent arrives after it was made, on

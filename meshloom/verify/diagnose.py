@@ -112,9 +112,13 @@ def diagnose(
     if len(set(ours.replicas)) > 1:
         which = f", first {ours.apart[0]}" if ours.apart else ""
         sentence = (
-            f"The replicas have different parameters or buffers after the step{which}: they drift apart."
+            f"The replicas have different parameters or buffers after the step{which}: they drift apart"
         )
-        causes.append(Cause("replicas", sentence))
+        if evidence.plan.exchange == "local_sgd" and not gradients:  # what comes of the mean is a consequence
+            why = "which the mean at the end of a round takes back: it is not taken, or not by all alike"
+            causes.insert(0, Cause("replicas", f"{sentence}, {why}."))
+        else:
+            causes.append(Cause("replicas", f"{sentence}."))
     if rounded := [each for each in ours.inconsistent if NOT_ROUNDED in each]:
         causes.append(
             Cause(

@@ -94,7 +94,9 @@ def of_programs(
     if division is None:
         draws = _is_dropout(trainer, module)
         return InPrograms(
-            causes=[*_of_stages(result, module, plan, draws=draws, before=before)] if forwards else ()
+            causes=[*_of_stages(result, module, plan, forwards, draws=draws, before=before)]
+            if forwards
+            else ()
         )
     known, wrong_gradients = _kinds(result), bool(_wrong(result, "gradient"))
     # without replicas nothing but the ranks' programs makes gradients
@@ -139,7 +141,13 @@ def _is_dropout(trainer: Trainer, module: str | None) -> bool:
 
 
 def _of_stages(
-    result: ComparisonResult, module: str | None, plan: Plan, *, draws: bool, before: str
+    result: ComparisonResult,
+    module: str | None,
+    plan: Plan,
+    forwards: RanForwards,
+    *,
+    draws: bool,
+    before: str,
 ) -> Iterator[Cause]:
     """The same of a plan that divides no operators. draws: whether the module does nothing but draw. before: what else may be wrong, before it."""
     known = _kinds(result)
@@ -152,6 +160,10 @@ def _of_stages(
         )
     if module and not known.intersection(_INPUTS):
         why = "what a stage computes there, or what it is sent, is wrong"
+        if plan.pp > 1 and not any(kind == "stages" for kind, *_ in forwards.facts):
+            why = (
+                "what a stage computes there is wrong, and what stages send each other arrives as it was sent"
+            )
         if draws:
             why = "it draws other numbers than on one device, as after another number of draws before it"
         yield Cause(

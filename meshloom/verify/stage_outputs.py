@@ -30,9 +30,9 @@ from meshloom.replica.replica import Replica
 from meshloom.replica.replica_state import each_of_state
 from meshloom.tensor_parallel.layout.placement import PARTIAL, Part
 from meshloom.tensor_parallel.search.strategies import Strategy
-from meshloom.verify.causes.of_inputs import DrawSeeds, Fact, GivenInputs
+from meshloom.verify.causes.of_inputs import DrawSeeds, Fact, GivenInputs, Message, altered_messages
 from meshloom.verify.compared.compare_values import FirstWrong, Value, Values, first_wrong_value
-from meshloom.verify.reference.observers import ramp_of, sample_of
+from meshloom.verify.reference.float64_blocks import ramp_of, sample_of
 from meshloom.verify.reference.reference import Reference, watching
 
 _COPY = re.compile(r"__\d+$")  # at the end of the name of a value that was sent
@@ -64,15 +64,21 @@ def values_of_modules(
     assert isinstance(engine, ProgramEngine)
     filled = [chunk for chunk in chunks if chunk.samples]
     counts: list[int] = yield from collect(replica.context.world, len(filled))
-    values, facts = yield from _values(engine, replica, filled, max(counts))
+    values, facts, messages = yield from _values(engine, replica, filled, max(counts))
     mine = [[chunk.index, each] for chunk, each in zip(filled, values, strict=True)]
-    everyone: list[Any] = yield from collect(replica.context.world, [mine, [[*each] for each in facts]])
+    along_tp = engine.tp.rank if engine.tp else 0
+    own = [mine, [[*each] for each in facts], along_tp, [[*each] for each in messages]]
+    everyone: list[Any] = yield from collect(replica.context.world, own)
     of_chunks: dict[int, list[Values]] = {}
-    for index, each in (of_rank for of_all, _ in everyone for of_rank in of_all):
-        of_chunks.setdefault(index, []).append(each)
+    between: dict[int, list[Any]] = {}  # stages, by rank along tp
+    for of_all, _, rank, of_stages in everyone:
+        for index, each in of_all:
+            of_chunks.setdefault(index, []).append(each)
+        between.setdefault(rank, []).extend(of_stages)
     found = dict.fromkeys(
-        (kind, chunk, path, what) for _, of_rank in everyone for kind, chunk, path, what in of_rank
+        (kind, chunk, path, what) for _, of_rank, _, _ in everyone for kind, chunk, path, what in of_rank
     )
+    found |= dict.fromkeys(each for of_stages in between.values() for each in altered_messages(of_stages))
     return RanForwards(of_chunks=of_chunks, facts=[*found])
 
 
@@ -148,9 +154,9 @@ class ModuleSums:
 
 def _values(
     engine: ProgramEngine, replica: Replica, chunks: Sequence[Chunk], most: int
-) -> Steps[tuple[list[dict[str, list[Value]]], list[Fact]]]:
-    """Of each of these chunks, by module what this rank's programs compute, run as in the step; and what they are given that is not theirs. most:
-    chunks of the replica that has most."""
+) -> Steps[tuple[list[dict[str, list[Value]]], list[Fact], list[Message]]]:
+    """Of each of these chunks, by module what this rank's programs compute, run as in the step; what they are given that is not theirs; and what
+    stages send each other. most: chunks of the replica that has most."""
     scope, loss = replica.scope, engine.programs.losses.loss
     with engine.computing("forwards", idle=not chunks):
         moments = scope.moments(chunks)
@@ -182,11 +188,9 @@ def _values(
             seeds[now].visit(node)
 
         if batches:
-            engine.microbatches.look(batches, around, visit, most=most, given=inputs.given)
-    return [each.found for each in sums], [
-        *inputs.found,
-        *(each for of_chunk in seeds for each in of_chunk.found),
-    ]
+            engine.microbatches.look(batches, around, visit, most=most, given=inputs)
+    facts = [*inputs.found, *(each for of_chunk in seeds for each in of_chunk.found)]
+    return [each.found for each in sums], facts, inputs.messages
 
 
 def _sums(value: Tensor, is_part: bool, pieces: Pieces | None = None, rank: int = 0) -> Value:

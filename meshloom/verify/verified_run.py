@@ -211,7 +211,7 @@ class VerifiedRun:
                 special = _meaning(special, result, numbers[0], self.between)
                 resumed = special is not None and special.kind in ("resuming", "saved")
                 self.causes += in_order(found.before(result.causes), special, self._changed, resumed=resumed)
-                self._module = found.module
+                self._module = _wrong_in_checkpoint(special, self.between) or found.module
         self._changed += changed
         return passed
 
@@ -291,7 +291,7 @@ def _meaning(
     """What a difference says of resuming. first: the number of the first step after it. between: what was compared before."""
     if special is None:
         return None
-    if wrong := [each for each in between if not each.passed and "checkpoint" in each.what]:
+    if wrong := _wrong_checkpoints(between):
         off = (f"{each.name} is off by {each.error:.1e}" for each in wrong[0].errors if not each.passed)
         what = next(iter([*wrong[0].facts, *off]), "")
         return Cause(
@@ -301,6 +301,16 @@ def _meaning(
     if special is _RESUMED and all(each.passed for each in result.steps if each.step == first):
         return _LATER
     return special
+
+
+def _wrong_checkpoints(between: Sequence[BetweenSteps]) -> list[BetweenSteps]:
+    return [each for each in between if not each.passed and "checkpoint" in each.what]
+
+
+def _wrong_in_checkpoint(special: Cause | None, between: Sequence[BetweenSteps]) -> str | None:
+    """The module whose values the checkpoint that is resumed has wrong, of a difference after it."""
+    wrong = _wrong_checkpoints(between) if special else []
+    return wrong[0].first_module if wrong else None
 
 
 def _has_skipped_all(trainer: Trainer, one: Comparing | None) -> bool:

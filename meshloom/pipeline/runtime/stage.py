@@ -6,7 +6,7 @@ from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -25,9 +25,23 @@ from meshloom.program.run.with_fused_accumulation import MIN_ELEMENTS, with_fuse
 
 # microbatch, flat result of the loss -> the tensor where backward starts
 Finish = Callable[[int, Sequence[Any]], Tensor | None]
-# microbatch, its program, and name in the batch -> what the program is given
-Given = Callable[[int, Program, Mapping[str, Tensor]], None]
 _autograd: Any = torch.autograd
+
+
+class Given(Protocol):
+    """Is told what programs are given and give, by name, in forwards that are only looked at."""
+
+    def given(self, microbatch: int, program: Program, inputs: Mapping[str, Tensor]) -> None:
+        """Of the batch."""
+        ...
+
+    def received(self, microbatch: int, values: Mapping[str, Tensor]) -> None:
+        """Of earlier stages."""
+        ...
+
+    def sent(self, microbatch: int, program: Program, values: Mapping[str, Tensor]) -> None:
+        """To later stages."""
+        ...
 
 
 @dataclass
@@ -111,6 +125,8 @@ class StageRun:
         with self._around(microbatch) if self._around else nullcontext():
             values = self.rerun(microbatch)
         outputs: dict[str, Tensor] = dict(zip(stage.sent, values, strict=False))
+        if self._given:
+            self._given.sent(microbatch, self._programs[microbatch], outputs)
         live.is_forward = True
         # without gradients, as in evaluations, a parameter that is sent is a leaf
         live.edges = {
@@ -135,7 +151,8 @@ class StageRun:
                 for each, value in zip(program.inputs, leaves, strict=True)
                 if each.value not in inputs
             }
-            self._given(microbatch, program, from_batch)
+            self._given.given(microbatch, program, from_batch)
+            self._given.received(microbatch, inputs)
         # The backward may need a buffer as this forward saw it, and other forwards come in between.
         changed = {name: self._buffers[name].clone() for name in self._stages[microbatch].changing}
         live: Any = self._buffers  # a `ChainMap` only reads its second mapping

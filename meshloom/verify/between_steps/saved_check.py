@@ -40,10 +40,16 @@ def check_saved(
     state, lost = _state_errors(saved, reference, tolerance, moved)
     shown, missing = _average_errors(saved, reference, averages, tolerance)
     left, wrong = check_attributes(saved, reference, of_outputs)
+    owners = [
+        each.name.rpartition(" of ")[2].rpartition(".")[0]
+        for each in (*errors, *state, *shown)
+        if not each.passed
+    ]
     return BetweenSteps(
         what=f"{what} after step {step}",
         errors=[*errors, *state, *shown, *left],
         facts=[*facts, *lost, *missing, *wrong],
+        first_module=owners[0] or "the whole model" if owners else None,
     )
 
 

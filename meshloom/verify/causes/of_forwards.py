@@ -6,7 +6,13 @@ from collections.abc import Iterator, Mapping
 
 from meshloom.core.plan import Plan
 from meshloom.verify.compared.compare import Comparison
-from meshloom.verify.compared.compare_chunks import filled, order_of_modules, place_of_owner, ways_of_step
+from meshloom.verify.compared.compare_chunks import (
+    filled,
+    order_of_modules,
+    other_modules,
+    place_of_owner,
+    ways_of_step,
+)
 from meshloom.verify.reference.mistakes import Cause, Evidence
 from meshloom.verify.reference.step_records import StepRecord
 from meshloom.verify.tolerances.gradient_errors import FLOOR
@@ -32,6 +38,8 @@ def from_forward(
             else ("data and parameters", ", or draws other numbers")
         )
         what = f"The output of {module} is the first that differs, on the same {same}"
+        if known := other_modules(ours, reference, plan):
+            return Cause("forward", f"{what}: {known}.")
         why = f"it, or an operation before it, computes something else than on one device{draws}, as with other settings or in another precision"
         return Cause("forward", f"{what}: {why}.")
     wrong = differing_chunks(comparison, ours, reference)

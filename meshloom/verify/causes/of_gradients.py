@@ -66,6 +66,8 @@ def from_gradients(
     rounding = min(each.tolerance for each in comparison.errors if each.kind == "loss")
     if comparison.first_output is None and not differing_chunks(comparison, ours, reference):
         # what changes a forward changes a loss
+        if not any(bool(each.any()) for each in actual.values()):
+            return [_of_zeros(wrong, evidence)]
         evidence = replace(evidence, others=[run for run in evidence.others if run.kind != "forward"])
     mixture = from_mixture(actual, wrong.error, evidence)
     named = next((cause for cause in mixture if cause.kind != "unknown"), None)
@@ -84,6 +86,18 @@ def from_gradients(
         or from_places(actual, right)
     )
     return [found] if found else mixture
+
+
+def _of_zeros(wrong: _Wrong, evidence: Evidence) -> Cause:
+    """All that is wrong is zero, which several mistakes would give where chunks add nothing."""
+    found: dict[str, str] = {}
+    for mistake in mistakes(evidence, wrong.all_wrong):
+        if mistake.kind not in found and (wrong.all_wrong or mistake.partial):
+            expected = mixed(evidence, mistake.factors, wrong.right)
+            if any(mistake.factors) and not any(bool(expected(name).any()) for name in wrong.right):
+                found[mistake.kind] = mistake.description
+    also = f" So would be {', or '.join([*found.values()][:3])}." if found else ""
+    return Cause("scale", f"{wrong.who} 0 times one device's: they are lost.{also}", explains=True)
 
 
 def _of_rows(names: Sequence[str], evidence: Evidence) -> Cause:

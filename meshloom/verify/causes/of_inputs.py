@@ -25,13 +25,17 @@ from meshloom.verify.reference.observers import digest_values
 
 # kind of the cause; chunk; module, if it is known; what is given
 Fact = tuple[CauseKind, int, str, str]
+# chunk, name of a value, digest, and of what was sent where it is computed, else ""
+Message = tuple[int, str, str, str]
 
 
 class GivenInputs:
-    """own: chunk's number -> its batch, with what its loss draws; in the order of microbatches. found: what was other, each once."""
+    """own: chunk's number -> its batch, with what its loss draws; in the order of microbatches. found: what was other, each once. messages: what
+    stages sent each other."""
 
     def __init__(self, own: Mapping[int, Any]) -> None:
         self.found: dict[Fact, None] = {}
+        self.messages: list[Message] = []
         self._chunks, self._drawn = [*own], any(isinstance(each, DrawnBatch) for each in own.values())
         self._own = {chunk: leaves_of(batch) for chunk, batch in own.items()}
 
@@ -67,8 +71,33 @@ class GivenInputs:
                 what = f"{self._said(name)} has other values than the chunk's{those}"
                 self.found.setdefault(("data" if other is None else "microbatches", chunk, "", what))
 
+    def received(self, microbatch: int, values: Mapping[str, Tensor]) -> None:
+        """What a stage got of earlier ones."""
+        chunk = self._chunks[microbatch]
+        self.messages += [(chunk, name, digest_values(value), "") for name, value in values.items()]
+
+    def sent(self, microbatch: int, program: Program, values: Mapping[str, Tensor]) -> None:
+        """What a stage has for later ones."""
+        chunk, nodes = self._chunks[microbatch], {node.name: node for node in program.nodes}
+        for name, value in values.items():
+            where = _described(nodes[name]) if name in nodes else f"the value {name}"
+            self.messages.append((chunk, name, digest_values(value), where))
+
     def _said(self, name: str) -> str:
         return f"{name.removeprefix('batch.') if self._drawn else name} of the batch"
+
+
+def altered_messages(messages: Sequence[Sequence[Any]]) -> Iterator[Fact]:
+    """What arrives otherwise than it was sent, of all messages between the stages of one replica and one rank along tp."""
+    sent: dict[tuple[int, str], dict[str, str]] = {}
+    for chunk, name, digest, where in messages:
+        if where:
+            sent.setdefault((chunk, name), {})[digest] = where
+    for chunk, name, digest, where in messages:
+        known = sent.get((chunk, name), {})
+        if not where and known and digest not in known:
+            what = f"what {next(iter(known.values()))} has made arrives with other values at the stage that it is sent to"
+            yield "stages", chunk, "", what
 
 
 class DrawSeeds:
@@ -91,8 +120,7 @@ class DrawSeeds:
         if not self._known or node.draw is None or self.found or _drops_nothing(node):
             return
         if before != seed_of_draw(self._seed, node.draw):
-            where = f"{node.operator} of {node.path or 'the model or loss'} at {describe_line(node.line)}"
-            what = f"{where} draws with another seed than draw {node.draw} of the chunk has: random numbers are others from there on"
+            what = f"{_described(node)} draws with another seed than draw {node.draw} of the chunk has: random numbers are others from there on"
             self.found.setdefault(("same draws", self._chunk, node.path, what))
 
 
@@ -107,6 +135,10 @@ def causes_of(facts: Iterable[Sequence[Any]]) -> Iterator[Cause]:
         more = f" So it is, in its own way, with {others} other {plural('chunk', others)}." if others else ""
         sentence = f"The forwards of the step, run once more by the ranks' programs, are not given what is theirs: of chunk {first[1]} {first[3]}.{more}"
         yield Cause(kind, sentence, explains=True)
+
+
+def _described(node: Node) -> str:
+    return f"{node.operator} of {node.path or 'the model or loss'} at {describe_line(node.line)}"
 
 
 def _value_of(leaves: Leaves, name: str, like: Tensor) -> Tensor | None:

@@ -24,6 +24,7 @@ _UNIT = 2**-7 * (1 + 1e-9)  # of bfloat16, as a share of a number, at most
 _LEFT = 0.03  # of the difference, that a cause may leave unexplained
 _MANY = 16  # elements, from which a share can be told
 _MOST = 0.9  # of them
+_OF_ROW = 1e-3  # of what elements of a row are, that their multiples may be apart
 _ALIKE = 1e-3  # of the largest change, up to which two are one
 
 
@@ -173,6 +174,7 @@ def other_update(differing: DifferingTensor | None, reference: Reference) -> Cau
     """What a wrong parameter itself shows."""
     return (
         _rounded_by_other_draws(differing, reference)
+        or _limited_rows(differing, reference)
         or _moved_rows(differing, reference)
         or _unmoved(differing, reference)
         or _shifted(differing, reference)
@@ -209,6 +211,39 @@ def _moved_rows(differing: DifferingTensor | None, reference: Reference) -> Caus
     return Cause(
         "optimizer", f"{what}: they count as used in the step, and no sample uses them.", explains=True
     )
+
+
+def _limited_rows(differing: DifferingTensor | None, reference: Reference) -> Cause | None:
+    """Whether what is wrong in a table with `max_norm` are multiples of its rows, or of parts of them, as they were before the update."""
+    sides = _sides(differing, reference)
+    if differing is None or sides is None or sides[0].ndim != 2 or sides[0].is_complex():
+        return None
+    tables = (
+        getattr(each, "max_norm", None)
+        for each in reference.model.modules()
+        if getattr(each, "weight", None) is reference.parameters[differing.name]
+    )
+    limit = next((each for each in tables if each is not None), None)
+    ours, right, before = sides
+    wrong = _differs(ours, right, before)
+    rows = wrong.any(1).nonzero().reshape(-1).tolist()
+    if limit is None or not rows:
+        return None
+    shown: list[str] = []
+    for row in rows:
+        places = wrong[row].nonzero().reshape(-1)
+        times = 1 + (ours - right)[row, places].double() / before[row, places].double()
+        ends = [*((times.diff().abs() > _OF_ROW).nonzero().reshape(-1) + 1).tolist(), len(times)]
+        if 2 * len(ends) > len(times) + 1:  # multiples of single elements say nothing
+            return None
+        for start, end in zip([0, *ends], ends, strict=False):
+            whole = end - start == len(wrong[row])
+            which = "" if whole else f"elements {int(places[start])} to {int(places[end - 1])} of "
+            shown.append(f"{which}row {row} {float(times[start:end].median()):.4g} times")
+    which = ", ".join(shown[:3]) + (", ..." if len(shown) > 3 else "")
+    what = f"The gradients agree, and {differing.name} has before its update, of what one device has there, {which}"
+    why = f"rows are limited to the norm of {limit:g} by other norms than their own, such as those of the parts that ranks hold, or others are limited"
+    return Cause("optimizer", f"{what}: {why}.", explains=True)
 
 
 def _unmoved(differing: DifferingTensor | None, reference: Reference) -> Cause | None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 BLOCK_ELEMENTS = 2**20
+_SAMPLED = 256  # elements
 
 
 def float64_blocks(tensor: Tensor) -> Iterator[Tensor]:
@@ -99,3 +100,31 @@ def norm_of_all(gradients: Mapping[str, Tensor | None]) -> float:
         if each is not None
     ]
     return math.sqrt(sum(float(block.square().sum()) for each in elements for block in float64_blocks(each)))
+
+
+def sample_of(tensor: Tensor) -> list[float]:
+    """Some elements, evenly spaced; of complex numbers real and imaginary parts.
+
+    >>> sample_of(torch.arange(3.0))
+    [0.0, 1.0, 2.0]
+    """
+    flat = elements(tensor).reshape(-1)
+    if len(flat) > _SAMPLED:
+        flat = flat[torch.arange(_SAMPLED, device=flat.device) * len(flat) // _SAMPLED]
+    return [float(each) for block in float64_blocks(flat) for each in block.tolist()]
+
+
+def ramp_of(tensor: Tensor) -> float:
+    """The sum of all elements, with weights that rise from -1 to 1.
+
+    >>> ramp_of(torch.tensor([1.0, 5.0, 2.0]))
+    1.0
+    """
+    start, total = 0, 0.0
+    blocks = list(float64_blocks(tensor))
+    last = sum(map(len, blocks)) - 1
+    for values in blocks:
+        places = torch.arange(start, start + len(values), dtype=torch.float64, device=values.device)
+        total += (2 * float(values @ places) / last - float(values.sum())) if last else 0.0
+        start += len(values)
+    return total

@@ -21,10 +21,10 @@ from torch.utils._pytree import tree_leaves
 
 from meshloom.core.device.flat_bytes import flat_bytes
 from meshloom.core.moments.numerics import rounded_products
-from meshloom.verify.reference.float64_blocks import elements, float64_blocks
+from meshloom.verify.reference.float64_blocks import float64_blocks, ramp_of, sample_of
 from meshloom.verify.reference.step_records import Cast, ModuleOutput
 
-_SAMPLED = 256  # elements of an output
+_LOOKED_AT = 2**16  # elements of a tensor in an attribute
 _FAR = 1e-2  # of a gradient's norm: no rounding of a kernel
 
 
@@ -219,7 +219,15 @@ def _how(module: nn.Module) -> dict[str, str]:
                 found[name] = str(value)
             elif isinstance(value, torch.Generator):
                 found[name] = f"a generator in state {digest_values(value.get_state())[:6]}"
+            elif isinstance(value, Tensor) and _is_small(value):
+                found[name] = f"a tensor of norm {float(value.detach().double().norm()):.3g}"
     return found
+
+
+def _is_small(value: Tensor) -> bool:
+    """Whether its values are there, and few enough to look at in each call."""
+    known = value.is_floating_point() and value.layout == torch.strided and not value.is_meta
+    return known and value.numel() <= _LOOKED_AT and not value.is_nested and not _is_transformed(value)
 
 
 def _dtype_of(output: Any) -> dict[str, str]:
@@ -229,34 +237,6 @@ def _dtype_of(output: Any) -> dict[str, str]:
     )
     first = next(kinds, None)
     return {} if first is None else {"dtype": str(first).removeprefix("torch.")}
-
-
-def sample_of(tensor: Tensor) -> list[float]:
-    """Some elements, evenly spaced; of complex numbers real and imaginary parts.
-
-    >>> sample_of(torch.arange(3.0))
-    [0.0, 1.0, 2.0]
-    """
-    flat = elements(tensor).reshape(-1)
-    if len(flat) > _SAMPLED:
-        flat = flat[torch.arange(_SAMPLED, device=flat.device) * len(flat) // _SAMPLED]
-    return [float(each) for block in float64_blocks(flat) for each in block.tolist()]
-
-
-def ramp_of(tensor: Tensor) -> float:
-    """The sum of all elements, with weights that rise from -1 to 1.
-
-    >>> ramp_of(torch.tensor([1.0, 5.0, 2.0]))
-    1.0
-    """
-    start, total = 0, 0.0
-    blocks = list(float64_blocks(tensor))
-    last = sum(map(len, blocks)) - 1
-    for values in blocks:
-        places = torch.arange(start, start + len(values), dtype=torch.float64, device=values.device)
-        total += (2 * float(values @ places) / last - float(values.sum())) if last else 0.0
-        start += len(values)
-    return total
 
 
 def _is_transformed(leaf: Tensor) -> bool:

@@ -1,0 +1,89 @@
+"""Which tests `make check` and `make test` run: each file of tests has so many seconds, of what its tests have taken.
+
+`make durations` runs all that the covering subset may run and writes what each took. A test that is not written counts as quick.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+FILE = Path(__file__).with_name("durations.txt")
+SHORTEST = 0.1  # seconds; what takes less is not written
+CHECK, TEST, PROCESSES = 1.0, 8.0, 30.0  # seconds of a file, as on a machine that has other work, too
+# They hold for all of the code, and whoever changes it wants them at once.
+ALWAYS = {f"tests/test_{each}.py" for each in ("architecture", "docs", "doc_code", "house", "imports")}
+
+
+class Durations:
+    """Writes what tests took, added up over set-up, call and tear-down. In one process, that which others report to."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._taken: defaultdict[str, float] = defaultdict(float)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self._taken[report.nodeid] += report.duration
+
+    def pytest_sessionfinish(self) -> None:
+        """What is written of other tests is kept."""
+        known = read(self._file) | self._taken
+        lines = [f"{taken:.1f} {name}" for name, taken in sorted(known.items()) if taken >= SHORTEST]
+        self._file.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def read(file: Path = FILE) -> dict[str, float]:
+    """Seconds by test."""
+    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+    return {name: float(taken) for taken, name in (line.split(" ", 1) for line in lines)}
+
+
+def within(taken: Mapping[str, float], tests: Sequence[str], seconds: float) -> set[str]:
+    """The tests that may run, of one file: of each function the quickest case, in the order of what they take, then the other cases. The first may
+    take more than there is.
+
+    >>> taken = {"f[1]": 3.0, "f[2]": 1.0, "g": 2.0, "h": 9.0}
+    >>> sorted(within(taken, ["f[0]", "f[1]", "f[2]", "g", "h"], 4)), sorted(within(taken, ["h"], 4))
+    (['f[0]', 'f[2]', 'g'], ['h'])
+    """
+    kept: set[str] = set()
+    for name in _in_turn(taken, tests):
+        if not kept or taken.get(name, 0.0) <= seconds:
+            kept.add(name)
+            seconds -= taken.get(name, 0.0)
+    return kept
+
+
+def _in_turn(taken: Mapping[str, float], tests: Sequence[str]) -> Iterator[str]:
+    functions: defaultdict[str, list[str]] = defaultdict(list)
+    for name in sorted(tests, key=lambda name: taken.get(name, 0.0)):
+        functions[name.partition("[")[0]].append(name)
+    yield from (cases[0] for cases in functions.values())
+    yield from (
+        name
+        for name in sorted(tests, key=lambda name: taken.get(name, 0.0))
+        if name != functions[name.partition("[")[0]][0]
+    )
+
+
+def mark_what_is_over(items: Collection[pytest.Item], taken: Mapping[str, float]) -> None:
+    """What the budgets of their files do not allow is marked as slow, or as long if `make test` runs it."""
+    marked = {item.nodeid: {mark.name for mark in item.iter_markers()} for item in items}
+    files: defaultdict[tuple[str, bool], list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        file = item.nodeid.partition("::")[0]
+        if not marked[item.nodeid] & {"slow", "campaign", "browser", "site"} and file not in ALWAYS:
+            files[file, "processes" in marked[item.nodeid]].append(item)
+    for (_, processes), tests in files.items():
+        kept = within(taken, [each.nodeid for each in tests], PROCESSES if processes else TEST)
+        for each in tests:
+            if each.nodeid not in kept:
+                each.add_marker(pytest.mark.slow)
+        quick = [each for each in tests if each.nodeid in kept and "long" not in marked[each.nodeid]]
+        kept = within(taken, [each.nodeid for each in quick], CHECK)
+        for each in quick:
+            if each.nodeid not in kept:
+                each.add_marker(pytest.mark.long)
