@@ -15,7 +15,6 @@ NOT_NAMED: dict[str, str] = {
     "sparse_counts_of_first": "a row that no sample uses is said, not that others are dropped, which shows in other steps",
     "padding_not_shifted": "the rank, the operator and the part of its weight are said, not that it is the padding's row",
     "pool_not_sorted": "unknown: gradients of other parameters are not tried",
-    "mix_unseeded": "data is said, with draws of mix as one of many reasons",
 }
 NOT_PLACED: dict[str, str] = {
     "last_bucket_undivided": "all of the bucket are equally wrong; said is the one whose gradient comes first",

@@ -25,6 +25,7 @@ from torch import Tensor
 from meshloom.core.job import Job
 from meshloom.core.moments.by_metric import those_by_metric
 from meshloom.core.plan import Plan
+from meshloom.core.random import chunk_seed, seed_of_turn
 from meshloom.verify.against_float64 import AgainstFloat64, FromFloat64
 from meshloom.verify.between_steps.averages import AverageErrors
 from meshloom.verify.between_steps.checks import BetweenSteps, FirstDiffering, TensorError
@@ -272,7 +273,8 @@ class ComparisonRun(Comparing):
             of_data = cause_of_data(ours, self.reference)
             parts = parts_of_norm(self._kept.gradients) if self._kept and comparison.failed("norm") else {}
             self.causes = diagnose(
-                comparison, ours, self._reference_record, replace(self._evidence, parts=parts), self._steps, of_averages, of_update, of_buffer, self._places, of_data
+                comparison, ours, self._reference_record, replace(self._evidence, parts=parts), self._steps, of_averages, of_update, of_buffer,
+                _seeds_elsewhere(self.reference) | self._places, of_data,
             )  # fmt: skip
         self._steps.append(comparison)
         self._previous = dict(self._reference_record.gradients)
@@ -290,6 +292,24 @@ def _places_of(record: StepRecord) -> dict[str, str]:
     turn = f", loss {record.turn}" if record.turn else ""
     where = [(each, f"chunk {each.index} of step {record.step}{turn}") for each in record.chunks]
     return {each.data: place for each, place in where} | {seed_key(each): place for each, place in where}
+
+
+def _seeds_elsewhere(reference: Reference) -> dict[str, str]:
+    """`seed_key` of draws that are none of this step's and turn's -> whose they are."""
+    job, step, draws = reference.job, reference.step, reference.chunk_run.draws
+    turns = {
+        number: f", loss {each.name}"
+        for each in reversed(reference.losses)
+        for number in range(each.draws, each.draws + each.updates)
+    }
+    found: dict[str, str] = {}
+    for forward in reference.forwards():
+        for other in dict.fromkeys((step + 1, step - 1, 0, step)):
+            for number, turn in (turns if len(turns) > 1 else {0: ""}).items():
+                if other >= 0 and (other, number) != (step, draws):
+                    seed = seed_of_turn(chunk_seed(job.seed, other, forward.key), number)
+                    found[f"seed {seed}"] = f"chunk {forward.key} of step {other}{turn}"
+    return found
 
 
 def _state_errors(

@@ -170,7 +170,9 @@ def _from_draws(
     if wrong:
         why = "other random draws than on one device; they depend on something besides seed, step and chunk"
         if plan.sync_batch_norm:
-            why = "other random draws than on one device: other rows than theirs of what all replicas draw together, or of another seed"
+            same = all(chunks[index].seed == right[index].seed for index in wrong)
+            of = "the seed is theirs" if same else "or of another seed"
+            why = f"other random draws than on one device: other rows than theirs of what all replicas draw together, {of}"
         counts = [(len(chunks[index].draws), len(right[index].draws)) for index in wrong]
         if plan.keyed_draws and counts[0][0] != counts[0][1]:
             why = (

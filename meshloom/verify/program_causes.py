@@ -24,11 +24,6 @@ from meshloom.verify.reference.mistakes import Cause
 from meshloom.verify.stage_outputs import RanForwards
 
 _AGAIN = "In forwards of the step's chunks on equal parameters, by all ranks,"
-_RECOMPUTED = Cause(
-    "recompute",
-    "Forwards agree with one device's, and gradients do not: what backward needs is not what forward has computed: under a plan that recomputes, other "
-    "draws or values there.",
-)
 _INPUTS = ("data", "same draws", "weights", "buffers")  # causes that explain outputs
 _VAGUE = ("unknown", "optimizer", "batch statistics", "buffers", "loss", "replicas")
 _EXACT = ("None or zero", "border")  # causes that say which numbers are wrong
@@ -117,7 +112,7 @@ def of_programs(
         sentence += f" {_AGAIN} compared outputs agree, and gradients in the step did not: look at what is sent in backward, or added up behind it."
     again = not (wrong or module) and wrong_gradients and "unknown" in known and plan.recompute != "none"
     return InPrograms(
-        causes=[*([_RECOMPUTED] if again else []), Cause("division", sentence)],
+        causes=[*([_recomputed(forwards)] if again else []), Cause("division", sentence)],
         module=path or ("the model or loss" if wrong else ""),
         are_right=not wrong and module is None,
     )
@@ -133,6 +128,16 @@ def _of_lent(result: ComparisonResult, lent: Collection[str]) -> Cause | None:
     return Cause(
         "tied", f"{what}: what one of these stages adds is lost, or does not count once, on its way to the one that updates it."
     )  # fmt: skip
+
+
+def _recomputed(forwards: RanForwards | None) -> Cause:
+    """Gradients are wrong under a plan that recomputes, and nothing before them is."""
+    what = "Forwards agree with one device's, and gradients do not: what backward needs is not what forward has computed: under a plan that recomputes,"
+    other = "other values there, of parameters or buffers, as nothing draws"
+    return Cause(
+        "recompute",
+        f"{what} {'other draws or values there' if forwards is None or forwards.draw else other}.",
+    )
 
 
 def _is_dropout(trainer: Trainer, module: str | None) -> bool:
@@ -152,7 +157,7 @@ def _of_stages(
     """The same of a plan that divides no operators. draws: whether the module does nothing but draw. before: what else may be wrong, before it."""
     known = _kinds(result)
     if not module and plan.recompute != "none" and "unknown" in known:
-        yield _RECOMPUTED
+        yield _recomputed(forwards)
     elif not module and plan.pp > 1 and plan.dp == 1 and _wrong(result, "gradient") and "unknown" in known:
         yield Cause(
             "stages",

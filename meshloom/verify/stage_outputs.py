@@ -49,10 +49,11 @@ class Adopting(Protocol):
 @dataclass(frozen=True, kw_only=True)
 class RanForwards:
     """What all ranks say of a step's chunks, run once more. of_chunks: number of a chunk -> of each rank that runs it, its modules' values. facts:
-    what programs were given that is not the chunk's own."""
+    what programs were given that is not the chunk's own. draw: whether they draw random numbers."""
 
     of_chunks: Mapping[int, Sequence[Values]]
     facts: Sequence[Fact]
+    draw: bool
 
 
 def values_of_modules(
@@ -64,22 +65,22 @@ def values_of_modules(
     assert isinstance(engine, ProgramEngine)
     filled = [chunk for chunk in chunks if chunk.samples]
     counts: list[int] = yield from collect(replica.context.world, len(filled))
-    values, facts, messages = yield from _values(engine, replica, filled, max(counts))
+    values, facts, messages, draw = yield from _values(engine, replica, filled, max(counts))
     mine = [[chunk.index, each] for chunk, each in zip(filled, values, strict=True)]
     along_tp = engine.tp.rank if engine.tp else 0
-    own = [mine, [[*each] for each in facts], along_tp, [[*each] for each in messages]]
+    own = [mine, [[*each] for each in facts], along_tp, [[*each] for each in messages], draw]
     everyone: list[Any] = yield from collect(replica.context.world, own)
     of_chunks: dict[int, list[Values]] = {}
     between: dict[int, list[Any]] = {}  # stages, by rank along tp
-    for of_all, _, rank, of_stages in everyone:
+    for of_all, _, rank, of_stages, _ in everyone:
         for index, each in of_all:
             of_chunks.setdefault(index, []).append(each)
         between.setdefault(rank, []).extend(of_stages)
     found = dict.fromkeys(
-        (kind, chunk, path, what) for _, of_rank, _, _ in everyone for kind, chunk, path, what in of_rank
+        (kind, chunk, path, what) for _, of_rank, *_ in everyone for kind, chunk, path, what in of_rank
     )
     found |= dict.fromkeys(each for of_stages in between.values() for each in altered_messages(of_stages))
-    return RanForwards(of_chunks=of_chunks, facts=[*found])
+    return RanForwards(of_chunks=of_chunks, facts=[*found], draw=any(each[-1] for each in everyone))
 
 
 def first_wrong_module(
@@ -154,9 +155,9 @@ class ModuleSums:
 
 def _values(
     engine: ProgramEngine, replica: Replica, chunks: Sequence[Chunk], most: int
-) -> Steps[tuple[list[dict[str, list[Value]]], list[Fact], list[Message]]]:
-    """Of each of these chunks, by module what this rank's programs compute, run as in the step; what they are given that is not theirs; and what
-    stages send each other. most: chunks of the replica that has most."""
+) -> Steps[tuple[list[dict[str, list[Value]]], list[Fact], list[Message], bool]]:
+    """Of each of these chunks, by module what this rank's programs compute, run as in the step; what they are given that is not theirs; what
+    stages send each other; and whether programs draw. most: chunks of the replica that has most."""
     scope, loss = replica.scope, engine.programs.losses.loss
     with engine.computing("forwards", idle=not chunks):
         moments = scope.moments(chunks)
@@ -190,7 +191,7 @@ def _values(
         if batches:
             engine.microbatches.look(batches, around, visit, most=most, given=inputs)
     facts = [*inputs.found, *(each for of_chunk in seeds for each in of_chunk.found)]
-    return [each.found for each in sums], facts, inputs.messages
+    return [each.found for each in sums], facts, inputs.messages, any(each.draw for each in seeds)
 
 
 def _sums(value: Tensor, is_part: bool, pieces: Pieces | None = None, rank: int = 0) -> Value:

@@ -124,6 +124,8 @@ def _ways(
     if 1 < len(replicas) < len(added):
         reverse = [each for replica in reversed(replicas) for each in replica]
         yield "with the replicas in reverse order", _composed(start, reverse, decay)
+        own = [each for replica in replicas for each in reversed(replica)]
+        yield "with each replica's chunks in reverse order", _composed(start, own, decay)
         undecayed = start
         for replica in replicas:
             undecayed = decay ** len(replica) * undecayed + torch.stack(replica).sum(0)

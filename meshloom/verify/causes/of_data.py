@@ -65,9 +65,11 @@ def _ways(reference: Reference) -> Iterator[tuple[str, Callable[[], Mapping[int,
     members = {index: samples for each in reference.forwards() for index, samples in each.members}
     chunks: Chunks = dict(sorted(members.items()))
 
-    def digests(of_chunks: Chunks, mixed_in: int | None = None) -> Mapping[int, str]:
+    def digests(
+        of_chunks: Chunks, mixed_at: Callable[[int], Sequence[int]] = lambda index: (step,)
+    ) -> Mapping[int, str]:
         return {
-            index: digest_values(run.collate(samples, step, index, mixed_in=mixed_in))
+            index: digest_values(run.collate(samples, step, index, mixed_at=mixed_at(index)))
             for index, samples in of_chunks.items()
         }
 
@@ -97,7 +99,12 @@ def _ways(reference: Reference) -> Iterator[tuple[str, Callable[[], Mapping[int,
             partial(with_partners, lambda samples: [own for own, _ in samples]),
         )
         for other in {0, step - 1, step + 1} - {step, -1}:
-            yield f"{_RIGHT} mixed with what mix draws in step {other}", partial(digests, chunks, other)
+            what = f"{_RIGHT} mixed with what mix draws in step {other}"
+            yield what, partial(digests, chunks, lambda index, other=other: (other,))
+        alone = f"{_RIGHT} mixed with draws of each chunk alone"
+        yield f"{alone}, which go on from those of collating", partial(digests, chunks, lambda index: ())
+        for places in ((step,), ()):
+            yield alone, partial(digests, chunks, lambda index, places=places: (*places, index))
 
     def collated(place_of: Callable[[int], Sequence[int]]) -> Mapping[int, str]:
         return {

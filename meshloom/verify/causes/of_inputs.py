@@ -101,10 +101,12 @@ def altered_messages(messages: Sequence[Sequence[Any]]) -> Iterator[Fact]:
 
 
 class DrawSeeds:
-    """The seeds of torch's draws in a chunk's forward. seed: of the chunk. Each draw is seeded from the one before, on whatever stage that is."""
+    """The seeds of torch's draws in a chunk's forward. seed: of the chunk. Each draw is seeded from the one before, on whatever stage that is.
+    draw: whether there are any, or may be."""
 
     def __init__(self, chunk: int, seed: int) -> None:
         self.found: dict[Fact, None] = {}
+        self.draw = False
         self._chunk, self._seed, self._known = chunk, seed, True
         self._last = seed  # after the operator before
 
@@ -117,6 +119,7 @@ class DrawSeeds:
         before, self._last = self._last, torch.initial_seed()
         # code that runs as written may draw as often as it likes
         self._known = self._known and not isinstance(node.target, OpaqueModule | OpaqueLoss)
+        self.draw = self.draw or not self._known or (node.draw is not None and not _drops_nothing(node))
         if not self._known or node.draw is None or self.found or _drops_nothing(node):
             return
         if before != seed_of_draw(self._seed, node.draw):

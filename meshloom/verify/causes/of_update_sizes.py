@@ -32,6 +32,10 @@ def scaled_updates(comparison: Comparison, names: Sequence[str], reference: Step
         why = "these parameters are not updated, or have old values again"
         if alone := _one_optimizers(names, reference):
             why = f"these parameters are not updated, and they are all that {alone} updates: it makes no step, or is given no gradients"
+        elif reference.turn and {*names} == {
+            name for name, each in reference.gradients.items() if each is not None
+        }:
+            why = f"these parameters are not updated, and they are all that loss {reference.turn} trains: its optimizer makes no step, or another loss's does"
     elif math.isclose(ratio, 2, rel_tol=1e-3):
         why = "the update is applied a second time, or the learning rate is doubled"
     what = f"The gradients agree, and the updates of {names_of(names)} are {ratio:.4g} times one device's"

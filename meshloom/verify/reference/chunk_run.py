@@ -239,15 +239,18 @@ class ChunkRun:
             )  # fmt: skip
             computed = replace(result, loss_sum=0.0, weight=0.0, modules=(), logged={})
 
-    def collate(self, samples: Sequence[Any], *place: int, mixed_in: int | None = None) -> Any:
+    def collate(self, samples: Sequence[Any], *place: int, mixed_at: Sequence[int] | None = None) -> Any:
         """The batch of a chunk: of its samples, or of pairs of a sample and its partner if the job mixes. place: the step and the
-        chunk, or what else its draws are seeded by. mixed_in: the step whose draws mixing has; None: this one."""
+        chunk, or what else its draws are seeded by. mixed_at: what those of mixing are seeded by in place of the step; of nothing they go on."""
         with preserved_draws():
             if self._job.mix is None:
                 return self._collated(samples, *place)
             own, partners = zip(*samples, strict=True)
             batch, others = (self._collated(each, *place) for each in (own, partners))
-            seed_everything(mix_seed(self._job.seed, place[0] if mixed_in is None else mixed_in))
+            if mixed_at is None:
+                seed_everything(mix_seed(self._job.seed, place[0]))
+            elif mixed_at:
+                seed_everything(derive(self._job.seed, "mix", *mixed_at))
             return self._job.mix(batch, others)
 
     def collate_unmixed(self, samples: Sequence[Any], step: int, index: int) -> Any:

@@ -25,6 +25,7 @@ edit(
         "What mix draws is not the same in all chunks of a step: it is not seeded by the step, so "
         "each chunk has its own share."
     ),
+    says="mixed with draws of each chunk alone",
 )
 edit(
     "augmented_by_chunk",

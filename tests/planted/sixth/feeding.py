@@ -12,7 +12,7 @@ SIXTH.edit(
     job="tiles:job",
     plan="dp=2,microbatches=2",
     truth="The share of mixed pictures is drawn for each chunk instead of once for the batch.",
-    says="split, ordered, augmented or mixed in another way",
+    says="mixed with draws of each chunk alone",
     module=None,
 )
 SIXTH.edit(

@@ -34,6 +34,6 @@ SIXTH.edit(
     job="duel:job",
     plan="dp=2,microbatches=2,sync_batch_norm=true,keyed_draws=true",
     truth="Of the draws of a chunk that replicas share, a replica takes the rows that would be its own if all had as many samples.",
-    says="other rows than theirs of what all replicas draw together",
+    says="other rows than theirs of what all replicas draw together, the seed is theirs",
     module="painter.0",
 )
