@@ -202,9 +202,9 @@ class Verified:
 
 
 def copied(folder: Path) -> Path:
-    """A copy of the package's source in the folder, with what is compiled for it and no caches."""
+    """A copy of the package in the folder, with what is compiled of it: only what is edited is compiled again."""
     package = folder / "meshloom"
-    shutil.copytree(PACKAGE, package, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(PACKAGE, package)
     return package
 
 
