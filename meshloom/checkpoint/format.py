@@ -34,6 +34,7 @@ VERSIONS = (1, 2)  # 2: weights in several files, which meta.json names
 MODEL = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 META = "meta.json"
+TORCHS_META = ".metadata"  # in a directory that torch.distributed.checkpoint has written
 STATE = "optimizer/"  # what keys of the optimizer's state begin with
 CARRIED = "carried/"  # the same of tensors that forwards leave for the next step
 MASTER = "master of bfloat16"  # key in the state of a parameter: its copy in the precision of its updates

@@ -13,7 +13,7 @@ from typing import Any
 
 from meshloom.checkpoint.checkpoint import Checkpoint
 from meshloom.checkpoint.copied_weights import tied_names
-from meshloom.checkpoint.format import CARRIED, step_name
+from meshloom.checkpoint.format import CARRIED, TORCHS_META, step_name
 from meshloom.checkpoint.writing.background_save import BackgroundSave, SavedShare
 from meshloom.checkpoint.writing.config_files import config_files_of
 from meshloom.checkpoint.writing.file_layout import HeldSpan
@@ -44,8 +44,6 @@ from meshloom.replica.replica_state import (
     weights,
 )
 from meshloom.telemetry.progress import Listener
-from meshloom.train.from_torch.torch_checkpoint import is_torch_checkpoint
-from meshloom.train.from_torch.torch_resuming import resume_from_torch
 from meshloom.train.local_replicas import LocalReplicas
 
 BEST = "best"  # directory of the checkpoint whose evaluation was best
@@ -91,10 +89,9 @@ class RunCheckpoints:
 
     def resume(self, directory: Path, steps: int) -> Checkpoint:
         """Load the newest complete checkpoint in `directory` into all replicas; returns it."""
-        there = self._replicas.together(
-            lambda replica: collect(replica.context.world, is_torch_checkpoint(directory))
-        )[0]
-        how = resume_from_torch if any(there) else resume
+        is_torchs = (directory / TORCHS_META).is_file()
+        there = self._replicas.together(lambda replica: collect(replica.context.world, is_torchs))[0]
+        how = _way_of_torchs() if any(there) else resume
         return self._replicas.together(
             lambda replica: how(replica, directory, partial(_check, self._job, replica, steps))
         )[0]
@@ -251,6 +248,13 @@ class RunCheckpoints:
                 self._listener.note(found.sentence())
             self._told = True
         return not found.missing
+
+
+def _way_of_torchs() -> Any:
+    # here, because torch.distributed.checkpoint takes half as long to import as torch itself
+    from meshloom.train.from_torch.torch_resuming import resume_from_torch
+
+    return resume_from_torch
 
 
 def _check(job: Job, replica: Replica, steps: int, checkpoint: Checkpoint) -> None:

@@ -29,9 +29,9 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from meshloom.checkpoint.format import TORCHS_META
 from meshloom.core.errors import CheckpointError
 
-METADATA = ".metadata"
 Place = tuple[Any, ...]  # keys of nested dicts, numbers in lists
 _DESCRIPTIONS = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
 _OTHERS = {("torch", "Size"), ("torch.serialization", "_get_layout")}
@@ -153,7 +153,7 @@ _ROOTS = ("torch", "pathlib")
 
 def _read_description(path: Path) -> Metadata:
     try:
-        with (path / METADATA).open("rb") as file:
+        with (path / TORCHS_META).open("rb") as file:
             found = _Descriptions(file).load()
         names = [each.relative_path for each in found.storage_data.values()]
         if not isinstance(found, Metadata) or any(Path(name).name != name for name in names):
@@ -161,6 +161,6 @@ def _read_description(path: Path) -> Metadata:
     except Exception as error:  # whatever damaged bytes lead to
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise CheckpointError(
-            f"{path / METADATA} cannot be read as what torch.distributed.checkpoint writes: {first}."
+            f"{path / TORCHS_META} cannot be read as what torch.distributed.checkpoint writes: {first}."
         ) from error
     return found

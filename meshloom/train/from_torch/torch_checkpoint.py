@@ -20,16 +20,11 @@ from torch import Tensor
 from meshloom.checkpoint.checkpoint import Checkpoint
 from meshloom.checkpoint.format import STATE
 from meshloom.checkpoint.json_values import to_json
-from meshloom.comm.torch.checkpoint_directory import METADATA, Place, TorchDirectory
+from meshloom.comm.torch.checkpoint_directory import Place, TorchDirectory
 from meshloom.core.errors import CheckpointError
 
 MODEL, OPTIMIZER, OURS = "model", "optimizer", "meshloom"
 _JSON = ".json"
-
-
-def is_torch_checkpoint(path: Path) -> bool:
-    """Whether `path` is such a directory."""
-    return (path / METADATA).is_file()
 
 
 class TorchCheckpoint:

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from scipy.optimize import minimize_scalar
 from torch import Tensor
 
 from meshloom.verify.between_steps.checks import DifferingTensor
@@ -96,6 +95,8 @@ def _decay(start: Tensor, written: list[Tensor], right: Tensor) -> float | None:
 
     def left(decay: float) -> float:
         return float((_composed(start, [each - decay * start for each in written], decay) - right).norm())
+
+    from scipy.optimize import minimize_scalar  # here, because runs that are right need not wait for it
 
     found = min((step / 64 for step in range(65)), key=left)
     bounds = max(0.0, found - 1 / 64), min(1.0, found + 1 / 64)
