@@ -265,9 +265,7 @@ class ComparisonRun(Comparing):
             self._from_float64, self._against = self._against.result(*comparison.loss), None
         if not comparison.passed and self.passed:
             of_averages = self._averages.cause() if self._averages else None
-            of_update = (
-                self._kept.cause(self._differing.clear, self._reference_record) if self._kept else None
-            )
+            of_update = self._kept and self._kept.cause(self._differing.clear, self._reference_record)
             of_update = of_update or other_update(self._differing.clear, self.reference)
             of_buffer = cause_of_buffer(self._differing.first, self.reference)
             of_data = cause_of_data(ours, self.reference)
