@@ -218,10 +218,11 @@ def _limited_rows(differing: DifferingTensor | None, reference: Reference) -> Ca
     sides = _sides(differing, reference)
     if differing is None or sides is None or sides[0].ndim != 2 or sides[0].is_complex():
         return None
+    own = reference.parameters.get(differing.name)
     tables = (
-        getattr(each, "max_norm", None)
+        each.max_norm
         for each in reference.model.modules()
-        if getattr(each, "weight", None) is reference.parameters[differing.name]
+        if isinstance(each, nn.Embedding | nn.EmbeddingBag) and each.weight is own
     )
     limit = next((each for each in tables if each is not None), None)
     ours, right, before = sides
