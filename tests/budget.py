@@ -15,7 +15,7 @@ FILE = Path(__file__).with_name("durations.txt")
 SHORTEST = 0.1  # seconds; what takes less is not written
 _ROUNDING = 1e-9
 EACH = 0.05  # seconds that any test takes, with what is looked at before and behind it
-CHECK, TEST, PROCESSES = 1.0, 8.0, 30.0  # seconds of a file, as on a machine that has other work, too
+CHECK, TEST, PROCESSES = 1.0, 5.0, 20.0  # seconds of a file, as on a machine that has other work, too
 # They hold for all of the code, and whoever changes it wants them at once.
 ALWAYS = {f"tests/test_{each}.py" for each in ("architecture", "docs", "doc_code", "house", "imports")}
 
