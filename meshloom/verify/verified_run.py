@@ -166,7 +166,7 @@ class VerifiedRun:
             first = trainer.replicas[0]
             self.owned, self.devices = trainer.together(_owned)[0], trainer.world.why
             self.digest = trainer.synchronous.digest if trainer.synchronous else ""
-            self.one_copy = first.exchange.one_copy
+            self.one_copy = any(trainer.together(lambda each: collect(each.context.world, each.exchange.one_copy))[0])  # fmt: skip
             self.is_unlike_training = first.engine.is_unlike_training
             if compares and trainer.world.main and self.comparison is None:
                 other = OneDevice(plan=first.inner, dtype=self.dtype, device=first.context.device, shares=self.shares, against=self.against)  # fmt: skip
