@@ -6,14 +6,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import pytest
 
 FILE = Path(__file__).with_name("durations.txt")
 SHORTEST = 0.1  # seconds; what takes less is not written
-_ROUNDING = 1e-9
+_ROUNDING = 1e-9  # of sums of seconds
 EACH = 0.05  # seconds that any test takes, with what is looked at before and behind it
 CHECK, TEST, PROCESSES = 1.0, 5.0, 20.0  # seconds of a file, as on a machine that has other work, too
 # They hold for all of the code, and whoever changes it wants them at once.
@@ -53,24 +53,16 @@ def within(taken: Mapping[str, float], tests: Sequence[str], seconds: float) -> 
     >>> len(within({}, [f"f[{number}]" for number in range(100)], 1))
     20
     """
+    in_order = sorted(tests, key=lambda name: taken.get(name, EACH))
+    first: dict[str, str] = {}  # of each function
+    for name in in_order:
+        first.setdefault(name.partition("[")[0], name)
     kept: set[str] = set()
-    for name in _in_turn(taken, tests):
+    for name in dict.fromkeys([*first.values(), *in_order]):
         if not kept or taken.get(name, EACH) <= seconds + _ROUNDING:
             kept.add(name)
             seconds -= taken.get(name, EACH)
     return kept
-
-
-def _in_turn(taken: Mapping[str, float], tests: Sequence[str]) -> Iterator[str]:
-    functions: defaultdict[str, list[str]] = defaultdict(list)
-    for name in sorted(tests, key=lambda name: taken.get(name, 0.0)):
-        functions[name.partition("[")[0]].append(name)
-    yield from (cases[0] for cases in functions.values())
-    yield from (
-        name
-        for name in sorted(tests, key=lambda name: taken.get(name, 0.0))
-        if name != functions[name.partition("[")[0]][0]
-    )
 
 
 def mark_what_is_over(items: Collection[pytest.Item], taken: Mapping[str, float]) -> None:
@@ -82,12 +74,16 @@ def mark_what_is_over(items: Collection[pytest.Item], taken: Mapping[str, float]
         if not marked[item.nodeid] & {"slow", "campaign", "browser", "site"} and file not in ALWAYS:
             files[file, "processes" in marked[item.nodeid]].append(item)
     for (_, processes), tests in files.items():
-        kept = within(taken, [each.nodeid for each in tests], PROCESSES if processes else TEST)
-        for each in tests:
-            if each.nodeid not in kept:
-                each.add_marker(pytest.mark.slow)
-        quick = [each for each in tests if each.nodeid in kept and "long" not in marked[each.nodeid]]
-        kept = within(taken, [each.nodeid for each in quick], CHECK)
-        for each in quick:
-            if each.nodeid not in kept:
-                each.add_marker(pytest.mark.long)
+        kept = _within(tests, taken, PROCESSES if processes else TEST, pytest.mark.slow)
+        _within([each for each in kept if "long" not in marked[each.nodeid]], taken, CHECK, pytest.mark.long)
+
+
+def _within(
+    tests: Sequence[pytest.Item], taken: Mapping[str, float], seconds: float, over: pytest.MarkDecorator
+) -> list[pytest.Item]:
+    """The tests of a file that its budget allows; the others are marked."""
+    names = within(taken, [each.nodeid for each in tests], seconds)
+    for each in tests:
+        if each.nodeid not in names:
+            each.add_marker(over)
+    return [each for each in tests if each.nodeid in names]

@@ -289,7 +289,7 @@ def _places_of(record: StepRecord) -> dict[str, str]:
     """Digest of a chunk's data, and the seed of its draws -> where that is."""
     turn = f", loss {record.turn}" if record.turn else ""
     where = [(each, f"chunk {each.index} of step {record.step}{turn}") for each in record.chunks]
-    return {each.data: place for each, place in where} | {seed_key(each): place for each, place in where}
+    return {each.data: place for each, place in where} | {seed_key(each.seed): place for each, place in where}
 
 
 def _seeds_elsewhere(reference: Reference) -> dict[str, str]:
@@ -306,7 +306,7 @@ def _seeds_elsewhere(reference: Reference) -> dict[str, str]:
             for number, turn in (turns if len(turns) > 1 else {0: ""}).items():
                 if other >= 0 and (other, number) != (step, draws):
                     seed = seed_of_turn(chunk_seed(job.seed, other, forward.key), number)
-                    found[f"seed {seed}"] = f"chunk {forward.key} of step {other}{turn}"
+                    found[seed_key(seed)] = f"chunk {forward.key} of step {other}{turn}"
     return found
 
 

@@ -178,7 +178,7 @@ def _from_draws(
             why = (
                 f"{counts[0][0]} random draws instead of {counts[0][1]}, so that those after them are others"
             )
-        if known := [places[seed_key(chunks[index])] for index in wrong if seed_key(chunks[index]) in places]:
+        if known := [place for index in wrong if (place := places.get(seed_key(chunks[index].seed)))]:
             why = f"the random draws of {_list(known)}, whose seed they have"
         yield Cause("same draws", f"{_chunks(wrong)}: {why}.")
 

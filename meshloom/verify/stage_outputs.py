@@ -30,7 +30,7 @@ from meshloom.replica.replica import Replica
 from meshloom.replica.replica_state import each_of_state
 from meshloom.tensor_parallel.layout.placement import PARTIAL, Part
 from meshloom.tensor_parallel.search.strategies import Strategy
-from meshloom.verify.causes.of_inputs import DrawSeeds, Fact, GivenInputs, Message, altered_messages
+from meshloom.verify.causes.of_inputs import DrawSeeds, Fact, GivenInputs, altered_messages
 from meshloom.verify.compared.compare_values import FirstWrong, Value, Values, first_wrong_value
 from meshloom.verify.reference.float64_blocks import ramp_of, sample_of
 from meshloom.verify.reference.reference import Reference, watching
@@ -65,22 +65,18 @@ def values_of_modules(
     assert isinstance(engine, ProgramEngine)
     filled = [chunk for chunk in chunks if chunk.samples]
     counts: list[int] = yield from collect(replica.context.world, len(filled))
-    values, facts, messages, draw = yield from _values(engine, replica, filled, max(counts))
-    mine = [[chunk.index, each] for chunk, each in zip(filled, values, strict=True)]
-    along_tp = engine.tp.rank if engine.tp else 0
-    own = [mine, [[*each] for each in facts], along_tp, [[*each] for each in messages], draw]
-    everyone: list[Any] = yield from collect(replica.context.world, own)
+    mine = yield from _values(engine, replica, filled, max(counts))
+    everyone: list[dict[str, Any]] = yield from collect(replica.context.world, mine)
     of_chunks: dict[int, list[Values]] = {}
+    facts: dict[Fact, None] = {}
     between: dict[int, list[Any]] = {}  # stages, by rank along tp
-    for of_all, _, rank, of_stages, _ in everyone:
-        for index, each in of_all:
-            of_chunks.setdefault(index, []).append(each)
-        between.setdefault(rank, []).extend(of_stages)
-    found = dict.fromkeys(
-        (kind, chunk, path, what) for _, of_rank, *_ in everyone for kind, chunk, path, what in of_rank
-    )
-    found |= dict.fromkeys(each for of_stages in between.values() for each in altered_messages(of_stages))
-    return RanForwards(of_chunks=of_chunks, facts=[*found], draw=any(each[-1] for each in everyone))
+    for of_rank in everyone:
+        for index, values in of_rank["values"]:
+            of_chunks.setdefault(index, []).append(values)
+        facts |= dict.fromkeys((kind, chunk, path, what) for kind, chunk, path, what in of_rank["facts"])
+        between.setdefault(of_rank["along tp"], []).extend(of_rank["messages"])
+    facts |= dict.fromkeys(each for messages in between.values() for each in altered_messages(messages))
+    return RanForwards(of_chunks=of_chunks, facts=[*facts], draw=any(each["draw"] for each in everyone))
 
 
 def first_wrong_module(
@@ -155,10 +151,12 @@ class ModuleSums:
 
 def _values(
     engine: ProgramEngine, replica: Replica, chunks: Sequence[Chunk], most: int
-) -> Steps[tuple[list[dict[str, list[Value]]], list[Fact], list[Message], bool]]:
-    """Of each of these chunks, by module what this rank's programs compute, run as in the step; what they are given that is not theirs; what
-    stages send each other; and whether programs draw. most: chunks of the replica that has most."""
+) -> Steps[dict[str, Any]]:
+    """What this rank says, in lists: values: of each of these chunks, with its number, by module what its programs compute, run as in the step;
+    facts: what they are given that is not theirs; messages: what stages send each other; draw: whether programs draw. most: chunks of the replica
+    that has most."""
     scope, loss = replica.scope, engine.programs.losses.loss
+    along_tp = engine.tp.rank if engine.tp else 0
     with engine.computing("forwards", idle=not chunks):
         moments = scope.moments(chunks)
         own: dict[int, Any] = {}
@@ -170,8 +168,7 @@ def _values(
             yield from engine.programs.ready(batch)
             choice = engine.programs.division_of(batch, loss, training=True)
             stages = partial(engine.programs.stages, engine.programs.key(batch))
-            rank = engine.tp.rank if engine.tp else 0
-            sums.append(ModuleSums(choice.strategies if choice else {}, stages, rank))
+            sums.append(ModuleSums(choice.strategies if choice else {}, stages, along_tp))
         inputs = GivenInputs(own)
         seeds = [
             DrawSeeds(chunk.index, moment.seed) for chunk, (_, moment) in zip(chunks, moments, strict=True)
@@ -191,7 +188,13 @@ def _values(
         if batches:
             engine.microbatches.look(batches, around, visit, most=most, given=inputs)
     facts = [*inputs.found, *(each for of_chunk in seeds for each in of_chunk.found)]
-    return [each.found for each in sums], facts, inputs.messages, any(each.draw for each in seeds)
+    return {
+        "values": [[chunk.index, each.found] for chunk, each in zip(chunks, sums, strict=True)],
+        "facts": [[*each] for each in facts],
+        "along tp": along_tp,
+        "messages": [[*each] for each in inputs.messages],
+        "draw": any(each.draw for each in seeds),
+    }
 
 
 def _sums(value: Tensor, is_part: bool, pieces: Pieces | None = None, rank: int = 0) -> Value:

@@ -166,7 +166,7 @@ class VerifiedRun:
             first = trainer.replicas[0]
             self.owned, self.devices = trainer.together(_owned)[0], trainer.world.why
             self.digest = trainer.synchronous.digest if trainer.synchronous else ""
-            self.one_copy = any(trainer.together(lambda each: collect(each.context.world, each.exchange.one_copy))[0])  # fmt: skip
+            self.one_copy = _on_any_rank(trainer, lambda each: each.exchange.one_copy)
             self.is_unlike_training = first.engine.is_unlike_training
             if compares and trainer.world.main and self.comparison is None:
                 other = OneDevice(plan=first.inner, dtype=self.dtype, device=first.context.device, shares=self.shares, against=self.against)  # fmt: skip
@@ -322,7 +322,12 @@ def _varies(trainer: Trainer, unused: Iterable[Unused]) -> bool:
     """Whether some steps of one turn leave parameters without gradients that others do not, on any rank."""
     places = [(rank, turn) for rank, turn, _ in unused]
     mine = len(set(places)) < len(places)
-    return any(trainer.together(lambda replica: collect(replica.context.world, mine))[0])
+    return _on_any_rank(trainer, lambda replica: mine)
+
+
+def _on_any_rank(trainer: Trainer, holds: Callable[[Replica], bool]) -> bool:
+    """The same on every rank."""
+    return any(trainer.together(lambda replica: collect(replica.context.world, holds(replica)))[0])
 
 
 def _of_first_rank(trainer: Trainer, value: T) -> T:

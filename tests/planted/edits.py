@@ -204,7 +204,8 @@ class Verified:
 def copied(folder: Path) -> Path:
     """A copy of the package in the folder, with what is compiled of it: only what is edited is compiled again."""
     package = folder / "meshloom"
-    shutil.copytree(PACKAGE, package)
+    # what another process is compiling is there under another name, and gone at once
+    shutil.copytree(PACKAGE, package, ignore=shutil.ignore_patterns("*.pyc.*"))
     return package
 
 

@@ -105,11 +105,10 @@ def _closed_over(loss: Any) -> list[Any]:
         found.append(each)
         if isinstance(each, partial):
             waiting += [each.func, *each.args, *each.keywords.values()]
-        each = _undecorated(getattr(each, "__func__", each))
-        if isinstance(each, FunctionType):
-            found.append(each)
-            cells = [cell.cell_contents for cell in each.__closure__ or () if cell != CellType()]
-            waiting += [*cells, *(each.__defaults__ or ()), *(each.__kwdefaults__ or {}).values()]
+        function = _undecorated(getattr(each, "__func__", each))
+        if isinstance(function, FunctionType):
+            cells = [cell.cell_contents for cell in function.__closure__ or () if cell != CellType()]
+            waiting += [*cells, *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
     return found
 
 

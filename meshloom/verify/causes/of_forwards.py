@@ -34,11 +34,11 @@ def from_forward(
             return Cause("forward", f"{what}: {known}.")
         same, draws = (
             ("data, draws and parameters", "")
-            if _sees_draws(plan)
+            if _run_as_written(plan)
             else ("data and parameters", ", or draws other numbers")
         )
         what = f"The output of {module} is the first that differs, on the same {same}"
-        if known := other_modules(ours, reference, plan):
+        if _run_as_written(plan) and (known := other_modules(ours, reference)):
             return Cause("forward", f"{what}: {known}.")
         why = f"it, or an operation before it, computes something else than on one device{draws}, as with other settings or in another precision"
         return Cause("forward", f"{what}: {why}.")
@@ -52,8 +52,8 @@ def from_forward(
     return Cause("stages", f"{what}: what a stage computes of them, draws for them or is sent is wrong.")
 
 
-def _sees_draws(plan: Plan) -> bool:
-    """Whether draws of chunks are compared by themselves."""
+def _run_as_written(plan: Plan) -> bool:
+    """Whether chunks do, each alone, so that their draws and the calls of modules are compared by themselves."""
     return not (plan.captures or plan.compiles or plan.sync_batch_norm)
 
 

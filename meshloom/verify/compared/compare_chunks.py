@@ -186,10 +186,8 @@ def ways_of_step(module: str, ours: StepRecord, reference: StepRecord, plan: Pla
     return other_ways(module, _both(ours, reference, plan))
 
 
-def other_modules(ours: StepRecord, reference: StepRecord, plan: Plan) -> str:
-    """Which modules a chunk's loss runs that one device's does not, or the other way round; "": it runs the same, or that is not known."""
-    if plan.captures or plan.compiles or plan.sync_batch_norm:
-        return ""
+def other_modules(ours: StepRecord, reference: StepRecord) -> str:
+    """Which modules a chunk's loss runs that one device's does not, or the other way round; "": it runs the same, or that is not known. Of chunks that run as written."""
     here, there = filled(ours.chunks), filled(reference.chunks)
     for index in sorted({*here} & {*there}):
         one, other = ({each.name for each in of[index].modules} for of in (here, there))

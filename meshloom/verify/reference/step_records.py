@@ -129,9 +129,9 @@ class StepRecord:
     overflow: str = ""
 
 
-def seed_key(chunk: ChunkRecord) -> str:
-    """By which what is known of its seed is kept beside digests of data."""
-    return f"seed {chunk.seed}"
+def seed_key(seed: int) -> str:
+    """By which what is known of a chunk's seed is kept beside digests of data."""
+    return f"seed {seed}"
 
 
 def logged_means(chunks: Sequence[ChunkRecord]) -> dict[str, float]:
