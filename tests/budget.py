@@ -74,14 +74,14 @@ def mark_what_is_over(items: Collection[pytest.Item], taken: Mapping[str, float]
         if not marked[item.nodeid] & {"slow", "campaign", "browser", "site"} and file not in ALWAYS:
             files[file, "processes" in marked[item.nodeid]].append(item)
     for (_, processes), tests in files.items():
-        kept = _within(tests, taken, PROCESSES if processes else TEST, pytest.mark.slow)
-        _within([each for each in kept if "long" not in marked[each.nodeid]], taken, CHECK, pytest.mark.long)
+        kept = _within(tests, taken, PROCESSES if processes else TEST, "slow")
+        _within([each for each in kept if "long" not in marked[each.nodeid]], taken, CHECK, "long")
 
 
 def _within(
-    tests: Sequence[pytest.Item], taken: Mapping[str, float], seconds: float, over: pytest.MarkDecorator
+    tests: Sequence[pytest.Item], taken: Mapping[str, float], seconds: float, over: str
 ) -> list[pytest.Item]:
-    """The tests of a file that its budget allows; the others are marked."""
+    """The tests of a file that its budget allows; the others get that mark."""
     names = within(taken, [each.nodeid for each in tests], seconds)
     for each in tests:
         if each.nodeid not in names:
