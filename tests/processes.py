@@ -8,6 +8,7 @@ listens on a port of the kernel's choice.
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import pickle
@@ -132,6 +133,7 @@ def _rank(
     import torch
 
     torch.set_num_threads(1)
+    gc.freeze()  # what was imported stays, and need not be looked through
     try:
         answer = (False, "", function(*arguments))
     except BaseException:

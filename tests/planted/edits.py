@@ -9,23 +9,17 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import meshloom
-from meshloom.machine.machine import example_machine, machine_file, save
+from tests.machine import save_fast_links
 
 PACKAGE = Path(meshloom.__file__).parent
 TIMEOUT_SECONDS = 300
-# Where sending costs next to nothing, whatever is worth dividing at all is divided.
-_EXAMPLE = example_machine()
-_FAST_LINKS = replace(
-    _EXAMPLE,
-    links=tuple(replace(each, latency_seconds=1e-6, bytes_per_second=1e10) for each in _EXAMPLE.links),
-)
 SLOW = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(TIMEOUT_SECONDS + 60)]
 
 
@@ -140,8 +134,7 @@ class EditList:
         path of the processes that are started."""
         module, name = job.split(":")
         file = shutil.copy(self.jobs / f"{module}.py", folder)
-        at_home = machine_file("cpu").relative_to(Path.home())
-        save(_FAST_LINKS, folder / at_home)
+        save_fast_links(folder)
         environment = {
             **os.environ,
             "HOME": str(folder),
