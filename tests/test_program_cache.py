@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from meshloom.cli.main import main
 from meshloom.core.cache import Cache
 from meshloom.core.job import Job
+from meshloom.core.plan import Plan
 from meshloom.program.sizes import smaller as rules
 from meshloom.program.store import checked_capture as module
 from meshloom.program.store import program_cache as cache_module
@@ -28,6 +29,8 @@ from meshloom.program.store.captured_loss import CapturedLoss
 from meshloom.program.store.program_cache import ProgramCache
 from meshloom.telemetry.timings import Timings
 from meshloom.train.trainer import Trainer
+from meshloom.verify.findings import Report
+from meshloom.verify.run import verify
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export")]
 
@@ -335,6 +338,36 @@ def test_a_second_start_reads_and_chooses_nothing_and_trains_to_the_same_bits(pl
     assert kept == {"reading"} | ({"division"} if "tp" in plan else set()) | (
         {"cut"} if "pp" in plan else set()
     ) | ({"kept"} if "recompute" in plan else set())
+
+
+def test_verification_in_another_precision_reads_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The loss in that precision, and its shapes in the job's own, by which it is divided and cut."""
+    counted: list[Any] = []
+    export: Any = torch.export.export
+
+    def counting(*given: Any, **more: Any) -> Any:
+        counted.append(given)
+        return export(*given, **more)
+
+    monkeypatch.setattr(torch.export, "export", counting)
+
+    def verified() -> tuple[Report, int]:
+        counted.clear()
+        report = verify(
+            job_of(),
+            Plan(pp=2, tp=2),
+            devices="simulated",
+            dtype=torch.float64,
+            quick=False,
+            cache=str(tmp_path),
+        )
+        assert report is not None and report.passed
+        return report, len(counted)
+
+    (first, exported), (second, again) = verified(), verified()
+    assert exported and not again
+    assert first.digest == second.digest and not second.unlike_training
+    assert len(list(tmp_path.glob("reading-*"))) == 2
 
 
 def normed() -> nn.Module:

@@ -17,9 +17,9 @@ import meshloom.tensor_parallel.division
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
 from meshloom.program.capture.shapes import capture_shapes
-from meshloom.program.capture.unlifted import unlifted
 from meshloom.program.cost.rates import Rates
 from meshloom.program.ir.program import Program
+from meshloom.program.store.unlifted import unlifted
 from meshloom.replica.program_engine import ProgramEngine
 from meshloom.tensor_parallel.layout.placement import Part
 from meshloom.train.trainer import Trainer

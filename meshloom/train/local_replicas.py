@@ -54,7 +54,7 @@ class LocalReplicas:
         self.warnings: list[str] = []
         with ExitStack() as building:
             for context in world.local:
-                stored = _stored(cache, timings) if context.rank == 0 and dtype is None else None
+                stored = _stored(cache, timings) if context.rank == 0 else None
                 self.warnings = stored.warnings if stored else self.warnings
                 of_first = timings if context is world.local[0] else None
                 replica = Replica(
@@ -132,7 +132,7 @@ class LocalReplicas:
 
 
 def _stored(cache: str, timings: Timings) -> ProgramCache | None:
-    """For the rank that reads; in another precision than the job's own every reading is new."""
+    """For the rank that reads."""
     opened = opened_cache(cache)
     return ProgramCache(opened, timings) if opened is not None else None
 

@@ -24,7 +24,6 @@ from meshloom.core.plan import Plan
 from meshloom.pipeline.stages.stage_cutter import StageCutter
 from meshloom.pipeline.stages.stage_forms import StageForms
 from meshloom.pipeline.stages.stages import Stage, with_places_behind_parts
-from meshloom.program.capture.unlifted import unlifted
 from meshloom.program.cost.cost import costs
 from meshloom.program.cost.opaque_shares import opaque_notes
 from meshloom.program.cost.rates import Rates
@@ -38,6 +37,7 @@ from meshloom.program.store.captured_loss import CapturedLoss, pairs_of
 from meshloom.program.store.program_cache import ProgramCache
 from meshloom.program.store.program_key import ProgramKey, shapes_of
 from meshloom.program.store.stored_costs import cached_costs
+from meshloom.program.store.unlifted import unlifted
 from meshloom.program.trace.precision import default_precision
 from meshloom.telemetry.timings import Timings
 from meshloom.tensor_parallel.division import Division
@@ -255,7 +255,7 @@ class ProgramStore:
 
             def in_own_precision() -> Program | None:
                 with default_precision(self._default):
-                    return unlifted(program, job, batches[0], self._own_dtypes)
+                    return unlifted(program, job, batches[0], self._own_dtypes, self._stored)
 
             own = yield from on_rank_0(group, in_own_precision, CaptureError)
             self.is_unlike_training |= own is None

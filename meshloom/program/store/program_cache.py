@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 
 from meshloom.core.cache import Cache, digest_of
@@ -27,6 +28,7 @@ from meshloom.program.store.typed_json import plain, typed
 from meshloom.telemetry.timings import Timings
 
 T = TypeVar("T")
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,11 +100,13 @@ class ProgramCache:
             self._warn(f"The captured loss is not cached: {why}.")
 
     def by_shapes(
-        self, model: nn.Module, loss: LossFunction, leaves: Leaves, read: Callable[[], Program]
-    ) -> Program:
-        """The cached result of `read`, which captures a training step by shapes; else captured and saved."""
-        entry = self.entry(model, loss, leaves, kind="by shapes", values=False)
-        program = self.take(entry, model, leaves, training=True) if entry else None
+        self, model: nn.Module, loss: LossFunction, leaves: Leaves, read: Callable[[], Program], *,
+        training: bool = True, device: torch.device = CPU,
+    ) -> Program:  # fmt: skip
+        """The cached result of `read`, which captures the loss by shapes, for programs on `device`; else captured and saved."""
+        kind = f"by shapes {training} {device}"
+        entry = self.entry(model, loss, leaves, kind=kind, values=False)
+        program = self.take(entry, model, leaves, training=training) if entry else None
         if program is None:
             program = read()
             if entry:

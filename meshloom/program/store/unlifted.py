@@ -9,27 +9,36 @@ a model have a precision of their own.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch import nn
 
 from meshloom.core.job import Job
 from meshloom.program.capture.capture import capture
 from meshloom.program.capture.opaque_units import undivided
 from meshloom.program.capture.shapes import capture_shapes
 from meshloom.program.ir.batch_values import takes_numbers
-from meshloom.program.ir.leaves import leaves_of
+from meshloom.program.ir.leaves import Leaves, leaves_of
 from meshloom.program.ir.program import Program
 from meshloom.program.opaque.operator import call_of_node, is_opaque
+from meshloom.program.store.program_cache import ProgramCache
 
 
-def unlifted(program: Program, job: Job, batch: Any, dtypes: Mapping[str, torch.dtype]) -> Program | None:
+def unlifted(
+    program: Program,
+    job: Job,
+    batch: Any,
+    dtypes: Mapping[str, torch.dtype],
+    stored: ProgramCache | None = None,
+) -> Program | None:
     """The program of `job.loss` for batches like `batch`, in the job's own precision. program: the one
     captured in the precision of the verification; batch: in either precision.
 
     dtypes: of the tensors of a batch in the job's own precision, by name. None: the program in that precision
     has other operators, because the model depends on dtypes; then the choices of training cannot be applied.
+    stored: programs by shapes of earlier runs.
     """
     leaves = leaves_of(batch)
     floating = Counter(each for each in dtypes.values() if each.is_floating_point)
@@ -39,11 +48,19 @@ def unlifted(program: Program, job: Job, batch: Any, dtypes: Mapping[str, torch.
         for name, leaf in leaves.tensors.items()
     )
     own = leaves.rebuild(list(tensors))
+
+    def kept(model: nn.Module, shapes: Leaves, read: Callable[[], Program]) -> Program:
+        if stored is None:
+            return read()
+        return stored.by_shapes(
+            model, job.loss, shapes, read, training=program.training, device=program.device
+        )
+
     try:
         found = (
             None
             if program.opaque
-            else capture_shapes(job, own, training=program.training, device=program.device)
+            else capture_shapes(job, own, training=program.training, device=program.device, kept=kept)
         )
     except Exception:
         found = None  # the constructor needs values, for example
