@@ -41,7 +41,7 @@ def _cases() -> Iterator[Any]:
 @pytest.mark.parametrize(("name", "ranks"), [*_cases()])
 def test_a_family_is_equal(name: str, ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with_fast_links(monkeypatch, tmp_path)  # so that all that can be is divided
-    monkeypatch.setenv("MESHLOOM_CACHE", str(tmp_path))  # a verification reads a loss three times
+    monkeypatch.setenv("MESHLOOM_CACHE", str(tmp_path / "cache"))  # a verification reads a loss three times
     dtypes = (None,) if name in FLOAT32_ONLY else (None, torch.float64)
     found = outcomes(job_of, name, ranks, dtypes)
     assert len(found) == len(PLANS[ranks]) * len(dtypes)

@@ -27,6 +27,7 @@ from meshloom.program.ir.sparse_constants import sparse_attributes
 from meshloom.replica.attributes.carried_tensors import CarriedTensors
 from meshloom.replica.attributes.plain_numbers import PlainNumbers
 from meshloom.replica.attributes.saved_attributes import SavedAttributes
+from meshloom.replica.attributes.unsaved_buffers import UnsavedBuffers
 from meshloom.replica.buffers.merged_buffers import RunningStatistics
 from meshloom.telemetry.traffic import ExpectedBytes
 
@@ -80,7 +81,10 @@ class ChunkScope:
         self.turn = LossTurn()
         losses = [each.loss for each in job.losses.values()] or [job.loss]
         self._numbers, self.carried = PlainNumbers(model, losses, context.groups["dp"]), CarriedTensors(model)
-        self.attributes = SavedAttributes(plan, context.place.dp, context.device, self.carried, self._numbers)
+        self._unsaved = UnsavedBuffers(model)
+        self.attributes = SavedAttributes(
+            plan, context.place.dp, context.device, self.carried, self._numbers, self._unsaved
+        )
 
     def turn_to(self, turn: LossTurn) -> None:
         """In a job of several losses: chunks are those of this turn from now on."""
@@ -99,6 +103,7 @@ class ChunkScope:
     ) -> Iterator[None]:
         """Context of a chunk's forward on a stage, this rank's chunks in order. rerun: runs that forward
         again and returns its outputs."""
+        self._unsaved.begin()
         with ExitStack() as around:
             around.enter_context(self._now[stage].chunk(partial(self._rerun, chunk, rerun)))
             around.enter_context(self._numbers.chunk())

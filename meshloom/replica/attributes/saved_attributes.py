@@ -35,9 +35,11 @@ from meshloom.replica.attributes.carried_tensors import (
 )
 from meshloom.replica.attributes.plain_numbers import PlainNumbers
 from meshloom.replica.attributes.rows_anew import SavedRows, batch_dims, rows_anew
+from meshloom.replica.attributes.unsaved_buffers import UnsavedBuffers
 
 ATTRIBUTES = "attributes"  # among a checkpoint's values, if forwards may leave something
 _MOST_NAMES = 3  # in a sentence
+_NOT_PERSISTENT = "a buffer that is not persistent"
 _KINDS: Mapping[str, type] = {"tuple": tuple, "list": list}
 
 
@@ -45,10 +47,10 @@ class SavedAttributes:
     """Saves and resumes what the forwards of a rank of replica `number` leave. device: where they run."""
 
     def __init__(
-        self, plan: Plan, number: int, device: torch.device, carried: CarriedTensors, numbers: PlainNumbers
-    ) -> None:
+        self, plan: Plan, number: int, device: torch.device, carried: CarriedTensors, numbers: PlainNumbers, unsaved: UnsavedBuffers,
+    ) -> None:  # fmt: skip
         self._plan, self._number, self._device = plan, number, device
-        self._carried, self._numbers = carried, numbers
+        self._carried, self._numbers, self._unsaved = carried, numbers, unsaved
         self._notes: list[str] = []
         self._told: set[str] = set()  # left out of checkpoints
 
@@ -59,14 +61,14 @@ class SavedAttributes:
 
     def save(self, world: Group) -> Steps[tuple[list[Piece], dict[str, Any]]]:
         """This rank's tensors, and what a checkpoint's values say, equal on all ranks. Every rank of `world` calls it."""
-        if not self.names:
+        if not self.names and not self._unsaved.any:
             return [], {}
         left = list(self._carried.left())
         mine = {
             "rows": {str(chunk): rows for chunk, rows in self._carried.rows().items()},
             "tensors": [[name, str(chunk), _record(each, self._device), each.resumed] for name, chunk, each in left],
             "numbers": [[name, "", to_json(value), resumed] for name, value, resumed in self._numbers.changed()],
-            "left_out": {name: why for name, _, each in left if (why := _why_left_out(each.value))},
+            "left_out": {name: why for name, _, each in left if (why := _why_left_out(each.value))} | dict.fromkeys(self._unsaved.changed(), _NOT_PERSISTENT),
         }  # fmt: skip
         everyone = yield from collect(world, mine)
         left_out = {name: why for each in everyone for name, why in each["left_out"].items()}
@@ -86,7 +88,7 @@ class SavedAttributes:
             for number, leaf in enumerate(carried_tensors(each.value))
         ]
         self._note_left_out(left_out)
-        return pieces, {ATTRIBUTES: values}
+        return pieces, {ATTRIBUTES: values} if self.names or left_out else {}
 
     def take_notes(self) -> list[str]:
         """For the user, on what a resumed run begins without; equal on all ranks. Clears them."""
@@ -184,9 +186,10 @@ class SavedAttributes:
         new = sorted(left_out.keys() - self._told)
         self._told |= left_out.keys()
         if new:
+            why = left_out[new[0]]
+            instead = "Register it without persistent=False" if why == _NOT_PERSISTENT else "Keep dense tensors, and tuples and lists of them"  # fmt: skip
             self._notes.append(
-                f"Checkpoints leave out what forwards keep in {shown_names(new)}: {left_out[new[0]]}. A resumed run begins there as the model is built. Keep dense "
-                "tensors, and tuples and lists of them."
+                f"Checkpoints leave out what forwards keep in {shown_names(new)}: {why}. A resumed run begins there as the model is built. {instead}."
             )
 
     def _note_none(self, checkpoint: Checkpoint, names: Sequence[str]) -> None:

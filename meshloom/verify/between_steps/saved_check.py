@@ -170,8 +170,8 @@ def _state_errors(
     facts: list[str] = []
     for optimizer in (each for loss in reference.losses for each in loss.optimizers):
         for parameter, state in optimizer.state.items():
-            if not isinstance(parameter, Tensor) or id(parameter) not in names:
-                continue
+            if not isinstance(parameter, Tensor) or id(parameter) not in names or not parameter.numel():
+                continue  # of a parameter without elements no rank has a state
             name = names[id(parameter)]
             for key, value in state.items():
                 path = f"{STATE}{name}/{key}"
@@ -199,7 +199,9 @@ def _average_errors(
         for name, path in known.items()
     ]
     return errors, [
-        f"The checkpoint has no average of {name}, and one device has." for name in paths if name not in known
+        f"The checkpoint has no average of {name}, and one device has."
+        for name in paths
+        if name not in known and averages[name].numel()
     ]
 
 
