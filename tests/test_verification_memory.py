@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 
 from meshloom.core.errors import DeviceError
 from meshloom.core.plan import Plan
+from meshloom.machine.process_memory import collected_once
 from meshloom.parameters.model import build_model
 from meshloom.planner.readings import Readings
 from meshloom.verify import reference_size, whole_batch
@@ -69,3 +72,16 @@ def test_a_whole_batch_that_may_not_fit_is_not_tried(monkeypatch: pytest.MonkeyP
     assert whole_batch.may_fit(reference)
     monkeypatch.setattr(whole_batch, "free_bytes", lambda: 0)
     assert not whole_batch.may_fit(reference)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_older_objects_are_looked_through_once_and_a_callers_freeze_stays(frozen: bool):
+    gc.unfreeze()
+    try:
+        if frozen:
+            gc.freeze()
+        with collected_once():
+            assert gc.get_freeze_count() > 1000
+        assert (gc.get_freeze_count() > 0) == frozen
+    finally:
+        gc.freeze()  # as all tests find it

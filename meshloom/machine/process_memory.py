@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import platform
 import resource
 import sys
+from collections.abc import Generator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
@@ -30,6 +33,21 @@ def trim() -> None:
     """Returns to the system what the C library keeps of freed memory, where that is glibc."""
     if _has_glibc():
         ctypes.CDLL(None).malloc_trim(0)
+
+
+@contextmanager
+def collected_once() -> Generator[None]:
+    """Objects that are there before are looked through for cycles once, now: with torch and a library of models these are a
+    million, which take longer each time than what is made within."""
+    gc.collect()
+    if gc.get_freeze_count():  # by the caller, who would find it undone
+        yield
+        return
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 class Shortage:

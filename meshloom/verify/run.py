@@ -17,6 +17,7 @@ from meshloom.core.plan import Plan
 from meshloom.core.precisions import PRECISIONS, Precision
 from meshloom.launch.environment import launched_rank, opened_cache
 from meshloom.launch.one_at_a_time import working_alone
+from meshloom.machine.process_memory import collected_once
 from meshloom.planner.readings import Readings
 from meshloom.telemetry.timings import Timings
 from meshloom.verify.compared.compare import Comparer
@@ -93,7 +94,7 @@ def verify(
         },
         compare=compare,
     )  # fmt: skip
-    with working_alone():
+    with working_alone(), collected_once():
         run.quick(steps) if quick else run.whole(max(steps, 3 if job.average is None else 4))
         apart = replace(run, result=None, between=[], causes=[], notes=[], against=None)
         if run.one_copy and not quick:
