@@ -53,5 +53,5 @@ def _digest(tensor: Tensor) -> str:
         return ""
     flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1).cpu().contiguous()
     found = hashlib.sha256(f"{tuple(tensor.shape)} {tensor.dtype}".encode())
-    found.update(memoryview(flat.view(torch.uint8).numpy()))
+    found.update(flat.view(torch.uint8).numpy().tobytes())
     return found.hexdigest()
