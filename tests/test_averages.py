@@ -17,7 +17,7 @@ import meshloom as ml
 import meshloom.verify.evaluation_outputs
 import meshloom.verify.step_observer
 from meshloom.cli.main import main
-from meshloom.core.errors import JobError, PlanError
+from meshloom.core.errors import CheckpointError, JobError, PlanError
 from meshloom.core.job import Evaluate, Job
 from meshloom.core.plan import Plan
 from meshloom.optimizer.averages import ParameterAverages
@@ -67,6 +67,53 @@ def on_one_device(steps: int) -> tuple[AveragedModel, list[float]]:
 @pytest.fixture(scope="module")
 def expected() -> tuple[AveragedModel, list[float]]:
     return on_one_device(4)
+
+
+def failing_job(labels: list[float]) -> Job:
+    """Its metric fails once there are no labels; metrics are tried before the first step."""
+
+    def metric(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        if not labels:
+            raise ValueError("no labels")
+        return class_loss(model, batch)
+
+    return job(evaluate=Evaluate(data=vectors, metrics={"metric": metric}, every=100))
+
+
+def test_parameters_are_back_after_a_metric_that_fails():
+    """A loop of one's own that goes on after the error trained on from the averages."""
+
+    def parameters() -> dict[str, Tensor]:
+        return {name: each.detach().clone() for name, each in trainer.replicas[0].model.named_parameters()}
+
+    labels = [1.0]
+    with ml.Trainer(failing_job(labels), "dp=1", devices="simulated", listener=QUIET) as trainer:
+        batches = trainer.batches()
+        for _ in range(3):
+            trainer.step(next(batches))
+        before = parameters()
+        labels.clear()
+        with pytest.raises(JobError, match="no labels"):
+            trainer.evaluate()
+        assert before and all(torch.equal(parameters()[name], value) for name, value in before.items())
+        trainer.step(next(batches))
+        batches.close()
+
+
+def test_nothing_is_saved_after_a_metric_that_fails_while_replicas_have_averages(tmp_path: Path):
+    labels = [1.0]
+    with ml.Trainer(
+        failing_job(labels), "dp=2,zero=1", devices="simulated", listener=QUIET, out=tmp_path
+    ) as trainer:
+        batches = trainer.batches()
+        for _ in range(3):
+            trainer.step(next(batches))
+        labels.clear()
+        with pytest.raises(JobError, match="no labels"):
+            trainer.evaluate()
+        with pytest.raises(CheckpointError, match="no consistent state"):
+            trainer.save()
+        batches.close()
 
 
 def averages_in(path: Path) -> dict[str, Tensor]:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor, nn
 
-from meshloom.core.job import Job
+from meshloom.core.job import Evaluate, Job
 from meshloom.core.modules.own_generators import drawing_modules, own_generators
 from meshloom.core.plan import Plan
+from meshloom.train.trainer import Trainer
 from meshloom.verify.run import verify
 from tests.zoo import job_of, normal, sgd
 
@@ -45,6 +48,33 @@ def job() -> Job:
 def test_those_that_a_constructor_alone_draws_with_are_none():
     assert [name for name, _ in own_generators(model())] == ["1.source"]
     assert list(drawing_modules(model())) == ["1"]
+
+
+def mean_output(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).mean()
+
+
+@pytest.mark.parametrize("plan", ["dp=1", "dp=2", "tp=2", "pp=2,microbatches=2"])
+@pytest.mark.usefixtures("silent_export", "dear_memory")
+def test_evaluations_draw_alike_under_every_plan(plan: str):
+    """Metrics went on drawing from where the rank's last chunk had left the generator."""
+    evaluate = Evaluate(
+        data=lambda: list(normal(4, 5)), metrics={"first": mean_output, "second": mean_output}, every=1
+    )
+    still = replace(
+        job(),
+        evaluate=evaluate,
+        optimizer=lambda named: torch.optim.SGD([each for _, each in named], lr=1e-12),
+    )
+    with Trainer(still, plan, devices="simulated", dtype=torch.float64) as trainer:
+        first = trainer.evaluate()
+        trainer.step(next(trainer.batches()))
+        again = trainer.evaluate()
+    assert again == pytest.approx(first, rel=1e-6)
+    assert first["first"] == first["second"]
+    report = verify(still, Plan.parse(plan), devices="simulated", dtype=torch.float64, quick=False)
+    assert report is not None and report.passed, str(report)
+    assert any("evaluation" in each.what for each in report.between)
 
 
 @pytest.mark.parametrize("plan", ["dp=2", "tp=2", "pp=2,microbatches=2", "dp=2,zero=3,microbatches=2"])

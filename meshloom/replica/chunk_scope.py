@@ -131,6 +131,11 @@ class ChunkScope:
         """Of a chunk's metrics after `updates` updates."""
         return Moment(evaluation_seed(self._job.seed, chunk.step, chunk.index), updates)
 
+    def seed(self, moment: Moment) -> None:
+        """Torch's generator and those of modules."""
+        seed_torch(moment.seed)
+        seed_own_generators(self._generators, moment.seed)
+
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """Around a forward that leaves nothing behind in attributes."""
@@ -203,8 +208,7 @@ class ChunkScope:
 
     def _seed(self, chunk: Chunk, around: ExitStack, observer: Observer | None) -> None:
         plan, moment = self._plan, self.moment(chunk)
-        seed_torch(moment.seed)
-        seed_own_generators(self._generators, moment.seed)
+        self.seed(moment)
         draw_as_written()
         around.enter_context(moment.entered())
         seen = around.enter_context(observer.watch(chunk, self._model)) if observer else None

@@ -15,7 +15,7 @@ from meshloom.comm.steps import Steps
 from meshloom.core.errors import CaptureError, JobError, MeshloomError
 from meshloom.core.job import LossFunction
 from meshloom.core.losses.loss_sum import as_sum
-from meshloom.core.random import preserved_draws, seed_torch
+from meshloom.core.random import preserved_draws
 from meshloom.data.chunks import Chunk
 from meshloom.pipeline.runtime.microbatches import Visit
 from meshloom.replica.buffers.rerun import written_restored
@@ -47,11 +47,15 @@ def evaluate(
     averages = replica.updater.state.averages if replica.updates else None
     if averages and averages.started:
         put_back = yield from show_averages(replica, averages)
-        yield from replica.engine.refresh_borrowed()
-        values = yield from _evaluate(replica, chunks, updates, observer)
-        put_back()
+        replica.updating = replica.plan.dp > 1  # until what this rank does not own is back, too
+        try:
+            yield from replica.engine.refresh_borrowed()
+            values = yield from _evaluate(replica, chunks, updates, observer)
+        finally:
+            put_back()
         yield from averages.publish()
         yield from replica.engine.refresh_borrowed()
+        replica.updating = False
         return values
     if replica.exchange.settled:
         return (yield from _evaluate(replica, chunks, updates, observer))
@@ -77,7 +81,7 @@ def _evaluate(
                 continue
             data, moment = replica.scope.data(chunk), replica.scope.evaluation(chunk, updates)
             for name, metric in metrics.items():
-                seed_torch(moment.seed)
+                replica.scope.seed(moment)
                 around = observer.metric(chunk, name, data, sums.of(name)) if observer else nullcontext()
                 with naming(name), replica.scope.evaluating(), around as visit:
                     take = partial(sums.add, name, chunk)

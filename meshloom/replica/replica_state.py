@@ -62,10 +62,11 @@ def weights(replica: Replica) -> Stream | dict[str, Any]:
 
 
 def check_consistent(replica: Replica) -> None:
-    """Raises `CheckpointError` if the newest step failed while parameters were being updated."""
+    """Raises `CheckpointError` if the newest step failed while parameters were being updated, or an evaluation while averages
+    were in their place."""
     if replica.updating:
         raise CheckpointError(
-            "The newest step failed in the middle of its update, so there is no consistent state to save. Resume from a checkpoint."
+            "The newest update, or evaluation of averages, failed in the middle, so there is no consistent state to save. Resume from a checkpoint."
         )
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
+from meshloom.core.modules.own_generators import own_generators, seed_own_generators
 from meshloom.core.moments.current_step import at_step
 from meshloom.core.random import (
     KeyedDraws,
@@ -216,7 +217,9 @@ def _sums(
     """The sum and weight of a metric of one chunk. left: what it finds in attributes; None: what was there in the beginning."""
     lower, numbers = reference.autocast, plain_numbers(reference.model)
     if seeds:
-        seed_everything(evaluation_seed(reference.job.seed, batch, chunk))
+        seed = evaluation_seed(reference.job.seed, batch, chunk)
+        seed_everything(seed)
+        seed_own_generators(own_generators(reference.model), seed)
     reference.chunk_run.left.put_values(left) if left is not None else reference.chunk_run.left.put(None)
     try:
         with (
