@@ -119,13 +119,30 @@ def test_an_evaluation_in_a_loop_of_one_s_own_steps_it():
 
 
 @pytest.mark.long
-@pytest.mark.covering("dp=2,zero=1")
 @pytest.mark.parametrize("plan", ["dp=2,zero=1", "tp=2", "pp=2,microbatches=2"])
 def test_it_is_verified(plan: str):
     """With the evaluation, the checkpoint and what is resumed from it."""
     found = verify(job(), Plan.parse(plan), devices="simulated", dtype=torch.float64, quick=False)
     assert found is not None and found.passed, found.between
     assert any("checkpoint" in each.what for each in found.between)
+
+
+@pytest.mark.long
+def test_a_scheduler_that_is_given_the_metric_itself_differs_from_one_device(monkeypatch: pytest.MonkeyPatch):
+    """One device steps schedulers by itself: by what ranks step theirs it did what they did."""
+
+    def of_perplexity(optimizer: Any) -> ByMetric:
+        return ml.ByMetric(ReduceLROnPlateau(optimizer, patience=0), "loss", math.exp)
+
+    perplexity = job(scheduler=of_perplexity)
+    found = verify(perplexity, Plan.parse("dp=2"), devices="simulated", dtype=torch.float64, quick=False)
+    assert found is not None and found.passed
+    monkeypatch.setattr(
+        ByMetric, "evaluated", lambda self, metrics: self.scheduler.step(metrics[self.metric])
+    )
+    found = verify(perplexity, Plan.parse("dp=2"), devices="simulated", dtype=torch.float64, quick=False)
+    assert found is not None and not found.passed
+    assert any("best of scheduler 0" in cause.sentence for cause in found.causes), found.causes
 
 
 @pytest.mark.long

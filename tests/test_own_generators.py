@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import meshloom.replica.chunk_scope
 from meshloom.core.job import Evaluate, Job
-from meshloom.core.modules.own_generators import drawing_modules, own_generators
+from meshloom.core.modules.own_generators import OwnGenerator, drawing_modules, own_generators
 from meshloom.core.plan import Plan
 from meshloom.train.trainer import Trainer
 from meshloom.verify.run import verify
@@ -84,3 +85,25 @@ def test_a_job_equals_one_device(plan: str):
     report = verify(job(), Plan.parse(plan), devices="simulated", dtype=torch.float64)
     assert report is not None and report.passed, str(report)
     assert plan != "tp=2" or max(report.owned) < 0.7  # all but the noise is divided
+
+
+@pytest.mark.usefixtures("silent_export", "dear_memory")
+def test_generators_that_draw_alike_are_found(monkeypatch: pytest.MonkeyPatch):
+    """One device seeds them by itself: by what ranks seed theirs it drew what they drew."""
+    two = job_of(
+        lambda: nn.Sequential(Noisy(), nn.Linear(5, 5), Noisy(), nn.Linear(5, 3)),
+        lambda model, x: model(x).square().mean(),
+        list(normal(3, 5)),
+        optimizer=sgd,
+    )
+
+    def alike(found: list[OwnGenerator], seed: int) -> None:
+        for _, generator in found:
+            generator.manual_seed(seed)
+
+    monkeypatch.setattr(meshloom.replica.chunk_scope, "seed_own_generators", alike)
+    report = verify(two, Plan.parse("dp=2"), devices="simulated")
+    assert report is not None and not report.passed
+    wrong = report.first_wrong
+    assert wrong is not None and wrong.first_module == "0"
+    assert "generator" in report.causes[0].sentence

@@ -31,6 +31,8 @@ def test_a_digest_follows_elements_and_not_memory():
     matrix = torch.arange(6.0).view(2, 3)
     assert digest_values(matrix.t().contiguous().t()) == digest_values(matrix)
     assert digest_values(matrix[:, 1]) == digest_values(matrix[:, 1].clone())
+    waves = torch.fft.fft(matrix.flatten().float())
+    assert digest_values(waves.conj()) == digest_values(waves.conj().resolve_conj()) != digest_values(waves)
 
 
 def test_what_cannot_be_pickled_still_has_a_digest():

@@ -329,10 +329,12 @@ def _relative_to(
 
 
 def _step_schedulers(reference: Reference, metrics: Mapping[str, float]) -> None:
-    """Those that go by a metric. metrics: the plan's, so that rounding cannot make the two decide differently."""
+    """Those that go by a metric, here and not by what steps the plan's. metrics: the plan's, so that rounding cannot make the two
+    decide differently."""
     for loss in reference.losses:
-        for scheduler in those_by_metric(loss.schedulers):
-            scheduler.evaluated(metrics)
+        for each in those_by_metric(loss.schedulers):
+            value = metrics[each.metric]
+            each.scheduler.step(value if each.of is None else float(each.of(value)))
 
 
 def _comparer_of(reference: Reference) -> Comparer:

@@ -238,7 +238,7 @@ class _Modules:
             programs, loss = replica.engine.programs, metrics[name]
             values = ModuleSums(
                 choice.strategies if choice else {},
-                lambda: programs.stages(programs.key(data, loss=loss, training=False)),
+                lambda: programs.newest(loss, training=False),
                 replica.engine.tp.rank if replica.engine.tp else 0,
             )
             yield values.visit

@@ -57,7 +57,7 @@ class ByMetric:
                     f"ByMetric(..., of={of!r}) must be a function of the metric's value, like math.exp."
                 )
             check_takes("ByMetric(..., of=...)", of, ("value",))
-        self._of = of
+        self.of = of
 
     def step(self) -> None:
         """After a training step: nothing."""
@@ -65,7 +65,7 @@ class ByMetric:
     def evaluated(self, metrics: Mapping[str, float]) -> None:
         """After an evaluation. metrics: its values by name."""
         value = metrics[self.metric]
-        self.scheduler.step(float(self._of(value)) if self._of else value)
+        self.scheduler.step(float(self.of(value)) if self.of else value)
 
     def state_dict(self) -> dict[str, Any]:
         """The scheduler's own."""

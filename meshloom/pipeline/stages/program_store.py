@@ -6,7 +6,7 @@ sizes that a loss is indifferent to: built from a form instead (stage_forms.py)
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -74,6 +74,10 @@ class LossJobs:
             return loss
         self._followed[first.loss] = loss
         return first.loss
+
+    def ways_of(self, loss: LossFunction) -> Collection[LossFunction]:
+        """`loss`, and what it is on the ways that batches have gone."""
+        return [loss, *(way for way, followed in self._followed.items() if followed is loss)]
 
     def job_of(self, loss: LossFunction) -> Job:
         """That of a loss alone, with this function; of a metric, the whole job with it."""
@@ -175,10 +179,14 @@ class ProgramStore:
         entry = self._entries[key]
         return entry.stages() if isinstance(entry, _Form) else entry
 
+    def newest(self, loss: LossFunction, *, training: bool) -> tuple[Stage, ...]:
+        """The stages of the newest program of a loss in this mode, on any way."""
+        return self.stages(next(each for each in reversed(self._entries) if each.training == training and each.function in self.losses.ways_of(loss)))  # fmt: skip
+
     def division_of(self, batch: Any, loss: LossFunction, *, training: bool) -> DivisionChoice | None:
         """How the newest program of a loss in this mode, or else the other, is divided: for programs of any size. None: one rank along tp."""
-        loss = self.losses.on_the_way([batch], loss)
-        return self._divided.get((loss, training)) or self._divided.get((loss, not training))
+        ways = self.losses.ways_of(self.losses.on_the_way([batch], loss))
+        return next((found for mode in (training, not training) for way in ways if (found := self._divided.get((way, mode)))), None)  # fmt: skip
 
     @property
     def pieces(self) -> Mapping[str, Pieces]:
@@ -203,14 +211,11 @@ class ProgramStore:
     def opaque_notes(self) -> list[str]:
         """Which modules training runs as they are, why, and how much of the model they are."""
         first = [each for loss in self.losses.alone for each in self._of(loss).programs[:1] if each.opaque]
-        notes = (opaque_notes(each, cached_costs(self._stored, each, costs)) for each in first)
-        return list(dict.fromkeys(note for found in notes for note in found))
+        return list(dict.fromkeys(note for each in first for note in opaque_notes(each, cached_costs(self._stored, each, costs))))  # fmt: skip
 
     def told(self) -> str | None:
         """How many captures served which sizes, for people; None: each loss was captured once."""
-        found = [each for captured in self._captured.values() for each in captured.size_notes()]
-        times = f"{self.num_captured} times" if self.num_captured > 1 else "once"
-        return f"The loss was captured {times}: {'; '.join(found)}." if found else None
+        return told_of_captures(self._captured.values())
 
     def _key(self, batch: Any, loss: LossFunction, training: bool) -> ProgramKey | None:
         """The key of a batch; None: there is no program for its values besides tensors."""
@@ -226,8 +231,7 @@ class ProgramStore:
 
     def _of(self, loss: LossFunction) -> CapturedLoss:
         if loss not in self._captured:
-            given: Any = {"dtype": self._dtype, "timings": self._timings, "stored": self._stored}
-            self._captured[loss] = CapturedLoss(self.losses.job_of(loss), **given)
+            self._captured[loss] = CapturedLoss(self.losses.job_of(loss), dtype=self._dtype, timings=self._timings, stored=self._stored)  # fmt: skip
         return self._captured[loss]
 
     def _forms_of(self, proved: AnySize) -> StageForms:
@@ -283,3 +287,11 @@ class ProgramStore:
         if program.others not in known:
             known.append(program.others)
         return key
+
+
+def told_of_captures(captured: Collection[CapturedLoss]) -> str | None:
+    """As `ProgramStore.told`."""
+    found = [each for captures in captured for each in captures.size_notes()]
+    number = sum(each.num_captured for each in captured)
+    times = f"{number} times" if number > 1 else "once"
+    return f"The loss was captured {times}: {'; '.join(found)}." if found else None

@@ -14,7 +14,7 @@ from torch.utils.data import default_collate
 
 from meshloom.core.job import Job
 from meshloom.core.losses.logged import computed_with_logs, taken_apart
-from meshloom.core.modules.own_generators import own_generators, seed_own_generators
+from meshloom.core.modules.own_generators import OwnGenerator, own_generators
 from meshloom.core.moments.bilinear import bilinear_unwatched
 from meshloom.core.moments.branches import branches_as_written
 from meshloom.core.moments.current_step import at_step
@@ -178,7 +178,7 @@ class ChunkRun:
         seed = chunk_seed(self._job.seed, *self.place_of_seed(step, forward.key))
         seed = derive(seed, "turn", self.draws) if self.draws else seed
         seed_everything(seed)
-        seed_own_generators(self._generators, seed)
+        seed_generators(self._generators, seed)
         draws: list[str] = []
         initial_seed = torch.initial_seed()
         if casts is not None:
@@ -304,3 +304,9 @@ def _draws_by_rows(model: nn.Module) -> bool:
     return not any(
         isinstance(each, nn.RNNBase) and each.dropout and each.num_layers > 1 for each in model.modules()
     )
+
+
+def seed_generators(found: Sequence[OwnGenerator], seed: int) -> None:
+    """Those that modules hold, each for itself: two of them draw other numbers in a chunk."""
+    for place, generator in found:
+        generator.manual_seed(derive(seed, place))
