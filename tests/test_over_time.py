@@ -189,6 +189,12 @@ def test_verify_finds_them_equal(kind: str, plan: str):
     assert report is not None and report.passed
 
 
+def test_verify_of_owners_of_parts_in_stages_says_nothing_of_what_is_frozen():
+    """Programs compute the gradients of what is frozen; owners had none, and zeros were compared."""
+    report = verify(frozen_job(), Plan.parse("dp=2,zero=1,pp=2"), devices="simulated", steps=2)
+    assert report is not None and report.passed, report.causes
+
+
 @pytest.mark.covering("dp=2")
 @pytest.mark.parametrize("plan", ["dp=2", TP])
 def test_verify_sees_a_frozen_parameter_that_is_trained(plan: str, monkeypatch: pytest.MonkeyPatch):

@@ -7,6 +7,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from itertools import zip_longest
 
+import torch
 from torch import Tensor, nn
 
 from meshloom.comm.group import Group, Work
@@ -102,7 +103,15 @@ class Sharded(Exchange):
         return self._copies.expected_bytes().per_step
 
     def each_gradient(self, gradients: list[Tensor | None], emit: Emit) -> Steps[None]:
-        is_used = iter(self._is_used)
+        # owners have none of what the job freezes, though ranks computed it
+        flags = torch.zeros(
+            len(self._is_used), dtype=torch.uint8, device=self._buckets.buckets[0].extent.device
+        )
+        flags[self._mine.entries_with(gradients)] = 1
+        work = self._group.all_reduce(flags, "max")
+        yield
+        work.wait()
+        is_used = iter([flag > 0 for flag in flags.tolist()])
         # a rank that owns nothing has no shares
         for bucket, share in zip_longest(self._buckets.buckets, self._mine.shares(gradients, self._sums)):
             whole = separate([bucket.extent])[0]
