@@ -29,6 +29,8 @@ COVERING = {
     "states: codebook": "pp=2,microbatches=2",
     "loops: warm up from zero": "dp=2,pp=2",
 }
+# Batch norm of equal samples divides rounding by almost nothing: in float32 there is nothing else to compare.
+ROUNDING = {"numbers: samples that are all alike"}
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export")]
 
@@ -37,6 +39,11 @@ def verified(name: str, plan: str, dtype: torch.dtype | None) -> Report:
     report = verify(JOBS[name](), Plan.parse(plan), devices="simulated", dtype=dtype, quick=False)
     assert report is not None
     return report
+
+
+def precisions(name: str) -> tuple[torch.dtype | None, ...]:
+    """In which the job is compared: its own (None) and float64."""
+    return (torch.float64,) if name in ROUNDING else (None, torch.float64)
 
 
 def _cases() -> Iterator[Any]:
@@ -52,7 +59,7 @@ def test_an_unusual_job_is_equal(
 ) -> None:
     with_fast_links(monkeypatch, tmp_path)  # so that all that can be is divided
     monkeypatch.setenv("MESHLOOM_CACHE", str(tmp_path / "cache"))
-    for dtype in (None, torch.float64):
+    for dtype in precisions(name):
         report = verified(name, plan, dtype)
         assert report.passed and not report.causes, text_of(report)
 

@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from meshloom.core.job import Job
 from tests.machine import with_fast_links
 from tests.on_cpu_processes import PLANS, SECONDS, outcomes
-from tests.test_unusual import JOBS
+from tests.test_unusual import JOBS, precisions
 
 COVERING = {("loops: two optimizers", 2), ("states: queue of rows", 4)}
 
@@ -37,6 +36,6 @@ def test_an_unusual_job_is_equal(
 ) -> None:
     with_fast_links(monkeypatch, tmp_path)  # so that all that can be is divided
     monkeypatch.setenv("MESHLOOM_CACHE", str(tmp_path / "cache"))
-    found = outcomes(job_of, name, ranks, (None, torch.float64))
-    assert len(found) == 2 * len(PLANS[ranks])
+    found = outcomes(job_of, name, ranks, precisions(name))
+    assert len(found) == len(PLANS[ranks]) * len(precisions(name))
     assert not [each.said for each in found if each.said]
