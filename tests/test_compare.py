@@ -335,6 +335,18 @@ def test_when_outputs_agree_backward_tells_the_module():
     assert compare(with_gradient("first.weight", ZERO)).first_module == "first"
 
 
+def test_a_module_that_is_not_called_is_told_if_no_other_is():
+    """Its weight may be used anywhere: a table of positions was said to be where backward begins."""
+    right = {**record().gradients, "table.weight": tensor(1.0, 2.0)}
+
+    def told(*wrong: str) -> str | None:
+        ours = record(gradients={**right, **dict.fromkeys(wrong, ZERO)})
+        return compare(ours, record(gradients=right)).first_module
+
+    assert told("table.weight", "first.weight") == "first"
+    assert told("table.weight") == "table"
+
+
 def test_rows_of_a_shared_chunk_add_up():
     plan = Plan(dp=2, sync_batch_norm=True)
     half = (

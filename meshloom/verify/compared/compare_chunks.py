@@ -122,8 +122,8 @@ def filled(chunks: Sequence[ChunkRecord]) -> dict[int, ChunkRecord]:
 
 
 def first_module(reference: StepRecord, errors: Sequence[TensorError], plan: Plan) -> str | None:
-    """Where all outputs agree: the first module in order of backward, from the last one to the first, whose gradient differs, the model
-    itself only if no other does; else the first in order of execution whose buffer, parameter or update does, or whose average."""
+    """Where all outputs agree: the first module in order of backward, from the last one to the first, whose gradient differs, one that is
+    not called (the model itself as well) only if no other does; else the first in order of execution whose buffer, parameter or update does, or whose average."""
     place = order_of_modules(reference, plan)
     for kinds, last in (
         (("gradient",), True),
@@ -135,8 +135,9 @@ def first_module(reference: StepRecord, errors: Sequence[TensorError], plan: Pla
             place_of_owner(name, place): name.rpartition(".")[0]
             for name in (wrong if last else reversed(wrong))
         }
-        if last and len({*owners.values()}) > 1:  # the model's own parameters may be used anywhere in it
-            owners = {number: owner for number, owner in owners.items() if owner}
+        if last:  # parameters of the model itself, and of modules that are not called, may be used anywhere
+            called = {number: owner for number, owner in owners.items() if owner and owner in place}
+            owners = called or owners
         if owners:
             return owners[max(owners) if last else min(owners)] or "the whole model"
     return None

@@ -37,8 +37,8 @@ edit(
 edit(
     "metrics_share_draws",
     "replica/metrics.py",
-    old=("            for name, metric in metrics.items():\n                seed_torch(moment.seed)\n"),
-    new=("            seed_torch(moment.seed)\n            for name, metric in metrics.items():\n"),
+    old=("            for name, metric in metrics.items():\n                replica.scope.seed(moment)\n"),
+    new=("            replica.scope.seed(moment)\n            for name, metric in metrics.items():\n"),
     job="jobs/noisy_signals:job",
     plan="dp=2",
     truth=(

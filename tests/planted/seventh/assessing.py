@@ -21,8 +21,8 @@ SEVENTH.edit(
 SEVENTH.edit(
     "second_metric_goes_on_drawing",
     "replica/metrics.py",
-    old=("            for name, metric in metrics.items():\n                seed_torch(moment.seed)\n"),
-    new=("            seed_torch(moment.seed)\n            for name, metric in metrics.items():\n"),
+    old=("            for name, metric in metrics.items():\n                replica.scope.seed(moment)\n"),
+    new=("            replica.scope.seed(moment)\n            for name, metric in metrics.items():\n"),
     job="metrics:noisy",
     plan="dp=2",
     devices="cpu",
