@@ -3,7 +3,7 @@ named in general alone, escapes, or has another first module, is listed with the
 
 The list was written blind: 50 bugs, by a reader of the code and of the documents who had not seen the checks, of which one changes nothing on a
 machine with fast links and is left out. On code that no mend had been made of for it 46 of the 49 were caught (the report of one of them ended
-with an error), 26 named and 17 more in general; of the 36 that have a first module 30 were placed. Now 48 are caught, and 28 named.
+with an error), 26 named and 17 more in general; of the 36 that have a first module 30 were placed. Now 48 are caught, 28 named and 35 placed.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ IN_GENERAL: dict[str, str] = {
     "float16_loss_not_widened": "gradients that are not finite are said, not what overflows",
     "statistics_lowered": "another precision is one of the causes that are said",
 }
-NOT_PLACED: dict[str, str] = {}
+NOT_PLACED: dict[str, str] = {
+    "thrown_away_normals_too_few": "the parameters that begin otherwise are named; said is where the first gradient of backward differs",
+}
 
 
 def test_each_miss_is_one_of_them():

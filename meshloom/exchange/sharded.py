@@ -104,11 +104,9 @@ class Sharded(Exchange):
 
     def each_gradient(self, gradients: list[Tensor | None], emit: Emit) -> Steps[None]:
         # owners have none of what the job freezes, though ranks computed it
-        flags = torch.zeros(
-            len(self._is_used), dtype=torch.uint8, device=self._buckets.buckets[0].extent.device
-        )
+        flags = torch.zeros(len(self._is_used), device=self._buckets.buckets[0].extent.device)
         flags[self._mine.entries_with(gradients)] = 1
-        work = self._group.all_reduce(flags, "max")
+        work = self._group.all_reduce(flags)
         yield
         work.wait()
         is_used = iter([flag > 0 for flag in flags.tolist()])

@@ -56,7 +56,7 @@ EIGHTH.edit(
         "a segment have other masks in backward than in forward."
     ),
     says="under a plan that recomputes, other draws or values there",
-    module="embed",
+    module="blocks.2.down",
 )
 EIGHTH.edit(
     "first_recomputation_counts_from_program",
@@ -71,5 +71,5 @@ EIGHTH.edit(
         "ones are right."
     ),
     says="under a plan that recomputes, other draws or values there",
-    module="embed",
+    module="head",
 )

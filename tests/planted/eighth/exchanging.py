@@ -57,7 +57,7 @@ EIGHTH.edit(
         "share's, so every step is half as long (dp=2)."
     ),
     says="All gradients are 1/dp = 1/2 of one device's",
-    module="embed",
+    module="head",
 )
 EIGHTH.edit(
     "sparse_rows_keep_loss_scale",
