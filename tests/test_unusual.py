@@ -14,8 +14,7 @@ from meshloom.core.plan import Plan
 from meshloom.verify.findings import Report, lines_of
 from meshloom.verify.run import verify
 from tests import zoo_unusual
-from tests.machine import with_fast_links
-from tests.on_cpu_processes import PLANS
+from tests.on_cpu_processes import PLANS, divided_readily
 from tests.planted.judging import text_of
 from tests.zoo import jobs_of
 
@@ -57,8 +56,7 @@ def _cases() -> Iterator[Any]:
 def test_an_unusual_job_is_equal(
     name: str, plan: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with_fast_links(monkeypatch, tmp_path)  # so that all that can be is divided
-    monkeypatch.setenv("MESHLOOM_CACHE", str(tmp_path / "cache"))
+    divided_readily(monkeypatch, tmp_path)
     for dtype in precisions(name):
         report = verified(name, plan, dtype)
         assert report.passed and not report.causes, text_of(report)

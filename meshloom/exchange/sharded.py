@@ -40,7 +40,6 @@ class Sharded(Exchange):
         self._works: list[Work] = []
         self._buckets = buckets
         self._used = UsedFlags(buckets.buckets, group)
-        self._is_used: list[bool] = []
         self._mine = OwnedSlices(buckets.buckets, group.rank, num_owners)
         self._sums: list[Tensor] = []  # this rank's share of each bucket's sum, of the newest step
 
@@ -92,9 +91,9 @@ class Sharded(Exchange):
         self._sums = self._add_up()
         for each in self._sums if divides(weight) else ():
             each.div_(weight)
-        self._is_used = self._used.found()
+        is_used = self._used.found()
         yield from self._buckets.share_order(self._group)
-        return self._mine.gradients(self._sums, self._is_used)
+        return self._mine.gradients(self._sums, is_used)
 
     def publish(self) -> Steps[None]:
         yield from self._copies.publish()
@@ -104,14 +103,15 @@ class Sharded(Exchange):
 
     def each_gradient(self, gradients: list[Tensor | None], emit: Emit) -> Steps[None]:
         # owners have none of what the job freezes, though ranks computed it
-        flags = torch.zeros(len(self._is_used), device=self._buckets.buckets[0].extent.device)
+        buckets = self._buckets.buckets
+        flags = torch.zeros(sum(len(each.entries) for each in buckets), device=buckets[0].extent.device)
         flags[self._mine.entries_with(gradients)] = 1
         work = self._group.all_reduce(flags)
         yield
         work.wait()
         is_used = iter([flag > 0 for flag in flags.tolist()])
         # a rank that owns nothing has no shares
-        for bucket, share in zip_longest(self._buckets.buckets, self._mine.shares(gradients, self._sums)):
+        for bucket, share in zip_longest(buckets, self._mine.shares(gradients, self._sums)):
             whole = separate([bucket.extent])[0]
             yield from self._gather(whole, share)
             yield from emit_bucket(bucket, whole, is_used, emit)

@@ -39,10 +39,10 @@ def trim() -> None:
 def collected_once() -> Generator[None]:
     """Objects that are there before are looked through for cycles once, now: with torch and a library of models these are a
     million, which take longer each time than what is made within."""
-    gc.collect()
     if gc.get_freeze_count():  # by the caller, who would find it undone
         yield
         return
+    gc.collect()
     gc.freeze()
     try:
         yield

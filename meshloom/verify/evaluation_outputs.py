@@ -234,8 +234,8 @@ class _Modules:
         training = [name for name, each in model.named_modules() if each.training]
         if isinstance(replica.engine, ProgramEngine):
             metrics = replica.job.evaluate.metrics if replica.job.evaluate else {}
-            choice = replica.engine.programs.division_of(data, metrics[name], training=False)
             programs, loss = replica.engine.programs, metrics[name]
+            choice = programs.division_of(data, loss, training=False)
             values = ModuleSums(
                 choice.strategies if choice else {},
                 lambda: programs.newest(loss, training=False),

@@ -229,7 +229,7 @@ def _describe(tensor: Tensor) -> TensorSpec:
 
 def _memory(tensor: Tensor) -> memoryview:
     """The tensor's elements as bytes; it keeps the tensor alive."""
-    array: Any = flat_bytes(tensor.detach().resolve_conj().resolve_neg()).numpy()
+    array: Any = flat_bytes(tensor).numpy()
     return memoryview(array)
 
 

@@ -58,7 +58,7 @@ def memory_of(tensor: Tensor) -> int:
 
 def bits_of(part: Tensor) -> Tensor:
     """uint8 [bytes]: the elements of a dense tensor in order, on the CPU."""
-    flat = part.detach().cpu().resolve_conj().resolve_neg()
+    flat = part.detach().cpu()
     return flat_bytes(flat) if flat.numel() else torch.empty(0, dtype=torch.uint8)
 
 

@@ -14,7 +14,7 @@ from torch.utils.data import default_collate
 
 from meshloom.core.job import Job
 from meshloom.core.losses.logged import computed_with_logs, taken_apart
-from meshloom.core.modules.own_generators import OwnGenerator, own_generators
+from meshloom.core.modules.own_generators import own_generators
 from meshloom.core.moments.bilinear import bilinear_unwatched
 from meshloom.core.moments.branches import branches_as_written
 from meshloom.core.moments.current_step import at_step
@@ -165,6 +165,12 @@ class ChunkRun:
         self.place_of_seed: Callable[[int, int], tuple[int, int]] = lambda step, key: (step, key)
         self.replaced: Callable[[Any, int], Any] = lambda batch, key: batch  # a forward's batch
 
+    def seed(self, seed: int) -> None:
+        """All generators, those that modules hold each for itself: two of them draw other numbers in a chunk."""
+        seed_everything(seed)
+        for place, generator in self._generators:
+            generator.manual_seed(derive(seed, place))
+
     def run(
         self, forward: ReferenceForward, step: int, casts: CastWatch | None, batch_size: int
     ) -> ChunkResult:
@@ -177,8 +183,7 @@ class ChunkRun:
         batch = convert(collated, self._device, self._of_batches)
         seed = chunk_seed(self._job.seed, *self.place_of_seed(step, forward.key))
         seed = derive(seed, "turn", self.draws) if self.draws else seed
-        seed_everything(seed)
-        seed_generators(self._generators, seed)
+        self.seed(seed)
         draws: list[str] = []
         initial_seed = torch.initial_seed()
         if casts is not None:
@@ -304,9 +309,3 @@ def _draws_by_rows(model: nn.Module) -> bool:
     return not any(
         isinstance(each, nn.RNNBase) and each.dropout and each.num_layers > 1 for each in model.modules()
     )
-
-
-def seed_generators(found: Sequence[OwnGenerator], seed: int) -> None:
-    """Those that modules hold, each for itself: two of them draw other numbers in a chunk."""
-    for place, generator in found:
-        generator.manual_seed(derive(seed, place))

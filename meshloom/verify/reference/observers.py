@@ -40,7 +40,6 @@ def digest_values(values: Any) -> str:
             digest.update(f"parts {digest_values(list(leaf.detach().unbind()))}".encode())
         elif isinstance(leaf, Tensor):
             dense = leaf.detach().to_dense() if leaf.layout != torch.strided else leaf.detach()
-            dense = dense.resolve_conj().resolve_neg()
             digest.update(f"{dense.dtype}{tuple(dense.shape)}".encode())
             written: Any = flat_bytes(dense.cpu()).numpy() if dense.numel() else b""
             digest.update(written)

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
-from meshloom.core.modules.own_generators import own_generators
 from meshloom.core.moments.current_step import at_step
 from meshloom.core.random import (
     KeyedDraws,
@@ -23,7 +22,6 @@ from meshloom.core.random import (
     seed_everything,
 )
 from meshloom.verify.reference.buffer_merging import plain_numbers, put_numbers
-from meshloom.verify.reference.chunk_run import seed_generators
 from meshloom.verify.reference.chunks_of_plan import forwards_of
 from meshloom.verify.reference.observers import ModuleWatch, digest_values
 from meshloom.verify.reference.other_precision import convert, default_dtype
@@ -218,9 +216,7 @@ def _sums(
     """The sum and weight of a metric of one chunk. left: what it finds in attributes; None: what was there in the beginning."""
     lower, numbers = reference.autocast, plain_numbers(reference.model)
     if seeds:
-        seed = evaluation_seed(reference.job.seed, batch, chunk)
-        seed_everything(seed)
-        seed_generators(own_generators(reference.model), seed)
+        reference.chunk_run.seed(evaluation_seed(reference.job.seed, batch, chunk))
     reference.chunk_run.left.put_values(left) if left is not None else reference.chunk_run.left.put(None)
     try:
         with (
