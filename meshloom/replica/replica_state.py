@@ -85,7 +85,7 @@ def why_not_saved(model: nn.Module) -> str:
                 "use a tensor, torch.frombuffer of its bytes say, or a buffer"
             )
         if each.dtype not in DTYPES:
-            return f"{name} is {each.dtype}, and a checkpoint holds only {', '.join(DTYPES.values())}"
+            return f"{name} is {each.dtype}, and a checkpoint holds only {', '.join(DTYPES.values())}. Give it one of these dtypes"
     return ""
 
 
