@@ -48,6 +48,13 @@ DTYPES = {
 }
 
 
+def why_not_held(name: str, dtype: torch.dtype) -> str:
+    """Why a checkpoint cannot hold a tensor of this dtype, in a sentence; "" if it can."""
+    if dtype in DTYPES:
+        return ""
+    return f"{name} is {dtype}, and a checkpoint holds only {', '.join(DTYPES.values())}. Give it one of these dtypes"
+
+
 @dataclass(frozen=True)
 class TensorEntry:
     """Name, dtype and shape of a tensor of a file."""
@@ -138,10 +145,8 @@ def header_of(entries: Sequence[TensorEntry]) -> tuple[bytes, dict[str, int]]:
     starts: dict[str, int] = {}
     position = 0
     for each in entries:
-        if each.dtype not in DTYPES:
-            raise CheckpointError(
-                f"{each.name} is {each.dtype}, and a checkpoint holds only {', '.join(DTYPES.values())}"
-            )
+        if why := why_not_held(each.name, each.dtype):
+            raise CheckpointError(why)
         header[each.name] = {
             "dtype": DTYPES[each.dtype],
             "shape": list(each.shape),

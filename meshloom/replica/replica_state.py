@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from meshloom.checkpoint.checkpoint import Checkpoint, Piece
 from meshloom.checkpoint.format import CARRIED, MASTER, STATE
 from meshloom.checkpoint.resuming import Loader, check_together, load_together, open_together
-from meshloom.checkpoint.tensor_file import DTYPES, Stream, TensorEntry
+from meshloom.checkpoint.tensor_file import Stream, TensorEntry, why_not_held
 from meshloom.comm.group import Group
 from meshloom.comm.objects import collect
 from meshloom.comm.steps import Steps
@@ -84,8 +84,8 @@ def why_not_saved(model: nn.Module) -> str:
                 f"{name} is of type {type(each).__name__}, and a checkpoint holds tensors only. Let get_extra_state() and set_extra_state() of its module "
                 "use a tensor, torch.frombuffer of its bytes say, or a buffer"
             )
-        if each.dtype not in DTYPES:
-            return f"{name} is {each.dtype}, and a checkpoint holds only {', '.join(DTYPES.values())}. Give it one of these dtypes"
+        if why := why_not_held(name, each.dtype):
+            return why
     return ""
 
 
