@@ -18,6 +18,7 @@ from meshloom.core.errors import JobError
 from meshloom.core.moments.by_metric import ByMetric, those_by_metric, without_evaluation
 from meshloom.core.plan import Plan
 from meshloom.train.evaluation import TeamEvaluation
+from meshloom.train.synchronous import SynchronousRun
 from meshloom.verify.run import verify
 from tests.jobs import class_loss, vectors
 from tests.logging_jobs import in_a_plain_loop, logging_job
@@ -152,6 +153,31 @@ def test_ranks_that_do_not_step_it_differ_from_one_device(monkeypatch: pytest.Mo
     assert found is not None and not found.passed
     facts = [fact for each in found.between for fact in each.facts]
     assert "last_epoch in scheduler 0 is 0 in the checkpoint and 1 on one device." in facts
+
+
+@pytest.mark.long
+def test_what_training_does_after_its_last_step_is_verified(monkeypatch: pytest.MonkeyPatch):
+    """The evaluation there is not due and leaves schedulers as they are; what is best is kept beside the other checkpoint."""
+    evaluate = ml.Evaluate(data=vectors, metrics={"score": score, "loss": class_loss}, every=50, best="loss:min")  # fmt: skip
+    ends = job(evaluate=evaluate)
+    found = verify(ends, Plan.parse("dp=2"), devices="simulated", dtype=torch.float64, quick=False)
+    assert found is not None and found.passed, found.between
+    assert [each.what.partition(" after")[0] for each in found.between][:4] == [
+        "the evaluation", "the checkpoint of a run that ends with an evaluation that is not due,", "the checkpoint",
+        "the checkpoint of the best evaluation,",
+    ]  # fmt: skip
+    evaluated = SynchronousRun.evaluate
+    with monkeypatch.context() as planted:
+        planted.setattr(SynchronousRun, "evaluate", lambda run, *, due: evaluated(run, due=True))
+        found = verify(ends, Plan.parse("dp=2"), devices="simulated", dtype=torch.float64, quick=False)
+        assert found is not None and not found.passed
+        causes = [cause.sentence for each in found.between for cause in each.causes]
+        assert any("stepped all the same" in each for each in causes), found.between
+    with monkeypatch.context() as planted:
+        planted.setattr("meshloom.train.synchronous._keep_best", lambda *_: False)
+        found = verify(ends, Plan.parse("dp=2"), devices="simulated", dtype=torch.float64, quick=False)
+        assert found is not None and not found.passed
+        assert any("best/ does not have it" in fact for each in found.between for fact in each.facts)
 
 
 def scheduled(by_metric: Callable[[Any], Any], **overrides: Any) -> None:

@@ -3,7 +3,7 @@ named in general alone, escapes, or has another first module, is listed with the
 
 The list was written blind: 50 bugs, by a reader of the code and of the documents who had not seen the checks, of which one changes nothing on a
 machine with fast links and is left out. On code that no mend had been made of for it 46 of the 49 were caught (the report of one of them ended
-with an error), 26 named and 17 more in general; of the 36 that have a first module 30 were placed. Now 48 are caught, 28 named and 35 placed.
+with an error), 26 named and 17 more in general; of the 36 that have a first module 30 were placed. Now all are caught, 29 named and 35 placed.
 """
 
 from __future__ import annotations
@@ -15,9 +15,7 @@ import pytest
 from tests.planted.edits import Edit
 from tests.planted.eighth.whole_list import EIGHTH
 
-ESCAPES: dict[str, str] = {
-    "last_evaluation_steps_schedulers": "verification takes steps and evaluates between them, and does not come to what `fit()` does after the last one",
-}
+ESCAPES: dict[str, str] = {}
 IN_GENERAL: dict[str, str] = {
     "pull_always_from_first_server": "gradients are said to be lost, not that what a server has updated is overwritten",
     "refilled_cast_from_start_of_unit": "the module whose output differs is said, not what its weights were cast from",

@@ -26,7 +26,7 @@ from meshloom.verify.compared.compare import Comparison, TensorError
 from meshloom.verify.comparison_run import ComparisonRun
 from meshloom.verify.reference.float64_blocks import distance, norm
 from meshloom.verify.reference.reference import Reference
-from meshloom.verify.reference.reruns import rounding_effect
+from meshloom.verify.reference.reruns import outputs_effect, rounding_effect
 from meshloom.verify.run import verify
 from tests.held import hold_against, step_of
 from tests.jobs import Samples, make_job
@@ -200,6 +200,32 @@ def test_moving_parameters_leaves_everything_as_it_was():
         looked.model.state_dict().items(), plain.model.state_dict().values(), strict=True
     ):
         assert torch.equal(a, b), name
+
+
+def alike() -> Job:
+    """Batch norm of samples that are equal: what is left of them is rounding alone."""
+
+    def model() -> nn.Module:
+        return nn.Sequential(nn.Linear(7, 33), nn.Tanh(), nn.BatchNorm1d(33), nn.Linear(33, 5))
+
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        return F.cross_entropy(model(batch["x"]), batch["y"])
+
+    def data() -> Samples:
+        return Samples(x=torch.ones(24, 7), y=torch.arange(24) % 5)
+
+    return replace(make_job("cnn", "sgd"), model=model, loss=loss, data=data, batch_size=6)
+
+
+def test_samples_that_are_equal_are_told_apart_by_rounding_alone():
+    looked, plain = Reference(alike(), ONE), Reference(alike(), ONE)
+    looked.run()
+    plain.run()
+    of_parameters, of_outputs = rounding_effect(looked).gradients, outputs_effect(looked)
+    name = "0.weight"
+    assert of_outputs[name] > 10 * of_parameters[name]
+    for name, each in plain.gradients.items():
+        assert each is None or torch.equal(each, looked.gradients[name]), name  # type: ignore[arg-type]
 
 
 def censored(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:

@@ -23,13 +23,13 @@ LEAST = 75
 COVERING = {
     "numbers: layer scale of a millionth": "tp=2",
     "numbers: mask of minus infinity": "dp=2,tp=2",
+    "numbers: samples that are all alike": "tp=2",
     "parts: bfloat16 inside": "dp=2",
     "parts: trunk that thaws": "dp=2,zero=2",
     "states: codebook": "pp=2,microbatches=2",
     "loops: warm up from zero": "dp=2,pp=2",
 }
-# Batch norm of equal samples divides rounding by almost nothing: in float32 there is nothing else to compare.
-ROUNDING = {"numbers: samples that are all alike"}
+PRECISIONS: tuple[torch.dtype | None, ...] = (None, torch.float64)  # the job's own, and float64
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export")]
 
@@ -38,11 +38,6 @@ def verified(name: str, plan: str, dtype: torch.dtype | None) -> Report:
     report = verify(JOBS[name](), Plan.parse(plan), devices="simulated", dtype=dtype, quick=False)
     assert report is not None
     return report
-
-
-def precisions(name: str) -> tuple[torch.dtype | None, ...]:
-    """In which the job is compared: its own (None) and float64."""
-    return (torch.float64,) if name in ROUNDING else (None, torch.float64)
 
 
 def _cases() -> Iterator[Any]:
@@ -57,7 +52,7 @@ def test_an_unusual_job_is_equal(
     name: str, plan: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     divided_readily(monkeypatch, tmp_path)
-    for dtype in precisions(name):
+    for dtype in PRECISIONS:
         report = verified(name, plan, dtype)
         assert report.passed and not report.causes, text_of(report)
 

@@ -8,7 +8,7 @@ import pytest
 
 from meshloom.core.job import Job
 from tests.on_cpu_processes import cases, check_equal, divided_readily
-from tests.test_unusual import JOBS, precisions
+from tests.test_unusual import JOBS, PRECISIONS
 
 COVERING = {("loops: two optimizers", 2), ("states: queue of rows", 4)}
 
@@ -24,4 +24,4 @@ def test_an_unusual_job_is_equal(
     name: str, ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     divided_readily(monkeypatch, tmp_path)
-    check_equal(job_of, name, ranks, precisions(name))
+    check_equal(job_of, name, ranks, PRECISIONS)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -26,7 +26,8 @@ from meshloom.train.step_meter import StepMeter
 
 class TeamEvaluation:
     """Replicas read the evaluation data in the proportions of their shares of a batch. best: of the metric that the job
-    goes by, as far as `fit()` has come. timings: are told how many batches of an evaluation have been read."""
+    goes by, as far as `fit()` has come. newest: metrics as each replica of this process has them. timings: are told how many batches of
+    an evaluation have been read."""
 
     def __init__(
         self, job: Job, plan: Plan, shares: Shares, replicas: LocalReplicas, meter: StepMeter, timings: Timings,
@@ -37,6 +38,18 @@ class TeamEvaluation:
         given = job.evaluate
         self.best = BestMetric.of(given.best, given.patience) if given and given.best else None
         self._tried = False
+        self.newest: list[dict[str, float]] = []
+        self._observers: Sequence[EvaluationObserver] = ()
+        self._most: int | None = None
+
+    @contextmanager
+    def watched(self, observers: Sequence[EvaluationObserver], most: int | None = None) -> Iterator[None]:
+        """A context in which `evaluate` is observed, by one for each replica of this process, and is of so many batches at most."""
+        self._observers, self._most = observers, most
+        try:
+            yield
+        finally:
+            self._observers, self._most = (), None
 
     @property
     def num_batches(self) -> int:
@@ -48,10 +61,10 @@ class TeamEvaluation:
     ) -> dict[str, float]:
         """Every metric, averaged over all of its data or its first batches. next_step: steps done. due: whether schedulers that go by one are
         stepped."""
-        metrics = self.evaluate_each(next_step, num_batches)[0]
+        self.newest = self.evaluate_each(next_step, num_batches or self._most, self._observers)
         if due:
-            self.step_schedulers(metrics)
-        return metrics
+            self.step_schedulers(self.newest[0])
+        return self.newest[0]
 
     def evaluate_each(
         self, next_step: int, num_batches: int | None = None, observers: Sequence[EvaluationObserver] = ()

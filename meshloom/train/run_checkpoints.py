@@ -63,11 +63,11 @@ class RunCheckpoints:
 
     def __init__(
         self, job: Job, plan: Plan, shares: Shares, replicas: LocalReplicas, out: Path | None, listener: Listener, *,
-        resume: Path | None, overwrite: bool, released: threading.Event | None = None,
+        resume: Path | None, overwrite: bool, released: threading.Event | None = None, also: dict[str, Any] | None = None,
     ) -> None:  # fmt: skip
         self._job, self._plan, self._shares, self._replicas, self._out = job, plan, shares, replicas, out
         self.newest: tuple[int, Path] | None = None
-        self.also: dict[str, Any] = {}
+        self.also: dict[str, Any] = also if also is not None else {}
         self._listener, self._told, self._has_waited, self._released = listener, False, False, released
         self._under_way: BackgroundSave | None = None
         self._written = SavedShare()

@@ -47,6 +47,7 @@ class SynchronousRun:
     """A job under a plan in `world`.
 
     `next_step`: steps done; set to another, `batches()` goes on with the data of that step. losses: of several, the newest of each. digest: of what runs.
+    saved: the newest checkpoint of `after_step`.
     leave: closes this run and then the world, while all ranks are still there.
     """
 
@@ -62,6 +63,7 @@ class SynchronousRun:
         self._stop_requests = StopRequests()
         self._asked = self._closed = False  # asked: all ranks know that some of them asks for something
         self.next_step, self.losses = 0, dict[str, float]()
+        self._evaluated, self.saved = dict[str, float](), None
         with ExitStack() as building:
             building.callback(self._stop_requests.close)
             self.replicas = LocalReplicas(
@@ -100,30 +102,32 @@ class SynchronousRun:
 
     def fit(self) -> Summary:
         """Train to the last step, evaluating and saving when due."""
-        evaluation, began = dict[str, float](), time.monotonic()
-        saved: Path | None = None
+        began = time.monotonic()
         with ProgressLines(self._listener.step) as lines:
             for batch in self.batches():
                 loss = self.step(batch)
                 if self._world.main:
                     progress = self._meter.progress(self.next_step, self._steps, loss, self._world.memory_bytes())  # fmt: skip
                     lines.add(replace(progress, saving=self._checkpoints.written_share), self._meter.norm)
-                last = self.next_step == self._steps
-                if self._job.evaluate and (last or self.next_step % self._job.evaluate.every == 0):
-                    lines.tell()
-                    evaluation = self.evaluate(due=self.next_step % self._job.evaluate.every == 0)
-                    self._listener.evaluated(self.next_step, evaluation)
-                    if _keep_best(self.evaluation, self._checkpoints, self.next_step, evaluation) and not last:  # fmt: skip
-                        self._listener.note(f"Training ends after step {self.next_step} of {self._steps}: {self.evaluation.best}.")  # fmt: skip
-                        self._steps, last = self.next_step, True
-                every = self._job.checkpoint_every
-                if self._out and (last or (every and self.next_step % every == 0)):
-                    lines.tell()
-                    saved = self._save(wait=last, later=True)
-                self._checkpoints.tell_saved()
-        summary = self.summary(time.monotonic() - began, evaluation, saved)
+                self.after_step(last=self.next_step == self._steps, tell=lines.tell)
+        summary = self.summary(time.monotonic() - began, self._evaluated, self.saved)
         self._listener.ended(summary)
         return summary
+
+    def after_step(self, *, last: bool, tell: Callable[[], None] = lambda: None) -> None:
+        """What `fit()` does after a step: evaluate and save, if it is due or the step was the last. tell: is called before."""
+        given, every = self._job.evaluate, self._job.checkpoint_every
+        if given and (last or self.next_step % given.every == 0):
+            tell()
+            self._evaluated = self.evaluate(due=self.next_step % given.every == 0)
+            self._listener.evaluated(self.next_step, self._evaluated)
+            if _keep_best(self.evaluation, self._checkpoints, self.next_step, self._evaluated) and not last:
+                self._listener.note(f"Training ends after step {self.next_step} of {self._steps}: {self.evaluation.best}.")  # fmt: skip
+                self._steps, last = self.next_step, True
+        if self._checkpoints.saves and (last or (every and self.next_step % every == 0)):
+            tell()
+            self.saved = self._save(wait=last, later=True)
+        self._checkpoints.tell_saved()
 
     def batches(self) -> Iterator[Batch]:
         """This process's share of every remaining global batch; see `Trainer.batches`."""
@@ -175,12 +179,7 @@ class SynchronousRun:
         if result.asked:
             self._checkpoints.finish()
         last = self.next_step == self._steps
-        if (
-            last
-            or meter.num_steps == 1
-            or self.next_step % CHECK_EVERY == 0
-            or self._plan.mesh.size == self._plan.dp
-        ):
+        if last or meter.num_steps == 1 or self.next_step % CHECK_EVERY == 0 or self._plan.mesh.size == self._plan.dp:  # fmt: skip
             _tell(self._listener, replicas.together(take_notes)[0])
         if last and (told := replicas.first.engine.readings):
             self._listener.note(told)
@@ -207,7 +206,8 @@ class SynchronousRun:
     def save_into(self, out: Path, released: Event | None = None) -> None:
         """Write checkpoints into `out` from now on. released: of `RunCheckpoints`. All ranks call it."""
         self._checkpoints = RunCheckpoints(
-            self._job, self._plan, self._shares, self.replicas, out, self._listener, resume=None, overwrite=True, released=released
+            self._job, self._plan, self._shares, self.replicas, out, self._listener, resume=None, overwrite=True, released=released,
+            also=self._checkpoints.also,
         )  # fmt: skip
 
     def finish(self) -> None:

@@ -88,7 +88,11 @@ class Comparing(ABC):
 
     @abstractmethod
     def check_metrics(self, ours: PlanEvaluation, updates: int) -> BetweenSteps:
-        """Compare the plan's metrics after so many updates. Schedulers that go by one are stepped with the plan's."""
+        """Compare the plan's metrics after so many updates."""
+
+    @abstractmethod
+    def step_schedulers(self, metrics: Mapping[str, float]) -> None:
+        """Step one device's schedulers that go by a metric, with the plan's."""
 
     @abstractmethod
     def find_metric(self, chunks: Sequence[EvaluatedChunk], again: Mapping[str, float]) -> FoundMetric:

@@ -13,7 +13,7 @@ The calls of a step, in order; of tensors only numbers are kept:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -53,12 +53,18 @@ from meshloom.verify.reference.reference import (
     changed_buffers,
     replace_value,
 )
-from meshloom.verify.reference.reruns import initial_evidence, loss_effect, rounding_effect, travel_effect
+from meshloom.verify.reference.reruns import (
+    initial_evidence,
+    loss_effect,
+    outputs_effect,
+    rounding_effect,
+    travel_effect,
+)
 from meshloom.verify.reference.step_records import StepRecord, seed_key, with_equal_losses
 from meshloom.verify.stage_outputs import first_wrong_module
 from meshloom.verify.tolerances.closure_effects import ClosureEffects
 from meshloom.verify.tolerances.common_factor import CommonFactor
-from meshloom.verify.tolerances.gradient_errors import GradientErrors, KnownEffects, Rounding
+from meshloom.verify.tolerances.gradient_errors import GradientErrors, KnownEffects, Measure, Rounding
 from meshloom.verify.tolerances.of_precision import (
     most_tolerated,
     rounds_partial_sums,
@@ -223,12 +229,13 @@ class ComparisonRun(Comparing):
         go_to(self.reference, step)
 
     def check_metrics(self, ours: PlanEvaluation, updates: int) -> BetweenSteps:
-        of = unmeasured(self._comparer.precision)
         self._evaluation = ComparedEvaluation(
-            ours, self.reference, updates, self._averages, self._reference_record, unmeasured=of, lower=self._comparer.partial
+            ours, self.reference, updates, self._averages, self._reference_record, unmeasured=unmeasured(self._comparer.precision), lower=self._comparer.partial,
         )  # fmt: skip
-        _step_schedulers(self.reference, ours.metrics)
         return self._evaluation.checked
+
+    def step_schedulers(self, metrics: Mapping[str, float]) -> None:
+        _step_schedulers(self.reference, metrics)
 
     def find_metric(self, chunks: Sequence[EvaluatedChunk], again: Mapping[str, float]) -> FoundMetric:
         return self._evaluation.find(chunks, again)
@@ -343,16 +350,14 @@ def _comparer_of(reference: Reference) -> Comparer:
     return Comparer(plan=reference.plan, precision=precision, autocast=reference.autocast, lowered=lowered)
 
 
-def _rounding_of(
-    reference: Reference, comparer: Comparer, measure: Callable[[], Mapping[str, float]] | None
-) -> Rounding:
+def _rounding_of(reference: Reference, comparer: Comparer, measure: Measure | None) -> Rounding:
     """How the gradients of the reference's step may be rounded."""
     travels = travels_at(reference.plan, reference.precision)
     in_order = comparer.lowered and reference.plan.pp > 1
     return Rounding(
         precision=comparer.precision if comparer.lowered else None, partial=_rounds_gradients(reference),
-        roundings=sum_roundings(reference.plan.num_chunks) if in_order else 1.0, travels=travels, measure=measure,
-        measure_travels=partial(travel_effect, reference, travels),
+        roundings=sum_roundings(reference.plan.num_chunks) if in_order else 1.0, travels=travels,
+        measures=[measure, partial(outputs_effect, reference)] if measure else [], measure_travels=partial(travel_effect, reference, travels),
     )  # fmt: skip
 
 

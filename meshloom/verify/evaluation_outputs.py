@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from meshloom.comm.objects import collect, share
 from meshloom.comm.steps import Steps
+from meshloom.core.moments.by_metric import those_by_metric
 from meshloom.data.chunks import Chunk
 from meshloom.parameters.digest import digest
 from meshloom.replica.metrics import Visit
@@ -27,15 +28,21 @@ from meshloom.verify.compared.compare_evaluation import LentParameters, PlanEval
 from meshloom.verify.compared.compared_evaluation import MODE, TRAINED
 from meshloom.verify.comparing import Comparing
 from meshloom.verify.reference.between_steps.evaluation import EvaluatedChunk, MetricPlace
+from meshloom.verify.reference.mistakes import Cause
 from meshloom.verify.reference.observers import ModuleWatch, altered_digest, digest_values
 from meshloom.verify.stage_outputs import ModuleSums
 
 _ALIKE = 1e-6  # how far ranks' metrics may be apart
 _MOST_BATCHES = 8  # of an evaluation, which may be of many
+_NOT_DUE = "the checkpoint of a run that ends with an evaluation that is not due,"
+_STEPPED = Cause(
+    "between steps",
+    "The evaluation after the last step is not due, and schedulers that go by a metric are stepped all the same.",
+)
 
 
-def evaluate_plan(trainer: Trainer) -> PlanEvaluation:
-    """Evaluate under the plan, and step schedulers that go by a metric. All ranks call it.
+def evaluate_plan(trainer: Trainer, *, last: bool = False) -> PlanEvaluation:
+    """Evaluate under the plan. last: as after the last step of a run, which saves, too. All ranks call it.
 
     Programs say what their modules output node by node, so the first batch is evaluated once more for that; modules have hooks.
     """
@@ -46,14 +53,17 @@ def evaluate_plan(trainer: Trainer) -> PlanEvaluation:
     batches = None if whole else _MOST_BATCHES
     observers = [_Chunks(each) for each in trainer.replicas]
     modules = [_Modules(each) for each in trainer.replicas]
-    if any(isinstance(each.engine, ProgramEngine) for each in trainer.replicas):
-        ours = run.evaluation.evaluate_each(trainer.next_step, batches, observers)
+    both = [_Both(*each) for each in zip(observers, modules, strict=True)]
+    programs = any(isinstance(each.engine, ProgramEngine) for each in trainer.replicas)
+    with run.evaluation.watched(observers if programs else both, batches):
+        if last:
+            run.after_step(last=True)
+        else:
+            run.evaluate(due=False)
+    ours = run.evaluation.newest
+    if programs:
         run.evaluation.evaluate_each(trainer.next_step, 1, modules)
-    else:
-        both = [_Both(*each) for each in zip(observers, modules, strict=True)]
-        ours = run.evaluation.evaluate_each(trainer.next_step, batches, both)
     changed = [_changes(old, _state(each)) for old, each in zip(before, trainer.replicas, strict=True)]
-    run.evaluation.step_schedulers(ours[0])
     of_ranks = _collected(trainer, [[each] for each in zip(changed, ours, strict=True)])
     chunks = _collected(trainer, [[asdict(each) for each in observer.chunks()] for observer in observers])
     lent = _collected(trainer, [[asdict(observer.lent)] if observer.lent else [] for observer in observers])
@@ -68,6 +78,42 @@ def evaluate_plan(trainer: Trainer) -> PlanEvaluation:
         changed=list(dict.fromkeys(name for names, _ in of_ranks for name in names)),
         disagree=list(_disagreements([metrics for _, metrics in of_ranks])),
     )  # fmt: skip
+
+
+def checked_evaluation(
+    trainer: Trainer, one: Comparing | None, *, last: bool
+) -> tuple[list[BetweenSteps], bool]:
+    """An evaluation compared with one device, on rank 0, if the job has any; and whether it leaves everything as it is, by what this rank knows.
+    Then schedulers that go by a metric are stepped. last: what training does after its last step, which saves, too. All ranks call it."""
+    run = trainer.synchronous
+    assert run is not None
+    if trainer.job.evaluate is None:
+        if last:
+            run.after_step(last=True)
+        return [], True
+    ours = evaluate_plan(trainer, last=last)
+    compared = one.check_metrics(ours, trainer.next_step) if one else None
+    differs = compared is not None and not compared.passed
+    if trainer.together(lambda replica: share(replica.context.world, differs))[0]:
+        compared = explain_evaluation(trainer, ours, one)
+    checked, unchanged = [compared] if compared else [], not ours.changed
+    if not last or steps_schedulers_apart(trainer):
+        if last and one and run.saved:
+            saved = one.check_saved(run.saved, _NOT_DUE)
+            stepped = all(each.passed for each in saved.errors) and any(" scheduler " in each for each in saved.facts)  # fmt: skip
+            checked.append(replace(saved, causes=[_STEPPED] if stepped else []))
+            unchanged = unchanged and not stepped
+        run.evaluation.step_schedulers(ours.metrics)
+    if one:
+        one.step_schedulers(ours.metrics)
+    return checked, unchanged
+
+
+def steps_schedulers_apart(trainer: Trainer) -> bool:
+    """Whether schedulers go by a metric and training leaves them as they are in an evaluation after this step, as it is not due."""
+    given = trainer.job.evaluate
+    schedulers = trainer.replicas[0].updater.schedulers
+    return given is not None and trainer.next_step % given.every != 0 and bool(those_by_metric(schedulers))
 
 
 def _disagreements(of_ranks: Sequence[Mapping[str, float]]) -> Iterator[str]:

@@ -12,7 +12,6 @@ own, as in a training loop of one's own.
 from __future__ import annotations
 
 import gc
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -22,25 +21,30 @@ from typing import Any, TypeVar
 
 import torch
 
-from meshloom.checkpoint.checkpoint import Checkpoint
 from meshloom.comm.objects import collect, share
 from meshloom.comm.steps import Steps
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
-from meshloom.core.units import format_bytes
 from meshloom.replica.program_engine import ProgramEngine
 from meshloom.replica.replica import Replica
-from meshloom.replica.replica_state import why_not_saved
 from meshloom.telemetry.progress import Listener
 from meshloom.train.contract import Batch
 from meshloom.train.trainer import Trainer
 from meshloom.verify.between_steps.checks import BetweenSteps
 from meshloom.verify.between_steps.chosen_steps import MOST_SKIPPED, steps_at_epoch_end
-from meshloom.verify.between_steps.saving_again import save_in_background, saved_again, saving_directory
+from meshloom.verify.between_steps.saving_again import (
+    begun_without,
+    best_saved,
+    left_out,
+    save_in_background,
+    saved_again,
+    saving_directory,
+    why_nothing_is_saved,
+)
 from meshloom.verify.causes.values_at_start import differing_initially
 from meshloom.verify.compared.compare import placed
 from meshloom.verify.comparing import Comparing, ComparisonResult, OneDevice
-from meshloom.verify.evaluation_outputs import evaluate_plan, explain_evaluation
+from meshloom.verify.evaluation_outputs import checked_evaluation, steps_schedulers_apart
 from meshloom.verify.program_causes import after_resuming, in_order, of_programs
 from meshloom.verify.reference.mistakes import Cause
 from meshloom.verify.reference.samples_of_epoch import batches_of_first_epoch
@@ -48,7 +52,6 @@ from meshloom.verify.stage_outputs import RanForwards, values_of_modules
 from meshloom.verify.step_observer import StepObserver, Unused
 
 _MOST_SAMPLES, _MOST_SECONDS = 4096, 5.0  # of iterable data, to find the end of its first epoch
-_STATE = 4  # times the parameters: themselves, two moments, copies
 T = TypeVar("T")
 Shares = Sequence[tuple[int, tuple[int, ...]]]
 Compare = Callable[[Job, OneDevice], Comparing]  # begins a comparison
@@ -115,15 +118,19 @@ class VerifiedRun:
         total = max(self.job.steps, steps)
         with ExitStack() as around:
             with self._opened(total) as trainer:
-                if not (self._take_until_updated(trainer, steps - 2, total) and self._evaluate(trainer)):
+                if not self._take_until_updated(trainer, steps - 2, total):
                     return
                 after = range(trainer.next_step, trainer.next_step + 2)
                 directory = around.enter_context(saving_directory(trainer))
                 ends = self._epoch_end(trainer, after, total)
-                lacking = trainer.together(partial(_why_nothing_is_saved, directory=directory))[0]
-                path = None if lacking else self._save(trainer, directory, "the checkpoint")
+                lacking = trainer.together(partial(why_nothing_is_saved, directory=directory))[0]
+                if trainer.synchronous and not lacking:
+                    trainer.synchronous.save_into(directory)
+                if not self._evaluate(trainer, last=True):
+                    return
+                path = None if lacking else self._saved(trainer, directory)
                 if path is not None:
-                    lacking = trainer.together(partial(_left_out, path=path))[0]
+                    lacking = trainer.together(partial(left_out, path=path))[0]
                 if path is None or lacking:
                     self.notes.append(lacking)
                     _ = self._take(trainer, after) and self._take(trainer, ends, special=_NEXT_EPOCH)
@@ -215,17 +222,12 @@ class VerifiedRun:
         self._changed += changed
         return passed
 
-    def _evaluate(self, trainer: Trainer) -> bool:
+    def _evaluate(self, trainer: Trainer, *, last: bool = False) -> bool:
         """Whether an evaluation changes nothing, on every rank; that is so where there is none. Steps agree or not whatever its
-        metrics are."""
-        if self.job.evaluate is None:
-            return True
-        ours = evaluate_plan(trainer)
-        checked = self.comparison.check_metrics(ours, trainer.next_step) if self.comparison else None
-        if _of_first_rank(trainer, checked is not None and not checked.passed):
-            checked = explain_evaluation(trainer, ours, self.comparison)
-        self.between += [checked] if checked else []
-        return _of_first_rank(trainer, not ours.changed)
+        metrics are. last: of `checked_evaluation`."""
+        checked, unchanged = checked_evaluation(trainer, self.comparison, last=last)
+        self.between += checked
+        return _of_first_rank(trainer, unchanged)
 
     def _take_until_updated(self, trainer: Trainer, steps: int, total: int) -> bool:
         """Take the first `steps`, and more as long as a loss scale is too large for every update, of a run of `total`; two remain."""
@@ -247,13 +249,17 @@ class VerifiedRun:
         taken = (range(after.start), after)
         return steps_at_epoch_end(length, taken, steps, repeats=repeats) if length else []
 
-    def _save(self, trainer: Trainer, directory: Path, what: str) -> Path:
+    def _saved(self, trainer: Trainer, directory: Path) -> Path:
+        """The checkpoint after the evaluation, compared; with schedulers that go by a metric as one device has them."""
         run = trainer.synchronous
-        assert run is not None
-        run.save_into(directory)
-        path = trainer.save()
+        assert run is not None and run.saved is not None
+        path = run.saved
+        if steps_schedulers_apart(trainer):
+            run.save_into(directory / "stepped")
+            path = trainer.save()
         if self.comparison:
-            self.between.append(self.comparison.check_saved(path, what))
+            self.between.append(self.comparison.check_saved(path, "the checkpoint"))
+            self.between += best_saved(directory, path, run.evaluation)
         if self.job.checkpoint == "background" and self.plan.synchronous:
             checked, path = save_in_background(trainer, directory / "background", path)
             self.between.append(checked)
@@ -264,7 +270,7 @@ class VerifiedRun:
         elsewhere = replace(self, plan=Plan(precision=self.plan.precision), shares=(), comparison=None, between=[], causes=[])  # fmt: skip
         checked, lost = saved_again(elsewhere._opened(steps, resume=path, compares=False), path, "dp=1")
         self.between.append(checked)
-        self.notes += [_begun_without(lost)] if lost else []
+        self.notes += [begun_without(lost)] if lost else []
 
 
 def _agrees(trainer: Trainer, one: Comparing | None) -> bool:
@@ -342,36 +348,6 @@ def _closing(batches: Any) -> Iterator[Iterator[Batch]]:
         yield batches
     finally:
         batches.close()
-
-
-def _why_nothing_is_saved(replica: Replica, directory: Path) -> Steps[str]:
-    """A sentence, where a checkpoint cannot hold the model or might not fit on the disk of the first rank; else ""."""
-    state = [*replica.model.parameters(), *replica.model.buffers()]
-    copies = _STATE * replica.plan.tp * replica.plan.pp * (2 if replica.job.checkpoint == "background" else 1)
-    needed = copies * sum(each.numel() * each.element_size() for each in state)
-    why = why_not_saved(replica.model)
-    if not why and directory.is_dir() and (free := shutil.disk_usage(directory).free) < needed:
-        why = f"a checkpoint may take {format_bytes(needed)}, and {directory.parent} has {format_bytes(free)} left. TMPDIR names another directory"
-    return (yield from share(replica.context.world, f"nothing was saved and resumed: {why}" if why else ""))
-
-
-def _left_out(replica: Replica, path: Path) -> Steps[str]:
-    """A sentence, where the checkpoint of the first rank does not hold everything that forwards leave for the next step; else ""."""
-    missing = ""
-    if replica.context.world.rank == 0:
-        left_out = Checkpoint.open(path, checksums=False).values.get("attributes", {}).get("left_out", {})
-        if left_out:
-            name, why = next(iter(left_out.items()))
-            missing = f"nothing was resumed: a checkpoint does not hold what forwards keep in {name}, {why}"
-    return (yield from share(replica.context.world, missing))
-
-
-def _begun_without(names: Sequence[str]) -> str:
-    """A run with other chunks begins without what forwards have left in these attributes."""
-    return (
-        f"under dp=1 the checkpoint is resumed without what forwards keep in {', '.join(names)}: which dimension is the batch's is in doubt there, and "
-        "chunks have other sizes"
-    )
 
 
 def _owned(replica: Replica) -> Steps[list[float]]:

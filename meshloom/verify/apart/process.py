@@ -126,6 +126,9 @@ class _Remote(Comparing):
     def check_metrics(self, ours: PlanEvaluation, updates: int) -> BetweenSteps:
         return self._call("check_metrics", ours, updates)
 
+    def step_schedulers(self, metrics: Mapping[str, float]) -> None:
+        self._call("step_schedulers", metrics)
+
     def find_metric(self, chunks: Sequence[EvaluatedChunk], again: Mapping[str, float]) -> FoundMetric:
         return self._call("find_metric", list(chunks), again)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -13,13 +14,21 @@ from typing import Any, cast
 
 from meshloom.checkpoint.checkpoint import Checkpoint
 from meshloom.comm.objects import share
+from meshloom.comm.steps import Steps
+from meshloom.core.units import format_bytes
 from meshloom.launch.environment import scratch_directory
+from meshloom.replica.replica import Replica
+from meshloom.replica.replica_state import why_not_saved
+from meshloom.train.evaluation import TeamEvaluation
+from meshloom.train.run_checkpoints import BEST
 from meshloom.train.trainer import Trainer
 from meshloom.verify.between_steps.checks import BetweenSteps
 from meshloom.verify.between_steps.saved_check import same_files
 from meshloom.verify.reference.mistakes import Cause
 
+_STATE = 4  # times the parameters: themselves, two moments, copies
 _BACKGROUND = "the checkpoint written in the background while the next step ran"
+_BEST = "the checkpoint of the best evaluation"
 _COPIED = (
     "The same state written in the foreground is right. What is copied for the thread that writes is something else, such as what the next update has "
     "made of it."
@@ -52,6 +61,18 @@ def save_in_background(trainer: Trainer, directory: Path, before: Path) -> tuple
     return checked, path if passed else before
 
 
+def best_saved(directory: Path, path: Path, evaluation: TeamEvaluation) -> list[BetweenSteps]:
+    """Of a job that keeps the checkpoint of the best evaluation, which the first is unless its metric is not a number: compared with `path`, of the
+    same step."""
+    best = evaluation.best
+    if best is None or math.isnan(evaluation.newest[0][best.metric]):
+        return []
+    kept = directory / BEST / path.name
+    if kept.exists():
+        return [same_files(path, kept, _BEST)[0]]
+    return [BetweenSteps(what=_BEST, facts=[f"{BEST}/ does not have it, and no evaluation was before this one."])]  # fmt: skip
+
+
 def saved_again(
     opened: AbstractContextManager[Trainer], path: Path, elsewhere: str = ""
 ) -> tuple[BetweenSteps, Sequence[str]]:
@@ -78,6 +99,36 @@ def saving_directory(trainer: Trainer) -> AbstractContextManager[Path]:
     made = tempfile.mkdtemp(prefix="meshloom-verify-", dir=scratch_directory()) if trainer.world.main else ""
     name = trainer.together(lambda replica: share(replica.context.world, made))[0]
     return _removed_at_end(Path(name), made)
+
+
+def why_nothing_is_saved(replica: Replica, directory: Path) -> Steps[str]:
+    """A sentence, where a checkpoint cannot hold the model or might not fit on the disk of the first rank; else ""."""
+    state = [*replica.model.parameters(), *replica.model.buffers()]
+    copies = _STATE * replica.plan.tp * replica.plan.pp * (2 if replica.job.checkpoint == "background" else 1)
+    needed = copies * sum(each.numel() * each.element_size() for each in state)
+    why = why_not_saved(replica.model)
+    if not why and directory.is_dir() and (free := shutil.disk_usage(directory).free) < needed:
+        why = f"a checkpoint may take {format_bytes(needed)}, and {directory.parent} has {format_bytes(free)} left. TMPDIR names another directory"
+    return (yield from share(replica.context.world, f"nothing was saved and resumed: {why}" if why else ""))
+
+
+def left_out(replica: Replica, path: Path) -> Steps[str]:
+    """A sentence, where the checkpoint of the first rank does not hold everything that forwards leave for the next step; else ""."""
+    missing = ""
+    if replica.context.world.rank == 0:
+        left_out = Checkpoint.open(path, checksums=False).values.get("attributes", {}).get("left_out", {})
+        if left_out:
+            name, why = next(iter(left_out.items()))
+            missing = f"nothing was resumed: a checkpoint does not hold what forwards keep in {name}, {why}"
+    return (yield from share(replica.context.world, missing))
+
+
+def begun_without(names: Sequence[str]) -> str:
+    """A run with other chunks begins without what forwards have left in these attributes."""
+    return (
+        f"under dp=1 the checkpoint is resumed without what forwards keep in {', '.join(names)}: which dimension is the batch's is in doubt there, and "
+        "chunks have other sizes"
+    )
 
 
 @contextmanager

@@ -3,9 +3,10 @@ wrong. To be called between `Reference.run` and `Reference.update`."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -81,17 +82,30 @@ def rounding_effect(reference: Reference) -> RoundingEffect:
             reference.evaluate()
         buffers = dict(reference.model.named_buffers())
         return RoundingEffect(
-            gradients={
-                name: times * rerun_distance(perturbed, gradient)
-                for name, perturbed in reference.gradients.items()
-                if perturbed is not None and (gradient := gradients[name]) is not None
-            },
+            gradients={name: times * moved for name, moved in _moved_from(reference, gradients).items()},
             buffers={
                 name: rerun_distance(buffers[name], each)
                 for name, each in changed.items()
                 if buffers[name].shape == each.shape
             },
         )
+
+
+def outputs_effect(reference: Reference) -> dict[str, float]:
+    """By name, how far the averaged gradients move when the outputs of modules that have parameters are perturbed instead: samples that are
+    equal stay so under other parameters, and rounding tells them apart."""
+    with reference.rerun() as gradients, perturbed_outputs(reference):
+        reference.evaluate(watched=False)
+        return _moved_from(reference, gradients)
+
+
+def _moved_from(reference: Reference, gradients: Gradients) -> dict[str, float]:
+    """How far the averaged gradients are from these."""
+    return {
+        name: rerun_distance(perturbed, gradient)
+        for name, perturbed in reference.gradients.items()
+        if perturbed is not None and (gradient := gradients[name]) is not None
+    }
 
 
 def loss_effect(reference: Reference) -> float:
@@ -168,6 +182,31 @@ def perturbed_parameters(reference: Reference, number: int = 0, *, whole: bool =
                 noise = torch.empty(flat.shape, dtype=dtype, device=flat.device)
                 flat.copy_(noise.uniform_(-largest, largest, generator=generator).add_(1).mul_(flat))
         yield
+
+
+@contextmanager
+def perturbed_outputs(reference: Reference) -> Iterator[None]:
+    """A context in which floating-point outputs of modules with parameters of their own are perturbed, each element by itself."""
+
+    def perturb(module: nn.Module, inputs: Any, output: Any) -> Any:
+        if not isinstance(output, Tensor) or not output.is_floating_point():
+            return output
+        largest = _ROUNDING_UNITS.get(output.dtype, 1) * torch.finfo(output.dtype).eps
+        return output * _noise(output.detach(), largest, next(number)).to(output.dtype)
+
+    number = itertools.count(1)
+    with ExitStack() as hooked:
+        for module in reference.model.modules():
+            if next(module.parameters(recurse=False), None) is not None:
+                hooked.callback(module.register_forward_hook(perturb).remove)
+        yield
+
+
+def _noise(like: Tensor, largest: float, number: int) -> Tensor:
+    """1 + u, |u| <= largest, for each element; by arithmetic, as vmap permits no draws."""
+    indices = torch.arange(1, like.numel() + 1, device=like.device, dtype=torch.float64).view(like.shape)
+    uniform = (indices * 12.9898 + number * 78.233).sin().mul(43758.5453).frac()
+    return 1 + largest * uniform.to(torch.float64 if like.dtype == torch.float64 else torch.float32)
 
 
 @contextmanager

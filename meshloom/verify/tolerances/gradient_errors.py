@@ -9,12 +9,13 @@ norm. It passes up to the first of these that suffices, and what costs a rerun i
         units (`reruns.rounding_effect`), up to the most that is put down to rounding in its precision
     that movement itself, or that of another gradient which moves beyond the most: where a ReLU flips in the rerun, it
         might have flipped here in the plan
+    the same with a rerun in which outputs of modules are perturbed in place of parameters (`reruns.outputs_effect`)
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -26,6 +27,7 @@ from meshloom.verify.tolerances.common_factor import CommonFactor
 from meshloom.verify.tolerances.of_precision import most_tolerated, unmeasured
 
 Gradients = Mapping[str, Tensor | None]
+Measure = Callable[[], Mapping[str, float]]
 FLOOR = 1e-3  # of the largest gradient: below it what moves says nothing of other gradients
 TIMES = 8  # the measured effect is one draw of the plan's rounding, and some norms are of few elements
 _CANCELLED_UNITS = 16  # of the largest gradient, by which one that is small as large terms cancel may be off
@@ -50,15 +52,15 @@ class Rounding:
     precision: that of which some units are rounding; None: of each gradient its own. partial: what the plan rounds partial
     sums to; None: to nothing less. roundings: half units of `partial` that a gradient may be off by. travels: how far
     rounding on the way between replicas moves gradients that do not cancel there, relative to their size.
-    measure, measure_travels: called at most once; by name how far gradients move.
+    measures, measure_travels: each called at most once; by name how far gradients move.
     """
 
     precision: torch.dtype | None = None
     partial: torch.dtype | None = None
     roundings: float = 1.0
     travels: float = 0.0
-    measure: Callable[[], Mapping[str, float]] | None = None
-    measure_travels: Callable[[], Mapping[str, float]] | None = None
+    measures: Sequence[Measure] = ()
+    measure_travels: Measure | None = None
 
     @property
     def half_unit(self) -> float:
@@ -80,7 +82,7 @@ class GradientErrors:
         self._reference, self._step, self._rounding = reference, step, rounding
         self._factor, self._known = factor, known or KnownEffects()
         self._largest = max(self.norms.values(), default=0.0)
-        self._effects: Mapping[str, float] | None = None
+        self._effects: list[Mapping[str, float]] = []  # of the measures so far
         self._of_travels: Mapping[str, float] | None = None
         self._grown = 0.0  # the largest effect beyond what is tolerated, relative to its gradient
         self._compared: dict[str, TensorError] = {}
@@ -99,9 +101,10 @@ class GradientErrors:
             allowed = max(allowed, min(TIMES * self._known.of_largest.get(name, 0.0) * self._largest, most))
             if off > allowed and self._rounding.travels:
                 allowed = max(allowed, self._travel_effect(name))
-            if off > allowed:
-                effect = self._rounding_effect(name)
-                allowed = max(allowed, min(TIMES * effect, most), effect, self._grown * self._size(name))
+            for number in range(len(self._rounding.measures)):
+                if off > allowed:
+                    effect = self._rounding_effect(name, number)
+                    allowed = max(allowed, min(TIMES * effect, most), effect, self._grown * self._size(name))
         size = self.norms.get(name, 0.0) or self._largest or 1.0
         compared = self._tensor_error(
             name, off / size, allowed / size, moved=off < math.inf and allowed > self._most(name)
@@ -170,15 +173,16 @@ class GradientErrors:
             self._of_travels = measure() if measure else {}
         return self._of_travels.get(name, 0.0)
 
-    def _rounding_effect(self, name: str) -> float:
-        if self._effects is None:
-            measure = self._rounding.measure
-            self._effects = measure() if measure else {}
-            self._known.note(self._effects, self._largest)
-            for each, effect in self._effects.items():
+    def _rounding_effect(self, name: str, number: int) -> float:
+        if number == len(self._effects):
+            effects = self._rounding.measures[number]()
+            self._effects.append(effects)
+            if not number:
+                self._known.note(effects, self._largest)
+            for each, effect in effects.items():
                 if self._most(each) < effect < math.inf:
                     self._grown = max(self._grown, effect / self._size(each))
-        return self._effects.get(name, 0.0)
+        return self._effects[number].get(name, 0.0)
 
     def _tensor_error(self, name: str, error: float, tolerance: float, *, moved: bool = False) -> TensorError:
         reference = self._reference.get(name)

@@ -32,12 +32,13 @@ EIGHTH.edit(
 EIGHTH.edit(
     "last_evaluation_steps_schedulers",
     "train/synchronous.py",
-    old="evaluation = self.evaluate(due=self.next_step % self._job.evaluate.every == 0)",
-    new="evaluation = self.evaluate(due=True)",
+    old="self._evaluated = self.evaluate(due=self.next_step % given.every == 0)",
+    new="self._evaluated = self.evaluate(due=True)",
     job="mlps:seldom_measured",
     plan="dp=2",
     truth=(
         "The evaluation after the last step steps schedulers that go by a metric also where it is not due, so the state in "
         "the last checkpoint is one evaluation ahead, and a run that goes on from it has other learning rates."
     ),
+    says="schedulers that go by a metric are stepped all the same",
 )
