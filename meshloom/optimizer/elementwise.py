@@ -12,24 +12,29 @@ and one with none.
     rank 2       (nothing)
 
 The user's optimizer is not touched: the trial runs on a copy in which small float64 parameters replace the
-real ones.
+real ones. Step hooks, and a `step` that was put in place of the optimizer's, are part of it; they are tried as copies, with copies of
+what they refer to. What cannot be copied so, or reaches the parameters in another way than through the optimizer, is taken to look at
+all of them.
 """
 
 from __future__ import annotations
 
 import copy
+import io
 import math
 import warnings
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer, SparseAdam
 
+from meshloom.core.device.function_copies import copied_function
 from meshloom.core.device.optimizer_copies import make_copies_step
 from meshloom.core.random import preserved_draws
 from meshloom.optimizer.offload.windows import step_in_windows, windows_of
@@ -83,16 +88,24 @@ def reach(optimizer: Optimizer, *, elementwise: bool | None = None) -> Reach:
         return "optimizer"
 
 
+def own_step(optimizer: Optimizer) -> Callable[..., Any] | None:
+    """The function that the user has put in place of the optimizer's `step`, below that of a scheduler, if there is one."""
+    step: Any = vars(optimizer).get("step")
+    if step is None or not hasattr(step, "_wrapped_by_lr_sched"):
+        return step
+    inner = getattr(step, "__wrapped__", None)  # a scheduler's own is of the class's
+    return None if inner in (None, type(optimizer).step) else MethodType(inner, optimizer)
+
+
+def step_hooks(optimizer: Any) -> list[Callable[..., Any]]:
+    """What is called before and after each step of this optimizer."""
+    return [*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values()]
+
+
 def steps_in_windows(optimizer: Optimizer) -> bool:
     """Whether one update may be made by several calls of `step`, each for some of the parameters
     (`step_in_windows`): a trial has the same bits, settings and plain attributes as with one call."""
-    called_by: Any = optimizer
-    own_step = vars(optimizer).get("step")
-    if (
-        called_by._optimizer_step_pre_hooks
-        or called_by._optimizer_step_post_hooks
-        or (own_step is not None and not hasattr(own_step, "_wrapped_by_lr_sched"))
-    ):
+    if step_hooks(optimizer) or own_step(optimizer) is not None:
         return False  # what is called once a step would be called several times
     if isinstance(optimizer, SparseAdam):  # it takes no dense gradients
         return True
@@ -279,7 +292,22 @@ def _copy(optimizer: Optimizer, held: Sequence[tuple[_Piece, nn.Parameter]]) -> 
                 if isinstance(group["lr"], Tensor)
                 else _LEARNING_RATE
             )
+    _copy_calls(optimizer, stand_in)
     return stand_in
+
+
+def _copy_calls(optimizer: Any, stand_in: Any) -> None:
+    """Gives a copy the hooks around the optimizer's step, and the step in its place."""
+    step = own_step(optimizer)
+    if step is None and not step_hooks(optimizer):
+        return
+    memo: dict[int, Any] = {id(optimizer): stand_in}
+    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+        for key, hook in vars(optimizer)[name].items():
+            vars(stand_in)[name][key] = copied_function(hook, memo, parameters)
+    if step is not None:
+        stand_in.step = copied_function(step, memo, parameters)
 
 
 def copy_with(
@@ -315,7 +343,7 @@ def _shrink(value: Any, piece: _Piece) -> Any:
 
 @contextmanager
 def _undisturbed(optimizer: Optimizer) -> Iterator[None]:
-    """Preserves random generators and warnings."""
+    """Preserves random generators and warnings; what hooks print is not shown."""
     devices = {
         parameter.device
         for group in optimizer.param_groups
@@ -328,6 +356,7 @@ def _undisturbed(optimizer: Optimizer) -> Iterator[None]:
             around.enter_context(
                 torch.random.fork_rng(devices=[device.index for device in devices], device_type="cuda")
             )
+        around.enter_context(redirect_stdout(io.StringIO()))
         around.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
         yield

@@ -100,9 +100,8 @@ class Updater:
         self._optimizers = user.optimizers
         is_divided = exchange.owners is not None or bool(shards.pieces) or stages is not None
         if stages is not None and "optimizer" in user.reaches:
-            kind = type(user.optimizers[user.reaches.index("optimizer")]).__name__
             raise JobError(
-                f"{kind} looks at all parameters at once, and with pp={stages.size} no rank has them all. Use pp=1, an optimizer that updates each "
+                f"{user.looks_at_all} looks at all parameters at once, and with pp={stages.size} no rank has them all. Use pp=1, an optimizer that updates each "
                 "parameter by itself, or Job(elementwise=True) if it does."
             )
         self._losses = _by_loss(job, user, divided=is_divided)

@@ -19,7 +19,7 @@ from meshloom.core.job import Job, NamedParameters
 from meshloom.core.moments.by_hand import as_scheduler, is_scheduler
 from meshloom.core.moments.by_metric import ByMetric, those_by_metric
 from meshloom.core.objectives import EachItsOwn, as_list
-from meshloom.optimizer.elementwise import Reach, reach, steps_in_windows
+from meshloom.optimizer.elementwise import Reach, reach, step_hooks, steps_in_windows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +41,13 @@ class UserOptimizers:
             "optimizer" if takes_closure(each) else reach(each, elementwise=self.elementwise)
             for each in self.optimizers
         ]
+
+    @property
+    def looks_at_all(self) -> str:
+        """The first optimizer whose updates depend on all of its parameters, in words."""
+        optimizer = self.optimizers[self.reaches.index("optimizer")]
+        kind = type(optimizer).__name__
+        return f"{kind} with its step hooks" if step_hooks(optimizer) else kind
 
     @cached_property
     def in_windows(self) -> list[bool]:

@@ -18,9 +18,8 @@ def needs_whole(job: Job, named: NamedParameters, num_servers: int) -> bool:
         return False
     user = make_optimizers(job, named)
     if "optimizer" in user.reaches:
-        kind = type(user.optimizers[user.reaches.index("optimizer")]).__name__
         raise PlanError(
-            f"{kind} looks at all parameters at once, and with servers={num_servers} no server has them all. Use servers=1, an optimizer that updates "
+            f"{user.looks_at_all} looks at all parameters at once, and with servers={num_servers} no server has them all. Use servers=1, an optimizer that updates "
             "each parameter independently, or Job(elementwise=True) if it does."
         )
     whole = "parameter" in user.reaches

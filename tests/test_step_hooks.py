@@ -1,0 +1,184 @@
+"""Hooks around an optimizer's step, and a step in its place: what they look at decides what may be updated in slices, and trying them
+leaves no trace."""
+
+from __future__ import annotations
+
+import threading
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import SGD, Optimizer
+
+import meshloom as ml
+from meshloom.core.errors import JobError
+from meshloom.optimizer.elementwise import reach, steps_in_windows
+from meshloom.replica.replica_state import full_state
+from tests.test_elementwise import parameters
+
+QUIET = ml.Listener(started=str, note=str)
+CALLS: list[int] = []
+COUNTED = {"steps": 0}
+
+
+def clamp(optimizer: Optimizer, args: Any = (), kwargs: Any = None) -> None:
+    for group in optimizer.param_groups:
+        for each in group["params"]:
+            each.data.clamp_(-0.4, 0.4)
+
+
+def clip(optimizer: Optimizer, args: Any = (), kwargs: Any = None) -> None:
+    nn.utils.clip_grad_norm_([each for group in optimizer.param_groups for each in group["params"]], 0.05)
+
+
+def clip_each(optimizer: Optimizer, args: Any = (), kwargs: Any = None) -> None:
+    for group in optimizer.param_groups:
+        for each in group["params"]:
+            nn.utils.clip_grad_norm_([each], 0.05)
+
+
+def count(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    COUNTED["steps"] += 1
+    CALLS.append(COUNTED["steps"])
+    print("counted")
+
+
+def before(hook: Callable[..., None]) -> Optimizer:
+    optimizer = SGD(parameters(), lr=0.1)
+    optimizer.register_step_pre_hook(hook)
+    return optimizer
+
+
+def after(hook: Callable[..., None]) -> Optimizer:
+    optimizer = SGD(parameters(), lr=0.1)
+    optimizer.register_step_post_hook(hook)
+    return optimizer
+
+
+def replaced(optimizer: Optimizer) -> Optimizer:
+    own: Any = optimizer.step
+
+    def step(closure: Any = None) -> Any:
+        clip(optimizer)
+        return own(closure)
+
+    optimizer.step = step  # type: ignore[method-assign]
+    return optimizer
+
+
+@pytest.mark.parametrize(
+    ("made", "expected"),
+    [
+        (lambda: after(clamp), "element"),
+        (lambda: before(count), "element"),
+        (lambda: before(clip_each), "parameter"),
+        (lambda: before(clip), "optimizer"),
+        (lambda: before(lambda optimizer, args, kwargs: clip(optimizer)), "optimizer"),
+        (lambda: replaced(SGD(parameters(), lr=0.1)), "optimizer"),
+    ],
+    ids=["clamp", "count", "clip-each", "clip", "through-a-function", "step-in-its-place"],
+)
+def test_what_hooks_look_at_decides(made: Callable[[], Optimizer], expected: str):
+    assert reach(made()) == expected
+
+
+def test_a_method_below_a_schedulers_is_seen():
+    optimizer = SGD(parameters(), lr=0.1)
+    own = SGD.step
+
+    def step(self: Optimizer, closure: Any = None) -> Any:
+        clip(self)
+        return own(self, closure)  # type: ignore[arg-type]
+
+    optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
+    torch.optim.lr_scheduler.StepLR(optimizer, 3)
+    assert reach(optimizer) == "optimizer"
+    plain = SGD(parameters(), lr=0.1)
+    torch.optim.lr_scheduler.StepLR(plain, 3)
+    assert reach(plain) == "element"
+
+
+def test_what_reaches_parameters_by_itself_or_cannot_be_copied_may_look_at_all():
+    mine = parameters()
+    optimizer = SGD(mine, lr=0.1)
+    optimizer.register_step_post_hook(lambda *_: [each.data.clamp_(-0.4, 0.4) for each in mine])
+    assert reach(optimizer) == "optimizer"
+    lock, large = threading.Lock(), torch.zeros(1 << 23)
+    assert reach(after(lambda *_: lock.locked())) == "optimizer"
+    assert reach(after(lambda *_: large.numel())) == "optimizer"
+    assert reach(after(lambda *_: lock.locked()), elementwise=True) == "element"
+
+
+def test_trying_hooks_leaves_no_trace(capsys: pytest.CaptureFixture[str]):
+    seen: list[int] = []
+    teacher = nn.Linear(3, 2)
+    started = teacher.weight.detach().clone()
+
+    def follow(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        seen.append(1)
+        teacher.weight.data.add_(1.0)
+        count(optimizer, args, kwargs)
+
+    assert reach(after(follow)) == "element"
+    assert seen == CALLS == [] and COUNTED == {"steps": 0}
+    assert torch.equal(teacher.weight, started)
+    assert capsys.readouterr().out == ""
+
+
+def test_windows_are_not_for_hooks():
+    assert not steps_in_windows(after(clamp)) and steps_in_windows(SGD(parameters(), lr=0.1))
+
+
+def clipped(named: Any) -> Optimizer:
+    optimizer = SGD(named, lr=0.5)
+    optimizer.register_step_pre_hook(clip)
+    return optimizer
+
+
+def replacing(named: Any) -> Optimizer:
+    return replaced(SGD(named, lr=0.5))
+
+
+def numbers() -> Any:
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(40, 7, generator=generator)
+    return torch.utils.data.TensorDataset(x, torch.sin(x @ torch.randn(7, 3, generator=generator)))
+
+
+def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return F.mse_loss(model(batch[0]), batch[1])
+
+
+def job(optimizer: Callable[[Any], Optimizer]) -> ml.Job:
+    def model() -> nn.Module:
+        return nn.Sequential(nn.Linear(7, 13), nn.Tanh(), nn.Linear(13, 11), nn.Tanh(), nn.Linear(11, 3))
+
+    return ml.Job(model=model, loss=loss, optimizer=optimizer, data=numbers, batch_size=10, steps=4)
+
+
+def trained(optimizer: Callable[[Any], Optimizer], plan: str) -> dict[str, Tensor]:
+    with ml.Trainer(
+        job(optimizer), plan, devices="simulated", dtype=torch.float64, listener=QUIET
+    ) as trainer:
+        trainer.fit()
+        return trainer.together(full_state)[0]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("optimizer", [clipped, replacing])
+@pytest.mark.parametrize("plan", ["dp=2,zero=1", "dp=2,zero=3", "tp=2"])
+def test_a_norm_of_all_gradients_is_that_of_one_device(optimizer: Callable[[Any], Optimizer], plan: str):
+    """Each rank's hook saw the rank's slices alone, and clipped by their norm."""
+    one, ours = trained(optimizer, "dp=1"), trained(optimizer, plan)
+    assert all(torch.allclose(ours[name], each, rtol=1e-9, atol=1e-12) for name, each in one.items())
+
+
+def test_where_no_rank_has_all_parameters_it_is_refused():
+    with pytest.raises(
+        JobError, match="SGD with its step hooks looks at all parameters at once, and with pp=2"
+    ):
+        trained(clipped, "pp=2,cuts=2")
