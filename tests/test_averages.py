@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,33 @@ def failing_job(labels: list[float]) -> Job:
         return class_loss(model, batch)
 
     return job(evaluate=Evaluate(data=vectors, metrics={"metric": metric}, every=100))
+
+
+@pytest.mark.parametrize("plan", ["dp=1", "dp=2", "dp=2,zero=1"])
+def test_parameters_in_channels_last_have_averages(plan: str):
+    """Whose elements lie in memory in another order: under plans that keep whole parameters it ended with an error."""
+
+    def trained(memory_format: torch.memory_format) -> tuple[dict[str, Tensor], float]:
+        of = make_job("cnn", "sgd", batch_size=6, steps=3)
+        build = of.model
+        metrics = {"loss": of.loss}
+        with ml.Trainer(
+            replace(of, model=lambda: build().to(memory_format=memory_format), average=0.75, evaluate=Evaluate(data=of.data, metrics=metrics, every=9)),
+            plan, devices="simulated", listener=QUIET, dtype=torch.float64,
+        ) as trainer:  # fmt: skip
+            for batch in trainer.batches():
+                trainer.step(batch)
+            metric = trainer.evaluate()["loss"]
+            return {
+                name: each.detach().clone() for name, each in trainer.replicas[0].model.named_parameters()
+            }, metric
+
+    (ours, ours_metric), (right, right_metric) = (
+        trained(torch.channels_last),
+        trained(torch.contiguous_format),
+    )
+    assert ours_metric == pytest.approx(right_metric, rel=1e-9)
+    assert all(torch.allclose(ours[name], each, rtol=1e-9, atol=1e-12) for name, each in right.items())
 
 
 def test_parameters_are_back_after_a_metric_that_fails():

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import meshloom as ml
+from meshloom.core.errors import TrainingError
 from meshloom.telemetry.progress import QUIET
 from meshloom.verify.run import verify
 from tests.zoo import integers, job_of, normal
@@ -66,3 +67,43 @@ def test_a_counter_counts_steps_on_every_replica_and_bytes_are_predicted() -> No
     assert [each.temperature for each in models] == [pytest.approx(2.0 * 0.7**3)] * 2
     assert models[0].most == models[1].most > 0
     assert summary.predicted == summary.counted
+
+
+class Drawing(nn.Module):
+    """A generator of its own, whose state is a whole number. bits: of the state."""
+
+    def __init__(self, bits: int = 64) -> None:
+        super().__init__()
+        self.one, self.two, self.bits = nn.Linear(7, 9), nn.Linear(9, 5), bits
+        self.state = 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.state = (self.state * 6364136223846793005 + 1442695040888963407) % 2**self.bits
+        return self.two(torch.tanh(self.one(x))) * (1 + self.state / 2**self.bits)
+
+
+@pytest.mark.parametrize("plan", ["dp=1", "dp=2"])
+def test_whole_numbers_have_more_bits_than_a_tensors(plan: str) -> None:
+    """From 2^63 on they were lost after each step, under every plan."""
+    state, states = 1, list[int]()
+    for _ in range(3):
+        state = (state * 6364136223846793005 + 1442695040888963407) % 2**64
+        states.append(state)
+    assert max(states) >= 2**63
+    drawing = job_of(Drawing, lambda m, b: F.cross_entropy(m(b["x"]), b["y"]), DATA)
+    with ml.Trainer(drawing, plan, devices="simulated", listener=QUIET) as trainer:
+        for batch, expected in zip(trainer.batches(), states, strict=False):
+            trainer.step(batch)
+            held: list[Any] = [each.model for each in trainer.replicas]
+            assert [each.state for each in held] == [expected] * len(held)
+
+
+def test_a_number_that_is_too_long_is_named() -> None:
+    job = job_of(lambda: Drawing(200), lambda m, b: F.cross_entropy(m(b["x"]), b["y"]), DATA)
+    with (
+        pytest.raises(
+            TrainingError, match=r"a whole number of 1\d\d bits, and replicas send each other at most 127"
+        ),
+        ml.Trainer(job, "dp=2", devices="simulated", listener=QUIET) as trainer,
+    ):
+        trainer.fit()

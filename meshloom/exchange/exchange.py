@@ -55,6 +55,20 @@ class Slice:
         """The elements, flat; they share memory with the parameter, where that is kept."""
         return self.kept if self.kept is not None else self.parameter.data.view(-1)[self.start : self.stop]
 
+    def read(self) -> Tensor:
+        """The elements, flat and in their order; a copy where the parameter lies in memory in another one, such as channels_last."""
+        in_order = self.kept is not None or self.parameter.is_contiguous()
+        return self.data() if in_order else self.parameter.data.reshape(-1)[self.start : self.stop]
+
+    def write(self, values: Tensor) -> None:
+        """Puts these elements, flat, in place of those of the parameter, or of what is kept of it."""
+        if self.kept is not None or self.parameter.is_contiguous():
+            self.data().copy_(values)
+            return
+        flat = self.parameter.data.reshape(-1)
+        flat[self.start : self.stop] = values
+        self.parameter.data.copy_(flat.view_as(self.parameter))
+
 
 class Ownership(Protocol):
     """What the updater needs to know: what this rank updates, and which ranks update the rest."""

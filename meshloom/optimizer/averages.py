@@ -36,7 +36,7 @@ class ParameterAverages:
 
     def update(self) -> None:
         """After a step's update."""
-        owned = [each.data() for each in self._exchange.owned]
+        owned = [each.read() for each in self._exchange.owned]
         if not self.started:
             self._start()
         elif owned:
@@ -46,7 +46,7 @@ class ParameterAverages:
         """Replaces the parameters by their averages. Returns what puts this rank's own values back, after which they are to
         be published once more."""
         slices = list(self._exchange.owned)
-        own = [each.data().clone() for each in slices]
+        own = [each.read().clone() for each in slices]
         _set(slices, [each.tensor.data for each in self.held])
         yield from self.publish()
         return lambda: _set(slices, own)
@@ -74,7 +74,7 @@ class ParameterAverages:
         for each in self._exchange.owned:
             divided = each.name in self._shards.pieces
             shape = self._shards.whole_shape(each.name, each.parameter)
-            tensor = nn.Parameter(each.data().clone(), requires_grad=False)
+            tensor = nn.Parameter(each.read().clone(), requires_grad=False)
             found.append(
                 OwnedSlice(
                     each.name,
@@ -90,4 +90,4 @@ class ParameterAverages:
 
 def _set(slices: Sequence[Slice], values: Sequence[Tensor]) -> None:
     for slice_, value in zip(slices, values, strict=True):
-        slice_.data().copy_(value)
+        slice_.write(value)

@@ -18,12 +18,13 @@ from torch import nn
 
 from meshloom.comm.group import Group
 from meshloom.comm.steps import Steps
+from meshloom.core.errors import TrainingError
 from meshloom.core.modules.class_code import names_set, set_by
 from meshloom.telemetry.traffic import ExpectedBytes, Traffic
 
 Place = tuple[str, nn.Module, str]  # path of a module, and name of its attribute
 _UNCHANGED, _WHOLE, _REAL = range(3)
-_LARGEST = 2**63
+_BITS = 64  # of one number that is sent
 
 
 class PlainNumbers:
@@ -129,17 +130,30 @@ def _places(model: nn.Module, losses: Iterable[Callable[..., Any]]) -> Iterator[
                 yield path, module, name
 
 
-def _encoded(value: float | None) -> tuple[int, int]:
+def _encoded(value: float | None) -> tuple[int, int, int]:
+    """What it is, and up to 128 bits of it, as two signed numbers. Raises `TrainingError` for more.
+
+    >>> [_decoded(*_encoded(each)) for each in (3, -2.5, 2**64 - 1, -(2**100))], _encoded(None)
+    ([3, -2.5, 18446744073709551615, -1267650600228229401496703205376], (0, 0, 0))
     """
-    >>> [_decoded(*_encoded(each)) for each in (3, -2.5)], _encoded(None)
-    ([3, -2.5], (0, 0))
-    """
-    if value is None or (isinstance(value, int) and not -_LARGEST <= value < _LARGEST):
-        return _UNCHANGED, 0
+    if value is None:
+        return _UNCHANGED, 0, 0
     if isinstance(value, int):
-        return _WHOLE, value
-    return _REAL, struct.unpack("<q", struct.pack("<d", value))[0]
+        high, low = divmod(value, 1 << _BITS)
+        if not -(1 << _BITS - 1) <= high < 1 << _BITS - 1:
+            raise TrainingError(
+                f"A forward sets an attribute to a whole number of {value.bit_length()} bits, and replicas send each other at most {2 * _BITS - 1}. "
+                "Keep it as a tensor in a buffer, or as several numbers."
+            )
+        return _WHOLE, _signed(low), high
+    return _REAL, struct.unpack("<q", struct.pack("<d", value))[0], 0
 
 
-def _decoded(kind: int, bits: int) -> float:
-    return bits if kind == _WHOLE else struct.unpack("<d", struct.pack("<q", bits))[0]
+def _decoded(kind: int, low: int, high: int) -> float:
+    if kind == _WHOLE:
+        return (high << _BITS) + low % (1 << _BITS)
+    return struct.unpack("<d", struct.pack("<q", low))[0]
+
+
+def _signed(low: int) -> int:
+    return low - (1 << _BITS) if low >= 1 << _BITS - 1 else low
