@@ -103,7 +103,7 @@ class ComparisonRun(Comparing):
         self._differing = FirstDiffering()
         self._whole: WholeBatch | None = None
         self._averages = AverageErrors(reference.job.average) if reference.job.average is not None else None
-        self._previous: Gradients | None = None  # subsampled
+        self._previous: StepRecord | None = None  # one device's
         self._known: dict[str, KnownEffects] = {}  # by loss
         self._changed: frozenset[str] = frozenset()  # buffers, in this step
         self._effects: Mapping[str, float] = {}  # of rounding on gradients
@@ -282,7 +282,7 @@ class ComparisonRun(Comparing):
                 _seeds_elsewhere(self.reference) | self._places, of_data,
             )  # fmt: skip
         self._steps.append(comparison)
-        self._previous = dict(self._reference_record.gradients)
+        self._previous = self._reference_record
         self._places |= _places_of(self._reference_record)
 
     def result(self) -> ComparisonResult:

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -81,12 +82,15 @@ def evaluate_plan(trainer: Trainer, *, last: bool = False) -> PlanEvaluation:
 
 
 def checked_evaluation(
-    trainer: Trainer, one: Comparing | None, *, last: bool
+    trainer: Trainer, one: Comparing | None, into: Path | None = None, *, last: bool
 ) -> tuple[list[BetweenSteps], bool]:
     """An evaluation compared with one device, on rank 0, if the job has any; and whether it leaves everything as it is, by what this rank knows.
-    Then schedulers that go by a metric are stepped. last: what training does after its last step, which saves, too. All ranks call it."""
+    Then schedulers that go by a metric are stepped. last: what training does after its last step, which saves, too, into this directory if there
+    is one. All ranks call it."""
     run = trainer.synchronous
     assert run is not None
+    if into is not None:
+        run.save_into(into)
     if trainer.job.evaluate is None:
         if last:
             run.after_step(last=True)

@@ -31,12 +31,17 @@ from meshloom.telemetry.progress import Listener
 from meshloom.train.contract import Batch
 from meshloom.train.trainer import Trainer
 from meshloom.verify.between_steps.checks import BetweenSteps
-from meshloom.verify.between_steps.chosen_steps import MOST_SKIPPED, steps_at_epoch_end
+from meshloom.verify.between_steps.chosen_steps import (
+    MOST_SKIPPED,
+    steps_at_epoch_end,
+    steps_of_changes,
+)
 from meshloom.verify.between_steps.saving_again import (
     begun_without,
     best_saved,
     left_out,
     save_in_background,
+    saved_after_resuming,
     saved_again,
     saving_directory,
     why_nothing_is_saved,
@@ -66,7 +71,8 @@ _LATER = Cause(
 )
 _NEXT_EPOCH = Cause(
     "epoch",
-    "Earlier steps agree, and the end of the epoch does not: its last batch, which may be short, or the first batch of the next.",
+    "Earlier steps agree, and the end of the epoch does not: its last batch, which may be short, or the first batch of the next; or what comes where batches "
+    "get another size, or something freezes or thaws.",
 )
 
 
@@ -124,9 +130,7 @@ class VerifiedRun:
                 directory = around.enter_context(saving_directory(trainer))
                 ends = self._epoch_end(trainer, after, total)
                 lacking = trainer.together(partial(why_nothing_is_saved, directory=directory))[0]
-                if trainer.synchronous and not lacking:
-                    trainer.synchronous.save_into(directory)
-                if not self._evaluate(trainer, last=True):
+                if not self._evaluate(trainer, None if lacking else directory, last=True):
                     return
                 path = None if lacking else self._saved(trainer, directory)
                 if path is not None:
@@ -144,7 +148,9 @@ class VerifiedRun:
                 passed = passed and self._take(trainer, ends, special=_NEXT_EPOCH)
                 # what a step leaves shows in one that does not use it
                 if passed and _varies(trainer, self._unused):
-                    self._take(trainer, range(trainer.next_step, min(trainer.next_step + 2, total)))
+                    passed = self._take(trainer, range(trainer.next_step, min(trainer.next_step + 2, total)))
+                compare = self.comparison and self.comparison.check_saved
+                self.between += saved_after_resuming(trainer, path, compare) if passed else []
             del trainer
             if lost:
                 again, _ = saved_again(self._opened(total, resume=path, compares=False), path)
@@ -222,10 +228,10 @@ class VerifiedRun:
         self._changed += changed
         return passed
 
-    def _evaluate(self, trainer: Trainer, *, last: bool = False) -> bool:
+    def _evaluate(self, trainer: Trainer, into: Path | None = None, *, last: bool = False) -> bool:
         """Whether an evaluation changes nothing, on every rank; that is so where there is none. Steps agree or not whatever its
-        metrics are. last: of `checked_evaluation`."""
-        checked, unchanged = checked_evaluation(trainer, self.comparison, last=last)
+        metrics are. into, last: of `checked_evaluation`."""
+        checked, unchanged = checked_evaluation(trainer, self.comparison, into, last=last)
         self.between += checked
         return _of_first_rank(trainer, unchanged)
 
@@ -238,16 +244,16 @@ class VerifiedRun:
         return passed
 
     def _epoch_end(self, trainer: Trainer, after: range, steps: int) -> list[int]:
-        """Steps at the end of an epoch. after: those that follow when the checkpoint is resumed. Of iterable data rank 0 counts, if
-        it does not take long."""
+        """Steps at the end of an epoch, and where batch sizes or what is frozen change. after: those that follow when the checkpoint is
+        resumed. Of iterable data rank 0 counts, if it does not take long."""
         length = self._steps_per_epoch
         repeats = length is not None and not self.job.batch_sizes
         if length is None:
-            main = trainer.world.main
-            counted = batches_of_first_epoch(self.job, _MOST_SAMPLES, _MOST_SECONDS) if main else None
+            counted = batches_of_first_epoch(self.job, _MOST_SAMPLES, _MOST_SECONDS) if trainer.world.main else None  # fmt: skip
             length = _of_first_rank(trainer, counted)
-        taken = (range(after.start), after)
-        return steps_at_epoch_end(length, taken, steps, repeats=repeats) if length else []
+        ends = steps_at_epoch_end(length, (range(after.start), after), steps, repeats=repeats) if length else []  # fmt: skip
+        most = None if self._steps_per_epoch else _MOST_SAMPLES
+        return steps_of_changes(self.job, after.stop, ends, steps, most)
 
     def _saved(self, trainer: Trainer, directory: Path) -> Path:
         """The checkpoint after the evaluation, compared; with schedulers that go by a metric as one device has them."""

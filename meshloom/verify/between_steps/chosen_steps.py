@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from meshloom.core.job import Job
+from meshloom.verify.reference.samples_of_epoch import size_of_step
+
 MOST_SKIPPED = 24  # steps further, until a loss scale has fallen so far that a first update is made
 
 
@@ -29,3 +32,23 @@ def steps_at_epoch_end(length: int, taken: Sequence[range], steps: int, *, repea
         if first > end:
             return [first - 1, first]
     return [step for step in (length - 1, length) if end <= step < steps]
+
+
+def steps_of_changes(job: Job, first: int, ends: Sequence[int], steps: int, most_samples: int | None) -> list[int]:  # fmt: skip
+    """With `ends`, steps at the end of an epoch: the first step from `first` on at which batches get another size, and the first after that end,
+    and the first at which something freezes or thaws, as far as a run of `steps` has them. most_samples: how many may be read on the way
+    there; None: data on the way is passed over."""
+    sizes = sorted(job.batch_sizes)
+    edges = sorted(edge for each in job.frozen.values() for edge in (each.start, each.stop))
+    after = max(ends, default=first)
+    found = [
+        next((each for each in changes if begin <= each < steps), None)
+        for changes, begin in ((sizes, first), (sizes, after), (edges, first))
+    ]
+    known = {
+        each
+        for each in found
+        if each is not None
+        and (most_samples is None or sum(size_of_step(job, before) for before in range(each)) <= most_samples)
+    }
+    return sorted({*ends, *known})

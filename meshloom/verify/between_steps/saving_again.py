@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +26,7 @@ from meshloom.verify.between_steps.checks import BetweenSteps
 from meshloom.verify.between_steps.saved_check import same_files
 from meshloom.verify.reference.mistakes import Cause
 
+_QUICKLY_WRITTEN = 1 << 28  # bytes
 _STATE = 4  # times the parameters: themselves, two moments, copies
 _BACKGROUND = "the checkpoint written in the background while the next step ran"
 _BEST = "the checkpoint of the best evaluation"
@@ -71,6 +72,21 @@ def best_saved(directory: Path, path: Path, evaluation: TeamEvaluation) -> list[
     if kept.exists():
         return [same_files(path, kept, _BEST)[0]]
     return [BetweenSteps(what=_BEST, facts=[f"{BEST}/ does not have it, and no evaluation was before this one."])]  # fmt: skip
+
+
+def saved_after_resuming(
+    trainer: Trainer, path: Path, compare: Callable[[Path, str], BetweenSteps] | None
+) -> list[BetweenSteps]:
+    """The next checkpoint of a Trainer that has resumed the one in `path` and taken steps; none where writing it takes long. compare: with one
+    device, on rank 0. All ranks call it."""
+    run = trainer.synchronous
+    assert run is not None
+    size = sum(each.stat().st_size for each in path.rglob("*") if each.is_file()) if trainer.world.main else 0
+    if trainer.together(lambda replica: share(replica.context.world, size))[0] > _QUICKLY_WRITTEN:
+        return []
+    run.save_into(path.parent / "resumed")
+    saved = trainer.save()
+    return [compare(saved, "the next checkpoint of the run that was resumed,")] if compare else []
 
 
 def saved_again(

@@ -61,9 +61,9 @@ def from_gradients(
     if broken:
         return [Cause("unknown", f"Unknown cause: the gradient of {names_of(broken)} is not finite.")]
     of_rows = [each.name for each in comparison.errors if each.name in actual and math.isinf(each.error)]
-    if of_rows and not wrong.error:  # of sparse gradients
-        return [_of_rows(of_rows, evidence)]
     rounding = min(each.tolerance for each in comparison.errors if each.kind == "loss")
+    if of_rows and wrong.error <= rounding:  # of sparse gradients
+        return [_of_rows(of_rows, evidence)]
     if comparison.first_output is None and not differing_chunks(comparison, ours, reference):
         # what changes a forward changes a loss
         if not any(bool(each.any()) for each in actual.values()):

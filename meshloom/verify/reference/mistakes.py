@@ -70,7 +70,7 @@ class Evidence:
     unsynchronised: averaged gradients with each replica's own batch statistics; None where the plan says so.
     chained: averaged gradients if a replica's chunks read the buffers that the chunk before wrote; None
         without buffers.
-    previous: averaged gradients of the step before; None in the first.
+    previous: averaged gradients of the step before; None in the first. weight_before: of its batch; 0 in the first.
     tied: parameters with several names: first -> others.
     clip: the job's clip_grad_norm.
     rows: of sparse gradients that have other rows than one device's, those that they lack and those that they have more.
@@ -90,6 +90,7 @@ class Evidence:
     unsynchronised: Gradients | None = None
     chained: Gradients | None = None
     previous: Gradients | None = None
+    weight_before: float = 0.0
     tied: Mapping[str, Sequence[str]]
     clip: float | None = None
     rows: Mapping[str, tuple[Sequence[int], Sequence[int]]] = field(
@@ -134,7 +135,7 @@ def subsample(tensor: Tensor) -> Tensor:
 def mistakes(evidence: Evidence, all_wrong: bool) -> Iterator[Mistake]:
     """Possible mistakes, simple ones first. all_wrong: whether all gradients differ, or some."""
     chunks = _Chunks.of(evidence)
-    yield from _scales(chunks, all_wrong)
+    yield from _scales(chunks, all_wrong, evidence.weight_before)
     if not evidence.plan.sync_batch_norm:  # else a forward has chunks of all replicas
         yield from _weights_of_one_replica(chunks)
         yield from _own_shares(chunks, all_wrong)
@@ -181,7 +182,8 @@ class _Chunks:
         return [factor / self.total] * len(self.weights)
 
 
-def _scales(chunks: _Chunks, all_wrong: bool) -> Iterator[Mistake]:
+def _scales(chunks: _Chunks, all_wrong: bool, before: float) -> Iterator[Mistake]:
+    """before: weight of the step before's batch, if there is one."""
     dp, m, total = chunks.dp, chunks.m, chunks.total
 
     def scale(factor: float, description: str, kind: CauseKind = "scale") -> Mistake:
@@ -215,6 +217,9 @@ def _scales(chunks: _Chunks, all_wrong: bool) -> Iterator[Mistake]:
         why = f"is divided by the weight {last:g} of the last ones only, not by {total:g}"
         factor = total / last
         yield scale(factor, f"{factor:.6g} times one device's: the sum over all {m} microbatches {why}")
+    for factor in (before / total, total / before) if before and total and before != total else ():
+        why = f"what it is divided by goes by the weight of the batch before, {before:g}, and not by this one's, {total:g}"
+        yield scale(factor, f"{factor:.6g} times one device's: {why}")
 
 
 def _weights_of_one_replica(chunks: _Chunks) -> Iterator[Mistake]:

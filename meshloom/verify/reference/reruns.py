@@ -252,10 +252,9 @@ def _units_of(reference: Reference, *, whole: bool) -> Callable[[str], float]:
 
 
 def initial_evidence(
-    reference: Reference, norms: Mapping[str, float], previous: Gradients | None = None
+    reference: Reference, norms: Mapping[str, float], previous: StepRecord | None = None
 ) -> Evidence:
-    """What is known without a rerun. norms: of the step's averaged gradients. previous: the gradients of
-    the step before, subsampled."""
+    """What is known without a rerun. norms: of the step's averaged gradients. previous: one device's step before."""
     tied, clip = _tied(reference.model), reference.turn.clip_grad_norm
     frozen = (
         frozenset(name for name in reference.parameters if is_frozen(reference, name))
@@ -264,7 +263,8 @@ def initial_evidence(
     )
     closures = any(map(needs_closure, reference.turn.optimizers))
     return Evidence(
-        plan=reference.plan, norms=norms, previous=previous, tied=tied, clip=clip, frozen=frozen, has_closures=closures
+        plan=reference.plan, norms=norms, previous=previous and dict(previous.gradients), tied=tied, clip=clip, frozen=frozen, has_closures=closures,
+        weight_before=previous.weight if previous else 0.0,
     )  # fmt: skip
 
 
