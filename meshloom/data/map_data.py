@@ -19,6 +19,7 @@ from meshloom.core.job import Job
 from meshloom.core.plan import Plan
 from meshloom.core.random import partner_order, sample_order, sample_seed
 from meshloom.data.chunks import Chunk, ChunkRange, Reader, share_of, split_batch
+from meshloom.data.dataset_generators import DatasetGenerators
 from meshloom.data.reading import Collation, ReadFailure, read_ahead, seed_draws
 from meshloom.data.shares import Shares
 
@@ -42,7 +43,7 @@ class ChunkSource(Dataset[Any]):
     def __init__(self, dataset: Any, job: Job) -> None:
         self._dataset = dataset
         self._seed = job.seed
-        self._collate = Collation(job)
+        self._collate, self._generators = Collation(job), DatasetGenerators(dataset)
 
     def __getitem__(self, request: ReadRequest) -> Any:
         samples: dict[int, Any] = {}
@@ -50,6 +51,7 @@ class ChunkSource(Dataset[Any]):
             self._dataset.set_epoch(request.epoch)
         for index in dict.fromkeys([*request.indices, *(request.partners or ())]):
             seed_draws(sample_seed(self._seed, request.epoch, index))
+            self._generators.seed(sample_seed(self._seed, request.epoch, index))
             try:
                 samples[index] = self._dataset[index]
             except Exception as error:

@@ -24,6 +24,7 @@ from meshloom.core.job import Job
 from meshloom.core.plan import Plan
 from meshloom.core.random import derive, partner_order, sample_seed
 from meshloom.data.chunks import Chunk, Reader, split_batch
+from meshloom.data.dataset_generators import DatasetGenerators
 from meshloom.data.reading import Collation, ReadFailure, read_ahead, seed_draws
 from meshloom.data.shares import Shares
 
@@ -68,11 +69,12 @@ def partners_of(job: Job, step: int, samples: Sequence[Any]) -> list[Any] | None
 
 def stream_batches(dataset: Any, job: Job) -> Iterator[list[Sample] | ReadFailure]:
     """The global batches, epoch after epoch, without end; a `ReadFailure` is the last item."""
-    step = 0
+    step, generators = 0, DatasetGenerators(dataset)
     for epoch in count():
         position, before = 0, step
         batch: list[Sample] = []
         seed_draws(derive(job.seed, "stream", epoch))
+        generators.seed(derive(job.seed, "stream", epoch))
         try:
             if hasattr(dataset, "set_epoch"):
                 dataset.set_epoch(epoch)
@@ -82,6 +84,7 @@ def stream_batches(dataset: Any, job: Job) -> Iterator[list[Sample] | ReadFailur
             return
         while True:
             seed_draws(sample_seed(job.seed, epoch, position))
+            generators.seed(sample_seed(job.seed, epoch, position))
             try:
                 batch.append((f"{position} of epoch {epoch}", next(samples)))
             except StopIteration:

@@ -3,12 +3,17 @@ implementation that the plan's own is checked against."""
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import count, islice
+from types import FunctionType, ModuleType
 from typing import Any
 
+import numpy
+import torch
+from torch import nn
 from torch.utils.data import IterableDataset
 
 from meshloom.core.errors import DataError
@@ -131,6 +136,7 @@ def _indexed(job: Job, dataset: Any, first: int, reading: WayToRead) -> Iterator
                 batch = [
                     _read(
                         job,
+                        dataset,
                         reading.epoch(epoch),
                         reading.index(index, place),
                         lambda index=index: dataset[index],
@@ -177,13 +183,13 @@ def _paired(job: Job, step: int, batch: list[Any]) -> list[Any]:
 
 def _stream(job: Job, dataset: Any, epoch: int, reading: WayToRead) -> Iterator[Any]:
     with preserved_draws():
-        seed_everything(derive(job.seed, "stream", epoch))
+        seed_reading(dataset, derive(job.seed, "stream", epoch))
         if hasattr(dataset, "set_epoch"):
             dataset.set_epoch(reading.told(epoch))
         source = iter(dataset)
     for position in count():
         sample = _read(
-            job, reading.epoch(epoch), reading.index(position, position), lambda: next(source, _END)
+            job, dataset, reading.epoch(epoch), reading.index(position, position), lambda: next(source, _END)
         )
         if sample is _END:
             return
@@ -193,7 +199,37 @@ def _stream(job: Job, dataset: Any, epoch: int, reading: WayToRead) -> Iterator[
 _END = object()
 
 
-def _read(job: Job, epoch: int, index: int, read: Any) -> Any:
+def _read(job: Job, dataset: Any, epoch: int, index: int, read: Any) -> Any:
     with preserved_draws():
-        seed_everything(sample_seed(job.seed, epoch, index))
+        seed_reading(dataset, sample_seed(job.seed, epoch, index))
         return read()
+
+
+def seed_reading(dataset: Any, value: int) -> None:
+    """The global generators, and those that the dataset and what it holds have as attributes, each by its path."""
+    seed_everything(value)
+    waiting, seen = [("", dataset)], set[int]()
+    for _ in range(5):
+        parts = list[tuple[str, Any]]()
+        for path, each in waiting:
+            seed = derive(value, path)
+            if isinstance(each, torch.Generator):
+                each.manual_seed(seed)
+            elif isinstance(each, numpy.random.Generator):
+                each.bit_generator.state = type(each.bit_generator)(seed).state
+            elif isinstance(each, numpy.random.RandomState):
+                each.seed(seed % 2**32)
+            elif isinstance(each, random.Random):
+                each.seed(seed)
+            elif id(each) not in seen and not isinstance(each, _PLAIN):
+                seen.add(id(each))
+                inside = (
+                    enumerate(each[:64])
+                    if isinstance(each, list | tuple)
+                    else getattr(each, "__dict__", {}).items()
+                )
+                parts += [(f"{path}.{name}" if path else str(name), value) for name, value in inside]
+        waiting = parts
+
+
+_PLAIN = (str, bytes, int, float, torch.Tensor, numpy.ndarray, nn.Module, type, ModuleType, FunctionType)

@@ -80,8 +80,8 @@ edit(
 edit(
     "parameters_stay_averages",
     "optimizer/averages.py",
-    old="        own = [each.data().clone() for each in slices]",
-    new="        own = [each.data() for each in slices]",
+    old="        own = [each.read().clone() for each in slices]",
+    new="        own = [each.read() for each in slices]",
     job="jobs/growing_batches:job",
     plan="dp=2,microbatches=2",
     truth=(

@@ -7,8 +7,8 @@ from tests.planted.fifth.listing import edit
 edit(
     "average_stays",
     "optimizer/averages.py",
-    old="own = [each.data().clone() for each in slices]",
-    new="own = [each.data() for each in slices]",
+    old="own = [each.read().clone() for each in slices]",
+    new="own = [each.read() for each in slices]",
     job="small_jobs/wide_rows:averaged",
     plan="dp=2",
     truth=(

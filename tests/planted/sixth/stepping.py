@@ -43,8 +43,8 @@ SIXTH.edit(
 SIXTH.edit(
     "averages_stay_after_evaluation",
     "optimizer/averages.py",
-    old="own = [each.data().clone() for each in slices]",
-    new="own = [each.data() for each in slices]",
+    old="own = [each.read().clone() for each in slices]",
+    new="own = [each.read() for each in slices]",
     job="letters:averaged",
     plan="dp=2,microbatches=2,zero=1",
     truth="What is put back after an evaluation of averages is no copy, so training goes on from the averages.",

@@ -26,6 +26,7 @@ from meshloom.verify.reference.chunks_of_plan import forwards_of
 from meshloom.verify.reference.observers import ModuleWatch, digest_values
 from meshloom.verify.reference.other_precision import convert, default_dtype
 from meshloom.verify.reference.reference import Reference
+from meshloom.verify.reference.samples_of_epoch import seed_reading
 from meshloom.verify.reference.step_records import ModuleOutput
 
 
@@ -195,7 +196,7 @@ def _chunks(
             continue
         samples: list[Any] = []
         for index in range(start, min(start + size, len(dataset))):
-            seed_everything(sample_seed(job.seed, -1, index))  # -1: the epoch of evaluations
+            seed_reading(dataset, sample_seed(job.seed, -1, index))  # -1: the epoch of evaluations
             samples.append(dataset[index])
         for chunk in forwards_of(reference.plan, samples, reference.shares_now, synchronised=False):
             yield batch, chunk.members[0][0], chunk.samples
