@@ -26,6 +26,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from meshloom.checkpoint import checkpoint as checkpoints
 from meshloom.checkpoint import resuming
@@ -46,6 +47,7 @@ from meshloom.train.trainer import Trainer
 from tests.jobs import make_job
 from tests.processes import on_ranks
 from tests.saving_jobs import SHAPES, save_step, state_of, weights_of, written_in_parallel
+from tests.zoo import integers, job_of, normal
 
 
 class Reads:
@@ -457,3 +459,39 @@ def test_what_a_checkpoint_gives_is_not_drawn_first(
     assert set(drawn) == {"features", *read, *(parameters if reads else ())}
     assert starts.keys() == (parameters if reads else set())
     assert all(torch.equal(each, drawn_values[name]) for name, each in starts.items())
+
+
+class Observing(nn.Module):
+    """Scales by what it has seen, of which it knows not even the shape at first."""
+
+    level: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(7, 21), nn.Linear(21, 5)
+        self.register_buffer("level", torch.zeros(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        now = h.detach().abs().mean(0)
+        self.level = now if not self.level.numel() else 0.95 * self.level + 0.05 * now
+        return self.b(h / (0.1 + self.level))
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=1"])
+def test_a_buffer_that_gets_its_shape_in_the_first_step_is_resumed(tmp_path: Path, plan: str):
+    """It was saved, and refused as one of another model."""
+    job = job_of(
+        Observing, lambda m, b: F.cross_entropy(m(b["x"]), b["y"]), {"x": normal(1, 7), "y": integers(2, 5)}
+    )
+
+    def trained(**arguments: Any) -> dict[str, Tensor]:
+        with Trainer(job, plan, devices="simulated", listener=QUIET, **arguments) as trainer:
+            trainer.fit()
+            return {name: each.clone() for name, each in trainer.replicas[0].model.state_dict().items()}
+
+    whole = trained(steps=4)
+    trained(steps=2, out=tmp_path)
+    resumed = trained(steps=4, resume=tmp_path)
+    assert whole["level"].shape == (21,)
+    assert all(torch.equal(resumed[name], each) for name, each in whole.items())

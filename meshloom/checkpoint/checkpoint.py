@@ -5,6 +5,7 @@ Nothing is unpickled. Written by `save`; the layout is described in `format.py`.
 
 from __future__ import annotations
 
+import json
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -122,6 +123,11 @@ class Checkpoint:
                 raise CheckpointError(
                     f"{self.path} is of another model: its parameter {name} ({there}) is not in this job."
                 )
+
+    def whole_shape(self, name: str) -> tuple[int, ...] | None:
+        """Of a parameter or buffer, by its name in `state_dict`; None: it has none of that name."""
+        text = self._fingerprint.get(name)
+        return None if text is None else tuple(json.loads(text.rpartition(" ")[0]))
 
     def check_data(self, job: Job) -> None:
         """Raises `CheckpointError` if `job` draws its batches differently from the job that was saved."""

@@ -174,6 +174,7 @@ def resume(replica: Replica, directory: Path, check: Callable[[Checkpoint], None
     """
     world = replica.context.world
     checkpoint = yield from open_together(directory, world)
+    _shape_empty_buffers(replica.model, checkpoint)
     yield from check_together(world, lambda: check(checkpoint))
     found: list[Loader] = []
     yield from check_together(world, lambda: found.append(loader_of(replica, checkpoint)))
@@ -186,6 +187,15 @@ def resume(replica: Replica, directory: Path, check: Callable[[Checkpoint], None
         lambda done, of: replica.timings.counted(done, of),
     )
     return checkpoint
+
+
+def _shape_empty_buffers(model: nn.Module, checkpoint: Checkpoint) -> None:
+    """Give buffers without elements, which get their shape in the first step, that of the checkpoint."""
+    for path, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            shape = checkpoint.whole_shape(f"{path}.{name}" if path else name)
+            if shape is not None and not buffer.numel() and shape != tuple(buffer.shape):
+                module._buffers[name] = buffer.new_zeros(shape)  # pyright: ignore[reportPrivateUsage]
 
 
 def each_of_state(replica: Replica, take: Callable[[str, Tensor], None]) -> Steps[None]:
