@@ -53,10 +53,10 @@ def _copied(value: Any, memo: dict[int, Any], apart: set[int]) -> Any:
         return partial(_copied(given.func, memo, apart), *arguments, **_each(given.keywords, memo, apart))
     if isinstance(value, types.ModuleType | types.BuiltinFunctionType | type):
         return value
-    for tensors in _tensors_of(value):
-        if id(tensors) in apart:
-            raise NotCopiedError("it refers to them by itself")
-    if sum(each.numel() for each in _tensors_of(value)) > _MOST_ELEMENTS:
+    tensors = [*_tensors_of(value)]
+    if any(id(each) in apart for each in tensors):
+        raise NotCopiedError("it refers to them by itself")
+    if sum(map(Tensor.numel, tensors)) > _MOST_ELEMENTS:
         raise NotCopiedError("it refers to large tensors")
     return copy.deepcopy(value, memo)
 
