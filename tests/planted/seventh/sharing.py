@@ -47,8 +47,8 @@ SEVENTH.edit(
         "Entries before a rank's share are not counted, so rank 2 looks up the flag of mid.weight, which is frozen, for its slice of "
         "inp.weight: that slice has no gradient and is not updated."
     ),
-    says="They are 0 times one device's: they are lost",
-    module="inp",
+    says="mid.bias, out.weight: a gradient on one device and none under the plan",
+    module="out",
 )
 SEVENTH.edit(
     "zero_two_every_round_is_first",

@@ -12,6 +12,7 @@ SEVENTH.edit(
         "            self._dataset.set_epoch(request.epoch)\n"
         "        for index in dict.fromkeys([*request.indices, *(request.partners or ())]):\n"
         "            seed_draws(sample_seed(self._seed, request.epoch, index))\n"
+        "            self._generators.seed(sample_seed(self._seed, request.epoch, index))\n"
         "            try:\n"
         "                samples[index] = self._dataset[index]\n"
         "            except Exception as error:\n"
@@ -20,6 +21,7 @@ SEVENTH.edit(
     new=(
         "        for index in dict.fromkeys([*request.indices, *(request.partners or ())]):\n"
         "            seed_draws(sample_seed(self._seed, request.epoch, index))\n"
+        "            self._generators.seed(sample_seed(self._seed, request.epoch, index))\n"
         "            try:\n"
         "                samples[index] = self._dataset[index]\n"
         "            except Exception as error:\n"

@@ -103,7 +103,7 @@ untied = ml.Job(model=lambda: GPT(False), loss=token_loss, optimizer=groups, **c
 averaged = ml.Job(model=GPT, loss=mean_loss, optimizer=groups, average=0.9, evaluate=evaluation, **common)
 plain = ml.Job(
     model=lambda: GPT(False),
-    loss=token_loss,
+    loss=mean_loss,  # of equal weight on all replicas, as local steps promise something for these alone
     optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=0.3),
     **common,
 )
