@@ -6,6 +6,7 @@ exception becomes a `ReadFailure` where it is raised, since one that crosses pro
 
 from __future__ import annotations
 
+import copy
 import multiprocessing
 import os
 import pickle
@@ -85,7 +86,7 @@ class Collation:
 
     def __init__(self, job: Job) -> None:
         self._collate: Callable[[list[Any]], Any] = job.collate or default_collate
-        self._mix = job.mix
+        self._mix, self._may_change = job.mix, job.collate is not None
         self._seed = job.seed
         self._sendable = False
 
@@ -101,6 +102,8 @@ class Collation:
         mixed with; None: nothing is."""
         what = f"Collating chunk {index} of step {step} (samples {', '.join(map(str, names))})"
         try:
+            if partners is not None and self._may_change:
+                partners = copy.deepcopy(partners)  # a sample may be another's partner, too
             data = self._collated(samples, step, index)
             if self._mix is not None and partners is not None:
                 others = self._collated(partners, step, index)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -265,7 +266,23 @@ class ChunkRun:
 
     def _collated(self, samples: Sequence[Any], *place: int) -> Any:
         seed_everything(derive(self._job.seed, "collate", *place))
-        return (self._job.collate or default_collate)(list(samples))
+        if self._job.collate is None:
+            return default_collate(list(samples))
+        return self._job.collate(
+            copies_of_samples(samples)
+        )  # it may take something out of them, and chunks are collated again
+
+
+def copies_of_samples(samples: Sequence[Any]) -> list[Any]:
+    """Each by itself; those that cannot be copied as they are."""
+
+    def copied(sample: Any) -> Any:
+        try:
+            return copy.deepcopy(sample)
+        except Exception:  # what an object of the user's raises that is not to be copied
+            return copy.copy(sample)
+
+    return [copied(each) for each in samples]
 
 
 class DrawsOfChunks(KeyedDraws):

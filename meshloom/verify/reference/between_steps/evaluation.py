@@ -22,6 +22,7 @@ from meshloom.core.random import (
     seed_everything,
 )
 from meshloom.verify.reference.buffer_merging import plain_numbers, put_numbers
+from meshloom.verify.reference.chunk_run import copies_of_samples
 from meshloom.verify.reference.chunks_of_plan import forwards_of
 from meshloom.verify.reference.observers import ModuleWatch, digest_values
 from meshloom.verify.reference.other_precision import convert, default_dtype
@@ -204,7 +205,8 @@ def _chunks(
 
 def _collated(reference: Reference, batch: int, chunk: int, samples: Sequence[Any]) -> Any:
     seed_everything(derive(reference.job.seed, "collate", batch, chunk))
-    return (reference.job.collate or default_collate)(list(samples))
+    collate = reference.job.collate
+    return default_collate(list(samples)) if collate is None else collate(copies_of_samples(samples))
 
 
 def _converted(reference: Reference, collated: Any) -> Any:
