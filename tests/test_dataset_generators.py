@@ -107,3 +107,25 @@ def test_found_by_their_paths_and_none_where_there_are_none():
         "dataset.new", "dataset.old", "dataset.torchs", "dataset.transforms.0.source", "dataset.transforms.1.source",
     ]  # fmt: skip
     assert DatasetGenerators([{"x": torch.zeros(2)}]).names == []
+
+
+class Shared(Dataset[Any]):
+    """One generator under two names, one of which is deeper."""
+
+    def __init__(self) -> None:
+        jitter = Jitter(5)
+        self.deep, self.near = [[jitter]], jitter.source
+        self.jitter = jitter
+
+    def __len__(self) -> int:
+        return 13
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"x": self.jitter(torch.ones(7)), "y": torch.full((3,), self.near.random())}
+
+
+@pytest.mark.long
+def test_one_that_is_held_twice_is_seeded_once():
+    assert len(DatasetGenerators(Shared()).names) == 1
+    found = verify(job(data=Shared), Plan.parse("dp=2"), devices="simulated", quick=False)
+    assert found is not None and found.passed, (found.causes, found.between)

@@ -59,14 +59,14 @@ def after(hook: Callable[..., None]) -> Optimizer:
     return optimizer
 
 
-def replaced(optimizer: Optimizer) -> Optimizer:
-    own: Any = optimizer.step
+def replaced(optimizer: Any) -> Optimizer:
+    own = optimizer.step
 
     def step(closure: Any = None) -> Any:
         clip(optimizer)
         return own(closure)
 
-    optimizer.step = step  # type: ignore[method-assign]
+    optimizer.step = step
     return optimizer
 
 
@@ -87,14 +87,14 @@ def test_what_hooks_look_at_decides(made: Callable[[], Optimizer], expected: str
 
 
 def test_a_method_below_a_schedulers_is_seen():
-    optimizer = SGD(parameters(), lr=0.1)
-    own = SGD.step
+    optimizer: Any = SGD(parameters(), lr=0.1)
+    own: Any = SGD.step
 
     def step(self: Optimizer, closure: Any = None) -> Any:
         clip(self)
-        return own(self, closure)  # type: ignore[arg-type]
+        return own(self, closure)
 
-    optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
+    optimizer.step = types.MethodType(step, optimizer)
     torch.optim.lr_scheduler.StepLR(optimizer, 3)
     assert reach(optimizer) == "optimizer"
     plain = SGD(parameters(), lr=0.1)

@@ -50,8 +50,9 @@ class ChunkSource(Dataset[Any]):
         if request.epoch != EVALUATION and hasattr(self._dataset, "set_epoch"):
             self._dataset.set_epoch(request.epoch)
         for index in dict.fromkeys([*request.indices, *(request.partners or ())]):
-            seed_draws(sample_seed(self._seed, request.epoch, index))
-            self._generators.seed(sample_seed(self._seed, request.epoch, index))
+            seed = sample_seed(self._seed, request.epoch, index)
+            seed_draws(seed)
+            self._generators.seed(seed)
             try:
                 samples[index] = self._dataset[index]
             except Exception as error:

@@ -6,7 +6,6 @@ exception becomes a `ReadFailure` where it is raised, since one that crosses pro
 
 from __future__ import annotations
 
-import copy
 import multiprocessing
 import os
 import pickle
@@ -30,6 +29,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_in
 from meshloom.core.errors import DataError
 from meshloom.core.job import Job
 from meshloom.core.modules.packages import is_of_package
+from meshloom.core.modules.sample_copies import copied_samples
 from meshloom.core.random import derive, mix_seed, preserved_draws
 
 
@@ -103,7 +103,7 @@ class Collation:
         what = f"Collating chunk {index} of step {step} (samples {', '.join(map(str, names))})"
         try:
             if partners is not None and self._may_change:
-                partners = copy.deepcopy(partners)  # a sample may be another's partner, too
+                partners = copied_samples(partners)  # a sample may be another's partner, too
             data = self._collated(samples, step, index)
             if self._mix is not None and partners is not None:
                 others = self._collated(partners, step, index)

@@ -73,8 +73,9 @@ def stream_batches(dataset: Any, job: Job) -> Iterator[list[Sample] | ReadFailur
     for epoch in count():
         position, before = 0, step
         batch: list[Sample] = []
-        seed_draws(derive(job.seed, "stream", epoch))
-        generators.seed(derive(job.seed, "stream", epoch))
+        seed = derive(job.seed, "stream", epoch)
+        seed_draws(seed)
+        generators.seed(seed)
         try:
             if hasattr(dataset, "set_epoch"):
                 dataset.set_epoch(epoch)
@@ -83,8 +84,9 @@ def stream_batches(dataset: Any, job: Job) -> Iterator[list[Sample] | ReadFailur
             yield ReadFailure.of(f"Starting epoch {epoch} of the stream", error)
             return
         while True:
-            seed_draws(sample_seed(job.seed, epoch, position))
-            generators.seed(sample_seed(job.seed, epoch, position))
+            seed = sample_seed(job.seed, epoch, position)
+            seed_draws(seed)
+            generators.seed(seed)
             try:
                 batch.append((f"{position} of epoch {epoch}", next(samples)))
             except StopIteration:

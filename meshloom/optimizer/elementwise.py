@@ -34,8 +34,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer, SparseAdam
 
-from meshloom.core.device.function_copies import copied_function
 from meshloom.core.device.optimizer_copies import make_copies_step
+from meshloom.core.modules.function_copies import copied_function
 from meshloom.core.random import preserved_draws
 from meshloom.optimizer.offload.windows import step_in_windows, windows_of
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshloom.comm.objects import collect, share
+from meshloom.comm.objects import collect
 from meshloom.comm.steps import Steps
 from meshloom.core.moments.by_metric import those_by_metric
 from meshloom.data.chunks import Chunk
@@ -25,6 +25,7 @@ from meshloom.replica.replica_state import replicated_state
 from meshloom.train.trainer import Trainer
 from meshloom.verify.between_steps.checks import BetweenSteps
 from meshloom.verify.between_steps.evaluation_causes import metric_error
+from meshloom.verify.between_steps.first_rank import of_first_rank
 from meshloom.verify.compared.compare_evaluation import LentParameters, PlanEvaluation, SeenMetric
 from meshloom.verify.compared.compared_evaluation import MODE, TRAINED
 from meshloom.verify.comparing import Comparing
@@ -98,7 +99,7 @@ def checked_evaluation(
     ours = evaluate_plan(trainer, last=last)
     compared = one.check_metrics(ours, trainer.next_step) if one else None
     differs = compared is not None and not compared.passed
-    if trainer.together(lambda replica: share(replica.context.world, differs))[0]:
+    if of_first_rank(trainer, differs):
         compared = explain_evaluation(trainer, ours, one)
     checked, unchanged = [compared] if compared else [], not ours.changed
     if not last or steps_schedulers_apart(trainer):
@@ -153,9 +154,7 @@ def explain_evaluation(
     again = _repeat(trainer, ours.batches, observers)
     chunks = _collected(trainer, [[asdict(each) for each in observer.chunks()] for observer in observers])
     found = comparison.find_metric(_added(chunks), again) if comparison else None
-    first = trainer.together(
-        lambda each: share(each.context.world, asdict(found.first) if found and found.first else None)
-    )[0]
+    first = of_first_rank(trainer, asdict(found.first) if found and found.first else None)
     seen: list[SeenMetric] = []
     if first is not None:
         place = MetricPlace(**first)

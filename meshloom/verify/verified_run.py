@@ -17,11 +17,11 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
-from meshloom.comm.objects import collect, share
+from meshloom.comm.objects import collect
 from meshloom.comm.steps import Steps
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
@@ -36,6 +36,7 @@ from meshloom.verify.between_steps.chosen_steps import (
     steps_at_epoch_end,
     steps_of_changes,
 )
+from meshloom.verify.between_steps.first_rank import of_first_rank
 from meshloom.verify.between_steps.saving_again import (
     begun_without,
     best_saved,
@@ -57,7 +58,6 @@ from meshloom.verify.stage_outputs import RanForwards, values_of_modules
 from meshloom.verify.step_observer import StepObserver, Unused
 
 _MOST_SAMPLES, _MOST_SECONDS = 4096, 5.0  # of iterable data, to find the end of its first epoch
-T = TypeVar("T")
 Shares = Sequence[tuple[int, tuple[int, ...]]]
 Compare = Callable[[Job, OneDevice], Comparing]  # begins a comparison
 _RESUMED = Cause(
@@ -142,7 +142,7 @@ class VerifiedRun:
             del trainer  # before the next one needs as much memory
             with self._opened(total, resume=path) as trainer:
                 passed = self._take(trainer, after, special=_RESUMED)
-                lost = _of_first_rank(trainer, _RESUMED in self.causes or _LATER in self.causes)
+                lost = of_first_rank(trainer, _RESUMED in self.causes or _LATER in self.causes)
                 if passed and self.job.average is not None:  # in the first step averages are the parameters
                     passed = self._evaluate(trainer)
                 passed = passed and self._take(trainer, ends, special=_NEXT_EPOCH)
@@ -233,7 +233,7 @@ class VerifiedRun:
         metrics are. into, last: of `checked_evaluation`."""
         checked, unchanged = checked_evaluation(trainer, self.comparison, into, last=last)
         self.between += checked
-        return _of_first_rank(trainer, unchanged)
+        return of_first_rank(trainer, unchanged)
 
     def _take_until_updated(self, trainer: Trainer, steps: int, total: int) -> bool:
         """Take the first `steps`, and more as long as a loss scale is too large for every update, of a run of `total`; two remain."""
@@ -250,7 +250,7 @@ class VerifiedRun:
         repeats = length is not None and not self.job.batch_sizes
         if length is None:
             counted = batches_of_first_epoch(self.job, _MOST_SAMPLES, _MOST_SECONDS) if trainer.world.main else None  # fmt: skip
-            length = _of_first_rank(trainer, counted)
+            length = of_first_rank(trainer, counted)
         ends = steps_at_epoch_end(length, (range(after.start), after), steps, repeats=repeats) if length else []  # fmt: skip
         most = None if self._steps_per_epoch else _MOST_SAMPLES
         return steps_of_changes(self.job, after.stop, ends, steps, most)
@@ -281,7 +281,7 @@ class VerifiedRun:
 
 def _agrees(trainer: Trainer, one: Comparing | None) -> bool:
     """Whether all steps so far agree, on every rank."""
-    return _of_first_rank(trainer, one is None or one.passed)
+    return of_first_rank(trainer, one is None or one.passed)
 
 
 def _run_again(trainer: Trainer, batch: Batch, comparison: Comparing | None) -> RanForwards | None:
@@ -327,7 +327,7 @@ def _wrong_in_checkpoint(special: Cause | None, between: Sequence[BetweenSteps])
 
 def _has_skipped_all(trainer: Trainer, one: Comparing | None) -> bool:
     """Whether no step so far has made an update, on every rank."""
-    return _of_first_rank(trainer, one is not None and all(each.skipped for each in one.result().steps))
+    return of_first_rank(trainer, one is not None and all(each.skipped for each in one.result().steps))
 
 
 def _varies(trainer: Trainer, unused: Iterable[Unused]) -> bool:
@@ -340,11 +340,6 @@ def _varies(trainer: Trainer, unused: Iterable[Unused]) -> bool:
 def _on_any_rank(trainer: Trainer, holds: Callable[[Replica], bool]) -> bool:
     """The same on every rank."""
     return any(trainer.together(lambda replica: collect(replica.context.world, holds(replica)))[0])
-
-
-def _of_first_rank(trainer: Trainer, value: T) -> T:
-    """What rank 0 gives, on every rank."""
-    return trainer.together(lambda replica: share(replica.context.world, value))[0]
 
 
 @contextmanager

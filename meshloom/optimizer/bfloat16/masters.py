@@ -78,7 +78,7 @@ class Masters:
             self.rounding.begin()
             for master, slice_ in self.copies():
                 master.data().untyped_storage().resize_(master.data().nbytes)
-                master.data().copy_(_flat(slice_))
+                master.data().copy_(slice_.read())
 
     def publish(self) -> None:
         """Parameters become their masters, rounded."""
@@ -103,12 +103,12 @@ class Masters:
         """The masters of these become what the parameters are."""
         for master, slice_ in self.copies() if self.rounding is None else ():
             if master.name in names:
-                master.data().copy_(_flat(slice_))
+                master.data().copy_(slice_.read())
 
     def wrong(self) -> str | None:
         """The first parameter here that is not its master rounded."""
         for master, slice_ in self.copies() if self.rounding is None else ():
-            if not torch.equal(master.data().to(slice_.parameter.dtype), _flat(slice_)):
+            if not torch.equal(master.data().to(slice_.parameter.dtype), slice_.read()):
                 return master.name
         return None
 
@@ -262,13 +262,7 @@ def _shell(
 
 def _copy(slice_: Slice, master: nn.Parameter) -> Slice:
     if master.dtype == slice_.parameter.dtype:
-        kept = _flat(slice_)
+        kept = slice_.read()
     else:
         kept = torch.empty(slice_.stop - slice_.start, dtype=master.dtype, device=slice_.parameter.device)
     return Slice(slice_.name, master, slice_.start, slice_.stop, kept)
-
-
-def _flat(slice_: Slice) -> Tensor:
-    if slice_.kept is None and slice_.is_full:
-        return slice_.parameter.data.reshape(-1)
-    return slice_.data()

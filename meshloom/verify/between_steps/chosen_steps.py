@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from meshloom.core.job import Job
-from meshloom.verify.reference.samples_of_epoch import size_of_step
 
 MOST_SKIPPED = 24  # steps further, until a loss scale has fallen so far that a first update is made
 
@@ -49,6 +48,6 @@ def steps_of_changes(job: Job, first: int, ends: Sequence[int], steps: int, most
         each
         for each in found
         if each is not None
-        and (most_samples is None or sum(size_of_step(job, before) for before in range(each)) <= most_samples)
+        and (most_samples is None or sum(map(job.batch_size_at, range(each))) <= most_samples)
     }
     return sorted({*ends, *known})

@@ -23,6 +23,7 @@ from meshloom.train.evaluation import TeamEvaluation
 from meshloom.train.run_checkpoints import BEST
 from meshloom.train.trainer import Trainer
 from meshloom.verify.between_steps.checks import BetweenSteps
+from meshloom.verify.between_steps.first_rank import of_first_rank
 from meshloom.verify.between_steps.saved_check import same_files
 from meshloom.verify.reference.mistakes import Cause
 
@@ -58,8 +59,7 @@ def save_in_background(trainer: Trainer, directory: Path, before: Path) -> tuple
     if trainer.world.main:
         checked = _with_values(same_files(before, path, _BACKGROUND)[0], before, path)
         checked = replace(checked, causes=[] if checked.passed else [Cause("saved", _COPIED)])
-    passed = trainer.together(lambda replica: share(replica.context.world, checked.passed))[0]
-    return checked, path if passed else before
+    return checked, path if of_first_rank(trainer, checked.passed) else before
 
 
 def best_saved(directory: Path, path: Path, evaluation: TeamEvaluation) -> list[BetweenSteps]:
@@ -82,7 +82,7 @@ def saved_after_resuming(
     run = trainer.synchronous
     assert run is not None
     size = sum(each.stat().st_size for each in path.rglob("*") if each.is_file()) if trainer.world.main else 0
-    if trainer.together(lambda replica: share(replica.context.world, size))[0] > _QUICKLY_WRITTEN:
+    if of_first_rank(trainer, size) > _QUICKLY_WRITTEN:
         return []
     run.save_into(path.parent / "resumed")
     saved = trainer.save()
@@ -113,8 +113,7 @@ def saved_again(
 def saving_directory(trainer: Trainer) -> AbstractContextManager[Path]:
     """A directory for checkpoints, of one name on all ranks; the first one removes it. The trainer is not held until then."""
     made = tempfile.mkdtemp(prefix="meshloom-verify-", dir=scratch_directory()) if trainer.world.main else ""
-    name = trainer.together(lambda replica: share(replica.context.world, made))[0]
-    return _removed_at_end(Path(name), made)
+    return _removed_at_end(Path(of_first_rank(trainer, made)), made)
 
 
 def why_nothing_is_saved(replica: Replica, directory: Path) -> Steps[str]:

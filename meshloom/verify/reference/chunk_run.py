@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -16,6 +15,7 @@ from torch.utils.data import default_collate
 from meshloom.core.job import Job
 from meshloom.core.losses.logged import computed_with_logs, taken_apart
 from meshloom.core.modules.own_generators import own_generators
+from meshloom.core.modules.sample_copies import copied_samples
 from meshloom.core.moments.bilinear import bilinear_unwatched
 from meshloom.core.moments.branches import branches_as_written
 from meshloom.core.moments.current_step import at_step
@@ -266,23 +266,12 @@ class ChunkRun:
 
     def _collated(self, samples: Sequence[Any], *place: int) -> Any:
         seed_everything(derive(self._job.seed, "collate", *place))
-        if self._job.collate is None:
-            return default_collate(list(samples))
-        return self._job.collate(
-            copies_of_samples(samples)
-        )  # it may take something out of them, and chunks are collated again
+        return collated(self._job, samples)
 
 
-def copies_of_samples(samples: Sequence[Any]) -> list[Any]:
-    """Each by itself; those that cannot be copied as they are."""
-
-    def copied(sample: Any) -> Any:
-        try:
-            return copy.deepcopy(sample)
-        except Exception:  # what an object of the user's raises that is not to be copied
-            return copy.copy(sample)
-
-    return [copied(each) for each in samples]
+def collated(job: Job, samples: Sequence[Any]) -> Any:
+    """The batch of these samples, which stay as they are: chunks are collated more than once."""
+    return default_collate(list(samples)) if job.collate is None else job.collate(copied_samples(samples))
 
 
 class DrawsOfChunks(KeyedDraws):

@@ -5,19 +5,18 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import count, islice
-from types import FunctionType, ModuleType
 from typing import Any
 
 import numpy
 import torch
-from torch import nn
 from torch.utils.data import IterableDataset
 
 from meshloom.core.errors import DataError
 from meshloom.core.job import Job
+from meshloom.core.modules.held_generators import Generator, held_generators
 from meshloom.core.random import (
     derive,
     partner_order,
@@ -109,7 +108,7 @@ def _indexed(job: Job, dataset: Any, first: int, reading: WayToRead) -> Iterator
         raise DataError(
             f"The dataset has {len(dataset)} samples, and a batch {job.batch_size}. Use a smaller batch_size or more data."
         )
-    passed = 0
+    passed, held = 0, held_generators(dataset)
     for epoch in count():
         ordered = reading.order(epoch)
         order = (
@@ -136,7 +135,7 @@ def _indexed(job: Job, dataset: Any, first: int, reading: WayToRead) -> Iterator
                 batch = [
                     _read(
                         job,
-                        dataset,
+                        held,
                         reading.epoch(epoch),
                         reading.index(index, place),
                         lambda index=index: dataset[index],
@@ -182,14 +181,15 @@ def _paired(job: Job, step: int, batch: list[Any]) -> list[Any]:
 
 
 def _stream(job: Job, dataset: Any, epoch: int, reading: WayToRead) -> Iterator[Any]:
+    held = held_generators(dataset)
     with preserved_draws():
-        seed_reading(dataset, derive(job.seed, "stream", epoch))
+        seed_reading(held, derive(job.seed, "stream", epoch))
         if hasattr(dataset, "set_epoch"):
             dataset.set_epoch(reading.told(epoch))
         source = iter(dataset)
     for position in count():
         sample = _read(
-            job, dataset, reading.epoch(epoch), reading.index(position, position), lambda: next(source, _END)
+            job, held, reading.epoch(epoch), reading.index(position, position), lambda: next(source, _END)
         )
         if sample is _END:
             return
@@ -199,37 +199,20 @@ def _stream(job: Job, dataset: Any, epoch: int, reading: WayToRead) -> Iterator[
 _END = object()
 
 
-def _read(job: Job, dataset: Any, epoch: int, index: int, read: Any) -> Any:
+def _read(job: Job, held: Mapping[str, Generator], epoch: int, index: int, read: Any) -> Any:
     with preserved_draws():
-        seed_reading(dataset, sample_seed(job.seed, epoch, index))
+        seed_reading(held, sample_seed(job.seed, epoch, index))
         return read()
 
 
-def seed_reading(dataset: Any, value: int) -> None:
-    """The global generators, and those that the dataset and what it holds have as attributes, each by its path."""
+def seed_reading(held: Mapping[str, Generator], value: int) -> None:
+    """The global generators, and those that the dataset holds, by their paths."""
     seed_everything(value)
-    waiting, seen = [("", dataset)], set[int]()
-    for _ in range(5):
-        parts = list[tuple[str, Any]]()
-        for path, each in waiting:
-            seed = derive(value, path)
-            if isinstance(each, torch.Generator):
-                each.manual_seed(seed)
-            elif isinstance(each, numpy.random.Generator):
-                each.bit_generator.state = type(each.bit_generator)(seed).state
-            elif isinstance(each, numpy.random.RandomState):
-                each.seed(seed % 2**32)
-            elif isinstance(each, random.Random):
-                each.seed(seed)
-            elif id(each) not in seen and not isinstance(each, _PLAIN):
-                seen.add(id(each))
-                inside = (
-                    enumerate(each[:64])
-                    if isinstance(each, list | tuple)
-                    else getattr(each, "__dict__", {}).items()
-                )
-                parts += [(f"{path}.{name}" if path else str(name), value) for name, value in inside]
-        waiting = parts
-
-
-_PLAIN = (str, bytes, int, float, torch.Tensor, numpy.ndarray, nn.Module, type, ModuleType, FunctionType)
+    for path, each in held.items():
+        seed = derive(value, path)
+        if isinstance(each, numpy.random.Generator):
+            each.bit_generator.state = type(each.bit_generator)(seed).state
+        elif isinstance(each, torch.Generator):
+            each.manual_seed(seed)
+        else:
+            each.seed(seed if isinstance(each, random.Random) else seed % 2**32)

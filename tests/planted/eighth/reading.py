@@ -19,8 +19,8 @@ EIGHTH.edit(
 EIGHTH.edit(
     "dropped_samples_begin_next_epoch",
     "data/stream_data.py",
-    old="        batch: list[Sample] = []\n        seed_draws",
-    new="        batch: list[Sample] = batch if epoch and job.drop_last else []\n        seed_draws",
+    old="        batch: list[Sample] = []\n        seed = ",
+    new="        batch: list[Sample] = batch if epoch and job.drop_last else []\n        seed = ",
     job="reading:stream",
     plan="dp=2",
     truth=(

@@ -57,8 +57,8 @@ edit(
 edit(
     "sample_draws_by_step",
     "data/map_data.py",
-    old="seed_draws(sample_seed(self._seed, request.epoch, index))",
-    new="seed_draws(sample_seed(self._seed, request.step, index))",
+    old="seed = sample_seed(self._seed, request.epoch, index)",
+    new="seed = sample_seed(self._seed, request.step, index)",
     job="jobs/noisy_pictures:job",
     plan="dp=2,microbatches=2",
     truth=(

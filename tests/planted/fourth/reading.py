@@ -30,8 +30,8 @@ edit(
 edit(
     "augmented_by_chunk",
     "data/map_data.py",
-    old="seed_draws(sample_seed(self._seed, request.epoch, index))",
-    new="seed_draws(sample_seed(self._seed, request.epoch, request.chunk))",
+    old="seed = sample_seed(self._seed, request.epoch, index)",
+    new="seed = sample_seed(self._seed, request.epoch, request.chunk)",
     job="pictures:workers",
     plan="dp=2",
     devices="cpu",
@@ -57,8 +57,8 @@ edit(
 edit(
     "stream_epochs_alike",
     "data/stream_data.py",
-    old="seed_draws(sample_seed(job.seed, epoch, position))",
-    new="seed_draws(sample_seed(job.seed, 0, position))",
+    old="seed = sample_seed(job.seed, epoch, position)",
+    new="seed = sample_seed(job.seed, 0, position)",
     job="stream:job",
     plan="dp=2",
     truth="Samples of a stream are read with the draws of the first epoch in every epoch.",

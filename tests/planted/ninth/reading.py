@@ -23,10 +23,14 @@ NINTH.edit(
     "data/map_data.py",
     old=(
         "        for index in dict.fromkeys([*request.indices, *(request.partners or ())]):\n"
-        "            seed_draws(sample_seed(self._seed, request.epoch, index))\n"
+        "            seed = sample_seed(self._seed, request.epoch, index)\n"
+        "            seed_draws(seed)\n"
+        "            self._generators.seed(seed)\n"
     ),
     new=(
-        "        seed_draws(sample_seed(self._seed, request.epoch, request.indices[0]))\n"
+        "        seed = sample_seed(self._seed, request.epoch, request.indices[0])\n"
+        "        seed_draws(seed)\n"
+        "        self._generators.seed(seed)\n"
         "        for index in dict.fromkeys([*request.indices, *(request.partners or ())]):\n"
     ),
     job="reading:augmented",

@@ -11,8 +11,9 @@ SEVENTH.edit(
         '        if request.epoch != EVALUATION and hasattr(self._dataset, "set_epoch"):\n'
         "            self._dataset.set_epoch(request.epoch)\n"
         "        for index in dict.fromkeys([*request.indices, *(request.partners or ())]):\n"
-        "            seed_draws(sample_seed(self._seed, request.epoch, index))\n"
-        "            self._generators.seed(sample_seed(self._seed, request.epoch, index))\n"
+        "            seed = sample_seed(self._seed, request.epoch, index)\n"
+        "            seed_draws(seed)\n"
+        "            self._generators.seed(seed)\n"
         "            try:\n"
         "                samples[index] = self._dataset[index]\n"
         "            except Exception as error:\n"
@@ -20,8 +21,9 @@ SEVENTH.edit(
     ),
     new=(
         "        for index in dict.fromkeys([*request.indices, *(request.partners or ())]):\n"
-        "            seed_draws(sample_seed(self._seed, request.epoch, index))\n"
-        "            self._generators.seed(sample_seed(self._seed, request.epoch, index))\n"
+        "            seed = sample_seed(self._seed, request.epoch, index)\n"
+        "            seed_draws(seed)\n"
+        "            self._generators.seed(seed)\n"
         "            try:\n"
         "                samples[index] = self._dataset[index]\n"
         "            except Exception as error:\n"

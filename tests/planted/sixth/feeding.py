@@ -18,8 +18,8 @@ SIXTH.edit(
 SIXTH.edit(
     "samples_drawn_by_chunk",
     "data/map_data.py",
-    old="seed_draws(sample_seed(self._seed, request.epoch, index))",
-    new="seed_draws(sample_seed(self._seed, request.epoch, len(samples)))",
+    old="seed = sample_seed(self._seed, request.epoch, index)",
+    new="seed = sample_seed(self._seed, request.epoch, len(samples))",
     job="tiles:cumulative",
     plan="dp=2,microbatches=2",
     truth="What reading a sample draws depends on its place in its chunk instead of its number in the data.",

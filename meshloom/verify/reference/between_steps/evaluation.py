@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import default_collate
 
+from meshloom.core.modules.held_generators import held_generators
 from meshloom.core.moments.current_step import at_step
 from meshloom.core.random import (
     KeyedDraws,
@@ -22,7 +22,7 @@ from meshloom.core.random import (
     seed_everything,
 )
 from meshloom.verify.reference.buffer_merging import plain_numbers, put_numbers
-from meshloom.verify.reference.chunk_run import copies_of_samples
+from meshloom.verify.reference.chunk_run import collated
 from meshloom.verify.reference.chunks_of_plan import forwards_of
 from meshloom.verify.reference.observers import ModuleWatch, digest_values
 from meshloom.verify.reference.other_precision import convert, default_dtype
@@ -84,8 +84,8 @@ def evaluated_chunks(
     modules = ModuleWatch(reference.model, tensors=True, sampled=True)
     with _evaluating(reference, training) as dataset:
         for batch, chunk, samples in _chunks(reference, dataset, range(batches) if batches else None):
-            collated = _collated(reference, batch, chunk, samples)
-            data, digest = _converted(reference, collated), digest_values(collated) if digests else ""
+            given = _collated(reference, batch, chunk, samples)
+            data, digest = _converted(reference, given), digest_values(given) if digests else ""
             sums: dict[str, tuple[float, float]] = {}
             outputs: dict[str, Sequence[ModuleOutput]] = {}
             watched = (batch, chunk) in watch
@@ -191,13 +191,13 @@ def _chunks(
 ) -> Iterator[tuple[int, int, Sequence[Any]]]:
     """Number of the batch, of the chunk, and its samples. batches: of these alone; None: of all."""
     job = reference.job
-    size = job.evaluation_batch_size
+    size, held = job.evaluation_batch_size, held_generators(dataset)
     for batch, start in enumerate(range(0, len(dataset), size)):
         if batches is not None and batch not in batches:
             continue
         samples: list[Any] = []
         for index in range(start, min(start + size, len(dataset))):
-            seed_reading(dataset, sample_seed(job.seed, -1, index))  # -1: the epoch of evaluations
+            seed_reading(held, sample_seed(job.seed, -1, index))  # -1: the epoch of evaluations
             samples.append(dataset[index])
         for chunk in forwards_of(reference.plan, samples, reference.shares_now, synchronised=False):
             yield batch, chunk.members[0][0], chunk.samples
@@ -205,8 +205,7 @@ def _chunks(
 
 def _collated(reference: Reference, batch: int, chunk: int, samples: Sequence[Any]) -> Any:
     seed_everything(derive(reference.job.seed, "collate", batch, chunk))
-    collate = reference.job.collate
-    return default_collate(list(samples)) if collate is None else collate(copies_of_samples(samples))
+    return collated(reference.job, samples)
 
 
 def _converted(reference: Reference, collated: Any) -> Any:

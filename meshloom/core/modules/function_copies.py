@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dis
 import sys
-import sysconfig
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
@@ -14,8 +13,9 @@ from typing import Any, cast
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from meshloom.core.modules.packages import is_of_package
+
 _MOST_ELEMENTS = 1 << 22  # of tensors that one value may hold
-_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
 
 class NotCopiedError(Exception):
@@ -44,7 +44,7 @@ def _copied(value: Any, memo: dict[int, Any], apart: set[int]) -> Any:
     if id(value) in memo:
         return memo[id(value)]
     if isinstance(value, types.FunctionType):
-        return value if _is_of_library(value.__module__) else _copied_code(value, memo, apart)
+        return value if _is_of_library(value) else _copied_code(value, memo, apart)
     if isinstance(value, types.MethodType):
         return types.MethodType(_copied(value.__func__, memo, apart), _copied(value.__self__, memo, apart))
     if isinstance(value, partial):
@@ -112,7 +112,6 @@ def _tensors_of(value: Any, depth: int = 2) -> Iterator[Tensor]:
             yield from _tensors_of(each, depth - 1)
 
 
-def _is_of_library(module: str | None) -> bool:
-    name = (module or "").partition(".")[0]
-    file = getattr(sys.modules.get(name), "__file__", None)
-    return name in sys.stdlib_module_names or (file is not None and file.startswith(_LIBRARIES))
+def _is_of_library(function: types.FunctionType) -> bool:
+    name = (function.__module__ or "").partition(".")[0]
+    return name in sys.stdlib_module_names or is_of_package(function.__code__.co_filename)
