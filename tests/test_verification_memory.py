@@ -12,7 +12,8 @@ from meshloom.core.plan import Plan
 from meshloom.machine.process_memory import collected_once
 from meshloom.parameters.model import build_model
 from meshloom.planner.readings import Readings
-from meshloom.verify import reference_size, whole_batch
+from meshloom.verify import reference_size
+from meshloom.verify.compared import whole_batch
 from meshloom.verify.fewer_blocks import unfilled
 from meshloom.verify.reference.reference import Reference
 from meshloom.verify.reference_size import check_processes_fit, verification_bytes

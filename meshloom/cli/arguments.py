@@ -167,6 +167,10 @@ def _add_runs(train: argparse.ArgumentParser, verify: argparse.ArgumentParser) -
         help="where something differs, write the first tensor that does, of both sides, and the command, into DIR",
     )  # fmt: skip
     verify.add_argument(
+        "--bisect", action="store_true",
+        help="where something differs, leave out the plan's settings one by one, and say which of them it takes (on simulated devices)",
+    )  # fmt: skip
+    verify.add_argument(
         "--dtype", choices=["float64", "float32"], help="compare in this precision (default: the model's own)"
     )
     verify.add_argument(

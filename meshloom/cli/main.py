@@ -87,6 +87,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             check_promised(plan)
         kind, _ = choose_devices(plan.mesh, arguments.devices, arguments.oversubscribe)
         if kind in ("cuda", "cpu") and plan.mesh.size > 1:
+            if getattr(arguments, "bisect", False):
+                from meshloom.cli.verb_verify import several_processes
+
+                raise several_processes(plan)
             return run_ranks(
                 arguments.command, plan.mesh, kind, str(plan), arguments.hang_seconds, arguments.transport
             )

@@ -6,13 +6,17 @@ import argparse
 import shlex
 import sys
 import time
+from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
 from rich.console import Console
 
 from meshloom.cli.plan_lines import plan_of
+from meshloom.core.errors import DeviceError
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
 from meshloom.launch.environment import is_first_rank, is_rank, launched_devices
@@ -25,9 +29,12 @@ from meshloom.report.written_file import check_directory
 from meshloom.telemetry.timings import Timings
 from meshloom.verify.apart.process import ReferenceProcess
 from meshloom.verify.comparison_run import compare_here
-from meshloom.verify.findings import print_report
+from meshloom.verify.findings import Report, print_report
 from meshloom.verify.run import check_promised, verify
+from meshloom.verify.smaller_plans import smallest_plan
 from meshloom.verify.verified_run import Compare
+
+_SOON = 60.0  # seconds of a verification, after which smaller plans are verified where it finds no cause
 
 
 def verify_plan(arguments: argparse.Namespace, job: Job, records: Records) -> int:
@@ -38,6 +45,13 @@ def verify_plan(arguments: argparse.Namespace, job: Job, records: Records) -> in
     plan, timings = plan_of(arguments), Timings(time.monotonic)
     console = Console(stderr=arguments.json == "-")
     check_promised(plan)
+    if arguments.bisect and is_rank():
+        raise several_processes(plan)
+    began = time.monotonic()
+    verified = partial(
+        verify, job, steps=arguments.steps, dtype=dtype, timeout_seconds=arguments.timeout, transport=arguments.transport,
+        oversubscribe=arguments.oversubscribe, overcommit=arguments.overcommit, blocks=arguments.blocks, cache=arguments.cache,
+    )  # fmt: skip
     with (
         ExitStack() as around,
         LongPhases(console) as phases,
@@ -46,14 +60,21 @@ def verify_plan(arguments: argparse.Namespace, job: Job, records: Records) -> in
         compare: Compare = compare_here
         if is_rank() and is_first_rank() and _computes_on_cpus(plan, arguments.devices):
             compare = around.enter_context(ReferenceProcess(arguments.command)).compare
-        report = verify(
-            job, plan, devices=arguments.devices, steps=arguments.steps, dtype=dtype, timeout_seconds=arguments.timeout,
-            transport=arguments.transport, oversubscribe=arguments.oversubscribe, overcommit=arguments.overcommit, blocks=arguments.blocks,
-            against=torch.float64 if arguments.against else None, quick=arguments.quick, cache=arguments.cache, timings=timings, compare=compare,
+        report = verified(
+            plan, devices=arguments.devices, against=torch.float64 if arguments.against else None, quick=arguments.quick,
+            timings=timings, compare=compare,
         )  # fmt: skip
     if report is None:  # the process of another rank: rank 0 reports
         return 0
     print_report(report, console)
+    if arguments.bisect or report.is_unknown:
+        if arguments.bisect or (not is_rank() and time.monotonic() - began <= _SOON):
+            devices = "simulated" if arguments.devices == "auto" and plan.mesh.size > 1 else arguments.devices
+            report = _bisected(report, plan, partial(verified, devices=devices), arguments.quick, console)
+        else:
+            console.print(
+                "--devices simulated --bisect looks for the smallest plan that differs", soft_wrap=True
+            )
     command = shlex.join(["meshloom", *sys.argv[1:]])
     if arguments.report:
         write_page(report, Path(arguments.report), command)
@@ -67,6 +88,40 @@ def verify_plan(arguments: argparse.Namespace, job: Job, records: Records) -> in
         return 0
     report_stop(f"The plan {plan} differs from one device: see the report.", 1, main=False)
     return 1
+
+
+def several_processes(plan: Plan) -> DeviceError:
+    """Why `--bisect` cannot be had where ranks are processes."""
+    return DeviceError(
+        f"--bisect verifies smaller plans in one process, and {plan} has {plan.mesh.size} here. Use --devices simulated, or leave --bisect out."
+    )
+
+
+def _bisected(
+    report: Report, plan: Plan, verified: Callable[..., Report | None], quick: bool, console: Console
+) -> Report:
+    """The report with the smallest plan that differs, each plan in a line once it is known."""
+    if report.passed:
+        return report
+
+    def print_line(text: str) -> None:
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    def differs(smaller: Plan, quick: bool) -> bool | None:
+        try:
+            found = verified(smaller, quick=quick)
+        except Exception as error:  # whatever it is, the plan that was asked for has its report
+            print_line(f"  {smaller}: {type(error).__name__}: {error}")
+            return None
+        assert found is not None
+        print_line(f"  {smaller}: {'equal' if found.passed else 'differs'}")
+        return not found.passed
+
+    print_line("Looking for the smallest plan that differs:")
+    quick = quick or (report.first_wrong is not None and differs(plan, quick=True) is True)
+    found = smallest_plan(plan, partial(differs, quick=quick))
+    print_line(found.sentence)
+    return replace(report, smallest=found)
 
 
 def _computes_on_cpus(plan: Plan, devices: str) -> bool:

@@ -16,10 +16,10 @@ from meshloom.verify.between_steps.checks import BetweenSteps, DifferingTensor
 from meshloom.verify.compared.compare import Comparer, Comparison
 from meshloom.verify.compared.compare_evaluation import FoundMetric, PlanEvaluation, SeenMetric
 from meshloom.verify.compared.compare_values import FirstWrong, Values
+from meshloom.verify.compared.whole_batch import WholeBatch
 from meshloom.verify.reference.between_steps.evaluation import EvaluatedChunk
 from meshloom.verify.reference.mistakes import Cause
 from meshloom.verify.reference.step_records import StepRecord
-from meshloom.verify.whole_batch import WholeBatch
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -40,6 +40,7 @@ from meshloom.verify.compared.compare import Comparer, Comparison, placed
 from meshloom.verify.compared.compare_evaluation import FoundMetric, PlanEvaluation, SeenMetric
 from meshloom.verify.compared.compare_values import FirstWrong, Values
 from meshloom.verify.compared.compared_evaluation import ComparedEvaluation
+from meshloom.verify.compared.whole_batch import WholeBatch, compare_whole_batch
 from meshloom.verify.comparing import Comparing, ComparisonResult, OneDevice
 from meshloom.verify.diagnose import diagnose
 from meshloom.verify.reference.between_steps.evaluation import EvaluatedChunk
@@ -80,7 +81,6 @@ from meshloom.verify.tolerances.state_errors import (
     buffer_sizes,
     update_tolerances,
 )
-from meshloom.verify.whole_batch import WholeBatch, compare_whole_batch
 
 
 def compare_here(job: Job, other: OneDevice) -> ComparisonRun:

@@ -13,10 +13,11 @@ from meshloom.core.units import format_count
 from meshloom.verify.against_float64 import FromFloat64
 from meshloom.verify.between_steps.checks import BetweenSteps, DifferingTensor, TensorError
 from meshloom.verify.compared.compare import Comparison, first_differing
+from meshloom.verify.compared.whole_batch import WholeBatch
 from meshloom.verify.fewer_blocks import FewerBlocks
 from meshloom.verify.reference.mistakes import Cause
 from meshloom.verify.reference.step_records import Cast
-from meshloom.verify.whole_batch import WholeBatch
+from meshloom.verify.smaller_plans import SmallestPlan
 
 ROWS = 8
 
@@ -33,7 +34,7 @@ class Report:
     digest: of what ran. unlike_training: why training may have another; "": it has not. notes: in what both sides are not as
         in training, a sentence each. between: what was compared between steps. general: mistakes on both sides, a sentence each.
         apart: of steps in which replicas had copies of their own, where they share one in training.
-    differing: the first tensor of a step that differs.
+    differing: the first tensor of a step that differs. smallest: if it was looked for.
     """
 
     plan: str
@@ -55,12 +56,19 @@ class Report:
     general: Sequence[str] = ()
     apart: Report | None = None
     differing: DifferingTensor | None = None
+    smallest: SmallestPlan | None = None
 
     @property
     def passed(self) -> bool:
         """Whether the plan computes what one device computes."""
         compared = [*self.steps, *self.between, *([self.apart] if self.apart else [])]
         return bool(self.steps) and not self.general and all(each.passed for each in compared)
+
+    @property
+    def is_unknown(self) -> bool:
+        """Whether something differs, and what is said first is that the cause is unknown."""
+        causes = [*self.causes, *(cause for each in self.between for cause in each.causes)]
+        return not self.passed and not self.general and (not causes or causes[0].kind == "unknown")
 
     @property
     def first_wrong(self) -> Comparison | None:
@@ -108,6 +116,7 @@ class Report:
             "between_steps": [_between_record(each) for each in self.between],
             "own_copies": self.apart.records()[-1] if self.apart else None,
             "causes": [asdict(cause) for cause in self.causes],
+            "smallest_plan": asdict(self.smallest) if self.smallest else None,
             "autocast": self.autocast,
             "settings": dict(self.settings),
             "from_float64": asdict(self.from_float64) if self.from_float64 else None,
@@ -209,6 +218,7 @@ def lines_of(report: Report) -> list[str]:
     if report.apart:
         lines.append("With a copy of the parameters for each replica, as in a training loop of one's own:")
         lines += [f"  {line}" for line in lines_of(report.apart)[: 1 if report.apart.passed else None]]
+    lines += [report.smallest.sentence] if report.smallest else []
     lines += report.notes
     if report.digest:
         trained = "as `meshloom train` prints it for this job and plan"
