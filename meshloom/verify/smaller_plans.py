@@ -63,7 +63,7 @@ def plans_below(plan: Plan) -> Iterator[Plan]:
     """Those that have one setting less, or a lower number; of each setting the lowest first.
 
     >>> [str(each) for each in plans_below(Plan(dp=4, zero=2, keyed_draws=True))]
-    ['dp=4,keyed_draws=true', 'dp=4,zero=1,keyed_draws=true', 'dp=4,zero=2', 'dp=2,zero=2,keyed_draws=true']
+    ['dp=4,keyed_draws=true', 'dp=4,zero=1,keyed_draws=true', 'dp=4,zero=2', 'dp=1,zero=2,keyed_draws=true', 'dp=2,zero=2,keyed_draws=true']
     """
     settings = [name for name in DEFAULTS if name not in _AXES and getattr(plan, name) != DEFAULTS[name]]
     for name in (*settings, *_AXES):
