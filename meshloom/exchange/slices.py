@@ -35,7 +35,14 @@ class OwnedSlices:
             first = owner * length
             for entry in bucket.entries:
                 start, stop = max(entry.start, first), min(entry.stop, first + length)
-                if start < stop and owner < num_owners:
+                if (
+                    entry.start == entry.stop
+                ):  # without elements: one owner has it all the same, with its gradient and state
+                    start = stop = entry.start
+                    is_mine = owner == min(start // max(length, 1), num_owners - 1)
+                else:
+                    is_mine = start < stop and owner < num_owners
+                if is_mine:
                     self.slices.append(
                         Slice(entry.name, entry.parameter, start - entry.start, stop - entry.start)
                     )
