@@ -23,6 +23,7 @@ COVERING = {
     "the_learning_rate_is_off_by_a_thousandth", "an_average_is_off_by_a_ten_thousandth", "metrics_are_off_by_a_ten_thousandth",
     "a_norm_stays_in_training_mode", "the_second_replica_sees_an_older_weight", "a_layer_is_rounded_in_the_second_replica",
     "evaluations_freeze_a_weight", "the_critic_takes_one_turn_of_two",
+    "one_gradient_under_autocast_is_off_by_a_hundredth",
 }  # fmt: skip
 
 

@@ -71,7 +71,7 @@ def _gradient(patch: Patch, change: Any) -> None:
     wrap(patch, collectives, "_gradient", changed)
 
 
-@bug("mlp-sgd", PARTS, causes="division|replicas", module="second")
+@bug("mlp-sgd", PARTS, causes="division|replicas|scale", module="second")
 def gradients_through_collectives_are_doubled(patch: Patch) -> None:
     _gradient(patch, lambda gradient, transition, group: gradient * 2)
 

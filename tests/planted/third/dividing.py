@@ -34,7 +34,7 @@ def bias_on_every_rank(p: Planter) -> None:
     p.wrap(c, "_values", make_all)
 
 
-@bug("gpt", "tp=2,tp_placements=embed:vocabulary", causes="division", module="norm")
+@bug("gpt", "tp=2,tp_placements=embed:vocabulary", causes="division", module="the model or loss")
 def class_border(p: Planter) -> None:
     """With a sharded vocabulary the later rank's classes begin one too late: its first class is missed, and others are shifted."""
     from meshloom.program.operators.partial import _CrossEntropy

@@ -33,7 +33,7 @@ def turns_draw_alike(p: Planter) -> None:
     p.set(chunk_scope, "seed_of_turn", lambda seed, draws: seed)
 
 
-@bug("cnn", "dp=2,sync_batch_norm=true,keyed_draws=true", causes="forward", module="drop")
+@bug("cnn", "dp=2,sync_batch_norm=true,keyed_draws=true", causes="same draws|forward", module="drop")
 def rows_of_first(p: Planter) -> None:
     """With synchronised batch norm every replica draws the masks of the joined chunk's first rows."""
     from meshloom.replica.chunk_scope import ChunkScope

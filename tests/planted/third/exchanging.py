@@ -60,7 +60,7 @@ def ring_tail(p: Planter) -> None:
     )
 
 
-@bug("rare", "dp=2,zero=2,microbatches=2,bucket_bytes=700", causes="microbatches", module="rare")
+@bug("rare", "dp=2,zero=2,microbatches=2,bucket_bytes=700", causes="stale", module="rare")
 def pool_not_cleared(p: Planter) -> None:
     """With zero=2 the memory of a bucket's next round is not cleared where a chunk has no gradient: an earlier bucket's gradients are added there."""
     from meshloom.exchange.buckets.scattered import ScatteredBuckets
