@@ -99,10 +99,7 @@ edit(
         "A stage does not pass over the numbers of the draws of earlier stages, so its dropouts "
         "use other draws (those of the first stage) than one device."
     ),
-    says=(
-        "the output of drop.3 is the first that differs: it draws other numbers than on one "
-        "device, as after another number of draws before it"
-    ),
+    says="draws with another seed than draw 3 of the chunk has: random numbers are others from there on",
     module="drop.3",
 )
 

@@ -36,7 +36,7 @@ edit(
         "A replica's second chunk finds a number in an attribute as its first chunk has left it, and "
         "not as before the step: it changes once a chunk."
     ),
-    says="its temperature is 1.8, and 2.0 on one device",
+    says="a forward that finds the numbers in attributes (cool.temperature) that the chunk before has left",
     module="cool",
 )
 edit(

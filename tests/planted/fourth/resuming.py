@@ -62,7 +62,7 @@ edit(
     job="half_precision:job",
     plan="dp=2,precision=fp16-mixed",
     truth="Checkpoints lack the loss scale: a resumed run begins with 65536 again and skips steps.",
-    says="The loss scale is not in the checkpoint, and 32768 on one device.",
+    says="The loss scale is not in the checkpoint, and 8192 on one device.",
 )
 edit(
     "number_not_resumed",

@@ -105,7 +105,7 @@ edit(
         "Recomputation in the backward reads a buffer as this forward has left it, not as it found it "
         "(a copy is missing)."
     ),
-    says="under a plan that recomputes, other draws or values there",
+    says="under a plan that recomputes, other values there, of parameters or buffers",
     module="scale1",
 )
 edit(

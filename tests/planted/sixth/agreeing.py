@@ -24,8 +24,8 @@ SIXTH.edit(
     plan="dp=3,zero=1",
     truth="Whether a slice's parameter was used is looked up by the number of the rank's slice instead of that of the parameter, so that in steps with frozen "
     "parameters slices of others get no gradient.",
-    says="They are 0 times one device's: they are lost",
-    module="one",
+    says="out.weight: a gradient on one device and none under the plan, as if frozen, which the job does not do in this step",
+    module="out",
 )
 SIXTH.edit(
     "zero2_memory_counts_as_filled",

@@ -91,7 +91,7 @@ SIXTH.edit(
     job="shopping:dense",
     plan="tp=2,tp_placements=goods:dim1",
     truth="Rows of a divided table with max_norm are scaled in the weight by the norm of this rank's part of them instead of the whole row's.",
-    says="the optimizer has other settings or other parameters",
+    says="rows are limited to the norm of 1.5 by other norms than their own, such as those of the parts that ranks hold",
     module="goods",
 )
 SIXTH.edit(
