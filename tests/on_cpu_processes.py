@@ -52,15 +52,21 @@ def divided_readily(monkeypatch: pytest.MonkeyPatch, directory: Path) -> None:
 
 
 def check_equal(
-    find: Callable[[str], Job], name: str, ranks: int, dtypes: Sequence[torch.dtype | None]
+    find: Callable[[str], Job],
+    name: str,
+    ranks: int,
+    dtypes: Sequence[torch.dtype | None],
+    *,
+    whole: bool = False,
 ) -> None:
     """Verifies the job that `find`, a function at the top of a module, has by this name, under each plan of so many ranks in each
-    precision."""
+    precision. whole: where the plan leaves it open, every replica updates all of it."""
     runs = [(plan, dtype) for plan in PLANS[ranks] for dtype in dtypes]
     found = on_ranks(_verified, ranks, find, name, runs, timeout_seconds=SECONDS * len(runs))[0]
     assert [(each.plan, each.dtype) for each in found] == runs
     assert not [each.said for each in found if each.said]
-    assert all(each.owned < 1 for each in found if "dp=2" in each.plan)  # not by replicas that do all
+    divided = [each for each in found if ("zero" if whole else "dp=2") in each.plan]
+    assert all(each.owned < 1 for each in divided)  # not by replicas that do all
 
 
 def _verified(
