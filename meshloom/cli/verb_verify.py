@@ -67,14 +67,12 @@ def verify_plan(arguments: argparse.Namespace, job: Job, records: Records) -> in
     if report is None:  # the process of another rank: rank 0 reports
         return 0
     print_report(report, console)
-    if arguments.bisect or report.is_unknown:
-        if arguments.bisect or (not is_rank() and time.monotonic() - began <= _SOON):
-            devices = "simulated" if arguments.devices == "auto" and plan.mesh.size > 1 else arguments.devices
-            report = _bisected(report, plan, partial(verified, devices=devices), arguments.quick, console)
-        else:
-            console.print(
-                "--devices simulated --bisect looks for the smallest plan that differs", soft_wrap=True
-            )
+    is_soon = not is_rank() and time.monotonic() - began <= _SOON
+    if not report.passed and (arguments.bisect or (report.is_unknown and is_soon)):
+        devices = "simulated" if arguments.devices == "auto" and plan.mesh.size > 1 else arguments.devices
+        report = _bisected(report, plan, partial(verified, devices=devices), arguments.quick, console)
+    elif report.is_unknown:
+        console.print("--devices simulated --bisect looks for the smallest plan that differs", soft_wrap=True)
     command = shlex.join(["meshloom", *sys.argv[1:]])
     if arguments.report:
         write_page(report, Path(arguments.report), command)
@@ -100,9 +98,7 @@ def several_processes(plan: Plan) -> DeviceError:
 def _bisected(
     report: Report, plan: Plan, verified: Callable[..., Report | None], quick: bool, console: Console
 ) -> Report:
-    """The report with the smallest plan that differs, each plan in a line once it is known."""
-    if report.passed:
-        return report
+    """The report of a plan that differs, with the smallest one; each plan is a line once it is known."""
 
     def print_line(text: str) -> None:
         console.print(text, highlight=False, markup=False, soft_wrap=True)
@@ -118,7 +114,7 @@ def _bisected(
         return not found.passed
 
     print_line("Looking for the smallest plan that differs:")
-    quick = quick or (report.first_wrong is not None and differs(plan, quick=True) is True)
+    quick = quick or bool(report.first_wrong and differs(plan, quick=True))
     found = smallest_plan(plan, partial(differs, quick=quick))
     print_line(found.sentence)
     return replace(report, smallest=found)

@@ -34,15 +34,11 @@ class OwnedSlices:
             length = bucket.extent.num_elements // num_owners
             first = owner * length
             for entry in bucket.entries:
-                start, stop = max(entry.start, first), min(entry.stop, first + length)
-                if (
-                    entry.start == entry.stop
-                ):  # without elements: one owner has it all the same, with its gradient and state
-                    start = stop = entry.start
-                    is_mine = owner == min(start // max(length, 1), num_owners - 1)
-                else:
-                    is_mine = start < stop and owner < num_owners
-                if is_mine:
+                # one without elements has an owner, too, and so a gradient and state
+                ends = entry.start, max(entry.stop - 1, entry.start)
+                owners = [min(element // max(length, 1), num_owners - 1) for element in ends]
+                if owners[0] <= owner <= owners[1]:
+                    start, stop = max(entry.start, first), min(entry.stop, first + length)
                     self.slices.append(
                         Slice(entry.name, entry.parameter, start - entry.start, stop - entry.start)
                     )

@@ -7,7 +7,9 @@ out.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 from meshloom.core.errors import PlanError
@@ -42,20 +44,13 @@ class SmallestPlan:
 
 def smallest_plan(plan: Plan, differs: Callable[[Plan], bool | None]) -> SmallestPlan:
     """plan: one that differs. differs: whether another does; None: it ended with an error."""
-    known: dict[Plan, bool | None] = {}
-    smaller = True
-    while smaller:
-        smaller = False
-        for other in plans_below(plan):
-            if other not in known:
-                known[other] = differs(other)
-            if known[other]:
-                plan, smaller = other, True
-                break
+    known = cache(differs)
+    while (smaller := next(filter(known, plans_below(plan)), None)) is not None:
+        plan = smaller
     below = [*plans_below(plan)]
     return SmallestPlan(
-        plan=str(plan), equal=tuple(str(each) for each in below if known[each] is False),
-        failed=tuple(str(each) for each in below if known[each] is None), runs=len(known),
+        plan=str(plan), equal=tuple(str(each) for each in below if known(each) is False),
+        failed=tuple(str(each) for each in below if known(each) is None), runs=known.cache_info().currsize,
     )  # fmt: skip
 
 
@@ -68,12 +63,8 @@ def plans_below(plan: Plan) -> Iterator[Plan]:
     settings = [name for name in DEFAULTS if name not in _AXES and getattr(plan, name) != DEFAULTS[name]]
     for name in (*settings, *_AXES):
         for value in _lower(name, getattr(plan, name)):
-            try:
-                other = replace(plan, **{name: value})
-            except PlanError:  # another setting needs this one
-                continue
-            if other != plan:
-                yield other
+            with suppress(PlanError):  # another setting needs this one
+                yield replace(plan, **{name: value})
 
 
 def _lower(name: str, value: Any) -> list[Any]:

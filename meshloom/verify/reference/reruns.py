@@ -136,6 +136,11 @@ def _is_whole(plan: Plan) -> bool:
     return plan.tp == 1 and not plan.sync_batch_norm and not plan.compiles
 
 
+def _is_in_order(plan: Plan) -> bool:
+    """Whether operators are of whole chunks, and in one device's order, so that equal values are rounded to equal ones."""
+    return _is_whole(plan) and plan.pp == 1
+
+
 def travel_effect(reference: Reference, unit: float) -> dict[str, float]:
     """By name, how far the averaged gradients move when each replica's, and each sum of them, is rounded by `unit` of its size on the way.
 
@@ -186,10 +191,9 @@ def perturbed_parameters(reference: Reference, number: int = 0, *, whole: bool =
 
 @contextmanager
 def perturbed_outputs(reference: Reference) -> Iterator[None]:
-    """A context in which floating-point outputs of modules with parameters of their own are perturbed, each element by itself. Where operators
-    are of whole chunks, those that the plan rounds to a lower precision stay, as equal values are rounded to equal ones."""
-    whole = _is_whole(reference.plan) and reference.plan.pp == 1
-    lowered = (reference.autocast, reference.updated.dtype) if whole else ()
+    """A context in which floating-point outputs of modules with parameters of their own are perturbed, each element by itself. Where
+    operators are one device's, in its order, those that the plan rounds to a lower precision stay."""
+    lowered = (reference.autocast, reference.updated.dtype) if _is_in_order(reference.plan) else ()
 
     def perturb(module: nn.Module, inputs: Any, output: Any) -> Any:
         if not isinstance(output, Tensor) or not output.is_floating_point():
@@ -242,7 +246,7 @@ def _units_of(reference: Reference, *, whole: bool) -> Callable[[str], float]:
     casts = [] if whole else [(cast.place, getattr(torch, cast.dtype)) for cast in reference.casts]
     if reference.updated.dtype and not whole:
         casts.append(("", reference.updated.dtype))
-    if _is_whole(reference.plan) and reference.plan.pp == 1:  # and in one device's order
+    if _is_in_order(reference.plan):
         casts = [(place, dtype) for place, dtype in casts if dtype != reference.autocast]
 
     # parameters that are lowered are equal ones, which units of float32 leave as they are
