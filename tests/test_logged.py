@@ -68,6 +68,22 @@ def test_a_name_that_only_some_chunks_log_is_their_mean():
     assert {each.get("third") for each in found} <= {None, 4.0, 2.0, 3.0}
 
 
+@pytest.mark.parametrize("is_mean", [False, True])
+def test_means_of_bfloat16_values_are_not_rounded(is_mean: bool):
+    """Nor those of values in the model's own precision, where it is verified in a higher one."""
+    values: list[float] = []
+
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor] | Tensor:
+        share = (batch["y"].float().mean() / 7).bfloat16()
+        ml.log("share", share)
+        values.append(float(share))
+        mean = class_loss(model, batch)
+        return mean if is_mean else (mean * 6, torch.tensor(6.0, dtype=torch.bfloat16))
+
+    (found,) = logged_under(logging_job(loss=loss, steps=1, batch_size=12), "microbatches=2")
+    assert found.logged == {"share": pytest.approx(sum(values[-2:]) / 2, rel=1e-15)}
+
+
 def test_losses_of_several_log_each_its_own():
     def loss(model: nn.Module, batch: dict[str, Tensor], name: str, sign: float) -> Tensor:
         ml.log(name, sign)

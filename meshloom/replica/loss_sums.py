@@ -204,6 +204,8 @@ class LossSums:
             pair = self._new.setdefault(
                 name, [torch.zeros_like(self.sums[0]), torch.zeros_like(self.sums[0])]
             )
+        # products of bfloat16 values would be rounded to it
+        value, weight = (each.to(self.sums) if isinstance(each, Tensor) else each for each in (value, weight))
         pair[0].add_(value * weight)
         pair[1].add_(weight)
 
