@@ -72,5 +72,6 @@ NINTH.edit(
         "Under precision=bf16 a batch norm without weight and bias gets its running statistics in bfloat16, where small "
         "changes are lost."
     ),
+    says="computes something else than on one device, as with other settings or in another precision",
     module="1",
 )
