@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from meshloom.core.job import Job
-from meshloom.core.jobfile import load_job
+from meshloom.core.jobfile import as_program, load_job
 from meshloom.core.plan import Plan
 from meshloom.verify.run import verify
 from tests.on_cpu_processes import PLANS, cases, check_equal, divided_readily
@@ -26,7 +26,8 @@ pytestmark = pytest.mark.long
 
 def job_of(name: str) -> Job:
     (path,) = (path for path in EXAMPLES if path.stem == name)
-    job = load_job(str(path))
+    with as_program(str(path), []):
+        job = load_job(str(path))
     assert job is not None
     return job
 
@@ -41,6 +42,8 @@ def _on_simulated_devices() -> Iterator[Any]:
 @pytest.mark.parametrize(("name", "plan"), [*_on_simulated_devices()])
 def test_an_example_is_equal(name: str, plan: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     divided_readily(monkeypatch, tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)  # whose thread stays
     for dtype in PRECISIONS:
         report = verify(job_of(name), Plan.parse(plan), devices="simulated", dtype=dtype, quick=False)
         assert report is not None

@@ -55,6 +55,7 @@ from meshloom.verify.reference.reference import (
     replace_value,
 )
 from meshloom.verify.reference.reruns import (
+    ENLARGED,
     initial_evidence,
     loss_effect,
     outputs_effect,
@@ -66,6 +67,7 @@ from meshloom.verify.stage_outputs import first_wrong_module
 from meshloom.verify.tolerances.closure_effects import ClosureEffects
 from meshloom.verify.tolerances.common_factor import CommonFactor
 from meshloom.verify.tolerances.gradient_errors import GradientErrors, KnownEffects, Measure, Rounding
+from meshloom.verify.tolerances.kinks import AtKinks
 from meshloom.verify.tolerances.of_precision import (
     most_tolerated,
     rounds_partial_sums,
@@ -354,10 +356,12 @@ def _rounding_of(reference: Reference, comparer: Comparer, measure: Measure | No
     """How the gradients of the reference's step may be rounded."""
     travels = travels_at(reference.plan, reference.precision)
     in_order = comparer.lowered and reference.plan.pp > 1
+    of_outputs = [partial(outputs_effect, reference, times) for times in (1, ENLARGED)]
     return Rounding(
         precision=comparer.precision if comparer.lowered else None, partial=_rounds_gradients(reference),
         roundings=sum_roundings(reference.plan.num_chunks) if in_order else 1.0, travels=travels,
-        measures=[measure, partial(outputs_effect, reference)] if measure else [], measure_travels=partial(travel_effect, reference, travels),
+        measures=[measure, *of_outputs] if measure else [], measure_travels=partial(travel_effect, reference, travels),
+        at_kinks=AtKinks(reference) if measure and rounds_partial_sums(reference.plan) else None,
     )  # fmt: skip
 
 

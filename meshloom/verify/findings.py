@@ -238,6 +238,7 @@ def lines_of(report: Report) -> list[str]:
                 f"step {step.step}: {which} gradients alone overflow float16, within rounding: {step.edge}. Both sides do as the plan"
             )
     lines += _moved_lines(report.steps)
+    lines += _turned_lines(report.steps)
     lines += [report.autocast] if report.autocast else []
     lines += _cast_lines(report.casts)
     lines += [report.from_float64.sentence] if report.from_float64 else []
@@ -300,6 +301,17 @@ def _moved_lines(steps: Sequence[Comparison]) -> list[str]:
                 "to detect smaller mistakes in them"
             )
     return lines
+
+
+def _turned_lines(steps: Sequence[Comparison]) -> list[str]:
+    """How many units were on another side of a kink than on one device."""
+    turned = {step.step: max((error.turned for error in step.errors), default=0) for step in steps}
+    return [
+        f"step {step}: {format_count(count, 'unit')} within rounding of a kink, such as a ReLU's zero, {'is' if count == 1 else 'are'} on its other side "
+        "under the plan; gradients are compared with those of one device that has them there, too"
+        for step, count in turned.items()
+        if count
+    ]
 
 
 def _cast_lines(casts: Sequence[Cast]) -> list[str]:

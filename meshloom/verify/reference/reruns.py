@@ -36,6 +36,7 @@ from meshloom.verify.reference.trained_losses import needs_closure
 _ROUNDING_UNITS = {torch.float64: 16, torch.float32: 16, torch.float16: 2, torch.bfloat16: 2}
 _MOST_USES = 8  # of tied parameters, that are tried one by one
 _LOSS_DRAWS = 3
+ENLARGED = 256  # how many times larger a perturbation is in which terms that cancel do so no longer
 _OTHER_ORDERS = 3  # how much farther than in the opposite order a sum may be in another
 
 
@@ -91,12 +92,13 @@ def rounding_effect(reference: Reference) -> RoundingEffect:
         )
 
 
-def outputs_effect(reference: Reference) -> dict[str, float]:
+def outputs_effect(reference: Reference, times: int = 1) -> dict[str, float]:
     """By name, how far the averaged gradients move when the outputs of modules that have parameters are perturbed instead: samples that are
-    equal stay so under other parameters, and rounding tells them apart."""
-    with reference.rerun() as gradients, perturbed_outputs(reference):
+    equal stay so under other parameters, and rounding tells them apart. times: perturbed so many times as much, and that share of how far they
+    move: a few terms that cancel, as those of a critic's last bias, may do so in spite of rounding."""
+    with reference.rerun() as gradients, perturbed_outputs(reference, times):
         reference.evaluate(watched=False)
-        return _moved_from(reference, gradients)
+        return {name: moved / times for name, moved in _moved_from(reference, gradients).items()}
 
 
 def _moved_from(reference: Reference, gradients: Gradients) -> dict[str, float]:
@@ -190,16 +192,18 @@ def perturbed_parameters(reference: Reference, number: int = 0, *, whole: bool =
 
 
 @contextmanager
-def perturbed_outputs(reference: Reference) -> Iterator[None]:
-    """A context in which floating-point outputs of modules with parameters of their own are perturbed, each element by itself. Where
-    operators are one device's, in its order, those that the plan rounds to a lower precision stay."""
+def perturbed_outputs(reference: Reference, times: int = 1) -> Iterator[None]:
+    """A context in which floating-point outputs of modules with parameters of their own are perturbed, each element by itself, by so many
+    times what rounding does. Where operators are one device's, in its order, those that the plan rounds to a lower precision stay."""
     lowered = (reference.autocast, reference.updated.dtype) if _is_in_order(reference.plan) else ()
 
     def perturb(module: nn.Module, inputs: Any, output: Any) -> Any:
         if not isinstance(output, Tensor) or not output.is_floating_point():
             return output
         dtype = torch.float32 if output.dtype in lowered else output.dtype
-        largest = _ROUNDING_UNITS.get(dtype, 1) * torch.finfo(dtype).eps
+        largest = (
+            (times if dtype.itemsize >= 4 else 1) * _ROUNDING_UNITS.get(dtype, 1) * torch.finfo(dtype).eps
+        )
         return output * _noise(output.detach(), largest, next(number)).to(output.dtype)
 
     number = itertools.count(1)
