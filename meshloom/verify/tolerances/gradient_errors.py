@@ -100,8 +100,8 @@ class GradientErrors:
 
     def compare(self, name: str, ours: Tensor | None) -> TensorError:
         """The error of the plan's next gradient."""
-        off = self._distance(name, ours, self._reference.get(name))
-        allowed = self._unmeasured(name)
+        right = self._reference.get(name)
+        off, allowed = self._distance(name, ours, right), self._unmeasured(name)
         if allowed < off < math.inf:
             most = self._most(name)
             allowed = max(allowed, min(TIMES * self._known.of_largest.get(name, 0.0) * self._largest, most))
@@ -116,7 +116,7 @@ class GradientErrors:
         if at_kinks and ours is not None and allowed < off < math.inf:
             over = at_kinks.gradient(name, ours)
             if over is not None and (there := self._distance(name, ours, over)) <= allowed:
-                off, turned = there, at_kinks.turned
+                off, turned, right = there, at_kinks.turned, over
         size = self.norms.get(name, 0.0) or self._largest or 1.0
         compared = self._tensor_error(name, off / size, allowed / size, moved=moved, turned=turned)
         self._compared[name] = compared
@@ -126,7 +126,7 @@ class GradientErrors:
             and ours is not None
             and self.norms.get(name, 0.0) > FLOOR * self._largest
         ):
-            self._factor.add(ours, self._reference[name])
+            self._factor.add(ours, right)
         return compared
 
     def errors(self) -> list[TensorError]:

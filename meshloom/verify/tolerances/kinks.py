@@ -76,11 +76,13 @@ class AtKinks:
 
     def _explaining(self, name: str, ours: Tensor) -> list[NearUnit]:
         right = self._reference.gradients.get(name)
-        if right is None or {right.layout, ours.layout} != {torch.strided} or right.shape != ours.shape:
+        if right is None or right.is_complex() or right.shape != ours.shape:
+            return []
+        if {right.layout, ours.layout} != {torch.strided}:
             return []
         off = (ours.detach().to(right) - right).reshape(-1)
         where = off.abs().topk(min(_ELEMENTS, off.numel())).indices
-        left = off[where]
+        left = off[where].double()
         columns = self._columns(name, where)
         chosen: list[NearUnit] = []
         while columns:
@@ -108,9 +110,12 @@ class AtKinks:
                 with _Kinks(turned=turned):
                     reference.run_forward(forwards[number], watched=False)
                 reference.divide(self._weight)
-                found = reference.gradients[name]
-                assert found is not None
-                return found.reshape(-1)[where]
+                found = reference.gradients[name]  # None: this chunk does not use the parameter
+                return (
+                    torch.zeros_like(where, dtype=torch.float64)
+                    if found is None
+                    else found.reshape(-1)[where].double()
+                )
 
             for unit in self._near:
                 if unit.forward not in plain:
