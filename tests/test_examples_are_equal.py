@@ -3,7 +3,9 @@ precisions: none is said to differ."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,10 @@ COVERING = ("02_digits", "tp=2")
 pytestmark = pytest.mark.long
 
 
-def job_of(name: str) -> Job:
+def job_of(name: str, directory: Path | None = None) -> Job:
+    """directory: where the process works from now on, as examples write what they begin from."""
+    if directory:
+        os.chdir(directory)
     (path,) = (path for path in EXAMPLES if path.stem == name)
     with as_program(str(path), []):
         job = load_job(str(path))
@@ -56,4 +61,4 @@ def test_an_example_is_equal_on_processes(
     name: str, ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     divided_readily(monkeypatch, tmp_path)
-    check_equal(job_of, name, ranks, PRECISIONS)
+    check_equal(partial(job_of, directory=tmp_path), name, ranks, PRECISIONS)
