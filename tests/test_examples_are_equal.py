@@ -22,6 +22,7 @@ from tests.test_unusual import PRECISIONS
 
 NAMES = [path.stem for path in EXAMPLES]
 COVERING = ("02_digits", "tp=2")
+WHOLE = {"17_recommendation"}  # gradients of tables are sparse, and every replica updates their rows
 
 pytestmark = pytest.mark.long
 
@@ -61,4 +62,4 @@ def test_an_example_is_equal_on_processes(
     name: str, ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     divided_readily(monkeypatch, tmp_path)
-    check_equal(partial(job_of, directory=tmp_path), name, ranks, PRECISIONS)
+    check_equal(partial(job_of, directory=tmp_path), name, ranks, PRECISIONS, whole=name in WHOLE)
