@@ -3,18 +3,16 @@ said to differ."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from meshloom.core.plan import Plan
-from meshloom.verify.findings import Report, lines_of
-from meshloom.verify.run import verify
+from meshloom.core.job import Job
+from meshloom.verify.findings import lines_of
 from tests import zoo_unusual
-from tests.on_cpu_processes import PLANS, divided_readily
+from tests.on_cpu_processes import divided_readily
+from tests.on_simulated_devices import cases, check_equal, verified
 from tests.planted.judging import text_of
 from tests.zoo import jobs_of
 
@@ -34,27 +32,16 @@ PRECISIONS: tuple[torch.dtype | None, ...] = (None, torch.float64)  # the job's 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export")]
 
 
-def verified(name: str, plan: str, dtype: torch.dtype | None) -> Report:
-    report = verify(JOBS[name](), Plan.parse(plan), devices="simulated", dtype=dtype, quick=False)
-    assert report is not None
-    return report
+def job_of(name: str) -> Job:
+    return JOBS[name]()
 
 
-def _cases() -> Iterator[Any]:
-    for plan in (plan for plans in PLANS.values() for plan in plans):
-        for name in JOBS:
-            marks = [] if COVERING.get(name) == plan else [pytest.mark.slow]
-            yield pytest.param(name, plan, marks=marks, id=f"{name}-{plan}")
-
-
-@pytest.mark.parametrize(("name", "plan"), [*_cases()])
+@pytest.mark.parametrize(("name", "plan"), [*cases(JOBS, COVERING.items())])
 def test_an_unusual_job_is_equal(
     name: str, plan: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     divided_readily(monkeypatch, tmp_path)
-    for dtype in PRECISIONS:
-        report = verified(name, plan, dtype)
-        assert report.passed and not report.causes, text_of(report)
+    check_equal(job_of, name, plan, PRECISIONS)
 
 
 def test_there_are_many_and_each_that_is_named_is_there() -> None:
@@ -64,7 +51,7 @@ def test_there_are_many_and_each_that_is_named_is_there() -> None:
 @pytest.mark.parametrize("plan", ["dp=2", "tp=2"])
 def test_a_buffer_that_is_not_saved_is_named_and_nothing_is_resumed(plan: str) -> None:
     """What a `state_dict` leaves out and training changes was lost, and verification said of it that a layer computes something else."""
-    report = verified("states: average that is not saved", plan, None)
+    report = verified(job_of("states: average that is not saved"), plan, None)
     assert report.passed and not report.causes, text_of(report)
     text = " ".join(lines_of(report))
     assert (
@@ -74,11 +61,11 @@ def test_a_buffer_that_is_not_saved_is_named_and_nothing_is_resumed(plan: str) -
 
 
 def test_a_parameter_without_elements_has_no_state_to_save() -> None:
-    report = verified("numbers: parameters without dims and elements", "dp=2", None)
+    report = verified(job_of("numbers: parameters without dims and elements"), "dp=2", None)
     assert report.passed and all(each.passed for each in report.between), text_of(report)
 
 
 def test_what_no_checkpoint_can_hold_is_named_and_nothing_is_saved() -> None:
-    report = verified("numbers: complex parameters", "dp=2", torch.float64)
+    report = verified(job_of("numbers: complex parameters"), "dp=2", torch.float64)
     assert report.passed
     assert "nothing was saved and resumed: inside.0.filters is torch.complex128" in " ".join(lines_of(report))

@@ -6,18 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from meshloom.core.job import Job
 from tests.on_cpu_processes import cases, check_equal, divided_readily
-from tests.test_unusual import JOBS, PRECISIONS
+from tests.test_unusual import JOBS, PRECISIONS, job_of
 
 COVERING = {("loops: two optimizers", 2), ("states: queue of rows", 4)}
 WHOLE = {"parts: limited rows"}  # each rank scales rows of its own copy before the update
 
 pytestmark = [pytest.mark.long, pytest.mark.processes]
-
-
-def job_of(name: str) -> Job:
-    return JOBS[name]()
 
 
 @pytest.mark.parametrize(("name", "ranks"), [*cases(JOBS, COVERING)])

@@ -304,12 +304,12 @@ def _moved_lines(steps: Sequence[Comparison]) -> list[str]:
 
 
 def _turned_lines(steps: Sequence[Comparison]) -> list[str]:
-    """How many units were on another side of a kink than on one device."""
-    turned = {step.step: max((error.turned for error in step.errors), default=0) for step in steps}
+    """How many units were on another side of a kink than on one device, in each step and turn."""
+    counts = [max((error.turned for error in step.errors), default=0) for step in steps]
     return [
-        f"step {step}: {format_count(count, 'unit')} within rounding of a kink, such as a ReLU's zero, {'is' if count == 1 else 'are'} on its other side "
-        "under the plan; gradients are compared with those of one device that has them there, too"
-        for step, count in turned.items()
+        f"{' '.join(['step', str(step.step), step.turn]).strip()}: {format_count(count, 'unit')} within rounding of a kink, such as a ReLU's zero, "
+        f"{'is' if count == 1 else 'are'} on its other side under the plan; gradients are compared with those of one device that has them there, too"
+        for step, count in zip(steps, counts, strict=True)
         if count
     ]
 

@@ -194,7 +194,8 @@ def perturbed_parameters(reference: Reference, number: int = 0, *, whole: bool =
 @contextmanager
 def perturbed_outputs(reference: Reference, times: int = 1) -> Iterator[None]:
     """A context in which floating-point outputs of modules with parameters of their own are perturbed, each element by itself, by so many
-    times what rounding does. Where operators are one device's, in its order, those that the plan rounds to a lower precision stay."""
+    times what rounding does; in half precisions by what it does, as more would be no perturbation. Where operators are one device's, in its
+    order, those that the plan rounds to a lower precision stay."""
     lowered = (reference.autocast, reference.updated.dtype) if _is_in_order(reference.plan) else ()
 
     def perturb(module: nn.Module, inputs: Any, output: Any) -> Any:

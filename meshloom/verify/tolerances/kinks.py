@@ -9,7 +9,6 @@ together in one more rerun, whose gradients are compared like any others: nothin
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -60,7 +59,6 @@ class AtKinks:
 
     def __init__(self, reference: Reference) -> None:
         self._reference = reference
-        self._near: Sequence[NearUnit] | None = None
         self._with_turned: Gradients = {}
         self._searches = 0
         self.turned = 0  # units
@@ -96,32 +94,29 @@ class AtKinks:
 
     def _columns(self, name: str, where: Tensor) -> dict[NearUnit, Tensor]:
         """How the averaged gradient of this name changes with each unit near a kink, in these of its elements."""
-        if self._near is None:
-            self._near = sorted(self._units(), key=lambda unit: unit.off)[:_MOST]
         reference = self._reference
         forwards = [*reference.forwards()]
-        plain: dict[int, Tensor] = {}
-        columns: dict[NearUnit, Tensor] = {}
+
+        def gradient(kinks: _Kinks) -> Tensor:
+            reference.restore()
+            reference.model.zero_grad(set_to_none=True)
+            with kinks:
+                reference.run_forward(forwards[kinks.forward], watched=False)
+            reference.divide(self._weight)
+            found = reference.gradients[name]  # None: this chunk does not use the parameter
+            return (
+                where.new_zeros(where.shape, dtype=torch.float64)
+                if found is None
+                else found.reshape(-1)[where].double()
+            )
+
         with reference.rerun():
-
-            def gradient(number: int, turned: Sequence[NearUnit]) -> Tensor:
-                reference.restore()
-                reference.model.zero_grad(set_to_none=True)
-                with _Kinks(turned=turned):
-                    reference.run_forward(forwards[number], watched=False)
-                reference.divide(self._weight)
-                found = reference.gradients[name]  # None: this chunk does not use the parameter
-                return (
-                    torch.zeros_like(where, dtype=torch.float64)
-                    if found is None
-                    else found.reshape(-1)[where].double()
-                )
-
-            for unit in self._near:
-                if unit.forward not in plain:
-                    plain[unit.forward] = gradient(unit.forward, [])
-                columns[unit] = gradient(unit.forward, [unit]) - plain[unit.forward]
-        return columns
+            looked = [_Kinks(number) for number in range(len(forwards))]
+            plain = [gradient(kinks) for kinks in looked]
+            near = sorted((unit for kinks in looked for unit in kinks.near), key=lambda unit: unit.off)
+            return {
+                unit: gradient(_Kinks(unit.forward, [unit])) - plain[unit.forward] for unit in near[:_MOST]
+            }
 
     def _gradients_with(self, turned: Sequence[NearUnit]) -> Gradients:
         """All averaged gradients with these units on their other side."""
@@ -129,19 +124,10 @@ class AtKinks:
         with reference.rerun():
             for number, forward in enumerate(reference.forwards()):
                 reference.restore()
-                with _Kinks(turned=[unit for unit in turned if unit.forward == number]):
+                with _Kinks(number, [unit for unit in turned if unit.forward == number]):
                     reference.run_forward(forward, watched=False)
             reference.divide(self._weight)
             return reference.gradients
-
-    def _units(self) -> Iterator[NearUnit]:
-        reference = self._reference
-        with reference.rerun():
-            for number, forward in enumerate(reference.forwards()):
-                reference.restore()
-                with _Kinks(forward=number) as kinks:
-                    reference.run_forward(forward, watched=False)
-                yield from kinks.near
 
     @property
     def _weight(self) -> float:
@@ -149,14 +135,11 @@ class AtKinks:
 
 
 class _Kinks(TorchFunctionMode):
-    """Turns over units of one forward, and finds those that are near a kink. near: found so far."""
+    """Turns over units of one forward of the step, or finds those that are near a kink if there are none to turn. near: found so far."""
 
-    def __init__(self, *, forward: int = 0, turned: Sequence[NearUnit] = ()) -> None:
+    def __init__(self, forward: int, turned: Sequence[NearUnit] = ()) -> None:
         super().__init__()
-        self._forward, self._calls = forward, 0
-        self._turned: dict[int, list[NearUnit]] = defaultdict(list)
-        for unit in turned:
-            self._turned[unit.call].append(unit)
+        self.forward, self._turned, self._calls = forward, turned, 0
         self.near: list[NearUnit] = []
 
     def __torch_function__(
@@ -167,12 +150,12 @@ class _Kinks(TorchFunctionMode):
         if not kinks:
             return func(*args, **kwargs)
         call, self._calls = self._calls, self._calls + 1
-        if units := self._turned.get(call):
+        if units := [unit for unit in self._turned if unit.call == call]:
             moved = _moves(args[0], units)
             in_place = func.__name__.endswith("_") or bool(kwargs.get("inplace"))
             args = [args[0].add_(moved) if in_place else args[0] + moved, *args[1:]]
-        else:
-            self.near += _near(args[0].detach(), kinks, self._forward, call)
+        elif not self._turned:
+            self.near += _near(args[0].detach(), kinks, self.forward, call)
         return func(*args, **kwargs)
 
 
