@@ -1,8 +1,8 @@
 # make train      train the byte GPT on eight CPU processes (dp=2, pp=2, tp=2), then prove the plan equal to one device
 # make check      style, types, and the quick ones of the tests that start no processes
-# make test       the covering subset of all tests
-# make test-all   every family, every three settings that go together, kills; AREA=launch limits it to tests/test_launch*.py
-# make durations  what each test of these subsets takes, which chooses those that they run (tests/budget.py)
+# make test       the part of all tests that risk chooses
+# make test-all   everything: facts, processes, faults, real sizes, the equality matrix; AREA=launch limits it to tests/test_launch*.py
+# make zoo        395 jobs as people write them, each under five plans: hours
 # make campaigns  faults and random choices with hundreds of further seeds
 # make browser    pages in a real browser, those of the site among them: installs Debian's chromium where there is none
 # make docs       the documentation as a site, warnings as errors, and its tests; open build/site/index.html
@@ -14,9 +14,9 @@ PYTHON := .venv/bin/python
 READY := .venv/.meshloom-ready
 EXAMPLE := examples/01_gpt_bytes.py
 PLAN := dp=2,pp=2,tp=2,microbatches=2
-# Tests that start no processes take one core each. Those that do, of which many wait, are two at a time in the covering subset;
-# in the full matrices, which assert deadlines, they have the machine to themselves.
 BOTH_CORES := --numprocesses 2 --dist worksteal
+# What `make test-all` does not run.
+OTHERS := not campaign and not browser and not site and not zoo
 AREA_FILES = $(wildcard tests/test_$(AREA)*.py)
 WITH_PROCESSES = $(shell grep -l 'mark\.processes' $(AREA_FILES))
 # pytest's exit status where all tests of an area start processes.
@@ -32,7 +32,7 @@ GPU_PYTHON := .venv-gpu/bin/python
 GPU_READY := .venv-gpu/.meshloom-ready
 GPU_PACKAGES := numpy rich safetensors scipy pyzmq scikit-learn transformers pytest pytest-timeout pytest-xdist hypothesis psutil expecttest pyyaml setuptools
 
-.PHONY: dist docs matrix train check types quick test test-all all-without-processes all-with-processes durations campaigns browser gpu
+.PHONY: dist docs matrix train check types quick test test-all zoo campaigns browser gpu
 .DELETE_ON_ERROR:
 
 train: $(READY)
@@ -49,28 +49,25 @@ types: $(READY)
 
 # Importing Lightning takes as long as importing torch and all of meshloom.
 quick: $(READY)
-	$(PYTHON) -m pytest $(BOTH_CORES) -m "not processes and not long and not slow" --ignore=tests/test_from_lightning.py
+	$(PYTHON) -m pytest $(BOTH_CORES) -m "not processes and not long and not slow and $(OTHERS)" --ignore=tests/test_from_lightning.py
 
 # Both halves run, whatever becomes of the first.
 test: $(READY)
 	ended=0; \
-	$(PYTHON) -m pytest $(BOTH_CORES) -m "not processes and not slow" || ended=$$?; \
-	$(PYTHON) -m pytest $(BOTH_CORES) -m "processes and not slow" $(WITH_PROCESSES) || ended=$$?; \
+	$(PYTHON) -m pytest $(BOTH_CORES) -m "not processes and not slow and $(OTHERS)" || ended=$$?; \
+	$(PYTHON) -m pytest $(BOTH_CORES) -m "processes and not slow and $(OTHERS)" $(WITH_PROCESSES) || ended=$$?; \
 	exit $$ended
 
-durations: $(READY)
-	$(PYTHON) -m pytest $(BOTH_CORES) -m "not processes and not slow" --durations-to=tests/durations.txt
-	$(PYTHON) -m pytest $(BOTH_CORES) -m "processes and not slow" --durations-to=tests/durations.txt $(WITH_PROCESSES)
-
+# An area may have no test of a half.
 test-all: $(READY)
 	$(if $(AREA),$(if $(AREA_FILES),,$(error AREA=$(AREA): there is no tests/test_$(AREA)*.py)))
-	$(MAKE) --keep-going all-without-processes all-with-processes
+	ended=0; \
+	$(PYTHON) -m pytest $(BOTH_CORES) -m "not processes and $(OTHERS)" $(if $(AREA),$(AREA_FILES)) || test $$? = $(NONE) || ended=1; \
+	$(if $(WITH_PROCESSES),$(PYTHON) -m pytest $(BOTH_CORES) -m "processes and $(OTHERS)" $(WITH_PROCESSES) || test $$? = $(NONE) || ended=1;) \
+	exit $$ended
 
-all-without-processes: $(READY)
-	$(PYTHON) -m pytest $(BOTH_CORES) -m "not processes and not campaign and not browser and not site" $(if $(AREA),$(AREA_FILES)) || test $$? = $(NONE)
-
-all-with-processes: $(READY)
-	$(if $(WITH_PROCESSES),$(PYTHON) -m pytest -m "processes and not campaign" $(WITH_PROCESSES))
+zoo: $(READY)
+	$(PYTHON) -m pytest $(BOTH_CORES) -m zoo
 
 campaigns: $(READY)
 	$(PYTHON) -m pytest -m campaign

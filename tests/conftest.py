@@ -33,7 +33,6 @@ from meshloom.launch import opening
 from meshloom.launch.one_process import world_in_one_process
 from meshloom.launch.world import World
 from meshloom.program.cost.rates import Rates
-from tests.budget import Durations
 from tests.subset import pytest_collection_modifyitems as pytest_collection_modifyitems
 
 # that a machine is slow says nothing of what is drawn
@@ -66,8 +65,6 @@ def pytest_configure(config: pytest.Config) -> None:
         if signal.getsignal(number) == signal.SIG_IGN:
             signal.signal(number, handler)
     torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    if (file := config.getoption("--durations-to")) and not hasattr(config, "workerinput"):
-        config.pluginmanager.register(Durations(Path(file)))
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     torch.set_num_threads(1)
     PR_SET_CHILD_SUBREAPER = 36  # noqa: N806
@@ -136,12 +133,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         choices=("cpu", "cuda"),
         default="cpu",
         help="where the worlds of tests that start no processes compute",
-    )
-    parser.addoption(
-        "--durations-to",
-        metavar="FILE",
-        default="",
-        help="run tests whatever the budgets of their files, and write there what each took",
     )
 
 

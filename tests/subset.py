@@ -1,39 +1,54 @@
-"""Which parameters of a test the covering subset runs: those that its mark `covering` names, as far as the file's budget goes."""
+"""Which cases `make check` and `make test` run, of tests that have many."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from random import Random
 
 import pytest
 
-from tests.budget import mark_what_is_over, read
+CASES = 6  # of a test whose mark `covering` does not say which
+LEFT_OUT = {"slow", "campaign", "browser", "site", "zoo"}
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: Sequence[pytest.Item]) -> None:
-    """Mark as slow what `covering` does not name. A word of it that names nothing is an error, unless only
+    """`make test` runs the cases that a test's mark `covering` names, or else so many that are drawn by its name; the others are `slow`.
+    `make check` runs the first of those; the others are `long`. A word of `covering` that names nothing is an error, unless only
     some cases of a test were asked for."""
-    tests: dict[str, list[pytest.Function]] = defaultdict(list)
-    for item in items:
-        if isinstance(item, pytest.Function) and item.get_closest_marker("covering"):
-            tests[item.nodeid.partition("[")[0]].append(item)
     idle: list[str] = []
-    for name, cases in tests.items():
-        mark = cases[0].get_closest_marker("covering")
-        assert mark is not None
-        at = {case.callspec.id: case for case in cases}
-        quick = [id_ for id_, case in at.items() if not case.get_closest_marker("slow")]
-        kept = {word: named(word, quick) for word in mark.args}
-        idle += [
-            f"{name}: its mark `covering` names no case by {word!r}" for word, ids in kept.items() if not ids
+    for name, at in _tests(items).items():
+        quick = [
+            id_ for id_, case in at.items() if not LEFT_OUT & {mark.name for mark in case.iter_markers()}
         ]
-        for id_ in set(quick).difference(*kept.values()):
+        kept = quick
+        if mark := next(iter(at.values())).get_closest_marker("covering"):
+            words = {word: named(word, quick) for word in mark.args}
+            idle += [
+                f"{name}: its mark `covering` names no case by {word!r}"
+                for word, ids in words.items()
+                if not ids
+            ]
+            kept = [id_ for id_ in quick if any(id_ in ids for ids in words.values())]
+        elif len(quick) > CASES:
+            drawn = set(Random(name).sample(quick, CASES))
+            kept = [id_ for id_ in quick if id_ in drawn]
+        for id_ in set(quick).difference(kept):
             at[id_].add_marker(pytest.mark.slow)
+        for id_ in kept[1:]:
+            at[id_].add_marker(pytest.mark.long)
     if idle and not any("::" in argument for argument in config.args):
         raise pytest.UsageError("\n".join(idle))
-    if not config.getoption("--durations-to"):
-        mark_what_is_over(items, read())
+
+
+def _tests(items: Sequence[pytest.Item]) -> dict[str, dict[str, pytest.Function]]:
+    """The cases of each test that has parameters, by their ids, in their order."""
+    tests: defaultdict[str, dict[str, pytest.Function]] = defaultdict(dict)
+    for item in items:
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
+            tests[item.nodeid.partition("[")[0]][item.callspec.id] = item
+    return tests
 
 
 def named(word: str, ids: Iterable[str]) -> set[str]:
