@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from meshloom.verify.findings import Report
+import io
+
+from rich.console import Console
+
+from meshloom.verify.findings import Report, print_report
 
 EXACT = 1e-10  # in float64
 
@@ -15,3 +19,10 @@ def largest_error(report: Report, kind: str | None = None) -> float:
     found = [error.error for error in errors if error.tolerance <= EXACT]
     assert len(found) > 0.3 * len(errors)
     return max(found)
+
+
+def text_of(report: Report) -> str:
+    """As it is printed."""
+    stream = io.StringIO()
+    print_report(report, Console(file=stream, width=160))
+    return stream.getvalue()

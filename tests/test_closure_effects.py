@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from meshloom.core.job import Job
@@ -17,10 +18,20 @@ from meshloom.verify.reference.reference import Reference
 from meshloom.verify.run import verify
 from meshloom.verify.tolerances.closure_effects import ClosureEffects
 from tests.jobs import make_job, vectors
-from tests.planted.further.jobs import Two
 from tests.zoo_outside.habits import SAM, sharpness_aware
 
 GRANTED = 1e-4  # float32, of optimizers that add up over parameters
+
+
+class Two(nn.Module):
+    """[batch, 7] -> [batch, 5]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(7, 13), nn.Linear(13, 5, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(F.relu(self.first(x)))
 
 
 def steep_job(max_iter: int = 20) -> Job:

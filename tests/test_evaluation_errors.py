@@ -21,7 +21,7 @@ from meshloom.verify.tolerances.evaluation_errors import (
     output_distance,
 )
 from tests.jobs import make_job
-from tests.planted.bugs import whole
+from tests.planted.bugs import verified
 
 UNMEASURED = 3.8e-6
 
@@ -104,6 +104,6 @@ def test_chunks_that_are_missing_are_not_numbers():
     ],
 )
 def test_right_evaluations_in_low_precisions_pass(plan: str, precision: str):
-    report = whole("mlp-adamw", f"{plan},precision={precision}")
+    report = verified("plain", f"{plan},precision={precision}")
     wrong = [*report.steps, *report.between]
     assert report.passed, [each.errors for each in wrong if not each.passed]

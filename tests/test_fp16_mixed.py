@@ -25,11 +25,10 @@ from meshloom.telemetry.progress import QUIET
 from meshloom.train.trainer import Trainer
 from meshloom.verify.findings import Report, lines_of
 from meshloom.verify.run import verify
-from tests import test_planted_bugs, test_planted_in_pipelines
 from tests.jobs import make_job
 from tests.loss_scale_jobs import BAD, BATCH, OVERFLOW, Samples, overflowing_job
 from tests.precision_jobs import MODELS, job_of
-from tests.test_mixed_precision import PIPELINE_BUGS, PLANS
+from tests.test_mixed_precision import PLANS
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export")]
 
@@ -304,43 +303,6 @@ def test_a_bug_of_the_scale_is_found(plant: Any, plan: str, monkeypatch: pytest.
 def test_without_a_bug_two_steps_in_a_row_are_equal():
     report = verified(replace(overflowing_job(10), data=two_in_a_row), "dp=2", steps=4)
     assert report.passed and [step.skipped for step in report.steps] == [False, True, False, False]
-
-
-# --- The bugs of the earlier lists.
-
-
-# A gradient that stays in its bucket has been divided by the scale, so it adds 2e-5 of the next one, less than the tolerance.
-SCALED_AWAY = [("stale_gradient", "mlp"), ("stale_gradient", "cnn")]
-# These plants forget the scale, too, so that is what is found.
-OTHER_KIND = {"mean_of_means": "unknown", "clip_before_averaging": "scale"}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("plant", "kind", "model", "optimizer", "plan"),
-    [
-        pytest.param(plant, OTHER_KIND.get(plant.__name__, kind), *job, plan, id=f"{plant.__name__}-{'-'.join(job)}-{plan}")
-        for plant, kind, cases in test_planted_bugs.BUGS
-        for job, plan in cases
-        if (plant.__name__, job[0]) not in SCALED_AWAY
-    ],
-)  # fmt: skip
-def test_a_planted_bug_is_caught_and_named(plant: Any, kind: str, model: str, optimizer: str, plan: Plan, monkeypatch: Any):  # fmt: skip
-    plant(monkeypatch, plan)
-    report = verified(make_job(model, optimizer, batch_size=13), plan, steps=2)
-    assert not report.passed
-    assert [cause.kind for cause in report.causes][:1] == [kind], report.causes
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("plant", "model", "optimizer", "plan"), PIPELINE_BUGS)
-def test_a_bug_planted_in_pipelines_is_caught(plant: Any, model: str, optimizer: str, plan: str, monkeypatch: Any):  # fmt: skip
-    monkeypatch.setattr(
-        test_planted_in_pipelines,
-        "verify",
-        lambda job, plan, **settings: verify(job, replace(plan, precision="fp16-mixed"), **settings),
-    )
-    test_planted_in_pipelines.test_a_planted_bug_is_caught(plant, model, optimizer, plan, monkeypatch)
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ from meshloom.exchange.exchange import Exchange
 from meshloom.replica import gradient_completion
 from meshloom.verify.run import verify
 from tests.covering import few
-from tests.planted.judging import text_of
+from tests.reports import text_of
 from tests.zoo import integers, job_of, sgd
 
 IDS = {"x": integers(3, 11, 4), "y": integers(2, 5)}

@@ -25,7 +25,7 @@ from meshloom.verify.run import verify
 from tests.families import FAMILIES, Family
 from tests.families import family as family_module
 from tests.jobs import make_job
-from tests.planted.judging import text_of
+from tests.reports import text_of
 from tests.test_starting_model import assert_ranks_start_as_one_device
 
 CPU = torch.device("cpu")

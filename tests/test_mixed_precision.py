@@ -20,8 +20,9 @@ from meshloom.planner.memory.memory import predict_memory
 from meshloom.program.capture.capture import capture
 from meshloom.train.trainer import Trainer
 from meshloom.verify.run import verify
-from tests import test_planted_bugs, test_planted_in_pipelines
 from tests.jobs import make_job
+from tests.planted import BUGS
+from tests.planted.bugs import verified
 from tests.precision_jobs import MODELS, job_of
 from tests.test_memory import job_and_batches
 
@@ -202,10 +203,6 @@ def test_other_precisions_are_refused():
         Plan(precision="half")
 
 
-def mixed(plan: Plan | str) -> Plan:
-    return replace(Plan.parse(plan) if isinstance(plan, str) else plan, precision="bf16-mixed")
-
-
 def gradients_of(job: Job, dtype: torch.dtype, autocast: bool) -> list[Tensor]:
     """Of the first batch of 12, in a plain loop of torch."""
     seed_everything(model_seed(job.seed))
@@ -235,11 +232,9 @@ def test_verify_says_how_far_both_are_from_float64(precision: str):
 
 
 def test_a_bug_of_the_plan_adds_to_its_distance_from_float64(monkeypatch: Any):
-    plan = replace(test_planted_bugs.TWO, precision="bf16-mixed")
-    test_planted_bugs.mean_of_means(monkeypatch, plan)
-    report = verify(
-        make_job("mlp", "sgd", batch_size=13), plan, devices="simulated", steps=1, against=torch.float64
-    )
+    BUGS["sixth/all_reduce_last_undivided"].plant(monkeypatch)
+    job, plan = make_job("mlp", "sgd", batch_size=13), Plan.parse("dp=2,precision=bf16-mixed")
+    report = verify(job, plan, devices="simulated", steps=1, against=torch.float64)
     assert report and report.from_float64
     with_bug, without = report.from_float64.gradients
     assert with_bug > 2 * without
@@ -250,57 +245,14 @@ def test_a_distance_of_float64_from_itself_is_refused():
         verify(job_of("mlp"), Plan(), dtype=torch.float64, against=torch.float64)
 
 
-QUICK_BUGS = {"mean_of_means": 0, "stale_gradient": 2}
-BUGS = [
-    pytest.param(
-        plant, kind, *job, plan,
-        id=f"{plant.__name__}-{'-'.join(job)}-{plan}",
-        marks=() if QUICK_BUGS.get(plant.__name__) == number else pytest.mark.slow,
-    )
-    for plant, kind, cases in test_planted_bugs.BUGS
-    for number, (job, plan) in enumerate(cases)
-]  # fmt: skip
-
-
-@pytest.mark.covering("mean_of_means")
-@pytest.mark.parametrize(("plant", "kind", "model", "optimizer", "plan"), BUGS)
-def test_a_planted_bug_is_caught_and_named(plant: Any, kind: str, model: str, optimizer: str, plan: Plan, monkeypatch: Any):  # fmt: skip
-    plant(monkeypatch, plan)
-    report = verify(make_job(model, optimizer, batch_size=13), mixed(plan), devices="simulated", steps=2)
-    assert report and not report.passed
-    assert [cause.kind for cause in report.causes][:1] == [kind], report.causes
-
-
-# Weights' gradients do not wait under autocast, and other stages use other values: these bugs then have no effect.
-WITHOUT_EFFECT = {"weights_of_one_microbatch_lost": "", "last_gradient_only": "pp=6,microbatches=2"}
-PIPELINE_BUGS = [
-    pytest.param(plant, *job, plan, id=f"{plant.__name__}-{'-'.join(job)}-{plan}")
-    for plant, cases in test_planted_in_pipelines.BUGS
-    for job, plan in cases
-    if WITHOUT_EFFECT.get(plant.__name__) not in ("", plan)
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("plant", "model", "optimizer", "plan"), PIPELINE_BUGS)
-def test_a_bug_planted_in_pipelines_is_caught(plant: Any, model: str, optimizer: str, plan: str, monkeypatch: Any):  # fmt: skip
-    monkeypatch.setattr(
-        test_planted_in_pipelines,
-        "verify",
-        lambda job, plan, **settings: verify(job, mixed(plan), **settings),
-    )
-    test_planted_in_pipelines.test_a_planted_bug_is_caught(plant, model, optimizer, plan, monkeypatch)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("model", "optimizer", "plan"),
-    sorted(
-        {(*job, str(plan)) for _, _, cases in test_planted_bugs.BUGS for job, plan in cases}
-        | {(*job, plan) for _, cases in test_planted_in_pipelines.BUGS for job, plan in cases}
-    ),
-    ids=str,
+    "name",
+    [
+        "sixth/all_reduce_last_undivided",
+        pytest.param("fourth/batch_of_first_microbatch", marks=pytest.mark.slow),
+        pytest.param("sixth/replicas_draw_alike", marks=pytest.mark.slow),
+    ],
 )
-def test_without_a_bug_the_same_runs_pass(model: str, optimizer: str, plan: str):
-    report = verify(make_job(model, optimizer, batch_size=13), mixed(plan), devices="simulated", steps=2)
-    assert report and report.passed and not report.causes, report.causes if report else ""
+def test_a_planted_bug_is_caught(name: str, monkeypatch: pytest.MonkeyPatch):
+    BUGS[name].plant(monkeypatch)
+    assert not verified(BUGS[name].job, f"{BUGS[name].plan},precision=bf16-mixed").passed

@@ -33,7 +33,7 @@ from meshloom.replica.replica_state import full_state
 from meshloom.train.trainer import Trainer
 from meshloom.verify.run import verify
 from tests.planted.bugs import wrap
-from tests.planted.judging import text_of
+from tests.reports import text_of
 from tests.processes import on_ranks
 
 STEPS = 4

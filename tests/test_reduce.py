@@ -19,8 +19,8 @@ from meshloom.telemetry.progress import QUIET
 from meshloom.train.trainer import Trainer
 from meshloom.verify.findings import Report
 from meshloom.verify.run import verify
-from tests import test_planted_bugs
 from tests.jobs import make_job
+from tests.planted import BUGS
 from tests.precision_jobs import MODELS, job_of
 from tests.processes import on_ranks
 
@@ -187,21 +187,9 @@ def test_a_sum_of_copies_is_cast_as_torch_casts():
     assert torch.float64 in travelling.NEVER_CAST
 
 
-BUGS = [
-    pytest.param(
-        plant, job, plan, id=f"{plant.__name__}-{'-'.join(job)}-{plan}",
-        marks=() if plant.__name__ == "stale_gradient" and not number else pytest.mark.slow,
-    )
-    for plant, _, cases in test_planted_bugs.BUGS
-    for number, (job, plan) in enumerate(cases)
-    if plan.dp > 1 and plan.exchange in ("all_reduce", "server", "ring")
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("plant", "job", "plan"), BUGS)
-def test_a_planted_bug_is_caught(plant: Any, job: tuple[str, str], plan: Plan, monkeypatch: Any):
-    plant(monkeypatch, plan)
-    assert not verified(make_job(*job, batch_size=13), plan, steps=2).passed
+def test_a_planted_bug_is_caught(monkeypatch: pytest.MonkeyPatch):
+    BUGS["sixth/all_reduce_last_undivided"].plant(monkeypatch)
+    assert not verified(make_job("mlp", "sgd", batch_size=13), Plan.parse("dp=2"), steps=2).passed
 
 
 def test_what_makes_no_sense_is_refused():

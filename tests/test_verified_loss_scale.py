@@ -14,7 +14,7 @@ from meshloom.replica import replica_state
 from meshloom.verify.findings import Report
 from meshloom.verify.run import verify
 from tests.jobs import class_loss, make_job
-from tests.planted.judging import text_of
+from tests.reports import text_of
 
 PLAN = "dp=2,precision=fp16-mixed"
 

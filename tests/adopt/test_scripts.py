@@ -19,16 +19,11 @@ from meshloom.verify.run import verify
 pytestmark = pytest.mark.on_cpu  # scripts are watched there, and jobs compared
 SCRIPTS = Path(__file__).parent / "scripts"
 ADOPTED = [
-    "annealed", "averaged_meters", "averaged_model", "bag_of_words", "bert_by_hand", "beta_vae", "bucketed",
-    "built_together", "counted", "cycled_steps", "diffusion", "digits_convnet", "distill", "early_stopped",
-    "engine_class", "frozen_backbone", "full_batch", "image_trainer", "kaggle_tabular", "learner", "memmap_gpt", "mixed_precision",
-    "mixup", "mnist_flags", "module_fit", "moving_average", "nano_gpt", "no_trainer", "notebook", "one_cycle", "patient_rate",
-    "perplexed_rate", "perplexity", "phases", "poly_rate", "progress_and_amp", "quickstart", "recommender", "sampled_regression",
-    "settings_class", "several_files/train", "shadow_weights", "siamese", "siamese_pairs", "simclr", "streamed_text",
-    "subset_sampler", "super_res/main", "super_resolution", "text_classifier", "trainer_base", "trainer_by_steps",
-    "trainer_class", "trainer_helper", "trainer_in_files/train", "trainer_kwargs", "trainer_object", "trainer_of_tutorial",
-    "trainer_with_a_base", "trainer_with_everything", "translation", "two_inputs", "unet_dice", "vae",
-    "weighted_sampler", "yaml_config/train", "zipped",
+    "averaged_model", "bucketed", "built_together", "counted", "diffusion", "distill", "early_stopped",
+    "engine_class", "full_batch", "image_trainer", "learner", "mixed_precision", "module_fit", "nano_gpt",
+    "no_trainer", "patient_rate", "perplexed_rate", "quickstart", "sampled_regression", "several_files/train",
+    "shadow_weights", "siamese", "simclr", "streamed_text", "super_resolution", "trainer_by_steps",
+    "trainer_helper", "trainer_kwargs", "trainer_object", "two_inputs", "vae", "weighted_sampler", "zipped",
 ]  # fmt: skip
 LINEAR = """import torch
 from torch.utils.data import DataLoader, TensorDataset
@@ -56,33 +51,18 @@ QUICK = [
 ]
 # of jobs: metrics, steps between evaluations, best, patience, decay of the average
 EVALUATIONS = {
-    "averaged_meters": (["acc1"], 43, "acc1:max", None, None),
     "averaged_model": (["loss", "acc"], 10, "acc:max", None, 0.98),
-    "bert_by_hand": (["correct"], 24, None, None, None),
-    "beta_vae": (["valid"], 32, "valid:min", None, None),
-    "digits_convnet": (["test_loss", "correct"], 47, None, None, None),
     "distill": (["accuracy"], 44, None, None, None),
     "early_stopped": (["val_loss"], 22, "val_loss:min", 4, None),
     "engine_class": (["score"], 6, "score:max", None, None),
     "image_trainer": (["losses_m", "top1_m", "top5_m"], 30, None, None, 0.95),
-    "kaggle_tabular": (["valid_loss"], 14, "valid_loss:min", 2, None),
-    "mnist_flags": (["test_loss", "correct"], 22, None, None, None),
-    "moving_average": ([], 0, None, None, 0.99),
     "no_trainer": (["correct"], 10, None, None, None),
     "patient_rate": (["val_loss", "accuracy"], 16, "val_loss:min", None, None),
     "perplexed_rate": (["total"], 10, None, None, None),
-    "perplexity": (["total_loss"], 15, "total_loss:min", None, None),
-    "phases": (["epoch_loss", "epoch_acc"], 44, "epoch_acc:max", None, None),
-    "progress_and_amp": (["val_loss", "val_acc"], 6, None, None, None),
     "quickstart": (["correct"], 20, None, None, None),
-    "settings_class": (["loss", "acc"], 44, "acc:max", None, None),
     "shadow_weights": (["valid_loss", "valid_acc"], 32, "valid_loss:min", 3, 0.9),
-    "trainer_base": (["accuracy"], 30, None, None, None),
-    "trainer_in_files/train": (["score"], 20, None, None, None),
     "trainer_object": (["acc"], 22, "acc:max", None, None),
-    "trainer_with_everything": (["val_loss", "val_acc"], 14, "val_loss:min", 3, None),
     "vae": (["test_loss"], 48, None, None, None),
-    "yaml_config/train": (["loss", "acc"], 45, "acc:max", None, None),
     "zipped": (["correct"], 5, None, None, None),
 }
 # lines of evaluations that are named, and why

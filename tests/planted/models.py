@@ -1,84 +1,191 @@
-"""Models in which more can go wrong: a small branch, averages in buffers."""
+"""Models of which each has a part that a planted bug is about."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
-from torch.utils.data import IterableDataset
-
-from tests.jobs import vectors
+from torch.nn import functional as F
 
 
-class Scaled(nn.Module):
-    """[batch, 7] -> [batch, 5]; a branch is scaled by 1e-6, as LayerScale does at the start."""
+class Gan(nn.Module):
+    """Rows [batch, 3]."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.first = nn.Linear(7, 6)
-        self.branch = nn.Linear(6, 6)
-        self.scale = nn.Parameter(torch.full((6,), 1e-6))
-        self.head = nn.Linear(6, 5)
+        self.critic = nn.Sequential(nn.Linear(3, 11), nn.SiLU(), nn.Linear(11, 1))
+        self.generator = nn.Sequential(nn.Linear(4, 11), nn.SiLU(), nn.Linear(11, 3))
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = torch.tanh(self.first(x))
-        return self.head(x + self.scale * torch.tanh(self.branch(x)))
+    def fake(self, like: Tensor) -> Tensor:
+        return self.generator(torch.randn(len(like), 4, dtype=like.dtype, device=like.device))
 
 
-class Centred(nn.Module):
-    """[batch, 7] -> [batch, 5]; a moving average of activations is written and not read, beside a huge mask, a counter and
-    infinities."""
-
-    average: Tensor
-    seen: Tensor
-    mask: Tensor
+class Wordy(nn.Module):
+    """[batch, 7] -> [batch, 5]; one of two heads."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.first = nn.Linear(7, 6)
-        self.head = nn.Linear(6, 5)
-        self.register_buffer("average", torch.zeros(6))
-        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
-        self.register_buffer("mask", torch.tensor([0.0, -1e9, float("-inf"), float("nan")]))
+        self.enter, self.brief, self.long = nn.Linear(7, 22), nn.Linear(22, 5), nn.Linear(22, 5)
+
+    def forward(self, x: Tensor, briefly: bool) -> Tensor:
+        h = torch.tanh(self.enter(x))
+        return self.brief(h) if briefly else 2 * self.long(h)
+
+
+class Cooling(nn.Module):
+    """[batch, 7] -> [batch, 5]; every forward lowers a temperature."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.head = nn.Linear(7, 21), nn.Linear(21, 5)
+        self.temperature = 4.0
 
     def forward(self, x: Tensor) -> Tensor:
-        x = torch.tanh(self.first(x))
-        if self.training:
-            with torch.no_grad():
-                self.average.mul_(0.9).add_(x.mean(0), alpha=0.1)
-                self.seen.add_(1)
-        return self.head(x)
+        self.temperature = 0.8 * self.temperature + 0.1
+        return self.head(torch.tanh(self.enter(x))) / self.temperature
 
 
-class Augmented(torch.utils.data.Dataset[Any]):
-    """Vectors with a draw of their own."""
+class Normed(nn.Module):
+    """[batch, 3, 8, 8] -> [batch, 5]; an instance norm that never moves its statistics."""
 
-    def __len__(self) -> int:
-        return 30
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 7, 3, padding=1, stride=2)
+        self.inner = nn.InstanceNorm2d(7, momentum=None, track_running_stats=True)
+        self.head = nn.Linear(7, 5)
 
-    def __getitem__(self, index: int) -> Any:
-        sample = vectors()[index]
-        return {**sample, "x": sample["x"] + torch.randn(7)}
-
-
-class Lines(IterableDataset[Any]):
-    """Vectors one after another, each epoch in another order."""
-
-    epoch = 0
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-
-    def __iter__(self) -> Any:
-        for index in range(30):
-            yield vectors()[(index + 7 * self.epoch) % 30]
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.inner(self.conv(x)) - 0.3).mean((2, 3)))
 
 
-MORE_MODELS: dict[str, dict[str, Any]] = {
-    "scaled": {"model": Scaled},
-    "centred": {"model": Centred},
-    "augmented": {"data": Augmented},
-    "lines": {"data": Lines},
-    "averaged": {"average": 0.9},
-}
+class Finer(nn.Module):
+    """[batch, 3, h, w] -> [batch, 3, 2h, 2w]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.up = nn.Conv2d(3, 6, 3, padding=1), nn.Conv2d(6, 24, 3, padding=1)
+        self.finer, self.out = nn.PixelShuffle(2), nn.Conv2d(6, 3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(torch.tanh(self.finer(self.up(torch.tanh(self.stem(x))))))
+
+
+class Tagger(nn.Module):
+    """Tokens [batch, length] -> [batch, length, 6]; masks between the layers of an LSTM."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norm = nn.Embedding(19, 11), nn.BatchNorm1d(11)
+        self.rnn = nn.LSTM(11, 13, num_layers=2, dropout=0.3, batch_first=True)
+        self.head = nn.Linear(13, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(self.embed(x).transpose(1, 2)).transpose(1, 2)
+        return self.head(self.rnn(h)[0])
+
+
+class TiedThrice(nn.Module):
+    """Tokens [batch, length] -> [batch, length, 19]; a table is looked up, attended to, and the head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(19, 12)
+        self.blocks = nn.ModuleList(nn.Linear(12, 12) for _ in range(3))
+        self.head = nn.Linear(12, 19, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embed(x)
+        for number, block in enumerate(self.blocks):
+            h = h + torch.tanh(block(h))
+            if number == 1:
+                h = h + 0.3 * torch.softmax(h @ self.embed.weight.T, -1) @ self.embed.weight
+        return self.head(h)
+
+
+class Padded(nn.Module):
+    """Tokens [batch, length] -> [batch, length, 29]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(29, 24, padding_idx=1)
+        self.up, self.down, self.norm = nn.Linear(24, 48), nn.Linear(48, 24), nn.LayerNorm(24)
+        self.head = nn.Linear(24, 29, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        x = x + self.down(F.gelu(self.up(x.cumsum(1))))
+        return self.head(self.norm(x))
+
+
+class Experts(nn.Module):
+    """[batch, length, 12] -> the same; each row by one expert of five."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(12, 5, bias=False)
+        self.up = nn.Parameter(torch.randn(5, 12, 16) * 0.2)
+        self.down = nn.Parameter(torch.randn(5, 16, 12) * 0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.flatten(0, 1)
+        weight, pick = self.gate(rows).softmax(-1).max(-1)
+        h = torch.bmm(F.gelu(torch.bmm(rows[:, None], self.up[pick])), self.down[pick])[:, 0]
+        return (h * weight[:, None]).view_as(x)
+
+
+class Routed(nn.Module):
+    """[batch, 6, 5] -> [batch, 3]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.experts, self.norm = nn.Linear(5, 12), Experts(), nn.RMSNorm(12)
+        self.head = nn.Linear(12, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x)
+        return self.head((x + self.experts(self.norm(x))).mean(1))
+
+
+class Swapping(nn.Module):
+    """[batch, 6, 5] -> [batch, 3]; tokens and channels in turn, with transposes between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.tokens, self.channels = nn.Linear(5, 5), nn.Linear(6, 6), nn.Linear(5, 5)
+        self.head = nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.embed(x)).transpose(1, 2)
+        x = torch.tanh(self.tokens(x)).transpose(1, 2) + 0.5 * x.transpose(1, 2)
+        return self.head(torch.tanh(self.channels(x)).mean(1))
+
+
+class Cell(nn.Module):
+    """[batch, length, 7] -> [batch, 9]; the hidden state goes on from step to step."""
+
+    hidden: Tensor | None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru = nn.GRU(7, 9, batch_first=True)
+        self.hidden = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.hidden
+        if hidden is not None and hidden.shape[1] != len(x):
+            hidden = None
+        out, hidden = self.gru(x, hidden)
+        self.hidden = hidden.detach()
+        return out[:, -1]
+
+
+class Carrying(nn.Module):
+    """[batch, 6, 5] -> [batch, 3]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.rnn, self.head = nn.Linear(5, 7), Cell(), nn.Linear(9, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.rnn(torch.tanh(self.enter(x))))

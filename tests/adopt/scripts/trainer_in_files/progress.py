@@ -1,3 +1,0 @@
-def shown(loader):
-    """A loader with nothing around it where there is no terminal."""
-    yield from loader

@@ -1,1 +1,0 @@
-"""The bugs, a file for each area."""

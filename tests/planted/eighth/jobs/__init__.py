@@ -1,1 +1,0 @@
-"""Job files of the seventh list. Each stands alone, as a user's does: tests copy it beside the edited package."""

@@ -1,0 +1,87 @@
+"""Bugs of what data a step reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import meshloom.data.stream_data
+from meshloom.data.map_data import Batches, ChunkSource, MapReader
+from tests.planted.bugs import Patch, bug, wrap
+
+
+class Telling:
+    """A dataset that is told other epochs. epoch: of all; None: each when it is iterated, after the samples are."""
+
+    def __init__(self, dataset: Any, epoch: int | None) -> None:
+        self._dataset, self._epoch, self._told = dataset, epoch, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self._told = epoch
+        if self._epoch is not None:
+            self._dataset.set_epoch(self._epoch)
+
+    def __getitem__(self, index: int) -> Any:
+        return self._dataset[index]
+
+    def __iter__(self) -> Iterator[Any]:
+        samples = iter(self._dataset)
+        self._dataset.set_epoch(self._told)
+        return samples
+
+
+@bug("fifth/partners_of_first_chunk", "growing", "dp=2,microbatches=2", quick=True)
+def partners_of_first_chunk(patch: Patch) -> None:
+    """Every chunk is mixed with the partners of the batch's first samples."""
+
+    def requests(right: Any, self: MapReader, start_step: int) -> Iterator[Any]:
+        for each in right(self, start_step):
+            partners = self._batches.partners(each.step)
+            yield each if partners is None else replace(each, partners=partners[: len(each.indices)])
+
+    wrap(patch, MapReader, "_requests", requests)
+
+
+@bug("fifth/position_where_size_changes", "growing", "dp=2")
+def position_where_size_changes(patch: Patch) -> None:
+    """Where the batch size changes, the batch before it is read again."""
+
+    def begun(right: Any, self: Batches, *given: Any) -> None:
+        right(self, *given)
+        first, *rest = self._stretches
+        self._stretches = [first, *(replace(each, start=each.start - first.size) for each in rest)]
+
+    wrap(patch, Batches, "__init__", begun)
+
+
+@bug("fifth/drop_last_not_kept", "dropping the last batch", "dp=2")
+def drop_last_not_kept(patch: Patch) -> None:
+    """The short last batch of an epoch is trained although the job drops it."""
+    wrap(patch, Batches, "_count", lambda right, self, start, size: -(-(self._num_samples - start) // size))
+
+
+@bug("fourth/epoch_is_step", "told the epoch", "dp=2")
+def epoch_is_step(patch: Patch) -> None:
+    """The dataset is told the step in place of the epoch."""
+
+    def read(right: Any, self: ChunkSource, request: Any) -> Any:
+        dataset = self._dataset
+        self._dataset = Telling(dataset, request.step)
+        try:
+            return right(self, request)
+        finally:
+            self._dataset = dataset
+
+    wrap(patch, ChunkSource, "__getitem__", read)
+
+
+@bug("ninth/epoch_told_too_late", "stream", "dp=2")
+def epoch_told_too_late(patch: Patch) -> None:
+    """A stream is iterated before it is told its epoch."""
+    wrap(
+        patch,
+        meshloom.data.stream_data,
+        "stream_batches",
+        lambda right, dataset, job: right(Telling(dataset, None), job),
+    )

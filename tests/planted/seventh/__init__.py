@@ -1,9 +1,0 @@
-"""The seventh list of bugs: mistakes that maintainers could commit, written blind, in jobs of their own. Each module calls `SEVENTH.edit`."""
-
-from __future__ import annotations
-
-from pathlib import Path
-
-from tests.planted.edits import EditList
-
-SEVENTH = EditList(jobs=Path(__file__).parent / "jobs")

@@ -1,9 +1,0 @@
-"""The sixth list of bugs: mistakes that maintainers could commit, written blind, in jobs of their own. Each module calls `SIXTH.edit`."""
-
-from __future__ import annotations
-
-from pathlib import Path
-
-from tests.planted.edits import EditList
-
-SIXTH = EditList(jobs=Path(__file__).parent / "jobs")
