@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import gc
 import math
-import warnings
 import weakref
 from pathlib import Path
 from typing import Any
@@ -18,20 +17,8 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
 from meshloom.checkpoint.writing import streamed
-from meshloom.comm.pieces import place, take
-from meshloom.comm.simulated import simulated_groups
-from meshloom.comm.steps import Steps, run_in_steps
 from meshloom.core.job import Job, NamedParameters
-from meshloom.exchange.alone import Alone
-from meshloom.optimizer.updater import Updater
-from meshloom.parameters.shards import Shards
-from meshloom.program.capture.capture import capture_module
 from meshloom.telemetry.traffic import Traffic
-from meshloom.tensor_parallel.layout.layout import layout_of
-from meshloom.tensor_parallel.lockstep import run_in_lockstep
-from meshloom.tensor_parallel.partition import Partition, partition
-from meshloom.tensor_parallel.rules.table import BUILT_IN
-from meshloom.tensor_parallel.search.choose import Rates, choose
 from tests.covering import in_turn
 
 STEPS = 3
@@ -227,118 +214,3 @@ def test_a_save_holds_one_whole_tensor_at_a_time(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(streamed._File, "take", take)
     grid.save(tmp_path, 1)
     assert len(handed) > 20 and max(alive) <= 4  # of four ranks, one each
-
-
-class Attending(nn.Module):
-    """Packed q, k, v with fewer key/value heads than ranks, a tied head, norms."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(23, 12)
-        self.norm = nn.LayerNorm(12)
-        # the gradient of a key's bias is rounding alone
-        self.qkv = nn.Linear(12, (4 + 2 + 2) * 3, bias=False)
-        self.out = nn.Linear(12, 12)
-        self.up, self.down = nn.Linear(12, 17), nn.Linear(17, 12)
-        self.head = nn.Linear(12, 23)
-        self.head.weight = self.embed.weight
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens)
-        q, k, v = (
-            part.unflatten(-1, (-1, 3)).transpose(1, 2)
-            for part in self.qkv(self.norm(x)).split([12, 6, 6], -1)
-        )
-        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        x = x + self.out(y.transpose(1, 2).flatten(2))
-        return self.head(x + self.down(torch.tanh(self.up(x))))
-
-
-def next_token(model: nn.Module, tokens: Tensor) -> Tensor:
-    return nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
-
-
-def built() -> Attending:
-    torch.manual_seed(5)
-    return Attending().double()
-
-
-def sentences(number: int) -> Tensor:
-    return torch.randint(23, (4, 33), generator=torch.Generator().manual_seed(number))
-
-
-@pytest.fixture(scope="module")
-def part() -> Partition:
-    """The program of `next_token` on four ranks."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch.export warns about itself
-        program = capture_module(built(), next_token, (sentences(0), sentences(1)))
-    # worth dividing, small as it is
-    return partition(
-        choose(layout_of(program, BUILT_IN), 4, Rates(flops_per_second=1e8, latency_seconds=0.0))
-    )
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", ["AdamW", "Adafactor", "trust ratio"])
-def test_a_divided_program_trains_as_one_device_does(name: str, part: Partition):
-    the_job = job(BUILDS[name], clip_grad_norm=0.5)
-    batches = [sentences(number) for number in range(STEPS)]
-    one = built()
-    optimizer: Any = the_job.optimizer(list(one.named_parameters()))
-    norms: list[float] = []
-    for tokens in batches:
-        optimizer.zero_grad()
-        next_token(one, tokens).backward()
-        norms.append(float(nn.utils.clip_grad_norm_(one.parameters(), 0.5)))
-        optimizer.step()
-
-    models = [built() for _ in range(4)]
-    groups = simulated_groups(4)
-    shards = [Shards({**part.parameters, **part.buffers}, group) for group in groups]
-    updaters: list[Updater] = []
-    exchanges: list[Alone] = []
-    for each, mine in zip(models, shards, strict=True):
-        named = list(each.named_parameters())
-        mine.divide(each)
-        exchanges.append(Alone(list(each.named_parameters())))
-        updaters.append(Updater(the_job, named, exchanges[-1], mine, list(each.named_parameters())))
-    assert {"embed.weight", "head.weight", "qkv.weight", "up.weight"} <= shards[0].pieces.keys() and models[
-        0
-    ].head.weight is models[0].embed.weight
-    # two key/value heads on four ranks
-    assert (
-        shards[0].pieces["qkv.weight"].is_shared and len(shards[0].pieces["qkv.weight"].held[0][0] or ()) == 3
-    )
-
-    def rank(number: int) -> Steps[float | None]:
-        averaged = yield from exchanges[number].finish(1.0)
-        return float((yield from updaters[number].update(averaged, 1.0)))
-
-    for tokens, norm in zip(batches, norms, strict=True):
-        for exchange in exchanges:
-            exchange.begin_step()
-        losses = run_in_lockstep(
-            part.programs, [dict(each.named_parameters()) for each in models], [{} for _ in models], tokens
-        )
-        torch.autograd.backward(losses)
-        for each in part.summed:  # every holder's part of the gradient, put where it belongs and added up
-            pieces = part.parameters[each]
-            held = [model.get_parameter(each) for model in models]
-            whole = sum(
-                place(pieces, number, value.grad)
-                for number, value in enumerate(held)
-                if value.grad is not None
-            )
-            for number, value in enumerate(held):
-                value.grad = take(pieces, number, whole).clone()
-        # order of the sum
-        assert run_in_steps([rank(number) for number in range(4)]) == pytest.approx([norm] * 4, rel=1e-12)
-    found: dict[str, Tensor] = {}
-    run_in_steps(
-        [mine.weights(each).run(found.__setitem__) for mine, each in zip(shards, models, strict=True)]
-    )
-    for each, value in one.state_dict().items():
-        torch.testing.assert_close(
-            found[each], value, rtol=1e-8, atol=1e-10, msg=lambda text, each=each: f"{each}: {text}"
-        )

@@ -18,56 +18,13 @@ from meshloom.replica.expected_bytes import expected_bytes
 from meshloom.telemetry.traffic import Traffic
 from meshloom.train.trainer import Trainer
 from meshloom.verify.run import verify
-from tests.families import FAMILIES
 from tests.jobs import adding_loss, make_job
-from tests.processes import on_ranks
-from tests.reports import largest_error
-from tests.verified import verified
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export", "dear_memory")]
-
-PLANS = [
-    "pp=2",
-    "pp=3,microbatches=5,schedule=zb-h1",
-    "dp=2,pp=2,microbatches=3,schedule=gpipe",
-    "dp=2,pp=2,tp=2,microbatches=2",
-    "dp=2,pp=2,microbatches=2,schedule=zb-v,zero=1",
-    "pp=2,microbatches=3,schedule=interleaved",
-    "dp=2,pp=2,tp=2,microbatches=3,zero=1,schedule=zb-h1",
-    "dp=2,microbatches=2,recompute=selective",
-    "dp=2,pp=2,tp=2,microbatches=2,recompute=full",
-    "pp=2,microbatches=4,schedule=zb-v,recompute=selective",
-]
-MODELS = ("mlp", "cnn", "gpt", "unused_twice")
-OPTIMIZERS = ("sgd", "adamw", "adafactor", "muon")
-# Each plan once, with models and optimizers that change from one to the next; the other cases are slow. All
-# three matter together: what a rank without parameters does depends on the model's cut and on the optimizer.
-COVERING = {
-    (MODELS[number % 4], OPTIMIZERS[(number + number // 4) % 4], plan) for number, plan in enumerate(PLANS)
-}
-CASES = [
-    pytest.param(*case, marks=() if case in COVERING else pytest.mark.slow)
-    for case in ((model, optimizer, plan) for model in MODELS for optimizer in OPTIMIZERS for plan in PLANS)
-]
 
 
 def keyed(job: Job, plan: str, **settings: Any) -> Trainer:
     return Trainer(job, f"{plan},keyed_draws=true", devices="simulated", dtype=torch.float64, **settings)
-
-
-@pytest.mark.covering("mlp-adamw", "unused_twice-muon")
-@pytest.mark.parametrize(("model", "optimizer", "plan"), CASES)
-def test_a_plan_equals_one_device(model: str, optimizer: str, plan: str):
-    # the third batch is a short one
-    report = verify(
-        make_job(model, optimizer), Plan.parse(plan), devices="simulated", steps=3, dtype=torch.float64
-    )
-    assert report is not None
-    assert report.passed, report.causes
-    # Something was divided; of the smallest models a stage without parameters is the cheapest.
-    assert max(report.owned) < 0.97 or "pp" not in plan or model in ("cnn", "mlp")
-    assert max(report.owned) < 0.75 or "tp" not in plan
-    assert largest_error(report) < 1e-10
 
 
 @pytest.mark.slow
@@ -295,38 +252,6 @@ def test_cuts_by_name_are_where_they_are_asked_for():
             for name, _ in make_job("gpt", "sgd").model().named_parameters()
             if name.split(".")[0] == "embed" or "blocks.0" in name
         } | {name for name in first if "position" in name}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("family", "plan"),
-    [
-        # tests/test_grid_families.py has all but mixtral
-        pytest.param("t5", "pp=2,microbatches=2", marks=pytest.mark.slow),
-        pytest.param("resnet", "dp=2,pp=2,tp=2", marks=pytest.mark.slow),
-        ("mixtral", "pp=2,microbatches=2,schedule=zb-h1"),
-        pytest.param("llama", "dp=2,pp=2,tp=2,microbatches=2", marks=pytest.mark.slow),
-    ],
-)
-def test_a_family_equals_one_device(family: str, plan: str):
-    report = verify(
-        FAMILIES[family].make_job(True), Plan.parse(plan), devices="simulated", steps=2, dtype=torch.float64
-    )
-    assert report is not None
-    assert report.passed, report.causes
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize(
-    ("model", "optimizer", "plan", "size"),
-    [
-        pytest.param("gpt", "adamw", "pp=2,microbatches=4", 2, marks=pytest.mark.slow),
-        ("cnn", "muon", "dp=2,pp=2,microbatches=2,schedule=zb-h1", 4),
-        ("gpt", "sgd", "pp=2,tp=2,microbatches=3,schedule=interleaved", 4),
-    ],
-)
-def test_processes_equal_one_device(model: str, optimizer: str, plan: str, size: int):
-    assert on_ranks(verified, size, model, optimizer, plan, timeout_seconds=150.0)[0] == "EQUAL"
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ import pytest
 
 from tests.machine import with_fast_links
 from tests.planted import BUGS
-from tests.planted.bugs import Bug, module_of, phase_of, verified
+from tests.planted.bugs import Bug, module_of, phases_of, verified
 from tests.reports import text_of
 
 DRAWN = (Path(__file__).parent / "planted" / "drawn.txt").read_text(encoding="utf-8").split()
@@ -34,4 +34,5 @@ def test_a_planted_bug_is_caught_and_placed(bug: Bug, tmp_path: Path):
         bug.plant(patch)
         wrong = verified(bug.job, bug.plan)
     assert not wrong.passed
-    assert (phase_of(wrong), module_of(wrong)) == (bug.phase, bug.module), text_of(wrong)
+    assert bug.phase in phases_of(wrong), text_of(wrong)
+    assert bug.module in (None, module_of(wrong)), text_of(wrong)

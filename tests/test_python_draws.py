@@ -33,8 +33,8 @@ from meshloom.replica.replica_state import full_state
 from meshloom.train.trainer import Trainer
 from meshloom.verify.run import verify
 from tests.planted.bugs import wrap
-from tests.reports import text_of
 from tests.processes import on_ranks
+from tests.reports import text_of
 
 STEPS = 4
 PROGRAMS = ["tp=2", "pp=2,microbatches=2", "dp=2,pp=2,tp=2", "dp=2,tp=2,zero=3"]

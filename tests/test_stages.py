@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from functools import cache
-from itertools import cycle, pairwise, product
+from itertools import cycle, pairwise
 from typing import Any
 
 import pytest
@@ -24,9 +24,7 @@ from meshloom.program.capture.capture import capture, capture_module
 from meshloom.program.cost.cost import costs
 from meshloom.program.ir.program import Program
 from meshloom.program.run.execute import run_flat
-from tests.covering import in_turn
 from tests.families import FAMILIES
-from tests.families.limits import FLOAT32_ONLY, NOT_READ
 from tests.jobs import make_job
 from tests.pipelines import Ran, Subject, evenly, run_pipeline, subject_of
 
@@ -35,12 +33,6 @@ LIMIT = 1e-10
 SIZES = (3, 2, 2, 1, 3, 1, 2, 2)  # samples of the microbatches
 # Tied weights, cross attention with tied embeddings, skips, batch norm, sparse features, experts, two losses.
 COVERING = ("gpt2", "t5", "u_net", "conv2d", "recommendation", "mixtral", "two_towers", "lstm")
-# Every schedule for all numbers of ranks and microbatches: [schedule, ranks, microbatches, family].
-NUMBERS = [
-    (schedule, num_ranks, num_microbatches, COVERING[(turn + num_microbatches) % len(COVERING)])
-    for turn, (schedule, num_ranks) in enumerate(product(SCHEDULES, (2, 3, 4)))
-    for num_microbatches in range(1, 9)
-]
 
 
 @cache
@@ -76,31 +68,6 @@ def check(ran: Ran) -> None:
 def test_a_family_in_three_stages_equals_one_device(name: str, schedule: str):
     subject = family(name, 5, even=name == "conv2d")
     check(run_pipeline(subject, make_schedule(schedule, 3, 5)))
-
-
-def test_every_family_meets_every_schedule_and_every_number():
-    for number, values in enumerate((SCHEDULES, (2, 3, 4), range(1, 9))):
-        assert {(case[number], case[3]) for case in NUMBERS} == set(product(values, COVERING))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("schedule", "num_ranks", "num_microbatches", "name"), NUMBERS)
-def test_every_schedule_for_any_numbers(schedule: str, num_ranks: int, num_microbatches: int, name: str):
-    check(
-        run_pipeline(
-            family(name, num_microbatches, even=name == "conv2d"),
-            make_schedule(schedule, num_ranks, num_microbatches),
-        )
-    )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "schedule"),
-    in_turn([name for name in FAMILIES if name not in NOT_READ and name not in FLOAT32_ONLY], SCHEDULES),
-)
-def test_every_family_in_two_ranks_equals_one_device(name: str, schedule: str):
-    check(run_pipeline(family(name, 3, even=True), make_schedule(schedule, 2, 3)))
 
 
 @pytest.mark.covering("3-gpt", "2-cnn", "1-mlp")

@@ -19,47 +19,12 @@ from meshloom.train.trainer import Trainer
 from meshloom.verify.run import verify
 from tests.families import FAMILIES
 from tests.jobs import Samples, adding_loss, make_job
-from tests.processes import on_ranks
-from tests.reports import largest_error
-from tests.verified import verified
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export", "dear_memory")]
-
-# The models are tiny: where dividing a layer costs more than it saves it stays whole, so it is asked for.
-PINS = {
-    "mlp": {"first": "column", "second": "row"},
-    "gpt": {"blocks.*.qkv": "heads"},
-    "cnn": {"conv": "column", "hidden": "column"},
-    "unused_twice": {"first": "column"},
-}
-# Every model with every way of updating, plans going round, so that pairs meet; one optimizer per model in
-# the covering subset.
-PLANS = ["tp=2", "tp=3", "dp=2,tp=2", "dp=2,tp=2,microbatches=2,zero=1", "dp=3,tp=2,zero=1,microbatches=2"]
-CASES = [
-    pytest.param(
-        model,
-        optimizer,
-        PLANS[(row + 2 * column) % len(PLANS)],
-        marks=() if row == column else pytest.mark.slow,
-    )
-    for row, model in enumerate(("mlp", "gpt", "cnn", "unused_twice"))
-    for column, optimizer in enumerate(("sgd", "adamw", "adafactor", "muon"))
-]
 
 
 def keyed(job: Job, plan: str, **settings: Any) -> Trainer:
     return Trainer(job, f"{plan},keyed_draws=true", devices="simulated", dtype=torch.float64, **settings)
-
-
-@pytest.mark.covering("mlp-sgd", "cnn-adafactor")
-@pytest.mark.parametrize(("model", "optimizer", "plan"), CASES)
-def test_a_plan_equals_one_device(model: str, optimizer: str, plan: str):
-    divided = replace(Plan.parse(plan), tp_placements=PINS[model])
-    report = verify(make_job(model, optimizer), divided, devices="simulated", steps=3, dtype=torch.float64)
-    assert report is not None
-    assert report.passed, report.causes
-    assert max(report.owned) < 0.97  # something was divided
-    assert largest_error(report) < 1e-10
 
 
 @pytest.mark.slow
@@ -230,16 +195,3 @@ def test_what_cannot_be_read_is_refused_with_the_users_line():
         keyed(make_job("mlp", "sgd", loss=adding_loss), "tp=2,recompute=full")
     with pytest.raises(PlanError, match="sync_batch_norm=true works on modules, and tp=2"):
         Plan(tp=2, sync_batch_norm=True)
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize(
-    ("model", "optimizer", "plan", "size"),
-    [
-        ("gpt", "adamw", "tp=2", 2),
-        pytest.param("cnn", "muon", "tp=3", 3, marks=pytest.mark.slow),
-        pytest.param("mlp", "adafactor", "dp=2,tp=2,zero=1", 4, marks=pytest.mark.slow),
-    ],
-)
-def test_processes_equal_one_device(model: str, optimizer: str, plan: str, size: int):
-    assert on_ranks(verified, size, model, optimizer, plan, timeout_seconds=150.0)[0] == "EQUAL"

@@ -2,8 +2,8 @@
 same checks, and its counts of collectives as bounds.
 
 After `test/distributed/tensor/parallel` of PyTorch: test_tp_examples.py (MLP, transformer, frozen parameters,
-weight tying, loss parallel), test_tp_style.py and test_parallelize_api.py (columns, rows, embeddings,
-sequence-parallel norms), test_tp_random_state.py (first values), all on four ranks. What those tests say of
+loss parallel), test_tp_style.py and test_parallelize_api.py (columns, rows, embeddings, sequence-parallel norms),
+all on four ranks. What those tests say of
 layouts that a user declares by hand (PrepareModuleInput and the like) has no counterpart, as nothing is
 declared here; nor have the patterns of test_micro_pipeline_tp.py, which are the compiler's.
 
@@ -30,22 +30,17 @@ from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.steps import Turns
 from meshloom.core.errors import PlanError
 from meshloom.core.job import Job
-from meshloom.core.plan import Plan
 from meshloom.program.capture.capture import capture
 from meshloom.program.cost.rates import Rates
 from meshloom.program.ir.program import Program
 from meshloom.program.operators.linears import GatheredLinears
 from meshloom.program.run.execute import run_program
-from meshloom.replica.replica_state import full_state
 from meshloom.tensor_parallel.layout.layout import layout_of
 from meshloom.tensor_parallel.layout.placement import INVARIANT
 from meshloom.tensor_parallel.partition import partition
 from meshloom.tensor_parallel.rules.table import BUILT_IN
 from meshloom.tensor_parallel.search.choose import choose
 from meshloom.tensor_parallel.sent_bytes import sent_at_step_end, sent_in_chunk
-from meshloom.train.trainer import Trainer
-from tests.jobs import Samples
-from tests.processes import on_ranks
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export")]
 
@@ -507,129 +502,3 @@ def test_loss_parallel(
         found = divide(build, loss, batch, num_ranks, program=program, rates=VOLUME_COSTS, logits=f"dim{dim}")
         if dim == 1 and reduction != "none":
             assert found.forward == {"all_reduce": 2} and found.backward == {}  # PyTorch: 3
-
-
-# Weights after several steps.
-
-
-def in_order(
-    build: Build,
-    batch: Mapping[str, Tensor],
-    optimizer: Callable[..., torch.optim.Optimizer],
-    steps: int,
-    batch_size: int,
-) -> Job:
-    """A job that takes samples as they come; its loss is the mean over samples of the sum of their
-    outputs."""
-
-    def loss(model: Any, batch: Any) -> Tensor:
-        return model(batch["x"]).sum() / len(batch["x"])
-
-    return Job(
-        model=build, loss=loss, optimizer=lambda named: optimizer([each for _, each in named], lr=0.25), data=lambda: Samples(**batch),
-        batch_size=batch_size, steps=steps, shuffle=False,
-    )  # fmt: skip
-
-
-def plain(job: Job) -> tuple[list[float], dict[str, Tensor]]:
-    """Losses and last weights of the usual loop."""
-    model = job.model().double()
-    optimizer = job.optimizer(list(model.named_parameters()))
-    data: Any = job.data()
-    losses: list[float] = []
-    for step in range(job.steps):
-        batch = torch.utils.data.default_collate(
-            [data[at] for at in range(step * job.batch_size, (step + 1) * job.batch_size)]
-        )
-        optimizer.zero_grad()
-        loss = job.loss(model, batch)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses, {name: each.detach() for name, each in model.named_parameters()}
-
-
-def trained(job: Job, plan: Plan, devices: str = "simulated") -> tuple[list[float], dict[str, Tensor]]:
-    """The same of a plan."""
-    with Trainer(job, plan, devices=devices, dtype=torch.float64) as trainer:
-        losses = [trainer.step(batch) for batch in trainer.batches()]
-        divided = [name for replica in trainer.replicas if replica.shards for name in replica.shards.pieces]
-        assert divided
-        return losses, trainer.together(full_state)[0]
-
-
-def make(name: str) -> tuple[Job, dict[str, str]]:
-    """A job of these tests, and how its model is divided."""
-    if name == "mlp":
-        return in_order(MLP, normal(40, 10), torch.optim.SGD, 5, 8), {
-            key.replace("__", "."): value for key, value in MLP_PINS.items()
-        }
-    if name == "weight_tying":
-        return in_order(tied_pair, tokens(20, vocabulary=16), torch.optim.SGD, 4, 5), {"0": "dim1"}
-    odd = {"width": 15, "heads": 5, "vocabulary": 7} if name == "odd transformer" else {}
-    build = lambda: Transformer(**odd)  # noqa: E731
-    batch = tokens(80, 8, vocabulary=odd.get("vocabulary", 8))
-    return in_order(build, batch, torch.optim.Adam, 10, 8), {
-        key.replace("__", "."): value for key, value in TRANSFORMER_PINS.items()
-    }
-
-
-def tied_pair() -> nn.Module:
-    """An embedding, and a layer behind it with the same weights."""
-    torch.manual_seed(1)
-    model = nn.Sequential(nn.Embedding(16, 8), nn.Linear(8, 16))
-    model[1].weight = model[0].weight
-    return model
-
-
-def assert_same(
-    found: tuple[list[float], dict[str, Tensor]], expected: tuple[list[float], dict[str, Tensor]]
-) -> None:
-    assert found[0] == pytest.approx(expected[0], rel=1e-9)
-    for name, each in expected[1].items():
-        torch.testing.assert_close(
-            found[1][name], each, rtol=1e-7, atol=1e-9, msg=lambda text, name=name: f"{name}: {text}"
-        )
-
-
-@pytest.mark.covering("mlp-dp=2,tp=2", "weight_tying-tp=4")
-@pytest.mark.parametrize(
-    ("name", "plan"),
-    [
-        ("mlp", "tp=4"),
-        ("mlp", "dp=2,tp=2"),
-        ("weight_tying", "tp=4"),
-        ("transformer", "tp=4"),
-        ("transformer", "dp=2,tp=2"),
-        ("odd transformer", "tp=3"),
-    ],
-)
-def test_weights_after_several_steps(name: str, plan: str):
-    job, pins = make(name)
-    assert_same(trained(job, replace(Plan.parse(plan), tp_placements=pins)), plain(job))
-
-
-def test_first_values_are_slices_of_one_devices():
-    """Ranks of a team begin with different parts of the same values; replicas begin alike."""
-    job, pins = make("mlp")
-    whole = dict(job.model().double().named_parameters())
-    with Trainer(
-        job, replace(Plan.parse("dp=2,tp=2"), tp_placements=pins), devices="simulated", dtype=torch.float64
-    ) as trainer:
-        parts = [dict(replica.named)["net1.weight"] for replica in trainer.replicas]
-        assert torch.equal(torch.cat(parts[:2]), whole["net1.weight"]) and torch.equal(
-            torch.cat(parts[2:]), whole["net1.weight"]
-        )
-        assert not torch.equal(parts[0], parts[1])
-
-
-def _on_a_rank(name: str) -> Any:
-    job, pins = make(name)
-    return trained(job, Plan(tp=2, tp_placements=pins), "cpu")
-
-
-@pytest.mark.processes
-def test_transformer_on_processes():
-    first, other = on_ranks(_on_a_rank, 2, "odd transformer")
-    assert_same(first, plain(make("odd transformer")[0]))
-    assert other == (first[0], {})  # whole tensors are put together on the first rank alone

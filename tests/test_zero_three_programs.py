@@ -21,49 +21,11 @@ from meshloom.exchange.zero_three import ZeroThree
 from meshloom.replica.replica_state import full_state
 from meshloom.train.trainer import Trainer
 from meshloom.verify.run import verify
-from tests.jobs import OPTIMIZERS, images, make_job, texts, vectors
 from tests.processes import on_ranks
 from tests.test_zero_three import EVALUATE, assert_goes_on_and_back, trained
 from tests.zero_three_jobs import Blocks, unit_job
 
-DATA = {"cnn": images, "gpt": texts}
 BLOCKS = "tp=2,tp_placements=blocks.*.up:column+blocks.*.down:row"
-TP = {
-    "mlp": "tp=2,tp_placements=first:column+second:row",
-    "cnn": "tp=2,tp_placements=conv:channels+hidden:column",
-    "gpt": BLOCKS,
-    "unused_twice": "tp=2,tp_placements=first:column+shared:column",
-}
-PP = dict.fromkeys(TP, "pp=2") | {"cnn": "pp=2,cuts=conv2"}
-
-
-def equal(model: str, optimizer: str, plan: str, batch: int = 13, steps: int = 3) -> bool:
-    """Whether verification passes in float64. Batches are uneven, and the last one is shorter."""
-    job = make_job(
-        model, optimizer, batch_size=batch, data=partial(DATA.get(model, vectors), 3 * batch - 1), steps=steps
-    )
-    report = verify(job, Plan.parse(plan), devices="simulated", steps=steps, dtype=torch.float64)
-    assert report
-    return report.passed
-
-
-Case = tuple[int, str, str, str, int]
-CASES: list[Case] = list(product((2, 3, 4), ("tp", "pp"), TP, OPTIMIZERS, (1, 3)))
-
-
-@pytest.mark.covering("(2, 'tp', 'mlp', 'sgd', 1)")
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(case, marks=pytest.mark.long if number % 53 == 0 else pytest.mark.slow)
-        for number, case in enumerate(CASES)
-    ],
-    ids=str,
-)
-def test_a_plan_equals_one_device(case: Case) -> None:
-    dp, axis, model, optimizer, microbatches = case
-    across = (TP if axis == "tp" else PP)[model]
-    assert equal(model, optimizer, f"dp={dp},zero=3,microbatches={microbatches},bucket_bytes=600,{across}")
 
 
 def holds(kind: str, plan: str, **job: Any) -> None:

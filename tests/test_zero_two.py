@@ -4,7 +4,6 @@ a few buckets."""
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
 
 import pytest
@@ -23,38 +22,11 @@ from meshloom.train.trainer import Trainer
 from meshloom.verify.findings import Report
 from meshloom.verify.run import verify
 from tests.covering import few
-from tests.jobs import MODELS, OPTIMIZERS, make_job
-from tests.processes import on_ranks
+from tests.jobs import make_job
 from tests.reports import largest_error
-from tests.verified import verified
 from tests.windows import give_windows
 
 pytestmark = pytest.mark.usefixtures("silent_export", "dear_memory")
-
-
-def plans(model: str) -> list[str]:
-    """A loss that branches on data is not read, so it has no tp and pp."""
-    others = [""] if model == "branch" else ["", ",tp=2", ",pp=2"]
-    return [
-        f"dp={dp}{other},microbatches={m},zero=2,bucket_bytes=300"
-        for dp, m, other in product([2, 3, 4], [1, 3], others)
-    ]
-
-
-EVERY = [case for model in MODELS for case in product([model], OPTIMIZERS, plans(model))]
-# Each model and each optimizer, with and without microbatches, tp and pp.
-COVERING = {
-    ("mlp", "adamw", "dp=2,microbatches=1,zero=2,bucket_bytes=300"),
-    ("mlp", "muon", "dp=2,pp=2,microbatches=3,zero=2,bucket_bytes=300"),
-    ("cnn", "sgd", "dp=3,microbatches=3,zero=2,bucket_bytes=300"),
-    ("cnn", "adafactor", "dp=2,tp=2,microbatches=1,zero=2,bucket_bytes=300"),
-    ("gpt", "adamw", "dp=2,pp=2,microbatches=3,zero=2,bucket_bytes=300"),
-    ("gpt", "muon", "dp=4,microbatches=3,zero=2,bucket_bytes=300"),
-    ("unused_twice", "adafactor", "dp=3,tp=2,microbatches=3,zero=2,bucket_bytes=300"),
-    ("unused_twice", "sgd", "dp=4,microbatches=1,zero=2,bucket_bytes=300"),
-    ("branch", "adamw", "dp=3,microbatches=3,zero=2,bucket_bytes=300"),
-}
-assert set(EVERY) >= COVERING
 
 
 def run(job: Job, plan: str, steps: int = 3) -> Report:
@@ -63,43 +35,6 @@ def run(job: Job, plan: str, steps: int = 3) -> Report:
     assert report.passed, report.causes
     assert largest_error(report) < 1e-10
     return report
-
-
-@pytest.mark.covering(
-    "mlp-adamw-dp=2,microbatches=1", "cnn-sgd-dp=3", "gpt-muon-dp=4", "unused_twice-sgd-dp=4"
-)
-@pytest.mark.parametrize(
-    ("model", "optimizer", "plan"),
-    [pytest.param(*each, marks=pytest.mark.long if each in COVERING else pytest.mark.slow) for each in EVERY],
-)
-def test_a_plan_equals_one_device(model: str, optimizer: str, plan: str):
-    report = run(make_job(model, optimizer), plan)  # the third batch is a short one
-    assert max(report.owned) < 0.75
-
-
-@pytest.mark.covering("mlp-sgd-dp=2", "branch-adafactor-dp=3")
-@pytest.mark.parametrize(
-    ("model", "optimizer", "plan"),
-    few(
-        [
-            ("mlp", "sgd", "dp=2,microbatches=2,overlap=false"),
-            ("gpt", "sgd", "dp=2,pp=2,microbatches=4,schedule=interleaved"),
-            ("unused_twice", "adamw", "dp=2,pp=2,microbatches=3,schedule=zb-v"),
-            pytest.param(
-                "gpt",
-                "sgd",
-                "dp=2,tp=2,microbatches=2,overlap=false,recompute=selective",
-                marks=pytest.mark.slow,
-            ),
-            ("cnn", "adamw", "dp=2,microbatches=2,sync_batch_norm=true"),
-            ("mlp", "adamw", "dp=3,exchange=ring,microbatches=2"),
-            ("branch", "adafactor", "dp=3,exchange=halving,shares=5+1+3,microbatches=2"),
-        ]
-    ),
-)
-def test_with_other_settings_it_equals_one_device(model: str, optimizer: str, plan: str):
-    job = make_job(model, optimizer, clip_grad_norm=0.25, drop_last="sync" in plan)
-    run(job, f"{plan},zero=2,bucket_bytes=300", steps=2)
 
 
 @pytest.mark.covering("dp=3,microbatches=3", "dp=2,microbatches=4,shares=7+1")
@@ -205,23 +140,3 @@ def test_one_copy_for_all_replicas_of_a_host(monkeypatch: pytest.MonkeyPatch):
         exchange = trainer.replicas[0].exchange
         assert isinstance(exchange, ZeroTwo) and isinstance(exchange._copies, OneForAll)
     run(job, "dp=2,microbatches=2,zero=2,bucket_bytes=300", steps=2)
-
-
-@pytest.mark.long
-@pytest.mark.processes
-@pytest.mark.parametrize(
-    ("model", "optimizer", "plan", "size"),
-    [
-        ("gpt", "adamw", "dp=2,microbatches=3,zero=2,bucket_bytes=600", 2),
-        pytest.param("cnn", "muon", "dp=3,microbatches=2,zero=2,bucket_bytes=600", 3, marks=pytest.mark.slow),
-        pytest.param(
-            "gpt", "sgd", "dp=2,pp=2,microbatches=4,schedule=zb-h1,zero=2", 4, marks=pytest.mark.slow
-        ),
-        pytest.param(
-            "unused_twice", "adafactor", "dp=2,tp=2,microbatches=3,zero=2", 4, marks=pytest.mark.slow
-        ),
-        pytest.param("mlp", "sgd", "dp=4,shares=1+0+4+2,microbatches=3,zero=2", 4, marks=pytest.mark.slow),
-    ],
-)
-def test_processes_equal_one_device(model: str, optimizer: str, plan: str, size: int):
-    assert on_ranks(verified, size, model, optimizer, plan, timeout_seconds=150.0)[0] == "EQUAL"

@@ -19,11 +19,10 @@ from meshloom.verify.run import verify
 pytestmark = pytest.mark.on_cpu  # scripts are watched there, and jobs compared
 SCRIPTS = Path(__file__).parent / "scripts"
 ADOPTED = [
-    "averaged_model", "bucketed", "built_together", "counted", "diffusion", "distill", "early_stopped",
-    "engine_class", "full_batch", "image_trainer", "learner", "mixed_precision", "module_fit", "nano_gpt",
-    "no_trainer", "patient_rate", "perplexed_rate", "quickstart", "sampled_regression", "several_files/train",
-    "shadow_weights", "siamese", "simclr", "streamed_text", "super_resolution", "trainer_by_steps",
-    "trainer_helper", "trainer_kwargs", "trainer_object", "two_inputs", "vae", "weighted_sampler", "zipped",
+    "averaged_model", "built_together", "diffusion", "early_stopped", "full_batch", "learner", "nano_gpt",
+    "no_trainer", "patient_rate", "quickstart", "several_files/train", "simclr", "streamed_text",
+    "super_resolution", "trainer_by_steps", "trainer_helper", "trainer_kwargs", "trainer_object",
+    "two_inputs", "vae", "weighted_sampler", "zipped",
 ]  # fmt: skip
 LINEAR = """import torch
 from torch.utils.data import DataLoader, TensorDataset
@@ -52,15 +51,10 @@ QUICK = [
 # of jobs: metrics, steps between evaluations, best, patience, decay of the average
 EVALUATIONS = {
     "averaged_model": (["loss", "acc"], 10, "acc:max", None, 0.98),
-    "distill": (["accuracy"], 44, None, None, None),
     "early_stopped": (["val_loss"], 22, "val_loss:min", 4, None),
-    "engine_class": (["score"], 6, "score:max", None, None),
-    "image_trainer": (["losses_m", "top1_m", "top5_m"], 30, None, None, 0.95),
     "no_trainer": (["correct"], 10, None, None, None),
     "patient_rate": (["val_loss", "accuracy"], 16, "val_loss:min", None, None),
-    "perplexed_rate": (["total"], 10, None, None, None),
     "quickstart": (["correct"], 20, None, None, None),
-    "shadow_weights": (["valid_loss", "valid_acc"], 32, "valid_loss:min", 3, 0.9),
     "trainer_object": (["acc"], 22, "acc:max", None, None),
     "vae": (["test_loss"], 48, None, None, None),
     "zipped": (["correct"], 5, None, None, None),

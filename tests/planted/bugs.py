@@ -20,8 +20,8 @@ BUGS: dict[str, Bug] = {}  # by name in the list
 
 @dataclass(frozen=True, kw_only=True)
 class Bug:
-    """plant: makes a function or method of the package wrong. phase: what differs first, as `phase_of`. module: the first module
-    that is wrong, if there is one. quick: one of those that `make test` runs."""
+    """plant: makes a function or method of the package wrong. phase: one of `phases_of` the report. module: the first module that is
+    wrong; None: it has none. quick: one of those that `make test` runs."""
 
     plant: Callable[[Patch], None]
     job: str
@@ -50,16 +50,15 @@ def verified(job: str, plan: str) -> Report:
     return report
 
 
-def phase_of(report: Report) -> str:
-    """What differs first: "step N", or what happens between steps, without the numbers of steps."""
-    if report.first_wrong:
-        return f"step {report.first_wrong.step}"
-    what = next(each.what for each in report.between if not each.passed)
-    return what.partition(" after ")[0].partition(", ")[0].removeprefix("the ")
+def phases_of(report: Report) -> list[str]:
+    """What differs: the first step that does, as "step N", then "evaluation" or "checkpoint", whichever do."""
+    step = [f"step {report.first_wrong.step}"] if report.first_wrong else []
+    between = [each.what.removeprefix("the ").split()[0] for each in report.between if not each.passed]
+    return [*step, *dict.fromkeys(between)]
 
 
 def module_of(report: Report) -> str | None:
-    """The first module that is wrong; "" is the whole model."""
+    """The first module that is wrong, if there is one."""
     wrong = report.first_wrong or next(each for each in report.between if not each.passed)
     return wrong.first_module
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +19,7 @@ from meshloom.pipeline.runtime.run import PipelineRun
 from meshloom.pipeline.runtime.stage import DeferredWeightGradients
 from meshloom.program.operators.partial import CrossEntropyOfPart
 from meshloom.program.store.drawn_batches import DrawnBatches
+from meshloom.replica.attributes.plain_numbers import PlainNumbers
 from meshloom.replica.buffers.norm_statistics import _Layer
 from meshloom.replica.chunk_scope import ChunkScope
 from meshloom.tensor_parallel.rules.factors import Product
@@ -25,7 +27,7 @@ from meshloom.tensor_parallel.rules.table import BUILT_IN
 from tests.planted.bugs import Patch, bug, wrap
 
 
-@bug("sixth/replicas_draw_alike", "text", "dp=2,microbatches=2,zero=1", module="dropout", quick=True)
+@bug("sixth/replicas_draw_alike", "dropping", "dp=2,microbatches=2,zero=1", module="dropout", quick=True)
 def replicas_draw_alike(patch: Patch) -> None:
     """Chunks are seeded by their number within the replica, so that all replicas have the same masks."""
 
@@ -35,7 +37,9 @@ def replicas_draw_alike(patch: Patch) -> None:
     wrap(patch, ChunkScope, "_key_of", key)
 
 
-@bug("eighth/recurrent_masks_by_time", "recurrent", "dp=2,sync_batch_norm=true,keyed_draws=true", module="rnn")
+@bug(
+    "eighth/recurrent_masks_by_time", "recurrent", "dp=2,sync_batch_norm=true,keyed_draws=true", module="rnn"
+)
 def recurrent_masks_by_time(patch: Patch) -> None:
     """Where replicas share a chunk, masks between recurrent layers [time, samples, features] are cut along time."""
     patch.setattr(_RecurrentLayers, "dim", property(lambda self: 0, lambda self, dim: None), raising=False)
@@ -61,7 +65,7 @@ def batch_of_first_microbatch(patch: Patch) -> None:
     wrap(patch, Microbatches, "_begin", begin)
 
 
-@bug("fifth/long_texts_by_their_beginning", "told by texts", "tp=2")
+@bug("fifth/long_texts_by_their_beginning", "told by texts", "tp=2", phase="step 1", module="long")
 def long_texts_by_their_beginning(patch: Patch) -> None:
     """Programs are known by the first 40 characters of a long text in the batch."""
 
@@ -71,7 +75,13 @@ def long_texts_by_their_beginning(patch: Patch) -> None:
     wrap(patch, meshloom.program.ir.batch_values, "_short", short)
 
 
-@bug("ninth/long_texts_by_their_beginning", "told by texts of one length", "tp=2")
+@bug(
+    "ninth/long_texts_by_their_beginning",
+    "told by texts of one length",
+    "tp=2",
+    phase="step 1",
+    module="long",
+)
 def long_texts_by_their_length(patch: Patch) -> None:
     """Programs are known by the first 40 characters of a long text in the batch, and its length."""
 
@@ -81,7 +91,7 @@ def long_texts_by_their_length(patch: Patch) -> None:
     wrap(patch, meshloom.program.ir.batch_values, "_short", short)
 
 
-@bug("fourth/hooks_lost", "hooked", "dp=2", module="2")
+@bug("fourth/hooks_lost", "hooked", "dp=2", module="2", quick=True)
 def hooks_lost(patch: Patch) -> None:
     """Hooks of parameters of a model that is built outside of the job are lost when it is copied."""
 
@@ -94,17 +104,13 @@ def hooks_lost(patch: Patch) -> None:
     wrap(patch, meshloom.core.modules.built, "_copied", copied)
 
 
-@bug("ninth/evaluations_cool_the_model", "cooling", "dp=2", phase="step 2")
+@bug("ninth/evaluations_cool_the_model", "cooling", "dp=2")
 def evaluations_cool_the_model(patch: Patch) -> None:
     """Numbers in attributes that forwards set are not put back after an evaluation."""
-    from contextlib import nullcontext
-
-    from meshloom.replica.attributes.plain_numbers import PlainNumbers
-
     wrap(patch, PlainNumbers, "kept", lambda right, self: nullcontext())
 
 
-@bug("eighth/instance_norm_cumulative", "instance norm", "dp=2", module="inner", quick=True)
+@bug("eighth/instance_norm_cumulative", "instance norm", "dp=2", module="inner")
 def instance_norm_cumulative(patch: Patch) -> None:
     """An instance norm with momentum=None, which never moves its statistics, is merged like a cumulative average."""
     patch.setattr(_Layer, "cumulative", property(lambda self: self.module.momentum is None))
@@ -121,7 +127,7 @@ def reduce_scatter_along_first_dim(patch: Patch) -> None:
     wrap(patch, meshloom.program.operators.collectives, "_rows_of", rows)
 
 
-@bug("fifth/padding_row_of_other_shard", "padded", "tp=2", module="embed", quick=True)
+@bug("fifth/padding_row_of_other_shard", "padded", "tp=2", module="embed")
 def padding_row_of_other_shard(patch: Patch) -> None:
     """On the rank that does not hold an embedding's padding row, its own row of that number gets no gradient."""
 
@@ -155,7 +161,7 @@ def shuffled_channels_last(patch: Patch) -> None:
     patch.setitem(BUILT_IN, "pixel_shuffle", shuffled)
 
 
-@bug("fourth/deferred_weights_kept", "plain", "pp=2,microbatches=3,schedule=zb-h1", module="first")
+@bug("fourth/deferred_weights_kept", "plain", "pp=2,microbatches=3,schedule=zb-h1", module="head")
 def deferred_weights_kept(patch: Patch) -> None:
     """Deferred gradients of weights are not forgotten once they are taken."""
 

@@ -45,19 +45,19 @@ def publishes_once(patch: Patch, which: int) -> None:
     wrap(patch, ParameterAverages, "publish", publish)
 
 
-@bug("fifth/average_unseen", "averages", "dp=2,zero=1", phase=EVALUATION)
+@bug("fifth/average_unseen", "averages", "dp=2,zero=1", phase="step 1", module="first")
 def average_unseen(patch: Patch) -> None:
     """A replica evaluates averages of its own slices with parameters of the others'."""
     publishes_once(patch, 2)
 
 
-@bug("fourth/ema_not_published", "averages", "dp=2,zero=1", phase="step 3")
+@bug("fourth/ema_not_published", "averages", "dp=2,zero=1", phase="step 1")
 def ema_not_published(patch: Patch) -> None:
     """After an evaluation of averages replicas do not get the others' parameters back."""
     publishes_once(patch, 1)
 
 
-@bug("sixth/borrowers_evaluate_without_averages", "text with averages", "pp=2,microbatches=2", phase=EVALUATION)  # fmt: skip
+@bug("sixth/borrowers_evaluate_without_averages", "tied with averages", "pp=2,microbatches=2,cuts=blocks.2", phase="step 1")  # fmt: skip
 def borrowers_evaluate_without_averages(patch: Patch) -> None:
     """While averages are evaluated, a stage that borrows a tied parameter has its trained value."""
     shown: set[int] = set()

@@ -39,7 +39,7 @@ def server_adds_workers_only(patch: Patch) -> None:
     server_adds_up(patch, lambda servers: slice(servers, None))
 
 
-@bug("sixth/all_reduce_last_undivided", "text", "dp=2", module="", quick=True)
+@bug("sixth/all_reduce_last_undivided", "clipped", "dp=2", module="first", quick=True)
 def all_reduce_last_undivided(patch: Patch) -> None:
     """The last parameter of a bucket is not divided by the weight of the batch."""
 
@@ -51,7 +51,14 @@ def all_reduce_last_undivided(patch: Patch) -> None:
     wrap(patch, Exact, "finish", finish)
 
 
-@bug("eighth/flags_by_minimum", "branching", "dp=2,exchange=ring,zero=1", module="negative", quick=True)
+@bug(
+    "eighth/flags_by_minimum",
+    "branching",
+    "dp=2,exchange=ring,zero=1",
+    module="negative",
+    quick=True,
+    phase="step 2",
+)
 def flags_by_minimum(patch: Patch) -> None:
     """Explicit algorithms combine flags of used parameters by their minimum: what one replica used counts as unused."""
 

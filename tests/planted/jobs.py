@@ -187,7 +187,10 @@ def _halved(gradient: Tensor) -> Tensor:
 
 def texts(endings: tuple[str, str]) -> Job:
     """Batches say by the end of a long text what is to be done with them."""
-    long = "Translate the rows of numbers that follow into classes, as the examples before have shown, and answer " * 25
+    long = (
+        "Translate the rows of numbers that follow into classes, as the examples before have shown, and answer "
+        * 25
+    )
 
     def collate(samples: Any) -> Any:
         batch = torch.utils.data.default_collate(samples)
@@ -257,8 +260,8 @@ JOBS: dict[str, Callable[[], Job]] = {
     "even": even,
     "dropping the last batch": lambda: plain(drop_last=True),
     "branching": lambda: plain("branch", "sgd"),
+    "dropping": lambda: plain("cnn"),
     "text": lambda: plain("gpt"),
-    "text with averages": lambda: plain("gpt", average=0.8),
     "averages": lambda: plain(average=0.8),
     "drawn by Python": scaled,
     "metric of the step": rising,
@@ -276,6 +279,7 @@ JOBS: dict[str, Callable[[], Job]] = {
     "finer": finer,
     "recurrent": lambda: sequences(Tagger),
     "tied thrice": lambda: sequences(TiedThrice),
+    "tied with averages": lambda: evaluated(replace(sequences(TiedThrice), average=0.8)),
     "padded": padded,
     "routed": lambda: rows(Routed),
     "swapping": lambda: rows(Swapping),

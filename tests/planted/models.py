@@ -20,11 +20,11 @@ class Gan(nn.Module):
 
 
 class Wordy(nn.Module):
-    """[batch, 7] -> [batch, 5]; one of two heads."""
+    """[batch, 7] -> [batch, 6]; one of two heads."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.enter, self.brief, self.long = nn.Linear(7, 22), nn.Linear(22, 5), nn.Linear(22, 5)
+        self.enter, self.brief, self.long = nn.Linear(7, 22), nn.Linear(22, 6), nn.Linear(22, 6)
 
     def forward(self, x: Tensor, briefly: bool) -> Tensor:
         h = torch.tanh(self.enter(x))

@@ -43,7 +43,7 @@ def partners_of_first_chunk(patch: Patch) -> None:
     wrap(patch, MapReader, "_requests", requests)
 
 
-@bug("fifth/position_where_size_changes", "growing", "dp=2")
+@bug("fifth/position_where_size_changes", "growing", "dp=2", phase="step 7")
 def position_where_size_changes(patch: Patch) -> None:
     """Where the batch size changes, the batch before it is read again."""
 
@@ -55,13 +55,13 @@ def position_where_size_changes(patch: Patch) -> None:
     wrap(patch, Batches, "__init__", begun)
 
 
-@bug("fifth/drop_last_not_kept", "dropping the last batch", "dp=2")
+@bug("fifth/drop_last_not_kept", "dropping the last batch", "dp=2", phase="step 2")
 def drop_last_not_kept(patch: Patch) -> None:
     """The short last batch of an epoch is trained although the job drops it."""
     wrap(patch, Batches, "_count", lambda right, self, start, size: -(-(self._num_samples - start) // size))
 
 
-@bug("fourth/epoch_is_step", "told the epoch", "dp=2")
+@bug("fourth/epoch_is_step", "told the epoch", "dp=2", phase="step 1")
 def epoch_is_step(patch: Patch) -> None:
     """The dataset is told the step in place of the epoch."""
 
@@ -76,7 +76,7 @@ def epoch_is_step(patch: Patch) -> None:
     wrap(patch, ChunkSource, "__getitem__", read)
 
 
-@bug("ninth/epoch_told_too_late", "stream", "dp=2")
+@bug("ninth/epoch_told_too_late", "stream", "dp=2", phase="step 3")
 def epoch_told_too_late(patch: Patch) -> None:
     """A stream is iterated before it is told its epoch."""
     wrap(

@@ -12,7 +12,7 @@ from meshloom.replica.attributes.saved_attributes import SavedAttributes
 from meshloom.replica.replica_state import SCALE
 from tests.planted.bugs import Patch, bug, wrap
 
-CHECKPOINT = "checkpoint resumed"
+CHECKPOINT = "checkpoint"
 
 
 def without_scale(patch: Patch, put: Any) -> None:
@@ -62,7 +62,7 @@ def by_metric_keeps_nothing(patch: Patch) -> None:
     wrap(patch, ByMetric, "state_dict", lambda right, self: {})
 
 
-@bug("fifth/average_not_loaded", "averages", "dp=2", phase=CHECKPOINT)
+@bug("fifth/average_not_loaded", "averages", "dp=2", phase=CHECKPOINT, quick=True)
 def average_not_loaded(patch: Patch) -> None:
     """Averages of parameters start anew when a run resumes."""
     wrap(patch, ParameterAverages, "load", lambda right, self, *given: None)

@@ -33,13 +33,13 @@ def norm_of_stage(patch: Patch) -> None:
     )
 
 
-@bug("fourth/every_off_by_one", "turns", "dp=2")
+@bug("fourth/every_off_by_one", "turns", "dp=2", phase="step 1")
 def every_off_by_one(patch: Patch) -> None:
     """A loss with every=2 has its turn in the steps before the right ones."""
     wrap(patch, meshloom.core.losses.turns, "turns_of", lambda right, job, step: right(job, step - 1))
 
 
-@bug("eighth/by_metric_without_function", "rate by metric", "dp=2", phase="step 2")
+@bug("eighth/by_metric_without_function", "rate by metric", "dp=2", phase="step 1")
 def by_metric_without_function(patch: Patch) -> None:
     """A scheduler that goes by a metric is given the metric itself, without the function of it."""
 
