@@ -20,9 +20,9 @@ from meshloom.planner.memory.memory import predict_memory
 from meshloom.program.capture.capture import capture
 from meshloom.train.trainer import Trainer
 from meshloom.verify.run import verify
-from tests.jobs import make_job
 from tests.planted import BUGS
 from tests.planted.bugs import verified
+from tests.planted.jobs import JOBS
 from tests.precision_jobs import MODELS, job_of
 from tests.test_memory import job_and_batches
 
@@ -233,8 +233,8 @@ def test_verify_says_how_far_both_are_from_float64(precision: str):
 
 def test_a_bug_of_the_plan_adds_to_its_distance_from_float64(monkeypatch: Any):
     BUGS["sixth/all_reduce_last_undivided"].plant(monkeypatch)
-    job, plan = make_job("mlp", "sgd", batch_size=13), Plan.parse("dp=2,precision=bf16-mixed")
-    report = verify(job, plan, devices="simulated", steps=1, against=torch.float64)
+    plan = Plan.parse("dp=2,precision=bf16-mixed")
+    report = verify(JOBS["weighted"](), plan, devices="simulated", steps=1, against=torch.float64)
     assert report and report.from_float64
     with_bug, without = report.from_float64.gradients
     assert with_bug > 2 * without

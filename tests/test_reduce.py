@@ -19,8 +19,8 @@ from meshloom.telemetry.progress import QUIET
 from meshloom.train.trainer import Trainer
 from meshloom.verify.findings import Report
 from meshloom.verify.run import verify
-from tests.jobs import make_job
 from tests.planted import BUGS
+from tests.planted.jobs import JOBS
 from tests.precision_jobs import MODELS, job_of
 from tests.processes import on_ranks
 
@@ -189,7 +189,7 @@ def test_a_sum_of_copies_is_cast_as_torch_casts():
 
 def test_a_planted_bug_is_caught(monkeypatch: pytest.MonkeyPatch):
     BUGS["sixth/all_reduce_last_undivided"].plant(monkeypatch)
-    assert not verified(make_job("mlp", "sgd", batch_size=13), Plan.parse("dp=2"), steps=2).passed
+    assert not verified(JOBS["weighted"](), "dp=2", steps=2).passed
 
 
 def test_what_makes_no_sense_is_refused():

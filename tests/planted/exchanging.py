@@ -39,7 +39,7 @@ def server_adds_workers_only(patch: Patch) -> None:
     server_adds_up(patch, lambda servers: slice(servers, None))
 
 
-@bug("sixth/all_reduce_last_undivided", "clipped", "dp=2", module="first", quick=True)
+@bug("sixth/all_reduce_last_undivided", "weighted", "dp=2", module="first", quick=True)
 def all_reduce_last_undivided(patch: Patch) -> None:
     """The last parameter of a bucket is not divided by the weight of the batch."""
 

@@ -60,6 +60,16 @@ def wide() -> Job:
     return plain(optimizer="sgd", model=model)
 
 
+def weighted() -> Job:
+    """A loss of (sum, weight), whose sum is divided once the batch's weight is known."""
+
+    def loss(model: nn.Module, batch: Any) -> tuple[Tensor, int]:
+        losses = F.cross_entropy(model(batch["x"]), batch["y"], reduction="none")
+        return losses.sum(), len(losses)
+
+    return plain(optimizer="sgd", loss=loss)
+
+
 def scaled() -> Job:
     """Python's generator decides how much a chunk counts."""
 
@@ -256,6 +266,7 @@ def rows(model: Callable[[], nn.Module]) -> Job:
 JOBS: dict[str, Callable[[], Job]] = {
     "plain": plain,
     "clipped": lambda: plain(optimizer="sgd"),
+    "weighted": weighted,
     "wide": wide,
     "even": even,
     "dropping the last batch": lambda: plain(drop_last=True),
