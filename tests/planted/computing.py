@@ -27,7 +27,7 @@ from meshloom.tensor_parallel.rules.table import BUILT_IN
 from tests.planted.bugs import Patch, bug, wrap
 
 
-@bug("sixth/replicas_draw_alike", "dropping", "dp=2,microbatches=2,zero=1", module="dropout", quick=True)
+@bug("sixth/replicas_draw_alike", "dropping", "dp=2,microbatches=2,zero=1", module="2", quick=True)
 def replicas_draw_alike(patch: Patch) -> None:
     """Chunks are seeded by their number within the replica, so that all replicas have the same masks."""
 
@@ -38,7 +38,11 @@ def replicas_draw_alike(patch: Patch) -> None:
 
 
 @bug(
-    "eighth/recurrent_masks_by_time", "recurrent", "dp=2,sync_batch_norm=true,keyed_draws=true", module="rnn"
+    "eighth/recurrent_masks_by_time",
+    "recurrent",
+    "dp=2,sync_batch_norm=true,keyed_draws=true",
+    module="rnn",
+    quick=True,
 )
 def recurrent_masks_by_time(patch: Patch) -> None:
     """Where replicas share a chunk, masks between recurrent layers [time, samples, features] are cut along time."""
@@ -55,7 +59,7 @@ def python_draws_of_first(patch: Patch) -> None:
     wrap(patch, DrawnBatches, "all_drawn", drawn)
 
 
-@bug("fourth/batch_of_first_microbatch", "even", "pp=2,microbatches=2", module="first", quick=True)
+@bug("fourth/batch_of_first_microbatch", "even", "pp=2,microbatches=2", module="first")
 def batch_of_first_microbatch(patch: Patch) -> None:
     """Stages read the first microbatch's data for every microbatch."""
 

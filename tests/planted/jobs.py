@@ -60,6 +60,13 @@ def wide() -> Job:
     return plain(optimizer="sgd", model=model)
 
 
+def dropping() -> Job:
+    def model() -> nn.Module:
+        return nn.Sequential(nn.Linear(7, 11), nn.Tanh(), nn.Dropout(0.2), nn.Linear(11, 5))
+
+    return plain(model=model)
+
+
 def weighted() -> Job:
     """A loss of (sum, weight), whose sum is divided once the batch's weight is known."""
 
@@ -271,7 +278,7 @@ JOBS: dict[str, Callable[[], Job]] = {
     "even": even,
     "dropping the last batch": lambda: plain(drop_last=True),
     "branching": lambda: plain("branch", "sgd"),
-    "dropping": lambda: plain("cnn"),
+    "dropping": dropping,
     "text": lambda: plain("gpt"),
     "averages": lambda: plain(average=0.8),
     "drawn by Python": scaled,
