@@ -129,24 +129,6 @@ def test_it_is_verified(plan: str):
 
 
 @pytest.mark.long
-def test_a_scheduler_that_is_given_the_metric_itself_differs_from_one_device(monkeypatch: pytest.MonkeyPatch):
-    """One device steps schedulers by itself: by what ranks step theirs it did what they did."""
-
-    def of_perplexity(optimizer: Any) -> ByMetric:
-        return ml.ByMetric(ReduceLROnPlateau(optimizer, patience=0), "loss", math.exp)
-
-    perplexity = job(scheduler=of_perplexity)
-    found = verify(perplexity, Plan.parse("dp=2"), devices="simulated", dtype=torch.float64, quick=False)
-    assert found is not None and found.passed
-    monkeypatch.setattr(
-        ByMetric, "evaluated", lambda self, metrics: self.scheduler.step(metrics[self.metric])
-    )
-    found = verify(perplexity, Plan.parse("dp=2"), devices="simulated", dtype=torch.float64, quick=False)
-    assert found is not None and not found.passed
-    assert any("best of scheduler 0" in cause.sentence for cause in found.causes), found.causes
-
-
-@pytest.mark.long
 def test_ranks_that_do_not_step_it_differ_from_one_device(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(TeamEvaluation, "step_schedulers", lambda *_: None)
     found = verify(job(), Plan.parse("dp=2"), devices="simulated", dtype=torch.float64, quick=False)

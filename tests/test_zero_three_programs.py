@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +21,7 @@ from meshloom.replica.replica_state import full_state
 from meshloom.train.trainer import Trainer
 from meshloom.verify.run import verify
 from tests.processes import on_ranks
-from tests.test_zero_three import EVALUATE, assert_goes_on_and_back, trained
+from tests.test_zero_three import EVALUATE, trained
 from tests.zero_three_jobs import Blocks, unit_job
 
 BLOCKS = "tp=2,tp_placements=blocks.*.up:column+blocks.*.down:row"
@@ -100,23 +99,6 @@ def test_replicas_with_fewer_microbatches_pass_over_the_others(schedule: str, ba
     "plan",
     [
         pytest.param(f"dp=2,{BLOCKS},zero=3,microbatches=2", marks=pytest.mark.slow),
-        pytest.param("dp=2,pp=2,zero=3,microbatches=2,schedule=zb-v,recompute=full", marks=pytest.mark.slow),
-        pytest.param(f"dp=2,{BLOCKS},zero=3", marks=pytest.mark.long),
-    ],
-)
-def test_bytes_are_as_predicted_and_evaluation_is_one_devices(plan: str) -> None:
-    summary, ours = trained(plan, "tied", steps=4, evaluate=EVALUATE)
-    one, theirs = trained("dp=1", "tied", steps=4, evaluate=EVALUATE)
-    assert summary.predicted == summary.counted
-    assert summary.evaluation == pytest.approx(one.evaluation, rel=1e-12)
-    assert all(torch.allclose(ours[name], theirs[name], rtol=1e-10, atol=1e-12) for name in theirs)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "plan",
-    [
-        pytest.param(f"dp=2,{BLOCKS},zero=3,microbatches=2", marks=pytest.mark.slow),
         pytest.param("dp=2,pp=2,zero=3,microbatches=4,recompute=full", marks=pytest.mark.long),
         pytest.param("dp=2,pp=2,zero=3,microbatches=4", marks=pytest.mark.slow),
         pytest.param("dp=2,pp=2,zero=3,microbatches=4,schedule=gpipe", marks=pytest.mark.slow),
@@ -169,24 +151,6 @@ def test_nobody_holds_more_than_slices_the_rest_and_two_units(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "optimizer", "ours", "other"),
-    [
-        pytest.param("frozen", "adamw", f"dp=2,{BLOCKS},zero=3", "dp=3,zero=3", marks=pytest.mark.slow),
-        pytest.param("tied", "muon", "dp=2,pp=2,zero=3,microbatches=2", "dp=1", marks=pytest.mark.slow),
-        pytest.param(
-            "tied", "adafactor", f"dp=2,pp=2,{BLOCKS},zero=3,microbatches=2", f"dp=2,{BLOCKS},zero=1", marks=pytest.mark.slow
-        ),
-        pytest.param("tied", "sgd", "dp=2,zero=3,recompute=full", "dp=2,pp=2,zero=3", marks=pytest.mark.long),
-    ],
-)  # fmt: skip
-def test_a_checkpoint_goes_on_under_another_plan_and_back(
-    kind: str, optimizer: str, ours: str, other: str, tmp_path: Path
-) -> None:
-    assert_goes_on_and_back(kind, optimizer, ours, other, tmp_path)
-
-
-@pytest.mark.slow
 def test_weights_are_gathered_where_ranks_share_no_directory() -> None:
     """`Engine.weights`, which one rank writes: as the parameters are, under all their names."""
 
@@ -221,25 +185,6 @@ def test_ranks_that_drift_apart_are_found() -> None:
         for replica in trainer.replicas:
             replica.engine.ownership.lend = lambda *held: iter(())  # type: ignore[attr-defined]
         with pytest.raises(TrainingError, match=".*weight differs between ranks pp=0 and pp=1"):
-            trainer.fit()
-
-
-@pytest.mark.slow
-def test_where_a_loss_became_nan_is_found() -> None:
-    class Bad(Blocks):
-        def through(self, x: Tensor) -> Tensor:
-            return super().through(x).sub(3).log()
-
-    job = unit_job("blocks")
-    for plan in ("dp=2,pp=2,zero=3,microbatches=2", "dp=3,zero=3,recompute=full"):
-        there = pytest.raises(TrainingError, match=r"the first operator that gives NaN is log")
-        with there, Trainer(replace(job, model=Bad), plan, devices="simulated") as trainer:
-            trainer.fit()
-    with Trainer(job, "dp=2,pp=2,zero=3", devices="simulated") as trainer:
-        exchange = trainer.replicas[1].exchange
-        assert isinstance(exchange, ZeroThree)
-        exchange.each_slice()[0].data()[0] = float("nan")
-        with pytest.raises(TrainingError, match="whose parameter .* was not finite before the step"):
             trainer.fit()
 
 
