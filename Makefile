@@ -4,6 +4,7 @@
 # make test-all   everything: facts, processes, faults, real sizes, the equality matrix; AREA=launch limits it to tests/test_launch*.py
 # make zoo        395 jobs as people write them, each under five plans: hours
 # make campaigns  faults and random choices with hundreds of further seeds
+# make bits       whether this tree trains the same bits as another one: AGAINST=REV, which is built in a worktree; twelve plans, ten steps, two precisions
 # make browser    pages in a real browser, those of the site among them: installs Debian's chromium where there is none
 # make docs       the documentation as a site, warnings as errors, and its tests; open build/site/index.html
 # make dist       sdist and wheel in dist/, each installed into an environment of its own, the sdist without a compiler, and tried there
@@ -32,7 +33,7 @@ GPU_PYTHON := .venv-gpu/bin/python
 GPU_READY := .venv-gpu/.meshloom-ready
 GPU_PACKAGES := numpy rich safetensors scipy pyzmq scikit-learn transformers pytest pytest-timeout pytest-xdist hypothesis psutil expecttest pyyaml setuptools
 
-.PHONY: dist docs matrix train check types quick test test-all zoo campaigns browser gpu
+.PHONY: dist docs matrix train check types quick test test-all zoo campaigns bits browser gpu
 .DELETE_ON_ERROR:
 
 train: $(READY)
@@ -71,6 +72,10 @@ zoo: $(READY)
 
 campaigns: $(READY)
 	$(PYTHON) -m pytest -m campaign
+
+bits: $(READY)
+	$(if $(AGAINST),,$(error AGAINST=REV names the revision to compare with, like AGAINST=main))
+	$(PYTHON) -m tests.bits --against $(AGAINST)
 
 docs: $(READY)
 	$(PYTHON) -m pip install --quiet --constraint constraints.txt --editable '.[dev,docs]'

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -25,16 +25,24 @@ from meshloom.planner.rehearsal.rehearse import RehearsedRank, rehearsed_ranks
 from meshloom.replica.replica import Replica
 
 
-def live_bytes(job: Job, plan: Plan, *, steps: int = 3) -> list[Mapping[str, int]]:
+def live_bytes(
+    job: Job, plan: Plan, *, steps: int = 3, beside: Sequence[AbstractContextManager[Any]] = ()
+) -> list[Mapping[str, int]]:
     """[rank]: phase -> most bytes at one time, of start-up, of the last step and between it and another. Every rank has its own copies, and nothing is
     sent: what simulated groups allocate is no rank's.
 
-    What a rank has before it is followed counts as start-up's."""
+    What a rank has before it is followed counts as start-up's. beside: [rank]: a mode of its own, in which it takes the last step."""
     turns = Turns()
     ranks = rehearsed_ranks(plan.mesh, turns, False)
     found: list[dict[str, int]] = [{} for _ in ranks]
     with preserved_draws(), _unseen_sums():
-        turns.run_steps([_follow(job, plan, each, found[each.context.rank], steps) for each in ranks])
+        modes = beside or [nullcontext()] * len(ranks)
+        turns.run_steps(
+            [
+                _follow(job, plan, each, found[each.context.rank], steps, modes[each.context.rank])
+                for each in ranks
+            ]
+        )
     return list(found)
 
 
@@ -44,7 +52,14 @@ def is_followed_from_the_start(plan: Plan) -> bool:
     return not plan.captures and plan.zero < 3
 
 
-def _follow(job: Job, plan: Plan, rank: RehearsedRank, found: dict[str, int], steps: int) -> Steps[None]:
+def _follow(
+    job: Job,
+    plan: Plan,
+    rank: RehearsedRank,
+    found: dict[str, int],
+    steps: int,
+    beside: AbstractContextManager[Any],
+) -> Steps[None]:
     context = rank.context
     rank.clock.begin()
     if not is_followed_from_the_start(plan):
@@ -67,7 +82,8 @@ def _follow(job: Job, plan: Plan, rank: RehearsedRank, found: dict[str, int], st
             for step in range(steps):
                 chunks = yield from reader.read(step)
                 watch.phase = "step" if step == steps - 1 else "earlier"
-                yield from replica.step(step, chunks)
+                with beside if step == steps - 1 else nullcontext():
+                    yield from replica.step(step, chunks)
             watch.phase = "between"
             torch.zeros(())  # what is alive is looked at in operators
     finally:
