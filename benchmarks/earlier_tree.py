@@ -75,7 +75,11 @@ def earlier_tree(revision: str, *, compiled: bool = True) -> Iterator[Tree]:
         _run(["git", "-C", str(ROOT), "worktree", "add", "--detach", "--quiet", str(path), revision])
         if compiled:
             _run([sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"], cwd=path)
-        yield Tree(name=revision, path=path)
+        tree = Tree(name=revision, path=path)
+        with tree.start(["-c", "import meshloom; print(meshloom.__file__)"], stdout=subprocess.PIPE) as asked:
+            imported = asked.communicate()[0].decode().strip()
+        assert Path(imported).is_relative_to(path), f"{imported} is imported in place of {path}"
+        yield tree
     finally:
         remover.stdin.close()
         remover.wait()

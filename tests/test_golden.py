@@ -125,6 +125,7 @@ def test_what_may_round_is_not_taken_for_exact(compute) -> None:
         compute()
 
 
-def test_digests_tell_signs_of_zero_and_shapes_apart() -> None:
-    one = torch.zeros(2, 3)
-    assert len({digest(one), digest(-one), digest(one.reshape(3, 2)), digest(one.double())}) == 4
+def test_digests_tell_values_dtypes_and_shapes_apart() -> None:
+    one = torch.arange(6.0).reshape(2, 3)
+    assert len({digest(each) for each in (one, -one, one.reshape(3, 2), one.double(), one + 2.0**-20)}) == 5
+    assert digest(torch.zeros(2)) == digest(-torch.zeros(2))  # which kernels are free to decide

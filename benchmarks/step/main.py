@@ -6,6 +6,7 @@ peers over Gloo.
     python benchmarks/step/main.py --mode tp --json -        # tensor parallel, against DTensor's parallelize_module
     python benchmarks/step/main.py --mode pp --json -        # pipeline, 1F1B with 4 microbatches, against torch.distributed.pipelining
     python benchmarks/step/main.py --size gpt2 --mode tp --batches 2 --rounds 5 --steps 1 --json -     # GPT-2 (124 million), 1,024 tokens
+    python benchmarks/step/main.py --against main --json -   # this tree and that revision in turns (paired.py): dp, tp, pp, zero=3, and a small model's CPU time
 
 One pair of processes with one thread each hosts all systems, so that they meet the same machine. They are
 timed in turns: a round is a few steps of each, and the order of the systems is reversed from round to round.
@@ -40,6 +41,7 @@ import meshloom as ml
 
 sys.path += [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "pipeline")]
 from launched import launched
+from paired import MODES, measure
 from pipelining import open_pipelining
 from records import write_records
 from rounds import Prepare, Step, end_rounds, time_round
@@ -70,9 +72,8 @@ def main() -> int:
     )
     parser.add_argument(
         "--mode",
-        choices=list(BASE),
-        default="dp",
-        help="how meshloom divides a step, and which peers it meets",
+        choices=list(MODES),
+        help="how meshloom divides a step, and which peers it meets (default: dp; with --against all, of which small is there alone)",
     )
     parser.add_argument(
         "--size",
@@ -91,7 +92,22 @@ def main() -> int:
     parser.add_argument("--batches", type=int, nargs="+", default=[4, 16], help="global batch sizes")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=3, help="steps of each system in a round")
+    parser.add_argument(
+        "--against",
+        metavar="REV",
+        help="meet meshloom as that revision of this repository has it, in place of peers",
+    )
     arguments = parser.parse_args()
+    if arguments.against:
+        modes = [arguments.mode] if arguments.mode else list(MODES)
+        write_records(
+            measure(arguments.against, modes, arguments.batches[0], arguments.rounds, arguments.steps),
+            arguments.json,
+        )
+        return 0
+    arguments.mode = arguments.mode or "dp"
+    if arguments.mode not in BASE:
+        parser.error(f"--mode {arguments.mode} has no peer. Use --against REV.")
     if "RANK" in os.environ:
         run_rank(arguments)
         return 0
