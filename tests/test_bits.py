@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -13,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from benchmarks.earlier_tree import ROOT, THIS, earlier_tree
+from benchmarks.earlier_tree import ROOT, THIS, Tree, earlier_tree
 from tests.bits import CASES, Case, compare, first_difference, run
 
 in_a_repository = pytest.mark.skipif(
@@ -25,6 +26,24 @@ in_a_repository = pytest.mark.skipif(
 def test_two_runs_give_the_same_bits(capsys: pytest.CaptureFixture[str]) -> None:
     assert compare(THIS, THIS, [CASES[0], CASES[4]], ["float32"]) == 0
     assert capsys.readouterr().out.count("the same bits in 10 steps") == 2
+
+
+@pytest.mark.processes
+def test_a_tree_that_computes_otherwise_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """This one, and its Python starts with another default of AdamW."""
+    (tmp_path / "meshloom").symlink_to(ROOT / "meshloom")
+    (tmp_path / "sitecustomize.py").write_text(
+        "import torch\n"
+        "defaults = list(torch.optim.AdamW.__init__.__defaults__)\n"
+        "torch.optim.AdamW.__init__.__defaults__ = tuple(1.5e-8 if each == 1e-8 else each for each in defaults)\n"
+    )
+    cases = [Case(job="cnn", plan="dp=2"), Case(job="mlp", plan="dp=2")]
+    assert compare(THIS, Tree(name="the other", path=tmp_path), cases, ["float64"]) == 1
+    same, other = capsys.readouterr().out.splitlines()[-2:]
+    assert same.endswith("the same bits in 10 steps")
+    assert (
+        other.startswith("float64  mlp under dp=2 (simulated)") and "DIFFERS: step 1, first.bias: " in other
+    )
 
 
 @pytest.mark.processes
@@ -80,6 +99,21 @@ def test_another_revision_is_there_while_it_is_needed(tmp_path: Path) -> None:
     assert not tree.path.parent.exists() and str(tree.path) not in worktrees()
     with pytest.raises(SystemExit, match="no-such-revision"), earlier_tree("no-such-revision"):
         pass
+
+
+@in_a_repository
+@pytest.mark.processes
+@pytest.mark.slow
+def test_steps_of_two_trees_are_timed_in_turns() -> None:
+    words = ["--against", "HEAD", "--mode", "small", "--rounds", "2", "--steps", "1", "--json", "-"]
+    done = subprocess.run(
+        [sys.executable, "benchmarks/step/main.py", *words], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    one, other = (json.loads(line) for line in done.stdout.splitlines()[-2:])
+    assert (one["tree"], other["tree"], one["ratio of"]) == ("this tree", "HEAD", "cpu")
+    assert one["ratio"] == one["cpu"]["median"] / other["cpu"]["median"] > 0
+    assert all(each["cpu"]["minimum"] > 0 and each["seconds"]["minimum"] > 0 for each in (one, other))
 
 
 _HOLDS = """
