@@ -252,6 +252,7 @@ def test_a_memory_limit_only_removes_plans():
 
 
 @pytest.mark.long
+@pytest.mark.slow
 def test_records_have_what_is_promised_and_the_text_says_the_same():
     job = make_job("mlp", "sgd")
     found = advise(job, devices())
@@ -315,6 +316,7 @@ def test_an_optimizer_that_needs_values_has_its_memory_measured():
 
 
 @pytest.mark.long
+@pytest.mark.slow
 def test_a_plan_that_cannot_run_the_job_is_the_error_when_it_was_the_only_one():
     with pytest.raises(PlanError, match="16 stages need 15. Use at most 6 stages"):
         advise(make_job("mlp", "sgd"), devices(), plans=[Plan.parse("pp=16,microbatches=2")])
@@ -327,6 +329,7 @@ def test_a_machine_that_computes_twice_as_fast_takes_half_of_what_is_computed():
 
 
 @pytest.mark.long
+@pytest.mark.slow
 def test_a_pricer_reads_a_job_once_for_each_size_of_chunk(monkeypatch: pytest.MonkeyPatch):
     from meshloom.planner import readings
 
@@ -363,6 +366,7 @@ def test_a_jobs_own_crowds_count_and_others_are_in_proportion():
 
 
 @pytest.mark.long
+@pytest.mark.slow
 def test_what_companions_measure_is_in_the_price_and_in_what_is_said():
     job = make_job("mlp", "sgd")
     plans = [Plan.parse("dp=2")]
@@ -377,6 +381,7 @@ def test_what_companions_measure_is_in_the_price_and_in_what_is_said():
     assert "2 ranks that compute this job at once take 50.00 times as long as one alone" in written.getvalue()
 
 
+@pytest.mark.long
 def test_what_is_done_for_each_plan_is_told():
     """`meshloom plan` was silent for minutes while it read a loss or looked for a division."""
     lines: list[str] = []

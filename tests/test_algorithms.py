@@ -130,6 +130,7 @@ def test_sums_have_the_same_bits_on_all_ranks(algorithm: str, size: int, op: Any
     torch.testing.assert_close(tensors[0].double(), total, rtol=1e-6, atol=4e-6)
 
 
+@pytest.mark.long
 def test_it_goes_on_while_nobody_waits():
     with _in_threads("ring", 3) as groups:
         tensors = [torch.arange(100.0) for _ in groups]

@@ -64,6 +64,7 @@ CALLS = [
         ("gpt", "adamw", "dp=4,tp=2,exchange=hierarchical"),
     ],
 )
+@pytest.mark.slow
 def test_simulated_ranks_equal_one_device(model: str, optimizer: str, plan: str):
     assert (
         verified(model, optimizer, f"{plan},bucket_bytes=600") == "EQUAL"
@@ -132,6 +133,7 @@ def _all_calls(algorithm: str, through: str, hosts: str) -> list[Tensor]:
         pytest.param("hierarchical", "gloo", 5, "aabbb", marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.slow
 def test_operations_of_processes_equal_one_process(algorithm: str, through: str, size: int, hosts: str):
     for rank, results in enumerate(on_ranks(_all_calls, size, algorithm, through, hosts)):
         for call, result in zip(CALLS, results, strict=True):

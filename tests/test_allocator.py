@@ -57,6 +57,7 @@ def run(*, returned: bool = False, **environment: str) -> tuple[bool, int]:
 
 
 @pytest.mark.long
+@pytest.mark.slow
 def test_freed_memory_is_kept():
     kept, pages = run()
     assert kept and pages < 100
@@ -92,6 +93,7 @@ print(freed, resident() - before)
 
 
 @pytest.mark.long
+@pytest.mark.slow
 def test_small_blocks_are_returned_between_phases_where_memory_is_short():
     text = subprocess.run([sys.executable, "-c", SMALL], check=True, capture_output=True, text=True).stdout
     freed, after = map(int, text.split())
@@ -122,6 +124,7 @@ def test_phases_end_around_each_update(monkeypatch: pytest.MonkeyPatch):
     "setting",
     [{"MALLOC_TRIM_THRESHOLD_": "131072"}, {"GLIBC_TUNABLES": "glibc.malloc.trim_threshold=131072"}],
 )
+@pytest.mark.slow
 def test_what_the_user_has_set_stays(setting: dict[str, str]):
     kept, pages = run(**setting)
     assert not kept and pages > 4000

@@ -66,6 +66,7 @@ def outcomes(
 
 @pytest.mark.covering("0")
 @pytest.mark.parametrize("names", QUARTERS, ids=range(4))
+@pytest.mark.slow
 def test_a_hundred_choices_equal_one_device(
     names: list[str], kept: Readings, monkeypatch: pytest.MonkeyPatch
 ):
@@ -152,6 +153,7 @@ def test_a_whisper_where_memory_has_no_price_equals_one_device(monkeypatch: pyte
 
 @pytest.mark.covering("1")
 @pytest.mark.parametrize("seed", range(3))
+@pytest.mark.slow
 def test_uneven_gated_units_equal_one_device(seed: int, kept: Readings, monkeypatch: pytest.MonkeyPatch):
     """They ended in "'tuple' object has no attribute 'requires_grad'": layers that are run with the change of
     their input crossed a cut as one value."""

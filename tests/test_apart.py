@@ -90,6 +90,7 @@ def test_layers_of_one_input_are_run_together_within_a_stage():
 
 
 @pytest.mark.parametrize("name", ["shared", "grouped"])
+@pytest.mark.slow
 def test_parameters_lie_where_they_are_used_without_tp(name: str):
     """A change of a parameter's placement was made once, in the first stage that used it, and its value was
     sent to the others. A batch of another shape was then refused: "uses up.weight, which lies in stage 0"."""

@@ -193,6 +193,7 @@ def test_several_workers_are_a_plain_loop(seconds: tuple[float, ...], by_age: bo
     assert max(ages) >= 3
 
 
+@pytest.mark.slow
 def test_several_servers_are_one() -> None:
     """Clipping by the norm of the whole gradient included."""
     job = make_job("gpt", "sgd", steps=15)
@@ -316,6 +317,7 @@ def _count(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     latency=st.sampled_from([0.0, 0.3]),
 )
 @settings(max_examples=25, deadline=None, derandomize=True)
+@pytest.mark.slow
 def test_every_sample_of_an_epoch_is_used_once(
     happenings: list[tuple[str, int, float]], servers: int, staleness: str, latency: float
 ) -> None:

@@ -58,6 +58,7 @@ OTHERS = [
 @pytest.mark.parametrize(
     ("plan", "model"), [*COVERED, *(pytest.param(*each, marks=pytest.mark.slow) for each in OTHERS)]
 )
+@pytest.mark.slow
 def test_one_divided_worker_is_one_device(plan: str, model: str) -> None:
     """A scheduler, dropout, batch statistics, unused parameters; what is sent inside the worker is what was
     predicted."""
@@ -137,6 +138,7 @@ def test_gradients_of_a_divided_worker_are_not_lost(monkeypatch: pytest.MonkeyPa
         assert_alike(wrong, run(job))
 
 
+@pytest.mark.slow
 def test_a_rank_of_a_divided_worker_holds_a_part() -> None:
     job = make_job("gpt", "sgd", steps=1)
     with Trainer(job, "dp=2,pp=2,tp=2,exchange=async", devices="simulated") as trainer:

@@ -181,6 +181,7 @@ def test_averages_go_on_under_another_plan(
         torch.testing.assert_close(value, expected[0].module.state_dict()[name], rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.long
 def test_a_run_without_averages_takes_a_checkpoint_with_them_and_the_other_way(tmp_path: Path):
     """They begin with the parameters after the first step that keeps them."""
     with ml.Trainer(job(), "dp=2", steps=1, out=tmp_path, listener=QUIET) as trainer:
@@ -232,6 +233,7 @@ def test_verify_compares_averages(plan: str):
         assert compared == set(dict(make_job("mlp", "sgd").model().named_parameters()))
 
 
+@pytest.mark.long
 def test_verify_names_a_wrong_average(monkeypatch: pytest.MonkeyPatch):
     """A rank whose average moves half as far."""
     update = ParameterAverages.update
@@ -249,6 +251,7 @@ def test_verify_names_a_wrong_average(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.processes
+@pytest.mark.slow
 def test_processes_with_one_copy_evaluate_averages(
     expected: tuple[AveragedModel, list[float]], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ):
@@ -294,6 +297,7 @@ def test_a_tied_parameter_has_one_average_under_both_names(tmp_path: Path):
 
 @pytest.mark.processes
 @pytest.mark.parametrize("slow", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_no_rank_shows_averages_while_another_reads(slow: int):
     assert on_ranks(_verified_slowly, 2, slow) == [True, None]
 

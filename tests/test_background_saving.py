@@ -124,6 +124,7 @@ def assert_equal(one: Path, other: Path) -> None:
 @pytest.mark.parametrize(
     "model", ["mlp", pytest.param("gpt", marks=pytest.mark.slow), pytest.param("cnn", marks=pytest.mark.slow)]
 )
+@pytest.mark.long
 def test_the_files_are_those_of_a_foreground_save(plan: str, model: str, held: Held, tmp_path: Path) -> None:
     """Of the step that was saved, although a step and its update come before anything is written."""
     train(job_of(model, checkpoint="foreground"), plan, tmp_path / "foreground")
@@ -213,6 +214,7 @@ def test_state_of_any_optimizer(plan: str, optimizer: str, held: Held, tmp_path:
     ("plan", "other"),
     few([("dp=3", "dp=2"), ("dp=2,zero=3", "tp=2"), ("tp=2", "dp=3,zero=1"), ("pp=2", "dp=1")], 1),
 )
+@pytest.mark.slow
 def test_a_run_goes_on_from_it_under_another_plan(plan: str, other: str, tmp_path: Path) -> None:
     train(job_of(steps=3), plan, tmp_path)
     shutil.rmtree(tmp_path / "step-00000003")
@@ -244,6 +246,7 @@ def test_training_goes_on_and_the_checkpoint_before_stays(held: Held, tmp_path: 
     assert Checkpoint.open(tmp_path).step == 2
 
 
+@pytest.mark.long
 def test_a_save_waits_for_the_one_under_way_and_says_so(held: Held, tmp_path: Path) -> None:
     timer = threading.Timer(0.2, held.go.set)
     notes = train(
@@ -290,6 +293,7 @@ def test_progress_says_how_much_of_a_save_is_written(monkeypatch: pytest.MonkeyP
     assert seen[:2] == [None, None] and seen[2] in (0.0, 0.5) and seen[3] == 0.5
 
 
+@pytest.mark.long
 def test_each_rank_copies_what_it_writes_and_that_is_said(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

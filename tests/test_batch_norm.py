@@ -212,6 +212,7 @@ def test_wrong_shapes_are_torchs_error():
         1, pytest.mark.slow,
     ),
 )  # fmt: skip
+@pytest.mark.long
 def test_running_averages_without_momentum_are_one_device_s(plan: str) -> None:
     """momentum=None: the mean over all chunks so far."""
 

@@ -43,6 +43,7 @@ def check(name: str, plan: str, steps: int = STEPS) -> None:
 
 @pytest.mark.covering("float", "text")
 @pytest.mark.parametrize("name", EQUAL)
+@pytest.mark.slow
 def test_what_a_batch_holds_besides_tensors_is_what_it_is_in_every_step(name: str):
     check(name, "tp=2")
 
@@ -106,6 +107,7 @@ def read(programs: CapturedLoss, batch: Any) -> Any:
     return programs.capture([batch, batch])
 
 
+@pytest.mark.slow
 def test_one_program_takes_all_numbers_and_one_is_read_for_every_text():
     programs = programs_of(
         lambda m, b: (m(b["x"]) * (b["n"] if not isinstance(b["n"], str) else len(b["n"]))).sum()

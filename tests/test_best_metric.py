@@ -39,6 +39,7 @@ def quiet(**functions: Any) -> Listener:
 @pytest.mark.long
 @pytest.mark.covering("dp=2", "pp=2")
 @pytest.mark.parametrize("plan", ["dp=2", "tp=2", "pp=2,microbatches=2"])
+@pytest.mark.slow
 def test_training_stops_and_the_best_is_kept(plan: str, tmp_path: Path):
     """Best after step 2; the equal value after step 4 is no better one."""
     notes: list[str] = []
@@ -52,6 +53,7 @@ def test_training_stops_and_the_best_is_kept(plan: str, tmp_path: Path):
 
 
 @pytest.mark.long
+@pytest.mark.slow
 def test_what_was_waited_for_is_resumed_under_another_plan(tmp_path: Path):
     """A run of 3 steps has waited once; resumed, it ends after two more."""
     with ml.Trainer(job(), "dp=2", steps=3, out=tmp_path, listener=quiet()) as trainer:

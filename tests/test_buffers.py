@@ -281,6 +281,7 @@ class Others(nn.Module):
         return out
 
 
+@pytest.mark.long
 def test_other_buffers_are_one_devices():
     world = check(Others, schedule())
     assert not world.notes()
@@ -311,6 +312,7 @@ class PerClass(nn.Module):
         return self.linear(x)
 
 
+@pytest.mark.long
 def test_an_average_per_class_moves_only_where_its_class_occurs():
     # What a replica has not seen yet it finds out when another one has.
     steps = [
@@ -321,6 +323,7 @@ def test_an_average_per_class_moves_only_where_its_class_occurs():
 
 
 @pytest.mark.parametrize("seed", range(3))
+@pytest.mark.long
 def test_how_much_an_average_decays_may_depend_on_how_often_its_class_occurs(seed: int):
     """The factors of the first chunk were those of all chunks."""
     steps = [
@@ -540,6 +543,7 @@ class Resized(nn.Module):
         return self.linear(x)
 
 
+@pytest.mark.long
 def test_loaded_buffers_are_gone_on_from():
     world = check(Others, schedule(steps=2))
     with torch.no_grad():

@@ -103,6 +103,7 @@ def test_a_run_equals_a_plain_loop():
 
 
 @pytest.mark.long
+@pytest.mark.slow
 def test_a_run_that_ends_between_evaluations_goes_on_as_one_that_does_not(tmp_path: Path):
     """After 5 steps there is an evaluation that is not due; resumed under another plan, 6 is the third that is."""
     trained(job(), "dp=2", steps=5, out=tmp_path)
@@ -121,6 +122,7 @@ def test_an_evaluation_in_a_loop_of_one_s_own_steps_it():
 
 @pytest.mark.long
 @pytest.mark.parametrize("plan", ["dp=2,zero=1", "tp=2", "pp=2,microbatches=2"])
+@pytest.mark.slow
 def test_it_is_verified(plan: str):
     """With the evaluation, the checkpoint and what is resumed from it."""
     found = verify(job(), Plan.parse(plan), devices="simulated", dtype=torch.float64, quick=False)
@@ -138,6 +140,7 @@ def test_ranks_that_do_not_step_it_differ_from_one_device(monkeypatch: pytest.Mo
 
 
 @pytest.mark.long
+@pytest.mark.slow
 def test_what_training_does_after_its_last_step_is_verified(monkeypatch: pytest.MonkeyPatch):
     """The evaluation there is not due and leaves schedulers as they are; what is best is kept beside the other checkpoint."""
     evaluate = ml.Evaluate(data=vectors, metrics={"score": score, "loss": class_loss}, every=50, best="loss:min")  # fmt: skip

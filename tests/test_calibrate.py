@@ -25,6 +25,7 @@ def _path(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.slow
 def test_every_kind_is_measured_forward_and_backward():
     machine = machine_of(
         measure_operators(torch.device("cpu"), seconds=0.05), (), torch.device("cpu"), cores=1

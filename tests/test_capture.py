@@ -74,6 +74,7 @@ def batches_of(model: Model, count: int = 4) -> list[Any]:
         for lifted, dtype in enumerate((torch.float32, torch.float64))
     ],
 )
+@pytest.mark.slow
 def test_program_equals_eager(name: str, dtype: torch.dtype):
     job, batches = job_of(ALL[name]), batches_of(ALL[name])
     program = capture(job, (batches[0], batches[1]), dtype=dtype)

@@ -78,6 +78,7 @@ PLANS = ["dp=2", "dp=2,zero=3,microbatches=2", "tp=2", "pp=2,microbatches=2"]
 @pytest.mark.parametrize("job", [recurrent, remembering])
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.usefixtures("silent_export")
+@pytest.mark.slow
 def test_a_job_equals_one_device_on_the_whole_batch(job: Callable[[], Job], plan: str):
     """Replicas began with nothing; programs found nothing in every step."""
     report = verify(job(), Plan.parse(plan), devices="simulated", steps=3, dtype=torch.float64)

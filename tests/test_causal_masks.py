@@ -101,6 +101,7 @@ def with_padding(tokens: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("mask", "is_causal"), [(causal, True), (added, True), (everything, False), (lambda _: None, False)]
 )
+@pytest.mark.long
 def test_it_is_left_to_the_attention(mask: Mask, is_causal: bool, length: int):
     job, given = job_of(mask), batches(length)
     program = capture(job, (given[0], given[1]))
@@ -115,6 +116,7 @@ def test_it_is_left_to_the_attention(mask: Mask, is_causal: bool, length: int):
 
 
 @pytest.mark.parametrize("mask", [in_a_window, without_itself, with_a_slope, with_padding])
+@pytest.mark.long
 def test_others_are_masks(mask: Mask):
     job, given = job_of(mask), batches()
     program = capture(job, (given[0], given[1]))
@@ -123,6 +125,7 @@ def test_others_are_masks(mask: Mask):
     check_against_eager(program, job, given[2:])
 
 
+@pytest.mark.long
 def test_a_window_as_long_as_the_text_is_causal():
     job, given = job_of(in_a_window), batches(5)
     program = capture(job, (given[0], given[1]))
@@ -131,6 +134,7 @@ def test_a_window_as_long_as_the_text_is_causal():
     ] * 2
 
 
+@pytest.mark.long
 def test_what_else_uses_a_mask_has_it():
     job, given = job_of(causal, is_counted=True), batches()
     program = capture(job, (given[0], given[1]))
@@ -141,6 +145,7 @@ def test_what_else_uses_a_mask_has_it():
     check_against_eager(program, job, given[2:])
 
 
+@pytest.mark.long
 def test_a_mask_that_is_too_large_to_be_looked_at_stays(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("meshloom.program.capture.causal_masks.MOST_ELEMENTS", 2 * LENGTH**2 - 1)
     given = batches()

@@ -163,6 +163,7 @@ def mean(model: Any, batch: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("name", ["two", "tied", "norm"])
+@pytest.mark.slow
 def test_no_combination_is_cheaper(name: str):
     build, batch = {
         "two": (Two, normal(4, 5)),
@@ -306,6 +307,7 @@ class Recurrent(nn.Module):
         return self.down(torch.stack(states, 1))
 
 
+@pytest.mark.slow
 def test_iterations_of_a_loop_share_the_unknowns_of_one():
     """Each of Mamba's 1,024 iterations had its own decisions: a gigabyte of tables, and no end in minutes."""
     found = [layout_by_shapes(Recurrent, mean, normal(4, length, 16)) for length in (8, 40)]
@@ -344,6 +346,7 @@ def test_a_choice_travels_as_numbers(small: Layout):
 # Megatron's pattern (Shoeybi et al., 2019).
 
 
+@pytest.mark.slow
 def test_a_transformer_is_divided_as_megatron_does(benchmark: Layout):
     priced = costs(benchmark.program)
     for num_ranks in (2, 3):
@@ -549,6 +552,7 @@ def test_a_pin_that_blocks_divided_alike_cannot_follow_is_followed_by_blocks_tha
     assert (again.strategies, again.input_placements) == (made.strategies, made.input_placements)
 
 
+@pytest.mark.slow
 def test_a_tied_matrix_is_pinned_by_what_the_named_module_does():
     layout = layout_by_shapes(lambda: GPT(tied=True), next_token, tokens())
     assert shapes_of(choose(layout, 2, FAST, placements={"head": "row"}))["token.weight"] == (30, 8)

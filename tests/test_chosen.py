@@ -146,6 +146,7 @@ def test_chunks_send_alike_and_the_sum_comes_once():
     assert four == {kind: 4 * size - (3 * once if kind == "all_reduce" else 0) for kind, size in one.items()}
 
 
+@pytest.mark.slow
 def test_an_account_tells_blocks_that_are_alike_as_one():
     layout = layout_by_shapes(GPT, next_token, tokens())
     priced = costs(layout.program)
@@ -205,6 +206,7 @@ def test_what_was_not_compared_is_not_said_to_cost_more(monkeypatch: pytest.Monk
     assert any("too many to compare" in why for why in reasons[1] - reasons[0])
 
 
+@pytest.mark.slow
 def test_a_plan_is_described(capsys: pytest.CaptureFixture[str], tmp_path: Path):
     file = tmp_path / "job.py"
     file.write_text("from tests.jobs import make_job\n\njob = make_job('gpt', 'adamw')\n")

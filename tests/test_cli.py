@@ -48,6 +48,7 @@ def test_training_prints_plan_progress_bytes_and_time(
     )
 
 
+@pytest.mark.long
 def test_json_holds_what_the_terminal_shows(capsys: pytest.CaptureFixture[str]) -> None:
     assert (
         main(
@@ -79,6 +80,7 @@ def test_json_goes_to_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "bytes: none, one replica exchanges nothing" in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_resume_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = ["train", FILE, "--devices", "simulated", "--json", "-"]
     main([*run, "--plan", "dp=2"])
@@ -89,6 +91,7 @@ def test_resume_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert found == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_verification_passes_with_0(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", FILE, "--plan", "dp=4", "--devices", "simulated", "--dtype", "float64"]) == 0
     text = capsys.readouterr().out
@@ -136,6 +139,7 @@ def test_a_verification_is_handed_on_as_files(capsys: pytest.CaptureFixture[str]
     assert "EQUAL" not in captured.out  # it was said before the work
 
 
+@pytest.mark.long
 def test_verification_fails_with_1(capsys: pytest.CaptureFixture[str]) -> None:
     assert (
         main(["verify", f"{FILE}:unsteady", "--plan", "dp=4", "--devices", "simulated", "--json", "-"]) == 1
@@ -234,6 +238,7 @@ def test_words_in_the_wrong_place_are_said(
         ),
     ],
 )
+@pytest.mark.slow
 def test_every_process_of_a_run_has_the_files_words(
     plan: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -246,6 +251,7 @@ def test_every_process_of_a_run_has_the_files_words(
 
 
 @pytest.mark.processes
+@pytest.mark.slow
 def test_processes_and_simulated_devices_give_the_same_losses(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -263,6 +269,7 @@ def test_processes_and_simulated_devices_give_the_same_losses(
 
 
 @pytest.mark.processes
+@pytest.mark.slow
 def test_an_own_loop_runs_on_processes_too(capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["train", f"{FILE}:own_loop", "--plan", "dp=2", "--devices", "cpu"]) == 0
     lines = [line for line in capfd.readouterr().out.splitlines() if line.startswith("own")]
@@ -270,6 +277,7 @@ def test_an_own_loop_runs_on_processes_too(capfd: pytest.CaptureFixture[str]) ->
 
 
 @pytest.mark.processes
+@pytest.mark.slow
 def test_torchrun_starts_the_same_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))  # torchrun leaves a directory of logs there
     command = [

@@ -58,6 +58,7 @@ def stepped(reference: Reference, effects: ClosureEffects) -> dict[str, float]:
     }
 
 
+@pytest.mark.long
 def test_rounding_is_measured_to_move_updates_of_many_evaluations():
     of = Plan.parse("dp=2,microbatches=2")
     reference = Reference(steep_job(4), of)
@@ -83,6 +84,7 @@ class Counting(SAM):
         return super().step(closure)
 
 
+@pytest.mark.long
 def test_what_an_optimizer_keeps_elsewhere_is_left_as_it_was():
     """The optimizer that it steps was stepped by each run of the measurement as well, and all later updates were other ones."""
     job = replace(sharpness_aware(), optimizer=lambda named: Counting([each for _, each in named], torch.optim.SGD, lr=0.05, momentum=0.9))  # fmt: skip
@@ -112,6 +114,7 @@ def test_a_run_that_rounding_leads_elsewhere_is_equal():
 
 
 @pytest.mark.parametrize("factor", [2.0, pytest.param(1.01, marks=pytest.mark.slow)])
+@pytest.mark.long
 def test_evaluations_that_are_off_by_a_factor_are_found(factor: float, monkeypatch: pytest.MonkeyPatch):
     right = replicas._evaluated  # pyright: ignore[reportPrivateUsage]
 

@@ -231,6 +231,7 @@ def _train_in(pods: list[Pod], tmp_path: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.processes
+@pytest.mark.slow
 def test_the_pods_of_an_indexed_job_train(tmp_path: Path):
     pods = pods_of_job(_read("indexed_job.yaml")["Job"])
     assert "2 ranks as processes" in _trained(_train_in(pods, tmp_path), 3)

@@ -61,11 +61,13 @@ def test_a_header_byte_by_byte():
 
 
 @given(header=headers, tensors=descriptions)
+@pytest.mark.long
 def test_headers_are_read_as_they_were_written(header: Header, tensors: list[TensorSpec]):
     assert read_header(write_header(header, tensors), LIMITS) == (header, tensors)
 
 
 @given(header=headers, tensors=descriptions, data=st.data())
+@pytest.mark.long
 def test_a_header_that_is_cut_off_or_goes_on_is_refused(
     header: Header, tensors: list[TensorSpec], data: st.DataObject
 ):
@@ -89,6 +91,7 @@ def test_bytes_have_one_meaning_or_none(header: Header, tensors: list[TensorSpec
 
 @given(st.binary(max_size=400), st.booleans())
 @settings(max_examples=300)
+@pytest.mark.long
 def test_random_bytes_are_refused_or_have_one_meaning(text: bytes, begins_well: bool):
     refused_or_the_same(write_header(Header(kind=1), [])[:8] + text if begins_well else text)
 

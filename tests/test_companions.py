@@ -73,6 +73,7 @@ def factors(name: str, job: Job) -> tuple[dict[int, float], list[int], str]:
     return found, [each.returncode for each in beside.processes], beside.failure
 
 
+@pytest.mark.slow
 def test_ranks_that_slow_each_other_down_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("CROWDED", str(tmp_path))
     found, ended, failure = factors("crowded", crowded)
@@ -108,6 +109,7 @@ def test_a_batch_of_one_sample_measures_nothing():
     assert factors("crowded", replace(crowded, batch_size=1)) == ({}, [-signal.SIGKILL], "")
 
 
+@pytest.mark.slow
 def test_companions_end_when_who_started_them_is_killed(tmp_path: Path):
     program = f"""
 from meshloom.measure import contention as companions

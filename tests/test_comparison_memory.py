@@ -24,6 +24,7 @@ pytestmark = [pytest.mark.usefixtures("silent_export")]
 
 @pytest.mark.covering("False")
 @pytest.mark.parametrize("at_smaller_sizes", [False, True])
+@pytest.mark.long
 def test_a_comparison_takes_what_is_predicted(at_smaller_sizes: bool, monkeypatch: pytest.MonkeyPatch):
     """Six blocks that are made alike take the memory of one. Before, start-up was predicted with the activations of the
     whole batch where a batch of 32 tokens is compared."""
@@ -54,6 +55,7 @@ class WithConstant(Blocks):
         return super().forward(tokens) + torch.tensor([0.5])
 
 
+@pytest.mark.slow
 def test_a_constant_of_a_program_by_shapes_has_no_values(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(rules, "MIN_ELEMENTS", 0)
     job = replace(blocks_job(length=160), model=WithConstant)

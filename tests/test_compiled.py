@@ -132,6 +132,7 @@ def test_functions_that_are_compiled_by_themselves(plan: str, compiles: bool):
 
 
 @pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=3", "tp=2", "pp=2"])
+@pytest.mark.slow
 def test_compiled_functions_equal_one_device(plan: str):
     report = verify(normalising(), Plan.parse(plan), devices="simulated", steps=2, dtype=torch.float64)
     assert report is not None and report.passed, str(report)

@@ -263,6 +263,7 @@ FAMILIES = ("gpt2", "conv2d", "mixtral", "recommendation")
 @pytest.mark.covering("gpt2", "conv2d", "recommendation")
 @pytest.mark.usefixtures("small_regions")
 @pytest.mark.parametrize(("name", "how"), in_turn(FAMILIES, ("none", "full", "selective")))
+@pytest.mark.slow
 def test_regions_are_the_operators_in_them_bit_for_bit(name: str, how: str):
     program, build, batches = family(name)
     compiler = Uncompiled()
@@ -273,6 +274,7 @@ def test_regions_are_the_operators_in_them_bit_for_bit(name: str, how: str):
 
 
 @pytest.mark.parametrize(("count", "is_compiled"), [(5, False), (6, True)])
+@pytest.mark.long
 def test_a_region_of_few_operators_is_left_as_it_is(count: int, is_compiled: bool):
     def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         x = model(batch["x"]).view(-1)  # a view does not count

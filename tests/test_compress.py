@@ -316,6 +316,7 @@ def test_a_model_learns_from_what_arrives(compress: str) -> None:
     "inner",
     ["", pytest.param(",pp=2,microbatches=2", marks=SLOW), pytest.param(",tp=2,microbatches=2", marks=SLOW)],
 )
+@pytest.mark.long
 def test_replicas_stay_the_same_and_bytes_are_predicted(compress: str, inner: str) -> None:
     with Trainer(
         make_job("gpt", "adamw", steps=5),
@@ -326,6 +327,7 @@ def test_replicas_stay_the_same_and_bytes_are_predicted(compress: str, inner: st
     assert summary.predicted == summary.counted
 
 
+@pytest.mark.long
 def test_smaller_means_fewer_bytes() -> None:
     sent = {}
     for compress in ("none", "bf16", "powersgd:1", "topk:0.01"):

@@ -89,6 +89,7 @@ def job_of(model: Callable[[], nn.Module]) -> Job:
 
 
 @pytest.mark.parametrize("model", few([ListOfOne, Permuted, Expanded]))
+@pytest.mark.long
 def test_a_model_cut_at_every_place_equals_one_device(model: Callable[[], nn.Module]):
     """A normalising flow under pp=2 ended in "view size is not compatible": a value with gaps in memory
     arrived contiguous, what was computed of it was, too, and a view that one device can make could not be
@@ -109,6 +110,7 @@ def test_a_model_cut_at_every_place_equals_one_device(model: Callable[[], nn.Mod
         assert ran.error <= LIMIT, f"cut {cut}: {ran.what}: {ran.error:.1e}"
 
 
+@pytest.mark.long
 def test_layers_that_gather_their_input_stay_in_their_stage():
     """Divided over tp, such layers give a tuple, which crossed the cut behind what they read: uneven gated
     units under pp=2,tp=2."""

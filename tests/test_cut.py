@@ -278,6 +278,7 @@ def test_memory_of_stages_is_kept_to_and_no_more_is_refused_than_must_be(model: 
 
 
 @pytest.mark.parametrize("schedule", ["interleaved", "zb-v"])
+@pytest.mark.slow
 def test_ranks_with_several_stages_share_their_memory(schedule: str):
     """Not exact: with hardly any room cuts may be missed, and the error says so; otherwise the fastest is
     found within 2 %."""

@@ -93,6 +93,7 @@ def test_random_data_is_built_alike_on_every_rank_and_the_callers_draws_are_kept
     microbatches=st.integers(1, 3),
     own=st.none() | st.integers(1, 9),
 )
+@pytest.mark.long
 def test_evaluation_reads_every_sample_once_in_order(num_samples, batch_size, dp, microbatches, own):
     evaluate = Evaluate(lambda: [0], {"a": lambda model, batch: batch}, 1, batch_size=own)
     job = job_of([0], batch_size=batch_size, evaluate=evaluate)

@@ -149,6 +149,7 @@ def test_tied_and_unused_parameters_are_named():
     assert found.unused == ("spare.weight", "spare.bias")
 
 
+@pytest.mark.slow
 def test_the_memory_of_a_step_is_there_unless_the_optimizer_needs_values():
     found = describe(job_of(Stack)).memory
     assert found is not None and found.optimizer == 0 and found.peak > found.parameters + found.kept
@@ -163,6 +164,7 @@ def test_the_memory_of_a_step_is_there_unless_the_optimizer_needs_values():
     assert "the optimizer cannot be stepped without values (TypeError: " in closure.no_memory
 
 
+@pytest.mark.slow
 def test_a_larger_batch_costs_more_and_has_the_same_parameters():
     small, large = (describe(job_of(Stack), batch_size=size).whole for size in (2, 6))
     assert large.flops == 3 * small.flops
@@ -182,6 +184,7 @@ def test_a_model_of_any_size_is_described_without_its_memory():
     assert whole.inside[1].parameters == 1 << 34
 
 
+@pytest.mark.slow
 def test_experts_count_for_the_tokens_that_they_see():
     """A mixture of experts by the formula of its paper: each token goes through two experts of three products
     each (Jiang et al., 2024)."""
@@ -360,6 +363,7 @@ def test_a_model_that_the_host_cannot_hold_is_not_built_for_what_needs_values():
             Readings(each).of(2)
 
 
+@pytest.mark.slow
 def test_a_plan_with_tp_is_told_before_it_runs(capsys: pytest.CaptureFixture[str]):
     assert main(["describe", FILE, "--plan", "tp=2,tp_placements=layers.*.up:column", "--json", "-"]) == 0
     out, err = capsys.readouterr()

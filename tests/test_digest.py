@@ -32,6 +32,7 @@ def test_a_digest_is_the_sum_over_words_wherever_the_tensor_starts(size: int, dt
         assert int(digest(tensor)) == naive(tensor)
 
 
+@pytest.mark.long
 def test_blocks_make_no_difference():
     """One word more than a block, and one element more than that."""
     tensor = torch.arange(2 * BLOCK_WORDS + 3, dtype=torch.int32)

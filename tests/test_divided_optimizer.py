@@ -143,6 +143,7 @@ def test_state_of_divided_parameters_is_divided(name: str, plan: tuple[int, int,
         pytest.param("trust ratio", marks=pytest.mark.long),
     ],
 )
+@pytest.mark.long
 def test_whole_parameters_are_let_go(name: str):
     # Where no rank keeps a whole parameter the only ones left are parts; where one does, that one has it.
     pieces = {each: parts for each, parts in pieces_of_net(2).items() if not parts.is_whole}

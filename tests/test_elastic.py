@@ -116,6 +116,7 @@ KILLED_BEFORE_IT_WENT_BACK: dict[str, Any] = {
 @given(**RUNS)
 @example(**KILLED_BEFORE_IT_WENT_BACK)
 @settings(max_examples=300, deadline=None, derandomize=True)
+@pytest.mark.slow
 def test_whatever_happens(**run: Any) -> None:
     check_any(**run)
 

@@ -138,11 +138,13 @@ def pairs() -> list[Any]:
 
 @pytest.mark.covering("norm of bags", "zero=3")
 @pytest.mark.parametrize(("case", "plan"), pairs())
+@pytest.mark.long
 def test_embeddings_are_one_device_s(case: str, plan: str) -> None:
     """With max_norm, replicas scaled rows of their own, silently; tp, pp and zero=3 refused it."""
     assert passes(case, plan)
 
 
+@pytest.mark.long
 def test_rows_that_another_replica_has_read_are_scaled_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: nobody scales the weight."""
 

@@ -176,6 +176,7 @@ def test_the_compiler_has_nothing_to_say(path: Path) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.slow
 def test_calls_of_three_ranks_have_no_race(tmp_path: Path) -> None:
     stress(build(tmp_path), 3, 300, 0)
 
@@ -202,6 +203,7 @@ def test_a_planted_race_is_found(bug: str, tmp_path: Path) -> None:
 ADDRESSES = "address,undefined"
 
 
+@pytest.mark.long
 def test_nothing_but_the_module_is_visible_and_the_engine_s_names_have_its_prefix(tmp_path: Path) -> None:
     """`advance`, as one of its functions was called, is a function of glibc's too."""
     from meshloom.comm.shm import _engine

@@ -87,6 +87,7 @@ def test_the_cookbook_verifies(
 
 
 @alone
+@pytest.mark.slow
 def test_the_first_example_of_the_readme_trains_and_is_equal_to_one_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
@@ -105,6 +106,7 @@ def test_the_first_example_of_the_readme_trains_and_is_equal_to_one_device(
 
 @together
 @pytest.mark.parametrize("name", ["01_gpt_bytes", pytest.param("02_digits", marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_real_input_trains_on_processes_and_the_loss_falls(name: str, tmp_path: Path):
     steps = {"01_gpt_bytes": 4, "02_digits": 30}[name]
     plan = ["--plan", "dp=2,microbatches=2", "--devices", "cpu", "--steps", str(steps)]

@@ -212,6 +212,7 @@ def test_dividing_by_expert_sends_no_more_than_dividing_each_expert():
     assert sent[0] <= sent[1]
 
 
+@pytest.mark.slow
 def test_experts_are_divided_by_expert_where_that_is_more_even():
     """A hidden unit more than two ranks can share evenly costs one of them a half more; four experts are two
     each. And the other way round."""

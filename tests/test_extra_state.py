@@ -54,6 +54,7 @@ def test_what_cannot_be_saved_is_said_before_the_first_step(plan: str, tmp_path:
         trainer.fit()
 
 
+@pytest.mark.long
 def test_verify_says_why_it_does_not_resume():
     report = verify(job_of({"calls": 1}), Plan.parse("dp=2"), devices="simulated", quick=False)
     assert report is not None and report.passed
@@ -83,6 +84,7 @@ class Added(Extra):
 
 
 @pytest.mark.parametrize("plan", ["pp=2", "dp=2,pp=2"])
+@pytest.mark.slow
 def test_what_a_hook_adds_is_saved_once(plan: str, tmp_path: Path):
     """The story: it belonged to no stage, so the save after the last step failed."""
     with Trainer(
@@ -110,6 +112,7 @@ class Nested(torch.optim.SGD):
 
 
 @pytest.mark.parametrize("plan", ["dp=2,zero=1", "tp=2"])
+@pytest.mark.slow
 def test_state_of_optimizers_that_cannot_be_saved_is_found_after_the_first_step(plan: str, tmp_path: Path):
     job = replace(
         job_of(torch.zeros(1)),

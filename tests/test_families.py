@@ -81,6 +81,7 @@ def test_a_step_is_finite_and_repeats_itself(family: Family):
         pytest.mark.slow,
     ),
 )
+@pytest.mark.slow
 def test_a_data_parallel_plan_equals_one_device(family: Family, plan: str, batch_size: int, dropout: bool):
     # Chunks of 2, 2, 1 and 1 samples; of 2 and 1.
     report = verified(family, Plan.parse(plan), dropout=dropout, batch_size=batch_size)

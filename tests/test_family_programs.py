@@ -68,6 +68,7 @@ def test_every_kind_of_family_meets_every_way():
         if not (WAYS[way].dtype == torch.float64 and name in FLOAT32_ONLY)
     ],
 )
+@pytest.mark.slow
 def test_program_equals_eager(name: str, way: str):
     family = FAMILIES[name]
     program = read(family, WAYS[way])
@@ -162,6 +163,7 @@ PLANTED: dict[str, tuple[str, Callable[[Program], Program]]] = {
 
 
 @pytest.mark.parametrize("planted", PLANTED)
+@pytest.mark.slow
 def test_a_program_that_is_not_the_model_is_found(planted: str):
     name, change = PLANTED[planted]
     way = WAYS["dropout"]

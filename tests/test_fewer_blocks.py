@@ -36,6 +36,7 @@ def run(job, plan: str, blocks: int | None = None) -> Report:
     return report
 
 
+@pytest.mark.long
 def test_the_first_blocks_keep_the_values_that_they_have_in_the_whole_model():
     job = gpt_job()
     whole = dict(build_model(job, CPU, None).named_parameters())
@@ -48,6 +49,7 @@ def test_the_first_blocks_keep_the_values_that_they_have_in_the_whole_model():
     assert all(torch.equal(whole[name], each) for name, each in kept.items())
 
 
+@pytest.mark.long
 def test_later_draws_are_those_of_the_whole_model():
     job = gpt_job()
     build_model(job, CPU, None)
@@ -62,6 +64,7 @@ def test_what_is_no_model_is_said():
         unfilled(replace(make_job("mlp", "sgd"), model=lambda: None))
 
 
+@pytest.mark.long
 def test_a_recorded_model_is_shortened_too():
     job = with_fewer_blocks(gpt_job(), 2).job
     expected = dict(build_model(job, CPU, None).named_parameters())
@@ -80,6 +83,7 @@ def test_a_recorded_model_is_shortened_too():
         ),
     ],
 )
+@pytest.mark.slow
 def test_a_plan_is_verified_with_fewer_blocks_and_the_report_says_so(plan):
     report = run(gpt_job(), plan, blocks=2)
     assert report.passed and report.records()[-1]["blocks"] == {"kept": 2, "of": {"blocks": 5}}
@@ -111,6 +115,7 @@ class TakesTurns(nn.Module):
         return c(b(a(self.body(x)[..., None])))[..., 0]
 
 
+@pytest.mark.long
 def test_groups_that_take_turns_are_blocks_and_what_is_behind_keeps_its_name():
     (found,) = find_blocks(TakesTurns())
     assert (found.path, found.num_blocks, found.period, found.names[0]) == ("body", 4, 2, "1")
@@ -152,12 +157,14 @@ class Counts(GPT):
         return super().forward(x)
 
 
+@pytest.mark.long
 def test_an_error_of_a_forward_that_counts_its_blocks_says_that_blocks_are_missing():
     with pytest.raises(AssertionError) as caught:
         run(replace(make_job("gpt", "sgd"), model=partial(Counts, layers=5)), "dp=2", blocks=2)
     assert any("only the first 2, of 5 in blocks" in each for each in caught.value.__notes__)
 
 
+@pytest.mark.long
 def test_a_model_that_one_device_cannot_hold_is_refused_with_the_flag_that_verifies_it(monkeypatch):
     job = gpt_job()
     model = build_model(job, CPU, None)

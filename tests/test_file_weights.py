@@ -97,12 +97,14 @@ def test_a_run_of_whole_models_starts_from_the_file(model: str, plan: str, tmp_p
         pytest.param("cnn", "dp=2,sync_batch_norm=true", marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.slow
 def test_a_run_of_shards_and_stages_starts_from_the_file(model: str, plan: str, tmp_path: Path) -> None:
     job = other_weights(make_job(model, "sgd"), tmp_path / "x.safetensors", without="embed.weight")
     assert_same(at_the_start(job, plan), by_hand(job))
 
 
 @pytest.mark.parametrize("plan", ["dp=2,zero=3", pytest.param("pp=2", marks=pytest.mark.long)])
+@pytest.mark.slow
 def test_what_files_give_is_not_drawn(plan: str, tmp_path: Path) -> None:
     """The first of the model's tensors to be drawn is drawn alone where it has no counterpart."""
     whole = other_weights(make_job("mlp", "sgd"), tmp_path / "x.safetensors")

@@ -72,6 +72,7 @@ def test_the_user_may_run_it_all_the_same_and_what_fits_is_not_looked_at():
 
 @pytest.mark.on_cpu
 @pytest.mark.usefixtures("no_offers")
+@pytest.mark.long
 def test_the_host_is_shared_by_its_ranks(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(memory_check, "total_bytes", lambda: 6 * PARAMETERS)
     job = blocks_job(batch_size=2)
@@ -89,6 +90,7 @@ def test_the_host_is_shared_by_its_ranks(monkeypatch: pytest.MonkeyPatch):
     ("plan", "ranks"),
     [("pp=2,microbatches=2,schedule=gpipe", 2), ("tp=5", 5), ("pp=2,tp=5,schedule=gpipe,microbatches=2", 10)],
 )
+@pytest.mark.slow
 def test_activations_count_where_the_loss_is_captured(plan: str, ranks: int, monkeypatch: pytest.MonkeyPatch):
     # parameters, gradients and state fit, and what a forward saves does not
     job = blocks_job(batch_size=64)

@@ -58,6 +58,7 @@ def both_readings(monkeypatch: pytest.MonkeyPatch, job: Job, batch: Any) -> tupl
         for place, name in enumerate(sorted(set(FAMILIES) - set(NOT_READ)))
     ],
 )
+@pytest.mark.slow
 def test_every_family(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     job = FAMILIES[name].make_job(True)
     (batch,) = first_batches(job, 1, job.batch_size)
@@ -230,6 +231,7 @@ def tied(stack: Stack) -> Stack:
 
 @pytest.mark.covering("blocks", "tied", "buffers")
 @pytest.mark.parametrize("name", few(FOLDED, 2))
+@pytest.mark.long
 def test_is_read_once(name: str, monkeypatch: pytest.MonkeyPatch, counted: list[str]) -> None:
     make, names = FOLDED[name]
     folded, unfolded = both_readings(monkeypatch, job_of(make), torch.ones(4, 6))
@@ -240,6 +242,7 @@ def test_is_read_once(name: str, monkeypatch: pytest.MonkeyPatch, counted: list[
 
 @pytest.mark.covering("input written", "index looked at")
 @pytest.mark.parametrize("name", few(READ, 2))
+@pytest.mark.long
 def test_is_read_as_often_as_it_is_called(
     name: str, monkeypatch: pytest.MonkeyPatch, counted: list[str]
 ) -> None:
@@ -248,6 +251,7 @@ def test_is_read_as_often_as_it_is_called(
     assert not counted
 
 
+@pytest.mark.slow
 def test_what_a_call_inside_would_have_looked_at_counts(
     monkeypatch: pytest.MonkeyPatch, counted: list[str]
 ) -> None:
@@ -264,6 +268,7 @@ def test_what_a_call_inside_would_have_looked_at_counts(
     assert counted == ["Scaled"] * 2
 
 
+@pytest.mark.slow
 def test_several_results(monkeypatch: pytest.MonkeyPatch, counted: list[str]) -> None:
     """The first call is given one tensor, the others three values: the third is like the second."""
     folded, unfolded = both_readings(monkeypatch, job_of(lambda: Stack(Several, 4)), torch.ones(4, 6))
@@ -272,6 +277,7 @@ def test_several_results(monkeypatch: pytest.MonkeyPatch, counted: list[str]) ->
 
 
 @pytest.mark.long
+@pytest.mark.slow
 def test_what_leaks_out_of_a_block_is_read_anew(monkeypatch: pytest.MonkeyPatch, counted: list[str]) -> None:
     """A forward that puts a value where nobody sees it: in a list outside of the model."""
     seen: list[Tensor] = []
@@ -300,6 +306,7 @@ def test_what_leaks_out_of_a_block_is_read_anew(monkeypatch: pytest.MonkeyPatch,
 
 
 @pytest.mark.long
+@pytest.mark.slow
 def test_what_is_not_eager_is_read_anew(counted: list[str]) -> None:
     """Blocks that count their calls outside of the model: nobody can see it, and the comparison with eager
     does."""
@@ -356,6 +363,7 @@ def own_loss(model: Any, words: Tensor) -> Tensor:
     return model(input_ids=words, labels=words).loss
 
 
+@pytest.mark.slow
 def test_layers_are_read_once_although_each_fills_its_place_in_a_cache(counted: list[str]) -> None:
     """Found at real sizes: with `use_cache=True`, the default, LLaMA-70B took 40 s to read instead of 7."""
     words = torch.ones(2, 8, dtype=torch.long)

@@ -69,6 +69,7 @@ def test_a_plan_is_one_device_at_the_same_precision(model: str, plan: str, monke
         pytest.param(3, "boost", "dp=2,exchange=server", marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.slow
 def test_both_sides_skip_the_same_steps(place: int, part: str, plan: str):
     report = verified(overflowing_job(place, part), plan, steps=4)
     assert report.passed, [str(each) for each in report.worst()]
@@ -76,6 +77,7 @@ def test_both_sides_skip_the_same_steps(place: int, part: str, plan: str):
     assert [each["skipped"] for each in report.records()[:-1]] == [False, True, False, False]
 
 
+@pytest.mark.slow
 def test_when_every_step_is_skipped_nothing_is_said_of_updates():
     report = verified(overflowing_job(3, boost=1e9), "dp=2", steps=3)
     assert report.passed and [step.skipped for step in report.steps] == [False, True, False]
@@ -142,6 +144,7 @@ def scaled_by(patch: pytest.MonkeyPatch, factor: float) -> None:
         pytest.param(65540, 1.0, True, "tp=2", marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.slow
 def test_a_step_that_one_side_skips_at_the_end_of_the_range_is_rounding(
     size: float, factor: float, skips: bool, plan: str, monkeypatch: pytest.MonkeyPatch
 ):
@@ -165,6 +168,7 @@ def test_a_step_that_one_side_skips_at_the_end_of_the_range_is_rounding(
         pytest.param(65540, 0.9993, "pp=2,microbatches=2", marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.slow
 def test_a_step_that_one_side_skips_elsewhere_is_wrong(
     size: float, factor: float, plan: str, monkeypatch: pytest.MonkeyPatch
 ):
@@ -176,6 +180,7 @@ def test_a_step_that_one_side_skips_elsewhere_is_wrong(
 
 
 @pytest.mark.parametrize("size", [65490, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_a_skip_without_a_reason_is_wrong_at_the_end_of_the_range_as_well(
     size: float, monkeypatch: pytest.MonkeyPatch
 ):

@@ -223,6 +223,7 @@ def test_the_job_takes_the_steps_of_fit(name: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "plan"), PAIRS)
+@pytest.mark.slow
 def test_the_job_is_equal_under_other_plans(name: str, plan: str) -> None:
     job = job_of(name)
     report = verify(

@@ -131,12 +131,14 @@ def _on_a_rank(kind: str, directory: str, how: str, plan: str) -> bool | None:
         pytest.param("gpt2", "from_pretrained", "tp=2", marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.slow
 def test_processes_start_from_the_saved_values_and_equal_one_device(
     kind: str, how: str, plan: str, tmp_path: Path
 ) -> None:
     assert on_ranks(_on_a_rank, 2, kind, saved(kind, tmp_path), how, plan, timeout_seconds=120.0)[0]
 
 
+@pytest.mark.slow
 def test_a_trained_checkpoint_loads_into_transformers(tmp_path: Path) -> None:
     directory = saved("gpt2", tmp_path / "before")
     quiet = Listener(lambda text: None, note=lambda text: None)

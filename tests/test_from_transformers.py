@@ -173,6 +173,7 @@ PAIRS = [
 @pytest.mark.covering("classified", "own_loss", "smoothed", "streamed_with_length", "own_trainer")
 @pytest.mark.long
 @pytest.mark.parametrize("name", MAKES)
+@pytest.mark.slow
 def test_the_job_takes_the_steps_of_train(name: str, tmp_path: Path) -> None:
     make, tolerance = MAKES[name]
     expected = by_train(make(tmp_path))
@@ -182,6 +183,7 @@ def test_the_job_takes_the_steps_of_train(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.covering("own_model", "own_loss")
 @pytest.mark.parametrize(("name", "plan"), PAIRS)
+@pytest.mark.slow
 def test_the_job_is_equal_under_other_plans(name: str, plan: str, tmp_path: Path) -> None:
     job = meshloom.from_transformers(MAKES[name][0](tmp_path))
     report = verify(
@@ -197,6 +199,7 @@ def test_the_job_is_equal_under_other_plans(name: str, plan: str, tmp_path: Path
         *(pytest.param(each, marks=pytest.mark.slow) for each in (5, 6, 12)),
     ],
 )
+@pytest.mark.slow
 def test_evaluation_batches_need_not_align_with_chunks(size: int, tmp_path: Path) -> None:
     """Chunks of 6 in training, and 22 samples to evaluate in batches of 8, 8 and 6, in a pipeline."""
     torch.manual_seed(2)
@@ -350,6 +353,7 @@ def test_what_is_no_trainer_is_refused() -> None:
         meshloom.from_transformers(torch.nn.Linear(1, 1))
 
 
+@pytest.mark.slow
 def test_importing_meshloom_imports_no_trainer() -> None:
     code = "import sys, meshloom; print([each for each in ('transformers', 'lightning', 'accelerate') if each in sys.modules])"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)

@@ -231,6 +231,7 @@ class Computed(nn.Module):
 
 
 @pytest.mark.usefixtures("silent_export")
+@pytest.mark.long
 def test_only_layers_whose_weights_are_parameters_land():
     job = Job(
         model=Computed,

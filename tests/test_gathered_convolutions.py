@@ -80,6 +80,7 @@ def test_in_lockstep_they_equal_one_device(dims: int, seed: int):
     ],
 )
 @pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.slow
 def test_ranks_that_talk_as_they_compute_train_like_one_device(
     placements: str, at_least: int, num_ranks: int
 ):

@@ -84,10 +84,12 @@ def check(model: Any, plan: str, agrees: bool) -> None:
 
 
 @pytest.mark.parametrize("plan", few(PLANS, 1, pytest.mark.slow))
+@pytest.mark.slow
 def test_ranks_of_a_replica_stay_alike(plan: str, agrees: bool) -> None:
     check(Words, plan, agrees)
 
 
 @pytest.mark.parametrize("plan", few(["pp=2,tp=2,microbatches=2", "tp=2", "pp=2"], 1, pytest.mark.slow))
+@pytest.mark.long
 def test_ranks_that_run_the_whole_loss_stay_alike(plan: str, agrees: bool) -> None:
     check(Cut, plan, agrees)

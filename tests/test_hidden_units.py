@@ -88,6 +88,7 @@ def subjects() -> dict[str, Subject]:
 @pytest.mark.covering("lstm-3", "gru-2", "rnn-3", "residual", "recurrence")
 @pytest.mark.parametrize("num_ranks", [2, 3])
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.slow
 def test_hidden_units_are_divided_and_compute_what_one_device_does(
     name: str, num_ranks: int, subjects: dict[str, Subject]
 ):

@@ -54,6 +54,7 @@ def _calls(draw: st.DrawFn, size: int) -> list[Call]:
 @pytest.mark.long
 @given(hosts=_hosts(), seed=st.integers(0, 1000), data=st.data())
 @settings(max_examples=25, deadline=None)
+@pytest.mark.slow
 def test_any_sequence_of_operations_equals_one_process(
     hosts: list[list[int]], seed: int, data: st.DataObject
 ):

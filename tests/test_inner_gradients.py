@@ -88,6 +88,7 @@ LOSSES: list[Callable[[nn.Module, Batch], Tensor]] = [
 
 
 @pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.slow
 def test_with_dp_they_are_one_device(loss: Callable[[nn.Module, Batch], Tensor]):
     report = verify(job_of(loss), Plan.parse("dp=2,microbatches=2"), devices="simulated", dtype=torch.float64)
     assert report and report.passed
@@ -96,6 +97,7 @@ def test_with_dp_they_are_one_device(loss: Callable[[nn.Module, Batch], Tensor])
 @pytest.mark.covering("langevin", "physics")
 @pytest.mark.parametrize("plan", ["tp=2", pytest.param("dp=2,pp=2,tp=2", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.slow
 def test_where_a_program_is_needed_they_are_one_device(loss: Callable[[nn.Module, Batch], Tensor], plan: str):
     report = verify(job_of(loss), Plan.parse(plan), devices="simulated", dtype=torch.float64)
     assert report and report.passed, report.causes

@@ -53,6 +53,7 @@ def state(job: Job, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
         )
     ],
 )
+@pytest.mark.slow
 def test_ranks_start_as_one_device(plan: str):
     job = keyed()
     with Trainer(job, plan, devices="simulated") as trainer:
@@ -67,6 +68,7 @@ def test_ranks_start_as_one_device(plan: str):
         pytest.param("pp=2,microbatches=2", marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.slow
 def test_a_plan_equals_one_device(plan: str):
     report = verify(keyed(), Plan.parse(plan), devices="simulated", steps=2, dtype=torch.float64)
     assert report and report.passed, report and text_of(report)
@@ -89,6 +91,7 @@ def wide(extra: bool = False, draws: int = 1) -> Callable[[], nn.Module]:
     return build
 
 
+@pytest.mark.long
 def test_a_tensor_is_drawn_without_the_others():
     model, unfilled, note = build_unfilled(keyed(wide()), CPU, None)
     assert unfilled is not None and note is None
@@ -99,6 +102,7 @@ def test_a_tensor_is_drawn_without_the_others():
     assert unfilled.num_drawn == 70
 
 
+@pytest.mark.long
 def test_values_depend_on_seed_and_name_alone():
     values = state(keyed(wide()))
     longer = state(keyed(wide(extra=True)))
@@ -112,6 +116,7 @@ def test_values_depend_on_seed_and_name_alone():
     assert not any(torch.equal(values[name], stream[name]) for name in drawn)
 
 
+@pytest.mark.long
 def test_what_is_computed_from_a_drawn_tensor_fits_it():
     """Also in another dtype, to which it is converted afterwards."""
     for dtype in (None, torch.float64):
@@ -124,6 +129,7 @@ def test_what_is_computed_from_a_drawn_tensor_fits_it():
     assert all(torch.equal(each, values[name]) for name, each in state_of(model).items())
 
 
+@pytest.mark.long
 def test_other_tensors_and_generators():
     def build() -> nn.Module:
         made = nn.Linear(5, 5)
@@ -136,6 +142,7 @@ def test_other_tensors_and_generators():
     assert torch.equal(one.bias, torch.empty(5).normal_(generator=torch.Generator().manual_seed(3)))  # pyright: ignore[reportArgumentType]
 
 
+@pytest.mark.long
 def test_the_generator_is_left_where_it_was_before_the_construction():
     drawn = []
     for job in (keyed(wide()), keyed(wide(draws=5))):
@@ -163,6 +170,7 @@ def cannot_be_recorded() -> nn.Module:
     return made
 
 
+@pytest.mark.long
 def test_what_cannot_be_keyed_is_refused():
     assert build_model(keyed(reads_constants), CPU, None).rate == 0.5
     for build, why in (
@@ -185,6 +193,7 @@ def test_servers_start_from_the_same_values():
     assert all(torch.equal(each, expected[name]) for name, each in server.model.named_parameters())
 
 
+@pytest.mark.long
 def test_a_checkpoint_goes_on(tmp_path: Path):
     quiet = Listener(lambda text: None, note=lambda text: None)
     settings: Any = {"devices": "simulated", "listener": quiet}
@@ -206,6 +215,7 @@ def test_a_checkpoint_goes_on(tmp_path: Path):
         for each in FAMILIES.values()
     ],
 )
+@pytest.mark.long
 def test_families_can_be_keyed(family: Family, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(family_module, "_fill", lambda model: None)  # it reads what was drawn
     job = replace(family.make_job(False), init="keyed")

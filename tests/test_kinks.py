@@ -68,6 +68,7 @@ def compared(function: str, plan: Plan, one: float = 3e-7, scale: float = 1.0) -
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.long
 def test_units_on_their_other_side_are_found(function: str):
     """One in each of the two chunks."""
     step = compared(function, DIVIDED)

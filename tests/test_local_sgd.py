@@ -139,6 +139,7 @@ def test_local_sgd_is_the_plain_loop(job: Job) -> None:
 
 
 @pytest.mark.parametrize("outer", [(0.7, 0.9), (1.0, 0.0), (0.5, 0.0)])
+@pytest.mark.long
 def test_diloco_is_the_plain_loop(outer: tuple[float, float]) -> None:
     job = make_job("mlp", "adamw", batch_size=13, steps=7)
     expected, _ = plain(job, 3, 3, outer=outer)
@@ -164,6 +165,7 @@ def even_sgd(**settings: Any) -> Job:
 
 @pytest.mark.long
 @pytest.mark.parametrize("dp", [2, 3, 4])
+@pytest.mark.slow
 def test_one_local_step_is_all_reduce(dp: int) -> None:
     """For SGD with momentum the mean of the updates is the update of the mean."""
     report = verify(
@@ -174,6 +176,7 @@ def test_one_local_step_is_all_reduce(dp: int) -> None:
     assert_near(trained(job, f"dp={dp},exchange=local_sgd"), trained(job, f"dp={dp}"))
 
 
+@pytest.mark.slow
 def test_one_local_step_with_uneven_shares_is_a_mean_of_means_and_verification_says_so() -> None:
     report = verify(
         replace(even_sgd(), batch_size=13),
@@ -247,6 +250,7 @@ def test_replicas_differ_within_a_round_and_are_one_after_it_and_at_the_end(exch
 
 
 @pytest.mark.parametrize("exchange", ["local_sgd", "diloco"])
+@pytest.mark.long
 def test_evaluation_looks_at_the_mean_and_changes_nothing(exchange: str) -> None:
     expected = [loss for loss, _ in Halfway(exchange).run()]
     found = []
@@ -270,6 +274,7 @@ def test_evaluation_looks_at_the_mean_and_changes_nothing(exchange: str) -> None
 
 @pytest.mark.parametrize("exchange", ["local_sgd", "diloco"])
 @pytest.mark.parametrize("save_after", few([3, 4, 5]))
+@pytest.mark.long
 def test_a_save_ends_the_round_and_a_resumed_run_goes_on_as_the_saving_one(
     exchange: str, save_after: int, tmp_path: Path
 ) -> None:
@@ -349,6 +354,7 @@ def test_the_outer_momentum_is_saved_whole_where_parameters_are_divided(tmp_path
     ("model", "inner"),
     [("cnn", ""), pytest.param("gpt", ",pp=2", marks=SLOW), pytest.param("gpt", ",tp=2", marks=SLOW)],
 )
+@pytest.mark.long
 def test_parameters_travel_once_a_round_and_bytes_are_predicted(
     model: str, inner: str, tmp_path: Path
 ) -> None:
@@ -381,6 +387,7 @@ def test_a_parameter_left_out_of_the_mean_is_named(monkeypatch: pytest.MonkeyPat
         trained(even_sgd(), "dp=2,exchange=local_sgd,local_steps=2")
 
 
+@pytest.mark.long
 def test_a_share_counted_by_its_weight_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """Dividing by the weight of all replicas instead of the replica's own makes local steps too small."""
     from meshloom.replica.loss_sums import LossSums

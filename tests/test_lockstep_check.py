@@ -65,6 +65,7 @@ def test_a_rule_that_forgets_a_sum_is_named(monkeypatch: pytest.MonkeyPatch):
     )
 
 
+@pytest.mark.slow
 def test_an_exchange_that_is_wrong_is_told_from_a_wrong_program(monkeypatch: pytest.MonkeyPatch):
     right = COLLECTIVES._value
 
@@ -78,6 +79,7 @@ def test_an_exchange_that_is_wrong_is_told_from_a_wrong_program(monkeypatch: pyt
     assert any("in what they send each other" in cause.sentence for cause in report.causes)
 
 
+@pytest.mark.slow
 def test_a_gradient_that_is_not_summed_is_found_backward(monkeypatch: pytest.MonkeyPatch):
     right = COLLECTIVES._gradients
 
@@ -110,6 +112,7 @@ class Halved(nn.Module):
         return self.head(used)
 
 
+@pytest.mark.slow
 def test_a_piece_of_a_split_that_nothing_uses_has_no_gradient(monkeypatch: pytest.MonkeyPatch):
     """The story: of a chunk on which the plan and one device differed, the search for the operator ended in an error of torch's hooks."""
     right = COLLECTIVES._value

@@ -44,6 +44,7 @@ def test_all_ranks_reach_the_end_when_messages_are_handed_over_hand_to_hand(
     name=st.sampled_from(list(SCHEDULES)), p=st.integers(2, 4), m=st.integers(1, 9), ahead=st.integers(0, 3)
 )
 @settings(max_examples=50, deadline=None)
+@pytest.mark.long
 def test_open_receives_change_no_order_and_are_no_more_than_said(name: str, p: int, m: int, ahead: int):
     schedule = make_schedule(name, p, m)
     chain = [Edge(*pair, back=True) for pair in pairwise(range(schedule.num_stages))]

@@ -53,6 +53,7 @@ QUICK = {"buckets are summed", "a unit of zero=3", "a stage's input or gradient"
 @pytest.mark.parametrize(
     "wait", [pytest.param(each, marks=() if each in QUICK else pytest.mark.slow) for each in WAITS]
 )
+@pytest.mark.slow
 def test_a_wait_left_out_is_noticed_by_verify(wait: str, monkeypatch: pytest.MonkeyPatch):
     name, model, plan = WAITS[wait]
     leave_out_waits(monkeypatch, name)

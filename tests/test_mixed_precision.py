@@ -54,6 +54,7 @@ CASES = [
 
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize(("model", "plan"), CASES)
+@pytest.mark.slow
 def test_a_plan_is_one_device_at_the_same_precision(model: str, plan: str):
     report = verify(job_of(model), Plan.parse(f"{plan},precision=bf16-mixed"), devices="simulated")
     assert report and report.passed, [str(each) for each in report.worst()] if report else ""

@@ -139,12 +139,14 @@ def test_a_plan_that_reads_trains_in_the_mode_of_one_device(model: Callable[[], 
     "plan", few(["dp=2", "tp=2", "pp=2,microbatches=2,recompute=full", "dp=1", "pp=2"], 3, pytest.mark.slow)
 )
 @pytest.mark.parametrize("model", MODELS)
+@pytest.mark.slow
 def test_verify_agrees(model: Callable[[], nn.Module], plan: str):
     report = verify(job_of(model), Plan.parse(plan), devices="simulated", dtype=torch.float64)
     assert report and report.passed
 
 
 @pytest.mark.parametrize("plan", ["dp=1", "dp=2", "pp=2"])
+@pytest.mark.slow
 def test_what_is_frozen_stays_frozen_after_an_evaluation(plan: str):
     job = job_of(with_frozen_statistics)
     watched = job_of(with_frozen_statistics, evaluate=Evaluate(vectors, {"loss": class_loss}, every=1))
@@ -168,6 +170,7 @@ def test_an_asynchronous_worker_keeps_what_is_frozen():
 
 
 @pytest.mark.parametrize("plan", ["dp=1", "pp=2"])
+@pytest.mark.slow
 def test_a_loop_of_ones_own_may_evaluate_between_steps(plan: str):
     """Also without going back to training mode, or with all of the model in it."""
     job = job_of(with_frozen_statistics)

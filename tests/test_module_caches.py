@@ -63,6 +63,7 @@ def attending() -> Job:
 @pytest.mark.covering("dp=2", "pp=2")
 @pytest.mark.parametrize("plan", ["dp=2", "tp=2", "pp=2,microbatches=2"])
 @pytest.mark.usefixtures("silent_export", "dear_memory")
+@pytest.mark.slow
 def test_a_job_equals_one_device(plan: str, capsys: pytest.CaptureFixture[str]):
     """A trace's tensors stayed in the caches, and the next forward failed on them."""
     causal.cache_clear()

@@ -83,6 +83,7 @@ def test_observers_equal_one_device(name: str, plan: str) -> None:
     assert report.passed
 
 
+@pytest.mark.long
 def test_a_histogram_under_a_program_with_several_chunks_runs_whole(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -77,6 +77,7 @@ def test_bits_of_every_optimizer_under_every_division(
     assert all(torch.equal(with_it[name], each) for name, each in without.items())
 
 
+@pytest.mark.long
 def test_counts_that_belong_to_no_parameter_are_those_of_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """Counts in groups, attributes and shared state; state in lists, some of it made anew in every step."""
     small(monkeypatch)
@@ -177,6 +178,7 @@ def test_several_optimizers_one_with_sparse_gradients(plan: str, monkeypatch: py
     assert all(torch.equal(with_it[name], each) for name, each in without.items())
 
 
+@pytest.mark.long
 def test_restored_state_goes_to_the_file_tensor_by_tensor(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

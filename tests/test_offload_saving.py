@@ -139,6 +139,7 @@ def assert_equal_tensors(one: Path, other: Path) -> None:
             assert path.read_bytes() == (other / name / path.name).read_bytes(), path
 
 
+@pytest.mark.long
 def test_only_what_is_in_memory_is_copied_and_that_is_said(
     held: Held, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -217,6 +218,7 @@ def test_a_full_disk_means_a_save_in_the_foreground(
         assert_equal_tensors(out, tmp_path / "without")
 
 
+@pytest.mark.long
 def test_disk_that_one_rank_cannot_reserve_is_given_back_by_the_others(
     held: Held, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -108,6 +108,7 @@ def test_a_program_with_a_part_travels_as_bytes() -> None:
 
 
 @pytest.mark.long
+@pytest.mark.slow
 def test_what_a_part_returns_may_be_written_in_place() -> None:
     class InPlace(Net):
         def forward(self, x: Tensor) -> Tensor:
@@ -119,6 +120,7 @@ def test_what_a_part_returns_may_be_written_in_place() -> None:
 
 
 @pytest.mark.long
+@pytest.mark.slow
 def test_a_module_is_opaque_because_the_job_asks() -> None:
     for asked in ("blocks.1", Readable, "Readable"):
         program = captured(job_of(lambda: Net([], "rr"), opaque=[asked]))
@@ -198,6 +200,7 @@ SHAPES_OF_MODELS = {
         ),
     ],
 )
+@pytest.mark.slow
 def test_models_with_parts_equal_one_device(name: str, plan: str) -> None:
     assert equal(SHAPES_OF_MODELS[name](), plan)
 
@@ -217,6 +220,7 @@ def test_a_part_is_evaluated_in_evaluation_mode() -> None:
 
 
 @pytest.mark.long
+@pytest.mark.slow
 def test_batches_of_other_sizes_are_captured_for_themselves() -> None:
     job = part_job("router")
     loss = CapturedLoss(job)
@@ -292,6 +296,7 @@ def verdict(kind: str, plan: str) -> bool | None:
         pytest.param("attribute", "dp=2,pp=2", 4, marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.slow
 def test_ranks_in_processes_equal_one_device(kind: str, plan: str, size: int) -> None:
     assert on_ranks(verdict, size, kind, plan, timeout_seconds=150.0)[0]
 

@@ -100,6 +100,7 @@ def test_modules_that_a_loss_calls_are_read() -> None:
 @pytest.mark.covering("0")
 @pytest.mark.long
 @pytest.mark.parametrize("number", few(range(len(LOSSES)), 3, pytest.mark.slow))
+@pytest.mark.slow
 def test_losses_equal_one_device(number: int) -> None:
     loss = list(LOSSES.values())[number]
     assert equal(job_of(lambda: Net([], "rr"), loss=loss), PLANS[number % len(PLANS)])
@@ -144,6 +145,7 @@ def test_a_loss_that_calls_another_module_later_ends_the_step() -> None:
             trainer.step(next(batches))
 
 
+@pytest.mark.long
 def test_a_loss_that_fails_is_refused_with_its_line() -> None:
     def fails(model: nn.Module, batch: Batch) -> Tensor:
         return F.mse_loss(model(batch["x"]), batch["no such name"])
@@ -194,6 +196,7 @@ def stepped(model: nn.Module, batch: Batch) -> Tensor:
 @pytest.mark.covering("remembered-tp=2")
 @pytest.mark.parametrize("plan", few(["tp=2", "pp=2,microbatches=2", "dp=2,pp=2,tp=2"], 1, pytest.mark.slow))
 @pytest.mark.parametrize("loss", [remembered, renewed])
+@pytest.mark.slow
 def test_what_a_loss_writes_to_buffers_itself_is_merged_over_chunks(loss: Any, plan: str) -> None:
     """An operator that did not say that it writes wrote to each rank's buffers at once."""
     job = job_of(Remembers, loss=loss)
@@ -201,6 +204,7 @@ def test_what_a_loss_writes_to_buffers_itself_is_merged_over_chunks(loss: Any, p
     assert equal(job, plan)
 
 
+@pytest.mark.long
 def test_a_loss_that_asks_for_the_step_and_looks_at_values_runs_whole() -> None:
     """It ended in an error of torch's."""
     assert equal(job_of(lambda: Net([], "r"), loss=stepped), "tp=2")

@@ -289,6 +289,7 @@ def check_divided(name: str) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.slow
 def test_experts_that_run_as_written_are_divided_by_their_units() -> None:
     check_divided("tensors")
 
@@ -305,6 +306,7 @@ def test_experts_of_every_kind_are_divided(name: str) -> None:
     ("name", "plan"),
     [("modules, one never chosen", "tp=3"), ("tensors", "dp=2,pp=2,tp=2"), ("with losses", "tp=2")],
 )
+@pytest.mark.slow
 def test_divided_experts_equal_one_device(name: str, plan: str) -> None:
     assert equal(job(DIVIDED[name]), pinned(plan, name))
 
@@ -386,6 +388,7 @@ def test_what_is_asked_of_units_is_seen() -> None:
     assert not asks(lambda: (x @ up.T)[(x @ router.T).argmax(-1) == 1])
 
 
+@pytest.mark.long
 def test_a_loop_that_follows_values_is_not_tried_without_end() -> None:
     """With other numbers its steps shrink for ever: under tp the start never ended."""
     assert units_of(ode_with_adaptive_steps()) == [None]
@@ -430,6 +433,7 @@ def test_describe_says_how_much_belongs_to_units() -> None:
     assert "belong to hidden units." in note
 
 
+@pytest.mark.slow
 def test_what_stays_whole_at_one_size_is_not_tried_at_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """A detector whose images have boxes of every number was tried for each number, which took as long as all else."""
     tried: list[int] = []

@@ -310,6 +310,7 @@ def test_schedulers_step_once_per_update(kind: str):
         assert_equal(world.parameters(), expected, kind)
 
 
+@pytest.mark.long
 def test_several_optimizers_and_schedulers():
     schedule: Any = lambda made: [lr_scheduler.StepLR(each, 1, 0.5) for each in made]  # noqa: E731
     world, _ = trained(job(matrices_and_rest, scheduler=schedule), "zero", steps=2)
@@ -424,6 +425,7 @@ class PlainState(Optimizer):
                     each.sub_(each.grad * group["lr"] / state["step"])
 
 
+@pytest.mark.long
 def test_plain_state_is_saved_from_whoever_has_it():
     the_job = job(lambda named: PlainState([each for _, each in named]))
     first, _ = trained(the_job, "zero", steps=2)
@@ -487,6 +489,7 @@ def test_tensor_learning_rate_is_restored_in_place():
         3,
     ),
 )
+@pytest.mark.long
 def test_schedulers_resume_where_they_were(schedule: Callable[[Any], Any]):
     the_job = job(BUILDS["AdamW"], scheduler=schedule)
     whole, _ = trained(the_job, "all_reduce", steps=5)
@@ -499,6 +502,7 @@ def test_schedulers_resume_where_they_were(schedule: Callable[[Any], Any]):
     assert_equal(second.parameters(), whole.parameters(), "zero")
 
 
+@pytest.mark.long
 def test_the_users_answer_decides():
     def lengths(world: World) -> set[bool]:
         return {

@@ -108,6 +108,7 @@ def test_a_loss_that_changes_what_it_reads_is_refused_before_the_first_step(make
 
 @pytest.mark.covering("the_clock")
 @pytest.mark.parametrize("make", [a_tensor_outside, the_clock])
+@pytest.mark.slow
 def test_what_ranks_compute_differently_is_noticed_after_the_first_step(make: Callable[[], Job]):
     """A loss that cannot be read runs on every rank, here on one tensor outside of the model or at its own time."""
     with (
@@ -135,6 +136,7 @@ USUAL = ("float", "int that says how often", "text", "words")
     "name",
     [pytest.param(name, marks=() if name in USUAL else pytest.mark.slow) for name in (*EQUAL, *REFUSED)],
 )
+@pytest.mark.slow
 def test_a_batch_of_more_than_tensors_is_equal(name: str):
     extra, loss = (EQUAL.get(name) or REFUSED[name])[:2]
     try:
@@ -162,6 +164,7 @@ class Curriculum(Samples):
         return super().__getitem__(index)
 
 
+@pytest.mark.slow
 def test_an_attribute_of_the_data_set_that_changes_is_noticed():
     data = Curriculum()
     job = job_of(lambda m, batch: ce(m, batch, data.difficulty), data=lambda: data)

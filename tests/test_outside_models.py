@@ -129,6 +129,7 @@ def losses_of(job: Job, plan: str) -> list[float]:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=3", "tp=2"])
 @pytest.mark.covering("dp=2-", "module", "embeddings")
+@pytest.mark.slow
 def test_ranks_in_one_process_have_copies_of_what_lies_outside(plan: str, kind: str):
     before = values()
     expected = losses_of(job_of(lambda: Net(**KINDS[kind]())), "dp=1")
@@ -143,6 +144,7 @@ def test_ranks_in_one_process_have_copies_of_what_lies_outside(plan: str, kind: 
 @pytest.mark.parametrize("plan", ["dp=2", "tp=2", "pp=2,microbatches=2"])
 @pytest.mark.parametrize("dtype", [None, torch.float64])
 @pytest.mark.covering("dtype1-dp=2-a module", "dtype1-tp=2-a tensor as", "None-pp=2,microbatches=2-a module")
+@pytest.mark.slow
 def test_verification_converts_no_tensor_outside(dtype: torch.dtype | None, plan: str, kind: str):
     before = values()
     report = verify(
@@ -155,6 +157,7 @@ def test_verification_converts_no_tensor_outside(dtype: torch.dtype | None, plan
 
 @pytest.mark.parametrize("plan", ["dp=2", "tp=2", "pp=2,microbatches=2", "dp=2,zero=3"])
 @pytest.mark.covering("tp=2", "dp=2,zero=3")
+@pytest.mark.slow
 def test_a_model_that_a_script_has_built_is_trained_as_one_that_the_job_builds(plan: str):
     net = NETS["a module"]
     before = {name: each.clone() for name, each in net.state_dict().items()}
@@ -163,6 +166,7 @@ def test_a_model_that_a_script_has_built_is_trained_as_one_that_the_job_builds(p
     assert all(torch.equal(before[name], each) for name, each in net.state_dict().items())
 
 
+@pytest.mark.long
 def test_a_run_says_that_what_lies_outside_is_not_trained():
     told: list[str] = []
     listener = Listener(note=told.append, started=lambda text: None)
@@ -275,6 +279,7 @@ def test_a_loss_may_read_a_tensor_outside_that_nothing_changes(plan: str):
 
 
 @pytest.mark.parametrize("plan", ["dp=1", "dp=2", "pp=2,microbatches=2"])
+@pytest.mark.slow
 def test_a_loss_that_reads_a_buffer_from_outside_is_told_when_the_step_changes_it(plan: str):
     def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         return loss_of(model, batch) + COUNTS.mean()
@@ -286,6 +291,7 @@ def test_a_loss_that_reads_a_buffer_from_outside_is_told_when_the_step_changes_i
 
 
 @pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=3", "tp=2"])
+@pytest.mark.slow
 def test_other_initial_values_are_said_to_be_that(plan: str):
     seeds = iter(range(100))  # other values at each call, where no seed of ours reaches
 

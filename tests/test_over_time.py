@@ -169,6 +169,7 @@ def slow_unless(quick: Collection[tuple[str, str]], plans: Sequence[str]) -> lis
 
 @pytest.mark.covering("frozen-dp=2", "frozen-pp=2", "mixed", "by hand")
 @pytest.mark.parametrize(("kind", "plan"), slow_unless(QUICK, PLANS))
+@pytest.mark.slow
 def test_a_run_is_the_plain_loop(kind: str, plan: str, tmp_path: Path):
     make, expected = JOBS[kind]
     check_equal(trained(make(), plan, tmp_path), expected(make()))
@@ -189,6 +190,7 @@ def test_verify_finds_them_equal(kind: str, plan: str):
     assert report is not None and report.passed
 
 
+@pytest.mark.slow
 def test_verify_of_owners_of_parts_in_stages_says_nothing_of_what_is_frozen():
     """Programs compute the gradients of what is frozen; owners had none, and zeros were compared."""
     report = verify(frozen_job(), Plan.parse("dp=2,zero=1,pp=2"), devices="simulated", steps=2)

@@ -161,6 +161,7 @@ def test_nearly_all_parameters_and_work_are_divided() -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("name", READ)
+@pytest.mark.slow
 def test_a_model_with_an_unreadable_line_equals_one_device(name: str, plan: str) -> None:
     model, path = READ[name]
     job = job_of(model, evaluate=ml.Evaluate(data=data, metrics={"error": error}, every=2))
@@ -197,6 +198,7 @@ def last_batch_larger() -> list[dict[str, Tensor]]:
     return [{**each, "x": each["x"] * (1000 if row >= 16 else 1)} for row, each in enumerate(data())]
 
 
+@pytest.mark.slow
 def test_code_that_handed_a_tensor_on_may_change_it_in_a_later_batch() -> None:
     """The program had no operator there: what the code does in the last batch was not done, and nothing was said."""
     job = replace(job_of(lambda: Clamps(0), loss=halves), data=last_batch_larger, shuffle=False)
@@ -282,6 +284,7 @@ HOOKED: dict[type[nn.Module], str] = {
 
 
 @pytest.mark.parametrize("kind", few(HOOKED, 2, pytest.mark.slow))
+@pytest.mark.slow
 def test_a_gradient_that_code_changes_is_changed_once(kind: type[nn.Module]) -> None:
     """In the last batch it was changed by each run of the code, or in parts, or not at all, and nothing was said."""
     job = replace(job_of(kind, loss=doubled), data=last_batch_larger, shuffle=False)
@@ -305,6 +308,7 @@ class HooksAndChooses(Clamps):
         return self.head(self.blocks[int((x > 1e3).any())](x))
 
 
+@pytest.mark.slow
 def test_code_that_runs_long_is_not_tried_with_many_values(monkeypatch: pytest.MonkeyPatch) -> None:
     """A loop over boxes that asks for each was run a hundred times, for each shape of a batch: minutes."""
     monkeypatch.setattr(steady_calls, "MOST_RUN", 40)

@@ -57,6 +57,7 @@ def mean_output(model: nn.Module, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("plan", ["dp=1", "dp=2", "tp=2", "pp=2,microbatches=2"])
 @pytest.mark.usefixtures("silent_export", "dear_memory")
+@pytest.mark.slow
 def test_evaluations_draw_alike_under_every_plan(plan: str):
     """Metrics went on drawing from where the rank's last chunk had left the generator."""
     evaluate = Evaluate(
@@ -80,6 +81,7 @@ def test_evaluations_draw_alike_under_every_plan(plan: str):
 
 @pytest.mark.parametrize("plan", ["dp=2", "tp=2", "pp=2,microbatches=2", "dp=2,zero=3,microbatches=2"])
 @pytest.mark.usefixtures("silent_export", "dear_memory")
+@pytest.mark.long
 def test_a_job_equals_one_device(plan: str):
     """Draws followed those of the chunks that the replica had before; a program drew once for all steps."""
     report = verify(job(), Plan.parse(plan), devices="simulated", dtype=torch.float64)
@@ -88,6 +90,7 @@ def test_a_job_equals_one_device(plan: str):
 
 
 @pytest.mark.usefixtures("silent_export", "dear_memory")
+@pytest.mark.long
 def test_generators_that_draw_alike_are_found(monkeypatch: pytest.MonkeyPatch):
     """One device seeds them by itself: by what ranks seed theirs it drew what they drew."""
     two = job_of(

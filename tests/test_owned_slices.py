@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -33,6 +34,7 @@ def layout_of(number: int, sizes: list[int], num_owners: int) -> Layout:
     sizes=st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=6), min_size=1, max_size=3),
     num_owners=st.integers(1, 5),
 )
+@pytest.mark.long
 def test_each_element_has_one_owner_and_so_has_what_has_none(sizes: list[list[int]], num_owners: int):
     buckets = [layout_of(index, each, num_owners) for index, each in enumerate(sizes)]
     owned = [OwnedSlices(buckets, owner, num_owners) for owner in range(num_owners)]

@@ -74,6 +74,7 @@ def divided(draw: st.DrawFn) -> tuple[Pieces, int]:
 @pytest.mark.long
 @settings(deadline=None, max_examples=60)
 @given(divided(), st.sampled_from([torch.float32, torch.int8, torch.bfloat16]))
+@pytest.mark.slow
 def test_blocks_and_slices_of_blocks_are_written_to_their_places(
     tmp_path_factory: pytest.TempPathFactory, found: tuple[Pieces, int], dtype: torch.dtype
 ) -> None:
@@ -94,6 +95,7 @@ def test_blocks_and_slices_of_blocks_are_written_to_their_places(
 
 
 @given(st.lists(st.integers(1, 4), max_size=4), st.data())
+@pytest.mark.long
 def test_boxes_of_an_interval_are_its_elements_in_order(shape: list[int], data: st.DataObject) -> None:
     size = math.prod(shape)
     start = data.draw(st.integers(0, size))

@@ -87,6 +87,7 @@ def wait_for_trouble(process: subprocess.Popen[str], file: Path, text: str) -> N
         time.sleep(0.01)
 
 
+@pytest.mark.slow
 def test_a_rank_killed_in_an_action_is_named_with_it(tmp_path: Path):
     out, file = tmp_path / "run", tmp_path / "trouble"
     with troubled(words(QUICK, out), file) as process:
@@ -100,6 +101,7 @@ def test_a_rank_killed_in_an_action_is_named_with_it(tmp_path: Path):
     assert_nothing_left(out)
 
 
+@pytest.mark.slow
 def test_a_rank_that_loops_for_ever_in_the_loss_is_named_with_its_action(tmp_path: Path):
     out, file = tmp_path / "run", tmp_path / "trouble"
     with troubled(words(QUICK, out, "--hang-seconds", "2"), file) as process:

@@ -47,6 +47,7 @@ def test_a_stage_without_parameters_divides_none_over_tp():
         "dp=7,tp=2,microbatches=2,zero=1",
     ],
 )
+@pytest.mark.slow
 def test_replicas_with_fewer_chunks_or_none_keep_pace(plan: str):
     report = verify(
         make_job("unused_twice", "adamw"), Plan.parse(plan), devices="simulated", steps=2, dtype=torch.float64
@@ -55,6 +56,7 @@ def test_replicas_with_fewer_chunks_or_none_keep_pace(plan: str):
     assert report.passed, report.causes
 
 
+@pytest.mark.slow
 def test_every_parameter_is_owned_once_and_the_rest_is_let_go():
     with keyed(make_job("gpt", "sgd"), "pp=3") as trainer:
         whole = dict(make_job("gpt", "sgd").model().named_parameters())
@@ -79,6 +81,7 @@ def test_every_parameter_is_owned_once_and_the_rest_is_let_go():
         "pp=2,microbatches=3,schedule=zb-v",
     ],
 )
+@pytest.mark.slow
 def test_bytes_along_every_axis_are_as_predicted(plan: str, tmp_path: Path):
     job = replace(make_job("gpt", "muon"), clip_grad_norm=0.5)
     job = replace(job, evaluate=Evaluate(data=job.data, metrics={"loss": job.loss}, every=1))
@@ -120,6 +123,7 @@ class Halved(torch.nn.Module):
         return self.head(self.between(torch.tanh(x @ first)) @ second)
 
 
+@pytest.mark.slow
 def test_a_part_of_a_weight_is_sent_in_evaluations_too():
     """Without gradients it is a leaf that requires them, of which there is no edge in a graph."""
     job = make_job("mlp", "sgd")
@@ -164,6 +168,7 @@ GRID = "dp=2,pp=2,tp=2,microbatches=2"
         ),
     ],
 )
+@pytest.mark.slow
 def test_a_checkpoint_goes_on_under_any_plan(
     model: str, optimizer: str, saved: str, resumed: tuple[str, ...], tmp_path: Path
 ):
@@ -216,6 +221,7 @@ def _log_loss(model: torch.nn.Module, batch: Any) -> Tensor:
     return torch.nn.functional.cross_entropy(torch.log(-model(batch["x"]).abs() - 1), batch["y"])
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_not_finite_names_rank_and_operator():
     for plan, rank in (("pp=2,microbatches=2", 1), ("dp=2,pp=2,tp=2", 4), ("tp=2", 0)):
         with (
@@ -244,6 +250,7 @@ class _All(torch.optim.SGD):
             each -= each.grad / (1 + total)
 
 
+@pytest.mark.slow
 def test_cuts_by_name_are_where_they_are_asked_for():
     with keyed(make_job("gpt", "sgd"), "pp=2,cuts=blocks.1") as trainer:
         first = {name for name, _ in trainer.replicas[0].named}

@@ -151,16 +151,19 @@ def test_the_strategy_covers_every_field():
 
 
 @given(plans | pipelines | interleaved | exchanges | divided | within)
+@pytest.mark.long
 def test_text_and_back_is_the_same_plan(plan: Plan):
     assert Plan.parse(str(plan)) == plan
 
 
 @given(plans | pipelines | interleaved | exchanges | divided | within)
+@pytest.mark.long
 def test_json_and_back_is_the_same_plan(plan: Plan):
     assert Plan.from_json(json.dumps(plan.to_dict())) == plan
 
 
 @given(plans | exchanges | divided, plans | exchanges | divided)
+@pytest.mark.long
 def test_plans_have_one_text_each(plan: Plan, other: Plan):
     assert (str(plan) == str(other)) == (plan == other)
 

@@ -57,6 +57,7 @@ def test_equal_shares_of_one_chunk_each_are_the_even_cut(num_samples: int, dp: i
     shares=st.lists(st.integers(0, 9), min_size=2, max_size=5).filter(any),
     m=st.integers(1, 4),
 )
+@pytest.mark.long
 def test_chunks_of_a_share_are_as_even_as_can_be(num_samples: int, shares: list[int], m: int) -> None:
     sizes = Plan(dp=len(shares), microbatches=m, shares="+".join(map(str, shares))).sizes(num_samples)
     of_replica = [sizes[start : start + m] for start in range(0, len(sizes), m)]

@@ -57,6 +57,7 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.long
+@pytest.mark.slow
 def test_all_plans_are_priced_and_one_is_recommended(measured: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["plan", FILE, "--ranks", "2", "--json", "-"]) == 0
     captured = capsys.readouterr()
@@ -69,6 +70,7 @@ def test_all_plans_are_priced_and_one_is_recommended(measured: Path, capsys: pyt
     assert found[-1]["why"] in captured.err
 
 
+@pytest.mark.long
 def test_one_plan_is_priced_by_itself(measured: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["plan", FILE, "--plan", "dp=3", "--devices", "2"]) == 0
     text = capsys.readouterr().out
@@ -103,6 +105,7 @@ def test_a_second_start_captures_nothing(
     assert start() == 0
 
 
+@pytest.mark.long
 def test_what_does_not_fit_is_said_and_1(measured: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["plan", FILE, "--plan", "dp=1", "--memory", "1KiB"]) == 1
     text = capsys.readouterr().out

@@ -64,6 +64,7 @@ def test_text_of_a_small_program():
     ]
 
 
+@pytest.mark.slow
 def test_equal_programs_have_equal_hashes():
     job, (a, b, c, d) = make_job("gpt", "sgd"), batches("gpt", 4)
     one, two = capture(job, (a, b)), capture(job, (c, d))
@@ -71,6 +72,7 @@ def test_equal_programs_have_equal_hashes():
     assert one.digest() != capture(job, (a, b), training=False).digest()
 
 
+@pytest.mark.slow
 def test_programs_are_read_once_per_shape_and_mode():
     programs = CapturedLoss(make_job("mlp", "sgd"))
     six, four = batches("mlp", 4), batches("mlp", 4, size=4)

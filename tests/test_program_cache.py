@@ -171,6 +171,7 @@ def patched() -> nn.Module:
         *(pytest.param(each, marks=pytest.mark.slow) for each in (scaled, shifted, frozen)),
     ],
 )
+@pytest.mark.slow
 def test_another_model_is_read_anew(make: Callable[[], nn.Module], runs: Runs):
     assert runs.read(job_of(make))
     assert runs.notes == [
@@ -271,6 +272,7 @@ def test_a_file_that_is_damaged_is_read_anew_with_one_sentence(runs: Runs):
     assert not runs.read()
 
 
+@pytest.mark.slow
 def test_a_reading_that_is_not_eagers_is_refused_even_if_its_digests_are_equal(
     runs: Runs, monkeypatch: pytest.MonkeyPatch
 ):
@@ -310,6 +312,7 @@ def test_a_large_program_is_looked_at_as_small_as_it_was_compared(
 @pytest.mark.parametrize(
     "plan", ["tp=2", "pp=2,microbatches=2", "pp=2,tp=2,microbatches=2,recompute=selective"]
 )
+@pytest.mark.slow
 def test_a_second_start_reads_and_chooses_nothing_and_trains_to_the_same_bits(plan: str, tmp_path: Path):
     def train(cache: str | Path) -> tuple[dict[str, Tensor], Timings]:
         timings = Timings()
@@ -340,6 +343,7 @@ def test_a_second_start_reads_and_chooses_nothing_and_trains_to_the_same_bits(pl
     ) | ({"kept"} if "recompute" in plan else set())
 
 
+@pytest.mark.slow
 def test_verification_in_another_precision_reads_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The loss in that precision, and its shapes in the job's own, by which it is divided and cut."""
     counted: list[Any] = []

@@ -60,6 +60,7 @@ def in_bags(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 @pytest.mark.covering("pp=2,tp=2")
 @pytest.mark.long
 @pytest.mark.parametrize("plan", ["tp=2", "pp=2,tp=2"])
+@pytest.mark.slow
 def test_bags_with_offsets_equal_one_device(plan: str):
     """Read with samples moved one place on, they ended in "offsets[0] has to be 0, got 38". The third batch
     is a short one, of a shape of its own."""

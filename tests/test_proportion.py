@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,6 +21,7 @@ def seconds(sizes: tuple[int, ...] | list[int], per_sample: list[float]) -> floa
 
 @settings(max_examples=300, deadline=None)
 @given(num_samples=st.integers(4, 14), per_sample=speeds)
+@pytest.mark.long
 def test_no_other_division_lets_the_slowest_be_done_sooner(num_samples: int, per_sample: list[float]) -> None:
     found = fastest_sizes(num_samples, per_sample)
     best = min(seconds(each, per_sample) for each in compositions(num_samples, len(per_sample), least=1))
@@ -38,6 +40,7 @@ def test_large_batches_come_within_a_sample_of_what_fractions_could_do(
 
 
 @given(st.data(), speeds.filter(lambda each: len(each) > 1))
+@pytest.mark.long
 def test_a_proposal_gains_what_it_must_and_is_made_when_it_does(
     data: st.DataObject, per_sample: list[float]
 ) -> None:

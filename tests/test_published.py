@@ -28,6 +28,7 @@ def _alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     "name",
     [pytest.param(name, marks=pytest.mark.long if name in FAST else pytest.mark.slow) for name in WRITTEN],
 )
+@pytest.mark.slow
 def test_a_model_is_described_as_the_table_says(name: str):
     model = PUBLISHED[name]
     rows = Rows(model)

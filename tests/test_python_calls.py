@@ -71,6 +71,7 @@ def calls_of(do: Callable[[], object]) -> Counter[str]:
 @pytest.mark.parametrize(
     ("recompute", "most"), [("none", 1), pytest.param("full", 15, marks=pytest.mark.slow)]
 )
+@pytest.mark.long
 def test_a_program_calls_each_operator_and_little_else(recompute: str, most: int):
     """With recompute=full the forward runs twice, and each tensor that is saved passes through two hooks. most: calls for an operator."""
     job = Job(

@@ -141,6 +141,7 @@ def test_the_users_generators_are_left_as_they_were() -> None:
         assert (random.random(), numpy.random.random()) == wanted
 
 
+@pytest.mark.long
 def test_the_step_is_exact_after_a_resume(tmp_path: Path) -> None:
     job = job_of(checkpoint_every=1)
     trained(job_of(checkpoint_every=1, steps=2), "dp=2", out=tmp_path)
@@ -213,6 +214,7 @@ def test_verify_draws_alike(plan: str) -> None:
     assert report is not None and report.passed
 
 
+@pytest.mark.slow
 def test_verify_says_that_programs_are_given_other_draws(monkeypatch: pytest.MonkeyPatch) -> None:
     def of_first_chunk(
         right: Any, self: DrawnBatches, batches: Sequence[tuple[Any, Moment]], loss: Any
@@ -237,6 +239,7 @@ def test_a_loss_that_no_module_names_is_looked_into(tmp_path: Path) -> None:
     assert not may_draw(names["around"](torch.sum), model)
 
 
+@pytest.mark.long
 def test_what_is_drawn_lies_where_the_batch_does() -> None:
     """Of batches on a GPU programs could not be read: "The model and the batch lie on cuda:0, cpu"."""
     job = job_of()
@@ -282,6 +285,7 @@ class Many(nn.Module):
         return x
 
 
+@pytest.mark.long
 def test_too_many_ways_are_refused_by_name() -> None:
     def loss(model: nn.Module, batch: Any) -> Tensor:
         return model(batch["x"]).mean()
@@ -300,6 +304,7 @@ unbound = random.random
 
 
 @pytest.mark.parametrize("why", list(NEEDS_IT))
+@pytest.mark.long
 def test_what_cannot_be_an_input_is_refused_by_name(why: str) -> None:
     def loss(model: nn.Module, batch: Any) -> Tensor:
         return model(NEEDS_IT[why](batch["x"])).mean()
@@ -349,6 +354,7 @@ def _verified(plan: str) -> bool | None:
 
 @pytest.mark.processes
 @pytest.mark.parametrize("plan", ["tp=2", pytest.param("dp=2", marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_processes_draw_as_one_device_does(plan: str) -> None:
     found = on_ranks(_verified, 2, plan)
     assert found[0] is True

@@ -73,6 +73,7 @@ def test_the_peak_of_a_step_is_what_each_rank_had(text: str, tolerance: float):
             assert live["between"] <= (1 + tolerance) * stays, f"rank {rank}"
 
 
+@pytest.mark.slow
 def test_offloaded_state_is_in_no_phase_but_for_a_window():
     """What is followed here counts mapped memory, too."""
     plan = "dp=2,zero=1,offload=optimizer"
@@ -83,6 +84,7 @@ def test_offloaded_state_is_in_no_phase_but_for_a_window():
     assert mine.phases["step"] + mine.offloaded == pytest.approx(live["step"], rel=CLOSE)
 
 
+@pytest.mark.slow
 def test_phases_and_kinds_of_a_rank():
     alone, three = predicted("dp=1")[0], predicted("dp=2,zero=3")[0]
     assert tuple(alone.phases) == tuple(three.phases) == PHASES
@@ -98,6 +100,7 @@ def test_phases_and_kinds_of_a_rank():
     assert three.exchange > 0 == alone.exchange
 
 
+@pytest.mark.slow
 def test_ranks_of_a_host_are_counted_their_share_of_the_one_copy():
     each, own = predicted("dp=2", one_copy=True)[0], predicted("dp=2")[0]
     assert (each.parameters, each.optimizer) == (-(-own.parameters // 2), -(-own.optimizer // 2))

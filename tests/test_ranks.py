@@ -30,6 +30,7 @@ pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export")]
         "dp=2,pp=2,microbatches=3,zero=2,bucket_bytes=2000",
     ],
 )
+@pytest.mark.slow
 def test_what_a_rank_holds_and_sends_is_what_it_held_and_sent(text: str):
     plan, job = Plan.parse(text), make_job("gpt", "adamw")
     readings, sizes = Readings(job), plan.largest_share(job.batch_size)

@@ -85,6 +85,7 @@ def calls(account: DivisionAccount) -> int:
 
 @pytest.mark.long
 @pytest.mark.usefixtures("silent_export")
+@pytest.mark.slow
 def test_an_account_says_whose_rates_it_was_chosen_with(home: Path):
     """And they count: where each collective takes seconds, there are fewer of them."""
     batch = tokens(3)

@@ -127,6 +127,7 @@ def family(name: str) -> tuple[Program, Callable[[], nn.Module], list[Any]]:
         ),
     ],
 )
+@pytest.mark.slow
 def test_a_family_is_the_same_bit_for_bit(name: str, how: str):
     program, build, batches = family(name)
     with default_precision(torch.float64):
@@ -162,6 +163,7 @@ def test_own_models_are_the_same_bit_for_bit(name: str):
         for each in CASES
     ],
 )
+@pytest.mark.slow
 def test_kept_bytes_are_as_predicted_and_less(name: str, precision: str):
     """Followed while the program runs on real tensors; the loss itself, four bytes, is no activation."""
     case = case_of(name, precision)
@@ -225,6 +227,7 @@ def test_segments_are_all_of_the_program_and_about_as_many_as_the_root_of_a_chai
     assert len(segments) == pytest.approx((73 / 2) ** 0.5, abs=2)  # borders count twice
 
 
+@pytest.mark.slow
 def test_nothing_is_left_when_backward_is_done():
     """Without the collector of circles, as many tensors are alive after a step as before it."""
     program, build, batches = family("gpt2")
@@ -305,6 +308,7 @@ def test_pipelines_equal_one_device(name: str, schedule: str, how: str):
 
 @pytest.mark.covering("full")
 @pytest.mark.parametrize("how", HOW)
+@pytest.mark.slow
 def test_divided_programs_send_no_more_and_are_the_same_bit_for_bit(how: str):
     subject = divided_subject_of(FAMILIES["gpt2"].make_job(True))
     part = partition(cheapest(subject.layout, 2))

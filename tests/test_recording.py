@@ -324,6 +324,7 @@ def test_families_are_built_without_memory(family: Family):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.long
 def test_draws_that_nobody_wants_leave_the_generator_as_it_would_be(dtype: torch.dtype):
     def build() -> nn.Module:
         made: dict[str, Tensor] = {}
@@ -394,6 +395,7 @@ def test_half_of_a_model_takes_half_of_its_memory(kind: str):
     assert counted.peak <= (4 << 20) + (1 << 20) + 4 * PIECE + 5056 * STATES_AT_ONCE + (64 << 10)
 
 
+@pytest.mark.long
 def test_equal_constructions_have_equal_digests():
     def digest(build: Callable[[], nn.Module], seed: int = SEED) -> str:
         def started() -> nn.Module:

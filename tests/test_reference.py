@@ -119,6 +119,7 @@ def test_what_a_sample_draws_belongs_to_seed_epoch_and_index():
         assert drawn == float(torch.rand(()))
 
 
+@pytest.mark.long
 def test_chunks_draw_their_own_masks_and_the_same_ones_whichever_replica_runs_them():
     job = make_job("gpt", "sgd")
     by_replicas, by_microbatches = (
@@ -191,6 +192,7 @@ def test_tied_parameters_are_listed_once():
 
 
 @pytest.mark.long
+@pytest.mark.slow
 def test_looking_back_changes_nothing():
     job, plan = make_job("cnn", "adamw"), Plan(dp=2, microbatches=2)
     plain, looked = Reference(job, plan), Reference(job, plan)

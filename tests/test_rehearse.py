@@ -99,6 +99,7 @@ def test_ranks_that_share_memory_hand_over_what_was_rehearsed(
 
 
 @pytest.mark.long
+@pytest.mark.slow
 def test_a_step_has_its_exchange_its_update_and_the_actions_of_its_rank():
     job = make_job("gpt", "sgd")
     found = rehearse(job, Plan.parse("pp=2,microbatches=3"), threads=1, common_memory=False)

@@ -76,6 +76,7 @@ def trained(
 
 
 @pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.slow
 def test_resuming_goes_on_whatever_lies_in_new_memory(
     plan: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -120,6 +120,7 @@ def sizes(directory: Path) -> dict[str, int]:
     ],
 )
 @pytest.mark.parametrize("seen", [True, False])
+@pytest.mark.long
 def test_a_resumed_run_reads_each_byte_once_and_goes_on_bit_for_bit(
     seen: bool, plan: str, ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -168,6 +169,7 @@ def on_a_rank(plan: str, transport: str, out: str) -> tuple[dict[str, int], list
 
 @pytest.mark.processes
 @pytest.mark.parametrize(("plan", "transport"), [("dp=2,zero=1", "auto"), ("tp=2", "gloo")])
+@pytest.mark.slow
 def test_only_rank_0_needs_to_see_the_checkpoint(plan: str, transport: str, tmp_path: Path) -> None:
     job = make_job("mlp", "adamw", steps=4)
     with Trainer(job, plan, devices="simulated", listener=QUIET) as trainer:
@@ -315,6 +317,7 @@ VERSION_1 = (
         pytest.param("pp=2", marks=pytest.mark.long),
     ],
 )
+@pytest.mark.long
 def test_a_checkpoint_of_an_older_release_is_resumed_under_any_plan(plan: str) -> None:
     job = make_job("mlp", "adamw", steps=4)
     with Trainer(job, "dp=2,zero=1", devices="simulated", listener=QUIET) as trainer:
@@ -479,6 +482,7 @@ class Observing(nn.Module):
 
 
 @pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=1"])
+@pytest.mark.long
 def test_a_buffer_that_gets_its_shape_in_the_first_step_is_resumed(tmp_path: Path, plan: str):
     """It was saved, and refused as one of another model."""
     job = job_of(

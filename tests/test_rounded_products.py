@@ -83,6 +83,7 @@ def test_modules_that_multiply_are_noted(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize("plan", ["dp=2", "tp=2"])
+@pytest.mark.slow
 def test_plans_that_multiply_as_the_settings_say_are_equal(plan: str, medium: None):
     report = verify(make_job("gpt", "adamw", steps=40), Plan.parse(plan), devices="simulated", quick=True)
     assert report is not None and report.passed

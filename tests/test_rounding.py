@@ -137,6 +137,7 @@ def test_where_rounding_grows_a_right_plan_agrees_and_is_as_near_to_float64_as_o
     assert "use --dtype float64 to detect smaller mistakes in them" in text(report)
 
 
+@pytest.mark.long
 def test_where_it_grows_mistakes_that_it_does_not_explain_are_caught():
     """Five hundredths, where rounding explains some thousandths."""
     ours = step_of(Reference(deep(), ONE))

@@ -163,6 +163,7 @@ def test_resume_and_overwrite_contradict_each_other(tmp_path: Path) -> None:
         Trainer(make_job("mlp", "sgd"), "dp=2", devices="simulated", overwrite=True)
 
 
+@pytest.mark.long
 def test_the_command_line_runs_twice_into_one_directory_only_if_told_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -118,6 +118,7 @@ def test_the_line_that_is_being_written_is_left_for_later(tmp_path: Path) -> Non
 # --- The page.
 
 
+@pytest.mark.long
 def test_the_page_is_well_formed_and_needs_no_network(run: Path) -> None:
     pytest.importorskip("plotly")
     text = page([read_history(run)])
@@ -158,6 +159,7 @@ def test_an_asynchronous_run_shows_its_updates(tmp_path: Path) -> None:
     assert "Age of gradients in updates" in page([history])
 
 
+@pytest.mark.long
 def test_a_page_of_a_hundred_thousand_steps_stays_small(run: Path) -> None:
     pytest.importorskip("plotly")
     history = read_history(run)

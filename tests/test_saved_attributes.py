@@ -137,6 +137,7 @@ def run(
         ),
     ],
 )  # fmt: skip
+@pytest.mark.slow
 def test_a_run_that_is_resumed_twice_is_one_that_was_not_interrupted(
     plan: str, kind: type[Keeping], tmp_path: Path
 ):
@@ -199,6 +200,7 @@ def test_a_checkpoint_of_an_older_version_is_resumed_and_what_it_lacks_is_said(t
     ]
 
 
+@pytest.mark.long
 def test_a_save_beside_training_holds_what_there_was(tmp_path: Path):
     """The next step writes to the tensor itself while the thread may still be copying."""
     of = dataclasses.replace(job(Counting), checkpoint="background", checkpoint_every=2, keep_checkpoints=2)
@@ -277,6 +279,7 @@ def _old_values(patch: pytest.MonkeyPatch) -> None:
         (_old_values, "steps"),
     ],
 )
+@pytest.mark.slow
 def test_verify_catches(plant: Callable[[pytest.MonkeyPatch], None], where: str):
     with pytest.MonkeyPatch.context() as patch:
         plant(patch)
@@ -302,6 +305,7 @@ def test_verify_catches(plant: Callable[[pytest.MonkeyPatch], None], where: str)
         pytest.param(Keeping, "tp=2", "", marks=pytest.mark.slow),
     ],
 )  # fmt: skip
+@pytest.mark.slow
 def test_verify_resumes_in_the_middle_and_finds_all_equal(kind: type[Keeping], plan: str, note: str):
     """Among evaluations, which leave states and numbers alone."""
     samples = list(normal(6, 5))[:13]

@@ -41,6 +41,7 @@ def check(cases: Sequence[Rehearsed]) -> None:
         )
 
 
+@pytest.mark.slow
 def test_a_covering_handful_of_plans():
     check([each for each in PLANS if each.quick])
 

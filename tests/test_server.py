@@ -52,6 +52,7 @@ def equal(model: str, optimizer: str | Callable[[Any], Any], plan: str) -> bool:
         ),
     ],
 )
+@pytest.mark.long
 def test_servers_equal_one_device(model: str, optimizer: str, plan: str) -> None:
     assert equal(model, optimizer, plan)
 
@@ -87,6 +88,7 @@ def test_an_optimizer_that_looks_at_everything_runs_on_every_server() -> None:
     assert held == [6, 6, 6, 0]
 
 
+@pytest.mark.long
 def test_workers_update_nothing_and_hold_no_state() -> None:
     with Trainer(make_job("gpt", "muon", steps=1), THREE, devices="simulated") as trainer:
         for batch in trainer.batches():

@@ -264,6 +264,7 @@ def test_a_mistake_is_said_in_one_sentence(changes: dict[str, Any], sentence: st
 @pytest.mark.covering("tp=2")
 @pytest.mark.long
 @pytest.mark.parametrize("plan", ["tp=2", "pp=2,microbatches=2"])
+@pytest.mark.slow
 def test_a_loss_without_gradients_is_said_under_plans_that_read_it(plan: str):
     job = mistaken(loss=lambda model, batch: model.generator(batch["x"][:, :3]).mean())
     with (

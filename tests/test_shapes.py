@@ -59,6 +59,7 @@ def test_text_is_that_of_the_program_read_from_batches(name: str):
 @pytest.mark.parametrize(
     "name", [name if name in COVERING else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
 )
+@pytest.mark.slow
 def test_a_family_is_read_as_from_batches_or_refused_as_from_batches(name: str):
     job = FAMILIES[name].make_job(True)
     data = job.data()
@@ -181,6 +182,7 @@ class Large(nn.Module):
         return self.head(x.masked_fill(self.mask[: x.shape[1], :1], 0.0))
 
 
+@pytest.mark.slow
 def test_constructors_may_look_at_values():
     batch, other = {"x": torch.randint(500, (2, 5))}, {"x": torch.randint(500, (2, 5))}
     program = capture_shapes(job_of(Large), batch)

@@ -75,6 +75,7 @@ PLANS = [
     ],
 )
 @pytest.mark.parametrize("plan", few(PLANS), ids=str)
+@pytest.mark.slow
 def test_one_copy_equals_one_device(model: str, optimizer: str, plan: Plan) -> None:
     report = verified(make_job(model, optimizer, batch_size=13), plan, dtype=torch.float64)
     assert report.passed, report.causes
@@ -120,6 +121,7 @@ def test_bfloat16_parameters() -> None:
     assert all(torch.equal(results[0][name], results[1][name]) for name in results[1])
 
 
+@pytest.mark.long
 def test_all_replicas_point_to_the_same_memory() -> None:
     """Trainable and frozen parameters; buffers stay each replica's own."""
     with open_trainer(make_job("unused_twice", "adamw")) as trainer:
@@ -133,6 +135,7 @@ def test_all_replicas_point_to_the_same_memory() -> None:
         assert len({replica.model.norm.running_mean.data_ptr() for replica in trainer.replicas}) == 3
 
 
+@pytest.mark.long
 def test_optimizer_state_is_there_once() -> None:
     def elements(share: bool) -> int:
         with open_trainer(make_job("mlp", "adamw"), share=share) as trainer:
@@ -151,6 +154,7 @@ def test_optimizer_state_is_there_once() -> None:
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.long
 def test_bytes_are_those_of_the_formula(optimizer: str) -> None:
     with open_trainer(make_job("gpt", optimizer, steps=4, clip_grad_norm=1.0)) as trainer:
         summary = trainer.fit()
@@ -158,6 +162,7 @@ def test_bytes_are_those_of_the_formula(optimizer: str) -> None:
     assert "reduce_scatter" in summary.counted.bytes["dp"]
 
 
+@pytest.mark.long
 def test_a_loop_of_ones_own_has_parameters_of_its_own() -> None:
     """Unless it asks for one copy: then a change in place, which every replica would make, is an error."""
 
@@ -196,6 +201,7 @@ def _scale(weight: Tensor) -> None:
     [_scale, lambda weight: weight.data.mul_(0.9), lambda weight: weight.data.neg_()],
     ids=["no_grad", "data", "sign"],
 )
+@pytest.mark.long
 def test_a_forward_that_writes_a_parameter_is_an_error(change: Callable[[Tensor], Any]) -> None:
     """One device would change it once for every chunk, also where every replica has its own."""
 
@@ -210,6 +216,7 @@ def test_a_forward_that_writes_a_parameter_is_an_error(change: Callable[[Tensor]
             open_trainer(replace(make_job("mlp", "sgd"), model=Model), share=share).close()
 
 
+@pytest.mark.long
 def test_a_forward_that_writes_a_parameter_later_is_an_error() -> None:
     class Model(Writes):
         forwards = 0
@@ -226,6 +233,7 @@ def test_a_forward_that_writes_a_parameter_later_is_an_error() -> None:
         trainer.fit()
 
 
+@pytest.mark.long
 def test_a_forward_that_clamps_a_parameter_has_a_copy_of_its_own() -> None:
     class Model(Writes):
         pass
@@ -239,6 +247,7 @@ def test_a_forward_that_clamps_a_parameter_has_a_copy_of_its_own() -> None:
     assert len(losses) == 3
 
 
+@pytest.mark.long
 def test_what_needs_whole_parameters_gets_a_copy_each() -> None:
     class Norm(torch.optim.SGD):
         def step(self, closure: Any = None) -> None:
@@ -318,6 +327,7 @@ def _without_dropout(model: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
     return build
 
 
+@pytest.mark.long
 def test_a_step_that_broke_off_in_its_update_is_not_saved(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -337,6 +347,7 @@ def test_a_step_that_broke_off_in_its_update_is_not_saved(
     assert not list(tmp_path.glob("step-*"))
 
 
+@pytest.mark.long
 def test_copies_are_one_or_one_each() -> None:
     """What tells the two apart is asked of the exchange."""
     for share, kind in ((True, OneForAll), (False, OneEach)):

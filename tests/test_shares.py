@@ -112,6 +112,7 @@ def test_what_somebody_has_read_can_no_longer_change() -> None:
     ),
     num_samples=st.integers(0, 40),
 )
+@pytest.mark.long
 def test_a_record_gives_the_same_shares_again(changes: dict[int, list[int]], num_samples: int) -> None:
     shares = Shares(MEASURED)
     for step, each in sorted(changes.items()):

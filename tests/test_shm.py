@@ -45,6 +45,7 @@ def assert_right(problems: list[list[str]]) -> None:
 
 
 @pytest.mark.parametrize("tiny", [False, True])
+@pytest.mark.slow
 def test_programs_equal_one_process(world: WarmRanks, tiny: bool) -> None:
     check_programs(world, 30, tiny)
 
@@ -85,6 +86,7 @@ def test_four_ranks_never_stop_between_thousands_of_calls(four_ranks: WarmRanks,
     assert_right(four_ranks.run(run_programs, many, tiny, timeout_seconds=600.0))
 
 
+@pytest.mark.slow
 def test_four_ranks_never_stop_between_calls(four_ranks: WarmRanks) -> None:
     assert_right(four_ranks.run(run_programs, drawn(4, 60), timeout_seconds=60.0))
 
@@ -118,6 +120,7 @@ def _large(warm: WarmRank) -> list[bool]:
     return right
 
 
+@pytest.mark.slow
 def test_tensors_larger_than_what_is_under_way_at_a_time(world: WarmRanks) -> None:
     assert world.run(_large) == [[True] * 5] * world.size
 

@@ -211,6 +211,7 @@ class Steps(nn.Module):
 @pytest.mark.covering("stack", "views")
 @pytest.mark.long
 @pytest.mark.parametrize("form", ["stack", "cat", "slices", "views", "twice", "last"])
+@pytest.mark.slow
 def test_steps_of_a_loop_whose_results_are_joined_are_found_of_four(form: str, whole: Any):
     """A loop over 1,024 moments was priced moment by moment, as all states are used behind it: more than half
     of the 150 s that a plan of Mamba took."""
@@ -234,6 +235,7 @@ def test_steps_of_a_loop_whose_results_are_joined_are_found_of_four(form: str, w
 
 
 @pytest.mark.long
+@pytest.mark.slow
 def test_blocks_whose_results_are_joined_are_found_of_four():
     program = program_of(lambda: Stack(9, of_all))
     short = shortened(program)

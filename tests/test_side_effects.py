@@ -45,6 +45,7 @@ def of_features(model: Any, batch: dict[str, Tensor]) -> Tensor:
 
 @pytest.mark.covering("plain")
 @pytest.mark.parametrize("how", ["reentrant", "plain", "sequential"])
+@pytest.mark.slow
 def test_norms_in_checkpointed_blocks_count_both_runs(how: str) -> None:
     job = job_of(lambda: Net([Checkpointed(how)]))
     report = verify(job, Plan.parse("dp=2,tp=2"), devices="simulated", steps=2, dtype=torch.float64)

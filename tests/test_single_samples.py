@@ -57,6 +57,7 @@ def of_program(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.long
 def test_gradients_are_right_in_every_layout(shape: tuple[int, ...]):
     wrong = 0
     for x, gradient in itertools.product(layouts(shape), layouts(shape)):
@@ -105,6 +106,7 @@ NORMS: dict[str, Callable[[int], nn.Module]] = {
 
 @pytest.mark.usefixtures("silent_export")
 @pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.long
 def test_a_program_has_right_gradients(norm: str):
     torch.manual_seed(0)
     model = Projected(NORMS[norm]).double()
@@ -136,6 +138,7 @@ def test_a_program_has_right_gradients(norm: str):
     ],
     ids=str,
 )
+@pytest.mark.slow
 def test_plans_are_compared_with_what_they_compute(plan: Plan, said: str):
     job = make_job("cnn", "sgd", batch_size=3, loss=class_loss, data=partial(images, 9))
     job = replace(job, model=lambda: Projected(nn.BatchNorm2d))
@@ -174,6 +177,7 @@ class Function(nn.Module):
     ids=["a norm", "the model", "a function"],
 )
 @pytest.mark.covering("a norm-tp")
+@pytest.mark.slow
 def test_parts_that_run_as_written_have_right_gradients(model: Any, opaque: Any, plan: str):
     job = make_job("cnn", "sgd", batch_size=3, loss=class_loss, data=partial(images, 9))
     report: Any = verify(

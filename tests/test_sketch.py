@@ -102,6 +102,7 @@ def test_shapes_that_differ_are_infinitely_far():
 
 @pytest.mark.parametrize("factor", [1 + 1e-4, 0.0])
 @pytest.mark.usefixtures("silent_export")
+@pytest.mark.long
 def test_a_wrong_gradient_of_a_large_parameter_is_found_and_nothing_is_left_behind(factor: float):
     class Scaled(torch.autograd.Function):
         @staticmethod

@@ -90,6 +90,7 @@ def sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_indifferent_to_its_length_is_compared_at_a_fifth_of_it(sizes: list[int]):
     program = CapturedLoss(job_of()).capture(batches())
     assert sizes == [32]
@@ -141,6 +142,7 @@ def masked_when_exported(model: Model, x: Tensor) -> Tensor:
     return with_places(model, x)
 
 
+@pytest.mark.slow
 def test_the_sizes_are_of_the_branch_that_an_export_takes(sizes: list[int]):
     """Llama 3 at 4,096 tokens could not be compared at smaller sizes, but with 112 GiB of activations: the run with
     symbols took another branch, in which the mask's stride, the square of the length, did not occur."""

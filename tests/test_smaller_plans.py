@@ -32,6 +32,7 @@ NEEDS = {
 
 
 @given(needed=st.sets(st.sampled_from(sorted(NEEDS))), fails=st.sets(st.sampled_from(sorted(NEEDS))))
+@pytest.mark.long
 def test_what_is_left_is_what_the_difference_takes(needed: Collection[str], fails: Collection[str]):
     """Plans that lack a setting in `fails`, and are otherwise wrong, end with an error."""
 
@@ -85,6 +86,7 @@ def noise_in_later_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("noise_in_later_chunks")
 @pytest.mark.parametrize("flags", [[], ["--bisect"], ["--quick"]])
+@pytest.mark.slow
 def test_settings_of_an_unknown_cause_are_found(
     flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
@@ -102,6 +104,7 @@ def test_settings_of_an_unknown_cause_are_found(
 
 
 @pytest.mark.usefixtures("noise_in_later_chunks")
+@pytest.mark.slow
 def test_json_has_the_smallest_plan(capsys: pytest.CaptureFixture[str]):
     words = ["verify", FILE, "--plan", "dp=2,microbatches=2,zero=2", "--devices", "simulated", "--json", "-"]
     assert main([*words, "--quick"]) == 1
@@ -110,6 +113,7 @@ def test_json_has_the_smallest_plan(capsys: pytest.CaptureFixture[str]):
     assert "dp=2,microbatches=2" in end["smallest_plan"]["equal"]
 
 
+@pytest.mark.long
 def test_nothing_is_looked_for_where_a_plan_is_equal(capsys: pytest.CaptureFixture[str]):
     words = ["verify", FILE, "--plan", "dp=2", "--devices", "simulated", "--quick", "--bisect"]
     assert main(words) == 0

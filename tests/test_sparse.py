@@ -160,6 +160,7 @@ def _read(trainer: Trainer) -> list[Any]:
         pytest.param("Adagrad", marks=pytest.mark.long),
     ],
 )
+@pytest.mark.long
 def test_a_sparse_step_is_one_device_s(optimizer: str, size: str, plan: str) -> None:
     """Under dp they ended in "Cannot access storage of SparseTensorImpl", and SparseAdam was refused.
     Clipping counts each row once."""
@@ -180,6 +181,7 @@ def test_a_sparse_step_is_one_device_s(optimizer: str, size: str, plan: str) -> 
 @pytest.mark.parametrize("plan", few(PROGRAMS, 1, pytest.mark.slow))
 @pytest.mark.parametrize("optimizer", few(["SparseAdam", "SGD", "Adagrad"], 1, pytest.mark.slow))
 @pytest.mark.parametrize("size", few(list(SIZES), 1, pytest.mark.slow))
+@pytest.mark.slow
 def test_programs_use_the_rows_of_one_device(size: str, optimizer: str, plan: str) -> None:
     """tp, pp and recomputation refused SparseAdam, and sent all rows along dp."""
     test_a_sparse_step_is_one_device_s(optimizer, size, plan)
@@ -224,6 +226,7 @@ def test_optimizers_that_move_all_rows_get_the_same_numbers_dense(optimizer: str
 @pytest.mark.parametrize(
     "plan", few(["pp=2,microbatches=2", "tp=2", "dp=2,pp=2,zero=3", "dp=2,pp=2,tp=2"], 1, pytest.mark.slow)
 )
+@pytest.mark.slow
 def test_a_table_that_two_stages_look_up(plan: str) -> None:
     class Twice(Words):
         def forward(self, x: Tensor) -> Tensor:
@@ -241,6 +244,7 @@ def test_a_table_that_two_stages_look_up(plan: str) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.slow
 def test_what_is_not_possible_is_refused_by_name() -> None:
     with pytest.raises(
         JobError,
@@ -262,6 +266,7 @@ def test_what_is_not_possible_is_refused_by_name() -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("optimizer", ["SparseAdam", "Adagrad"])
+@pytest.mark.slow
 def test_a_run_goes_on_under_another_plan(optimizer: str, tmp_path: Path) -> None:
     the_job = job(optimizer)
     expected = one_device(optimizer)
@@ -305,11 +310,13 @@ def verified(the_job: Job, plan: str) -> bool:
         pytest.param("dp=2,pp=2,tp=2", marks=pytest.mark.long),
     ],
 )
+@pytest.mark.slow
 def test_sparse_gradients_are_verified(plan: str) -> None:
     """The reference ended in "Could not run aten::linalg_vector_norm"."""
     assert verified(job("SparseAdam", clip_grad_norm=0.3), plan)
 
 
+@pytest.mark.slow
 def test_a_lost_row_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: the last rank's last row is forgotten; and rows that were used count as not used where their
     values are 0."""

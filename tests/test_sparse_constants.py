@@ -78,12 +78,14 @@ BATCH = {"x": torch.ones(2, NODES, 8, dtype=torch.float64), "y": torch.zeros(2, 
     "plan", ["dp=2", "tp=2,tp_placements=one:column+two:row", "pp=2,cuts=two", "pp=2,cuts=two,recompute=full"]
 )
 @pytest.mark.parametrize("operator", ["sparse.mm", "@"])
+@pytest.mark.slow
 def test_a_graph_convolution_equals_one_device(plan: str, operator: str):
     """Reading it ended in "unsupported memory format option Contiguous". In float64, to 1e-10."""
     report = verify(job(operator), Plan.parse(plan), devices="simulated", steps=2)
     assert report is not None and report.passed, report and report.causes
 
 
+@pytest.mark.long
 def test_a_closures_matrix_is_one_too_and_travels():
     matrix = adjacency()
     closed = replace(
@@ -136,6 +138,7 @@ class Normalised(GCN):
         ("pp=2", torch.sparse_coo),
     ],
 )  # fmt: skip
+@pytest.mark.slow
 def test_a_sparse_buffer_is_a_constant(plan: str, layout: torch.layout):
     """It ended in "unsupported memory format option Contiguous", and was refused later on."""
     normalised = replace(job(), model=lambda: Normalised(layout=layout))
@@ -144,6 +147,7 @@ def test_a_sparse_buffer_is_a_constant(plan: str, layout: torch.layout):
 
 
 @pytest.mark.long
+@pytest.mark.slow
 def test_checkpoints_leave_it_out_and_resume(tmp_path: Path):
     normalised = replace(job(), model=Normalised, steps=2)
     for plan, steps, resume in (("dp=2", 1, None), ("tp=2", 2, tmp_path)):
@@ -160,6 +164,7 @@ def test_checkpoints_leave_it_out_and_resume(tmp_path: Path):
 
 
 @pytest.mark.parametrize("writes", ["in place", "anew"])
+@pytest.mark.long
 def test_a_forward_that_changes_it_is_refused_by_name(writes: str):
     with (
         pytest.raises(TrainingError, match="adjacency is a sparse matrix, which is a constant of the run"),
@@ -182,6 +187,7 @@ def test_ranks_whose_matrices_differ_are_refused():
         Trainer(replace(job(), model=model), "dp=2", devices="simulated")
 
 
+@pytest.mark.long
 def test_what_an_operator_gives_is_dense():
     turned = replace(
         job(), loss=lambda model, batch: torch.sparse.mm(model.adjacency.t(), model(batch["x"][0])).mean()

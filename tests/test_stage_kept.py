@@ -25,6 +25,7 @@ from tests.zero_three_jobs import unit_job
 @pytest.mark.long
 @pytest.mark.covering("cnn-3")
 @pytest.mark.parametrize(("name", "num_ranks"), [("gpt", 4), ("cnn", 3)])
+@pytest.mark.slow
 def test_every_rank_of_an_uneven_division_is_measured(name: str, num_ranks: int) -> None:
     """GPT-2 at 1,024 tokens under tp=7 on a host of 24 GB ended before its first step: "shape '[292, 768]' is invalid", as
     every rank's program was run as the first rank's."""
@@ -41,6 +42,7 @@ def test_every_rank_of_an_uneven_division_is_measured(name: str, num_ranks: int)
 
 
 @pytest.mark.parametrize("kind", ["blocks", "adapted"])
+@pytest.mark.long
 def test_casts_of_parameters_are_not_kept_where_parameters_are_there_for_a_unit_at_a_time(kind: str) -> None:
     """Under autocast every linear layer keeps its weight once more, in bfloat16; zero=3 makes that anew in backward."""
     job = in_precision(unit_job(kind), Plan(precision="bf16-mixed"))

@@ -127,6 +127,7 @@ def test_where_calls_take_all_the_time_no_more_microbatches_are_offered():
     assert not any(each.setting in ("microbatches=8", "microbatches=16") for each in found.better)
 
 
+@pytest.mark.slow
 def test_describe_prints_stages_and_writes_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     save(MACHINE, tmp_path / "machine.json")
     words = [
@@ -180,6 +181,7 @@ def test_default_rates_are_said_to_be_that(capsys: pytest.CaptureFixture[str]):
     )
 
 
+@pytest.mark.slow
 def test_what_cannot_be_cut_is_refused():
     with pytest.raises(PlanError, match="No cut into 2 stages fits into 1000 B a rank"):
         staged_of(job_of(Stack), plan("pp=2,memory_bytes=1000"), machine=MACHINE)

@@ -65,6 +65,7 @@ def check(ran: Ran) -> None:
     ("name", "schedule"),
     [*zip(COVERING, cycle(SCHEDULES), strict=False), *(("recommendation", each) for each in SCHEDULES)],
 )
+@pytest.mark.slow
 def test_a_family_in_three_stages_equals_one_device(name: str, schedule: str):
     subject = family(name, 5, even=name == "conv2d")
     check(run_pipeline(subject, make_schedule(schedule, 3, 5)))
@@ -73,6 +74,7 @@ def test_a_family_in_three_stages_equals_one_device(name: str, schedule: str):
 @pytest.mark.covering("3-gpt", "2-cnn", "1-mlp")
 @pytest.mark.parametrize("model", ["mlp", "cnn", "gpt"])
 @pytest.mark.parametrize("cut", range(1, 4))
+@pytest.mark.slow
 def test_cut_anywhere(model: str, cut: int):
     """One operator at a time on either side."""
     job = make_job(model, "sgd")
@@ -91,6 +93,7 @@ def test_cut_anywhere(model: str, cut: int):
 @pytest.mark.covering("far-1f1b", "near-zb-h1")
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 @pytest.mark.parametrize("first", ["near", "far"])
+@pytest.mark.slow
 def test_microbatches_of_other_sizes_may_be_cut_so_that_other_values_cross(first: str, schedule: str):
     """With 5 samples in 2 microbatches there are two programs. What crosses from the first stage to the last
     in one of them may be made and used in one stage in the other; then a message without a tensor was looked
@@ -122,6 +125,7 @@ def test_microbatches_of_other_sizes_may_be_cut_so_that_other_values_cross(first
         pytest.param("zb-h1", marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.slow
 def test_what_is_alive_and_what_is_sent(schedule: str):
     """No more than the schedule's bound is alive, and what is sent is forward bytes plus those of the
     gradients that come back (R4.2)."""
@@ -148,6 +152,7 @@ def test_what_is_alive_and_what_is_sent(schedule: str):
     assert sum(each.num_bytes for each in predicted) == sum(ran.sent)
 
 
+@pytest.mark.slow
 def test_what_is_computed_of_the_batch_does_not_cross():
     subject = family("bert", 2, even=True)
     stages = cut_into_stages(subject.programs[0], evenly(subject.programs[0], 4), 4)
@@ -163,6 +168,7 @@ def test_what_is_computed_of_the_batch_does_not_cross():
     assert inputs == {each.name for each in subject.programs[0].inputs}
 
 
+@pytest.mark.slow
 def test_chosen_cuts_balance_blocks_and_ends():
     program = family("llama", 1, even=True).programs[0]
     cost = costs(program)

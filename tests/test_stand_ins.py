@@ -53,6 +53,7 @@ def test_blocks_that_are_made_alike_take_the_memory_of_one():
         assert float(model[1][2].weight.detach().std()) == pytest.approx(0.3, rel=0.1)
 
 
+@pytest.mark.long
 def test_at_the_end_nothing_has_memory():
     found = record_unfilled(deep, CPU)
     assert isinstance(found, UnfilledModel)

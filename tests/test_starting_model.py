@@ -91,6 +91,7 @@ def test_ranks_fill_what_they_hold_and_nothing_is_sent(plan: str, model: str):
 @pytest.mark.covering("gpt-dp=2,tp=2", "gpt-dp=2,pp=2")
 @pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=3", "dp=2,pp=2,microbatches=2", "dp=2,tp=2"])
 @pytest.mark.parametrize("model", ["gpt", pytest.param("unused_twice", marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_ranks_with_one_copy_fill_their_shares_of_it(plan: str, model: str, monkeypatch: pytest.MonkeyPatch):
     job = make_job(model, "adamw")
     filled: list[int] = []
@@ -205,6 +206,7 @@ def different() -> Callable[[], nn.Module]:
     ("model", "note"),
     [(resized(), "builds the whole model"), (array_written(), "read-only"), (different(), None)],
 )
+@pytest.mark.slow
 def test_where_ranks_cannot_fill_alone_they_receive_the_first_ones_values(
     model: Callable[[], nn.Module], note: str | None
 ):
@@ -237,6 +239,7 @@ def test_a_start_that_takes_minutes_says_so(times: int, is_long: bool):
 
 
 @pytest.mark.parametrize("plan", ["dp=2,zero=3", "pp=2,tp=2"])
+@pytest.mark.slow
 def test_an_optimizer_function_may_read_values(plan: str):
     """They are one device's on every rank, whatever it holds."""
     read: list[list[float]] = []
@@ -280,6 +283,7 @@ def test_where_memory_is_not_given_lazily_tensors_are_copied(
 @pytest.mark.covering("False-dp=2,zero=3", "True-pp=2,tp=2")
 @pytest.mark.parametrize("plan", ["dp=2,zero=3", "pp=2,tp=2"])
 @pytest.mark.parametrize("from_files", [False, True])
+@pytest.mark.slow
 def test_an_optimizer_function_may_draw(plan: str, from_files: bool, tmp_path: Path):
     """It draws what it does on one device: after the construction or, where values come from files, after the
     job's seed alone."""
@@ -303,6 +307,7 @@ def test_an_optimizer_function_may_draw(plan: str, from_files: bool, tmp_path: P
         assert drawn[-1] == expected
 
 
+@pytest.mark.slow
 def test_a_model_that_was_built_before_is_taken_as_it_is():
     job = make_job("gpt", "adamw")
     models = [copy.deepcopy(build_model(job, CPU, None)) for _ in range(5)]

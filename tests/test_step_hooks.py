@@ -82,6 +82,7 @@ def replaced(optimizer: Any) -> Optimizer:
     ],
     ids=["clamp", "count", "clip-each", "clip", "through-a-function", "step-in-its-place"],
 )
+@pytest.mark.slow
 def test_what_hooks_look_at_decides(made: Callable[[], Optimizer], expected: str):
     assert reach(made()) == expected
 
@@ -177,6 +178,7 @@ def test_a_norm_of_all_gradients_is_that_of_one_device(optimizer: Callable[[Any]
     assert all(torch.allclose(ours[name], each, rtol=1e-9, atol=1e-12) for name, each in one.items())
 
 
+@pytest.mark.long
 def test_where_no_rank_has_all_parameters_it_is_refused():
     with pytest.raises(
         JobError, match="SGD with its step hooks looks at all parameters at once, and with pp=2"

@@ -161,6 +161,7 @@ def test_steps_of_a_round_are_averaged_and_of_others_the_median_counts():
     ),
     st.sampled_from(["inside", "between"]),
 )
+@pytest.mark.long
 def test_more_bandwidth_never_makes_a_plan_slower(
     rate: float, times: float, sent: list[tuple[int, float, Any]], place: Any
 ):

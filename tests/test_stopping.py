@@ -196,6 +196,7 @@ def test_a_process_that_was_forked_ends_as_it_is_told(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "asked", [pytest.param(0, marks=pytest.mark.slow), 3, pytest.param(6, marks=pytest.mark.slow)]
 )
+@pytest.mark.slow
 def test_all_ranks_learn_in_the_same_step_what_one_was_asked(asked: int, tmp_path: Path) -> None:
     """Ranks are told one after another, and some may not be told at all."""
     with Trainer(

@@ -29,6 +29,7 @@ def num_bytes(tensors: Iterable[Tensor]) -> int:
     return sum({each.data_ptr(): each.nbytes() for each in storages}.values())
 
 
+@pytest.mark.slow
 def test_a_rank_holds_half_of_parameters_gradients_and_optimizer_state():
     job: Any = load_job(str(EXAMPLE))
     held: dict[str, list[dict[str, int]]] = {}

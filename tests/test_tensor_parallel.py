@@ -70,6 +70,7 @@ class SharedValues(nn.Module):
 
 @pytest.mark.covering("linear")
 @pytest.mark.parametrize("kind", ["linear", "convolution"])
+@pytest.mark.slow
 def test_values_of_shared_heads_that_another_layer_reads_have_one_gradient(kind: str):
     """Two ranks hold the same two heads, and each was given the sum of what the further layer sends back,
     which so was counted twice."""
@@ -87,6 +88,7 @@ def test_values_of_shared_heads_that_another_layer_reads_have_one_gradient(kind:
     assert summary.predicted == summary.counted
 
 
+@pytest.mark.slow
 def test_tables_of_bags_are_divided_by_rows():
     """In lockstep they were; a rank's own program had no name for what looks up a part of the rows
     ("'BagsOfPart' object has no attribute '__name__'")."""

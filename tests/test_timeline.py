@@ -143,6 +143,7 @@ def test_a_timeline_is_of_its_schedule():
     costs=st.lists(st.floats(1e-6, 10.0), min_size=8, max_size=8), transfer=st.floats(0.0, 1.0),
 )  # fmt: skip
 @settings(max_examples=40, deadline=None)
+@pytest.mark.long
 def test_any_timeline_survives_json(name: str, p: int, m: int, costs: list[float], transfer: float):
     schedule = make_schedule(name, p, m)
     timeline = on_paper(schedule, lambda action: costs[(action.stage + 3 * action.microbatch) % 8], transfer)
@@ -359,6 +360,7 @@ def test_schedules_travel_as_text():
     assert Schedule.parse(alike("zb-v", 2, 3).to_dict()["schedule"]) == schedule
 
 
+@pytest.mark.slow
 def test_the_timeline_of_a_step_with_a_short_batch_is_kept(tmp_path: Path):
     """Its last batch gave one replica fewer microbatches than the plan has, and the run ended with an error."""
     job = make_job("mlp", "sgd", steps=2, data=lambda: vectors(16))

@@ -356,6 +356,7 @@ def test_svg_is_xml_and_the_same_each_time(tmp_path: Path):
     assert len(patches) >= num_boxes + len(grid().rows)  # and what is idle
 
 
+@pytest.mark.long
 def test_png_has_its_size(tmp_path: Path):
     pytest.importorskip("matplotlib")
     save_picture(example("1f1b", 4, 8), tmp_path / "x.png")

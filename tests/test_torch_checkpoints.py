@@ -91,6 +91,7 @@ def close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> 
 
 @pytest.mark.covering("dp=3,zero=1", "pp=2")
 @pytest.mark.parametrize("plan", few(PLANS, 2))
+@pytest.mark.slow
 def test_a_run_goes_on_from_its_own_export(
     plan: str, run: Path, longer: dict[str, torch.Tensor], tmp_path: Path
 ) -> None:
@@ -142,6 +143,7 @@ def save_from_one_device(run: Path, directory: Path, **changes: Any) -> Path:
 
 @pytest.mark.covering("dp=2,zero=3", "tp=2")
 @pytest.mark.parametrize("plan", few(PLANS))
+@pytest.mark.slow
 def test_a_run_goes_on_from_a_users_program(
     plan: str, run: Path, longer: dict[str, torch.Tensor], tmp_path: Path
 ) -> None:

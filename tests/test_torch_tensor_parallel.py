@@ -367,6 +367,7 @@ def test_transformer_without_pins():
 
 
 @pytest.mark.parametrize(("width", "heads", "vocabulary", "num_ranks"), [(16, 4, 8, 4), (15, 5, 7, 3)])
+@pytest.mark.slow
 def test_transformer_with_sequence_parallelism(width: int, heads: int, vocabulary: int, num_ranks: int):
     build = lambda: Transformer(width=width, heads=heads, vocabulary=vocabulary)  # noqa: E731
     batch = tokens(vocabulary, vocabulary, vocabulary=vocabulary)

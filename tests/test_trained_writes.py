@@ -135,6 +135,7 @@ SETTLED = [clamped_at_once, multiplied, assigned, copied, clamped, normalised, l
     "plan", few(["dp=2,zero=3", "dp=2", "dp=2,zero=1", "dp=2,zero=2"], 1, pytest.mark.slow)
 )
 @pytest.mark.parametrize("write", few(SETTLED, 1, pytest.mark.slow))
+@pytest.mark.long
 def test_what_every_forward_leaves_alike_is_one_device_s(write: Any, plan: str) -> None:
     check(between(write), plan)
 
@@ -142,6 +143,7 @@ def test_what_every_forward_leaves_alike_is_one_device_s(write: Any, plan: str) 
 @pytest.mark.long
 @pytest.mark.parametrize("plan", few(["pp=2,microbatches=2", "tp=2", "dp=2,pp=2,tp=2"], 1, pytest.mark.slow))
 @pytest.mark.parametrize("write", few(SETTLED, 1, pytest.mark.slow))
+@pytest.mark.slow
 def test_in_programs_the_module_that_writes_runs_as_written(write: Any, plan: str) -> None:
     """Writes of a list of tensors ended in a traceback with two microbatches, as the second one's came before the first
     one's backward."""
@@ -158,11 +160,13 @@ REFUSED = [
 
 @pytest.mark.parametrize("plan", few(["dp=2", *PLANS[1:]], 1, pytest.mark.slow))
 @pytest.mark.parametrize(("write", "why"), REFUSED)
+@pytest.mark.long
 def test_what_would_not_be_one_device_s_is_refused_with_the_reason(write: Any, why: str, plan: str) -> None:
     with pytest.raises(MeshloomError, match=why):
         check(between(write), plan)
 
 
+@pytest.mark.long
 def test_a_write_after_the_weight_was_read_is_refused() -> None:
     with pytest.raises(
         MeshloomError, match="b.linear.weight, which is trained, and it is written after it has been read"
@@ -229,6 +233,7 @@ class Tied(nn.Module):
 
 @pytest.mark.parametrize("plan", few(PLANS, 1, pytest.mark.slow))
 @pytest.mark.parametrize("kind", few(["plain", "bag", "padding"], 1, pytest.mark.slow))
+@pytest.mark.long
 def test_tables_that_functions_limit_are_one_device_s(kind: str, plan: str) -> None:
     before = F.embedding
     check(job_of(partial(Table, kind), loss, IDS), plan)
@@ -236,6 +241,7 @@ def test_tables_that_functions_limit_are_one_device_s(kind: str, plan: str) -> N
 
 
 @pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=3"])
+@pytest.mark.long
 def test_replicas_add_up_a_row_in_one_order(plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each adds up for itself, and a GPU adds scattered values in any order: replicas drifted apart there."""
 
@@ -247,6 +253,7 @@ def test_replicas_add_up_a_row_in_one_order(plan: str, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("kind", ["module", "function"])
+@pytest.mark.slow
 def test_an_evaluation_scales_no_rows_on_one_device_either(kind: str) -> None:
     """Its rows are others than those of a step; torch would leave them scaled."""
     model = partial(Scaled if kind == "module" else Table, "plain")
@@ -256,6 +263,7 @@ def test_an_evaluation_scales_no_rows_on_one_device_either(kind: str) -> None:
 
 
 @pytest.mark.parametrize("is_module", [True, False])
+@pytest.mark.long
 def test_a_limited_table_that_an_output_layer_reads_too_is_refused(is_module: bool) -> None:
     """Its rows are scaled or not there, as the batch has it."""
     with pytest.raises(

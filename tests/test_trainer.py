@@ -54,6 +54,7 @@ def test_plans_with_the_same_chunks_have_the_same_curve() -> None:
         assert losses(job, plan) == pytest.approx(expected, rel=1e-5)  # float32, sums in another order
 
 
+@pytest.mark.long
 def test_a_run_repeats_bit_for_bit() -> None:
     job = make_job("cnn", "adamw", steps=5)
     assert losses(job, "dp=3,microbatches=2") == losses(job, "dp=3,microbatches=2")
@@ -68,6 +69,7 @@ def test_keyed_draws_are_the_same_under_every_plan_too() -> None:
 
 
 @pytest.mark.long
+@pytest.mark.slow
 def test_a_run_in_another_precision_draws_the_same_under_every_plan() -> None:
     """What a loss draws without naming a dtype was float32 under dp and float64 under pp and tp, which are
     other numbers altogether."""
@@ -84,6 +86,7 @@ def test_a_run_in_another_precision_draws_the_same_under_every_plan() -> None:
     assert torch.get_default_dtype() is torch.float32
 
 
+@pytest.mark.long
 def test_replicas_are_bit_identical_after_every_step() -> None:
     with Trainer(make_job("cnn", "adamw", steps=4), "dp=3,zero=1", devices="simulated") as trainer:
         for batch in trainer.batches():
@@ -97,6 +100,7 @@ def test_replicas_are_bit_identical_after_every_step() -> None:
                     assert torch.equal(here, there), name
 
 
+@pytest.mark.long
 def test_a_weighted_loss_divides_by_the_weight_of_the_whole_batch() -> None:
     with Trainer(make_job("gpt", "sgd", steps=1), "dp=5", devices="simulated") as trainer:
         batch = next(iter(trainer.batches()))
@@ -136,6 +140,7 @@ def test_a_resumed_run_has_the_curve_of_the_uninterrupted_one(
         assert found == pytest.approx(expected[3:], rel=1e-4)
 
 
+@pytest.mark.long
 def test_running_statistics_are_part_of_a_checkpoint(tmp_path: Path) -> None:
     job = make_job("cnn", "sgd", steps=2)
     with Trainer(job, "dp=2", devices="simulated", out=tmp_path) as trainer:
@@ -146,6 +151,7 @@ def test_running_statistics_are_part_of_a_checkpoint(tmp_path: Path) -> None:
             assert torch.equal(buffer, expected[name]), name
 
 
+@pytest.mark.long
 def test_checkpoints_are_written_when_due_and_old_ones_go(tmp_path: Path) -> None:
     job = make_job("mlp", "sgd", steps=7, checkpoint_every=2, keep_checkpoints=3)
     seen: list[int] = []
@@ -219,6 +225,7 @@ def test_metrics_are_exact_means_over_all_data(plan: str) -> None:
     assert list(seen) == [2, 4, 5]
 
 
+@pytest.mark.long
 def test_evaluation_does_not_change_training() -> None:
     job = make_job("cnn", "sgd", steps=4)
     watched = replace(job, evaluate=Evaluate(job.data, {"loss": class_loss}, every=1))
@@ -359,6 +366,7 @@ def test_unfreezing_needs_a_new_trainer() -> None:
             trainer.step(next(iter(trainer.batches())))
 
 
+@pytest.mark.long
 def test_a_batch_too_small_for_synchronised_statistics_is_refused() -> None:
     with pytest.raises(PlanError, match="A batch of 12 samples cannot fill 16 chunks"):
         Trainer(make_job("cnn", "sgd"), "dp=8,microbatches=2,sync_batch_norm=true", devices="simulated")

@@ -151,6 +151,7 @@ class Joined(nn.Module):
 
 
 @pytest.mark.long
+@pytest.mark.slow
 def test_with_synchronised_batch_statistics_microbatches_read_what_the_step_found():
     report = verify(
         job_of("annealed", model=Joined),
@@ -209,6 +210,7 @@ PLANTED: list[tuple[Any, str]] = [
         ),
     ],
 )
+@pytest.mark.long
 def test_a_planted_bug_is_found(plant: Any, case: str, plan: str, monkeypatch: pytest.MonkeyPatch):
     plant(monkeypatch)
     report = verify(job_of(case), Plan.parse(plan), devices="simulated", dtype=torch.float64, steps=2)

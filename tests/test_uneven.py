@@ -74,6 +74,7 @@ def plain_loop(job: Job, steps: int) -> tuple[list[float], nn.Module]:
     few(["dp=3,microbatches=2,zero=1", "dp=3", "dp=3,exchange=server,servers=2", "dp=3,compress=topk:1"]),
 )
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.long
 def test_shares_that_change_in_the_middle_of_a_run_do_not_change_what_is_learned(
     plan: str, optimizer: str
 ) -> None:
@@ -88,6 +89,7 @@ def test_shares_that_change_in_the_middle_of_a_run_do_not_change_what_is_learned
 
 @pytest.mark.long
 @pytest.mark.parametrize(("model", "optimizer"), few([("cnn", "adamw"), ("gpt", "muon"), ("branch", "sgd")]))
+@pytest.mark.slow
 def test_where_chunks_matter_they_are_those_of_the_record(model: str, optimizer: str) -> None:
     job = make_job(model, optimizer, steps=5)
     plan = Plan(dp=3, microbatches=2, shares="measured", keyed_draws=True)
@@ -102,6 +104,7 @@ def test_where_chunks_matter_they_are_those_of_the_record(model: str, optimizer:
     assert losses != pytest.approx(others, rel=1e-4)
 
 
+@pytest.mark.long
 def test_evaluation_does_not_depend_on_shares() -> None:
     def mean_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         return class_loss(model, batch)
@@ -127,6 +130,7 @@ def test_evaluation_does_not_depend_on_shares() -> None:
 # --- Going on.
 
 
+@pytest.mark.long
 def test_a_checkpoint_keeps_the_shares_so_far_and_those_to_come(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -152,6 +156,7 @@ def test_a_checkpoint_keeps_the_shares_so_far_and_those_to_come(
     assert all(torch.equal(resumed[name], value) for name, value in state.items())
 
 
+@pytest.mark.long
 def test_with_another_number_of_replicas_shares_begin_anew_and_that_is_said(tmp_path: Path) -> None:
     job, notes = make_job("mlp", "sgd", steps=4), list[str]()
     listener = Listener(started=lambda text: None, note=notes.append)
@@ -237,12 +242,14 @@ def report_of(model: str, optimizer: str, plan: str, steps: int = 3, **settings:
         pytest.param("cnn", "sgd", "dp=3,shares=measured,recompute=full", marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.slow
 def test_plans_with_uneven_shares_equal_one_device(model: str, optimizer: str, plan: str) -> None:
     report = report_of(model, optimizer, plan)
     assert report.passed, report.causes
     assert largest_error(report, "gradient") <= 1e-10
 
 
+@pytest.mark.long
 def test_every_step_of_a_measured_plan_is_verified_with_other_shares() -> None:
     seen: list[tuple[int, ...]] = []
     cuts = MapReader._ranges
@@ -299,6 +306,7 @@ def shares_of_the_step_before(monkeypatch: pytest.MonkeyPatch) -> None:
         (shares_of_the_step_before, "dp=2,shares={}", "2+1", "measured"),
     ],
 )
+@pytest.mark.slow
 def test_a_mistake_that_only_uneven_or_changing_shares_show_is_found(
     plant: Any, plan: str, passes: str, fails: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

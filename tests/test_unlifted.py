@@ -142,6 +142,7 @@ def test_what_float64_verifies_is_what_is_trained(
 
 
 @pytest.mark.long
+@pytest.mark.slow
 def test_where_a_cast_allows_less_parameters_are_held_as_in_training(monkeypatch: pytest.MonkeyPatch):
     """A part of a sum goes through `.float()` in float32, where it changes nothing; in float64 it rounds, and
     has to be given the sum."""
@@ -159,6 +160,7 @@ def test_where_a_cast_allows_less_parameters_are_held_as_in_training(monkeypatch
     assert report is not None and report.passed, report and report.causes
 
 
+@pytest.mark.slow
 def test_a_value_that_is_cast_to_what_it_is_has_the_same_uses_in_each_precision():
     """What was added to the cast value in float32, and to the value itself in float64, was divided by the prices of float64."""
     batch = {"x": torch.randn(4, 16)}
@@ -170,6 +172,7 @@ def test_a_value_that_is_cast_to_what_it_is_has_the_same_uses_in_each_precision(
     assert found is not None and found.digest() == programs[0].digest()
 
 
+@pytest.mark.slow
 def test_the_digest_of_what_float64_verifies_is_that_of_training():
     reports = [
         verify(job_of(Normed), Plan.parse("tp=2"), devices="simulated", steps=1, dtype=dtype)
@@ -180,6 +183,7 @@ def test_the_digest_of_what_float64_verifies_is_that_of_training():
     assert first == second
 
 
+@pytest.mark.slow
 def test_a_report_says_where_training_may_be_divided_otherwise():
     class Asking(Normed):
         def forward(self, x: Tensor) -> Tensor:
@@ -192,6 +196,7 @@ def test_a_report_says_where_training_may_be_divided_otherwise():
     assert report is not None and not report.unlike_training
 
 
+@pytest.mark.long
 def test_a_report_says_that_copies_to_round_from_are_left_out_in_float64():
     report = verify(
         job_of(Normed), Plan.parse("dp=2,precision=bf16"), devices="simulated", steps=1, dtype=torch.float64

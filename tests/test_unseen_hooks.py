@@ -192,6 +192,7 @@ def equal(job: Job, plan: str) -> bool:
 
 
 @pytest.mark.parametrize("name", few(FOUND, 4, pytest.mark.slow))
+@pytest.mark.slow
 def test_a_hook_that_a_program_has_not_makes_its_part_opaque(name: str) -> None:
     model, part = FOUND[name]
     assert opaque(large(model)) == [part]

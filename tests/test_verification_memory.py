@@ -28,6 +28,7 @@ def readings() -> Readings:
     return Readings(gpt_job())
 
 
+@pytest.mark.slow
 def test_ranks_and_one_device_take_turns(readings: Readings):
     needed, quick = (verification_bytes(readings, Plan(dp=2), 2, quick=each) for each in (False, True))
     trained = sum(each.nbytes for each in build_model(readings.job, CPU, None).parameters())
@@ -38,11 +39,13 @@ def test_ranks_and_one_device_take_turns(readings: Readings):
     assert quick.total < needed.total - trained
 
 
+@pytest.mark.slow
 def test_float64_takes_twice_as_much(readings: Readings):
     once, twice = (verification_bytes(readings, Plan(dp=2), 2, wider, quick=True) for wider in (1.0, 2.0))
     assert (twice.ranks, twice.one_device) == (2 * once.ranks, 2 * once.one_device)
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_refused_with_the_ways_out(readings: Readings, monkeypatch: pytest.MonkeyPatch):
     plan, model = Plan(dp=2), unfilled(readings.job)
     whole, quick = (verification_bytes(readings, plan, 2, quick=each).total for each in (False, True))

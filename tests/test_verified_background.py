@@ -48,6 +48,7 @@ def verified(plan: str, devices: str = "simulated", dtype: torch.dtype | None = 
 
 @pytest.mark.parametrize("dtype", few([None, torch.float64], rest=pytest.mark.slow))
 @pytest.mark.parametrize("plan", few(PLANS, rest=pytest.mark.slow))
+@pytest.mark.long
 def test_a_checkpoint_in_the_background_has_the_same_bits(plan: str, dtype: torch.dtype | None):
     report = verified(plan, dtype=dtype)
     assert report and report.passed, report and report.causes
@@ -91,6 +92,7 @@ def written_where_it_is_lent(patch: pytest.MonkeyPatch) -> None:
         pytest.param(written_where_it_is_lent, "dp=2,offload=optimizer", marks=pytest.mark.on_cpu),
     ],
 )
+@pytest.mark.slow
 def test_mistakes_in_copying_are_found(
     plant: Callable[[pytest.MonkeyPatch], None], plan: str, monkeypatch: pytest.MonkeyPatch
 ):
@@ -101,6 +103,7 @@ def test_mistakes_in_copying_are_found(
     assert wrong.what.startswith(WHAT) and wrong.causes[0].kind == "saved"
 
 
+@pytest.mark.slow
 def test_what_a_closed_trainer_holds_is_free_before_the_next_one_opens(monkeypatch: pytest.MonkeyPatch):
     held: list[weakref.ref[Any]] = []
     alive: list[int] = []

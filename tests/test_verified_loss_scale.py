@@ -31,6 +31,7 @@ def report_of() -> Report:
     return report
 
 
+@pytest.mark.long
 def test_steps_are_taken_until_one_updates() -> None:
     report = report_of()
     assert report.passed, text_of(report)
@@ -39,6 +40,7 @@ def test_steps_are_taken_until_one_updates() -> None:
     assert not all(skipped)
 
 
+@pytest.mark.slow
 def test_a_scale_that_is_not_resumed_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     class Anew(LossScale):
         @staticmethod

@@ -63,6 +63,7 @@ CASES = [
 @pytest.mark.covering("branch-adafactor", "unused_twice-adamw", "cnn-adamw", "gpt-sgd")
 @pytest.mark.long
 @pytest.mark.parametrize(("model", "optimizer", "batch_size", "dp", "m", "zero"), CASES)
+@pytest.mark.slow
 def test_a_correct_run_passes_with_room_to_spare(model, optimizer, batch_size, dp, m, zero):
     job, plan = (
         make_job(model, optimizer, batch_size=batch_size),
@@ -79,11 +80,13 @@ def test_a_correct_run_passes_with_room_to_spare(model, optimizer, batch_size, d
 @pytest.mark.covering("dp=2,microbatches=2-cnn", "dp=3,zero=1-gpt")
 @pytest.mark.parametrize("model", ["cnn", pytest.param("gpt", marks=pytest.mark.long)])
 @pytest.mark.parametrize("plan", few(["dp=2,microbatches=2", "dp=3,zero=1", "dp=4"]))
+@pytest.mark.long
 def test_synchronised_statistics_equal_one_device(model, plan):
     report = run(make_job(model, "sgd", drop_last=True), f"{plan},sync_batch_norm=true", torch.float64)
     assert report.passed
 
 
+@pytest.mark.long
 def test_without_chunks_that_interact_the_whole_batch_is_the_same():
     report = run(make_job("mlp", "sgd", batch_size=13), "dp=4", torch.float64)
     assert report.whole and report.whole.equal and report.whole.error < 1e-14
@@ -119,6 +122,7 @@ class Center(nn.Module):
         return x - x.mean(0)
 
 
+@pytest.mark.long
 def test_the_module_where_samples_interact_is_named():
     report = run(replace(make_job("mlp", "sgd"), model=Contrast), "dp=2", torch.float64)
     assert report.passed and report.whole and report.whole.why == "samples of a batch interact in center"
@@ -151,6 +155,7 @@ def test_a_report_is_text_and_json():
     assert "sharded: ranks own 5" in shown
 
 
+@pytest.mark.long
 def test_a_failing_report_names_step_module_and_cause(monkeypatch):
     import meshloom.replica.chunk_scope
 
@@ -168,6 +173,7 @@ def test_a_failing_report_names_step_module_and_cause(monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("optimizer", few(["adamw", "muon"]))
+@pytest.mark.long
 def test_nothing_is_kept_of_the_tensors_that_are_compared(optimizer, dtype):
     """The story: rank 0 held fifteen copies of a model beside its own, each of them gathered on every other
     rank, too, so that 124M parameters took 15 GB."""
@@ -254,6 +260,7 @@ class Recomputed(nn.Module):
         return self.head(checkpoint(self.first, x, use_reentrant=False))
 
 
+@pytest.mark.long
 def test_activation_checkpointing_passes():
     assert run(replace(make_job("mlp", "sgd"), model=Recomputed), "dp=2,microbatches=2", torch.float64).passed
 
@@ -277,6 +284,7 @@ class Low(nn.Module):
         return F.linear(x.float(), self.head.weight.float(), self.head.bias.float()).to(x.dtype)
 
 
+@pytest.mark.long
 def test_a_module_that_casts_is_named_and_widens_no_tolerance():
     """The story: one cast to float32 let every tensor of a run in float64 be off by 1e-4."""
     report = run(replace(make_job("mlp", "sgd"), model=HalfInside), "dp=3", torch.float64)
@@ -285,6 +293,7 @@ def test_a_module_that_casts_is_named_and_widens_no_tolerance():
     assert "module low and the model or loss compute in float32" in text(report)
 
 
+@pytest.mark.long
 def test_a_plateau_scheduler_gets_the_loss_on_both_sides():
     job = make_job(
         "mlp",
@@ -294,6 +303,7 @@ def test_a_plateau_scheduler_gets_the_loss_on_both_sides():
     assert run(job, "dp=2", torch.float64, steps=4).passed
 
 
+@pytest.mark.long
 def test_a_wrong_learning_rate_on_the_ranks_is_seen_in_the_updates():
     made: list[int] = []
 
@@ -313,6 +323,7 @@ def test_errors_that_are_infinite_stay_out_of_json():
     assert replace(report, steps=[step]).records()[0]["errors"][0]["error"] is None
 
 
+@pytest.mark.long
 def test_all_modules_that_compute_in_bfloat16_are_one_line():
     """The story: under autocast every Linear had a line of its own, 73 of them for a GPT."""
 

@@ -59,6 +59,7 @@ def test_processes_write_one_file(tmp_path: Path):
     assert [row["step"] for row in rows(tmp_path)] == ["1", "2", "2"] and rows(tmp_path)[1]["accuracy"]
 
 
+@pytest.mark.long
 def test_a_resumed_run_goes_on_in_the_file(tmp_path: Path):
     """Steps that the checkpoint does not know are dropped from it; a new run begins it anew."""
     evaluate = Evaluate(data=vectors, metrics={"loss": class_loss}, every=9)
@@ -101,6 +102,7 @@ def progress(step: int, logged: dict[str, float]) -> Progress:
     )  # fmt: skip
 
 
+@pytest.mark.long
 def test_tensorboard_reads_what_was_logged(tmp_path: Path):
     reading = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     words = ["train", FILE, "--plan", "dp=2", "--devices", "simulated", "--out", str(tmp_path)]

@@ -3,6 +3,7 @@ samples."""
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -48,10 +49,12 @@ def why(centred: bool, loss: object) -> str:
     return report.whole.why
 
 
+@pytest.mark.slow
 def test_a_sum_with_its_weight_is_the_same_on_the_whole_batch():
     assert why(False, token_loss) == ""
 
 
+@pytest.mark.slow
 def test_a_mean_over_tokens_is_said_of_the_loss_and_not_of_the_positions():
     assert "token" in (reason := why(False, lambda model, batch: model(batch["x"], batch["y"])))
     assert reason.startswith(
@@ -66,6 +69,7 @@ def test_a_mean_over_tokens_is_said_of_the_loss_and_not_of_the_positions():
     assert outside.startswith("the loss of a batch is not the mean of its samples' losses")
 
 
+@pytest.mark.slow
 def test_a_module_that_mixes_samples_is_named():
     assert why(True, token_loss) == "samples of a batch interact in mixed"
 
@@ -84,6 +88,7 @@ class Recent(nn.Module):
         return y
 
 
+@pytest.mark.long
 def test_a_batch_that_the_model_takes_only_in_chunks_is_no_error_of_the_plan():
     """Two chunks of two samples fit a queue of two rows, four at once do not; verification ended in the
     model's own RuntimeError."""

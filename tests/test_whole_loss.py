@@ -80,6 +80,7 @@ def trained(plan: str, **settings: Any) -> tuple[list[float], dict[str, Tensor],
         ),
     ],
 )  # fmt: skip
+@pytest.mark.slow
 def test_it_equals_one_device_and_is_said(plan: str, capsys: pytest.CaptureFixture[str]) -> None:
     report = verify(job(), ml.Plan.parse(plan), devices="simulated", steps=2)
     assert report is not None
@@ -88,6 +89,7 @@ def test_it_equals_one_device_and_is_said(plan: str, capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.long
+@pytest.mark.slow
 def test_training_and_evaluation_are_those_of_dp_alone() -> None:
     losses, state, metrics, _ = trained("dp=2")
     ours, held, found, as_predicted = trained("dp=2,pp=2,tp=2")
@@ -128,6 +130,7 @@ def test_what_only_a_program_can_do_is_refused() -> None:
         ml.Trainer(job(), "dp=2,recompute=full", devices="simulated", listener=QUIET)
 
 
+@pytest.mark.long
 def test_rules_for_operators_do_no_harm() -> None:
     losses, _, _, _ = trained("dp=1")
     with ml.Trainer(
@@ -144,6 +147,7 @@ def test_it_is_compiled_where_the_plan_asks_for_it() -> None:
     assert all(torch.allclose(held[name], each, rtol=TOLERANCE) for name, each in state.items())
 
 
+@pytest.mark.long
 def test_describe_counts_it_while_it_runs_once() -> None:
     found = describe(Readings(job()))
     model, batch = Cut().double(), default_collate(data()[:8])

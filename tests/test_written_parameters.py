@@ -108,6 +108,7 @@ def test_a_teacher_is_one_device_s(name: str, plan: str) -> None:
 
 
 @pytest.mark.parametrize("plan", ["dp=2", pytest.param("dp=2,pp=2,tp=2", marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_teachers_are_verified(plan: str) -> None:
     report = verify(
         JOBS["last, in place"](), Plan.parse(plan), devices="simulated", steps=2, dtype=torch.float64
@@ -119,6 +120,7 @@ def test_teachers_are_verified(plan: str) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("plan", few(["dp=2", *PLANS[1:]], 1, pytest.mark.slow))
 @pytest.mark.parametrize("name", few([*reversed(PUBLISHED)], 1, pytest.mark.slow))
+@pytest.mark.slow
 def test_published_teachers_are_verified(name: str, plan: str) -> None:
     """With batch norm, a centre, a queue, and a rate that changes with the step."""
     report = verify(PUBLISHED[name](), Plan.parse(plan), devices="simulated", steps=3, dtype=torch.float64)
@@ -127,6 +129,7 @@ def test_published_teachers_are_verified(name: str, plan: str) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.slow
 def test_a_teacher_is_followed_in_chunks_of_every_size() -> None:
     """Chunks of another size were read without the teacher's average, which is nothing while it is its student's copy."""
     report = verify(

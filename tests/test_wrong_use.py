@@ -165,6 +165,7 @@ def test_who_means_it_gets_more_ranks() -> None:
         ),
     ],
 )
+@pytest.mark.long
 def test_ranks_without_work_are_said_at_the_start(plan: str, sentence: str) -> None:
     job = ml.Job(
         model=lambda: nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1)),

@@ -79,6 +79,7 @@ LONG = ("shuffled", "recomputed_reentrant", "again", "inside")
         for kind in KINDS
     ],
 )
+@pytest.mark.slow
 def test_parameters_are_there_wherever_a_loss_uses_them(kind: str) -> None:
     for plan in ("dp=2,zero=3,microbatches=2",) + (
         ("dp=3,zero=3,bucket_bytes=200",) if kind not in QUICK else ()
@@ -155,6 +156,7 @@ def everywhere(model: Any, batch: Any) -> Tensor:
 
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.slow
 def test_an_encoder_takes_the_path_in_evaluations_that_it_takes_on_one_device() -> None:
     """On torch's fast path its outputs are zero at masked places, which a metric may read."""
     evaluate = Evaluate(data=partial(vectors, 12), metrics={"everywhere": everywhere}, every=2)
@@ -166,6 +168,7 @@ def test_an_encoder_takes_the_path_in_evaluations_that_it_takes_on_one_device() 
     assert torch.overrides.has_torch_function is asked
 
 
+@pytest.mark.long
 def test_nobody_holds_more_than_slices_the_rest_and_two_units(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every full tensor is counted, of values and of gradients, as long as anything refers to its memory."""
     made: list[tuple[StorageWeakRef, int]] = []
@@ -205,6 +208,7 @@ def test_nobody_holds_more_than_slices_the_rest_and_two_units(monkeypatch: pytes
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "fp16-mixed"])
+@pytest.mark.slow
 def test_casts_of_a_unit_do_not_outlive_its_forward(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What autograd saves of a linear layer under autocast is a cast of its weight, which was kept until backward: half of all
     parameters on every rank."""
@@ -237,6 +241,7 @@ def test_casts_of_a_unit_do_not_outlive_its_forward(precision: str, monkeypatch:
 @pytest.mark.covering("tied-dp=2,zero=3", "again-dp=2,zero=3")
 @pytest.mark.parametrize("plan", ["dp=2,zero=3,microbatches=2", "dp=2,pp=2,zero=3", "dp=2,tp=2,zero=3"])
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.slow
 def test_casts_are_those_of_one_device_wherever_parameters_are_used(kind: str, plan: str) -> None:
     """A cast that lost its memory with its unit has it back for the next use, and stays one tensor for all uses of a loss."""
     mixed = Plan.parse(f"{plan},precision=bf16-mixed")
@@ -244,6 +249,7 @@ def test_casts_are_those_of_one_device_wherever_parameters_are_used(kind: str, p
     assert report and report.passed
 
 
+@pytest.mark.slow
 def test_casts_of_a_frozen_base_do_not_outlive_the_operator_that_makes_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -281,6 +287,7 @@ def test_casts_of_a_frozen_base_do_not_outlive_the_operator_that_makes_them(
         pytest.param("sgd", "dp=2,pp=2,microbatches=2", marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.slow
 def test_a_checkpoint_goes_on_under_another_plan_and_back(optimizer: str, plan: str, tmp_path: Path) -> None:
     assert_goes_on_and_back("frozen", optimizer, "dp=2,zero=3,microbatches=2", plan, tmp_path)
 
@@ -319,6 +326,7 @@ def test_units_are_the_users() -> None:
     assert all(torch.allclose(chosen[name], none[name], rtol=1e-12) for name in none)
 
 
+@pytest.mark.long
 def test_what_is_not_there_is_an_error() -> None:
     job = unit_job("blocks")
     with Trainer(job, "dp=2,zero=3", devices="simulated") as trainer:
@@ -331,6 +339,7 @@ def test_what_is_not_there_is_an_error() -> None:
         Trainer(replace(job, model=compiled), "dp=2,zero=3", devices="simulated").close()
 
 
+@pytest.mark.long
 def test_where_a_loss_became_nan_is_found() -> None:
     class Overflowing(Part):
         def forward(self, x: Tensor) -> Tensor:

@@ -47,6 +47,7 @@ def run(job: Job, plan: str, steps: int = 3) -> Report:
         ("dp=3,tp=2,microbatches=2,shares=1+0+4,zero=2,bucket_bytes=300", 5),
     ],
 )
+@pytest.mark.slow
 def test_replicas_with_fewer_chunks_or_none_keep_pace(plan: str, batch_size: int):
     run(make_job("unused_twice", "adamw", batch_size=batch_size), plan, steps=2)
 
@@ -105,6 +106,7 @@ def test_a_rank_holds_its_slices_and_a_few_buckets(plan: str, monkeypatch: pytes
 
 
 @pytest.mark.long
+@pytest.mark.slow
 def test_one_copy_for_all_replicas_of_a_host(monkeypatch: pytest.MonkeyPatch):
     give_windows(monkeypatch)
     job = make_job("gpt", "adamw")

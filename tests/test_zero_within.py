@@ -41,6 +41,7 @@ from tests.zero_three_jobs import unit_job
         ),
     ],
 )
+@pytest.mark.slow
 def test_a_plan_equals_one_device(model: str, optimizer: str, plan: str, batch: int) -> None:
     # batches are uneven, and the last one is shorter
     job = make_job(model, optimizer, batch_size=batch, data=partial(DATA.get(model, vectors), 3 * batch - 1))
@@ -61,6 +62,7 @@ def test_groups_gather_independently(kind: str, plan: str) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.slow
 def test_bytes_are_as_predicted_and_a_rank_keeps_a_part_of_its_group() -> None:
     plan = "dp=4,zero=3,zero_within=2,microbatches=2"
     summary, ours = trained(plan, "tied", steps=2, evaluate=EVALUATE)

@@ -102,6 +102,7 @@ def some(names: list[str], quick: list[str]) -> list[object]:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", some(ADOPTED, QUICK))
+@pytest.mark.long
 def test_the_job_takes_the_steps_of_the_script(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -128,6 +129,7 @@ def test_the_job_takes_the_steps_of_the_script(
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("name", some(ADOPTED, ["vae"]))
+@pytest.mark.slow
 def test_adopted_jobs_are_equal_under_other_plans(
     name: str, plan: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -171,6 +173,7 @@ def test_a_threshold_of_its_own_is_of_what_the_script_steps_with(
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED))
+@pytest.mark.long
 def test_what_cannot_become_a_job_is_refused_by_line(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
