@@ -31,6 +31,13 @@ ctypes.CDLL(None).prctl(1, 9)
 if os.getppid() == int(sys.argv[1]):
     os.execvp(sys.argv[2], sys.argv[2:])
 """
+# Of a process, and of one that it starts as launchers do.
+_ASK = """
+import subprocess, sys
+import meshloom
+print(meshloom.__file__, flush=True)
+subprocess.run(sys.argv[1:]) if sys.argv[1:] else None
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +48,7 @@ class Tree:
     path: Path
 
     def environment(self, **more: str) -> dict[str, str]:
-        """In which Python imports this tree's package."""
+        """In which Python imports this tree's package, where it is not run in another one."""
         return {
             **os.environ,
             "PYTHONPATH": str(self.path),
@@ -51,9 +58,10 @@ class Tree:
         }
 
     def start(self, words: Sequence[str], **settings: Any) -> subprocess.Popen[bytes]:
-        """Python with these words, importing this tree's package; it dies with this process. settings: of `Popen`."""
+        """Python with these words, run in this tree, so that it and those that it starts import its package; it dies with this process.
+        settings: of `Popen`."""
         return subprocess.Popen(
-            _dying_with_us([sys.executable, "-P", *words]), env=self.environment(), **settings
+            _dying_with_us([sys.executable, "-P", *words]), cwd=self.path, env=self.environment(), **settings
         )
 
 
@@ -62,8 +70,8 @@ THIS = Tree(name="this tree", path=ROOT)
 
 @contextmanager
 def earlier_tree(revision: str, *, compiled: bool = True) -> Iterator[Tree]:
-    """The tree of `revision`. compiled: with its extension, as ranks of one host talk through it. Raises `SystemExit` with git's words
-    for what is no revision, and the compiler's where it fails."""
+    """The tree of `revision`, in a directory of its own, in which others may write what goes with it. compiled: with its extension, as ranks
+    of one host talk through it. Raises `SystemExit` with git's words for what is no revision, and the compiler's where it fails."""
     directory = tempfile.mkdtemp(prefix="meshloom-earlier-")
     remover = subprocess.Popen(
         ["sh", "-c", _REMOVE, "sh", str(ROOT), directory], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
@@ -76,9 +84,12 @@ def earlier_tree(revision: str, *, compiled: bool = True) -> Iterator[Tree]:
         if compiled:
             _run([sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"], cwd=path)
         tree = Tree(name=revision, path=path)
-        with tree.start(["-c", "import meshloom; print(meshloom.__file__)"], stdout=subprocess.PIPE) as asked:
-            imported = asked.communicate()[0].decode().strip()
-        assert Path(imported).is_relative_to(path), f"{imported} is imported in place of {path}"
+        with tree.start(["-c", _ASK, sys.executable, "-c", _ASK], stdout=subprocess.PIPE) as asked:
+            imported = asked.communicate()[0].decode().split()
+        assert len(imported) == 2, imported
+        assert all(Path(each).is_relative_to(path) for each in imported), (
+            f"{imported} are imported in place of {path}"
+        )
         yield tree
     finally:
         remover.stdin.close()

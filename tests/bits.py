@@ -11,7 +11,6 @@ import argparse
 import json
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -132,23 +131,24 @@ def _bits(tensor: Tensor) -> bytes:
     return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
-def compare(one: Tree, other: Tree, cases: Sequence[Case] = CASES, dtypes: Sequence[str] = DTYPES) -> int:
-    """Run both trees, print a table; the number of runs that differ."""
+def compare(
+    one: Tree, other: Tree, out: Path, cases: Sequence[Case] = CASES, dtypes: Sequence[str] = DTYPES
+) -> int:
+    """Run both trees, which write below `out`, and print a table; the number of runs that differ."""
     different = 0
-    with tempfile.TemporaryDirectory(prefix="meshloom-bits-") as directory:
-        for tree, name in ((one, "one"), (other, "other")):
-            print(f"running {len(cases)} plans with {tree.name}", flush=True)
-            run(tree, cases, dtypes, Path(directory, name))
-        print(f"torch {torch.__version__}, one thread, {one.name} against {other.name}")
-        for number, case in enumerate(cases):
-            for dtype in dtypes:
-                places = [Path(directory, name, str(number), dtype) for name in ("one", "other")]
-                steps = len(list(places[0].glob("step-*")))
-                found = first_difference(*places)
-                different += found is not None
-                print(
-                    f"{dtype}  {case!s:62} {f'DIFFERS: {found}' if found else f'the same bits in {steps} steps'}"
-                )
+    for tree, name in ((one, "one"), (other, "other")):
+        print(f"running {len(cases)} plans with {tree.name}", flush=True)
+        run(tree, cases, dtypes, out / name)
+    print(f"torch {torch.__version__}, one thread, {one.name} against {other.name}")
+    for number, case in enumerate(cases):
+        for dtype in dtypes:
+            places = [out / name / str(number) / dtype for name in ("one", "other")]
+            steps = len(list(places[0].glob("step-*")))
+            found = first_difference(*places)
+            different += found is not None
+            print(
+                f"{dtype}  {case!s:62} {f'DIFFERS: {found}' if found else f'the same bits in {steps} steps'}"
+            )
     return different
 
 
@@ -157,7 +157,7 @@ def main() -> int:
     parser.add_argument("--against", metavar="REV", required=True, help="a revision of this repository")
     said = parser.parse_args()
     with earlier_tree(said.against) as other:
-        return 1 if compare(THIS, other) else 0
+        return 1 if compare(THIS, other, other.path.parent) else 0  # it goes with the tree
 
 
 if __name__ == "__main__":

@@ -23,8 +23,8 @@ in_a_repository = pytest.mark.skipif(
 
 
 @pytest.mark.processes
-def test_two_runs_give_the_same_bits(capsys: pytest.CaptureFixture[str]) -> None:
-    assert compare(THIS, THIS, [CASES[0], CASES[4]], ["float32"]) == 0
+def test_two_runs_give_the_same_bits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert compare(THIS, THIS, tmp_path, [CASES[0], CASES[4]], ["float32"]) == 0
     assert capsys.readouterr().out.count("the same bits in 10 steps") == 2
 
 
@@ -38,7 +38,7 @@ def test_a_tree_that_computes_otherwise_is_told(tmp_path: Path, capsys: pytest.C
         "torch.optim.AdamW.__init__.__defaults__ = tuple(1.5e-8 if each == 1e-8 else each for each in defaults)\n"
     )
     cases = [Case(job="cnn", plan="dp=2"), Case(job="mlp", plan="dp=2")]
-    assert compare(THIS, Tree(name="the other", path=tmp_path), cases, ["float64"]) == 1
+    assert compare(THIS, Tree(name="the other", path=tmp_path), tmp_path / "runs", cases, ["float64"]) == 1
     same, other = capsys.readouterr().out.splitlines()[-2:]
     assert same.endswith("the same bits in 10 steps")
     assert (
