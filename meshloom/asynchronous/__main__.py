@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from meshloom.asynchronous.start_role import play
-from meshloom.launch.environment import launched_role
+from meshloom.launch.environment import launched_role, ranks_aside
 from meshloom.launch.failure import leave, report_failure
 
 if __name__ == "__main__":
@@ -15,6 +15,7 @@ if __name__ == "__main__":
             "This program is started by meshloom train. To be a worker of a run, use meshloom train FILE --join HOST:PORT --key KEY."
         )
     try:
-        play(role)
+        with ranks_aside():
+            play(role)
     except BaseException as error:
         leave(report_failure(error))

@@ -15,14 +15,17 @@ from pathlib import Path
 from meshloom.asynchronous.options import check_asynchronous
 from meshloom.cli.arguments import parse, parser
 from meshloom.cli.plan_lines import plan_of
-from meshloom.core.errors import PlanError
+from meshloom.core.errors import DeviceError, PlanError
 from meshloom.core.jobfile import as_program, check_target, load_job
 from meshloom.launch.devices import choose_devices
-from meshloom.launch.environment import is_rank, launching_seconds, reference_descriptor, seen_as_one_device
+from meshloom.launch.environment import is_rank, launching_seconds, ranks_aside, reference_descriptor
 from meshloom.launch.failure import leave, report_failure
 from meshloom.launch.opening import check_timeout
 from meshloom.launch.processes.launcher import run_ranks
 from meshloom.telemetry.timings import Timings
+
+
+_OF_RANKS = ("train", "verify", "calibrate", "describe", "plan")  # the verbs that a launcher may start many times
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -30,7 +33,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     arguments = parse(words)
     arguments.command = [sys.executable, "-m", "meshloom", *words]
-    if is_rank() or reference_descriptor() is not None:
+    try:
+        is_started = reference_descriptor() is not None or (arguments.verb in _OF_RANKS and is_rank())
+    except DeviceError as error:
+        return report_failure(error)
+    if is_started:
         try:
             return _run_here(arguments)
         except SystemExit as leaving:  # the user's own
@@ -109,9 +116,10 @@ def _run_here(arguments: argparse.Namespace) -> int:
         return calibrate(arguments)
     _check_counts(arguments)
     with ExitStack() as stack:
+        stack.enter_context(ranks_aside())
         stack.enter_context(as_program(arguments.target, arguments.words))
         timings = _timings()
-        with timings.of("job file"), seen_as_one_device():
+        with timings.of("job file"):
             job = load_job(arguments.target)
         if job is None:
             text = f"meshloom: {arguments.target} returned nothing, so it ran its own loop. A function that names a job returns it."

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import hmac
+import json
 import os
 import re
 import socket
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 
 import torch.distributed as dist
 
@@ -22,23 +21,21 @@ from meshloom.launch.role import Role
 from meshloom.machine.cores import cores
 
 SCRATCH = "MESHLOOM_SCRATCH"  # see `scratch_directory`
-_MAKE_A_RANK = ("LOCAL_RANK", "WORLD_SIZE", "PMI_SIZE")  # by which accelerate joins a group of its own
-_HIDDEN: ContextVar[Mapping[str, str]] = ContextVar("hidden", default=MappingProxyType({}))
 LEAST_SECRET = 16  # characters of MESHLOOM_SECRET
 _REFERENCE = "MESHLOOM_REFERENCE_FD"
-_OF_RANKS = (  # how variables begin that describe a rank, or lead to its launcher
-    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "SLURM_", "MESHLOOM_PLAN", "MESHLOOM_SECRET",
-    "MESHLOOM_DEVICES", "MESHLOOM_REPORT_FD", "MESHLOOM_ACTIVITY_FD", "MESHLOOM_BEGAN",
-)  # fmt: skip
+_ASIDE = "MESHLOOM_LAUNCHED"  # the variables that describe a rank, as JSON, while a job runs
+_OF_A_RANK = re.compile(  # by which a program knows which of several it is, and where they meet
+    r"((LOCAL|GROUP|ROLE|NODE)_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_\w+"
+    r"|SLURM_(PROCID|LOCALID|NODEID|NTASKS|NPROCS|NNODES|STEP_NUM_TASKS|STEP_NUM_NODES|(STEP_)?TASKS_PER_NODE)"
+    r"|(PMI|PMIX|OMPI_COMM_WORLD|MV2_COMM_WORLD)_((LOCAL|NODE)_)?(RANK|SIZE)"
+)
+_OF_OUR_LAUNCHER = ("MESHLOOM_PLAN", "MESHLOOM_SECRET", "MESHLOOM_DEVICES", "MESHLOOM_REPORT_FD", "MESHLOOM_ACTIVITY_FD", "MESHLOOM_BEGAN")  # fmt: skip
 
 
 def is_rank() -> bool:
-    """Whether this process is one of several that were started as ranks."""
-    try:
-        launched = launched_rank()
-    except DeviceError:  # some variables are missing; what needs them says so
-        return True
-    return launched is not None and (launched.size > 1 or "RANK" in os.environ)
+    """Whether this process is one of several that were started as ranks. Raises as `launched_rank` does."""
+    launched = launched_rank()
+    return launched is not None and (launched.size > 1 or "RANK" in _with_what_is_aside())
 
 
 def is_first_rank() -> bool:
@@ -171,71 +168,129 @@ class LaunchedRank:
 
 
 def launched_rank() -> LaunchedRank | None:
-    """This process's rank; None if it is none. Raises `DeviceError` if variables are missing."""
-    return read_launched_rank({**os.environ, **_HIDDEN.get()})
+    """This process's rank; None if it is none. Raises `DeviceError` for variables that are missing or make no sense."""
+    return read_launched_rank(_with_what_is_aside())
 
 
 @contextmanager
-def seen_as_one_device() -> Iterator[None]:
-    """A context in which a job's file finds no variables by which a library would make a rank of this process: the file is a
+def ranks_aside() -> Iterator[None]:
+    """A context in which a job finds no variables that tell it, or a library of its, which rank this process is: the job is a
     program for one device, and its ranks are meshloom's."""
-    hidden = {name: os.environ.pop(name) for name in _MAKE_A_RANK if name in os.environ}
-    token = _HIDDEN.set({**_HIDDEN.get(), **hidden})
+    found = {name: os.environ.pop(name) for name in [*os.environ] if _OF_A_RANK.fullmatch(name)}
+    before = os.environ.get(_ASIDE)
+    os.environ[_ASIDE] = json.dumps({**json.loads(before or "{}"), **found})
     try:
         yield
     finally:
-        _HIDDEN.reset(token)
-        os.environ.update(hidden)
+        os.environ.pop(_ASIDE, None)
+        os.environ.update(found if before is None else {**found, _ASIDE: before})
+
+
+def _with_what_is_aside() -> Mapping[str, str]:
+    return {**os.environ, **json.loads(os.environ.get(_ASIDE, "{}"))}
+
+
+def _of_no_rank() -> dict[str, str]:
+    """The environment without what describes this process as a rank."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if not (name == _ASIDE or _OF_A_RANK.fullmatch(name))
+    }
 
 
 def read_launched_rank(environment: Mapping[str, str]) -> LaunchedRank | None:
     """The rank by the user's init_process_group, or as torchrun or srun describe it; None: none."""
-    try:
-        if dist.is_available() and dist.is_initialized():
-            rank, size = dist.get_rank(), dist.get_world_size()
-            return LaunchedRank(
-                rank=rank,
-                size=size,
-                local_rank=int(environment.get("LOCAL_RANK", environment.get("SLURM_LOCALID", rank))),
-                local_size=int(environment.get("LOCAL_WORLD_SIZE", size)),
-            )
-        if "RANK" in environment and "WORLD_SIZE" in environment:
-            rank, size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
-            return LaunchedRank(
-                rank=rank,
-                size=size,
-                local_rank=int(environment.get("LOCAL_RANK", 0)),
-                local_size=int(environment.get("LOCAL_WORLD_SIZE", 1)),
-                address=environment["MASTER_ADDR"] if size > 1 else "",
-                port=int(environment["MASTER_PORT"]) if size > 1 else 0,
-                hosts_store=rank == 0 and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
-            )
-        # A batch script has SLURM_PROCID too; what srun starts also has a step with tasks.
-        if "SLURM_PROCID" in environment and "SLURM_STEP_ID" in environment:
-            size = int(environment.get("SLURM_STEP_NUM_TASKS", environment.get("SLURM_NTASKS", 1)))
-            if size == 1:  # a shell of salloc
-                return None
-            job, step = int(environment.get("SLURM_JOB_ID", 0)), int(environment["SLURM_STEP_ID"])
-            nodes = environment.get("SLURM_STEP_NODELIST", environment.get("SLURM_JOB_NODELIST", ""))
-            tasks = environment.get("SLURM_STEP_TASKS_PER_NODE", environment.get("SLURM_TASKS_PER_NODE", "1"))
-            return LaunchedRank(
-                rank=int(environment["SLURM_PROCID"]),
-                size=size,
-                local_rank=int(environment.get("SLURM_LOCALID", 0)),
-                local_size=int(re.split(r"\D", tasks)[0]),
-                address=environment.get("MASTER_ADDR") or first_host(nodes),
-                port=int(environment.get("MASTER_PORT") or _slurm_port(read_secret(environment), job, step)),
-                hosts_store=environment["SLURM_PROCID"] == "0",
-            )
-    except KeyError as missing:
+    if dist.is_available() and dist.is_initialized():
+        rank, size = dist.get_rank(), dist.get_world_size()
+        place = "LOCAL_RANK" if "LOCAL_RANK" in environment else "SLURM_LOCALID"
+        local_rank, local_size = _number(environment, place), _number(environment, "LOCAL_WORLD_SIZE", 1)
+        return LaunchedRank(
+            rank=rank,
+            size=size,
+            local_rank=rank if local_rank is None else local_rank,
+            local_size=local_size or size,
+        )
+    size = _number(environment, "WORLD_SIZE", 1)
+    rank = _number(environment, "RANK", 0, "WORLD_SIZE")
+    if rank is not None and size is not None:
+        local_size = _number(environment, "LOCAL_WORLD_SIZE", 1)
+        local_rank = _number(environment, "LOCAL_RANK", 0, "LOCAL_WORLD_SIZE" if local_size else "WORLD_SIZE")
+        return LaunchedRank(
+            rank=rank,
+            size=size,
+            local_rank=local_rank or 0,
+            local_size=local_size or 1,
+            address=_required(environment, "MASTER_ADDR") if size > 1 else "",
+            port=_port(environment) if size > 1 else 0,
+            hosts_store=rank == 0 and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
+        )
+    # A batch script has SLURM_PROCID too; what srun starts also has a step with tasks, of which a shell of salloc is one.
+    if "SLURM_PROCID" in environment and "SLURM_STEP_ID" in environment:
+        counted = next((each for each in ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS") if each in environment), "")
+        tasks = _number(environment, counted, 1) or 1
+        if tasks > 1:
+            return _slurm_rank(environment, counted, tasks)
+    if rank is not None or (size or 1) > 1:
+        there, missing = ("RANK", "WORLD_SIZE") if rank is not None else ("WORLD_SIZE", "RANK")
         raise DeviceError(
-            f"RANK and WORLD_SIZE are set, but {missing.args[0]} is not. Start with torchrun, or set all of them."
-        ) from None
-    except ValueError as error:
-        raise DeviceError(
-            f"The environment of this rank holds something that is not a number: {error}."
-        ) from None
+            f"{there}={environment[there]} is set and {missing} is not, so this process may be one of several, each of which would train the whole job. {_WAY_OUT}"
+        )
     return None
+
+
+def _slurm_rank(environment: Mapping[str, str], counted: str, size: int) -> LaunchedRank:
+    """A task of a Slurm step of `size`, which the variable `counted` says."""
+    rank = _number(environment, "SLURM_PROCID", 0, counted) or 0
+    job, step = _number(environment, "SLURM_JOB_ID") or 0, _number(environment, "SLURM_STEP_ID") or 0
+    nodes = environment.get("SLURM_STEP_NODELIST", environment.get("SLURM_JOB_NODELIST", ""))
+    tasks = environment.get("SLURM_STEP_TASKS_PER_NODE", environment.get("SLURM_TASKS_PER_NODE", "1"))
+    on_each = re.match(r"[1-9][0-9]*", tasks)  # as in 4(x2)
+    return LaunchedRank(
+        rank=rank,
+        size=size,
+        local_rank=_number(environment, "SLURM_LOCALID") or 0,
+        local_size=int(on_each[0]) if on_each else 1,
+        address=environment.get("MASTER_ADDR") or first_host(nodes),
+        port=_port(environment)
+        if environment.get("MASTER_PORT")
+        else _slurm_port(read_secret(environment), job, step),
+        hosts_store=rank == 0,
+    )
+
+
+_WAY_OUT = "Start with torchrun or srun, which set all of it; or unset it, and meshloom train starts the ranks of a plan itself."
+_DIGITS, _MOST_PORT = re.compile(r"[0-9]{1,18}"), 2**16 - 1
+
+
+def _required(environment: Mapping[str, str], name: str) -> str:
+    """The value of a variable that ranks cannot do without."""
+    if not (value := environment.get(name, "")):
+        raise DeviceError(
+            f"RANK and WORLD_SIZE are set, but {name} is not. Start with torchrun, or set all of them."
+        )
+    return value
+
+
+def _port(environment: Mapping[str, str]) -> int:
+    _required(environment, "MASTER_PORT")
+    return _number(environment, "MASTER_PORT", 1, most=_MOST_PORT) or 0
+
+
+def _number(
+    environment: Mapping[str, str], name: str, least: int = 0, count: str = "", most: int | None = None
+) -> int | None:
+    """The value of a variable; None: it is not set. count: the variable, if it is set, of how many numbers there are, from 0."""
+    if (text := environment.get(name)) is None:
+        return None
+    if count in environment:
+        most = int(environment[count]) - 1
+    if _DIGITS.fullmatch(text) and least <= int(text) and (most is None or int(text) <= most):
+        return int(text)
+    upto = "or more" if most is None else f"to {most}" if most > least else ""
+    why = f", as {count}={environment[count]}" if count in environment else ""
+    asked = f"a whole number, {least} {upto}".rstrip() + why
+    raise DeviceError(f"{name}={text!r} of this process's environment must be {asked}. {_WAY_OUT}")
 
 
 def _slurm_port(secret: bytes, job: int, step: int) -> int:
@@ -288,20 +343,20 @@ def rank_environment(
         "MESHLOOM_TRANSPORT": launched_transport(transport),
         "MESHLOOM_BEGAN": str(_began()),
     }
-    return {**replaceable, **os.environ, **launched}
+    return {**replaceable, **_of_no_rank(), **launched}
 
 
 def reference_environment(descriptor: int) -> dict[str, str]:
     """The whole environment of the process in which verification has one device: as of this rank, but of no rank.
     descriptor: of the socket to it."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(_OF_RANKS)}
+    kept = {name: value for name, value in _of_no_rank().items() if name not in _OF_OUR_LAUNCHER}
     return {**kept, _REFERENCE: str(descriptor)}
 
 
 def role_environment(role: Role, num_workers: int) -> dict[str, str]:
     """The whole environment of a server or worker that this process starts."""
     replaceable = {"OMP_NUM_THREADS": str(threads_per_rank(num_workers)), "PYTHONUNBUFFERED": "1"}
-    return with_role({**replaceable, **os.environ}, role)
+    return with_role({**replaceable, **_of_no_rank()}, role)
 
 
 def with_role(environment: Mapping[str, str], role: Role) -> dict[str, str]:
