@@ -24,8 +24,13 @@ from meshloom.launch.opening import check_timeout
 from meshloom.launch.processes.launcher import run_ranks
 from meshloom.telemetry.timings import Timings
 
-
-_OF_RANKS = ("train", "verify", "calibrate", "describe", "plan")  # the verbs that a launcher may start many times
+_OF_RANKS = (
+    "train",
+    "verify",
+    "calibrate",
+    "describe",
+    "plan",
+)  # the verbs that a launcher may start many times
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Callable, Mapping
+from array import array
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -26,12 +28,12 @@ from meshloom.telemetry.traffic import ExpectedBytes, Traffic
 
 
 class LossSums:
-    """sums: float64 [6 + 2n]: loss, weight, number of chunks, of chunks whose loss was a mean over samples, of
-    ranks that ask for something between steps, of ranks with names that others do not know; and of each of the
-    n names that all know to be logged, the sum and the weight.
+    """sums: float64 [6 + 2n]: loss, weight, number of chunks, of chunks whose loss was a mean over samples, what ranks tell each
+    other (`Told`), number of ranks with names that others do not know; and of each of the n names that all know to be logged, the
+    sum and the weight.
 
-    asked: whether some rank asks, once the sums are global. keeps_own: whether `own_divisor`
-        is needed. loss: the name of that whose turn it is, if there are several.
+    asked: whether some rank asks, once the sums are global. are_unlike: whether ranks have other learning rates than this one.
+    keeps_own: whether `own_divisor` is needed. loss: the name of that whose turn it is, if there are several. num_ranks: that tell.
     scale: by which backward's roots and the divisor of gradients are multiplied; None: there is none. overflowed: whether some
         rank's gradients overflowed with it, once that is known.
     readbacks: by which they come to the host, while the device goes on with what it was given after `start`; of other
@@ -39,7 +41,12 @@ class LossSums:
     """
 
     def __init__(
-        self, device: torch.device, *, keeps_own: bool = False, scale: LossScale | None = None
+        self,
+        device: torch.device,
+        *,
+        keeps_own: bool = False,
+        scale: LossScale | None = None,
+        num_ranks: int = 1,
     ) -> None:
         self.names: tuple[str, ...] = ()  # logged, as all ranks know
         self.unknown = False  # whether some rank has others
@@ -47,8 +54,8 @@ class LossSums:
         self._named_bytes = 0  # of sums of names so far
         self.logged: Mapping[str, float] = {}  # the newest step's means
         self._clear(device)
-        self.asked = self.overflowed = False
-        self.scale = scale
+        self.asked = self.overflowed = self.are_unlike = False
+        self.scale, self.num_ranks = scale, num_ranks
         self.loss = ""
         self._own: Tensor | None = None
         self._keeps_own = keeps_own
@@ -57,6 +64,8 @@ class LossSums:
         self._global: Readback | None = None
         self._of_own: Readback | None = None
         self._asks: Callable[[], bool] | None = None
+        self._rates: Callable[[], Sequence[float]] | None = None
+        self._told = Told(num_ranks)  # by this rank
         self._work: Work | None = None
         self._one = {
             is_mean: torch.tensor([1.0, float(is_mean)], dtype=torch.float64, device=device)
@@ -67,18 +76,22 @@ class LossSums:
     def of(plan: Plan, device: torch.device) -> LossSums:
         """Those that a plan needs."""
         scale = LossScale() if PRECISIONS[plan.precision].scaled else None
-        return LossSums(device, keeps_own=EXCHANGES[plan.exchange].independent, scale=scale)
+        return LossSums(
+            device, keeps_own=EXCHANGES[plan.exchange].independent, scale=scale, num_ranks=plan.mesh.size
+        )
 
     @property
-    def are_asked(self) -> bool:
-        """Whether ranks agree on what they ask for."""
-        return self._asks is not None
+    def told(self) -> Tensor | None:
+        """What ranks tell each other, a part of the sums; None: nothing."""
+        return self.sums[4:5] if self._asks or self._rates else None
 
-    def begin(self, asks: Callable[[], bool] | None = None) -> None:
+    def begin(
+        self, asks: Callable[[], bool] | None = None, rates: Callable[[], Sequence[float]] | None = None
+    ) -> None:
         """Start a step. asks: whether this rank asks for something between steps; None: ranks do not agree on
-        that."""
+        that. rates: those of the optimizers, which ranks must have alike; None: they are not compared."""
         self._clear(self.sums.device)
-        self._asks = asks
+        self._asks, self._rates = asks, rates
         self._ready = self.started = False
         self._global = self._of_own = None
 
@@ -103,10 +116,12 @@ class LossSums:
         return (loss / chunk.batch if is_mean else loss), loss, weight
 
     def close(self) -> None:
-        """End this rank's chunks. What it asks travels with the sums, so that all ranks know of it after the
+        """End this rank's chunks. What it asks, and its rates, travel with the sums, so that all ranks know of them after the
         same step."""
-        if self._asks is not None and self._asks():
-            self.sums[4] = 1
+        if self.told is not None:
+            asks = self._asks is not None and self._asks()
+            self._told = Told(self.num_ranks, asks=asks, rates=self._rates() if self._rates else ())
+            self.told.fill_(self._told.value)
         if self._new:
             self.sums[5] = 1
 
@@ -148,7 +163,9 @@ class LossSums:
 
     def agree_on_names(self, world: Group, *, speaks: bool) -> Steps[None]:
         """After `result`, where some rank has logged names that others do not know: add these up, so that all know
-        them. Collective over all ranks. speaks: whether this rank is the one of those with equal values that counts."""
+        them. All ranks call it. speaks: whether this rank is the one of those with equal values that counts."""
+        if not self.unknown:
+            return
         mine = {name: [float(each) for each in pair] for name, pair in self._new.items()} if speaks else {}
         everyone = yield from collect(world, mine)
         totals: dict[str, list[float]] = {}
@@ -178,11 +195,10 @@ class LossSums:
     def result(self) -> tuple[float, float]:
         """The global loss and weight, after `wait`. Waits for them to arrive."""
         assert self._global
-        total, weight, num_chunks, num_means, num_asking, num_unknown, *others = (
-            self._global.values().tolist()
-        )
+        total, weight, num_chunks, num_means, told, num_unknown, *others = self._global.values().tolist()
         named, overflowed = others[: 2 * len(self.names)], others[2 * len(self.names) :]
-        self.asked, self.unknown, self.overflowed = num_asking > 0, num_unknown > 0, any(overflowed)
+        self.asked, self.are_unlike = self._told.answered(told) if self.told is not None else (False, False)
+        self.unknown, self.overflowed = num_unknown > 0, any(overflowed)
         pairs = zip(self.names, named[::2], named[1::2], strict=True)
         self.logged = {name: _mean(*pair) for name, *pair in pairs if pair[1]}
         if num_means not in (0, num_chunks):
@@ -208,6 +224,29 @@ class LossSums:
         value, weight = (each.to(self.sums) if isinstance(each, Tensor) else each for each in (value, weight))
         pair[0].add_(value * weight)
         pair[1].add_(weight)
+
+
+class Told:
+    """What a rank tells the `num_ranks` of a run, as a whole number whose sum over them is exact in a float64: whether it `asks`
+    for something, above a digest of its learning rates.
+
+        two ranks with digest d, the first of which asks:    1|d + 0|d = 1|2d
+
+    A rank takes unlike digests of 32 bits for equal ones in one case of 4 billion.
+    """
+
+    def __init__(self, num_ranks: int, *, asks: bool = False, rates: Sequence[float] = ()) -> None:
+        of_ranks = (num_ranks - 1).bit_length()
+        bits = min(32, 52 - 2 * of_ranks)
+        digest = hashlib.blake2b(array("d", rates).tobytes(), digest_size=8).digest()
+        self._digest, self._num_ranks = int.from_bytes(digest, "little") % 2**bits, num_ranks
+        self._asking = 2 ** (bits + of_ranks)
+        self.value = asks * self._asking + self._digest
+
+    def answered(self, total: float) -> tuple[bool, bool]:
+        """Whether some rank asks, and whether some have other rates than this one. total: of all ranks' values."""
+        num_asking, digests = divmod(int(total), self._asking)
+        return num_asking > 0, digests != self._num_ranks * self._digest
 
 
 _LOGGED_FROM = 6  # place of the first logged name's sum

@@ -207,9 +207,9 @@ class ModuleEngine(Engine):
 
     def _complete(self, loss_sums: LossSums) -> None:
         loss_sums.close()
-        if loss_sums.are_asked and self._context.team is not None:
+        if loss_sums.told is not None and self._context.team is not None:
             for axis in ("tp", "pp"):
-                run_in_steps([self.team_sums.add_up(axis, loss_sums.sums[4:])])
+                run_in_steps([self.team_sums.add_up(axis, loss_sums.told)])
         # Replicas with fewer chunks have started fewer collectives of gradients if each chunk's are sent.
         loss_sums.start(self._context.statistics if self._exchange.each_chunk else self._context.groups["dp"])
 

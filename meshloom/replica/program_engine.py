@@ -273,8 +273,8 @@ class ProgramEngine(Engine):
 def _begin_sums(sums: LossSums, statistics: Group, team: TeamSums) -> Steps[None]:
     """Ends the chunks of `sums`, adds them up over the replica, and starts their sum over replicas."""
     sums.close()
-    if sums.are_asked:
-        yield from team.add_up("tp", sums.sums[4:5])
+    if sums.told is not None:
+        yield from team.add_up("tp", sums.told)
     yield from team.add_up("pp", sums.sums)  # known to the last stage's rank, zeros on the others
     sums.start(statistics)
 

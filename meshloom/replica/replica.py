@@ -136,8 +136,7 @@ class Replica:
         self._undo.enter_context(limited(self.model))
         if plan.sync_batch_norm and plan.dp > 1:
             self._undo.enter_context(batch_norm.synchronise_batch_norm(self.model, context.statistics, compiled=plan.compiles))  # fmt: skip
-        self.sums = LossSums.of(plan, context.device)
-        self.stored = stored
+        self.sums, self.stored = LossSums.of(plan, context.device), stored
         # what its parts run under, without tp and pp where the loss runs whole; why that is
         self.inner, self.whole = plan, tuple[str, ...]()
         self.engine: Engine
@@ -208,7 +207,7 @@ class Replica:
         self.evaluations += 1
         if self.updates:
             self.updater.begin_step()
-        self.sums.begin(self.asks)
+        self.sums.begin(self.asks, self.updater.learning_rates if self.updates and self.plan.mesh.size > 1 else None)  # fmt: skip
         doing = self.context.activity
         doing.enter("preparing", step)
         filled = [chunk for chunk in chunks if chunk.samples]
@@ -223,8 +222,9 @@ class Replica:
         self.sums.wait()
         gradients = yield from _exchanged(self, step, chunks[0].batch)
         total, weight = self.sums.result()
-        if self.sums.unknown:
-            yield from self.sums.agree_on_names(self.context.world, speaks=self.context.place.tp == 0)
+        if self.sums.are_unlike:
+            yield from step_checks.check_groups(self.updater, self.context.world, self.plan.mesh, f"In step {step}")  # fmt: skip
+        yield from self.sums.agree_on_names(self.context.world, speaks=self.context.place.tp == 0)
         if not self.updating:  # optimizers that evaluate the loss themselves turn back from infinite ones
             overflow = self.sums.scale if self.sums.overflowed else None
             yield from step_checks.check_finite(self.engine, self.scope, self.context.world, step, filled, total, weight, overflow)  # fmt: skip

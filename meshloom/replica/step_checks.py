@@ -1,24 +1,33 @@
-"""Checks of a step: its loss and gradients are finite, frozen parameters have stayed frozen, no hooks see parts of gradients."""
+"""Checks of a step: its loss and gradients are finite, frozen parameters have stayed frozen, no hooks see parts of gradients, ranks
+have the same settings of their optimizers' groups."""
 
 from __future__ import annotations
 
+import inspect
+import json
 import math
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from meshloom.checkpoint.json_values import NotPlainError, to_json
 from meshloom.comm.group import Group
 from meshloom.comm.objects import collect
 from meshloom.comm.steps import Steps
 from meshloom.core.errors import CaptureError, DataError, JobError, TrainingError
 from meshloom.core.job import Job, NamedParameters
 from meshloom.core.losses.loss_scale import LEAST, LossScale
+from meshloom.core.mesh import Mesh
 from meshloom.core.modules.built import originals
 from meshloom.core.plan import Plan
 from meshloom.data.chunks import Chunk
+from meshloom.launch.names import rank_name
+from meshloom.optimizer.updater import Updater
 from meshloom.program.capture.outside import Outside
 from meshloom.program.ir.lines import WAY_OUT
 from meshloom.replica.chunk_scope import ChunkScope
@@ -185,3 +194,70 @@ def check_finite(
         f"The loss {name}of step {step} is {total / weight if weight else math.nan:g}: rank {rank}, {where}. The parameters were not updated; "
         "lower the learning rate, clip gradients, or look at this batch."
     )
+
+
+def check_groups(updater: Updater, world: Group, mesh: Mesh, when: str) -> Steps[None]:
+    """Raise `JobError` on all ranks for the first group of an optimizer of which a setting differs between ranks that update
+    something of it; of learning rates all ranks count, as sums compare them. when: it was, as the beginning of a sentence."""
+    groups = [
+        (optimizer, number, group)
+        for optimizer in updater.state.optimizers
+        for number, group in enumerate(optimizer.param_groups)
+    ]
+    mine = [
+        {"class": json.dumps(type(optimizer).__name__), **_settings(group)} for optimizer, _, group in groups
+    ]
+    everyone: list[list[dict[str, str]]] = yield from collect(world, mine)
+    fewest = min(map(len, everyone))
+    found = next(_unlike([theirs[:fewest] for theirs in everyone]), None)
+    needs = (
+        "All ranks update one model, so they need the same: compute it from the number of the step, not from what a rank has for itself (its samples, "
+        "its clock, its draws)."
+    )
+    if found is not None:
+        optimizer, number, _ = groups[found[0]]
+        what = f"{'the learning rate' if found[1] == 'lr' else found[1]} of group {number} of {type(optimizer).__name__}"
+        there, here = (f"{value} on {rank_name(rank, mesh)}" for rank, value in found[2])
+        by = _set_by(updater, optimizer) if found[1] == "lr" else ""
+        raise JobError(f"{when} {what} is {there} and {here}{by}. {needs}")
+    if any(len(theirs) != fewest for theirs in everyone):
+        counts = ", ".join(f"{len(theirs)} on rank {rank}" for rank, theirs in enumerate(everyone))
+        raise JobError(f"{when} the optimizers have other numbers of groups: {counts}. {needs}")
+
+
+def _unlike(
+    everyone: Sequence[Sequence[Mapping[str, str]]],
+) -> Iterator[tuple[int, str, list[tuple[int, str]]]]:
+    """Every setting that is not the same on two ranks: the number of its group, its name, and both ranks with their values."""
+    for number, of_ranks in enumerate(zip(*everyone, strict=True)):
+        for name in dict.fromkeys(name for each in of_ranks for name in each):
+            first, *others = [(rank, each[name]) for rank, each in enumerate(of_ranks) if name in each]
+            yield from ((number, name, [first, other]) for other in others if other[1] != first[1])
+
+
+def _settings(group: Mapping[str, Any]) -> dict[str, str]:
+    """Those of a group that can be compared, as JSON: of one of which nothing is updated here, its learning rate alone."""
+    found: dict[str, str] = {}
+    for name, value in group.items():
+        if name == "lr" or (group["params"] and name not in ("params", "param_names")):
+            with suppress(NotPlainError):
+                found[name] = json.dumps(to_json(value))
+    return found
+
+
+def _set_by(updater: Updater, optimizer: torch.optim.Optimizer) -> str:
+    """Whose rates an optimizer has, as the end of a clause: its schedulers, with the functions that they call."""
+    schedulers = [each for each in updater.schedulers if getattr(each, "optimizer", optimizer) is optimizer]
+    texts: list[str] = []
+    for each in schedulers:
+        held = [
+            one for value in vars(each).values() for one in (value if isinstance(value, list) else [value])
+        ]
+        calls = dict.fromkeys(_place(one) for one in held if inspect.isfunction(one))
+        texts.append(" of ".join([type(each).__name__, *([", ".join(calls)] if calls else [])]))
+    return f", which {' and '.join(texts)} set{'s' if len(texts) == 1 else ''}" if texts else ""
+
+
+def _place(function: Any) -> str:
+    code = function.__code__
+    return f"{function.__name__} ({Path(code.co_filename).name}:{code.co_firstlineno})"

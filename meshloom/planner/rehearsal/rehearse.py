@@ -158,6 +158,7 @@ def _ranks(
             stored = ProgramCache(cache) if cache is not None and rank.context.rank == 0 else None
             first = timings if rank.context.rank == 0 else None
             rank.replica = Replica(job, plan, rank.context, share=True, stored=stored, timings=first)
+            rank.replica.sums.num_ranks = 1  # what is added up stays this rank's own
             _check_room(rank.replica, plan.mesh.size - rank.context.rank)
         ranks.run(lambda rank: rank.replica.prepare())
         yield ranks
