@@ -1,9 +1,9 @@
-"""The first batches of a job's data, read without any effect on a run."""
+"""The first batches of a job's data, and some of its samples, read without any effect on a run."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from itertools import count, islice
 from typing import Any
 
@@ -38,6 +38,69 @@ def first_batches(job: Job, number: int, size: int | None = None) -> list[Any]:
         return batches
 
 
+@dataclass(frozen=True, kw_only=True)
+class SomeSamples:
+    """length: None of a stream. samples: what was made of each by name, once for each reading of two; those that could not be read
+    are left out. is_whole: whether all could be read."""
+
+    length: int | None
+    samples: dict[str, list[str]]
+    is_whole: bool
+
+
+def some_samples(
+    build: Callable[[], Any], job: Job, where: str, make: Callable[[Any], str]
+) -> SomeSamples | None:
+    """The length of the data that `build` returns, and what `make` makes of its first, middle and last sample, of a stream of
+    its first three, each read twice with the draws of the first epoch.
+
+    The data is built for this, of a stream for each reading, and read in this process; generators are restored. None: `build` returns
+    the same iterator each time, which can be read only once. Raises as `is_iterable` does. where: what builds it.
+    """
+    alone = replace(job, batch_size=1, batch_sizes={}, drop_last=False, mix=None, collate=_one)
+    dataset = build_dataset(build, job.seed)
+    with preserved_draws():
+        if not is_iterable(dataset, where):
+            length, source = len(dataset), ChunkSource(dataset, alone)
+            requests = (
+                [ReadRequest(0, 0, 0, [each]) for each in sorted({0, length // 2, length - 1})]
+                if length
+                else []
+            )
+            named = lambda: ((str(each.indices[0]), source[each]) for each in requests)  # noqa: E731
+            readings = [_made(named(), make) for _ in range(2)]
+        else:
+            length, other = None, build_dataset(build, job.seed)
+            if other is dataset and _reads_once(dataset):
+                return None
+            readings = [_made(_of_stream(each, alone), make) for each in (dataset, other)]
+    one, two = readings
+    samples = {name: [made, again] for name, made in one.items() if made and (again := two.get(name))}
+    return SomeSamples(length=length, samples=samples, is_whole=len(samples) == max(len(one), len(two)))
+
+
+def _made(named: Iterator[tuple[str, Any]], make: Callable[[Any], str]) -> dict[str, str | None]:
+    """What is made of each sample at once, as a dataset may use its memory for the next one; None: it could not be read."""
+    return {name: None if isinstance(sample, ReadFailure) else make(sample) for name, sample in named}
+
+
+def _of_stream(dataset: Any, job: Job) -> Iterator[tuple[str, Any]]:
+    for number, batch in enumerate(islice(stream_batches(dataset, job), 3)):
+        if isinstance(batch, ReadFailure):
+            if batch.error is not None:  # else it has no more
+                yield str(number), batch
+            return
+        yield batch[0]
+
+
+def _one(samples: list[Any]) -> Any:
+    return samples[0]
+
+
+def _reads_once(dataset: Any) -> bool:
+    return not isinstance(dataset, IterableDataset) and iter(dataset) is dataset
+
+
 def _from_map(dataset: Any, job: Job) -> Iterator[Any]:
     if len(dataset) < job.batch_size:
         raise DataError(
@@ -51,8 +114,7 @@ def _from_map(dataset: Any, job: Job) -> Iterator[Any]:
 
 
 def _from_stream(dataset: Any, job: Job) -> Iterator[Any]:
-    once = not isinstance(dataset, IterableDataset) and iter(dataset) is dataset
-    if once and build_dataset(job.data, job.seed) is dataset:
+    if _reads_once(dataset) and build_dataset(job.data, job.seed) is dataset:
         raise DataError(
             f"Job(data=...) returns the same {type(dataset).__name__} each time, which can be read only once: its first samples would be missing "
             "in training. Build it in the function, or make it an IterableDataset."

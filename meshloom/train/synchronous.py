@@ -132,6 +132,7 @@ class SynchronousRun:
     def batches(self) -> Iterator[Batch]:
         """This process's share of every remaining global batch; see `Trainer.batches`."""
         if self.next_step < self._steps:
+            _tell(self._listener, self._comparison.read_data(self._job))
             self.evaluation.try_out(self.next_step)
         try:
             if self._out:
