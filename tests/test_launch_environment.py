@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
+from meshloom.cli.main import main
 from meshloom.core.errors import DeviceError
-from meshloom.launch.environment import cache_directory, is_rank, launched_plan, read_launched_rank
+from meshloom.launch.environment import (
+    cache_directory,
+    is_rank,
+    launched_plan,
+    launched_rank,
+    rank_environment,
+    ranks_aside,
+    read_launched_rank,
+    reference_environment,
+)
 
 SRUN = {
     "SLURM_PROCID": "5",
@@ -86,12 +97,94 @@ def test_the_port_under_srun_follows_from_a_secret_alone():
         _slurm_port()
 
 
-def test_a_rank_that_was_told_only_half_is_a_rank(monkeypatch: pytest.MonkeyPatch):
-    """The command line asks this first, outside of what reports errors; the error is for whoever needs the
-    rest."""
-    monkeypatch.setenv("RANK", "0")
+_NO_RANKS = "", "abc", "2", "-1", "0.5", " 0 ", "\N{ARABIC-INDIC DIGIT ZERO}"
+TWO = {
+    "RANK": "0",
+    "WORLD_SIZE": "2",
+    "LOCAL_RANK": "0",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "head",
+    "MASTER_PORT": "1",
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        *(({"RANK": each}, rf"RANK='{each}' .* a whole number, 0 to 1, as WORLD_SIZE=2\.") for each in _NO_RANKS),
+        ({"RANK": "1" * 5000}, "RANK=.* a whole number"),
+        *(({"WORLD_SIZE": each}, f"WORLD_SIZE='{each}' .* a whole number, 1 or more") for each in ("", "two", "0")),
+        ({"LOCAL_RANK": "x"}, "LOCAL_RANK='x' .* as LOCAL_WORLD_SIZE=2"),
+        ({"LOCAL_RANK": "5"}, "LOCAL_RANK='5' .* as LOCAL_WORLD_SIZE=2"),
+        ({"LOCAL_RANK": "5", "LOCAL_WORLD_SIZE": None}, "LOCAL_RANK='5' .* as WORLD_SIZE=2"),
+        *(({"MASTER_PORT": each}, f"MASTER_PORT='{each}' .* 1 to 65535") for each in ("abc", "99999", "0")),
+        ({"MASTER_ADDR": None}, "MASTER_ADDR is not"),
+        ({"MASTER_PORT": ""}, "MASTER_PORT is not"),
+        ({"RANK": None}, "WORLD_SIZE=2 is set and RANK is not"),
+        ({"WORLD_SIZE": None}, "RANK=0 is set and WORLD_SIZE is not"),
+        ({"WORLD_SIZE": None, "SLURM_PROCID": "0"}, "RANK=0 is set and WORLD_SIZE is not"),
+    ],
+)  # fmt: skip
+def test_variables_of_a_rank_that_make_no_sense_are_one_sentence(
+    change: dict[str, str | None], sentence: str
+):
+    """Each of these processes trained the whole job, or waited for others until the timeout."""
+    environment = {name: value for name, value in {**TWO, **change}.items() if value is not None}
+    with pytest.raises(DeviceError, match=sentence) as raised:
+        read_launched_rank(environment)
+    assert raised.value.exit_code == 2
+
+
+@pytest.mark.parametrize(("name", "value"), [("SLURM_PROCID", "8"), ("SLURM_PROCID", "a"), ("SLURM_STEP_NUM_TASKS", "many"), ("SLURM_LOCALID", "-1")])  # fmt: skip
+def test_slurm_s_variables_are_named_too(name: str, value: str):
+    with pytest.raises(DeviceError, match=f"{name}='{value}' .* a whole number"):
+        read_launched_rank({**SRUN, "MASTER_PORT": "1", name: value})
+
+
+@pytest.mark.parametrize("environment", [{"WORLD_SIZE": "1"}, {"MASTER_ADDR": "head", "MASTER_PORT": "x"}, {"LOCAL_RANK": "0"}])  # fmt: skip
+def test_what_containers_set_for_one_process_is_no_rank(environment: dict[str, str]):
+    assert read_launched_rank(environment) is None
+
+
+def test_a_command_says_so_before_it_loads_the_job(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    file = tmp_path / "job.py"
+    file.write_text("raise SystemExit('loaded')")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert is_rank()
+    assert main(["train", str(file), "--plan", "dp=2", "--devices", "cpu"]) == 2
+    assert capsys.readouterr().err.startswith("DeviceError: WORLD_SIZE=2 is set and RANK is not")
+
+
+def test_a_job_finds_no_variables_of_ranks(monkeypatch: pytest.MonkeyPatch):
+    """A dataset that split itself by them read 52 of 64 samples, some twice."""
+    told = {
+        **TWO, **SRUN, "TORCHELASTIC_RUN_ID": "a", "GROUP_RANK": "0", "ROLE_WORLD_SIZE": "2", "NODE_RANK": "0", "SLURM_NTASKS": "2", "PMI_RANK": "0",
+        "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+    }  # fmt: skip
+    others = {"SLURM_JOB_ID": "42", "SLURM_STEP_ID": "0", "RANKING": "best"}
+    for name, value in {**told, **others}.items():
+        monkeypatch.setenv(name, value)
+    before = dict(os.environ)
+    for _ in range(2):
+        with ranks_aside():
+            seen = {name for name in told if name not in others and name in os.environ}
+            assert not seen and all(name in os.environ for name in others)
+            assert is_rank() and launched_rank() == read_launched_rank(before)
+            with ranks_aside():
+                assert is_rank() and launched_rank() == read_launched_rank(before)
+            started = rank_environment(1, 3, 5, "", "cpu", "dp=3")
+            there = read_launched_rank(started)
+            assert there and (there.rank, there.size) == (1, 3)
+            assert not any(
+                name in reference_environment(9)
+                for name in (*told, "MESHLOOM_LAUNCHED")
+                if name not in others
+            )
+            with monkeypatch.context() as patch:
+                patch.setattr(os, "environ", started)
+                assert launched_rank() == there
+        assert dict(os.environ) == before
 
 
 def test_nothing_of_a_launch_is_in_an_ordinary_environment():

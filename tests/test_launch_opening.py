@@ -25,7 +25,7 @@ def test_half_an_environment_is_one_sentence(monkeypatch: pytest.MonkeyPatch):
     ):
         open_world(Mesh(dp=2))
     monkeypatch.setenv("WORLD_SIZE", "two")
-    with pytest.raises(DeviceError, match="not a number"):
+    with pytest.raises(DeviceError, match="WORLD_SIZE='two' .* must be a whole number"):
         open_world(Mesh(dp=2))
 
 

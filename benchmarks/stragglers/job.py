@@ -28,8 +28,8 @@ SLOW = 3  # the number of the worker
 
 def _number() -> int | None:
     """Of this process among the workers; None: it is none, and does not sleep (it evaluates)."""
-    if "RANK" in os.environ:
-        return int(os.environ["RANK"])
+    if "RANK" in (launched := json.loads(os.environ.get("MESHLOOM_LAUNCHED", "{}"))):
+        return int(launched["RANK"])
     role = json.loads(os.environ.get("MESHLOOM_ROLE", "{}"))
     return role["number"] if role.get("kind") == "worker" else None
 

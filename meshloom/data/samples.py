@@ -49,10 +49,10 @@ class SomeSamples:
 
 
 def some_samples(
-    build: Callable[[], Any], job: Job, where: str, make: Callable[[Any], str]
+    build: Callable[[], Any], job: Job, where: str, make: Callable[[Any], str], *, epoch: int = 0
 ) -> SomeSamples | None:
     """The length of the data that `build` returns, and what `make` makes of its first, middle and last sample, of a stream of
-    its first three, each read twice with the draws of the first epoch.
+    its first three, each read twice with the draws of `epoch`.
 
     The data is built for this, of a stream for each reading, and read in this process; generators are restored. None: `build` returns
     the same iterator each time, which can be read only once. Raises as `is_iterable` does. where: what builds it.
@@ -61,20 +61,13 @@ def some_samples(
     dataset = build_dataset(build, job.seed)
     with preserved_draws():
         if not is_iterable(dataset, where):
-            length, source = len(dataset), ChunkSource(dataset, alone)
-            requests = (
-                [ReadRequest(0, 0, 0, [each]) for each in sorted({0, length // 2, length - 1})]
-                if length
-                else []
-            )
-            named = lambda: ((str(each.indices[0]), source[each]) for each in requests)  # noqa: E731
-            readings = [_made(named(), make) for _ in range(2)]
+            length = len(dataset)
+            one, two = (_made(_of_map(dataset, length, alone, epoch), make) for _ in range(2))
         else:
-            length, other = None, build_dataset(build, job.seed)
-            if other is dataset and _reads_once(dataset):
+            length, again = None, build_dataset(build, job.seed)
+            if again is dataset and _reads_once(dataset):
                 return None
-            readings = [_made(_of_stream(each, alone), make) for each in (dataset, other)]
-    one, two = readings
+            one, two = (_made(_of_stream(each, alone), make) for each in (dataset, again))
     samples = {name: [made, again] for name, made in one.items() if made and (again := two.get(name))}
     return SomeSamples(length=length, samples=samples, is_whole=len(samples) == max(len(one), len(two)))
 
@@ -82,6 +75,12 @@ def some_samples(
 def _made(named: Iterator[tuple[str, Any]], make: Callable[[Any], str]) -> dict[str, str | None]:
     """What is made of each sample at once, as a dataset may use its memory for the next one; None: it could not be read."""
     return {name: None if isinstance(sample, ReadFailure) else make(sample) for name, sample in named}
+
+
+def _of_map(dataset: Any, length: int, job: Job, epoch: int) -> Iterator[tuple[str, Any]]:
+    source = ChunkSource(dataset, job)
+    for index in sorted({0, length // 2, length - 1}) if length else ():
+        yield str(index), source[ReadRequest(0, 0, epoch, [index])]
 
 
 def _of_stream(dataset: Any, job: Job) -> Iterator[tuple[str, Any]]:

@@ -14,6 +14,7 @@ from meshloom.core.errors import JobError
 from meshloom.core.job import Job
 from meshloom.core.mesh import Mesh
 from meshloom.core.plan import Plan
+from meshloom.data.map_data import EVALUATION
 from meshloom.data.samples import SomeSamples, some_samples
 from meshloom.launch.names import rank_name
 from meshloom.program.store.object_digest import NoDigestError, ObjectDigest
@@ -38,12 +39,12 @@ class RankComparison:
     def read_data(self, job: Job) -> list[str]:
         """Compare the length and some samples of the job's data, and of what it evaluates, between the ranks that read, once; returns
         notes for the user. Raises `JobError` for other data."""
-        builds = {"Job(data=...)": job.data} | (
-            {"Evaluate(data=...)": job.evaluate.data} if job.evaluate else {}
-        )
+        builds = [("Job(data=...)", job.data, 0)]
+        builds += [("Evaluate(data=...)", job.evaluate.data, EVALUATION)] if job.evaluate else []
         notes: list[str] = []
-        for where, build in builds.items() if self._plan.mesh.size > 1 and not self._has_read else ():
-            notes += self._replicas.together(partial(_read_alike, build=build, job=job, where=where))[0]
+        for where, build, epoch in builds if self._plan.mesh.size > 1 and not self._has_read else ():
+            read = partial(some_samples, build, job, where, _digest, epoch=epoch)
+            notes += self._replicas.together(partial(_read_alike, read=read, where=where))[0]
         self._has_read = True
         return notes
 
@@ -72,17 +73,17 @@ class RankComparison:
             self._replicas.together(compare)
 
 
-def _read_alike(replica: Replica, build: Callable[[], Any], job: Job, where: str) -> Steps[list[str]]:
-    """The ranks that read, and beside a single one the next, which has another number."""
+def _read_alike(replica: Replica, read: Callable[[], SomeSamples | None], where: str) -> Steps[list[str]]:
+    """By the ranks that read, and beside a single one by the next, whose number is another."""
     team, mine = replica.context.team, None
     if team is None or team.rank == 0:
-        mine = some_samples(build, job, where, _digest)
+        mine = read()
     elif replica.plan.dp == 1 and team.rank == 1:
         with suppress(Exception):  # it need not be able to read
-            mine = some_samples(build, job, where, _digest)
+            mine = read()
     everyone = yield from collect(replica.context.world, None if mine is None else vars(mine))
-    read = {rank: SomeSamples(**theirs) for rank, theirs in enumerate(everyone) if theirs is not None}
-    return compare_samples(read, replica.plan.mesh, where)
+    have = {rank: SomeSamples(**theirs) for rank, theirs in enumerate(everyone) if theirs is not None}
+    return compare_samples(have, replica.plan.mesh, where)
 
 
 def compare_samples(read: Mapping[int, SomeSamples], mesh: Mesh, where: str) -> list[str]:
