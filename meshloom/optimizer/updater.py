@@ -232,7 +232,7 @@ class Updater:
             float(group["lr"])
             for optimizer in self._optimizers
             for group in optimizer.param_groups
-            if "lr" in group
+            if group.get("lr") is not None
         ]
 
     def notes(self) -> list[str]:
