@@ -25,11 +25,14 @@ from meshloom.data.chunks import Chunk
 from meshloom.data.to_device import to_device
 from meshloom.program.ir.sparse_constants import sparse_attributes
 from meshloom.replica.attributes.carried_tensors import CarriedTensors
+from meshloom.replica.attributes.model_state import ModelState
 from meshloom.replica.attributes.plain_numbers import PlainNumbers
-from meshloom.replica.attributes.saved_attributes import SavedAttributes
+from meshloom.replica.attributes.saved_attributes import SavedAttributes, shown_names
 from meshloom.replica.attributes.unsaved_buffers import UnsavedBuffers
 from meshloom.replica.buffers.merged_buffers import RunningStatistics
 from meshloom.telemetry.traffic import ExpectedBytes
+
+_UNCHANGED = "Metrics write {}: it is put back after each, so that training goes on as if nothing had been evaluated, and metrics find what training has left (docs/buffers.md)."
 
 
 class Observer(Protocol):
@@ -82,6 +85,7 @@ class ChunkScope:
         losses = [each.loss for each in job.losses.values()] or [job.loss]
         self._numbers, self.carried = PlainNumbers(model, losses, context.groups["dp"]), CarriedTensors(model)
         self._unsaved = UnsavedBuffers(model)
+        self._evaluation_writes, self._told = set[str](), set[str]()  # names of what evaluations write; those in notes
         self.attributes = SavedAttributes(
             plan, context.place.dp, context.device, self.carried, self._numbers, self._unsaved
         )
@@ -137,12 +141,22 @@ class ChunkScope:
         seed_own_generators(self._generators, moment.seed)
 
     @contextmanager
-    def evaluating(self) -> Iterator[None]:
-        """Around a forward that leaves nothing behind in attributes."""
-        self.carried.clear()
-        with self._numbers.kept():
-            yield
-        self.carried.clear()
+    def evaluating(self) -> Iterator[Callable[[], AbstractContextManager[None]]]:
+        """Around an evaluation, at whose end the model is as before it; yields the context of each metric of a chunk, which finds it so."""
+        state = ModelState(self._model, self._evaluation_writes)
+
+        @contextmanager
+        def metric() -> Iterator[None]:
+            self.carried.clear()
+            try:
+                yield
+            finally:
+                state.put_back()
+
+        try:
+            yield metric
+        finally:
+            state.end()
 
     def done(self, chunk: Chunk, weight: torch.Tensor | float, loss_sum: torch.Tensor) -> None:
         """After a chunk, once its loss is known."""
@@ -171,9 +185,12 @@ class ChunkScope:
         self._finished[self.turn.number] += 1
 
     def take_notes(self) -> list[str]:
-        """Notes for the user about buffers, each once; clears them."""
+        """Notes for the user about buffers and attributes, each once; clears them."""
         everything = [each for by_stage in self.statistics for each in by_stage.values()]
-        return [note for statistics in everything for note in statistics.take_notes()]
+        notes = [note for statistics in everything for note in statistics.take_notes()]
+        new = sorted(self._evaluation_writes - self._told.union(self.carried.names))
+        self._told.update(new)
+        return [*notes, _UNCHANGED.format(shown_names(new))] if new else notes
 
     def expected_bytes(self, *, each_time: bool) -> ExpectedBytes:
         """Of merging buffers and numbers. each_time: counted by evaluations of the losses, not by steps."""

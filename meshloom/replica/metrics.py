@@ -9,16 +9,14 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from meshloom.comm.steps import Steps
 from meshloom.core.errors import CaptureError, JobError, MeshloomError
 from meshloom.core.job import LossFunction
 from meshloom.core.losses.loss_sum import as_sum
-from meshloom.core.random import preserved_draws
 from meshloom.data.chunks import Chunk
 from meshloom.pipeline.runtime.microbatches import Visit
-from meshloom.replica.buffers.rerun import written_restored
 from meshloom.replica.replica import Replica
 from meshloom.replica.replica_state import show_averages
 from meshloom.telemetry.traffic import ExpectedBytes, Traffic
@@ -75,7 +73,10 @@ def _evaluate(
     assert replica.job.evaluate
     metrics = replica.job.evaluate.metrics
     sums = MetricSums(metrics, replica.context.device)
-    with replica.modes.evaluation(), torch.no_grad(), replica.engine.computing("evaluate"):
+    with (
+        replica.modes.evaluation(), torch.no_grad(), replica.engine.computing("evaluate"),
+        replica.scope.evaluating() as untouched,
+    ):  # fmt: skip
         for chunk in chunks:
             if not chunk.samples:
                 continue
@@ -83,7 +84,7 @@ def _evaluate(
             for name, metric in metrics.items():
                 replica.scope.seed(moment)
                 around = observer.metric(chunk, name, data, sums.of(name)) if observer else nullcontext()
-                with naming(name), replica.scope.evaluating(), around as visit:
+                with naming(name), untouched(), around as visit:
                     take = partial(sums.add, name, chunk)
                     yield from replica.engine.evaluate(data, metric, moment, take, visit)
     yield from replica.engine.add_up("pp", sums.sums)
@@ -143,24 +144,3 @@ def naming(metric: str) -> Iterator[None]:
         raise JobError(
             f"Metric {metric!r} of Evaluate failed with {type(error).__name__}: {error}"
         ) from error
-
-
-@contextmanager
-def untouched(model: nn.Module) -> Iterator[None]:
-    """Restores the model's buffers, its modules' modes and all random generators."""
-    modules = list(model.modules())
-    modes = [module.training for module in modules]
-    buffers = [dict(module.named_buffers(recurse=False)) for module in modules]
-    values = {id(each): each.detach().clone() for own in buffers for each in own.values()}
-    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
-    try:
-        with written_restored(model), preserved_draws(), torch.random.fork_rng(devices):
-            yield
-    finally:
-        with torch.no_grad():
-            for module, mode, own in zip(modules, modes, buffers, strict=True):
-                module.training = mode
-                for name, buffer in own.items():
-                    setattr(module, name, buffer) if getattr(module, name) is not buffer else None
-                    if not buffer.is_meta:
-                        buffer.copy_(values[id(buffer)])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -13,10 +13,11 @@ from meshloom.core.errors import JobError
 from meshloom.core.job import Job
 from meshloom.core.moments.by_metric import those_by_metric
 from meshloom.core.plan import Plan
+from meshloom.core.random import preserved_draws_of_devices
 from meshloom.data.chunks import Chunk
 from meshloom.data.job_data import build_dataset, evaluation_chunks
 from meshloom.data.shares import Shares
-from meshloom.replica.metrics import EvaluationObserver, evaluate, untouched
+from meshloom.replica.metrics import EvaluationObserver, evaluate
 from meshloom.replica.replica import Replica
 from meshloom.telemetry.best_metric import BestMetric
 from meshloom.telemetry.timings import Timings
@@ -109,9 +110,7 @@ class TeamEvaluation:
         if self._job.evaluate is None or self._tried:
             return
         self._tried = True
-        with ExitStack() as around:
-            for replica in self._replicas.all:
-                around.enter_context(untouched(replica.model))
+        with preserved_draws_of_devices():
             self.evaluate(next_step, num_batches=1)
 
 

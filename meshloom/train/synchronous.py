@@ -189,7 +189,9 @@ class SynchronousRun:
         """Every metric of the job's `Evaluate`, averaged over all of its data. due: schedulers that go by one are stepped."""
         self._checkpoints.finish_copies()
         with self._timings.of("evaluating"):
-            return self.evaluation.evaluate(self.next_step, due=due)
+            found = self.evaluation.evaluate(self.next_step, due=due)
+        _tell(self._listener, self.replicas.together(take_notes)[0])
+        return found
 
     def save(self, *, wait: bool = True) -> Path:
         """Write a checkpoint of the state after the newest step into `out`; returns its path. wait: of

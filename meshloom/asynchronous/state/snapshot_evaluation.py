@@ -18,9 +18,9 @@ from meshloom.comm.steps import run_in_steps
 from meshloom.core.errors import CheckpointError, JobError
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
+from meshloom.core.random import preserved_draws_of_devices
 from meshloom.data.chunks import Chunk
 from meshloom.data.job_data import build_dataset, evaluation_chunks
-from meshloom.replica.metrics import untouched
 from meshloom.replica.replica_state import check_saved
 
 
@@ -44,7 +44,7 @@ class Inspection:
         opening = open_directory(settings.out, group, resume=settings.resume, overwrite=settings.overwrite)
         self._replaced = run_in_steps([opening])[0]
         if self._job.evaluate is not None:
-            with untouched(self.model):
+            with preserved_draws_of_devices():
                 self._replica.evaluate(self._chunks(num_batches=1), 0)
 
     def load(self, contents: Sequence[Content | None]) -> None:

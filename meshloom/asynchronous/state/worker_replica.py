@@ -99,6 +99,10 @@ class WorkerReplica:
         """Plain attributes in which forwards may leave something for the next one."""
         return self._replicas[0].scope.attributes.names
 
+    def take_notes(self) -> list[str]:
+        """Notes for the user about buffers and attributes, each once; clears them."""
+        return list(dict.fromkeys(note for each in self._replicas for note in each.scope.take_notes()))
+
     @property
     def division(self) -> Sequence[Sequence[Slice]]:
         """The slices that each server holds."""

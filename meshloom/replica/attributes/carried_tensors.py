@@ -76,8 +76,8 @@ class CarriedTensors:
         self._put({number: each.value for number, each in found.items()})
 
     def clear(self) -> None:
-        """As before the first step, for what is not a chunk of a step."""
-        self._put({})
+        """As before the first step, for what is not a chunk of a step and may write to what it finds."""
+        self._put({}, copies=True)
 
     def rows(self) -> Mapping[int, int]:
         """Samples of each chunk of the newest step that ran here."""
@@ -118,8 +118,9 @@ class CarriedTensors:
                     self._initial[number] = self._untouched[number]
                 self._written.add(number)
 
-    def _put(self, values: Mapping[int, Any]) -> None:
-        """values: by number of an attribute, in place of those before the first step."""
+    def _put(self, values: Mapping[int, Any], *, copies: bool = False) -> None:
+        """values: by number of an attribute, in place of those before the first step. copies: of all, not only of those that are
+        known to be written to."""
         for number, ((module, name), now) in enumerate(zip(self._places, self._now(), strict=True)):
             value = values.get(number, self._initial[number])
             if now is value or not _is_kept(now):
@@ -127,7 +128,7 @@ class CarriedTensors:
             if value is ABSENT:
                 del vars(module)[name]
             else:
-                vars(module)[name] = _copied(value) if number in self._written else value
+                vars(module)[name] = _copied(value) if copies or number in self._written else value
 
 
 def _is_kept(value: Any) -> bool:

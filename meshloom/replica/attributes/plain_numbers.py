@@ -54,13 +54,6 @@ class PlainNumbers:
             if type(now) in (int, float) and (type(now) is not type(before) or now != before):
                 self._latest[number] = now
 
-    @contextmanager
-    def kept(self) -> Iterator[None]:
-        """Around what is no chunk of a step; afterwards they are as before."""
-        before = self._now()
-        yield
-        self._put(before)
-
     def put_back(self) -> None:
         """As they were before the step."""
         if self._start is None:
