@@ -10,7 +10,7 @@ from meshloom.core.losses.logged import log
 from meshloom.core.mesh import Mesh
 from meshloom.core.moments.by_metric import ByMetric
 from meshloom.core.moments.current_step import step
-from meshloom.core.objectives import Objective
+from meshloom.core.objectives import Metric, Objective
 from meshloom.core.plan import Plan
 from meshloom.telemetry.progress import Listener, Progress
 
@@ -27,6 +27,7 @@ __all__ = [
     "Listener",
     "Mesh",
     "MeshloomError",
+    "Metric",
     "Objective",
     "Plan",
     "Progress",

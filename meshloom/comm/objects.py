@@ -137,6 +137,26 @@ def scatter_objects(group: Group, values: Sequence[Any] | None, source: int = 0)
     return pickle.loads(_verified(group.secret, source, group.rank, received.numpy().tobytes()))
 
 
+def gather_objects(group: Group, value: Any, destination: int = 0) -> Steps[list[Any]]:
+    """The values of all ranks, in rank order, on rank `destination`; [] on the others. Else as `scatter_objects`."""
+    mine = _bytes(_signed(group.secret, group.rank, destination, _pickled(value)))
+    sizes = torch.empty(group.size, dtype=torch.int64)
+    work = group.all_gather(sizes, torch.tensor([mine.numel()]))
+    yield
+    work.wait()
+    expected = sizes.tolist() if group.rank == destination else [0] * group.size
+    received = torch.empty(sum(expected), dtype=torch.uint8)
+    sent = [mine.numel() if rank == destination else 0 for rank in range(group.size)]
+    work = group.all_to_all(received, mine, expected, sent)
+    yield
+    work.wait()
+    parts = received.split(expected) if group.rank == destination else ()
+    return [
+        pickle.loads(_verified(group.secret, source, destination, each.numpy().tobytes()))
+        for source, each in enumerate(parts)
+    ]
+
+
 def _bytes(text: bytes) -> Tensor:
     return torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else torch.empty(0, dtype=torch.uint8)
 

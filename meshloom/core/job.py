@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from os import PathLike
 from typing import Any
 
@@ -15,6 +15,7 @@ from meshloom.core.objectives import (
     OBJECTIVE_TAKES,
     EachItsOwn,
     LossFunction,
+    Metric,
     NamedParameters,
     Objective,
     check_clip,
@@ -32,8 +33,8 @@ class Evaluate:
     """What to measure on held-out data during training. Raises `JobError`.
 
     data: builds a map-style dataset. Each evaluation reads all of it once, split over the replicas.
-    metrics: name -> function of (model, batch) that returns what a loss function may return. A metric is the
-        exact mean over all of the data.
+    metrics: name -> function of (model, batch) that returns what a loss function may return, whose mean over all of the data is
+        the metric; or a `Metric` of all samples together.
     every: steps between evaluations; there is one after the last step too.
     best: a metric and which of its values is best, like "accuracy:max": `fit()` keeps the best evaluation's checkpoint
         in best/. patience: evaluations in a row without a better value after which it stops.
@@ -45,7 +46,7 @@ class Evaluate:
     """
 
     data: Callable[[], Any]
-    metrics: Mapping[str, LossFunction]
+    metrics: Mapping[str, LossFunction | Metric]
     every: int
     best: str | None = None
     patience: int | None = None
@@ -57,12 +58,13 @@ class Evaluate:
                 "Evaluate(data=...) must be a function that builds a dataset, like data=lambda: Digits(train=False)."
             )
         given = isinstance(self.metrics, Mapping) and self.metrics
-        if not given or not all(callable(metric) for metric in self.metrics.values()):
+        if not given or not all(map(callable, self.functions.values())):
             raise JobError(
-                'Evaluate(metrics=...) must be functions by name, like metrics={"accuracy": accuracy}.'
+                'Evaluate(metrics=...) must be functions by name, like metrics={"accuracy": accuracy}, or Metrics, like '
+                'metrics={"f1": ml.Metric(update, compute)}.'
             )
-        for name, metric in self.metrics.items():
-            check_takes(f"Evaluate(metrics={{{name!r}: ...}})", metric, OBJECTIVE_TAKES["loss"])
+        for name, function in self.functions.items():
+            check_takes(f"Evaluate(metrics={{{name!r}: ...}})", function, OBJECTIVE_TAKES["loss"])
         if not is_count(self.every, 1):
             raise JobError(f"Evaluate(every={self.every!r}) must be a whole number of steps, 1 or more.")
         known = [f"{name}:{which}" for name in self.metrics for which in ("max", "min")]
@@ -74,6 +76,21 @@ class Evaluate:
             raise JobError(f"Evaluate(patience={self.patience}) waits for a better value of a metric. Name it, like best={known[0]!r}.")  # fmt: skip
         if self.batch_size is not None and not is_count(self.batch_size, 1):
             raise JobError(f"Evaluate(batch_size={self.batch_size!r}) must be a whole number of samples, 1 or more, or None.")  # fmt: skip
+
+    @property
+    def functions(self) -> dict[str, LossFunction]:
+        """By metric, what is called with (model, batch)."""
+        return {
+            name: each.update if isinstance(each, Metric) else each for name, each in self.metrics.items()
+        }
+
+    def with_functions(self, changed: Callable[[LossFunction], LossFunction]) -> Evaluate:
+        """The same, each of these functions replaced."""
+        metrics = {
+            name: replace(each, update=changed(each.update)) if isinstance(each, Metric) else changed(each)
+            for name, each in self.metrics.items()
+        }
+        return replace(self, metrics=metrics)
 
 
 def _given_by_losses(*_: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Several losses of one job, each with an optimizer of its own parameters, and what losses and optimizers are functions of."""
+"""Several losses of one job, each with an optimizer of its own parameters, and what losses, metrics and optimizers are functions of."""
 
 from __future__ import annotations
 
@@ -68,6 +68,31 @@ class Objective:
         if callable(self.parameters):
             return bool(self.parameters(name))
         return any(names_parameter(each, name) for each in as_list(self.parameters))
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A metric of all samples together, such as F1 or a rank correlation, whose mean over chunks is another number. Raises `JobError`.
+
+    update: of (model, batch), called for each chunk; returns a tensor [samples, ...], or a tuple or dict of them.
+    compute: called once, on rank 0, with what `update` has returned for all samples, in the order of the data and on the CPU: a tensor
+        as its argument, a tuple's as its arguments, a dict's by name. Returns one number. It may be an object of torchmetrics; if it has a
+        `reset()`, that is called afterwards.
+
+    >>> f1 = Metric(
+    ...     update=lambda model, batch: (model(batch["x"]).argmax(1), batch["y"]),
+    ...     compute=lambda ours, right: 2 * (ours & right).sum() / (ours.sum() + right.sum()),
+    ... )
+    """
+
+    update: Callable[[Any, Any], Any]
+    compute: Callable[..., Any]
+
+    def __post_init__(self) -> None:
+        for name, function in (("update", self.update), ("compute", self.compute)):
+            if not callable(function):
+                raise JobError(f"Metric({name}=...) must be a function, not {type(function).__name__}.")
+        check_takes("Metric(update=...)", self.update, OBJECTIVE_TAKES["loss"])
 
 
 def owners_of(losses: Mapping[str, Objective], names: Sequence[str]) -> dict[str, str]:

@@ -32,7 +32,7 @@ from meshloom.replica.attributes.unsaved_buffers import UnsavedBuffers
 from meshloom.replica.buffers.merged_buffers import RunningStatistics
 from meshloom.telemetry.traffic import ExpectedBytes
 
-_UNCHANGED = "Metrics write {}: it is put back after each, so that training goes on as if nothing had been evaluated, and metrics find what training has left (docs/buffers.md)."
+_UNCHANGED = "Metrics write {}, which is put back after each of them: training goes on as without an evaluation (docs/buffers.md)."
 
 
 class Observer(Protocol):
@@ -85,7 +85,9 @@ class ChunkScope:
         losses = [each.loss for each in job.losses.values()] or [job.loss]
         self._numbers, self.carried = PlainNumbers(model, losses, context.groups["dp"]), CarriedTensors(model)
         self._unsaved = UnsavedBuffers(model)
-        self._evaluation_writes, self._told = set[str](), set[str]()  # names of what evaluations write; those in notes
+        self._evaluation_writes = set[str]()  # names of what evaluations write
+        self._told = set[str]()  # those that are in notes
+        self.notes: list[str] = []  # others for the user
         self.attributes = SavedAttributes(
             plan, context.place.dp, context.device, self.carried, self._numbers, self._unsaved
         )
@@ -187,7 +189,8 @@ class ChunkScope:
     def take_notes(self) -> list[str]:
         """Notes for the user about buffers and attributes, each once; clears them."""
         everything = [each for by_stage in self.statistics for each in by_stage.values()]
-        notes = [note for statistics in everything for note in statistics.take_notes()]
+        notes = [*self.notes, *(note for statistics in everything for note in statistics.take_notes())]
+        self.notes = []
         new = sorted(self._evaluation_writes - self._told.union(self.carried.names))
         self._told.update(new)
         return [*notes, _UNCHANGED.format(shown_names(new))] if new else notes

@@ -1,20 +1,24 @@
-"""Evaluates the job's metrics: means over the chunks of all replicas, as sums that add up over ranks."""
+"""Evaluates the job's metrics: means over the chunks of all replicas, as sums that add up over ranks, and those of all samples together, which
+are gathered on rank 0."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
 
+from meshloom.comm.group import Group
+from meshloom.comm.objects import gather_objects, on_rank_0, share
 from meshloom.comm.steps import Steps
 from meshloom.core.errors import CaptureError, JobError, MeshloomError
 from meshloom.core.job import LossFunction
+from meshloom.core.losses.all_samples import ComputeError, Whole, checked_samples, computed, summary_of
 from meshloom.core.losses.loss_sum import as_sum
+from meshloom.core.objectives import Metric
 from meshloom.data.chunks import Chunk
 from meshloom.pipeline.runtime.microbatches import Visit
 from meshloom.replica.replica import Replica
@@ -26,18 +30,18 @@ class EvaluationObserver(Protocol):
     """Observes an evaluation on one rank, for verification: it adds to it, and takes the place of nothing."""
 
     def metric(
-        self, chunk: Chunk, name: str, data: Any, sums: Tensor
+        self, chunk: Chunk, name: str, data: Any, so_far: Callable[[], Sequence[float]]
     ) -> AbstractContextManager[Visit | None]:
-        """Context around a metric of a chunk. data: its batch on the computing device. sums: float64 [2], the metric's value and
-        weight on this rank so far, to which this chunk's are added within. Yields what sees the values of programs."""
+        """Context around a metric of a chunk. data: its batch on the computing device. so_far: the metric's value and weight on this rank so far,
+        to which this chunk's are added within. Yields what sees the values of programs."""
         ...
 
 
 def evaluate(
-    replica: Replica, chunks: Iterable[Chunk], updates: int, observer: EvaluationObserver | None = None
-) -> Steps[dict[str, float]]:
-    """Mean of every metric over all replicas' chunks, in evaluation mode, after `updates` updates. If the job keeps averages
-    of its parameters, these are evaluated.
+    replica: Replica, chunks: Iterable[Chunk], updates: int, observer: EvaluationObserver | None = None, *, trial: bool = False,
+) -> Steps[dict[str, float]]:  # fmt: skip
+    """Every metric over all replicas' chunks, in evaluation mode, after `updates` updates. If the job keeps averages
+    of its parameters, these are evaluated. trial: on less than all data, on which a `Metric` may not be defined: what its `compute` raises is a note.
 
     Within a round of local steps the mean of the replicas' parameters is evaluated; afterwards each replica
     continues from its own.
@@ -48,7 +52,7 @@ def evaluate(
         replica.updating = replica.plan.dp > 1  # until what this rank does not own is back, too
         try:
             yield from replica.engine.refresh_borrowed()
-            values = yield from _evaluate(replica, chunks, updates, observer)
+            values = yield from _evaluate(replica, chunks, updates, observer, trial=trial)
         finally:
             put_back()
         yield from averages.publish()
@@ -56,11 +60,11 @@ def evaluate(
         replica.updating = False
         return values
     if replica.exchange.settled:
-        return (yield from _evaluate(replica, chunks, updates, observer))
+        return (yield from _evaluate(replica, chunks, updates, observer, trial=trial))
     put_back = yield from replica.exchange.show_mean()
     try:
         yield from replica.engine.refresh_borrowed()
-        values = yield from _evaluate(replica, chunks, updates, observer)
+        values = yield from _evaluate(replica, chunks, updates, observer, trial=trial)
     finally:
         put_back()
     yield from replica.engine.refresh_borrowed()
@@ -68,11 +72,19 @@ def evaluate(
 
 
 def _evaluate(
-    replica: Replica, chunks: Iterable[Chunk], updates: int, observer: EvaluationObserver | None
+    replica: Replica,
+    chunks: Iterable[Chunk],
+    updates: int,
+    observer: EvaluationObserver | None,
+    *,
+    trial: bool,
 ) -> Steps[dict[str, float]]:
-    assert replica.job.evaluate
-    metrics = replica.job.evaluate.metrics
-    sums = MetricSums(metrics, replica.context.device)
+    given = replica.job.evaluate
+    assert given
+    sums = MetricSums([name for name, each in given.metrics.items() if not isinstance(each, Metric)], replica.context.device)  # fmt: skip
+    samples = {name: AllSamples(name, each) for name, each in given.metrics.items() if isinstance(each, Metric)}  # fmt: skip
+    place = replica.context.place
+    speaks = not place.tp and (not place.pp or not replica.engine.runs_whole)  # for its replica
     with (
         replica.modes.evaluation(), torch.no_grad(), replica.engine.computing("evaluate"),
         replica.scope.evaluating() as untouched,
@@ -81,24 +93,31 @@ def _evaluate(
             if not chunk.samples:
                 continue
             data, moment = replica.scope.data(chunk), replica.scope.evaluation(chunk, updates)
-            for name, metric in metrics.items():
+            for name, metric in given.functions.items():
                 replica.scope.seed(moment)
-                around = observer.metric(chunk, name, data, sums.of(name)) if observer else nullcontext()
+                of_all = samples.get(name)
+                so_far = of_all.so_far if of_all else partial(sums.of, name)
+                around = observer.metric(chunk, name, data, so_far) if observer else nullcontext()
                 with naming(name), untouched(), around as visit:
-                    take = partial(sums.add, name, chunk)
+                    take = partial(of_all.add, chunk) if of_all else partial(sums.add, name, chunk)
                     yield from replica.engine.evaluate(data, metric, moment, take, visit)
-    yield from replica.engine.add_up("pp", sums.sums)
-    if replica.plan.dp > 1:
+    if sums.sums.numel():
+        yield from replica.engine.add_up("pp", sums.sums)
+    if sums.sums.numel() and replica.plan.dp > 1:
         work = replica.replicas.all_reduce(sums.sums)
         yield
         work.wait()
-    return sums.means()
+    values = sums.means()
+    for name, of_all in samples.items():
+        values[name], note = yield from of_all.computed(replica.context.world, speaks=speaks, trial=trial)
+        replica.scope.notes += [note] if note and replica.context.world.rank == 0 else []
+    return {name: values[name] for name in given.metrics}
 
 
 class MetricSums:
     """sums: each metric's values and their weights; float64 [metrics, 2]."""
 
-    def __init__(self, metrics: Mapping[str, LossFunction], device: torch.device) -> None:
+    def __init__(self, metrics: Collection[str], device: torch.device) -> None:
         self.sums = torch.zeros(len(metrics), 2, dtype=torch.float64, device=device)
         self._rows = dict(zip(metrics, self.sums, strict=True))
 
@@ -108,9 +127,9 @@ class MetricSums:
         for place, each in zip(self._rows[name], (value, weight), strict=True):
             place += each  # of a device, or a plain number, for which nobody waits
 
-    def of(self, name: str) -> Tensor:
+    def of(self, name: str) -> list[float]:
         """The sums of one metric: value, weight."""
-        return self._rows[name]
+        return self._rows[name].tolist()
 
     def means(self) -> dict[str, float]:
         """By name; nan where there is no weight."""
@@ -120,9 +139,50 @@ class MetricSums:
         }
 
 
-def expected_bytes(metrics: Mapping[str, LossFunction]) -> ExpectedBytes:
-    """Of an evaluation over several replicas."""
-    return ExpectedBytes(per_evaluation=Traffic.along("dp", all_reduce=16 * len(metrics)))
+class AllSamples:
+    """What a `Metric` returns for the chunks of one rank."""
+
+    def __init__(self, name: str, metric: Metric) -> None:
+        self._name, self._metric = name, metric
+        self._chunks: list[tuple[int, int, Whole]] = []  # batch, number of the chunk
+        self._summed, self._sums = 0, [0.0, 0.0]
+
+    def add(self, chunk: Chunk, returned: Any) -> None:
+        """Add what `update` returned for a chunk."""
+        self._chunks.append((chunk.step, chunk.index, checked_samples(returned, chunk.samples)))
+
+    def so_far(self) -> list[float]:
+        """In place of a mean's sums: what tells chunks with other elements apart, and samples."""
+        for _, _, whole in self._chunks[self._summed :]:
+            self._sums = [a + b for a, b in zip(self._sums, summary_of(whole), strict=True)]
+        self._summed = len(self._chunks)
+        return self._sums
+
+    def computed(self, world: Group, *, speaks: bool, trial: bool) -> Steps[tuple[float, str]]:
+        """Its value, on every rank, and a note; collective. speaks: whether this rank's chunks count, which others have, too."""
+        everyone = yield from gather_objects(world, self._chunks if speaks else [])
+        self._chunks = []
+
+        def compute() -> tuple[float, str]:
+            chunks = [each for of_rank in everyone for each in of_rank]
+            chunks.sort(key=lambda each: each[:2])
+            with naming(self._name):
+                try:
+                    return computed(self._metric, [whole for _, _, whole in chunks]), ""
+                except ComputeError as error:
+                    if not trial:
+                        raise
+                    return math.nan, f"Metric {self._name!r}: on the first batch alone {error}. It is called with all samples."  # fmt: skip
+
+        found = yield from on_rank_0(world, compute, JobError)
+        value, note = yield from share(world, found)
+        return value, note
+
+
+def expected_bytes(metrics: Mapping[str, LossFunction | Metric]) -> ExpectedBytes:
+    """Of an evaluation over several replicas. What is gathered of samples goes over the ranks' control group, as decisions do."""
+    means = [each for each in metrics.values() if not isinstance(each, Metric)]
+    return ExpectedBytes(per_evaluation=Traffic.along("dp", all_reduce=16 * len(means)))
 
 
 def _as_tensor(returned: Any) -> Any:

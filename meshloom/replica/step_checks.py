@@ -67,7 +67,7 @@ def _read_outside(job: Job, model: nn.Module) -> dict[str, Tensor]:
     if not copied:
         return {}
     functions = [each.loss for each in job.losses.values()] or [job.loss]
-    functions += job.evaluate.metrics.values() if job.evaluate else ()
+    functions += job.evaluate.functions.values() if job.evaluate else ()
     read = {id(each) for function in functions for each in Outside(function, model).tensors()}
     return {name: each.value for name, each in copied.items() if id(each.outside) in read}
 

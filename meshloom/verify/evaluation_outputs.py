@@ -4,14 +4,13 @@ repeated, and the ranks say what each chunk gives then, and what modules have an
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from meshloom.comm.objects import collect
 from meshloom.comm.steps import Steps
@@ -130,13 +129,20 @@ def _disagreements(of_ranks: Sequence[Mapping[str, float]]) -> Iterator[str]:
 
 
 def _state(replica: Replica) -> dict[str, int]:
-    """Digests of what this rank holds, the mode of every module, and which parameters are trained."""
+    """Digests of what this rank holds and of numbers and words in attributes, the mode of every module, and which parameters are trained."""
     modes = {
         f"{MODE}{name or 'the model'}": int(each.training) for name, each in replica.model.named_modules()
     }
     trained = {f"{TRAINED}{name}": int(each.requires_grad) for name, each in replica.model.named_parameters()}
+    attributes = {
+        f"{path}.{name}".lstrip("."): hash((type(value), value))
+        for path, module in replica.model.named_modules()
+        for name, value in vars(module).items()
+        if name != "training" and isinstance(value, int | float | str)
+    }
     return {
         **{name: int(digest(each)) for name, each in replicated_state(replica).items()},
+        **attributes,
         **modes,
         **trained,
     }
@@ -212,7 +218,9 @@ class _Chunks:
         self._sums: dict[tuple[int, int], dict[str, tuple[float, float]]] = {}
 
     @contextmanager
-    def metric(self, chunk: Chunk, name: str, data: Any, sums: Tensor) -> Iterator[Visit | None]:
+    def metric(
+        self, chunk: Chunk, name: str, data: Any, so_far: Callable[[], Sequence[float]]
+    ) -> Iterator[Visit | None]:
         """Around each metric."""
         key = chunk.step, chunk.index
         if self.lent is None and self._before:
@@ -224,9 +232,9 @@ class _Chunks:
         if key not in self._data:
             self._data[key] = altered_digest(chunk.data, data) or digest_values(chunk.data)
             self._seeds[key] = torch.initial_seed()
-        before = sums.tolist()
+        before = so_far()
         yield None
-        value, weight = (after - old for after, old in zip(sums.tolist(), before, strict=True))
+        value, weight = (after - old for after, old in zip(so_far(), before, strict=True))
         self._sums.setdefault(key, {})[name] = value, weight
 
     def chunks(self) -> list[EvaluatedChunk]:
@@ -257,9 +265,11 @@ class _Both:
         self._chunks, self._modules = chunks, modules
 
     @contextmanager
-    def metric(self, chunk: Chunk, name: str, data: Any, sums: Tensor) -> Iterator[Visit | None]:
+    def metric(
+        self, chunk: Chunk, name: str, data: Any, so_far: Callable[[], Sequence[float]]
+    ) -> Iterator[Visit | None]:
         """Around each metric."""
-        given = chunk, name, data, sums
+        given = chunk, name, data, so_far
         with self._chunks.metric(*given), self._modules.metric(*given) as visit:
             yield visit
 
@@ -273,7 +283,9 @@ class _Modules:
         self.seen: list[tuple[MetricPlace, SeenMetric]] = []
 
     @contextmanager
-    def metric(self, chunk: Chunk, name: str, data: Any, sums: Tensor) -> Iterator[Visit | None]:
+    def metric(
+        self, chunk: Chunk, name: str, data: Any, so_far: Callable[[], Sequence[float]]
+    ) -> Iterator[Visit | None]:
         """Around each metric."""
         place = MetricPlace(batch=chunk.step, chunk=chunk.index, metric=name)
         if not self._observes(place):
@@ -282,7 +294,7 @@ class _Modules:
         replica, model = self._replica, self._replica.model
         training = [name for name, each in model.named_modules() if each.training]
         if isinstance(replica.engine, ProgramEngine):
-            metrics = replica.job.evaluate.metrics if replica.job.evaluate else {}
+            metrics = replica.job.evaluate.functions if replica.job.evaluate else {}
             programs, loss = replica.engine.programs, metrics[name]
             choice = programs.division_of(data, loss, training=False)
             values = ModuleSums(

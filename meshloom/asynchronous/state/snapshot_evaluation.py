@@ -45,7 +45,7 @@ class Inspection:
         self._replaced = run_in_steps([opening])[0]
         if self._job.evaluate is not None:
             with preserved_draws_of_devices():
-                self._replica.evaluate(self._chunks(num_batches=1), 0)
+                self._replica.evaluate(self._chunks(num_batches=1), 0, trial=True)
 
     def load(self, contents: Sequence[Content | None]) -> None:
         """Load the values of a snapshot, by server."""

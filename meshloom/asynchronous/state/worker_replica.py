@@ -55,6 +55,7 @@ class _Command:
     what: Literal["compute", "evaluate", "end"]
     chunks: Iterable[Chunk] = ()
     updates: int = 0  # before an evaluation
+    trial: bool = False  # of an evaluation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,10 +123,10 @@ class WorkerReplica:
         changes = changes_of({name: before[name] for name in answer.buffers}, answer.buffers)
         return self.whole_model.computed(worker, chunks, answer.gradients, changes, answer.loss)
 
-    def evaluate(self, chunks: Iterable[Chunk], updates: int) -> dict[str, float]:
-        """Mean of every metric over the chunks, in evaluation mode, at the loaded values, those after `updates` updates."""
+    def evaluate(self, chunks: Iterable[Chunk], updates: int, *, trial: bool = False) -> dict[str, float]:
+        """Every metric over the chunks, in evaluation mode, at the loaded values, those after `updates` updates. trial: of `metrics.evaluate`."""
         sent = chunks if self._world.mesh.size == 1 else list(chunks)
-        return dict(self._do(_Command(what="evaluate", chunks=sent, updates=updates)).metrics)
+        return dict(self._do(_Command(what="evaluate", chunks=sent, updates=updates, trial=trial)).metrics)
 
     def follow(self) -> None:
         """On the other ranks of processes: execute the first rank's commands until it closes."""
@@ -179,7 +180,7 @@ class WorkerReplica:
             whole: Mapping[str, Tensor | None] = yield from full_state(replica)
             buffers = {name: each for name, each in whole.items() if name in names and each is not None}
         elif command.what == "evaluate":
-            metrics = yield from evaluate(replica, command.chunks, command.updates)
+            metrics = yield from evaluate(replica, command.chunks, command.updates, trial=command.trial)
         return _Answer(what=command.what, loss=loss, gradients=gradients, buffers=buffers, metrics=metrics)
 
     def _take(self, replica: Replica, group: Group) -> Steps[None]:

@@ -34,8 +34,7 @@ def in_precision(job: Job, plan: Plan) -> Job:
         return job
     dtype: torch.dtype = getattr(torch, name)
     if job.evaluate:
-        metrics = {each: partial(_under_autocast, metric, dtype) for each, metric in job.evaluate.metrics.items()}  # fmt: skip
-        job = replace(job, evaluate=replace(job.evaluate, metrics=metrics))
+        job = replace(job, evaluate=job.evaluate.with_functions(lambda metric: partial(_under_autocast, metric, dtype)))  # fmt: skip
     if not job.losses:
         return replace(job, loss=partial(_under_autocast, job.loss, dtype))
     losses = {name: replace(each, loss=partial(_under_autocast, each.loss, dtype)) for name, each in job.losses.items()}  # fmt: skip

@@ -45,8 +45,9 @@ def lowered(job: Job, plan: Plan, instead: torch.dtype | None = None) -> Job:
     on_copies = partial(partial, _on_copies, kept=precision.masters)
     job = replace(job, model=partial(_built, job.model, dtype))
     if job.evaluate:
-        metrics = {name: partial(_of_batch, metric, dtype) for name, metric in job.evaluate.metrics.items()}
-        job = replace(job, evaluate=replace(job.evaluate, metrics=metrics))
+        job = replace(
+            job, evaluate=job.evaluate.with_functions(lambda metric: partial(_of_batch, metric, dtype))
+        )
     if not job.losses:
         return replace(job, loss=partial(_of_batch, job.loss, dtype), optimizer=on_copies(job.optimizer))
     losses = {

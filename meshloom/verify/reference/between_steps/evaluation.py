@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +22,7 @@ from meshloom.core.random import (
     sample_seed,
     seed_everything,
 )
-from meshloom.verify.reference.buffer_merging import plain_numbers, put_numbers
+from meshloom.verify.reference.between_steps.put_back import BeforeMetrics
 from meshloom.verify.reference.chunk_run import collated
 from meshloom.verify.reference.chunks_of_plan import forwards_of
 from meshloom.verify.reference.observers import ModuleWatch, digest_values
@@ -82,7 +83,7 @@ def evaluated_chunks(
     found: list[EvaluatedChunk] = []
     left: dict[int, Any] = {}  # of a replica
     modules = ModuleWatch(reference.model, tensors=True, sampled=True)
-    with _evaluating(reference, training) as dataset:
+    with _evaluating(reference, training) as (dataset, before):
         for batch, chunk, samples in _chunks(reference, dataset, range(batches) if batches else None):
             given = _collated(reference, batch, chunk, samples)
             data, digest = _converted(reference, given), digest_values(given) if digests else ""
@@ -108,7 +109,8 @@ def evaluated_chunks(
                         left=left.get(replica),
                     )
                     if goes_on:
-                        left[replica] = reference.chunk_run.left.now()
+                        left[replica] = deepcopy(reference.chunk_run.left.now())
+                    before.put_back()
                     if watched:
                         outputs[name] = modules.stop()
             seed = evaluation_seed(reference.job.seed, batch, chunk)
@@ -121,7 +123,7 @@ def watched_metric(
 ) -> tuple[Sequence[ModuleOutput], Sequence[str]]:
     """What modules have and output in that metric alone, after `updates` updates, and the names of those that are in training mode."""
     watch = ModuleWatch(reference.model, tensors=True, sampled=True)
-    with _evaluating(reference) as dataset, watch.attached():
+    with _evaluating(reference) as (dataset, before), watch.attached():
         for batch, chunk, samples in _chunks(reference, dataset, [place.batch]):
             if chunk != place.chunk:
                 continue
@@ -130,31 +132,33 @@ def watched_metric(
                 training = [name for name, each in reference.model.named_modules() if each.training]
                 watch.start()
                 _sums(reference, batch, chunk, len(samples), data, name, updates)
+                before.put_back()
                 if name == place.metric:
                     return watch.stop(), training
     return (), ()
 
 
 @contextmanager
-def _evaluating(reference: Reference, training: Collection[nn.Module] = ()) -> Iterator[Any]:
-    """A context of metrics, at whose end nothing has changed; yields the evaluation data."""
+def _evaluating(
+    reference: Reference, training: Collection[nn.Module] = ()
+) -> Iterator[tuple[Any, BeforeMetrics]]:
+    """A context of metrics, at whose end nothing has changed; yields the evaluation data, and what is to be put back after each metric."""
     assert reference.job.evaluate is not None
     modes = [(module, module.training) for module in reference.model.modules()]
-    buffers = [(each, each.clone()) for each in reference.model.buffers()] if training else []
     with preserved_draws(), torch.no_grad(), _tables_kept(reference.model):
         seed_everything(derive(reference.job.seed, "data"))
         dataset = reference.job.evaluate.data()
         reference.model.eval()
         for module in training:
             module.training = True
+        before = BeforeMetrics(reference.model)
         try:
             with default_dtype(reference.dtype):
-                yield dataset
+                yield dataset, before
         finally:
+            before.put_back()
             for module, was in modes:
                 module.training = was
-            for buffer, value in buffers:
-                buffer.copy_(value)
 
 
 @contextmanager
@@ -216,19 +220,16 @@ def _sums(
     reference: Reference, batch: int, chunk: int, num_samples: int, data: Any, metric: str, updates: int, *, seeds: bool = True, left: Any = None,
 ) -> tuple[float, float]:  # fmt: skip
     """The sum and weight of a metric of one chunk. left: what it finds in attributes; None: what was there in the beginning."""
-    lower, numbers = reference.autocast, plain_numbers(reference.model)
+    lower = reference.autocast
     if seeds:
         reference.chunk_run.seed(evaluation_seed(reference.job.seed, batch, chunk))
     reference.chunk_run.left.put_values(left) if left is not None else reference.chunk_run.left.put(None)
-    try:
-        with (
-            at_step(updates),
-            KeyedDraws() if reference.plan.captures else nullcontext(),
-            torch.autocast(reference.device.type, lower, enabled=lower is not None),
-        ):
-            returned = _metrics(reference)[metric](reference.model, data)
-    finally:
-        put_numbers(reference.model, numbers)
+    with (
+        at_step(updates),
+        KeyedDraws() if reference.plan.captures else nullcontext(),
+        torch.autocast(reference.device.type, lower, enabled=lower is not None),
+    ):
+        returned = _metrics(reference)[metric](reference.model, data)
     value, weight = returned if isinstance(returned, tuple) else (returned, None)
     if isinstance(value, Tensor) and value.dtype == torch.float16:
         value = value.float()  # whose largest number is 65504
