@@ -40,7 +40,7 @@ from meshloom.verify.compared.compare import Comparer, Comparison, placed
 from meshloom.verify.compared.compare_evaluation import FoundMetric, PlanEvaluation, SeenMetric
 from meshloom.verify.compared.compare_values import FirstWrong, Values
 from meshloom.verify.compared.compared_evaluation import ComparedEvaluation
-from meshloom.verify.compared.whole_batch import WholeBatch, compare_whole_batch
+from meshloom.verify.compared.whole_batch import WholeBatch, compare_whole_batch, may_fit
 from meshloom.verify.comparing import Comparing, ComparisonResult, OneDevice
 from meshloom.verify.diagnose import diagnose
 from meshloom.verify.reference.between_steps.evaluation import EvaluatedChunk
@@ -233,6 +233,7 @@ class ComparisonRun(Comparing):
     def check_metrics(self, ours: PlanEvaluation, updates: int) -> BetweenSteps:
         self._evaluation = ComparedEvaluation(
             ours, self.reference, updates, self._averages, self._reference_record, unmeasured=unmeasured(self._comparer.precision), lower=self._comparer.partial,
+            undivided=self._comparer.modules if may_fit(self.reference) else None,
         )  # fmt: skip
         return self._evaluation.checked
 

@@ -164,6 +164,7 @@ def _between_record(checked: BetweenSteps) -> dict[str, Any]:
         "facts": list(checked.facts),
         "errors": errors,
         "causes": causes,
+        "notes": list(checked.notes),
     }
 
 
@@ -269,7 +270,7 @@ def _between_lines(checked: BetweenSteps) -> list[str]:
     worst = max(checked.errors, key=_severity, default=None)
     if checked.passed:
         size = f" (largest error {worst.error:.1e}, of {worst.name})" if worst else ""
-        return [f"{what}: equal{size}"]
+        return [f"{what}: equal{size}", *checked.notes]
     wrong = sorted((error for error in checked.errors if not error.passed), key=_severity, reverse=True)
     shown = [
         f"  {each.name} differs by {each.error:.1e}, and {each.tolerance:.1e} is tolerated"
@@ -282,6 +283,7 @@ def _between_lines(checked: BetweenSteps) -> list[str]:
         *(f"  {fact}" for fact in checked.facts[:ROWS]),
         *shown,
         *causes,
+        *checked.notes,
     ]
 
 

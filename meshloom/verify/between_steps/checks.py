@@ -75,13 +75,15 @@ class FirstDiffering:
 @dataclass(frozen=True, kw_only=True)
 class BetweenSteps:
     """What was compared, such as "the evaluation after 2 steps". facts: differences other than numbers, a sentence each. causes: likely ones,
-    where something differs. first_module: then the first one in the order of the program that is wrong, if there is one."""
+    where something differs. first_module: then the first one in the order of the program that is wrong, if there is one. notes: on the job, which
+    are no differences."""
 
     what: str
     errors: Sequence[TensorError] = ()
     facts: Sequence[str] = ()
     causes: Sequence[Cause] = ()
     first_module: str | None = None
+    notes: Sequence[str] = ()
 
     @property
     def passed(self) -> bool:

@@ -54,6 +54,7 @@ MODE = "the mode of "  # before a module's name, in what changes
 TRAINED = "whether something trains "  # before a parameter's
 # error beyond which what a program has of a module is not its output, as metrics would show
 _OTHER_VALUE = 0.1
+_METRIC = "ml.Metric(update, compute) computes it of all samples, alike under every plan"
 _PASSED = Cause(
     "between steps",
     "Evaluated once more, all metrics agree with one device's: what an evaluation finds depends on what ran before it.",
@@ -62,11 +63,12 @@ _PASSED = Cause(
 
 class ComparedEvaluation:
     """An evaluation of the plan after `updates` updates, compared with one device's. unmeasured, lower: of the tolerances. averages: what evaluations see in
-    place of parameters. record: of one device's last step. checked: what is known without a repetition."""
+    place of parameters. record: of one device's last step. undivided: tolerance of means on batches that are not divided; None: they may not fit in
+    memory. checked: what is known without a repetition."""
 
     def __init__(
         self, ours: PlanEvaluation, reference: Reference, updates: int, averages: AverageErrors | None, record: StepRecord,
-        *, unmeasured: float, lower: torch.dtype | None,
+        *, unmeasured: float, lower: torch.dtype | None, undivided: float | None = None,
     ) -> None:  # fmt: skip
         self._ours, self._reference, self._updates, self._averages = ours, reference, updates, averages
         self._order = order_of_modules(record, reference.plan)
@@ -82,6 +84,7 @@ class ComparedEvaluation:
             )
             errors = metric_errors(ours.metrics, ours.chunks, self._tolerances, updates - 1)
             outputs = list(self._output_errors())
+            notes = [] if undivided is None else self._undivided(undivided)
         self._wrong_outputs = [place for place, error in outputs if not error.passed]
         self._wrong = None if all(each.passed for each in errors) else self._wrong_metrics()
         self._data = next(wrong_data(ours.chunks, self._right), None)
@@ -91,7 +94,7 @@ class ComparedEvaluation:
         facts = [*(f"The evaluation changes {name}." for name in ours.changed), *ours.disagree]
         self.checked = BetweenSteps(
             what=ours.what, errors=[*errors, *(error for _, error in outputs)], causes=[cause] if cause else [],
-            facts=[*facts, self._data.sentence] if self._data else facts,
+            facts=[*facts, self._data.sentence] if self._data else facts, notes=notes,
         )  # fmt: skip
 
     def find(self, chunks: Sequence[EvaluatedChunk], again: Mapping[str, float]) -> FoundMetric:
@@ -142,6 +145,30 @@ class ComparedEvaluation:
         return evaluated_chunks(
             self._reference, self._updates, self._ours.batches, digests=True, watch=places
         )
+
+    def _undivided(self, tolerance: float) -> list[str]:
+        """Whether one device has the same means of plain functions on batches that are not divided; a line each, or one."""
+        means, plain = (
+            means_of(self._right),
+            [name for name in self._right[0].sums if name not in self._right[0].returned],
+        )
+        if self._reference.plan.num_chunks == 1 or not plain:
+            return []
+        try:
+            found = evaluated_chunks(self._reference, self._updates, self._ours.batches, undivided=True)
+        except (
+            Exception
+        ) as error:  # of the job's own code, which gets no such batch under the plan, or of memory
+            return [
+                f"metrics on whole batches: not compared, {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            ]
+        whole, draws = means_of(found), {name for each in (*found, *self._right) for name in each.draws}
+        others = [name for name in plain if not metric_error(whole[name], means[name]) <= tolerance]
+        return [
+            f"{name} is {means[name]:.6g} in the mean over chunks and {whole[name]:.6g} in that over whole batches, "
+            + ("because it draws" if name in draws else f"because it is no mean over samples. {_METRIC}")
+            for name in others
+        ] or [f"metrics on whole batches: one device has the same of {', '.join(plain)}"]
 
     def _tensors(self) -> set[str]:
         model = self._reference.model

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ from torch import Tensor, nn
 
 from meshloom.core.modules.held_generators import held_generators
 from meshloom.core.moments.current_step import at_step
+from meshloom.core.objectives import Metric
+from meshloom.core.plan import Plan
 from meshloom.core.random import (
     KeyedDraws,
     derive,
@@ -34,9 +37,9 @@ from meshloom.verify.reference.step_records import ModuleOutput
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluatedChunk:
-    """The sum and weight of every metric of one chunk of one batch. data: digest of its batch; "": not asked for. seed: from which metrics draw.
-    outputs: by metric, of modules;
-    of chunks that are watched."""
+    """The sum and weight of every metric of one chunk of one batch; of a `Metric` a number in which every element counts, and samples. data: digest
+    of its batch; "": not asked for. seed: from which metrics draw. outputs: by metric, of modules; of chunks that are watched. returned: by
+    `Metric`, on one device, what computes it of all samples and what its `update` returned. draws: names of metrics that draw, on one device."""
 
     batch: int
     chunk: int
@@ -44,6 +47,8 @@ class EvaluatedChunk:
     data: str = ""
     seed: int = 0
     outputs: Mapping[str, Sequence[ModuleOutput]] = field(default_factory=dict[str, Sequence[ModuleOutput]])
+    returned: Mapping[str, tuple[Callable[..., float], Any]] = field(default_factory=dict[str, tuple[Callable[..., float], Any]])  # fmt: skip
+    draws: Sequence[str] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,60 +66,84 @@ def evaluate(reference: Reference, updates: int, batches: int | None = None) -> 
 
 
 def means_of(chunks: Sequence[EvaluatedChunk]) -> dict[str, float]:
-    """Of every metric; nan where there is no weight."""
+    """Of every metric; nan where there is no weight. Of a `Metric` what it computes of all samples; nan if it cannot."""
     found: dict[str, float] = {}
     for name in chunks[0].sums if chunks else ():
+        if name in chunks[0].returned:
+            found[name] = math.nan
+            with suppress(Exception):
+                found[name] = _computed([each.returned[name] for each in chunks])
+            continue
         total, weight = map(sum, zip(*(each.sums[name] for each in chunks), strict=True))
         found[name] = total / weight if weight else math.nan
     return found
 
 
+def _computed(returned: Sequence[tuple[Callable[..., float], Any]]) -> float:
+    """Of all samples."""
+    compute, first = returned[0]
+    if isinstance(first, dict):
+        return compute(**{name: torch.cat([each[name].cpu() for _, each in returned]) for name in first})
+    if isinstance(first, tuple | list):
+        return compute(
+            *(torch.cat([each[number].cpu() for _, each in returned]) for number in range(len(first)))
+        )
+    return compute(torch.cat([each.cpu() for _, each in returned]))
+
+
+def _compute(function: Any, dtype: torch.dtype | None, *arguments: Tensor, **named: Tensor) -> float:
+    """What `Metric.compute` makes of all samples, where new numbers are of this dtype."""
+    with default_dtype(dtype):
+        value = float(function(*arguments, **named))
+    if hasattr(function, "reset"):
+        function.reset()
+    return value
+
+
 def evaluated_chunks(
     reference: Reference, updates: int, batches: int | None = None, *, training: Collection[nn.Module] = (), digests: bool = False,
-    watch: Collection[tuple[int, int]] = (), anew: bool = True, told: Callable[[int], int] | None = None, goes_on: bool = False,
+    watch: Collection[tuple[int, int]] = (), anew: bool = True, told: Callable[[int], int] | None = None, goes_on: bool = False, undivided: bool = False,
 ) -> list[EvaluatedChunk]:  # fmt: skip
     """Every chunk after `updates` updates. batches: so many of the data alone. training: modules in training mode, which would be wrong.
     digests: whether those of the data are wanted. watch: batch and chunk of those in which modules are. anew: whether every metric's draws begin
     anew, as they should, and not the first one's alone. told: number of a batch -> what `meshloom.step()` is in it, in place of `updates`. goes_on: whether
-    a replica's forwards find what the one before has left in attributes, which would be wrong.
+    a replica's forwards find what the one before has left in attributes, which would be wrong. undivided: whether each batch is one chunk.
 
     Nothing of the reference changes: modules are put into evaluation mode and back, and metrics run without gradients.
     """
     found: list[EvaluatedChunk] = []
     left: dict[int, Any] = {}  # of a replica
-    modules = ModuleWatch(reference.model, tensors=True, sampled=True)
+    modules, metrics = ModuleWatch(reference.model, tensors=True, sampled=True), _metrics(reference)
     with _evaluating(reference, training) as (dataset, before):
-        for batch, chunk, samples in _chunks(reference, dataset, range(batches) if batches else None):
+        plan = Plan() if undivided else reference.plan
+        for batch, chunk, samples in _chunks(reference, dataset, range(batches) if batches else None, plan):
             given = _collated(reference, batch, chunk, samples)
             data, digest = _converted(reference, given), digest_values(given) if digests else ""
             sums: dict[str, tuple[float, float]] = {}
             outputs: dict[str, Sequence[ModuleOutput]] = {}
+            returned: dict[str, tuple[Callable[..., float], Any]] = {}
+            draws: list[str] = []
             watched = (batch, chunk) in watch
             with modules.attached() if watched else nullcontext():
-                for number, name in enumerate(_metrics(reference)):
+                for number, name in enumerate(metrics):
                     if watched:
                         modules.start()
                     seeds = anew or not number
                     replica = chunk // reference.plan.microbatches
                     step = updates if told is None else told(batch)
-                    sums[name] = _sums(
-                        reference,
-                        batch,
-                        chunk,
-                        len(samples),
-                        data,
-                        name,
-                        step,
-                        seeds=seeds,
-                        left=left.get(replica),
-                    )
+                    value = _returned(
+                        reference, batch, chunk, data, name, step, seeds=seeds, left=left.get(replica), draws=draws,
+                    )  # fmt: skip
+                    sums[name] = _sums(value, len(samples), metrics[name])
+                    if isinstance(metric := metrics[name], Metric):
+                        returned[name] = partial(_compute, metric.compute, reference.dtype), value
                     if goes_on:
                         left[replica] = deepcopy(reference.chunk_run.left.now())
                     before.put_back()
                     if watched:
                         outputs[name] = modules.stop()
             seed = evaluation_seed(reference.job.seed, batch, chunk)
-            found.append(EvaluatedChunk(batch=batch, chunk=chunk, sums=sums, data=digest, seed=seed, outputs=outputs))  # fmt: skip
+            found.append(EvaluatedChunk(batch=batch, chunk=chunk, sums=sums, data=digest, seed=seed, outputs=outputs, returned=returned, draws=draws))  # fmt: skip
     return found
 
 
@@ -124,14 +153,14 @@ def watched_metric(
     """What modules have and output in that metric alone, after `updates` updates, and the names of those that are in training mode."""
     watch = ModuleWatch(reference.model, tensors=True, sampled=True)
     with _evaluating(reference) as (dataset, before), watch.attached():
-        for batch, chunk, samples in _chunks(reference, dataset, [place.batch]):
+        for batch, chunk, samples in _chunks(reference, dataset, [place.batch], reference.plan):
             if chunk != place.chunk:
                 continue
             data = _converted(reference, _collated(reference, batch, chunk, samples))
             for name in _metrics(reference):
                 training = [name for name, each in reference.model.named_modules() if each.training]
                 watch.start()
-                _sums(reference, batch, chunk, len(samples), data, name, updates)
+                _returned(reference, batch, chunk, data, name, updates)
                 before.put_back()
                 if name == place.metric:
                     return watch.stop(), training
@@ -191,7 +220,7 @@ def _metrics(reference: Reference) -> Mapping[str, Any]:
 
 
 def _chunks(
-    reference: Reference, dataset: Any, batches: Sequence[int] | None
+    reference: Reference, dataset: Any, batches: Sequence[int] | None, plan: Plan
 ) -> Iterator[tuple[int, int, Sequence[Any]]]:
     """Number of the batch, of the chunk, and its samples. batches: of these alone; None: of all."""
     job = reference.job
@@ -203,7 +232,8 @@ def _chunks(
         for index in range(start, min(start + size, len(dataset))):
             seed_reading(held, sample_seed(job.seed, -1, index))  # -1: the epoch of evaluations
             samples.append(dataset[index])
-        for chunk in forwards_of(reference.plan, samples, reference.shares_now, synchronised=False):
+        shares = reference.shares_now if plan is reference.plan else None
+        for chunk in forwards_of(plan, samples, shares, synchronised=False):
             yield batch, chunk.members[0][0], chunk.samples
 
 
@@ -216,22 +246,46 @@ def _converted(reference: Reference, collated: Any) -> Any:
     return convert(collated, reference.device, reference.dtype or reference.updated.dtype)
 
 
-def _sums(
-    reference: Reference, batch: int, chunk: int, num_samples: int, data: Any, metric: str, updates: int, *, seeds: bool = True, left: Any = None,
-) -> tuple[float, float]:  # fmt: skip
-    """The sum and weight of a metric of one chunk. left: what it finds in attributes; None: what was there in the beginning."""
-    lower = reference.autocast
+def _returned(
+    reference: Reference, batch: int, chunk: int, data: Any, metric: str, updates: int, *, seeds: bool = True, left: Any = None,
+    draws: list[str] | None = None,
+) -> Any:  # fmt: skip
+    """What a metric's function returns for a chunk. left: what it finds in attributes; None: what was there in the beginning. draws: gets the metric's
+    name, if it draws."""
+    lower, function = reference.autocast, _metrics(reference)[metric]
     if seeds:
         reference.chunk_run.seed(evaluation_seed(reference.job.seed, batch, chunk))
     reference.chunk_run.left.put_values(left) if left is not None else reference.chunk_run.left.put(None)
+    generator = torch.get_rng_state()
     with (
         at_step(updates),
         KeyedDraws() if reference.plan.captures else nullcontext(),
         torch.autocast(reference.device.type, lower, enabled=lower is not None),
     ):
-        returned = _metrics(reference)[metric](reference.model, data)
+        returned = (function.update if isinstance(function, Metric) else function)(reference.model, data)
+    if draws is not None and not torch.equal(generator, torch.get_rng_state()):
+        draws.append(metric)
+    return returned
+
+
+def _sums(returned: Any, num_samples: int, metric: Any) -> tuple[float, float]:
+    """The sum and weight that it adds."""
+    if isinstance(metric, Metric):
+        tensors = list(returned.values()) if isinstance(returned, dict) else returned
+        tensors = list(tensors) if isinstance(tensors, tuple | list) else [tensors]
+        return sum((1 + number) * _weighted(each) for number, each in enumerate(tensors)), float(num_samples)
     value, weight = returned if isinstance(returned, tuple) else (returned, None)
     if isinstance(value, Tensor) and value.dtype == torch.float16:
         value = value.float()  # whose largest number is 65504
     total = float(value if weight is not None else value * num_samples)
     return total, float(weight) if weight is not None else float(num_samples)
+
+
+def _weighted(tensor: Tensor) -> float:
+    """Means of samples, added up with weights that rise from 1 to 2."""
+    flat = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).double().flatten()
+    if not flat.numel():
+        return 0.0
+    of_sample = flat.numel() // len(tensor)
+    places = torch.arange(flat.numel(), device=flat.device) // of_sample
+    return float((flat * (1 + places / len(tensor))).sum() / of_sample)
