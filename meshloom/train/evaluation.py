@@ -68,9 +68,9 @@ class TeamEvaluation:
         return self.newest[0]
 
     def evaluate_each(
-        self, next_step: int, num_batches: int | None = None, observers: Sequence[EvaluationObserver] = (), *, trial: bool = False,
-    ) -> list[dict[str, float]]:  # fmt: skip
-        """The same, as each replica of this process has it. observers: one for each, or none. trial: of `evaluate`."""
+        self, next_step: int, num_batches: int | None = None, observers: Sequence[EvaluationObserver] = ()
+    ) -> list[dict[str, float]]:
+        """The same, as each replica of this process has it. observers: one for each, or none."""
         if self._job.evaluate is None:
             raise JobError(
                 "This job has nothing to evaluate. Give it evaluate=Evaluate(data, metrics, every)."
@@ -90,7 +90,11 @@ class TeamEvaluation:
             seen = dict(zip(map(id, replicas.all), observers, strict=False))
             values = replicas.together(
                 lambda each: evaluate(
-                    each, chunks[replicas.all.index(each)], next_step, seen.get(id(each)), trial=trial
+                    each,
+                    chunks[replicas.all.index(each)],
+                    next_step,
+                    seen.get(id(each)),
+                    trial=num_batches is not None,
                 )
             )
         replicas.enter("between steps", next_step)
@@ -113,7 +117,7 @@ class TeamEvaluation:
             return
         self._tried = True
         with preserved_draws_of_devices():
-            self.newest = self.evaluate_each(next_step, 1, trial=True)
+            self.evaluate_each(next_step, 1)
 
 
 def _step_schedulers(replica: Replica, metrics: Mapping[str, float]) -> Steps[None]:

@@ -305,7 +305,10 @@ def _from_update(
     wrong = {*comparison.failed("update"), *comparison.failed("parameter")}
     names = list(dict.fromkeys(error.name for error in comparison.errors if error.name in wrong))
     of_schedulers = [
-        Cause("optimizer", f"The gradients agree, and what schedulers keep does not: {each}{_although(ours)}")
+        Cause(
+            "optimizer",
+            f"The gradients agree, and what {'schedulers keep' if ' of scheduler ' in each else 'is reported'} does not: {each}{_although(ours)}",
+        )
         for each in settings[:1]
     ]
     if not names:

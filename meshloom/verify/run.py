@@ -20,6 +20,7 @@ from meshloom.launch.one_at_a_time import working_alone
 from meshloom.machine.process_memory import collected_once
 from meshloom.planner.readings import Readings
 from meshloom.telemetry.timings import Timings
+from meshloom.verify.between_steps.scale_over_time import scale_over_time
 from meshloom.verify.compared.compare import Comparer
 from meshloom.verify.comparison_run import compare_here
 from meshloom.verify.fewer_blocks import unfilled, with_fewer_blocks
@@ -125,7 +126,7 @@ def _report(run: VerifiedRun, apart: VerifiedRun, plan: Plan, *, keyed: bool) ->
         plan=str(plan), devices=run.devices, precision=_name_of(result.comparer.precision), owned=run.owned,
         steps=result.steps, causes=run.causes, casts=result.comparer.casts, whole=result.whole, autocast=_of_precision(run.plan, result.comparer, run.dtype),
         settings=numeric_settings(), from_float64=result.from_float64, differing=result.differing, digest=run.digest, unlike_training=_why_unlike(run),
-        notes=[*run.notes, *notes], between=run.between, general=[*mistakes_on_both_sides(run.job, run.plan)],
+        notes=[*run.notes, *notes], between=[*run.between, *scale_over_time(run.plan)], general=[*mistakes_on_both_sides(run.job, run.plan)],
         apart=_report(apart, apart, plan, keyed=keyed) if apart is not run and apart.result else None,
     )  # fmt: skip
 

@@ -35,6 +35,7 @@ from meshloom.verify.reference.step_records import (
     ModuleOutput,
     Setting,
     StepRecord,
+    reported_rates,
     settings_of,
 )
 
@@ -166,7 +167,7 @@ class StepObserver:
         apart = (yield from _apart_of(self._replica, self._held, digests)) if _differ(digests) else []
         inconsistent = yield from _inconsistencies(self._replica)
         updater = self._replica.updater
-        mine_set = settings_of(updater.state.optimizers, updater.schedulers)
+        mine_set = settings_of(updater.state.optimizers, updater.schedulers) | reported_rates(updater.learning_rates())  # fmt: skip
         settings: list[dict[str, Setting]] = yield from collect(world, mine_set)
         records = (ChunkRecord.from_dict(chunk) for of_rank in chunks for chunk in of_rank)
         return StepRecord(

@@ -1,23 +1,33 @@
-"""Loads a job's weights from its files into a full model, whole files at a time.
+"""What one device's model starts from: a seed, and a job's weights from its files, whole files at a time.
 
 What ranks do in slices is implemented here a second time.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+import random
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+import numpy
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from meshloom.core.job import Job
 from meshloom.core.modules.built import originals
-from meshloom.core.random import model_seed
 
 WeightNames = Mapping[str, str | None] | Callable[[str], str | None] | None
+
+
+def seed_model(seed: int) -> None:
+    """Seed what a model function draws from, by no function that ranks use."""
+    number = int.from_bytes(hashlib.blake2b(f"{seed}/model".encode(), digest_size=8).digest(), "little") >> 1
+    torch.manual_seed(number)
+    random.seed(number)
+    numpy.random.seed(number % 2**32)
 
 
 def with_values(model: nn.Module, job: Job) -> nn.Module:
@@ -31,7 +41,7 @@ def with_values(model: nn.Module, job: Job) -> nn.Module:
     names = {name: _renamed(name, job.weight_names) for name in model.state_dict()}
     found = {name: stored[there] for name, there in names.items() if there in stored}
     model.load_state_dict(found, strict=False)
-    torch.manual_seed(model_seed(job.seed))  # no draw of the construction counts
+    seed_model(job.seed)  # no draw of the construction counts
     return model
 
 

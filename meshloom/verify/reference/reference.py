@@ -25,7 +25,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
-from meshloom.core.random import model_seed, preserved_draws, seed_everything
+from meshloom.core.random import preserved_draws
 from meshloom.parameters.keyed_init import call_model
 from meshloom.verify.reference.buffer_merging import (
     BufferMerging,
@@ -37,14 +37,14 @@ from meshloom.verify.reference.buffer_merging import (
 from meshloom.verify.reference.chunk_run import ChunkResult, ChunkRun
 from meshloom.verify.reference.chunks_of_plan import ReferenceForward, forwards_of
 from meshloom.verify.reference.float64_blocks import norm_of_all
-from meshloom.verify.reference.from_files import with_hooks, with_values
+from meshloom.verify.reference.from_files import seed_model, with_hooks, with_values
 from meshloom.verify.reference.loss_scaling import ReferenceScale
 from meshloom.verify.reference.masters import ReferenceMasters
 from meshloom.verify.reference.mistakes import subsample_each
 from meshloom.verify.reference.observers import CastWatch, ModuleWatch
 from meshloom.verify.reference.other_precision import convert_model, default_dtype, most_precise
 from meshloom.verify.reference.samples_of_epoch import read_batches
-from meshloom.verify.reference.step_records import Cast, ChunkRecord, StepRecord, group_names, settings_of
+from meshloom.verify.reference.step_records import Cast, ChunkRecord, StepRecord, group_names, right_settings
 from meshloom.verify.reference.trained_losses import (
     densify_gradients,
     is_meant,
@@ -78,7 +78,7 @@ class Reference:
         self.job, self.plan, self.dtype = job, plan, dtype
         self._recorded_shares, self.device = shares, torch.device(device)
         with preserved_draws():
-            seed_everything(model_seed(job.seed))
+            seed_model(job.seed)
             self.model = with_values(convert_model(with_hooks(call_model(job)), self.device, dtype), job)
             if not self.model.training:  # the job returns the whole model in evaluation mode
                 self.model.train()
@@ -189,7 +189,7 @@ class Reference:
         return StepRecord(
             step=self.step, loss=self.loss, weight=self._weight, gradient_norm=norm, gradients=gradients, chunks=self.chunks,
             casts=tuple(dict.fromkeys(casts)), turn=self.turn.name, skipped=self.scale.overflowed,
-            settings=[settings_of(optimizers, [each for loss in self.losses for each in loss.schedulers])],
+            settings=[right_settings(optimizers, [each for loss in self.losses for each in loss.schedulers])],
             groups=group_names(optimizers, {id(each): name for name, each in self.updated.all.items()}),
         )  # fmt: skip
 

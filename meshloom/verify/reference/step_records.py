@@ -157,6 +157,18 @@ def settings_of(optimizers: Sequence[Optimizer], schedulers: Sequence[Any]) -> d
     return _group_settings(optimizers) | kept
 
 
+def reported_rates(rates: Sequence[float]) -> dict[str, Setting]:
+    """Learning rates of all groups, as a run reports them."""
+    return {f"learning rate {number}, as it is reported,": rate for number, rate in enumerate(rates)}
+
+
+def right_settings(optimizers: Sequence[Optimizer], schedulers: Sequence[Any]) -> dict[str, Setting]:
+    """Of one device, with what a run should report of them."""
+    groups = [group for each in optimizers for group in each.param_groups]
+    rates = [float(group["lr"]) for group in groups if "lr" in group]
+    return settings_of(optimizers, schedulers) | reported_rates(rates)
+
+
 def _group_settings(optimizers: Sequence[Optimizer]) -> dict[str, Setting]:
     return {
         f"{key} of group {place} of optimizer {number}": value

@@ -7,8 +7,10 @@ the two: they are checked by themselves.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import torch
+from torch import nn
 
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
@@ -23,6 +25,7 @@ from meshloom.core.random import (
     sample_seed,
     seed_torch,
 )
+from meshloom.parameters.keyed_init import call_model
 from meshloom.telemetry.best_metric import BestMetric
 from meshloom.verify.reference.reference import Reference
 from meshloom.verify.reference.samples_of_epoch import read_batches
@@ -58,6 +61,12 @@ def mistakes_on_both_sides(job: Job, plan: Plan) -> Iterator[str]:
             yield f"An epoch of {samples} samples does not read each of them once, on one device too."
     if job.shuffle and (orders[0] == orders[1] or orders[1] == orders[2]):
         yield "Two epochs have the same order, on one device too."
+    if job.init == "keyed":
+        small = [replace(job, seed=seed, model=lambda: nn.Linear(5, 3)) for seed in (job.seed, job.seed + 1)]
+        with preserved_draws():
+            weights = [call_model(each).state_dict()["weight"] for each in small]
+        if torch.equal(*weights):
+            yield "Initial values of two seeds are the same, on one device too."
     if job.evaluate and job.evaluate.best:
         yield from _mistakes_of_the_best(job.evaluate.best)
 
