@@ -172,7 +172,11 @@ class AllSamples:
                 except ComputeError as error:
                     if not trial:
                         raise
-                    return math.nan, f"Metric {self._name!r}: on the first batch alone {error}. It is called with all samples."  # fmt: skip
+                    why = str(error).rstrip(".")
+                    return (
+                        math.nan,
+                        f"Metric {self._name!r}, tried on a part of the data: {why}. Evaluations call it with all samples.",
+                    )
 
         found = yield from on_rank_0(world, compute, JobError)
         value, note = yield from share(world, found)
