@@ -123,7 +123,8 @@ def test_asynchronous_runs_say_so_too():
 @pytest.mark.parametrize("how", ["in place", "number"])
 def test_verification_sees_what_is_not_put_back(how: str, monkeypatch: pytest.MonkeyPatch):
     report = verify(job(how), Plan.parse("dp=2"), devices="simulated", dtype=torch.float64, quick=False)
-    assert report is not None and report.passed, lines_of(report)
+    assert report is not None
+    assert report.passed, lines_of(report)
     monkeypatch.setattr(ModelState, "put_back", lambda self: None)
     monkeypatch.setattr(ModelState, "end", lambda self: None)
     report = verify(job(how), Plan.parse("dp=2"), devices="simulated", dtype=torch.float64, quick=False)

@@ -68,7 +68,7 @@ def test_rightly_kept_checkpoints_are_a_line():
 
 
 def test_one_checkpoint_more_than_is_asked_for(monkeypatch: pytest.MonkeyPatch):
-    right = saving._commit  # pyright: ignore[reportPrivateUsage]
+    right: Any = saving._commit  # pyright: ignore[reportPrivateUsage]
     monkeypatch.setattr(saving, "_commit", lambda *given: right(*given[:4], given[4] + 1, given[5]))
     check_seen(verified(kept()), "With keep_checkpoints=2, ")
 

@@ -81,6 +81,7 @@ def _evaluate(
 ) -> Steps[dict[str, float]]:
     given = replica.job.evaluate
     assert given
+    metrics = given.functions
     sums = MetricSums([name for name, each in given.metrics.items() if not isinstance(each, Metric)], replica.context.device)  # fmt: skip
     samples = {name: AllSamples(name, each) for name, each in given.metrics.items() if isinstance(each, Metric)}  # fmt: skip
     place = replica.context.place
@@ -93,7 +94,7 @@ def _evaluate(
             if not chunk.samples:
                 continue
             data, moment = replica.scope.data(chunk), replica.scope.evaluation(chunk, updates)
-            for name, metric in given.functions.items():
+            for name, metric in metrics.items():
                 replica.scope.seed(moment)
                 of_all = samples.get(name)
                 so_far = of_all.so_far if of_all else partial(sums.of, name)

@@ -117,7 +117,7 @@ class TeamEvaluation:
             return
         self._tried = True
         with preserved_draws_of_devices():
-            self.evaluate_each(next_step, 1)
+            self.evaluate(next_step, num_batches=1)
 
 
 def _step_schedulers(replica: Replica, metrics: Mapping[str, float]) -> Steps[None]:

@@ -2,7 +2,7 @@
 
 start-up       the model is made, and what the rank does not hold is let go of
 step           forwards, backwards, exchange, update
-evaluation     a forward that saves nothing, beside all that stays
+evaluation     a forward that saves nothing, beside all that stays and a copy of the buffers
 checkpoint     what a rank has of the state is written from where it is
 verification   the step, with one device's reference on rank 0
 """
@@ -119,7 +119,7 @@ def memory_of_rank(
     phases = {
         "start-up": _start(plan, held, facts, first=first, one_copy=one_copy),
         "step": max(computing, updating),
-        "evaluation": after + batch + held.full + facts.evaluation // plan.tp,
+        "evaluation": after + batch + held.full + held.buffers + facts.evaluation // plan.tp,
         "checkpoint": after + _of_checkpoint(plan, facts),
     }
     if background:  # steps go on beside the copy
