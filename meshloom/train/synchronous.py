@@ -87,9 +87,7 @@ class SynchronousRun:
             Shortage.trim()
             self._recording = TimelineRecording(plan, self.replicas, out, start_step=self.next_step, steps=steps, main=world.main)  # fmt: skip
             listener.started(_beginning(plan, world, one_copy=first.exchange.one_copy))
-            notes = [*first.notes(), *idle_lines_of(first, plan, job.batch_size), *self.replicas.warnings]
-            for note in notes:
-                listener.note(note)
+            _tell(listener, [*first.notes(), *idle_lines_of(first, plan, job.batch_size), *self.replicas.warnings])  # fmt: skip
             self.replicas.enter("between steps", self.next_step)
             self._stack = building.pop_all()
 

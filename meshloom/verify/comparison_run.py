@@ -244,8 +244,7 @@ class ComparisonRun(Comparing):
         return self._evaluation.find(chunks, again)
 
     def explain_evaluation(self, seen: Sequence[SeenMetric]) -> BetweenSteps:
-        comparer = self._comparer
-        tolerance = max(unmeasured_through(comparer.precision), most_tolerated(comparer.partial))
+        tolerance = max(unmeasured_through(self._comparer.precision), most_tolerated(self._comparer.partial))
         return self._evaluation.explain(seen, tolerance)
 
     def check_saved(self, path: Path, what: str) -> BetweenSteps:

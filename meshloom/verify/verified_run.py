@@ -150,8 +150,7 @@ class VerifiedRun:
                 if passed and _varies(trainer, self._unused):
                     passed = self._take(trainer, range(trainer.next_step, min(trainer.next_step + 2, total)))
                 compare = self.comparison and self.comparison.check_saved
-                if passed:
-                    self.between += saved_after_resuming(trainer, path, compare)
+                self.between += saved_after_resuming(trainer, path, compare) if passed else []
             del trainer
             if lost:
                 again, _ = saved_again(self._opened(total, resume=path, compares=False), path)
