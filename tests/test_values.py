@@ -8,7 +8,15 @@ import pytest
 import torch
 
 from meshloom.comm.group import Group
-from meshloom.comm.objects import _pickled, agree, collect, on_rank_0, scatter_objects, share
+from meshloom.comm.objects import (
+    _pickled,
+    agree,
+    collect,
+    gather_objects,
+    on_rank_0,
+    scatter_objects,
+    share,
+)
 from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.steps import Steps, run_in_steps
 from meshloom.core.errors import CollectiveError, DataError, PlanError
@@ -33,6 +41,17 @@ def test_shared_value_is_the_sources_on_all_ranks(value, source):
 def test_collected_values_of_different_lengths_come_in_rank_order():
     values = ["", "long " * 99, {"a": [1]}, None]
     assert run_in_steps([collect(group, values[group.rank]) for group in simulated_groups(4)]) == [values] * 4
+
+
+@pytest.mark.parametrize("destination", [0, 2])
+def test_gathered_objects_come_in_rank_order_to_one_rank(destination: int):
+    """Of different lengths, also where a rank has nothing to give."""
+    given = [[torch.arange(5.0)], [], [torch.arange(3.0), "text"]]
+    found = run_in_steps(
+        [gather_objects(group, given[group.rank], destination) for group in simulated_groups(3)]
+    )
+    assert [str(each) for each in found[destination]] == [str(each) for each in given]
+    assert [each for rank, each in enumerate(found) if rank != destination] == [[], []]
 
 
 def test_equal_facts_agree():
