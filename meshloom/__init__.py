@@ -7,6 +7,7 @@ from meshloom.asynchronous.protocol.circumstances import Circumstances
 from meshloom.core.errors import MeshloomError
 from meshloom.core.job import Evaluate, Job
 from meshloom.core.losses.logged import log
+from meshloom.core.losses.whole_batch import gather
 from meshloom.core.mesh import Mesh
 from meshloom.core.moments.by_metric import ByMetric
 from meshloom.core.moments.current_step import step
@@ -34,6 +35,7 @@ __all__ = [
     "Trainer",
     "from_lightning",
     "from_transformers",
+    "gather",
     "log",
     "step",
 ]

@@ -40,6 +40,7 @@ from meshloom.replica.buffers.batch_norm import unsynchronised
 from meshloom.replica.buffers.merged_buffers import RunningStatistics
 from meshloom.replica.chunk_scope import ChunkScope
 from meshloom.replica.engine import Engine, TakeTensor
+from meshloom.replica.exchanges.gathered_rows import GatheredRows
 from meshloom.replica.gathered_tensors import weights_of_units
 from meshloom.replica.loss_sums import LossSums
 from meshloom.replica.not_finite import find_not_finite
@@ -49,11 +50,13 @@ from meshloom.telemetry.traffic import ExpectedBytes
 
 class ModuleEngine(Engine):
     """One rank's `job` under `plan`, which has neither tp nor pp. asked: the plan that was asked for; where it has some,
-    every rank of a replica does the same."""
+    every rank of a replica does the same. updates: whether the rank updates its parameters."""
 
     runs_whole = True
 
-    def __init__(self, job: Job, plan: Plan, context: RankContext, asked: Plan | None = None) -> None:
+    def __init__(
+        self, job: Job, plan: Plan, context: RankContext, asked: Plan | None = None, *, updates: bool = True
+    ) -> None:
         self.shards = Shards({}, None)
         self._job, self._plan, self._context, self._asked = job, plan, context, asked or plan
         self.team_sums = TeamSums(context.groups.get("pp"), context.groups.get("tp"))
@@ -65,6 +68,7 @@ class ModuleEngine(Engine):
         self.compiler = Compiler(context.device) if plan.compiles else None
         self._losses: dict[LossFunction, LossFunction] = {}  # as written -> compiled
         self._loss = job.loss  # whose turn it is
+        self._gathered = GatheredRows(plan, context, num_losses=len(job.losses) or 1, updates=updates)
         self.watch_rows({}, context.device)
 
     def open(
@@ -121,8 +125,10 @@ class ModuleEngine(Engine):
             for chunk in chunks:
                 self._context.activity.enter("chunk", chunk.step, chunk.index)
                 data = scope.data(chunk)
-                with scope.forward(chunk, partial(self._rerun_alone, chunk, data)):
+                gathered = self._gathered.chunk(self._loss, chunk.step, chunk.batch)
+                with scope.forward(chunk, partial(self._rerun_alone, chunk, data)), gathered:
                     root, loss, weight = loss_sums.add(self._computed(data), chunk)
+                    root = self._gathered.end_forward(root)
                     if chunk is chunks[-1] and not self._units:  # communication overlaps with its backward
                         self._complete(loss_sums)
                         self._exchange.begin_last_chunk()
@@ -133,6 +139,8 @@ class ModuleEngine(Engine):
                 del loss
                 if self._units:
                     self._units.chunk_ended()
+        if not chunks:
+            self._gathered.idle(self._loss)
         if not loss_sums.started:
             self._complete(loss_sums)
         self._exchange.end_chunks()
@@ -145,7 +153,7 @@ class ModuleEngine(Engine):
     def evaluate(
         self, batch: Any, metric: LossFunction, moment: Moment, take: Callable[[Any], None], visit: Visit | None = None
     ) -> Steps[None]:  # fmt: skip
-        with moment.entered():
+        with moment.entered(), self._gathered.evaluating():
             take(metric(self._model, batch))
         if self._units:
             self._units.chunk_ended()
@@ -198,7 +206,11 @@ class ModuleEngine(Engine):
         return (yield from first_difference_in_replica({**kept, **held}, self.shards, team, self._asked))
 
     def expected_bytes(self) -> ExpectedBytes:
-        return self.team_sums.expected_bytes()
+        return self.team_sums.expected_bytes() + self._gathered.expected_bytes()
+
+    @property
+    def waits_inside(self) -> bool:
+        return self._gathered.may_wait
 
     def _compile_losses(self) -> None:
         assert self.compiler
@@ -218,9 +230,10 @@ class ModuleEngine(Engine):
         return computed_with_logs(self._losses.get(self._loss, self._loss), self._model, data)
 
     def _rerun(self, chunk: Chunk, data: Any) -> Tensor:
-        return as_sum(self._loss(self._model, data), chunk.samples, needs_gradient=False)[0]
+        with self._gathered.again():
+            return as_sum(self._loss(self._model, data), chunk.samples, needs_gradient=False)[0]
 
     def _rerun_alone(self, chunk: Chunk, data: Any) -> Tensor:
         """The same without synchronising batch statistics with other replicas."""
-        with unsynchronised(self._model) if self._plan.sync_batch_norm else nullcontext():
+        with unsynchronised(self._model) if self._plan.sync_batch_norm else nullcontext(), self._gathered.again():
             return as_sum(taken_apart(self._computed(data))[0], chunk.samples, needs_gradient=False)[0]

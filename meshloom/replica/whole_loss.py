@@ -85,7 +85,7 @@ def open_engine(
         notes.append(unread_note(plan, unread))
     whole = undivided(plan)
     scope = ChunkScope(job, whole, context, model, dtype=dtype)
-    engine = ModuleEngine(job, whole, context, asked)
+    engine = ModuleEngine(job, whole, context, asked, updates=updates)
     yield from engine.open(model, scope, start.unfilled, own)
     return OpenedEngine(engine=engine, scope=scope, plan=whole, notes=notes, made=made.optimizers)
 

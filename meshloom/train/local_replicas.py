@@ -122,9 +122,10 @@ class LocalReplicas:
         closures = any(hasattr(each, "updater") and each.updater.takes_closures for each in self.all)
         if self._plan.captures or self._plan.zero == 3 or closures:
             return turns.run_steps(ranks)
-        # Synchronised batch statistics wait inside forward, and exchanges of each chunk's gradients inside
-        # backward, so simulated ranks must be able to hand over there.
-        in_turns = self._plan.sync_batch_norm or self._plan.zero >= 2
+        # Synchronised batch statistics and gathered rows wait inside forward, and exchanges of each chunk's
+        # gradients inside backward, so simulated ranks must be able to hand over there.
+        inside = any(hasattr(each, "engine") and each.engine.waits_inside for each in self.all)
+        in_turns = self._plan.sync_batch_norm or self._plan.zero >= 2 or inside
         return run_in_steps(
             ranks,
             (lambda each: turns.run([partial(advance_one, rank) for rank in each])) if in_turns else None,

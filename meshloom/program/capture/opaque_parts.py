@@ -38,6 +38,7 @@ from meshloom.program.opaque.stand_ins import OpaqueError
 from meshloom.program.trace.attributes import TORCHS_OWN
 from meshloom.program.trace.folding import HOOKS
 from meshloom.program.trace.frozen import FrozenDrawError
+from meshloom.program.trace.repeated_export import GatherCapturedError
 
 T = TypeVar("T")
 Parts = Mapping[str, str]  # module -> why it is opaque
@@ -76,7 +77,7 @@ def read_in_parts(read: Callable[[Parts], T], model: nn.Module, asked: Parts) ->
     for _ in range(MOST_TRIED):
         try:
             return read(parts)
-        except ChangedWhileReadError:
+        except (ChangedWhileReadError, GatherCapturedError):
             raise
         except (CaptureError, ChangedCallError) as error:
             # what an attempt with the loss's own code fails at says less than what made it one

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from meshloom.core.errors import CaptureError
 from meshloom.core.job import LossFunction
+from meshloom.core.losses.whole_batch import gathered_by
 from meshloom.core.moments.uncompiled import uncompiled
 from meshloom.core.random import derive, preserved_draws, seed_everything
 from meshloom.program.ir.leaves import Leaves
@@ -39,11 +40,21 @@ def one_thread() -> Iterator[None]:
         yield
 
 
+class GatherCapturedError(CaptureError):
+    """A loss that waits for other replicas, which no part of a program does."""
+
+
 @contextmanager
 def capturing(dtype: torch.dtype | None) -> Iterator[None]:
-    """The context of a capture: one thread, generators restored, `dtype` the default."""
-    with one_thread(), preserved_draws(), default_precision(dtype):
+    """The context of a capture: one thread, generators restored, `dtype` the default, nothing is gathered."""
+    with one_thread(), preserved_draws(), default_precision(dtype), gathered_by(_refuse_to_gather):
         yield
+
+
+def _refuse_to_gather(_: Tensor) -> NoReturn:
+    raise GatherCapturedError(
+        f"meshloom.gather() waits for other replicas within the loss, and a program computes one replica's part without waiting. {WAY_OUT}"
+    )
 
 
 def with_shortcuts(read: Callable[[Shortcuts], T]) -> T:

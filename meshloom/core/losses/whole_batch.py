@@ -1,0 +1,55 @@
+"""`meshloom.gather()`: the rows of all replicas, for a loss over pairs of samples of the whole batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import torch
+from torch import Tensor
+
+from meshloom.core.errors import JobError
+
+# What answers `gather` in this thread; None: whoever calls it has the whole batch.
+_ANSWER: ContextVar[Callable[[Tensor], Tensor] | None] = ContextVar("gather", default=None)
+
+
+def gather(x: Tensor) -> Tensor:
+    """Return the rows of every replica's `x`, in the order of the batch.
+
+    x: [rows, ...], of any dtype; rows may differ between replicas, all else is alike. Returns [sum of all rows, ...].
+
+    For a loss that compares samples of a batch with each other, as a contrastive one does, in the loss or in a module's
+    forward. Gradients flow to the replicas that the rows are from, added up over all replicas' uses. So a replica's loss is the
+    mean over its own rows against the rows of all, or the mean over all rows, the same on every replica: either is what one
+    device has on the whole batch. Every replica calls it equally often.
+
+    On one device, and outside of meshloom, it returns `x`. Raises `JobError` for what has no rows.
+
+    >>> x = torch.ones(3, 2)
+    >>> gather(x) is x
+    True
+    """
+    if not isinstance(x, Tensor) or not x.ndim or x.layout != torch.strided:  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise JobError(
+            f"meshloom.gather() takes a dense tensor whose first dim are the samples, not {_kind(x)}. Use x.unsqueeze(0) for one row, x.to_dense() for a sparse tensor."
+        )
+    answer = _ANSWER.get()
+    return x if answer is None else answer(x)
+
+
+@contextmanager
+def gathered_by(answer: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """A context in which this thread's `gather(x)` returns what `answer` does."""
+    before = _ANSWER.set(answer)
+    try:
+        yield
+    finally:
+        _ANSWER.reset(before)
+
+
+def _kind(x: object) -> str:
+    if not isinstance(x, Tensor):
+        return f"a {type(x).__name__}"
+    return "a tensor without dims" if not x.ndim else f"one of layout {str(x.layout).removeprefix('torch.')}"
