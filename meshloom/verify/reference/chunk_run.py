@@ -30,6 +30,7 @@ from meshloom.core.random import (
     preserved_draws,
     seed_everything,
 )
+from meshloom.verify.reference.between_chunks.chunks_together import ChunksTogether
 from meshloom.verify.reference.chunks_of_plan import ReferenceForward, as_sum
 from meshloom.verify.reference.loss_scaling import ReferenceScale
 from meshloom.verify.reference.observers import (
@@ -162,6 +163,7 @@ class ChunkRun:
         self._by_rows = _draws_by_rows(model)
         self.draws = 0  # losses whose turn it was before in the step
         self.left, self._generators = LeftTensors(model), own_generators(model)
+        self.together = ChunksTogether()
         # step, key of a forward -> those whose seed it has
         self.place_of_seed: Callable[[int, int], tuple[int, int]] = lambda step, key: (step, key)
         self.replaced: Callable[[Any, int], Any] = lambda batch, key: batch  # a forward's batch
@@ -209,6 +211,7 @@ class ChunkRun:
             with (
                 torch.autocast(self._device.type, self.autocast, enabled=self.autocast is not None),
                 casts.computing_loss() if casts else nullcontext(),
+                self.together.forward(None if len(forward.samples) == batch_size else forward.members[0][0]),
             ):
                 computed = computed_with_logs(self.loss, self._model, batch)
             returned, logged = taken_apart(computed)
@@ -221,7 +224,7 @@ class ChunkRun:
                 root = loss_sum / divisor
             # alone, a mode in backward would change what recomputation casts
             with self.norms if self.norms.right or casts else nullcontext():
-                root.backward()
+                self.together.backward(root)
         self.left.take(forward.key)
         draws += moved.stop() if moved else ()
         modules = () if casts is None else self._watch.stop()

@@ -27,6 +27,7 @@ from meshloom.core.job import Job
 from meshloom.core.plan import Plan
 from meshloom.core.random import preserved_draws
 from meshloom.parameters.keyed_init import call_model
+from meshloom.verify.reference.between_chunks.chunks_together import RowsMissingError
 from meshloom.verify.reference.buffer_merging import (
     BufferMerging,
     Numbers,
@@ -144,10 +145,12 @@ class Reference:
         chunks: list[ChunkRecord] = []
         loss = weight = 0.0
         self.model.zero_grad(set_to_none=True)
+        self.chunk_run.together.rows = None
         self.numbers, latest = plain_numbers(self.model), Numbers()
         if not self.chunks and self._initial.keys() & self.parameters.keys():  # there may be a teacher
             _look_for_copies(self)
         start = self.buffers.snapshot()
+        self.chunk_run.together.rows = None
         written: list[tuple[ReferenceForward, dict[str, Tensor]]] = []
         for forward in self.forwards():
             self.buffers.load(start)
@@ -206,7 +209,11 @@ class Reference:
         """Forward and backward of the last step's `forward`; gradients accumulate. watched: whether casts are noted."""
         put_numbers(self.model, self.numbers)
         casts = self._casts if watched else None
-        result = self.chunk_run.run(forward, self.step, casts, len(self.samples))
+        together, batch_size = self.chunk_run.together, len(self.samples)
+        if together.rows is None and len(forward.samples) < batch_size:  # perhaps the loss gathers
+            result = _run_first(self, forward, casts)
+        else:
+            result = self.chunk_run.run(forward, self.step, casts, batch_size)
         self._divisor = result.divisor
         return result
 
@@ -235,6 +242,7 @@ class Reference:
         after the step is restored at the end."""
         after = {name: value.detach().clone() for name, value in _untrained(self.model)}
         gradients, numbers = self.gradients, plain_numbers(self.model)
+        rows = self.chunk_run.together.rows
         with preserved_draws(), self._watch.attached():
             try:
                 self.restore()
@@ -243,6 +251,7 @@ class Reference:
             finally:
                 _put(after, _untrained(self.model), self.buffers)
                 put_numbers(self.model, numbers)
+                self.chunk_run.together.rows = rows
                 for name, gradient in gradients.items():
                     self.parameters[name].grad = gradient
 
@@ -301,6 +310,30 @@ def _look_for_copies(reference: Reference) -> None:
         reference.buffers.look(lambda: reference.run_forward(forwards[0]))
         reference.restore()
         reference.model.zero_grad(set_to_none=True)
+
+
+def _run_first(reference: Reference, forward: ReferenceForward, casts: CastWatch | None) -> ChunkResult:
+    """The first forward of a step. If it gathers, all chunks are run for what it does."""
+    here, runs = reference.buffers.snapshot(), reference.chunk_run
+    among = {each.members[0][0]: each for each in reference.forwards(forward.rows is None)}
+
+    def run(chunk: int, watch: CastWatch | None = None) -> ChunkResult:
+        put_numbers(reference.model, reference.numbers)
+        return runs.run(among[chunk], reference.step, watch, len(reference.samples))
+
+    def run_again(chunk: int) -> None:
+        reference.buffers.load(here)
+        run(chunk)
+
+    first = forward.members[0][0]
+    try:
+        result = run(first, casts)
+    except RowsMissingError:
+        runs.together.find(run_again, [*among])
+        reference.buffers.load(here)
+        return run(first, casts)
+    runs.together.rows = []
+    return result
 
 
 def _rerun_forward(
