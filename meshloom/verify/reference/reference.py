@@ -105,6 +105,7 @@ class Reference:
         self._divisor = 1.0  # of `ChunkResult`
         # at the start of the last step: numbers in attributes; buffers and untrained parameters
         self.numbers, self._initial = Numbers(), dict[str, Tensor]()
+        self._gathers: dict[str, bool] = {}  # turn -> whether its loss gathers, once it has been computed
         self.before: dict[str, Tensor] = {}  # parameters before the last update, until the next step
         self.earlier: dict[str, dict[str, Tensor]] = {}  # of small models, those of earlier steps
 
@@ -210,7 +211,7 @@ class Reference:
         put_numbers(self.model, self.numbers)
         casts = self._casts if watched else None
         together, batch_size = self.chunk_run.together, len(self.samples)
-        if together.rows is None and len(forward.samples) < batch_size:  # perhaps the loss gathers
+        if together.rows is None and len(forward.samples) < batch_size and self._gathers.get(self.turn.name, True):  # fmt: skip
             result = _run_first(self, forward, casts)
         else:
             result = self.chunk_run.run(forward, self.step, casts, batch_size)
@@ -314,15 +315,19 @@ def _look_for_copies(reference: Reference) -> None:
 
 def _run_first(reference: Reference, forward: ReferenceForward, casts: CastWatch | None) -> ChunkResult:
     """The first forward of a step. If it gathers, all chunks are run for what it does."""
-    here, runs = reference.buffers.snapshot(), reference.chunk_run
+    runs, model = reference.chunk_run, reference.model
+    here = {name: value.detach().clone() for name, value in _untrained(model)}
     among = {each.members[0][0]: each for each in reference.forwards(forward.rows is None)}
 
     def run(chunk: int, watch: CastWatch | None = None) -> ChunkResult:
-        put_numbers(reference.model, reference.numbers)
         return runs.run(among[chunk], reference.step, watch, len(reference.samples))
 
+    def put_back() -> None:
+        _put(here, _untrained(model), reference.buffers)
+        put_numbers(model, reference.numbers)
+
     def run_again(chunk: int) -> None:
-        reference.buffers.load(here)
+        put_back()
         run(chunk)
 
     first = forward.members[0][0]
@@ -330,9 +335,9 @@ def _run_first(reference: Reference, forward: ReferenceForward, casts: CastWatch
         result = run(first, casts)
     except RowsMissingError:
         runs.together.find(run_again, [*among])
-        reference.buffers.load(here)
-        return run(first, casts)
-    runs.together.rows = []
+        put_back()
+        result = run(first, casts)
+    reference._gathers[reference.turn.name] = bool(runs.together.rows)  # pyright: ignore[reportPrivateUsage]
     return result
 
 

@@ -3,11 +3,10 @@
 Of K gathers in a forward, w_k are the rows of all chunks in their order, x_k those of one. All chunks run several times:
 
     stopping at gather 0, 1, ...       x_k of every chunk, hence w_k
-    backward to w_k, k = K-1 ... 0     g_k: the sum over chunks of the gradients of (loss, x_j weighted by g_j for j > k)
-    and at last                        each chunk's gradients: of its loss, and of its x_k weighted by g_k
+    backward to w_k, k = K-1 ... 0     g_k: the sum over chunks of their losses' gradients; x_j for j > k pass on their part of g_j
+    and at last                        each chunk's gradients, in which x_k pass on their part of g_k
 
-which add up to those of all losses with respect to what all chunks share. What a forward leaves behind is its own alone, as that of
-other chunks.
+which add up to those of the sum of all losses. What a forward leaves behind is its own alone, as that of other chunks.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ class RowsMissingError(BaseException):
     """A chunk gathers what the others have not computed. No `Exception`, which the user's code might catch."""
 
 
-class _Passed(BaseException):
+class _PassedError(BaseException):
     """A chunk has come as far as it should in this run."""
 
 
@@ -41,16 +41,16 @@ class _Rows:
 
 
 class ChunksTogether:
-    """The rows that the chunks of a step gather. rows: of every gather in a forward, once they are known."""
+    """The rows that the chunks of a step gather. rows: of every gather in a forward; None: they are not known."""
 
     def __init__(self) -> None:
-        self.rows: Sequence[_Rows] | None = None
+        self.rows: list[_Rows] | None = None
         self._chunk = 0
-        self._calls: list[tuple[Tensor, Tensor]] = []  # of the forward under way: its rows, and those of all as a leaf
-        # while they are found: those of the gather at which chunks stop, or the gradients of one
+        self._calls: list[Sequence[Tensor]] = []  # of the forward under way: all rows, and an anchor if they have a gradient
+        # while they are found: of chunks that stop at a gather, its rows; of others the gradients of one
         self._finding = False
         self._stopped: dict[int, tuple[Tensor, bool]] = {}
-        self._sums: list[Tensor] = []
+        self._gradients: list[Tensor] = []
 
     @contextmanager
     def forward(self, chunk: int | None) -> Iterator[None]:
@@ -65,32 +65,30 @@ class ChunksTogether:
 
     def backward(self, root: Tensor) -> None:
         """Backward of the newest forward's loss; in a run that finds something, as far as that."""
+        for _, *anchor in self._calls:  # the gradient of rows arrives also where this chunk makes no use of them
+            root = root + anchor[0].to(root.dtype) if anchor else root
         if not self._finding:
-            roots = [(root, None)] + [(x, rows.gradients[self._chunk]) for x, rows in self._used(0)]
-            torch.autograd.backward([each for each, _ in roots], [each for _, each in roots])
+            root.backward()
             return
         if (last := self._last()) is not None:
-            leaf = self._calls[last][1]
-            later = self._used(last + 1)
-            (found,) = torch.autograd.grad(
-                [root, *(x for x, _ in later)], leaf, [None, *(rows.gradients[self._chunk] for _, rows in later)], allow_unused=True
-            )  # fmt: skip
-            self._sums.append(torch.zeros_like(leaf) if found is None else found)
-        raise _Passed
+            whole = self._calls[last][0]
+            (found,) = torch.autograd.grad(root, whole, allow_unused=True)
+            self._gradients.append(torch.zeros_like(whole) if found is None else found)
+        raise _PassedError
 
-    def find(self, run: Callable[[int], None], chunks: Sequence[int]) -> None:
+    def find(self, run: Callable[[int], object], chunks: Sequence[int]) -> None:
         """Find all rows and their gradients. run: forward and `backward` of a chunk."""
         self.rows, self._finding = [], True
         try:
             while True:
-                self._stopped, self._sums = {}, []
+                self._stopped, self._gradients = {}, []
                 for chunk in chunks:
                     try:
                         run(chunk)
-                    except (RowsMissingError, _Passed):
+                    except (RowsMissingError, _PassedError):
                         pass
                 if self._stopped:
-                    self._take_rows(chunks)
+                    self.rows.append(self._rows_of(chunks))
                 elif (last := self._last()) is not None:
                     self._take_gradients(self.rows[last])
                 else:
@@ -99,46 +97,54 @@ class ChunksTogether:
             self._finding = False
 
     def _whole(self, x: Tensor) -> Tensor:
-        number = len(self._calls)
+        number, rows = len(self._calls), self.rows or []
         has_gradient = x.requires_grad and torch.is_grad_enabled()
-        if self.rows is None or (self._finding and number == len(self.rows)):
+        if self.rows is None or (self._finding and number == len(rows)):
             self._stopped[self._chunk] = x.detach().clone(), has_gradient
             raise RowsMissingError
-        if number == len(self.rows):
+        if number == len(rows):
             raise JobError(
                 f"Chunk {self._chunk} makes call {number + 1} of meshloom.gather(), and others do not. Every replica calls it equally often."
             )
-        rows = {**self.rows[number].of_chunks, self._chunk: x.detach()}
-        whole = torch.cat(list(rows.values())).requires_grad_(has_gradient)
-        self._calls.append((x, whole))
-        return whole.clone()
-
-    def _used(self, first: int) -> list[tuple[Tensor, _Rows]]:
-        """The chunk's own rows of the gathers from `first` on that gradients go through."""
-        calls = list(zip(self._calls, self.rows or (), strict=False))[first:]
-        return [(x, rows) for (x, _), rows in calls if rows.has_gradient]
+        here = rows[number]
+        whole = torch.cat([x.detach() if chunk == self._chunk else each for chunk, each in here.of_chunks.items()])  # fmt: skip
+        call = _Joined.apply(x, whole, here.gradients.get(self._chunk)) if has_gradient else (whole,)
+        self._calls.append(call)
+        return call[0]
 
     def _last(self) -> int | None:
         """The gather whose gradients are to be found next."""
-        open_ = [number for number, each in enumerate(self.rows or ()) if each.has_gradient and not each.gradients]
-        return open_[-1] if open_ else None
+        rows = enumerate(self.rows or ())
+        missing = [number for number, each in rows if each.has_gradient and not each.gradients]
+        return missing[-1] if missing else None
 
-    def _take_rows(self, chunks: Sequence[int]) -> None:
-        assert isinstance(self.rows, list)
-        if [*self._stopped] != list(chunks):
+    def _rows_of(self, chunks: Sequence[int]) -> _Rows:
+        if [*self._stopped] != [*chunks]:
             raise JobError(
-                f"Of the chunks {', '.join(map(str, chunks))} only {', '.join(map(str, self._stopped))} make call {len(self.rows) + 1} of meshloom.gather(). "
+                f"Of the chunks {', '.join(map(str, chunks))} only {', '.join(map(str, self._stopped))} make call {len(self.rows or ()) + 1} of meshloom.gather(). "
                 "Every replica calls it equally often."
             )
         has_gradient = any(each for _, each in self._stopped.values())
-        self.rows.append(_Rows({chunk: x for chunk, (x, _) in self._stopped.items()}, has_gradient))
+        return _Rows({chunk: x for chunk, (x, _) in self._stopped.items()}, has_gradient)
 
     def _take_gradients(self, rows: _Rows) -> None:
-        total = torch.stack([_wide(each) for each in self._sums]).sum(0)
-        parts = total.split([len(x) for x in rows.of_chunks.values()])
-        for (chunk, x), part in zip(rows.of_chunks.items(), parts, strict=True):
-            rows.gradients[chunk] = part.to(x.dtype)
+        first = self._gradients[0]
+        half = first.dtype in (torch.float16, torch.bfloat16)
+        total = first.float() if half else first
+        for each in self._gradients[1:]:
+            total = total + each
+        parts = total.to(first.dtype).split([len(x) for x in rows.of_chunks.values()])
+        rows.gradients = dict(zip(rows.of_chunks, parts, strict=True))
 
 
-def _wide(x: Tensor) -> Tensor:
-    return x.to(torch.complex128 if x.is_complex() else torch.float64)
+class _Joined(torch.autograd.Function):
+    """`whole`, of which `x` are a chunk's rows, and an anchor. gradient: that x gets, whatever the chunk makes of them."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, whole: Tensor, gradient: Tensor | None) -> tuple[Tensor, Tensor]:
+        ctx.gradient = gradient
+        return whole.clone(), torch.zeros((), dtype=torch.float64, device=x.device)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return ctx.gradient, None, None
