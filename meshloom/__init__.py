@@ -7,10 +7,10 @@ from meshloom.asynchronous.protocol.circumstances import Circumstances
 from meshloom.core.errors import MeshloomError
 from meshloom.core.job import Evaluate, Job
 from meshloom.core.losses.logged import log
-from meshloom.core.losses.whole_batch import gather
 from meshloom.core.mesh import Mesh
 from meshloom.core.moments.by_metric import ByMetric
 from meshloom.core.moments.current_step import step
+from meshloom.core.moments.gather import gather
 from meshloom.core.objectives import Metric, Objective
 from meshloom.core.plan import Plan
 from meshloom.telemetry.progress import Listener, Progress

@@ -27,7 +27,7 @@ from tests.covering import few
 from tests.processes import on_ranks
 
 # sums run per rank and then over ranks, instead of over all rows at once, for six steps of AdamW
-EXACT = {"rel": 1e-10, "abs": 1e-10}
+EXACT: Any = {"rel": 1e-10, "abs": 1e-10}
 
 
 class Towers(nn.Module):
@@ -98,9 +98,8 @@ def adamw(named: NamedParameters) -> torch.optim.Optimizer:
 
 
 def job_of(loss: Any = whole, model: Any = Towers, num_items: int = 64, **changes: Any) -> ml.Job:
-    return ml.Job(
-        model=model, loss=loss, data=lambda: Pairs(num_items), **{"optimizer": adamw, "batch_size": 8, "steps": 6, **changes}
-    )  # fmt: skip
+    settings: dict[str, Any] = {"optimizer": adamw, "batch_size": 8, "steps": 6, **changes}
+    return ml.Job(model=model, loss=loss, data=lambda: Pairs(num_items), **settings)
 
 
 def losses_of(job: ml.Job, plan: str, **options: Any) -> list[float]:
@@ -129,7 +128,8 @@ PLANS = [
 @pytest.mark.parametrize("plan", few(PLANS, 4, pytest.mark.slow))
 def test_the_loss_over_pairs_is_that_of_the_whole_batch(plan: str):
     one = losses_of(job_of(), "dp=1")
-    assert one[0] == pytest.approx(2.0728, abs=1e-4)  # replicas that compare local pairs have 0.656 under dp=4
+    # replicas that compare local pairs have 0.656 under dp=4
+    assert one[0] == pytest.approx(2.0728, abs=1e-4)
     assert losses_of(job_of(), plan) == pytest.approx(one, **EXACT)
 
 
@@ -155,7 +155,9 @@ class Mixing(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.a = nn.Sequential(nn.Linear(12, 24), nn.BatchNorm1d(24), nn.GELU(), nn.Dropout(0.3), nn.Linear(24, 16))
+        self.a = nn.Sequential(
+            nn.Linear(12, 24), nn.BatchNorm1d(24), nn.GELU(), nn.Dropout(0.3), nn.Linear(24, 16)
+        )
         self.mix, self.b = nn.Linear(16, 16), nn.Linear(10, 16)
         self.scale = nn.Parameter(torch.tensor(1.0))
         self.register_buffer("queue", torch.zeros(25, 16))
@@ -343,22 +345,70 @@ def penalty(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 
 REFUSED: dict[str, tuple[Any, str, type[Exception], str]] = {
-    "one does not": (lambda: counted([whole, local]), "dp=2", JobError, "In step 0 replica 0 makes call 1 of meshloom.gather(), and replica 1 ends its forward without it."),
-    "one does less often": (lambda: counted([whole, wide]), "dp=2", JobError, "In step 0 replica 0 makes call 2 of meshloom.gather(), and replica 1 ends"),
-    "the first does not": (lambda: counted([local, whole, whole]), "dp=3", JobError, "In step 0 replica 1 makes call 1 of meshloom.gather(), and replica 0 ends"),
-    "not from the start": (lambda: counted([local, local, whole]), "dp=2", JobError, "meshloom.gather() is called in step 1, and was not when this loss was first computed"),
-    "later not": (lambda: counted([wide, wide, wide, local]), "dp=2", JobError, "In step 1 replica 0 makes call 1 of meshloom.gather(), and replica 1 ends"),
-    "shapes": (lambda: counted([wide, narrow]), "dp=2", JobError, "Call 1 of meshloom.gather() in step 0 is of float64[4, 16], with a gradient on replica 0, and of float64[4, 7]"),
-    "gradients": (lambda: counted([wide, without_gradient]), "dp=2", JobError, "with a gradient on replica 0, and of float64[4, 16], without a gradient on replica 1"),
-    "in a checkpoint": (lambda: in_checkpoint, "dp=2", JobError, "Call it outside of torch.utils.checkpoint."),
-    "gradients in the loss": (lambda: penalty, "dp=2", JobError, "takes a gradient itself, through meshloom.gather()"),
-    "chunks": (lambda: whole, "dp=2,microbatches=2", PlanError, "with microbatches=2 they are computed one after another. Use microbatches=1."),
-    "chunks alone": (lambda: whole, "dp=1,microbatches=4", PlanError, "Use microbatches=1."),
-    "chunks of a pipeline": (lambda: whole, "pp=2,microbatches=2", PlanError, "Use microbatches=1."),
-    "few samples": (lambda: whole, "dp=11", PlanError, "A batch of 8 samples leaves replica 8 of dp=11 without one"),
-    "local steps": (lambda: whole, "dp=2,exchange=local_sgd,local_steps=2", PlanError, "with exchange=local_sgd they do not."),
-    "workers": (lambda: whole, "dp=2,exchange=async", PlanError, "with exchange=async workers take none."),
-    "a program": (lambda: whole, "dp=2,recompute=full", CaptureError, "meshloom.gather() waits for other replicas within the loss"),
+    "one does not": (
+        lambda: counted([whole, local]), "dp=2", JobError,
+        "In step 0 replica 0 makes call 1 of meshloom.gather(), and replica 1 ends its forward without it.",
+    ),
+    "one does less often": (
+        lambda: counted([whole, wide]), "dp=2", JobError,
+        "In step 0 replica 0 makes call 2 of meshloom.gather(), and replica 1 ends",
+    ),
+    "the first does not": (
+        lambda: counted([local, whole, whole]), "dp=3", JobError,
+        "In step 0 replica 1 makes call 1 of meshloom.gather(), and replica 0 ends",
+    ),
+    "not from the start": (
+        lambda: counted([local, local, whole]), "dp=2", JobError,
+        "meshloom.gather() is called in step 1, and was not when this loss was first computed",
+    ),
+    "later not": (
+        lambda: counted([wide, wide, wide, local]), "dp=2", JobError,
+        "In step 1 replica 0 makes call 1 of meshloom.gather(), and replica 1 ends",
+    ),
+    "shapes": (
+        lambda: counted([wide, narrow]), "dp=2", JobError,
+        "Call 1 of meshloom.gather() in step 0 is of float64[4, 16], with a gradient on replica 0, and of float64[4, 7]",
+    ),
+    "gradients": (
+        lambda: counted([wide, without_gradient]), "dp=2", JobError,
+        "with a gradient on replica 0, and of float64[4, 16], without a gradient on replica 1",
+    ),
+    "in a checkpoint": (
+        lambda: in_checkpoint, "dp=2", JobError,
+        "Call it outside of torch.utils.checkpoint.",
+    ),
+    "gradients in the loss": (
+        lambda: penalty, "dp=2", JobError,
+        "takes a gradient itself, through meshloom.gather()",
+    ),
+    "chunks": (
+        lambda: whole, "dp=2,microbatches=2", PlanError,
+        "with microbatches=2 they are computed one after another. Use microbatches=1.",
+    ),
+    "chunks alone": (
+        lambda: whole, "dp=1,microbatches=4", PlanError,
+        "Use microbatches=1.",
+    ),
+    "chunks of a pipeline": (
+        lambda: whole, "pp=2,microbatches=2", PlanError,
+        "Use microbatches=1.",
+    ),
+    "few samples": (
+        lambda: whole, "dp=11", PlanError,
+        "A batch of 8 samples leaves replica 8 of dp=11 without one",
+    ),
+    "local steps": (
+        lambda: whole, "dp=2,exchange=local_sgd,local_steps=2", PlanError,
+        "with exchange=local_sgd they do not.",
+    ),
+    "workers": (
+        lambda: whole, "dp=2,exchange=async", PlanError,
+        "with exchange=async workers take none.",
+    ),
+    "a program": (
+        lambda: whole, "dp=2,recompute=full", CaptureError,
+        "meshloom.gather() waits for other replicas within the loss",
+    ),
 }  # fmt: skip
 
 
@@ -381,7 +431,9 @@ def test_a_short_last_batch_that_leaves_a_replica_without_samples_is_refused():
 def test_a_metric_is_refused_before_the_first_step():
     evaluate = ml.Evaluate(data=Pairs, metrics={"pairs": whole}, every=2)
     assert losses_of(job_of(evaluate=evaluate), "dp=1")
-    with pytest.raises(JobError, match=r"Metric 'pairs': it calls meshloom.gather\(\), and replicas evaluate"):
+    with pytest.raises(
+        JobError, match=r"Metric 'pairs': it calls meshloom.gather\(\), and replicas evaluate"
+    ):
         losses_of(job_of(evaluate=evaluate), "dp=2")
 
 

@@ -33,6 +33,7 @@ ORDER = [
     ["verify.between_steps"],
     ["verify.reference.between_steps"],
     ["verify.reference"],
+    ["verify.reference.between_chunks"],
     ["train"],
     ["train.log"],
     ["train.from_torch"],

@@ -235,5 +235,8 @@ class ModuleEngine(Engine):
 
     def _rerun_alone(self, chunk: Chunk, data: Any) -> Tensor:
         """The same without synchronising batch statistics with other replicas."""
-        with unsynchronised(self._model) if self._plan.sync_batch_norm else nullcontext(), self._gathered.again():
+        with (
+            unsynchronised(self._model) if self._plan.sync_batch_norm else nullcontext(),
+            self._gathered.again(),
+        ):
             return as_sum(taken_apart(self._computed(data))[0], chunk.samples, needs_gradient=False)[0]

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from meshloom.core.errors import CaptureError
 from meshloom.core.job import LossFunction
-from meshloom.core.losses.whole_batch import gathered_by
+from meshloom.core.moments.gather import gathered_by
 from meshloom.core.moments.uncompiled import uncompiled
 from meshloom.core.random import derive, preserved_draws, seed_everything
 from meshloom.program.ir.leaves import Leaves

@@ -22,7 +22,7 @@ from meshloom.comm.group import Group
 from meshloom.comm.rank_context import RankContext
 from meshloom.core.errors import JobError, PlanError
 from meshloom.core.exchanges import EXCHANGES
-from meshloom.core.losses.whole_batch import gathered_by
+from meshloom.core.moments.gather import gathered_by
 from meshloom.core.plan import Plan
 from meshloom.telemetry.traffic import ExpectedBytes, Traffic
 
@@ -45,9 +45,9 @@ class GatheredRows:
         self._found: list[_Found] = []  # of the newest forward
         self._anchors: list[Tensor] = []
         self._expected = Traffic()
-        left_out: Any = torch.compiler.disable  # of compiled code
-        answer_now: Callable[[Tensor], Tensor] = lambda x: self._answer(x)
-        self._answer_now = left_out(answer_now) if plan.compiles else answer_now
+        # left out of compiled code
+        outside: Any = torch.compiler.disable if plan.compiles else lambda answer: answer
+        self._answer_now: Callable[[Tensor], Tensor] = outside(self._answered_now)
 
     @property
     def may_wait(self) -> bool:
@@ -114,6 +114,9 @@ class GatheredRows:
             return
         with gathered_by(answer):
             yield
+
+    def _answered_now(self, x: Tensor) -> Tensor:
+        return self._answer(x)
 
     def _gathered(self, x: Tensor) -> Tensor:
         if self._refusal:
@@ -221,7 +224,11 @@ def _check_alike(calls: Sequence[_Call], calling: int) -> None:
                 f"In step {here.step} replica {calling} makes call {here.number + 1} of meshloom.gather(), and replica {rank} ends its forward without it. "
                 "Every replica calls it equally often: call it outside of what depends on a replica's samples."
             )
-        if (each.differentiable, each.dtype, each.shape[1:]) != (here.differentiable, here.dtype, here.shape[1:]):
+        if (each.differentiable, each.dtype, each.shape[1:]) != (
+            here.differentiable,
+            here.dtype,
+            here.shape[1:],
+        ):
             raise JobError(
                 f"Call {here.number + 1} of meshloom.gather() in step {here.step} is of {here} on replica {calling}, and of {each} on replica {rank}. "
                 "All but the number of rows must be alike."

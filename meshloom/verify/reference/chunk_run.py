@@ -163,7 +163,7 @@ class ChunkRun:
         self._by_rows = _draws_by_rows(model)
         self.draws = 0  # losses whose turn it was before in the step
         self.left, self._generators = LeftTensors(model), own_generators(model)
-        self.together = ChunksTogether()
+        self.together = ChunksTogether(model)
         # step, key of a forward -> those whose seed it has
         self.place_of_seed: Callable[[int, int], tuple[int, int]] = lambda step, key: (step, key)
         self.replaced: Callable[[Any, int], Any] = lambda batch, key: batch  # a forward's batch

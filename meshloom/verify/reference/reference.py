@@ -27,7 +27,6 @@ from meshloom.core.job import Job
 from meshloom.core.plan import Plan
 from meshloom.core.random import preserved_draws
 from meshloom.parameters.keyed_init import call_model
-from meshloom.verify.reference.between_chunks.chunks_together import RowsMissingError
 from meshloom.verify.reference.buffer_merging import (
     BufferMerging,
     Numbers,
@@ -50,6 +49,7 @@ from meshloom.verify.reference.trained_losses import (
     densify_gradients,
     is_meant,
     needs_closure,
+    rows_of,
     trained_losses,
     turns,
 )
@@ -105,7 +105,6 @@ class Reference:
         self._divisor = 1.0  # of `ChunkResult`
         # at the start of the last step: numbers in attributes; buffers and untrained parameters
         self.numbers, self._initial = Numbers(), dict[str, Tensor]()
-        self._gathers: dict[str, bool] = {}  # turn -> whether its loss gathers, once it has been computed
         self.before: dict[str, Tensor] = {}  # parameters before the last update, until the next step
         self.earlier: dict[str, dict[str, Tensor]] = {}  # of small models, those of earlier steps
 
@@ -146,7 +145,6 @@ class Reference:
         chunks: list[ChunkRecord] = []
         loss = weight = 0.0
         self.model.zero_grad(set_to_none=True)
-        self.chunk_run.together.rows = None
         self.numbers, latest = plain_numbers(self.model), Numbers()
         if not self.chunks and self._initial.keys() & self.parameters.keys():  # there may be a teacher
             _look_for_copies(self)
@@ -170,7 +168,7 @@ class Reference:
         parameter = self.parameters[name]
         if parameter.grad is not None and gradient is not None:
             if parameter.grad.is_sparse:
-                parameter.grad = _rows_of(gradient, parameter.grad).to(parameter.dtype, copy=True)
+                parameter.grad = rows_of(gradient, parameter.grad).to(parameter.dtype, copy=True)
             else:
                 parameter.grad.copy_(gradient.to_dense())
 
@@ -208,13 +206,13 @@ class Reference:
 
     def run_forward(self, forward: ReferenceForward, *, watched: bool = True) -> ChunkResult:
         """Forward and backward of the last step's `forward`; gradients accumulate. watched: whether casts are noted."""
-        put_numbers(self.model, self.numbers)
-        casts = self._casts if watched else None
-        together, batch_size = self.chunk_run.together, len(self.samples)
-        if together.rows is None and len(forward.samples) < batch_size and self._gathers.get(self.turn.name, True):  # fmt: skip
-            result = _run_first(self, forward, casts)
-        else:
-            result = self.chunk_run.run(forward, self.step, casts, batch_size)
+
+        def run(each: ReferenceForward, watched: bool) -> ChunkResult:
+            put_numbers(self.model, self.numbers)
+            return self.chunk_run.run(each, self.step, self._casts if watched else None, len(self.samples))
+
+        forwards = partial(self.forwards, forward.rows is None)
+        result = self.chunk_run.together.run(run, forward, watched, forwards, self.turn.name)
         self._divisor = result.divisor
         return result
 
@@ -308,37 +306,10 @@ def _look_for_copies(reference: Reference) -> None:
     """Whether the loss copies running statistics, found with the step's first chunk."""
     forwards = list(reference.forwards())
     if len(forwards) > 1:
+        reference.chunk_run.together.rows = None
         reference.buffers.look(lambda: reference.run_forward(forwards[0]))
         reference.restore()
         reference.model.zero_grad(set_to_none=True)
-
-
-def _run_first(reference: Reference, forward: ReferenceForward, casts: CastWatch | None) -> ChunkResult:
-    """The first forward of a step. If it gathers, all chunks are run for what it does."""
-    runs, model = reference.chunk_run, reference.model
-    here = {name: value.detach().clone() for name, value in _untrained(model)}
-    among = {each.members[0][0]: each for each in reference.forwards(forward.rows is None)}
-
-    def run(chunk: int, watch: CastWatch | None = None) -> ChunkResult:
-        return runs.run(among[chunk], reference.step, watch, len(reference.samples))
-
-    def put_back() -> None:
-        _put(here, _untrained(model), reference.buffers)
-        put_numbers(model, reference.numbers)
-
-    def run_again(chunk: int) -> None:
-        put_back()
-        run(chunk)
-
-    first = forward.members[0][0]
-    try:
-        result = run(first, casts)
-    except RowsMissingError:
-        runs.together.find(run_again, [*among])
-        put_back()
-        result = run(first, casts)
-    reference._gathers[reference.turn.name] = bool(runs.together.rows)  # pyright: ignore[reportPrivateUsage]
-    return result
 
 
 def _rerun_forward(
@@ -381,15 +352,6 @@ def _put(values: Mapping[str, Tensor], tensors: Iterator[tuple[str, Tensor]], bu
                 now.copy_(values[name])
             else:
                 buffers.load({name: values[name]})
-
-
-def _rows_of(gradient: Tensor, like: Tensor) -> Tensor:
-    """A gradient as a sparse one; a dense one with the rows of `like`."""
-    if gradient.is_sparse:
-        return gradient.detach().to(like.device)
-    indices = like.coalesce().indices()
-    values = gradient.detach().to(like.device)[tuple(indices)]
-    return torch.sparse_coo_tensor(indices, values, like.shape, check_invariants=False).coalesce()
 
 
 def clip(model: nn.Module | ReferenceMasters, limit: float, norm: float) -> None:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer, SparseAdam
 
 from meshloom.core.job import Job
@@ -138,3 +139,12 @@ class _FunctionOfStep:
 
 def _list_of(given: Any) -> list[Any]:
     return list(given) if isinstance(given, list | tuple) else [given]
+
+
+def rows_of(gradient: Tensor, like: Tensor) -> Tensor:
+    """A gradient as a sparse one; a dense one with the rows of `like`."""
+    if gradient.is_sparse:
+        return gradient.detach().to(like.device)
+    indices = like.coalesce().indices()
+    values = gradient.detach().to(like.device)[tuple(indices)]
+    return torch.sparse_coo_tensor(indices, values, like.shape, check_invariants=False).coalesce()

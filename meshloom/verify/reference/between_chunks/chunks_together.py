@@ -11,16 +11,27 @@ which add up to those of the sum of all losses. What a forward leaves behind is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from meshloom.core.errors import JobError
-from meshloom.core.losses.whole_batch import gathered_by
+from meshloom.core.moments.gather import gathered_by
+
+
+class Forward(Protocol):
+    """A forward of the reference, with the plan's chunks that it computes, by number."""
+
+    @property
+    def members(self) -> Sequence[tuple[int, Any]]: ...
+
+
+F = TypeVar("F", bound=Forward)
+R = TypeVar("R")
 
 
 class RowsMissingError(BaseException):
@@ -41,16 +52,41 @@ class _Rows:
 
 
 class ChunksTogether:
-    """The rows that the chunks of a step gather. rows: of every gather in a forward; None: they are not known."""
+    """The rows that the chunks of a step gather on `model`. rows: of every gather in a forward; None: they are not known."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._gathers: dict[str, bool] = {}  # turn -> whether its loss gathers, once it has been computed
         self.rows: list[_Rows] | None = None
         self._chunk = 0
-        self._calls: list[Sequence[Tensor]] = []  # of the forward under way: all rows, and an anchor if they have a gradient
+        # of the forward under way: all rows, and an anchor if they have a gradient
+        self._calls: list[Sequence[Tensor]] = []
         # while they are found: of chunks that stop at a gather, its rows; of others the gradients of one
         self._finding = False
         self._stopped: dict[int, tuple[Tensor, bool]] = {}
         self._gradients: list[Tensor] = []
+
+    def run(
+        self, run: Callable[[F, bool], R], forward: F, watched: bool, forwards: Callable[[], Iterable[F]], turn: str
+    ) -> R:  # fmt: skip
+        """`run(forward, watched)`, after all that its chunk gathers has been found. run: with what another run leaves undone is done
+        again, apart from buffers. forwards: all of the step. turn: whose loss it is."""
+        if self.rows is not None or not self._gathers.get(turn, True):
+            return run(forward, watched)
+        put_back = _untrained_now(self._model)
+
+        def run_again(each: F) -> None:
+            put_back()
+            run(each, False)
+
+        try:
+            result = run(forward, watched)
+        except RowsMissingError:
+            self._find(run_again, list(forwards()))
+            put_back()
+            result = run(forward, watched)
+        self._gathers[turn] = bool(self.rows)
+        return result
 
     @contextmanager
     def forward(self, chunk: int | None) -> Iterator[None]:
@@ -65,7 +101,8 @@ class ChunksTogether:
 
     def backward(self, root: Tensor) -> None:
         """Backward of the newest forward's loss; in a run that finds something, as far as that."""
-        for _, *anchor in self._calls:  # the gradient of rows arrives also where this chunk makes no use of them
+        # gradients of rows arrive also where this chunk makes no use of them
+        for _, *anchor in self._calls:
             root = root + anchor[0].to(root.dtype) if anchor else root
         if not self._finding:
             root.backward()
@@ -76,19 +113,17 @@ class ChunksTogether:
             self._gradients.append(torch.zeros_like(whole) if found is None else found)
         raise _PassedError
 
-    def find(self, run: Callable[[int], object], chunks: Sequence[int]) -> None:
+    def _find(self, run: Callable[[F], None], forwards: Sequence[F]) -> None:
         """Find all rows and their gradients. run: forward and `backward` of a chunk."""
         self.rows, self._finding = [], True
         try:
             while True:
                 self._stopped, self._gradients = {}, []
-                for chunk in chunks:
-                    try:
-                        run(chunk)
-                    except (RowsMissingError, _PassedError):
-                        pass
+                for forward in forwards:
+                    with suppress(RowsMissingError, _PassedError):
+                        run(forward)
                 if self._stopped:
-                    self.rows.append(self._rows_of(chunks))
+                    self.rows.append(self._rows_of([each.members[0][0] for each in forwards]))
                 elif (last := self._last()) is not None:
                     self._take_gradients(self.rows[last])
                 else:
@@ -148,3 +183,24 @@ class _Joined(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         return ctx.gradient, None, None
+
+
+def _untrained_now(model: nn.Module) -> Callable[[], None]:
+    """What puts buffers, and parameters that are not trained, back to their values of now."""
+    values = [
+        (own, name, each, each.detach().clone())
+        for module in model.modules()
+        for own in (vars(module)["_buffers"], vars(module)["_parameters"])
+        for name, each in own.items()
+        if each is not None and not each.requires_grad
+    ]
+
+    def put_back() -> None:
+        for own, name, tensor, value in values:
+            if tensor.shape == value.shape:
+                tensor.detach().copy_(value)
+                own[name] = tensor
+            else:  # it was resized
+                own[name] = value.clone()
+
+    return put_back
