@@ -17,10 +17,13 @@ from meshloom.data.samples import first_batches
 
 
 class Stream(IterableDataset[torch.Tensor]):
-    """Ten samples, each drawn when it is read."""
+    """Samples that are drawn when they are read."""
+
+    def __init__(self, length: int = 10) -> None:
+        self.length = length
 
     def __iter__(self) -> Any:
-        return (torch.rand(2) + number for number in range(10))
+        return (torch.rand(2) + number for number in range(self.length))
 
 
 @pytest.mark.parametrize("make", [lambda: Augmented(10), Stream], ids=["map", "stream"])
@@ -44,11 +47,29 @@ def test_all_have_the_size_that_is_asked_for(make: Any):
     assert first_batches(make_job("mlp", "sgd"), 1)[0]["x"].shape == (12, 7)
 
 
-def test_too_little_data_is_an_error():
-    with pytest.raises(DataError, match="has 10 samples, and a batch needs 11"):
-        first_batches(job_of(Augmented(10)), 2, size=11)
-    with pytest.raises(DataError, match="has 10 samples"):
-        first_batches(job_of(Stream()), 2, size=11)
+@pytest.mark.parametrize("make", [lambda: Augmented(3), lambda: Stream(3)], ids=["map", "stream"])
+def test_an_epoch_of_fewer_samples_than_a_batch_repeats_them(make: Any):
+    job = job_of(make(), batch_size=8)
+    epochs = [chunk.data for step in read_chunks(job, Plan(), 0, 2) for chunk in step]
+    assert [len(each) for each in epochs] == [3, 3]
+    found = first_batches(job, 2)
+    assert all(
+        torch.equal(one, torch.cat([of_epoch] * 3)[:8]) for one, of_epoch in zip(found, epochs, strict=True)
+    )
+
+
+def test_data_without_a_batch_is_the_error_that_training_raises():
+    dropping = {"batch_size": 11, "drop_last": True}
+    for make in (Augmented, Stream):
+        with pytest.raises(DataError, match="has 10 samples, and drop_last=True drops") as here:
+            first_batches(job_of(make(10), **dropping), 2)
+        with pytest.raises(DataError) as there:
+            read_chunks(job_of(make(10), **dropping), Plan(), 0, 1)
+        assert str(here.value) == str(there.value)
+    with pytest.raises(DataError, match="The dataset is empty"):
+        first_batches(job_of(Augmented(0)), 2)
+    with pytest.raises(DataError, match="The stream has no samples"):
+        first_batches(job_of(Stream(0)), 2)
 
 
 def test_a_stream_that_can_be_read_once_is_not_taken_from_training():

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import count, islice
-from typing import Any
+from itertools import count, cycle, islice
+from typing import Any, TypeVar
 
 from torch.utils.data import IterableDataset
 
@@ -17,21 +17,24 @@ from meshloom.data.map_data import Batches, ChunkSource, ReadRequest
 from meshloom.data.reading import Collation, ReadFailure
 from meshloom.data.stream_data import partners_of, stream_batches
 
+T = TypeVar("T")
+
 
 def first_batches(job: Job, number: int, size: int | None = None) -> list[Any]:
     """The first `number` batches of `size` samples (default: the global batch), collated, over enough epochs.
 
     Samples, their order and their draws are those of training; batches of the default size are too, up to the
-    first short one, which is left out here. The data is built once more and read in this process; generators
-    are restored. Raises `DataError` if the data has fewer than `size` samples, cannot be read, or is an
-    iterator that `data` returns each time, which can be read only once.
+    first short one, which is left out here. An epoch of fewer than `size` samples repeats them until the batch is
+    full. The data is built once more and read in this process; generators are restored. Raises `DataError` if no
+    step of training has a batch, the data cannot be read, or is an iterator that `data` returns each time, which can be
+    read only once.
     """
-    full_batches = replace(job, batch_size=size or job.batch_size, batch_sizes={}, drop_last=True)
+    size = size or job.batch_size
     dataset = build_dataset(job.data, job.seed)
     with preserved_draws():
         read = _from_stream if is_iterable(dataset, "Job(data=...)") else _from_map
         batches: list[Any] = []
-        for batch in islice(read(dataset, full_batches), number):
+        for batch in islice(read(dataset, job, size), number):
             if isinstance(batch, ReadFailure):
                 raise batch.to_error()
             batches.append(batch)
@@ -100,28 +103,39 @@ def _reads_once(dataset: Any) -> bool:
     return not isinstance(dataset, IterableDataset) and iter(dataset) is dataset
 
 
-def _from_map(dataset: Any, job: Job) -> Iterator[Any]:
-    if len(dataset) < job.batch_size:
-        raise DataError(
-            f"The dataset has {len(dataset)} samples, and a batch needs {job.batch_size}. Use a smaller batch_size or more data."
-        )
-    batches = Batches(job, len(dataset))
+def _from_map(dataset: Any, job: Job, size: int) -> Iterator[Any]:
+    num_samples = len(dataset)
+    Batches(job, num_samples)  # raises what training would
+    full_batches = replace(job, batch_size=min(size, num_samples), batch_sizes={}, drop_last=True)
+    batches = Batches(full_batches, num_samples)
     source = ChunkSource(dataset, job)
     for step in count():
         epoch, indices = batches.of(step)
-        yield source[ReadRequest(step, 0, epoch, indices, batches.partners(step))]
+        partners = batches.partners(step)
+        again = None if partners is None else _repeated(partners, size)
+        yield source[ReadRequest(step, 0, epoch, _repeated(indices, size), again)]
 
 
-def _from_stream(dataset: Any, job: Job) -> Iterator[Any]:
+def _from_stream(dataset: Any, job: Job, size: int) -> Iterator[Any]:
     if _reads_once(dataset) and build_dataset(job.data, job.seed) is dataset:
         raise DataError(
             f"Job(data=...) returns the same {type(dataset).__name__} each time, which can be read only once: its first samples would be missing "
             "in training. Build it in the function, or make it an IterableDataset."
         )
     collate = Collation(job)
-    for step, batch in enumerate(stream_batches(dataset, job)):
+    step, was_full = 0, False
+    for batch in stream_batches(dataset, replace(job, batch_size=size, batch_sizes={})):
         if isinstance(batch, ReadFailure):
             yield batch
             return
-        names, samples = zip(*batch, strict=True)
-        yield collate(list(samples), step, 0, names, partners_of(job, step, samples))
+        is_rest = was_full and len(batch) < size  # of an epoch that had full ones
+        was_full = len(batch) == size
+        if not is_rest:
+            names, samples = zip(*_repeated(batch, size), strict=True)
+            yield collate(list(samples), step, 0, names, partners_of(job, step, samples))
+            step += 1
+
+
+def _repeated(values: Sequence[T], size: int) -> list[T]:
+    """The values from the beginning, again and again, `size` of them."""
+    return list(islice(cycle(values), size))

@@ -59,8 +59,8 @@ def _box(row: TimelineRow, span: Span, start: float) -> dict[str, Any]:
 def _arrows(timeline: Timeline, start: float) -> Iterator[dict[str, Any]]:
     """Arrows between neighbouring stages of one pipeline. An arrow's end belongs to the box that encloses its
     time."""
-    schedule, number = timeline.schedule, 0
-    for pipeline in timeline.windows:
+    number = 0
+    for pipeline, schedule in timeline.pipelines.items():
         rows = [row for row in timeline.rows if (row.place.dp, row.place.tp) == pipeline]
         boxes: dict[Action, tuple[TimelineRow, Span]] = {
             span.action: (row, span) for row in rows for span in row.actions if span.action

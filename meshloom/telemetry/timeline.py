@@ -12,6 +12,7 @@ from typing import Any
 
 from meshloom.core.errors import PlanError, ReportError
 from meshloom.core.mesh import MeshCoordinates
+from meshloom.pipeline.schedules.check import check_schedule
 from meshloom.pipeline.schedules.schedule import Action, Schedule
 from meshloom.pipeline.schedules.spans import Span
 from meshloom.pipeline.schedules.timing import Durations, run_on_paper
@@ -47,7 +48,7 @@ class Timeline:
     negative.
 
     step: counted from 1; on paper 0. schedule: of the pipeline with most microbatches. A pipeline is the ranks that
-        differ in pp only; one that has fewer, or none, takes the actions of the first ones.
+        differ in pp only; one that has fewer, or none, has an order of its own.
     clock_error_seconds: by how much the clocks of two ranks may be apart.
     """
 
@@ -59,26 +60,42 @@ class Timeline:
     def __post_init__(self) -> None:
         if not self.rows:
             raise ReportError("A timeline has a row for every rank, and this one has none.")
-        filled: dict[tuple[int, int], int] = {}
-        for row in self.rows:
-            count = max(
-                (each.microbatch + 1 for each in row.actions if each.microbatch is not None), default=0
-            )
-            filled[_pipeline(row)] = max(count, filled.get(_pipeline(row), 0))
         for row in self.rows:
             if row.place.pp >= self.schedule.num_ranks:
                 raise ReportError(
                     f"{row.name} has no part in schedule {self.schedule.name} over {self.schedule.num_ranks} ranks."
                 )
-            done = [span.action for span in row.actions]
-            actions, count = self.schedule.actions[row.place.pp], filled[_pipeline(row)]
-            expected = [each for each in actions if each.microbatch < count]
-            if done != expected:
-                pairs = enumerate(zip_longest(done, expected))
-                place, (found, due) = next((place, pair) for place, pair in pairs if pair[0] != pair[1])
+        for row in self.rows:
+            done = self.pipelines.get(_pipeline(row))
+            if done is None or done.num_microbatches != self.schedule.num_microbatches:
+                continue
+            found, expected = done.actions[row.place.pp], self.schedule.actions[row.place.pp]
+            if found != expected:
+                pairs = enumerate(zip_longest(found, expected))
+                place, (one, due) = next((place, pair) for place, pair in pairs if pair[0] != pair[1])
                 raise ReportError(
-                    f"Action {place} of {row.name} is {found or 'nothing'}, and schedule {self.schedule.name} has {due or 'nothing'} there."
+                    f"Action {place} of {row.name} is {one or 'nothing'}, and schedule {self.schedule.name} has {due or 'nothing'} there."
                 )
+        for pipeline, done in self.pipelines.items():
+            try:
+                check_schedule(done)
+            except PlanError as error:
+                raise ReportError(f"Pipeline dp={pipeline[0]},tp={pipeline[1]}: {error}") from None
+
+    @cached_property
+    def pipelines(self) -> dict[tuple[int, int], Schedule]:
+        """(dp, tp) of a pipeline -> what its ranks did, as a schedule; without those that did nothing."""
+        found: dict[tuple[int, int], Schedule] = {}
+        for pipeline in map(_pipeline, self.rows):
+            rows = {row.place.pp: row for row in self.rows if _pipeline(row) == pipeline}
+            actions = tuple(
+                tuple(each.action for each in rows[place].actions if each.action) if place in rows else ()
+                for place in range(self.schedule.num_ranks)
+            )
+            count = max((each.microbatch + 1 for row in actions for each in row), default=0)
+            if count:
+                found[pipeline] = replace(self.schedule, num_microbatches=count, actions=actions)
+        return found
 
     @cached_property
     def windows(self) -> dict[tuple[int, int], tuple[float, float]]:
@@ -194,8 +211,7 @@ def idle_of(timeline: Timeline) -> list[Idle]:
     equal = on_paper(timeline.schedule, Durations.uniform(timeline.schedule.num_stages).of)
     own = {
         pipeline: on_paper(done, _mean_seconds(timeline, pipeline))
-        for pipeline in timeline.windows
-        if (done := _done(timeline, pipeline)) is not None
+        for pipeline, done in timeline.pipelines.items()
     }
 
     def share(paper: Timeline | None, row: TimelineRow) -> float:
@@ -204,15 +220,6 @@ def idle_of(timeline: Timeline) -> list[Idle]:
     return [
         Idle(measured=timeline.idle_share(row), formula=share(equal, row), own_seconds=share(own.get(_pipeline(row)), row)) for row in timeline.rows
     ]  # fmt: skip
-
-
-def _done(timeline: Timeline, pipeline: tuple[int, int]) -> Schedule | None:
-    """The schedule of the microbatches that a pipeline has; None: it has none."""
-    spans = [span for row in timeline.rows if _pipeline(row) == pipeline for span in row.actions]
-    count = max((each.microbatch + 1 for each in spans if each.microbatch is not None), default=0)
-    rows = timeline.schedule.actions
-    actions = tuple(tuple(each for each in row if each.microbatch < count) for row in rows)
-    return replace(timeline.schedule, num_microbatches=count, actions=actions) if count else None
 
 
 def _mean_seconds(timeline: Timeline, pipeline: tuple[int, int]) -> Callable[[Action], float]:

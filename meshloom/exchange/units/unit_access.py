@@ -4,7 +4,8 @@ after.
     forward of the unit's module     a hook before it, a hook after it
     backward                         what autograd saves of a unit's values is where to find them, also of a cast of a
                                      parameter, as autocast makes it; the unit is gathered when the first of it is
-                                     wanted back, and dropped after the last
+                                     wanted back, and dropped after the last; so is a parameter that is saved while its
+                                     values are not here, as an autograd function does that has not read it last
     anywhere else                    whatever torch function gets a parameter finds it gathered; it then stays
                                      until the chunk ends (a loss that reads weights, calls of parts of a unit)
     a transform of torch.func        finds all units gathered, which stay until the chunk ends
@@ -32,7 +33,7 @@ from meshloom.core.modules.casts import FrozenCasts, cast_of
 from meshloom.core.moments.uncompiled import left_out
 from meshloom.exchange.units.unit_casts import UnitCasts
 from meshloom.exchange.units.unit_gathering import UnitGathering
-from meshloom.exchange.units.unit_slices import Unit
+from meshloom.exchange.units.unit_slices import Layout, Unit
 
 _torch: Any = torch  # for private names
 
@@ -46,6 +47,13 @@ class UnitAccess:
         self._computing = False
         # storage -> the unit and the part whose values it holds, as long as it lives
         self._here: dict[int, tuple[Unit, int, StorageWeakRef]] = {}
+        # storage of what is in a parameter's place while its values are not here -> the unit, the part and the parameter
+        self._absent = {
+            entry.absent.untyped_storage()._cdata: (unit, number, entry)  # pyright: ignore[reportPrivateUsage]
+            for unit in self._units
+            for number, part in enumerate(unit.parts)
+            for entry in part.entries
+        }
         self._written: str | None = None
         self._casts = UnitCasts()
         self._frozen = FrozenCasts()
@@ -174,9 +182,12 @@ class UnitAccess:
         """What is kept of a tensor that autograd saves: of a unit's values where to find them, else itself."""
         if tensor.layout != torch.strided:
             return tensor
-        found = self._here.get(tensor.untyped_storage()._cdata)  # pyright: ignore[reportPrivateUsage]
-        if found is not None:
-            return _Saved(self, found[0], found[1], tensor)
+        storage = tensor.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
+        layout = tensor.size(), tensor.stride(), tensor.storage_offset()
+        if (found := self._here.get(storage)) is not None:
+            return _Saved(self, found[0], found[1], layout, tensor.dtype)
+        if (absent := self._absent.get(storage)) is not None:
+            return _Saved(self, absent[0], absent[1], absent[2].layout, tensor.dtype)
         trained = cast_of(tensor)
         cast = self._gathering.place_of(self._frozen.cast_of(tensor) if trained is None else trained)
         if cast is None:
@@ -185,7 +196,7 @@ class UnitAccess:
         number = unit.parts.index(part)
         if trained is not None:
             self._casts.used(unit, number, entry, tensor)
-        return _Saved(self, unit, number, tensor, slice(entry.start, entry.stop))
+        return _Saved(self, unit, number, layout, tensor.dtype, slice(entry.start, entry.stop))
 
     def watching(self) -> AbstractContextManager[Any]:
         """Context in which operators find values in the parameters that they get. Backwards need one of their
@@ -216,11 +227,10 @@ class _Saved:
     """A tensor that autograd has saved, as a place in its unit's values. cast: of a cast of a parameter, which elements this has."""
 
     def __init__(
-        self, access: UnitAccess, unit: Unit, part: int, tensor: Tensor, cast: slice | None = None
-    ) -> None:
+        self, access: UnitAccess, unit: Unit, part: int, layout: Layout, dtype: torch.dtype, cast: slice | None = None
+    ) -> None:  # fmt: skip
         self._access, self._unit, self._part, self._cast = access, unit, part, cast
-        self._layout = tensor.size(), tensor.stride(), tensor.storage_offset()
-        self._dtype = tensor.dtype
+        self._layout, self._dtype = layout, dtype
         access.saved(unit)
 
     def __del__(self) -> None:

@@ -20,6 +20,8 @@ from torch import Tensor, nn
 
 from meshloom.program.operators.fused_grad_accumulation import GradBuffer
 
+Layout = tuple[Sequence[int], Sequence[int], int]  # sizes, strides and offset in a flat tensor
+
 
 @dataclass(frozen=True, kw_only=True)
 class UnitParameters:
@@ -41,7 +43,9 @@ class UnitEntry:
         self.waits = False  # it arrived, and has not been sent yet
         fill = float("nan") if parameter.is_floating_point() or parameter.is_complex() else 0
         one = torch.full((), fill, dtype=parameter.dtype, device=parameter.device)
-        self._nothing = one.expand(parameter.shape)
+        self.absent = one.expand(parameter.shape)  # what the parameter is while its values are not here
+        strides = torch.empty_like(self.absent, memory_format=torch.contiguous_format, device="meta").stride()
+        self.layout: Layout = parameter.shape, strides, start
         self._address = self._version = 0
 
     def fill(self, flat: Tensor) -> None:
@@ -57,7 +61,7 @@ class UnitEntry:
 
     def drop(self) -> None:
         """The same, of values that are not looked at."""
-        self.parameter.data = self._nothing
+        self.parameter.data = self.absent
 
 
 class UnitSlice(NamedTuple):
