@@ -65,7 +65,7 @@ def test_ranks_without_a_chunk_keep_pace(case: Case) -> None:
     assert equal(case)
 
 
-QUICK = ("decayed",)
+QUICK = ("decayed", "saved")
 LONG = ("shuffled", "recomputed_reentrant", "again", "inside")
 
 

@@ -161,6 +161,42 @@ class Adapter(nn.Module):
         return self.base(x) + self.up(self.down(x))
 
 
+class Read(Blocks):
+    """All blocks read the same value, as those of a decoder read what an encoder gives: along tp their layers are one operator."""
+
+    def through(self, x: Tensor) -> Tensor:
+        given = torch.tanh(x)
+        for block in self.blocks:
+            assert isinstance(block, Part)
+            x = block.norm(x) + block.down(torch.tanh(block.up(given)))
+        return x
+
+
+class Steered(torch.autograd.Function):
+    """Twice x; its backward uses a weight that its forward saves, and does not read."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        return gradients[0] * 2 + 0.1 * gradients[0] @ weight.t() @ weight, 0.1 * weight * (
+            gradients[0] * x
+        ).sum()
+
+
+class Saved(Blocks):
+    """Weights of blocks are saved for backward while they are not here."""
+
+    def through(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = Steered.apply(x, block.up.weight)  # type: ignore[no-untyped-call]
+        return super().through(x)
+
+
 class Writing(Blocks):
     """Counts and averages what it sees in buffers."""
 
@@ -226,6 +262,8 @@ KINDS: dict[str, tuple[type[nn.Module], Callable[[Any, Any], Tensor]]] = {
     "lending": (Lending, _plain),
     "frozen": (Frozen, _plain),
     "adapted": (Adapted, _plain),
+    "read": (Read, _plain),
+    "saved": (Saved, _plain),
     "writing": (Writing, _plain),
     "recurrent": (Recurrent, _plain),
     "decayed": (Blocks, _decayed),

@@ -183,7 +183,7 @@ class UnitAccess:
         if tensor.layout != torch.strided:
             return tensor
         storage = tensor.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
-        layout = tensor.size(), tensor.stride(), tensor.storage_offset()
+        layout = tensor.size(), tensor.stride(), int(tensor.storage_offset())
         if (found := self._here.get(storage)) is not None:
             return _Saved(self, found[0], found[1], layout, tensor.dtype)
         if (absent := self._absent.get(storage)) is not None:

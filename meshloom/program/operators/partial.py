@@ -230,9 +230,9 @@ class _CrossEntropy(torch.autograd.Function):
             every_class = log_sum * weight_of_classes - (everyone[2] if weights is None else everyone[3])
             losses = (1 - part.smoothing) * losses + part.smoothing / part.num_classes * every_class
         losses = torch.where(counted, losses, 0.0)
-        ctx.part, ctx.places, ctx.counted, ctx.weights = part, places, counted, weights
+        ctx.part, ctx.places, ctx.counted = part, places, counted
         ctx.weight_of_rows, ctx.weight_of_classes, ctx.sum = weight_of_rows, weight_of_classes, everyone[0]
-        ctx.save_for_backward(*exponentials)
+        ctx.save_for_backward(*exponentials, *(weights or ()))
         if weight_of_rows is not None:
             ctx.mark_non_differentiable(weight_of_rows)
         return weight_of_rows, *(losses.clone() for _ in ranks)
@@ -241,20 +241,22 @@ class _CrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         part: CrossEntropyOfPart = ctx.part
         _, *gradients_of_losses = gradients  # weights of rows have none
+        count = len(gradients_of_losses)
+        saved, weights = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
         smoothing = part.smoothing / part.num_classes
         results: list[Tensor] = []
         for number, (gradient, exponentials, (here, local)) in enumerate(
-            zip(gradients_of_losses, ctx.saved_tensors, ctx.places, strict=True)
+            zip(gradients_of_losses, saved, ctx.places, strict=True)
         ):
             arriving = gradient * ctx.counted
             of_target = arriving * (1.0 - part.smoothing)
-            if ctx.weights is not None:
+            if weights:
                 of_target = of_target * ctx.weight_of_rows
             # Factors per row are multiplied first: the logits are large, and are read once.
             of_rows = (of_target + arriving * smoothing * ctx.weight_of_classes) / ctx.sum
             result = exponentials * of_rows[:, None]
             if part.smoothing:
-                of_classes = smoothing if ctx.weights is None else smoothing * ctx.weights[number]
+                of_classes = smoothing * weights[number] if weights else smoothing
                 result -= arriving[:, None] * of_classes
             if result.shape[1]:
                 result.scatter_add_(1, local[:, None], -(here * of_target)[:, None])

@@ -73,9 +73,7 @@ def _found(
                 if joined:
                     for number, counterpart in new_axes.items():
                         _join(axes, number, counterpart)
-                elif all(
-                    axes.get(number, counterpart) == counterpart for number, counterpart in new_axes.items()
-                ):
+                elif _agree(axes, new_axes):
                     axes.update(new_axes)
                 else:
                     continue
@@ -94,6 +92,22 @@ def _found(
         values={name: values.get(other, other) for name, other in values.items()},
         axes={number: other for number, other in moved.items() if number != other},
     )
+
+
+def _agree(known: Mapping[int, int], new: Mapping[int, int]) -> bool:
+    """Whether every axis has one counterpart, and no axis is, by way of others, its own: blocks that use two axes the other
+    way round have none that represents them."""
+    if any(known.get(number, counterpart) != counterpart for number, counterpart in new.items()):
+        return False
+    both = {**known, **new}
+    for number in new:
+        passed = {number}
+        while both.get(number, number) != number:
+            number = both[number]
+            if number in passed:
+                return False
+            passed.add(number)
+    return True
 
 
 def _end(axes: Mapping[int, int], number: int) -> int:
