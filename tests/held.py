@@ -11,10 +11,11 @@ from torch import Tensor
 
 from meshloom.verify.causes.other_runs import other_runs
 from meshloom.verify.compared.compare import Comparer, Comparison
+from meshloom.verify.compared.whole_batch import whole_batch
 from meshloom.verify.comparing import ComparisonResult
 from meshloom.verify.comparison_run import ComparisonRun
 from meshloom.verify.reference.reference import Reference
-from meshloom.verify.reference.reruns import full_evidence, initial_evidence, whole_batch
+from meshloom.verify.reference.reruns import full_evidence, initial_evidence
 from meshloom.verify.reference.step_records import StepRecord
 from meshloom.verify.tolerances.gradient_errors import GradientErrors, Rounding
 from meshloom.verify.tolerances.of_precision import most_tolerated, unmeasured_through

@@ -157,6 +157,10 @@ def _add_runs(train: argparse.ArgumentParser, verify: argparse.ArgumentParser) -
         "--quick", action="store_true", help="these steps alone: no evaluation, no checkpoint and resuming, no end of an epoch"
     )  # fmt: skip
     verify.add_argument(
+        "--whole-batch", action="store_true",
+        help="exit code 1 also where one device computes something else on the whole batch, draws alone excepted; 2 where it cannot be computed",
+    )  # fmt: skip
+    verify.add_argument(
         "--report", metavar="FILE.html", help="write the report as one self-contained page, too"
     )
     verify.add_argument(

@@ -29,7 +29,7 @@ from meshloom.report.written_file import check_directory
 from meshloom.telemetry.timings import Timings
 from meshloom.verify.apart.process import ReferenceProcess
 from meshloom.verify.comparison_run import compare_here
-from meshloom.verify.findings import Report, print_report
+from meshloom.verify.findings import Report, print_report, whole_sentence
 from meshloom.verify.run import check_promised, verify
 from meshloom.verify.smaller_plans import smallest_plan
 from meshloom.verify.verified_run import Compare
@@ -38,7 +38,7 @@ _SOON = 60.0  # seconds of a verification, after which smaller plans are verifie
 
 
 def verify_plan(arguments: argparse.Namespace, job: Job, records: Records) -> int:
-    """Exit code: 0 if the plan equals one device."""
+    """Exit code: 0 if the plan equals one device; with `--whole-batch` if that also equals one device on the whole batch."""
     dtype = {"float64": torch.float64, "float32": torch.float32, None: None}[arguments.dtype]
     for file in filter(None, (arguments.report, arguments.junit)):
         check_directory(Path(file))
@@ -82,10 +82,23 @@ def verify_plan(arguments: argparse.Namespace, job: Job, records: Records) -> in
         write_reproduction(report, Path(arguments.repro), command)
     for record in report.records():
         records.write(**record)
-    if report.passed:
+    if not report.passed:
+        text, code = f"The plan {plan} differs from one device: see the report.", 1
+    elif arguments.whole_batch:
+        text, code = _of_whole_batch(report)
+    else:
         return 0
-    report_stop(f"The plan {plan} differs from one device: see the report.", 1, main=False)
-    return 1
+    if code:
+        report_stop(text, code, main=report.passed)
+    return code
+
+
+def _of_whole_batch(report: Report) -> tuple[str, int]:
+    """Why `--whole-batch` is not satisfied, and the exit code; 0: it is."""
+    whole = report.whole
+    if whole is None or not whole.ran:
+        return f"--whole-batch: {whole_sentence(report)}.", 2
+    return f"--whole-batch: {whole_sentence(report)}.", int(whole.interacts)
 
 
 def several_processes(plan: Plan) -> DeviceError:

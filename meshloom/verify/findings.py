@@ -20,6 +20,8 @@ from meshloom.verify.reference.step_records import Cast
 from meshloom.verify.smaller_plans import SmallestPlan
 
 ROWS = 8
+_CAUSE, _CONSEQUENCE = "  likely cause: ", "  a consequence: "
+_OF_PLACE = ("resuming", "saved", "epoch")  # causes that say where in a run something differs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,18 +142,24 @@ class Report:
 
 
 def print_report(report: Report, console: Console) -> None:
-    """Print the report: losses, the worst tensors, the verdict, the whole batch."""
-    console.print(
-        f"verify {report.plan} on {report.devices}, {report.precision}, against one device that runs the same chunks",
-        highlight=False,
-        soft_wrap=True,
+    """Print the report: the verdict and the first cause, losses, the worst tensors, the rest."""
+
+    def print_line(text: str) -> None:
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    lines = lines_of(report)
+    above = 1 + next((number for number, line in enumerate(lines) if line.startswith(_CAUSE)), 0)
+    for line in lines[:above]:
+        print_line(line)
+    print_line(
+        f"verify {report.plan} on {report.devices}, {report.precision}, against one device that runs the same chunks"
     )
     if report.fewer:
-        console.print(report.fewer.sentence, highlight=False, markup=False, soft_wrap=True)
+        print_line(report.fewer.sentence)
     console.print(_losses(report))
     console.print(_errors(report))
-    for text in lines_of(report):
-        console.print(text, highlight=False, markup=False, soft_wrap=True)
+    for line in lines[above:]:
+        print_line(line)
 
 
 def _between_record(checked: BetweenSteps) -> dict[str, Any]:
@@ -196,29 +204,51 @@ def _of(error: TensorError) -> str:
 
 
 def lines_of(report: Report) -> list[str]:
-    """The verdict, its reasons, and what was compared besides steps: a line each, the verdict first."""
-    lines: list[str] = []
+    """The verdict in its two halves, its reasons, and what was compared besides steps: a line each, the verdict first."""
+    first, *others = _verdict_lines(report)
+    return [
+        f"{first.removesuffix('.')}; on the whole batch: {whole_sentence(report)}",
+        *others,
+        *_notes_of(report),
+    ]
+
+
+def _verdict_lines(report: Report) -> list[str]:
+    """What differs comes before what is equal."""
+    parts = [(False, _general_lines(report))] if report.general else []
+    parts.append((report.first_wrong is None, _step_lines(report)))
+    parts += [(each.passed, _between_lines(each)) for each in report.between]
+    if apart := report.apart:
+        what = "With a copy of the parameters for each replica, as in a training loop of one's own"
+        found = _verdict_lines(apart)[: 1 if apart.passed else None] + (
+            [] if apart.passed else _notes_of(apart)
+        )
+        parts.append((apart.passed, [f"{what}: {found[0]}", *found[1:]]))
+    return [line for _, lines in sorted(parts, key=lambda part: part[0]) for line in lines]
+
+
+def _general_lines(report: Report) -> list[str]:
+    agree = report.first_wrong is None and all(each.passed for each in report.between)
+    who = "Plan and one device agree, but both are wrong" if agree else "Plan and one device are both wrong"
+    return [f"{who}: {each}" for each in report.general]
+
+
+def _step_lines(report: Report) -> list[str]:
     wrong = report.first_wrong
-    lines += [f"DIFFERS on both sides: {each}" for each in report.general]
     if wrong:
         names = {error.name for error in wrong.errors if not error.passed}
-        lines.append(
-            f"DIFFERS from step {wrong.step} on: {len(names)} tensors"
-            + (f"; first module: {wrong.first_module}" if wrong.first_module else "")
-        )
-        lines += [f"  {fact}" for fact in wrong.facts[:ROWS]]
-        lines += [f"  likely cause: {cause.sentence}" for cause in report.causes]
-    elif report.steps:
-        turns = f" of {len(report.steps)} turns" if report.steps and report.steps[0].turn else ""
-        lines.append(
-            f"EQUAL to one device that runs the same chunks: {format_count(len({each.step for each in report.steps}), 'step')}{turns}"
-            + (f", with {report.fewer.kept} of the repeated blocks each" if report.fewer else "")
-        )
-    for checked in report.between:
-        lines += _between_lines(checked)
-    if report.apart:
-        lines.append("With a copy of the parameters for each replica, as in a training loop of one's own:")
-        lines += [f"  {line}" for line in lines_of(report.apart)[: 1 if report.apart.passed else None]]
+        module = f"; first module: {wrong.first_module}" if wrong.first_module else ""
+        first = f"DIFFERS from step {wrong.step} on: {len(names)} tensors{module}"
+        return [first, *_cause_lines(report.causes), *(f"  {fact}" for fact in wrong.facts[:ROWS])]
+    turns = f" of {len(report.steps)} turns" if report.steps and report.steps[0].turn else ""
+    steps = format_count(len({each.step for each in report.steps}), "step")
+    blocks = f", with {report.fewer.kept} of the repeated blocks each" if report.fewer else ""
+    verdict = "EQUAL" if report.passed else "steps are equal"
+    return [f"{verdict} to one device that runs the same chunks: {steps}{turns}{blocks}"]
+
+
+def _notes_of(report: Report) -> list[str]:
+    lines: list[str] = []
     lines += [report.smallest.sentence] if report.smallest else []
     lines += report.notes
     if report.digest:
@@ -247,22 +277,29 @@ def lines_of(report: Report) -> list[str]:
         lines.append(
             f"sharded: ranks own {', '.join(f'{share:.1%}' for share in report.owned)} of the optimizer's state"
         )
-    if report.whole is None and all(step.skipped for step in report.steps):
-        lines.append("whole batch: not compared, every update is skipped")
-    elif report.whole is None:
-        lines.append("whole batch: not compared, it does not fit in one device's memory")
-    elif not report.whole.ran:
-        lines.append(f"whole batch: not compared, {report.whole.why}")
-    elif report.whole.equal:
-        lines.append(
-            f"whole batch: one device that runs the chunks is equal to one device on the whole batch (largest error of a gradient {report.whole.error:.1e})"
-        )
-    else:
-        lines.append(
-            "whole batch: gradients of one device that runs the chunks differ by up to "
-            f"{report.whole.error:.1e} from one device on the whole batch, because {report.whole.why}"
-        )
     return lines
+
+
+def whole_sentence(report: Report) -> str:
+    """One device on the whole batch, held against one that runs the chunks."""
+    whole = report.whole
+    if whole is None and all(step.skipped for step in report.steps):
+        return "not compared, every update is skipped"
+    if whole is None:
+        return "not compared, it does not fit in one device's memory"
+    if not whole.ran:
+        return f"not compared, {whole.why}"
+    if whole.equal:
+        return f"equal (largest error of a gradient {whole.error:.1e})"
+    return f"differs by up to {whole.error:.1e} in a gradient, because {whole.why}"
+
+
+def _cause_lines(causes: Sequence[Cause]) -> list[str]:
+    """What a difference's place in the run says is a consequence of what is told before it."""
+    return [
+        f"{_CONSEQUENCE if number and each.kind in _OF_PLACE else _CAUSE}{each.sentence}"
+        for number, each in enumerate(causes)
+    ]
 
 
 def _between_lines(checked: BetweenSteps) -> list[str]:
@@ -276,13 +313,12 @@ def _between_lines(checked: BetweenSteps) -> list[str]:
         f"  {each.name} differs by {each.error:.1e}, and {each.tolerance:.1e} is tolerated"
         for each in wrong[:ROWS]
     ]
-    causes = [f"  likely cause: {cause.sentence}" for cause in checked.causes]
     module = f"; first module: {checked.first_module}" if checked.first_module else ""
     return [
         f"DIFFERS: {checked.what}{module}",
+        *_cause_lines(checked.causes),
         *(f"  {fact}" for fact in checked.facts[:ROWS]),
         *shown,
-        *causes,
         *checked.notes,
     ]
 

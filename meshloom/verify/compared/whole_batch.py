@@ -2,25 +2,30 @@
 forward.
 
 They agree where samples do not interact and nothing is drawn at random. A difference is due to the job, not
-to a mistake of the plan, so it is reported with its reason and does not affect the verdict.
+to a mistake of the plan: it is the second half of the verdict, with its reason. Where chunks draw, both run once more with the draws of the
+whole batch, of which each chunk has its rows, so that an interaction shows beside draws.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from functools import reduce
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from meshloom.core.random import Rows
 from meshloom.machine.host_memory import free_bytes
 from meshloom.machine.process_memory import regained_bytes, trim
 from meshloom.verify.compared.compare_chunks import add_outputs, output_differs
+from meshloom.verify.reference.chunks_of_plan import ReferenceForward
 from meshloom.verify.reference.float64_blocks import distance, norm
+from meshloom.verify.reference.mistakes import subsample_each
 from meshloom.verify.reference.reference import Gradients, Reference
-from meshloom.verify.reference.reruns import whole_batch
+from meshloom.verify.reference.reruns import chunk_by_chunk
 from meshloom.verify.reference.step_records import ChunkRecord, ModuleOutput, StepRecord
 from meshloom.verify.tolerances.gradient_errors import FLOOR
 
@@ -28,7 +33,7 @@ from meshloom.verify.tolerances.gradient_errors import FLOOR
 @dataclass(frozen=True, kw_only=True)
 class WholeBatch:
     """The difference between the chunks and the whole batch: largest error of a gradient; the loss on the
-    whole batch; the reason, "" if they agree.
+    whole batch; the reason, "" if they agree. interacts: whether something else than draws makes it.
 
     ran: whether the job's code could compute the whole batch in one forward; else error and loss are
     infinite.
@@ -37,6 +42,7 @@ class WholeBatch:
     error: float
     loss: float
     why: str
+    interacts: bool = False
     ran: bool = True
 
     @property
@@ -65,7 +71,23 @@ def compare_whole_batch(reference: Reference, tolerance: float) -> WholeBatch | 
         return None
     try:
         with whole_batch(reference) as (chunked, whole):
-            error = _largest_error(reference.gradients, chunked)
+            error = _error(reference.gradients, chunked, whole.loss, reference.loss)
+            gradients = subsample_each(reference.gradients)
+        found = WholeBatch(error=error[0], loss=whole.loss, why="")
+        if max(error) <= tolerance:
+            return found
+        norms, draws = _batch_norms(reference.model), any(map(_draws, reference.chunks))
+        reasons, interacts = [*norms], bool(norms)
+        if draws:
+            reasons.append("random draws, such as dropout masks, belong to a chunk")
+        if not norms:
+            why = (
+                _why_with_equal_draws(reference, tolerance)
+                if draws
+                else _why(reference, whole, gradients, reference.chunks, tolerance)
+            )
+            reasons, interacts = [*([why] if why else []), *reasons], bool(why)
+        return WholeBatch(error=error[0], loss=whole.loss, why=" and ".join(reasons), interacts=interacts)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
@@ -77,13 +99,12 @@ def compare_whole_batch(reference: Reference, tolerance: float) -> WholeBatch | 
             why=f"the job's own code fails on it: {type(error).__name__}: {said}",
             ran=False,
         )
-    scale = max(abs(whole.loss), abs(reference.loss)) or 1.0
-    equal = error <= tolerance and abs(whole.loss - reference.loss) <= tolerance * scale
-    return WholeBatch(
-        error=error,
-        loss=whole.loss,
-        why="" if equal else _why(reference.model, whole, reference.chunks, tolerance),
-    )
+
+
+def _error(ours: Gradients, right: Gradients, loss: float, right_loss: float) -> tuple[float, float]:
+    """Of gradients, and of the loss."""
+    scale = max(abs(loss), abs(right_loss)) or 1.0
+    return _largest_error(ours, right), abs(loss - right_loss) / scale
 
 
 def _largest_error(ours: Gradients, right: Gradients) -> float:
@@ -100,34 +121,71 @@ def _largest_error(ours: Gradients, right: Gradients) -> float:
     return max(errors)
 
 
-def _why(model: nn.Module, whole: StepRecord, chunked: Sequence[ChunkRecord], tolerance: float) -> str:
-    reasons: list[str] = []
-    batch_norms = nn.modules.batchnorm._BatchNorm  # pyright: ignore[reportPrivateUsage]
-    norms = [
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, batch_norms) and _uses_batch(module)
-    ]
-    if norms:
-        reasons.append(
-            f"batch statistics ({', '.join(norms[:3])}{', ...' if len(norms) > 3 else ''}) are taken over a chunk, not over the whole batch"
-        )
+def _batch_norms(model: nn.Module) -> list[str]:
+    """That batch statistics make a difference, if there are any."""
+    kind = nn.modules.batchnorm._BatchNorm  # pyright: ignore[reportPrivateUsage]
+    norms = [name for name, each in model.named_modules() if isinstance(each, kind) and _uses_batch(each)]
+    shown = f"{', '.join(norms[:3])}{', ...' if len(norms) > 3 else ''}"
+    return [f"batch statistics ({shown}) are taken over a chunk, not over the whole batch"] if norms else []
+
+
+def _draws(chunk: ChunkRecord) -> bool:
     # entries with a space are operations that may have drawn nothing
-    if any(" " not in drawn for chunk in chunked for drawn in chunk.draws):
-        reasons.append("random draws, such as dropout masks, belong to a chunk")
-    if not reasons and (module := _first_that_mixes(whole, chunked, tolerance)) is not None:
-        reasons.append(f"samples of a batch interact in {module}" if module else _IN_THE_MODEL)
-    if not reasons:
-        reasons.append(
-            "the loss of a batch is not the mean of its samples' losses; if it averages over something else, such as tokens, return (sum, weight)"
-        )
-    return " and ".join(reasons)
+    return any(" " not in drawn for drawn in chunk.draws)
 
 
-_IN_THE_MODEL = (
-    "samples of a batch interact in the model's own forward, or the loss in it averages over something else than samples; if that is tokens, "
-    "return (sum, weight)"
-)
+def _why_with_equal_draws(reference: Reference, tolerance: float) -> str:
+    """Why the whole batch differs from chunks that draw what it does; "" if it does not."""
+    with whole_batch(reference, keyed=True) as (_, whole):
+        gradients = {
+            name: None if each is None else each.clone() for name, each in reference.gradients.items()
+        }
+    with whole_batch_in_chunks(reference) as chunked:
+        error = _error(gradients, reference.gradients, whole.loss, chunked.loss)
+    if max(error) <= tolerance:
+        return ""
+    return _why(reference, whole, subsample_each(gradients), chunked.chunks, tolerance, keyed=True)
+
+
+def _why(
+    reference: Reference, whole: StepRecord, gradients: Gradients, chunks: Sequence[ChunkRecord], tolerance: float, *, keyed: bool = False
+) -> str:  # fmt: skip
+    """gradients: of the whole batch, subsampled. keyed: chunks have the draws of the whole batch."""
+    if (module := _first_that_mixes(whole, chunks, tolerance)) is not None:
+        return f"samples of a batch interact in {module}" if module else _IN_THE_MODEL
+    with _seeded_as_one(reference) if keyed else nullcontext():
+        parts = chunk_by_chunk(reference, _rows_of_whole(reference) if keyed else None)
+    if _is_weighted(gradients, parts, tolerance):
+        return "the loss of a batch is not the mean of its samples' losses, but averages over something else, such as tokens: return (sum, weight)"
+    return "samples of a batch interact in the loss"
+
+
+_IN_THE_MODEL = "samples of a batch interact in the model's own forward"
+
+
+def _is_weighted(whole: Gradients, chunks: Sequence[Gradients], tolerance: float) -> bool:
+    """Whether the whole batch's gradient is a sum of the chunks', each times a weight of its own: as that of a mean over what
+    chunks have in other numbers, and not that of samples that interact."""
+    names = [name for name, each in whole.items() if each is not None]
+    right = _joined(whole, names, whole)
+    parts = torch.stack([_joined(each, names, whole) for each in chunks], dim=1)
+    if len(right) <= len(chunks):
+        return False
+    weights = torch.linalg.lstsq(parts, right[:, None], driver="gelsd").solution[:, 0]
+    size = float(right.norm()) + float((parts.norm(dim=0) * weights.abs()).sum())
+    return float((parts @ weights - right).norm()) <= tolerance * size
+
+
+def _joined(gradients: Gradients, names: Sequence[str], like: Gradients) -> Tensor:
+    """In one vector, zeros where there is none. like: for their sizes."""
+    flat: list[Tensor] = []
+    for name in names:
+        each, there = gradients.get(name), like[name]
+        assert there is not None
+        each = torch.zeros_like(there) if each is None else each
+        each = torch.view_as_real(each) if each.is_complex() else each
+        flat.append(each.detach().to("cpu", torch.float64).reshape(-1))
+    return torch.cat(flat) if flat else torch.zeros(0, dtype=torch.float64)
 
 
 def _uses_batch(module: nn.Module) -> bool:
@@ -149,10 +207,68 @@ def _first_that_mixes(whole: StepRecord, chunked: Sequence[ChunkRecord], toleran
         if not parts:
             return output.name
         together = reduce(add_outputs, parts)
-        if output.name and together.count != output.count:
+        if together.count != output.count:
             continue  # not an output per sample: a position table, a loss
         if any(output_differs(part, output, tolerance) for part in parts) and output_differs(
             together, output, tolerance
         ):
             return output.name
     return None
+
+
+@contextmanager
+def whole_batch(reference: Reference, *, keyed: bool = False) -> Iterator[tuple[Gradients, StepRecord]]:
+    """Run the step's batch as one chunk: yields the chunked gradients and the record of the rerun, while
+    the reference's gradients are those of the whole batch. keyed: each draw has a key, as in `whole_batch_in_chunks`."""
+    with reference.rerun() as chunked:
+        total = len(reference.samples)
+        forward = ReferenceForward(
+            key=0, samples=reference.samples, members=[(0, reference.samples)], rows=Rows(0, total, total) if keyed else None
+        )  # fmt: skip
+        result = reference.run_forward(forward)
+        reference.divide(result.weight)
+        yield (
+            chunked,
+            _record(reference, result.loss_sum, result.weight, list(reference.records(forward, result))),
+        )
+
+
+@contextmanager
+def whole_batch_in_chunks(reference: Reference) -> Iterator[StepRecord]:
+    """Run the step's chunks with the draws of the whole batch, of which each has its rows: yields the record of the rerun, while the
+    reference's gradients are those of it."""
+    with reference.rerun():
+        chunks: list[ChunkRecord] = []
+        loss = weight = 0.0
+        with _seeded_as_one(reference):
+            for forward in _rows_of_whole(reference):
+                reference.restore()
+                result = reference.run_forward(forward)
+                loss, weight = loss + result.loss_sum, weight + result.weight
+                chunks += reference.records(forward, result)
+        reference.divide(weight)
+        yield _record(reference, loss, weight, chunks)
+
+
+def _record(reference: Reference, loss: float, weight: float, chunks: Sequence[ChunkRecord]) -> StepRecord:
+    return StepRecord(step=reference.step, loss=loss / weight, weight=weight, gradient_norm=None, gradients={}, chunks=chunks)  # fmt: skip
+
+
+def _rows_of_whole(reference: Reference) -> Iterator[ReferenceForward]:
+    """The forwards of the chunks, in which each draws its rows of what the whole batch does."""
+    start, total = 0, len(reference.samples)
+    for forward in reference.forwards(synchronised=False):
+        size = len(forward.samples)
+        yield replace(forward, rows=Rows(start, size, total))
+        start += size
+
+
+@contextmanager
+def _seeded_as_one(reference: Reference) -> Iterator[None]:
+    """A context in which all chunks have the seed of the first."""
+    run = reference.chunk_run
+    kept, run.place_of_seed = run.place_of_seed, lambda step, key: (step, 0)
+    try:
+        yield
+    finally:
+        run.place_of_seed = kept

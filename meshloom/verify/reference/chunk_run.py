@@ -196,13 +196,14 @@ class ChunkRun:
         sizes = [len(samples) for _, samples in forward.members]
         of_chunks = DrawsOfChunks(sizes) if len(sizes) > 1 and casts is not None and self._by_rows else None
         keyed = of_chunks or KeyedDraws(forward.rows, None if casts is None else draws)
-        moved = DrawWatch(self._device) if casts is not None and not self._keyed else None
+        is_keyed = self._keyed or forward.rows is not None
+        moved = DrawWatch(self._device) if casts is not None and not is_keyed else None
         if moved:
             moved.start()
         with (
             default_dtype(self._dtype),
             casts or nullcontext(),
-            keyed if self._keyed else nullcontext(),
+            keyed if is_keyed else nullcontext(),
             at_step(step),
             branches_as_written(),
             uncompiled(),

@@ -1,4 +1,4 @@
-"""Reruns of the reference's last step: as one chunk, with perturbed parameters, and in ways that would be
+"""Reruns of the reference's last step: with perturbed parameters, and in ways that would be
 wrong. To be called between `Reference.run` and `Reference.update`."""
 
 from __future__ import annotations
@@ -38,21 +38,6 @@ _MOST_USES = 8  # of tied parameters, that are tried one by one
 _LOSS_DRAWS = 3
 ENLARGED = 256  # how many times larger a perturbation is in which terms that cancel do so no longer
 _OTHER_ORDERS = 3  # how much farther than in the opposite order a sum may be in another
-
-
-@contextmanager
-def whole_batch(reference: Reference) -> Iterator[tuple[Gradients, StepRecord]]:
-    """Run the step's batch as one chunk: yields the chunked gradients and the record of the rerun, while
-    the reference's gradients are those of the whole batch."""
-    with reference.rerun() as chunked:
-        forward = ReferenceForward(key=0, samples=reference.samples, members=[(0, reference.samples)])
-        result = reference.run_forward(forward)
-        reference.divide(result.weight)
-        record = StepRecord(
-            step=reference.step, loss=result.loss_sum / result.weight, weight=result.weight, gradient_norm=None, gradients={},
-            chunks=list(reference.records(forward, result)),
-        )  # fmt: skip
-        yield chunked, record
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -321,15 +306,19 @@ def full_evidence(reference: Reference, initial: Evidence) -> Evidence:
     )  # fmt: skip
 
 
-def chunk_by_chunk(reference: Reference) -> list[Gradients]:
-    """The subsampled gradients of each forward's loss sum."""
+def chunk_by_chunk(
+    reference: Reference, forwards: Iterator[ReferenceForward] | None = None
+) -> list[Gradients]:
+    """The subsampled gradients of each forward's loss sum. forwards: None: the step's."""
     with reference.rerun():
-        return [subsample_each(reference.gradients) for _ in one_by_one(reference)]
+        return [subsample_each(reference.gradients) for _ in one_by_one(reference, forwards)]
 
 
-def one_by_one(reference: Reference) -> Iterator[tuple[ReferenceForward, ChunkResult]]:
-    """Each forward by itself, from the start of the step, after which the gradients are those of its loss sum."""
-    for forward in reference.forwards():
+def one_by_one(
+    reference: Reference, forwards: Iterator[ReferenceForward] | None = None
+) -> Iterator[tuple[ReferenceForward, ChunkResult]]:
+    """Each forward by itself, from the start of the step, after which the gradients are those of its loss sum. forwards: None: the step's."""
+    for forward in reference.forwards() if forwards is None else forwards:
         reference.restore()
         reference.model.zero_grad(set_to_none=True)
         result = reference.run_forward(forward, watched=False)
@@ -380,10 +369,10 @@ def gradients_of(reference: Reference, *, synchronised: bool = True, chained: bo
 
 
 def _tied(model: nn.Module) -> dict[str, list[str]]:
-    """Parameters that occur under several names: first name -> the others."""
+    """Trained parameters that occur under several names: first name -> the others."""
     first: dict[int, str] = {}
     tied: dict[str, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        if (known := first.setdefault(id(parameter), name)) != name:
+        if (known := first.setdefault(id(parameter), name)) != name and parameter.requires_grad:
             tied.setdefault(known, []).append(name)
     return tied
