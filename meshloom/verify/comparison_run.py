@@ -64,6 +64,7 @@ from meshloom.verify.reference.reruns import (
 )
 from meshloom.verify.reference.step_records import StepRecord, seed_key, with_equal_losses
 from meshloom.verify.stage_outputs import first_wrong_module
+from meshloom.verify.tolerances.backward_rounding import backward_effect
 from meshloom.verify.tolerances.closure_effects import ClosureEffects
 from meshloom.verify.tolerances.common_factor import CommonFactor
 from meshloom.verify.tolerances.gradient_errors import GradientErrors, KnownEffects, Measure, Rounding
@@ -357,10 +358,11 @@ def _rounding_of(reference: Reference, comparer: Comparer, measure: Measure | No
     travels = travels_at(reference.plan, reference.precision)
     in_order = comparer.lowered and reference.plan.pp > 1
     of_outputs = [partial(outputs_effect, reference, times) for times in (1, ENLARGED)]
+    of_backward = [partial(backward_effect, reference)] if rounds_partial_sums(reference.plan) else []
     return Rounding(
         precision=comparer.precision if comparer.lowered else None, partial=_rounds_gradients(reference),
         roundings=sum_roundings(reference.plan.num_chunks) if in_order else 1.0, travels=travels,
-        measures=[measure, *of_outputs] if measure else [], measure_travels=partial(travel_effect, reference, travels),
+        measures=[measure, *of_outputs, *of_backward] if measure else [], measure_travels=partial(travel_effect, reference, travels),
         at_kinks=AtKinks(reference) if measure and rounds_partial_sums(reference.plan) else None,
     )  # fmt: skip
 

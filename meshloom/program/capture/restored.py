@@ -17,7 +17,8 @@ from meshloom.program.trace.attributes import attributes_restored, plain_values,
 
 @contextmanager
 def restored(model: nn.Module) -> Iterator[None]:
-    """Clears gradients, and restores gradients, buffers, parameters that count as buffers, and plain attributes on exit."""
+    """Clears gradients, and restores gradients, buffers, parameters that count as buffers, hooks of parameters, and plain attributes on exit."""
+    hooks = [(parameter, set(parameter._backward_hooks or ())) for parameter in model.parameters()]
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     buffers = [
         (module, dict(vars(module)["_buffers"]))
@@ -40,6 +41,10 @@ def restored(model: nn.Module) -> Iterator[None]:
                 buffer.copy_(value)
         for parameter, gradient in gradients:
             parameter.grad = gradient
+        for parameter, known in hooks:
+            registered: Any = parameter._backward_hooks or {}
+            for number in registered.keys() - known:
+                del registered[number]
 
 
 @contextmanager

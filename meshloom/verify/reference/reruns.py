@@ -33,7 +33,7 @@ from meshloom.verify.reference.trained_losses import needs_closure
 # Size of the perturbation, in units in the last place. A sum of thousands of products is off by several; and
 # rare events that rounding causes, such as a ReLU that flips, occur often enough to be measured. In half
 # precisions products are summed in float32, so only the last rounding counts.
-_ROUNDING_UNITS = {torch.float64: 16, torch.float32: 16, torch.float16: 2, torch.bfloat16: 2}
+ROUNDING_UNITS = {torch.float64: 16, torch.float32: 16, torch.float16: 2, torch.bfloat16: 2}
 _MOST_USES = 8  # of tied parameters, that are tried one by one
 _LOSS_DRAWS = 3
 ENLARGED = 256  # how many times larger a perturbation is in which terms that cancel do so no longer
@@ -68,7 +68,7 @@ def rounding_effect(reference: Reference) -> RoundingEffect:
             reference.evaluate()
         buffers = dict(reference.model.named_buffers())
         return RoundingEffect(
-            gradients={name: times * moved for name, moved in _moved_from(reference, gradients).items()},
+            gradients={name: times * moved for name, moved in moved_from(reference, gradients).items()},
             buffers={
                 name: rerun_distance(buffers[name], each)
                 for name, each in changed.items()
@@ -83,10 +83,10 @@ def outputs_effect(reference: Reference, times: int = 1) -> dict[str, float]:
     move: a few terms that cancel, as those of a critic's last bias, may do so in spite of rounding."""
     with reference.rerun() as gradients, perturbed_outputs(reference, times):
         reference.evaluate(watched=False)
-        return {name: moved / times for name, moved in _moved_from(reference, gradients).items()}
+        return {name: moved / times for name, moved in moved_from(reference, gradients).items()}
 
 
-def _moved_from(reference: Reference, gradients: Gradients) -> dict[str, float]:
+def moved_from(reference: Reference, gradients: Gradients) -> dict[str, float]:
     """How far the averaged gradients are from these."""
     return {
         name: rerun_distance(perturbed, gradient)
@@ -188,9 +188,9 @@ def perturbed_outputs(reference: Reference, times: int = 1) -> Iterator[None]:
             return output
         dtype = torch.float32 if output.dtype in lowered else output.dtype
         largest = (
-            (times if dtype.itemsize >= 4 else 1) * _ROUNDING_UNITS.get(dtype, 1) * torch.finfo(dtype).eps
+            (times if dtype.itemsize >= 4 else 1) * ROUNDING_UNITS.get(dtype, 1) * torch.finfo(dtype).eps
         )
-        return output * _noise(output.detach(), largest, next(number)).to(output.dtype)
+        return output * noise(output.detach(), largest, next(number)).to(output.dtype)
 
     number = itertools.count(1)
     with ExitStack() as hooked:
@@ -200,7 +200,7 @@ def perturbed_outputs(reference: Reference, times: int = 1) -> Iterator[None]:
         yield
 
 
-def _noise(like: Tensor, largest: float, number: int) -> Tensor:
+def noise(like: Tensor, largest: float, number: int) -> Tensor:
     """1 + u, |u| <= largest, for each element; by arithmetic, as vmap permits no draws."""
     indices = torch.arange(1, like.numel() + 1, device=like.device, dtype=torch.float64).view(like.shape)
     uniform = (indices * 12.9898 + number * 78.233).sin().mul(43758.5453).frac()
@@ -244,7 +244,7 @@ def _units_of(reference: Reference, *, whole: bool) -> Callable[[str], float]:
 
     def largest(name: str) -> float:
         here = [dtype for place, dtype in casts if not place or name.startswith(f"{place}.")]
-        return max(_ROUNDING_UNITS.get(each, 1) * torch.finfo(each).eps for each in (own, *here))
+        return max(ROUNDING_UNITS.get(each, 1) * torch.finfo(each).eps for each in (own, *here))
 
     return largest
 
