@@ -176,6 +176,21 @@ def step_directories(directory: Path) -> list[Path]:
     )
 
 
+def stray_file(directory: Path) -> str:
+    """Why nothing is saved in a run directory, in a sentence: a file has a name that directories of checkpoints have; "": there is none."""
+    patterns = (f"{SAVING}*", f"{REMOVED}*", "step-*")
+    stray = next(
+        (
+            path
+            for pattern in patterns
+            for path in sorted(directory.glob(pattern))
+            if not path.is_dir() and (pattern != patterns[-1] or _STEP.fullmatch(path.name))
+        ),
+        None,
+    )
+    return f"{stray} is a file, and directories of checkpoints have such names; move it away" if stray else ""
+
+
 def named_step(path: Path) -> str:
     """The name of a checkpoint's directory, which contains its step, also while it is being written: names
     sort by step."""

@@ -54,7 +54,8 @@ class OptimizerState:
         offloaded: OffloadedState | None = None,
     ) -> None:  # fmt: skip
         self.optimizers: Sequence[Optimizer] = user.optimizers
-        self.names = user.names
+        self.names, self._given = user.names, user.given
+        self._given_at_first = user.given  # in the run that a checkpoint is of, whose settings go on
         self._schedulers, self._assignment = schedulers, assignment
         self._shards, self._owners, self._device, self._names = shards, owners, device, names
         self._offloaded, self._traffic = offloaded, Traffic()
@@ -104,11 +105,26 @@ class OptimizerState:
         """What is not in tensors, as JSON: equal on all ranks."""
         return {
             "optimizers": [
-                {**settings(optimizer), "names": names}
-                for optimizer, names in zip(self.optimizers, self.names, strict=True)
+                {**settings(optimizer), "names": names, "given": given}
+                for optimizer, names, given in zip(self.optimizers, self.names, self._given_at_first, strict=True)
             ],
             "schedulers": [scheduler_values(scheduler) for scheduler in self._schedulers],
         }
+
+    def other_settings(self, values: Mapping[str, Any]) -> str:
+        """A line on the first setting that the job's optimizer function gives otherwise than it did when `values` were saved; "" if there is none,
+        or if they are of a time when this was not saved."""
+        for optimizer, saved, given in zip(self.optimizers, values["optimizers"], self._given, strict=True):
+            groups = zip(saved.get("given", []), given, saved["groups"], strict=False)
+            for number, each in enumerate(groups):
+                there, here, goes_on = (dict(group["dict"]) for group in each)
+                for key in [key for key in here if key in there and there[key] != here[key]]:
+                    was, gives, now = (from_json(group[key]) for group in (there, here, goes_on))
+                    return (
+                        f"The job's optimizer function gives {key}={gives} to group {number} of {type(optimizer).__name__}, and gave {key}={was} where the checkpoint "
+                        f"was written: the run goes on with the checkpoint's settings, {key}={now} now. A new run with Job(weights=...) has those of the job."
+                    )
+        return ""
 
     def average(self, group: Group, talk: Group) -> Steps[None]:
         """Replicas that have taken independent steps get the same state. Arguments: of `average_state`."""
@@ -166,6 +182,8 @@ class OptimizerState:
                 load_settings(optimizer, saved)
             if self._assignment.from_shards:
                 self._assignment.from_shards.invalidate()
+            pairs = zip(values["optimizers"], self._given, strict=True)
+            self._given_at_first = [saved.get("given", given) for saved, given in pairs]
             for scheduler, saved in zip(self._schedulers, values["schedulers"], strict=True):
                 scheduler.load_state_dict(from_json(saved))
 

@@ -20,16 +20,19 @@ from meshloom.core.moments.by_hand import as_scheduler, is_scheduler
 from meshloom.core.moments.by_metric import ByMetric, those_by_metric
 from meshloom.core.objectives import EachItsOwn, as_list
 from meshloom.optimizer.elementwise import Reach, reach, step_hooks, steps_in_windows
+from meshloom.optimizer.state_pieces import settings
 
 
 @dataclass(frozen=True, kw_only=True)
 class UserOptimizers:
     """What the job's optimizer function returned, that of each loss, and all of it as a list. elementwise: the job's
-    setting. names: of the parameters, by optimizer and group. of_loss: of each loss, how many of the optimizers."""
+    setting. names: of the parameters, by optimizer and group. given: the settings of these groups as the function gave them, as JSON; none
+    where they cannot be saved. of_loss: of each loss, how many of the optimizers."""
 
     returned: list[Any]
     optimizers: list[Optimizer]
     names: list[list[list[str]]]
+    given: list[list[Any]]
     elementwise: bool | None
     of_loss: list[int]
 
@@ -74,8 +77,16 @@ def make_optimizers(job: Job, named_parameters: NamedParameters) -> UserOptimize
         for optimizer in optimizers
     ]
     return UserOptimizers(
-        returned=returned, optimizers=optimizers, names=grouped, elementwise=job.elementwise, of_loss=of_loss
-    )
+        returned=returned, optimizers=optimizers, names=grouped, given=[*map(_given, optimizers)], elementwise=job.elementwise,
+        of_loss=of_loss,
+    )  # fmt: skip
+
+
+def _given(optimizer: Optimizer) -> list[Any]:
+    try:
+        return settings(optimizer)["groups"]
+    except JobError:  # which a checkpoint meets again
+        return []
 
 
 def make_schedulers(job: Job, returned: Sequence[Any]) -> list[list[Any]]:

@@ -44,6 +44,7 @@ from meshloom.replica.exchanges.gathered_rows import GatheredRows
 from meshloom.replica.gathered_tensors import weights_of_units
 from meshloom.replica.loss_sums import LossSums
 from meshloom.replica.not_finite import find_not_finite
+from meshloom.replica.step_checks import hooks_kept
 from meshloom.replica.team_sums import TeamSums
 from meshloom.telemetry.traffic import ExpectedBytes
 
@@ -67,7 +68,7 @@ class ModuleEngine(Engine):
         self._compiled_units: CompiledUnits | None = None
         self.compiler = Compiler(context.device) if plan.compiles else None
         self._losses: dict[LossFunction, LossFunction] = {}  # as written -> compiled
-        self._loss = job.loss  # whose turn it is
+        self._loss, self._begun = job.loss, set[int]()  # whose turn it is; those that have had one
         self._gathered = GatheredRows(plan, context, num_losses=len(job.losses) or 1, updates=updates)
         self.watch_rows({}, context.device)
 
@@ -121,7 +122,9 @@ class ModuleEngine(Engine):
     ) -> Steps[None]:
         self.rows.begin()
         compiled = self._compiled_units.computing() if self._compiled_units else nullcontext()
-        with self.computing(STEP, idle=not chunks), compiled:
+        watched = [] if id(self._loss) in self._begun else self._parameters
+        self._begun.add(id(self._loss))
+        with self.computing(STEP, idle=not chunks), compiled, hooks_kept(watched, self._asked):
             for chunk in chunks:
                 self._context.activity.enter("chunk", chunk.step, chunk.index)
                 data = scope.data(chunk)

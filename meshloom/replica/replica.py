@@ -367,9 +367,7 @@ def _around_chunks(replica: Replica, step: int) -> Iterator[None]:
     captures = replica.inner.captures  # programs compute all that they were captured with
     alone = replica.plan.num_chunks == 1 or replica.exchange.only_slices or captures
     settled = [each for name, each in replica.named if name in replica.settled]
-    is_first = replica.evaluations == 1 or bool(replica.own and replica.sums.loss not in replica.newest)
     with (
-        step_checks.hooks_kept(replica.named if is_first else [], replica.plan),
         least_squares_alike() if captures else nullcontext(),
         replica.freezing.without_gradients(step, [] if captures else replica.named),
         replica.modes.training(),

@@ -261,7 +261,8 @@ def _keep_best(
 def _notes_on(checkpoint: Checkpoint, replicas: LocalReplicas, *, main: bool) -> list[str]:
     """On the checkpoint that is resumed. main: of the first process."""
     said = (checkpoint.meta.get("note") or passed_over(checkpoint.path)) if main else ""
-    return [*([said] if said else []), *replicas.first.scope.attributes.take_notes()]
+    other = replicas.first.updater.state.other_settings(checkpoint.values["updater"]) if main else ""
+    return [*filter(None, (said, other)), *replicas.first.scope.attributes.take_notes()]
 
 
 def _go_on_with_best(evaluation: TeamEvaluation, checkpoints: RunCheckpoints, checkpoint: Checkpoint) -> None:

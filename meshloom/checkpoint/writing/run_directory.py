@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from meshloom.checkpoint.format import committed, step_directories
+from meshloom.checkpoint.format import committed, step_directories, stray_file
 from meshloom.checkpoint.writing.saving import try_saving
 from meshloom.comm.group import Group
 from meshloom.comm.objects import collect, share
@@ -41,10 +41,12 @@ def open_directory(
             f"--resume {resume} goes on with the checkpoints in {directory}, and --overwrite replaces them. Leave one of them out."
         )
     earlier = step_directories(directory) if group.rank == 0 and not goes_on else []
-    refused: str | None = yield from share(
-        group, _refusal(directory, earlier) if earlier and not overwrite else None
+    refused = (
+        f"Nothing can be saved: {stray}." if group.rank == 0 and (stray := stray_file(directory)) else ""
     )
-    if refused is not None:
+    if earlier and not overwrite and not refused:
+        refused = _refusal(directory, earlier)
+    if refused := (yield from share(group, refused)):
         raise CheckpointError(refused)
     yield from try_saving(directory, group)
     return earlier

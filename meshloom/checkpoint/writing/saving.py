@@ -29,6 +29,7 @@ from meshloom.checkpoint.format import (
     named_step,
     read_meta,
     step_name,
+    stray_file,
     sync_directory,
     write_synced,
 )
@@ -169,6 +170,8 @@ def _make_probe(directory: Path, probe: Path) -> None:
 def _prepare(directory: Path, temporary: Path) -> None:
     """Finishes or removes what a crash left, and makes the directory to write to."""
     directory.mkdir(parents=True, exist_ok=True)
+    if stray := stray_file(directory):
+        raise CheckpointError(stray)
     for path in directory.glob(f"{SAVING}*"):
         if read_meta(path) is not None:
             _name(path, directory)
