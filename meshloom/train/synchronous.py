@@ -16,6 +16,7 @@ import torch
 from meshloom.checkpoint.checkpoint import Checkpoint, passed_over
 from meshloom.core.errors import CheckpointError, TrainingError
 from meshloom.core.job import Job
+from meshloom.core.moments.held_warnings import held_warnings, show_warnings
 from meshloom.core.plan import Plan
 from meshloom.data.shares import Shares
 from meshloom.launch.events import send_event
@@ -75,7 +76,8 @@ class SynchronousRun:
                 replica.asks = (lambda: bool(self._stop_requests.received) or self._checkpoints.failed) if out else None  # fmt: skip
             self._checkpoints = RunCheckpoints(job, plan, shares, self.replicas, out, listener, resume=resume, overwrite=overwrite)  # fmt: skip
             building.callback(self._checkpoints.close)
-            self.replicas.together(lambda replica: prepare(replica, overcommit=overcommit, cache=cache))
+            with held_warnings() as held:  # of trials of the user's code
+                self.replicas.together(lambda replica: prepare(replica, overcommit=overcommit, cache=cache))
             self.digest = self.replicas.together(run_digest)[0]
             self.data = BatchReaders(job, plan, shares, self.replicas, timings, steps=steps)
             self._measurement = ShareMeasurement(job, plan, shares, self.replicas, listener, simulated=world.kind == "simulated")  # fmt: skip
@@ -87,6 +89,8 @@ class SynchronousRun:
             Shortage.trim()
             self._recording = TimelineRecording(plan, self.replicas, out, start_step=self.next_step, steps=steps, main=world.main)  # fmt: skip
             listener.started(_beginning(plan, world, one_copy=first.exchange.one_copy))
+            if world.main and not first.engine.runs_whole:  # else the steps warn by themselves
+                show_warnings(held)
             _tell(listener, [*first.notes(), *idle_lines_of(first, plan, job.batch_size), *self.replicas.warnings])  # fmt: skip
             self.replicas.enter("between steps", self.next_step)
             self._stack = building.pop_all()
