@@ -90,7 +90,7 @@ def test_synchronised_statistics_equal_one_device(model, plan):
 def test_without_chunks_that_interact_the_whole_batch_is_the_same():
     report = run(make_job("mlp", "sgd", batch_size=13), "dp=4", torch.float64)
     assert report.whole and report.whole.equal and report.whole.error < 1e-14
-    assert "equal to one device on the whole batch" in text(report)
+    assert "; on the whole batch: equal (largest error of a gradient " in text(report).splitlines()[0]
 
 
 @pytest.mark.long
@@ -166,8 +166,9 @@ def test_a_failing_report_names_step_module_and_cause(monkeypatch):
     report = run(make_job("cnn", "sgd"), "dp=2")
     shown = text(report)
     assert not report.passed
-    assert "DIFFERS from step 0 on" in shown and "first module: dropout" in shown
-    assert "likely cause: Chunks 0 and 1 (replicas 0 and 1) use the same random draws" in shown
+    first, second, *_ = shown.splitlines()  # above the tables
+    assert first.startswith("DIFFERS from step 0 on") and "first module: dropout; on the whole batch: " in first
+    assert second.startswith("  likely cause: Chunks 0 and 1 (replicas 0 and 1) use the same random draws")
     assert json.dumps(report.records(), allow_nan=False)
 
 

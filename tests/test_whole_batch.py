@@ -6,9 +6,13 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
+from meshloom.cli.main import main
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
+from meshloom.verify.compared.whole_batch import WholeBatch, compare_whole_batch
+from meshloom.verify.reference.reference import Reference
 from meshloom.verify.run import verify
 from tests.jobs import Samples, texts, token_loss
 
@@ -56,10 +60,8 @@ def test_a_sum_with_its_weight_is_the_same_on_the_whole_batch():
 
 @pytest.mark.slow
 def test_a_mean_over_tokens_is_said_of_the_loss_and_not_of_the_positions():
-    assert "token" in (reason := why(False, lambda model, batch: model(batch["x"], batch["y"])))
-    assert reason.startswith(
-        "samples of a batch interact in the model's own forward, or the loss in it averages"
-    )
+    inside = why(False, lambda model, batch: model(batch["x"], batch["y"]))
+    assert inside.startswith("the loss of a batch is not the mean of its samples' losses")
     outside = why(
         False,
         lambda model, batch: nn.functional.cross_entropy(
@@ -102,3 +104,87 @@ def test_a_batch_that_the_model_takes_only_in_chunks_is_no_error_of_the_plan():
     assert report.whole.why.startswith(
         "the job's own code fails on it: RuntimeError: The expanded size of the tensor (2)"
     )
+
+
+def pairs(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """Every sample against all of its batch."""
+    code = F.normalize(model(batch["x"]), dim=-1)
+    return F.cross_entropy(4.0 * code @ code.T, torch.arange(len(code)))
+
+
+def squares(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return model(batch["x"]).square().mean()
+
+
+def over_some(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """The mean over elements that chunks have in different numbers."""
+    return model(batch["x"])[batch["x"] > -0.2].square().mean()
+
+
+def net(*layers: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.Linear(5, 7), *layers, nn.Linear(7, 5))
+
+
+def on_whole_batch(model: object, loss: object) -> WholeBatch:
+    job = Job(
+        model=model, loss=loss, optimizer=lambda named: torch.optim.SGD(named, lr=0.1), data=lambda: Samples(x=torch.randn(12, 5)), batch_size=12, steps=1,
+    )  # fmt: skip
+    reference = Reference(job, Plan(dp=2, microbatches=2), torch.float64)
+    reference.run()
+    before = {name: each.clone() for name, each in reference.gradients.items() if each is not None}
+    found = compare_whole_batch(reference, 1e-10)
+    assert found is not None and found.ran
+    assert all(torch.equal(before[name], each) for name, each in reference.gradients.items() if each is not None)  # fmt: skip
+    return found
+
+
+def test_draws_alone_are_no_interaction():
+    """Chunks run once more with their rows of the whole batch's draws."""
+    found = on_whole_batch(lambda: net(nn.Dropout(0.3)), squares)
+    assert not found.equal and not found.interacts and found.why.startswith("random draws")
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_a_loss_over_pairs_interacts_beside_draws_or_without(dropout: float):
+    """The story: InfoNCE was said to average over something else than samples, and with dropout to draw."""
+    found = on_whole_batch(lambda: net(nn.Dropout(dropout)), pairs)
+    assert found.interacts and found.why.startswith("samples of a batch interact in the loss")
+    assert ("random draws" in found.why) == (dropout > 0)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_a_mean_over_other_numbers_is_a_sum_of_weighted_chunks(dropout: float):
+    found = on_whole_batch(lambda: net(nn.Dropout(dropout)), over_some)
+    assert found.interacts and found.why.startswith("the loss of a batch is not the mean")
+
+
+def test_batch_statistics_interact():
+    found = on_whole_batch(lambda: net(nn.BatchNorm1d(7), nn.Dropout(0.3)), squares)
+    assert found.interacts and "batch statistics (1)" in found.why and "random draws" in found.why
+
+
+JOB = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+import meshloom as ml
+from tests.jobs import Samples
+from tests.test_whole_batch import Recent, pairs, squares
+
+def job_of(model, loss=squares):
+    return ml.Job(model=model, loss=loss, optimizer=lambda named: torch.optim.SGD(named, lr=0.1), data=lambda: Samples(x=torch.randn(8, 5)), batch_size=4, steps=1)
+
+draws, interacts, fails = job_of(lambda: nn.Sequential(nn.Linear(5, 3), nn.Dropout(0.3))), job_of(lambda: nn.Linear(5, 3), pairs), job_of(Recent)
+"""
+
+
+@pytest.mark.parametrize(("job", "code", "said"), [("draws", 0, "random draws"), ("interacts", 1, "samples of a batch interact"), ("fails", 2, "fails on it")])  # fmt: skip
+def test_the_exit_code_judges_the_whole_batch_where_it_is_asked_to(job, code, said, tmp_path, capsys):
+    file = tmp_path / "job.py"
+    file.write_text(JOB)
+    words = ["verify", f"{file}:{job}", "--plan", "dp=2", "--devices", "simulated", "--dtype", "float64", "--quick", "--steps", "1"]  # fmt: skip
+    assert main([*words, "--whole-batch"]) == code
+    captured = capsys.readouterr()
+    first = captured.out.splitlines()[0]
+    assert first.startswith("EQUAL to one device that runs the same chunks: 1 step; on the whole batch: ")
+    assert said in first and (said in captured.err) == (code > 0)

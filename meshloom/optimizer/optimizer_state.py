@@ -106,7 +106,9 @@ class OptimizerState:
         return {
             "optimizers": [
                 {**settings(optimizer), "names": names, "given": given}
-                for optimizer, names, given in zip(self.optimizers, self.names, self._given_at_first, strict=True)
+                for optimizer, names, given in zip(
+                    self.optimizers, self.names, self._given_at_first, strict=True
+                )
             ],
             "schedulers": [scheduler_values(scheduler) for scheduler in self._schedulers],
         }

@@ -16,6 +16,7 @@ from meshloom.comm.rank_context import RankContext
 from meshloom.comm.steps import Steps, advance_one, run_in_steps
 from meshloom.core.errors import MeshloomError, PeerLostError
 from meshloom.core.job import Job
+from meshloom.core.moments.held_warnings import held_warnings, show_warnings
 from meshloom.core.plan import Plan
 from meshloom.launch.environment import opened_cache
 from meshloom.launch.one_at_a_time import working_alone
@@ -25,6 +26,7 @@ from meshloom.program.trace.precision import default_precision
 from meshloom.replica.replica import Replica
 from meshloom.replica.step_checks import check_copies
 from meshloom.telemetry.timings import Timings
+from meshloom.train.memory_check import prepare
 
 T = TypeVar("T")
 
@@ -95,6 +97,16 @@ class LocalReplicas:
         """Record what all of them are doing, for diagnoses of ranks that do not answer."""
         for context in self._world.local:
             context.activity.enter(phase, step)
+
+    def prepare(self, *, overcommit: bool, cache: str) -> None:
+        """Prepare all of them. Arguments: of `memory_check.prepare`. Warnings of trials of the user's code are held."""
+        with held_warnings() as self._held:
+            self.together(lambda replica: prepare(replica, overcommit=overcommit, cache=cache))
+
+    def show_warnings(self) -> None:
+        """Show those, once the run has said what it is, where no step gives them: it runs programs."""
+        if self._world.main and not self.first.engine.runs_whole:
+            show_warnings(self._held)
 
     def together(self, steps: Callable[[Replica], Steps[T]]) -> list[T]:
         """Run one generator per local replica in lockstep, and return their results; errors say which rank,

@@ -16,7 +16,6 @@ import torch
 from meshloom.checkpoint.checkpoint import Checkpoint, passed_over
 from meshloom.core.errors import CheckpointError, TrainingError
 from meshloom.core.job import Job
-from meshloom.core.moments.held_warnings import held_warnings, show_warnings
 from meshloom.core.plan import Plan
 from meshloom.data.shares import Shares
 from meshloom.launch.events import send_event
@@ -35,7 +34,6 @@ from meshloom.train.contract import Batch
 from meshloom.train.evaluation import TeamEvaluation
 from meshloom.train.idle_ranks import idle_lines_of
 from meshloom.train.local_replicas import LocalReplicas
-from meshloom.train.memory_check import prepare
 from meshloom.train.rank_comparison import CHECK_EVERY, RankComparison
 from meshloom.train.run_checkpoints import RunCheckpoints
 from meshloom.train.run_digest import run_digest
@@ -76,8 +74,7 @@ class SynchronousRun:
                 replica.asks = (lambda: bool(self._stop_requests.received) or self._checkpoints.failed) if out else None  # fmt: skip
             self._checkpoints = RunCheckpoints(job, plan, shares, self.replicas, out, listener, resume=resume, overwrite=overwrite)  # fmt: skip
             building.callback(self._checkpoints.close)
-            with held_warnings() as held:  # of trials of the user's code
-                self.replicas.together(lambda replica: prepare(replica, overcommit=overcommit, cache=cache))
+            self.replicas.prepare(overcommit=overcommit, cache=cache)
             self.digest = self.replicas.together(run_digest)[0]
             self.data = BatchReaders(job, plan, shares, self.replicas, timings, steps=steps)
             self._measurement = ShareMeasurement(job, plan, shares, self.replicas, listener, simulated=world.kind == "simulated")  # fmt: skip
@@ -89,8 +86,7 @@ class SynchronousRun:
             Shortage.trim()
             self._recording = TimelineRecording(plan, self.replicas, out, start_step=self.next_step, steps=steps, main=world.main)  # fmt: skip
             listener.started(_beginning(plan, world, one_copy=first.exchange.one_copy))
-            if world.main and not first.engine.runs_whole:  # else the steps warn by themselves
-                show_warnings(held)
+            self.replicas.show_warnings()
             _tell(listener, [*first.notes(), *idle_lines_of(first, plan, job.batch_size), *self.replicas.warnings])  # fmt: skip
             self.replicas.enter("between steps", self.next_step)
             self._stack = building.pop_all()
