@@ -500,3 +500,47 @@ def test_a_buffer_that_gets_its_shape_in_the_first_step_is_resumed(tmp_path: Pat
     assert whole["level"].shape == (21,)
     for name, each in whole.items():  # how chunks write a buffer is found out anew, with rounding
         torch.testing.assert_close(resumed[name], each, rtol=1e-6, atol=1e-7)
+
+
+def rated(rate: float) -> Job:
+    def optimizer(named: NamedParameters) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(named, lr=rate)
+
+    return replace(make_job("mlp", "adamw"), optimizer=optimizer, steps=9)
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=1", "tp=2"])
+def test_other_rates_in_the_job_than_in_the_checkpoint_are_said(plan: str, tmp_path: Path) -> None:
+    """They were passed over in silence. A schedule's rates are compared with nothing: the groups are, as the function made them."""
+    notes: list[str] = []
+    listener = replace(QUIET, note=notes.append)
+
+    def goes_on(rate: float, steps: int) -> list[str]:
+        notes.clear()
+        resume = tmp_path if steps > 1 else None
+        with Trainer(rated(rate), plan, devices="simulated", out=tmp_path, resume=resume, steps=steps, listener=listener) as trainer:  # fmt: skip
+            trainer.fit()
+        return [note for note in notes if "optimizer function" in note]
+
+    assert goes_on(0.01, 1) == goes_on(0.01, 2) == []
+    (said,) = goes_on(0.02, 3)
+    assert said.startswith(
+        "The job's optimizer function gives lr=0.02 to group 0 of AdamW, and gave lr=0.01 where the checkpoint was written"
+    )
+    assert "and gave lr=0.01" in goes_on(0.02, 4)[0]  # whose rates still go on
+
+
+def test_a_checkpoint_that_does_not_say_what_the_function_gave_is_resumed_silently(tmp_path: Path) -> None:
+    with Trainer(rated(0.01), "dp=2", devices="simulated", out=tmp_path, steps=1, listener=QUIET) as trainer:
+        trainer.fit()
+    (path,) = tmp_path.glob("step-*")
+    meta = read_meta(path)
+    assert meta is not None
+    for saved in meta["values"]["updater"]["optimizers"]:
+        assert saved.pop("given")
+    (path / META).write_text(meta_text(meta))
+    notes: list[str] = []
+    with Trainer(
+        rated(0.02), "dp=2", devices="simulated", resume=tmp_path, listener=replace(QUIET, note=notes.append)
+    ):
+        assert not any("optimizer function" in note for note in notes)

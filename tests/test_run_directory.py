@@ -306,3 +306,25 @@ def test_a_metric_without_a_number_is_called_a_metric() -> None:
         pytest.raises(JobError, match="^Metric 'words'.*returned a str"),
     ):
         trainer.fit()
+
+
+@pytest.mark.parametrize("name", [".removed-step-00000002", ".saving-step-00000002", "step-00000002"])
+def test_a_file_where_a_checkpoint_would_be_is_named_before_the_first_step(name: str, tmp_path: Path) -> None:
+    """The story: "Not a directory (.../.removed-step-00000010). The checkpoint before it is whole", at the save of step 20."""
+    (tmp_path / name).write_text("a note")
+    (tmp_path / "step-by-step.txt").write_text("is none of ours")
+    steps: list[int] = []
+    said = rf"^Nothing can be saved: .*{re.escape(name)} is a file, and directories of checkpoints have such names; move it away\.$"
+    with pytest.raises(CheckpointError, match=said):
+        Trainer(make_job("mlp", "sgd", loss=refusing(steps)), "dp=2", devices="simulated", out=tmp_path)
+    assert not steps and (tmp_path / name).read_text() == "a note"
+
+
+def test_a_file_that_appears_later_is_named_by_the_next_save(tmp_path: Path) -> None:
+    with Trainer(make_job("mlp", "sgd"), "dp=2", devices="simulated", out=tmp_path) as trainer:
+        trainer.save()
+        (tmp_path / ".removed-step-00000000").write_text("a note")
+        with pytest.raises(
+            CheckpointError, match=r"is a file, .* move it away\. The checkpoint before it is whole: "
+        ):
+            trainer.save()

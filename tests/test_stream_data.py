@@ -11,6 +11,7 @@ from torch.utils.data import IterableDataset
 
 from meshloom.core.errors import DataError, JobError, PlanError
 from meshloom.core.plan import Plan
+from meshloom.data.samples import first_batches
 
 
 def whole_batches(num_samples, batch_size, drop_last, steps):
@@ -160,3 +161,20 @@ def test_error_in_collating_a_stream_names_its_samples():
         match=r"Collating chunk 0 of step 0 \(samples 0 of epoch 0, 1 of epoch 0\) failed at .* in collate: IndexError",
     ):
         read_chunks(job_of(lambda: Stream(4), collate=collate), Plan(dp=2), 0, 1)
+
+
+@pytest.mark.parametrize(("drop_last", "said"), [
+    (False, "An epoch of the stream has 3 samples, and a batch needs 4. Use a smaller batch_size or more data."),
+    (True, "has 3 samples, and drop_last=True drops the short batch of them"),
+])  # fmt: skip
+def test_a_short_stream_is_said_to_drop_samples_only_where_it_does(drop_last, said):
+    """The first batches, which programs are read with, are full ones."""
+    job = job_of(lambda: Stream(3), batch_size=4, drop_last=drop_last)
+    with pytest.raises(DataError, match=said):
+        first_batches(job, 1)
+
+
+def test_first_batches_pass_over_short_ones():
+    for drop_last in (False, True):
+        batches = first_batches(job_of(lambda: Stream(7), batch_size=3, drop_last=drop_last), 4)
+        assert [len(each) for each in batches] == [3, 3, 3, 3]

@@ -167,7 +167,9 @@ def test_a_failing_report_names_step_module_and_cause(monkeypatch):
     shown = text(report)
     assert not report.passed
     first, second, *_ = shown.splitlines()  # above the tables
-    assert first.startswith("DIFFERS from step 0 on") and "first module: dropout; on the whole batch: " in first
+    assert (
+        first.startswith("DIFFERS from step 0 on") and "first module: dropout; on the whole batch: " in first
+    )
     assert second.startswith("  likely cause: Chunks 0 and 1 (replicas 0 and 1) use the same random draws")
     assert json.dumps(report.records(), allow_nan=False)
 

@@ -239,7 +239,7 @@ def _step_lines(report: Report) -> list[str]:
         names = {error.name for error in wrong.errors if not error.passed}
         module = f"; first module: {wrong.first_module}" if wrong.first_module else ""
         first = f"DIFFERS from step {wrong.step} on: {len(names)} tensors{module}"
-        return [first, *_cause_lines(report.causes), *(f"  {fact}" for fact in wrong.facts[:ROWS])]
+        return [first, *cause_lines(report.causes), *(f"  {fact}" for fact in wrong.facts[:ROWS])]
     turns = f" of {len(report.steps)} turns" if report.steps and report.steps[0].turn else ""
     steps = format_count(len({each.step for each in report.steps}), "step")
     blocks = f", with {report.fewer.kept} of the repeated blocks each" if report.fewer else ""
@@ -294,7 +294,7 @@ def whole_sentence(report: Report) -> str:
     return f"differs by up to {whole.error:.1e} in a gradient, because {whole.why}"
 
 
-def _cause_lines(causes: Sequence[Cause]) -> list[str]:
+def cause_lines(causes: Sequence[Cause]) -> list[str]:
     """What a difference's place in the run says is a consequence of what is told before it."""
     return [
         f"{_CONSEQUENCE if number and each.kind in _OF_PLACE else _CAUSE}{each.sentence}"
@@ -316,7 +316,7 @@ def _between_lines(checked: BetweenSteps) -> list[str]:
     module = f"; first module: {checked.first_module}" if checked.first_module else ""
     return [
         f"DIFFERS: {checked.what}{module}",
-        *_cause_lines(checked.causes),
+        *cause_lines(checked.causes),
         *(f"  {fact}" for fact in checked.facts[:ROWS]),
         *shown,
         *checked.notes,

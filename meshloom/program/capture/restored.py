@@ -18,7 +18,7 @@ from meshloom.program.trace.attributes import attributes_restored, plain_values,
 @contextmanager
 def restored(model: nn.Module) -> Iterator[None]:
     """Clears gradients, and restores gradients, buffers, parameters that count as buffers, hooks of parameters, and plain attributes on exit."""
-    hooks = [(parameter, set(parameter._backward_hooks or ())) for parameter in model.parameters()]
+    hooks = [set(each) for each in _hooks(model)]
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     buffers = [
         (module, dict(vars(module)["_buffers"]))
@@ -41,10 +41,15 @@ def restored(model: nn.Module) -> Iterator[None]:
                 buffer.copy_(value)
         for parameter, gradient in gradients:
             parameter.grad = gradient
-        for parameter, known in hooks:
-            registered: Any = parameter._backward_hooks or {}
-            for number in registered.keys() - known:
-                del registered[number]
+        for now, known in zip(_hooks(model), hooks, strict=True):
+            for number in now.keys() - known:
+                del now[number]
+
+
+def _hooks(model: nn.Module) -> list[dict[int, Any]]:
+    """Torch's registers of hooks of parameters, empty where there is none yet."""
+    names = ("_backward_hooks", "_post_accumulate_grad_hooks")
+    return [getattr(each, name, None) or {} for each in model.parameters() for name in names]
 
 
 @contextmanager
