@@ -15,7 +15,7 @@ from meshloom.telemetry.progress import Listener
 from meshloom.train.trainer import Trainer
 from tests.jobs import Samples
 
-pytestmark = [pytest.mark.usefixtures("silent_export", "dear_memory"), pytest.mark.filterwarnings("always")]
+pytestmark = [pytest.mark.usefixtures("dear_memory"), pytest.mark.filterwarnings("always")]
 
 
 def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
@@ -58,8 +58,13 @@ def test_warnings_of_trials_come_after_the_first_line_or_with_the_steps(
 def test_warnings_are_shown_before_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     shown: list[str] = []
     monkeypatch.setattr(warnings, "showwarning", lambda message, *_, **__: shown.append(str(message)))
-    with pytest.raises(ValueError, match="wrong"), held_warnings():
-        warnings.warn("why", stacklevel=1)
-        assert not shown
-        raise ValueError("wrong")
+
+    def fail() -> None:
+        with held_warnings():
+            warnings.warn("why", stacklevel=1)
+            assert not shown
+            raise ValueError("wrong")
+
+    with pytest.raises(ValueError, match="wrong"):
+        fail()
     assert shown == ["why"]

@@ -178,7 +178,14 @@ draws, interacts, fails = job_of(lambda: nn.Sequential(nn.Linear(5, 3), nn.Dropo
 """
 
 
-@pytest.mark.parametrize(("job", "code", "said"), [("draws", 0, "random draws"), ("interacts", 1, "samples of a batch interact"), ("fails", 2, "fails on it")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("job", "code", "said"),
+    [
+        ("draws", 0, "random draws"),
+        ("interacts", 1, "samples of a batch interact"),
+        ("fails", 2, "fails on it"),
+    ],
+)
 def test_the_exit_code_judges_the_whole_batch_where_it_is_asked_to(job, code, said, tmp_path, capsys):
     file = tmp_path / "job.py"
     file.write_text(JOB)
