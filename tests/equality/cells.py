@@ -1,0 +1,107 @@
+"""The cells of a model: the first few have as many values as can be, the others any two that can meet.
+
+They are found greedily among random ones, the same ones every time; other models have others.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from functools import cache
+
+from tests.covering import Values, all_meetings, meetings
+from tests.equality.model import Model
+from tests.equality.models.table import MODELS
+from tests.equality.settings import APART, SETTINGS, fits, refused_for
+
+FIRST, EACH = 4, 42  # cells of a model: of `make test`, and of all
+CANDIDATES = 12
+
+_RANKS = ("dp", "tp", "pp", "schedule")
+
+Cell = dict[str, str]
+
+
+@cache
+def first_cells(name: str) -> list[Cell]:
+    """Of the model of this name, those of `make test`."""
+    return _drawn(Drawing(MODELS[name]), 1, FIRST, [])
+
+
+@cache
+def cells_of(name: str) -> list[Cell]:
+    """All of the model of this name, the first ones first."""
+    first = first_cells(name)
+    return [*first, *_drawn(Drawing(MODELS[name]), 2, EACH - FIRST, first)]
+
+
+def _drawn(drawing: Drawing, strength: int, count: int, before: Sequence[Cell]) -> list[Cell]:
+    """So many cells in which most values meet that have not met before."""
+    missing = drawing.possible(strength).difference(*(meetings(each, strength) for each in before))
+    found: list[Cell] = []
+    while missing and len(found) < count:
+        wanted = dict(drawing.random.choice(sorted(missing)))
+        drawn = [drawing.completed(wanted) for _ in range(CANDIDATES)]
+        found.append(max(drawn, key=lambda cell: len(missing & meetings(cell, strength))))
+        missing -= meetings(found[-1], strength)
+    return found
+
+
+class Drawing:
+    """Draws cells of `model`: random ones whose values go together."""
+
+    def __init__(self, model: Model) -> None:
+        refused = refused_for(model)
+        self.model, self.random = model, random.Random(model.name)
+        self.values = {name: [value for value in values if value not in refused.get(name, ())] for name, values in SETTINGS.items()}  # fmt: skip
+
+    def possible(self, strength: int) -> set[Values]:
+        """What can meet in cells of the model: ranks alone can leave no value of another setting."""
+        return {
+            each for each in all_meetings(self.values, strength) if self._completed(dict(each), _RANKS, self.values)
+        }
+
+    def completed(self, wanted: Mapping[str, str]) -> Cell:
+        """A random cell that has these values."""
+        values = {name: self.random.sample(each, len(each)) for name, each in self.values.items()}
+        rest = [name for name in SETTINGS if name not in _RANKS]
+        found = self._completed(dict(wanted), [*_RANKS, *self.random.sample(rest, len(rest))], values)
+        assert found is not None
+        return {name: found[name] for name in SETTINGS}
+
+    def _completed(self, cell: Cell, names: Sequence[str], values: Mapping[str, Sequence[str]]) -> Cell | None:  # fmt: skip
+        """The first cell, in the order of names and values, that has what `cell` has; None if there is none."""
+        if not all(self._goes(cell, *each) for each in cell.items()) or not fits(self.model, cell):
+            return None
+        return self._with(cell, names, values)
+
+    def _with(self, cell: Cell, names: Sequence[str], values: Mapping[str, Sequence[str]]) -> Cell | None:
+        if not names:
+            return cell
+        name, rest = names[0], names[1:]
+        if name in cell:
+            return self._with(cell, rest, values)
+        for value in values[name]:
+            if self._goes(cell, name, value):
+                more = {**cell, name: value}
+                if fits(self.model, more) and (found := self._with(more, rest, values)):
+                    return found
+        return None
+
+    def _goes(self, cell: Cell, name: str, value: str) -> bool:
+        """Whether a value goes with those of other settings."""
+        return not any(cell.get(other) in refused for other, refused in _APART[name, value])
+
+
+def _apart() -> Mapping[tuple[str, str], list[tuple[str, frozenset[str]]]]:
+    """For each value of a setting, the values of others that do not go with it."""
+    found: defaultdict[tuple[str, str], list[tuple[str, frozenset[str]]]] = defaultdict(list)
+    for pair in APART:
+        for (name, values), (other, refused) in (pair, pair[::-1]):
+            for value in values:
+                found[name, value].append((other, frozenset(refused)))
+    return found
+
+
+_APART = _apart()

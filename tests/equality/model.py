@@ -1,0 +1,65 @@
+"""A model of the matrix: what builds it, its loss, its samples, and what settings need to know of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class Samples(torch.utils.data.Dataset[dict[str, Tensor]]):
+    """Samples that lie in memory: field name -> [samples, ...]."""
+
+    def __init__(self, **fields: Tensor) -> None:
+        self.fields = fields
+
+    def __len__(self) -> int:
+        return len(next(iter(self.fields.values())))
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {name: values[index] for name, values in self.fields.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """A model family in its smallest form.
+
+    features: what it is in the matrix for. samples: of a number of them, builds the data. chunk: samples of a full
+    microbatch of one replica, equal to a size of the model in some models. stages: most that it is cut into.
+    cut: the module that begins the second of two stages; "": it has none that could. pins: a value of `tp_placements`;
+    "": none. norms: whether batch statistics may be synchronised. several: whether a chunk of one sample cannot be computed,
+    as vectors of one sample have no statistics. late: a module that may be frozen in the first step. sparse: whether
+    gradients of tables are sparse.
+    """
+
+    name: str
+    features: str
+    build: Callable[[], nn.Module]
+    loss: Callable[[Any, Any], Any]
+    samples: Callable[[int], Samples]
+    chunk: int = 3
+    stages: int = 4
+    cut: str = ""
+    pins: str = ""
+    norms: bool = False
+    several: bool = False
+    late: str = ""
+    sparse: bool = False
+
+
+def drawn(seed: int) -> torch.Generator:
+    """A generator of its own for each model's samples."""
+    return torch.Generator().manual_seed(seed)
+
+
+def normal(seed: int, *shape: int) -> Tensor:
+    """Standard normal [*shape]."""
+    return torch.randn(shape, generator=drawn(seed))
+
+
+def whole(seed: int, below: int, *shape: int) -> Tensor:
+    """Uniform whole numbers from 0 to `below` - 1, [*shape]."""
+    return torch.randint(below, shape, generator=drawn(seed))

@@ -1,0 +1,33 @@
+"""Every cell of the matrix equals one device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.equality.cells import FIRST, cells_of, first_cells
+from tests.equality.models.table import EARLY, MODELS
+from tests.equality.running import wrong_in
+from tests.equality.settings import Case, named
+
+pytestmark = pytest.mark.usefixtures("silent_export", "dear_memory")
+
+
+@pytest.mark.parametrize("name", EARLY)
+def test_the_first_cells_of_a_model_equal_one_device(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    check(name, first_cells(name), tmp_path, monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("name", MODELS)
+def test_all_cells_of_a_model_equal_one_device(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    check(name, cells_of(name)[FIRST if name in EARLY else 0 :], tmp_path, monkeypatch)
+
+
+def check(name: str, cells: list[Case], directory: Path, patch: pytest.MonkeyPatch) -> None:
+    """Runs cells of a model, which keep what they capture; all that is wrong is said at the end."""
+    patch.setenv("MESHLOOM_CACHE", str(directory / "cache"))
+    wrong = {named(cell): found for cell in cells if (found := wrong_in(MODELS[name], cell, patch))}
+    assert not wrong, "\n\n".join(f"{name}, {cell}:\n{found}" for cell, found in wrong.items())
