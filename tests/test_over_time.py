@@ -191,9 +191,10 @@ def test_verify_finds_them_equal(kind: str, plan: str):
 
 
 @pytest.mark.slow
-def test_verify_of_owners_of_parts_in_stages_says_nothing_of_what_is_frozen():
+@pytest.mark.parametrize("plan", ["dp=2,zero=1,pp=2", "dp=2,zero=3,recompute=full"])
+def test_verify_of_owners_of_parts_says_nothing_of_what_is_frozen(plan: str):
     """Programs compute the gradients of what is frozen; owners had none, and zeros were compared."""
-    report = verify(frozen_job(), Plan.parse("dp=2,zero=1,pp=2"), devices="simulated", steps=2)
+    report = verify(frozen_job(), Plan.parse(plan), devices="simulated", steps=2)
     assert report is not None and report.passed, report.causes
 
 

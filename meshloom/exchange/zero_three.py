@@ -174,6 +174,13 @@ class ZeroThree(Exchange):
 
     def each_gradient(self, gradients: list[Tensor | None], emit: Emit) -> Steps[None]:
         found = {id(each.entry): gradient for (_, each), gradient in zip(self._mine, gradients, strict=True)}
+        # owners have none of what the job freezes, though ranks computed it
+        flags = torch.zeros_like(self._used)
+        set_flags(flags, [found.get(id(entry), flags) is None for entry in self._entries])
+        work = self._replicas.all_reduce(flags, "max")
+        yield
+        work.wait()
+        is_none = iter(flags.tolist())
         for part in self._trained:
             share = torch.zeros_like(part.kept)
             for each in part.slices():
@@ -183,7 +190,7 @@ class ZeroThree(Exchange):
             flat = yield from self.gather(part, share)
             for entry in part.entries:
                 whole = flat[entry.start : entry.stop].view(entry.parameter.shape)
-                yield from emit(entry.name, whole if entry.used else None)
+                yield from emit(entry.name, None if next(is_none) or not entry.used else whole)
 
     def each_parameter(
         self, emit: Callable[[str, Tensor], Steps[None]], wanted: Callable[[str], bool] = lambda name: True
