@@ -262,12 +262,12 @@ def padded(vocabulary: int, length: int, classes: int, seed: int = 21) -> object
 
 
 ATTENTION = [
-    Model(name="tied_gpt", features="tied ends, dropout, mean over tokens", build=tied_gpt, loss=next_token, samples=texts(29, 7), cut="blocks.1", late="blocks.0"),
+    Model(name="tied_gpt", interacts=True, features="tied ends, dropout, mean over tokens", build=tied_gpt, loss=next_token, samples=texts(29, 7), cut="blocks.1", late="blocks.0"),
     Model(name="square_gpt", features="heads, head size, length, batch equal; hidden = vocabulary", build=square_gpt, loss=next_token, samples=texts(16, 4), chunk=4, cut="blocks.1", pins="blocks.*.up:column+blocks.*.down:row", late="head"),
     Model(name="long_gpt", features="length 1,024", build=long_gpt, loss=next_token, samples=texts(19, 1024), chunk=1, stages=2, late="embed"),
     Model(name="llama", features="grouped keys, rotary, packed gate", build=Llama, loss=next_token, samples=texts(23, 6), chunk=2, cut="layers.1", late="layers.1"),
     Model(name="one_key", features="uneven heads, one of keys, ALiBi", build=OneKey, loss=next_token, samples=texts(13, 5), stages=3, late="out"),
-    Model(name="encoder", features="torch's layers, padding masks, dropout", build=Encoder, loss=classify, samples=padded(17, 7, 4), cut="layers.layers.1", late="layers"),
+    Model(name="encoder", interacts=True, features="torch's layers, padding masks, dropout", build=Encoder, loss=classify, samples=padded(17, 7, 4), cut="layers.layers.1", late="layers"),
     Model(name="linear_attention", features="running sums", build=Linear, loss=next_token, samples=texts(11, 6), stages=3, late="qkv"),
     Model(name="perceiver", features="latents, cross attention", build=Perceiver, loss=classify, samples=padded(21, 8, 5), stages=3, late="cross"),
     Model(name="relative", features="relative biases, rolled windows", build=Relative, loss=classify, samples=padded(14, 6, 5), chunk=2, stages=3, late="biases"),

@@ -200,8 +200,8 @@ def bytes_(count: int) -> Samples:
 
 
 GENERATIVE = [
-    Model(name="diffusion", features="draws in the loss, modulation by time; batch = size", build=Diffusion, loss=denoise, samples=squares, chunk=4, stages=3, late="time"),
-    Model(name="vae", features="draws in the model", build=VAE, loss=own_loss, samples=numbers(9, 73), stages=3, late="moments"),
+    Model(name="diffusion", interacts=True, features="draws in the loss, modulation by time; batch = size", build=Diffusion, loss=denoise, samples=squares, chunk=4, stages=1, late="time"),
+    Model(name="vae", interacts=True, features="draws in the model", build=VAE, loss=own_loss, samples=numbers(9, 73), stages=3, late="moments"),
     Model(name="flow", features="couplings, log volumes", build=Flow, loss=own_loss, samples=numbers(6, 76), stages=3, late="log_scale"),
     Model(name="vq", features="nearest codes, straight through", build=VQ, loss=own_loss, samples=numbers(8, 79), stages=2, late="codes"),
     Model(name="pixel_cnn", features="masked weights, buffers, integers", build=PixelCNN, loss=own_loss, samples=levels, chunk=2, stages=2, late="second"),

@@ -56,7 +56,7 @@ def sentences(count: int) -> Samples:
 
 LIBRARY = [
     Model(
-        name="gpt2", features="transformers: GPT-2, Conv1D, dropout",
+        name="gpt2", interacts=True, features="transformers: GPT-2, Conv1D, dropout",
         build=from_config("GPT2LMHeadModel", vocab_size=23, n_positions=8, n_embd=12, n_layer=2, n_head=3, n_inner=17, bos_token_id=0, eos_token_id=0),
         loss=labelled, samples=tokens(23, 6, 117), chunk=2, cut="transformer.h.1",
     ),
@@ -66,17 +66,17 @@ LIBRARY = [
         loss=labelled, samples=tokens(16, 4, 118), chunk=4, cut="model.layers.1",
     ),
     Model(
-        name="t5", features="transformers: T5, relative biases shared by layers, tied",
+        name="t5", interacts=True, features="transformers: T5, relative biases shared by layers, tied",
         build=from_config("T5ForConditionalGeneration", vocab_size=17, d_model=9, d_kv=3, d_ff=13, num_layers=2, num_heads=3, decoder_start_token_id=0, pad_token_id=0, eos_token_id=1),
         loss=labelled, samples=translations, stages=2,
     ),
     Model(
-        name="bert", features="transformers: BERT for classes, padding",
+        name="bert", interacts=True, features="transformers: BERT for classes, padding",
         build=from_config("BertForSequenceClassification", vocab_size=19, hidden_size=12, num_hidden_layers=2, num_attention_heads=3, intermediate_size=15, max_position_embeddings=8, num_labels=3),
         loss=labelled, samples=sentences, stages=2,
     ),
     Model(
-        name="hf_vit", features="transformers: ViT",
+        name="hf_vit", interacts=True, features="transformers: ViT",
         build=from_config("ViTForImageClassification", hidden_size=10, num_hidden_layers=2, num_attention_heads=2, intermediate_size=13, image_size=6, patch_size=3, num_channels=1, num_labels=2),
         loss=labelled, samples=pictures, stages=2,
     ),

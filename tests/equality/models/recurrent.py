@@ -151,5 +151,5 @@ RECURRENT = [
     Model(name="cell", features="a loop over time", build=Cell, loss=classify, samples=series(3, 6, 2), stages=2, late="candidate"),
     Model(name="state_space", features="selective scan, short convolution; batch = states", build=StateSpace, loss=next_token, samples=texts(10, 8, seed=46), chunk=4, stages=2, late="enter"),
     Model(name="scan", features="parallel scan", build=Scan, loss=classify, samples=series(4, 16, 3, seed=47), stages=2, late="gate"),
-    Model(name="speech", features="convolution, recurrence, CTC", build=Speech, loss=transcribe, samples=speech, chunk=2, stages=2, late="conv"),
+    Model(name="speech", features="convolution, recurrence, CTC", build=Speech, loss=transcribe, samples=speech, chunk=2, stages=1, late="conv"),
 ]  # fmt: skip

@@ -233,10 +233,10 @@ def triplets(count: int) -> Samples:
 SEVERAL = [
     Model(name="towers", features="two towers, learned temperature", build=Towers, loss=own_loss, samples=scenes, stages=3, late="read"),
     Model(name="translator", features="encoder and decoder, three tied embeddings", build=Translator, loss=own_loss, samples=translations, cut="decoder.0", late="encoder.0"),
-    Model(name="vit", features="patches, a token of the class, dropout", build=ViT, loss=own_loss, samples=small_images, chunk=2, cut="blocks.1", late="blocks.0"),
-    Model(name="lora", features="adapters of packed projections, frozen weights", build=lora_gpt, loss=next_token, samples=texts(14, 6, seed=108), cut="blocks.1", late="blocks.1"),
+    Model(name="vit", interacts=True, features="patches, a token of the class, dropout", build=ViT, loss=own_loss, samples=small_images, chunk=2, cut="blocks.1", late="blocks.0"),
+    Model(name="lora", interacts=True, features="adapters of packed projections, frozen weights", build=lora_gpt, loss=next_token, samples=texts(14, 6, seed=108), cut="blocks.1", late="blocks.1"),
     Model(name="prefix", features="learned prefix, a bottleneck used twice; batch = vocabulary / 3", build=Prefix, loss=next_token, samples=texts(12, 5, seed=109), chunk=4, stages=2, late="down"),
-    Model(name="detector", features="two scales, focal loss by the number of objects", build=Detector, loss=own_loss, samples=objects, chunk=2, stages=2, late="lateral"),
+    Model(name="detector", interacts=True, features="two scales, focal loss by the number of objects", build=Detector, loss=own_loss, samples=objects, chunk=2, stages=2, late="lateral"),
     Model(name="set_predictor", features="queries, matching", build=SetPredictor, loss=own_loss, samples=sets, stages=2, late="queries"),
     Model(name="points", features="maximum of points, alignment", build=Points, loss=own_loss, samples=clouds, stages=2, late="align"),
     Model(name="triplets", features="one tower thrice, margins", build=Triplets, loss=own_loss, samples=triplets, chunk=2, stages=2, late="tower.2"),

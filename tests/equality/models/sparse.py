@@ -197,7 +197,7 @@ def graphs(count: int) -> Samples:
 SPARSE = [
     Model(name="experts", features="stacked experts; experts = batch", build=Experts, loss=classify, samples=vectors(7, 5, seed=62), chunk=4, stages=3, late="gate"),
     Model(name="top_two", features="two experts a token; experts = length", build=TopTwo, loss=next_token, samples=texts(9, 4, seed=63), stages=3, late="router"),
-    Model(name="routed", features="a list of experts, a shared one, a loss of balance", build=Routed, loss=balanced, samples=vectors(6, 4, seed=64), stages=2, late="shared"),
+    Model(name="routed", interacts=True, features="a list of experts, a shared one, a loss of balance", build=Routed, loss=balanced, samples=vectors(6, 4, seed=64), stages=2, late="shared"),
     Model(name="dlrm", features="sparse tables, products of pairs", build=DLRM, loss=clicks, samples=adverts, stages=2, sparse=True, late="top"),
     Model(name="bags", features="bags of embeddings", build=Bags, loss=bagged, samples=bags, stages=2, late="sum"),
     Model(name="skip_gram", features="sparse tables alone", build=SkipGram, loss=neighbours, samples=words, stages=1, sparse=True, late="contexts"),
