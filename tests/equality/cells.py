@@ -65,7 +65,9 @@ class Drawing:
     def possible(self, strength: int) -> set[Values]:
         """What can meet in cells of the model: ranks alone can leave no value of another setting."""
         return {
-            each for each in all_meetings(self.values, strength) if self._completed(dict(each), _RANKS, self.values)
+            each
+            for each in all_meetings(self.values, strength)
+            if self._completed(dict(each), _RANKS, self.values)
         }
 
     def completed(self, wanted: Mapping[str, str]) -> Cell:

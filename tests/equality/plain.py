@@ -9,10 +9,15 @@ import torch
 from torch import Tensor, nn
 
 
-def train_plainly(job: Any, model: nn.Module) -> tuple[list[float], dict[str, Tensor]]:
-    """The losses of the steps, and what `model` holds afterwards. The job's data is in order; its loss draws nothing."""
+NOISE = 1e-10  # of gradients that are 0 but for rounding, which many optimizers magnify
+
+
+def train_plainly(job: Any, model: nn.Module) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
+    """The losses of the steps, what `model` holds afterwards, and which elements of its parameters never had a gradient of mere
+    noise. The job's data is in order; its loss draws nothing."""
     data, begin, losses = job.data(), 0, []
     named = [(name, each) for name, each in model.named_parameters() if each.requires_grad]
+    clear = {name: torch.ones_like(each, dtype=torch.bool) for name, each in named}
     optimizers = _all(job.optimizer(named))
     schedulers = job.scheduler(optimizers) if job.scheduler else []
     for step in range(job.steps):
@@ -25,14 +30,19 @@ def train_plainly(job: Any, model: nn.Module) -> tuple[list[float], dict[str, Te
         model.zero_grad()
         loss.backward()
         for name, parameter in named:
-            if any(step in steps and f"{name}.".startswith(f"{frozen}.") for frozen, steps in job.frozen.items()):
+            if any(
+                step in steps and f"{name}.".startswith(f"{frozen}.") for frozen, steps in job.frozen.items()
+            ):
                 parameter.grad = None
+            if parameter.grad is not None:
+                size = parameter.grad.to_dense().abs()
+                clear[name] &= (size == 0) | (size > NOISE)
         if job.clip_grad_norm is not None:
             nn.utils.clip_grad_norm_([each for _, each in named], job.clip_grad_norm)
         for each in (*optimizers, *schedulers):
             each.step()
         losses.append(loss.item())
-    return losses, model.state_dict()
+    return losses, model.state_dict(), clear
 
 
 def _all(made: Any) -> list[Any]:

@@ -79,7 +79,9 @@ def _idle(model: Model, plan: Plan, ranks: Sequence[Rank]) -> Iterator[str]:
 
 def _watch(patch: pytest.MonkeyPatch, ranks: list[Rank]) -> None:
     """Notes what ranks did in the runs of verifications."""
-    compared: dict[int, tuple[Traffic, Traffic]] = {}  # by rank: what comparing sent, and what of that was predicted
+    compared: dict[
+        int, tuple[Traffic, Traffic]
+    ] = {}  # by rank: what comparing sent, and what of that was predicted
 
     class Apart(StepObserver):
         """Notes what comparing sends."""
@@ -99,7 +101,10 @@ def _watch(patch: pytest.MonkeyPatch, ranks: list[Rank]) -> None:
             yield from steps
             after = _sent(self._of), expected_bytes(self._of).after()
             one, other = compared.get(self._of.context.rank, (Traffic(), Traffic()))
-            compared[self._of.context.rank] = one + after[0] + before[0] * -1, other + after[1] + before[1] * -1
+            compared[self._of.context.rank] = (
+                one + after[0] + before[0] * -1,
+                other + after[1] + before[1] * -1,
+            )
 
     class Watched(Trainer):
         def close(self) -> None:

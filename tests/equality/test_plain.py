@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 import meshloom as ml
 from tests.equality.cells import EACH, cells_of
@@ -38,17 +39,27 @@ def test_a_cell_equals_a_plain_loop(number: int, tmp_path: Path) -> None:
     name, cell = drawn_cells()[number]
     torch.manual_seed(number)
     start = MODELS[name].build()
-    save_file({key: each.contiguous() for key, each in start.state_dict().items()}, tmp_path / "start.safetensors")
+    save_file(
+        {key: each.contiguous() for key, each in start.state_dict().items()}, tmp_path / "start.safetensors"
+    )
     job = job_of(MODELS[name], cell)
-    losses, expected = train_plainly(job, start.double().train())
+    losses, expected, clear = train_plainly(job, start.double().train())
     job = replace(job, weights=tmp_path / "start.safetensors")
     with ml.Trainer(job, plan_of(MODELS[name], cell), devices="simulated", dtype=torch.float64, out=tmp_path / "run", share=True) as trainer:  # fmt: skip
         found = [trainer.step(batch) for batch in trainer.batches()]
         state = load_file(trainer.save() / "model.safetensors")
-    # float64: sums in another order; optimizers magnify it where a gradient is next to nothing
-    assert found == pytest.approx(losses, rel=1e-9), f"{name}, {named(cell)}"
-    for key, each in expected.items():
-        torch.testing.assert_close(state[key], each, rtol=1e-7, atol=1e-9, msg=lambda said, key=key: f"{key} of {name}, {named(cell)}: {said}")  # fmt: skip
+    # float64: sums in another order
+    assert found == pytest.approx(losses, rel=1e-12), f"{name}, {named(cell)}"
+    assert sum(int(each.sum()) for each in clear.values()) > 0.5 * sum(
+        each.numel() for each in clear.values()
+    )
+    wrong = [key for key, each in expected.items() if _differs(state[key], each, clear.get(key))]
+    assert not wrong, f"{name}, {named(cell)}: {wrong}"
+
+
+def _differs(one: Tensor, other: Tensor, where: Tensor | None) -> bool:
+    near = torch.isclose(one, other, rtol=1e-10, atol=1e-12)
+    return not bool((near if where is None else near | ~where).all())
 
 
 def test_cells_are_of_twelve_models() -> None:

@@ -15,7 +15,9 @@ from tests.equality.models.dense import RMSNorm, classify
 class Block(nn.Module):
     """[batch, length, width] -> the same: causal attention with packed projections, and a feed-forward."""
 
-    def __init__(self, width: int, heads: int, hidden: int, dropout: float = 0.0, causal: bool = True) -> None:
+    def __init__(
+        self, width: int, heads: int, hidden: int, dropout: float = 0.0, causal: bool = True
+    ) -> None:
         super().__init__()
         self.heads, self.causal, self.dropout = heads, causal, dropout
         self.norm = nn.LayerNorm(width)
@@ -256,19 +258,100 @@ def padded(vocabulary: int, length: int, classes: int, seed: int = 21) -> object
     def build(count: int) -> Samples:
         lengths = whole(seed + 100, length, count, 1) + 1
         tokens = whole(seed, vocabulary - 1, count, length) + 1
-        return Samples(x=tokens.masked_fill(torch.arange(length) >= lengths, 0), y=whole(seed + 200, classes, count))
+        return Samples(
+            x=tokens.masked_fill(torch.arange(length) >= lengths, 0), y=whole(seed + 200, classes, count)
+        )
 
     return build
 
 
 ATTENTION = [
-    Model(name="tied_gpt", interacts=True, features="tied ends, dropout, mean over tokens", build=tied_gpt, loss=next_token, samples=texts(29, 7), cut="blocks.1", late="blocks.0"),
-    Model(name="square_gpt", features="heads, head size, length, batch equal; hidden = vocabulary", build=square_gpt, loss=next_token, samples=texts(16, 4), chunk=4, cut="blocks.1", pins="blocks.*.up:column+blocks.*.down:row", late="head"),
-    Model(name="long_gpt", features="length 1,024", build=long_gpt, loss=next_token, samples=texts(19, 1024), chunk=1, stages=2, late="embed"),
-    Model(name="llama", features="grouped keys, rotary, packed gate", build=Llama, loss=next_token, samples=texts(23, 6), chunk=2, cut="layers.1", late="layers.1"),
-    Model(name="one_key", features="uneven heads, one of keys, ALiBi", build=OneKey, loss=next_token, samples=texts(13, 5), stages=3, late="out"),
-    Model(name="encoder", interacts=True, features="torch's layers, padding masks, dropout", build=Encoder, loss=classify, samples=padded(17, 7, 4), cut="layers.layers.1", late="layers"),
-    Model(name="linear_attention", features="running sums", build=Linear, loss=next_token, samples=texts(11, 6), stages=3, late="qkv"),
-    Model(name="perceiver", features="latents, cross attention", build=Perceiver, loss=classify, samples=padded(21, 8, 5), stages=3, late="cross"),
-    Model(name="relative", features="relative biases, rolled windows", build=Relative, loss=classify, samples=padded(14, 6, 5), chunk=2, stages=3, late="biases"),
-]  # fmt: skip
+    Model(
+        name="tied_gpt",
+        interacts=True,
+        features="tied ends, dropout, mean over tokens",
+        build=tied_gpt,
+        loss=next_token,
+        samples=texts(29, 7),
+        cut="blocks.1",
+        late="blocks.0",
+    ),
+    Model(
+        name="square_gpt",
+        features="heads, head size, length, batch equal; hidden = vocabulary",
+        build=square_gpt,
+        loss=next_token,
+        samples=texts(16, 4),
+        chunk=4,
+        cut="blocks.1",
+        pins="blocks.*.up:column+blocks.*.down:row",
+        late="head",
+    ),
+    Model(
+        name="long_gpt",
+        features="length 1,024",
+        build=long_gpt,
+        loss=next_token,
+        samples=texts(19, 1024),
+        chunk=1,
+        stages=2,
+        late="embed",
+    ),
+    Model(
+        name="llama",
+        features="grouped keys, rotary, packed gate",
+        build=Llama,
+        loss=next_token,
+        samples=texts(23, 6),
+        chunk=2,
+        cut="layers.1",
+        late="layers.1",
+    ),
+    Model(
+        name="one_key",
+        features="uneven heads, one of keys, ALiBi",
+        build=OneKey,
+        loss=next_token,
+        samples=texts(13, 5),
+        stages=3,
+        late="out",
+    ),
+    Model(
+        name="encoder",
+        interacts=True,
+        features="torch's layers, padding masks, dropout",
+        build=Encoder,
+        loss=classify,
+        samples=padded(17, 7, 4),
+        cut="layers.layers.1",
+        late="layers",
+    ),
+    Model(
+        name="linear_attention",
+        features="running sums",
+        build=Linear,
+        loss=next_token,
+        samples=texts(11, 6),
+        stages=3,
+        late="qkv",
+    ),
+    Model(
+        name="perceiver",
+        features="latents, cross attention",
+        build=Perceiver,
+        loss=classify,
+        samples=padded(21, 8, 5),
+        stages=3,
+        late="cross",
+    ),
+    Model(
+        name="relative",
+        features="relative biases, rolled windows",
+        build=Relative,
+        loss=classify,
+        samples=padded(14, 6, 5),
+        chunk=2,
+        stages=3,
+        late="biases",
+    ),
+]

@@ -137,7 +137,9 @@ class Standardised(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.conv.weight
-        weight = (weight - weight.mean(dim=(1, 2, 3), keepdim=True)) / (weight.std(dim=(1, 2, 3), keepdim=True) + 1e-5)
+        weight = (weight - weight.mean(dim=(1, 2, 3), keepdim=True)) / (
+            weight.std(dim=(1, 2, 3), keepdim=True) + 1e-5
+        )
         inner = F.silu(self.norm(F.conv2d(x, weight, self.conv.bias, padding=1)))
         return F.pixel_shuffle(self.wide(inner), 2) + F.interpolate(x, scale_factor=2, mode="bilinear")
 
@@ -178,11 +180,75 @@ def pairs(count: int) -> Samples:
 
 
 CONVOLUTIONAL = [
-    Model(name="cnn", interacts=True, features="batch statistics, dropout of channels", build=CNN, loss=classify, samples=images(2, (6, 6), 5), norms=True, stages=3, cut="conv2", late="conv2"),
-    Model(name="resnet", interacts=True, features="batch statistics, residuals", build=ResNet, loss=classify, samples=images(3, (6, 6), 4), chunk=2, norms=True, cut="body.1", late="body.0"),
-    Model(name="mobilenet", features="depthwise, squeeze; channels = classes = batch", build=MobileNet, loss=classify, samples=images(4, (5, 5), 4), chunk=4, stages=3, late="squeeze"),
-    Model(name="unet", features="transposed, skips, mean over pixels", build=UNet, loss=segment, samples=masks, chunk=2, cut="up", late="middle"),
-    Model(name="wavenet", features="dilated, gates, sum of skips", build=WaveNet, loss=next_sound, samples=sounds, late="skips"),
-    Model(name="video", features="three dims, branches, max pooling", build=Video, loss=classify, samples=images(1, (4, 5, 5), 3, seed=36), chunk=2, stages=1, late="time"),
-    Model(name="standardised", features="computed weights, instance norm, upsampling", build=Standardised, loss=sharpen, samples=pairs, stages=1, late="wide"),
-]  # fmt: skip
+    Model(
+        name="cnn",
+        interacts=True,
+        features="batch statistics, dropout of channels",
+        build=CNN,
+        loss=classify,
+        samples=images(2, (6, 6), 5),
+        norms=True,
+        stages=3,
+        cut="conv2",
+        late="conv2",
+    ),
+    Model(
+        name="resnet",
+        interacts=True,
+        features="batch statistics, residuals",
+        build=ResNet,
+        loss=classify,
+        samples=images(3, (6, 6), 4),
+        chunk=2,
+        norms=True,
+        cut="body.1",
+        late="body.0",
+    ),
+    Model(
+        name="mobilenet",
+        features="depthwise, squeeze; channels = classes = batch",
+        build=MobileNet,
+        loss=classify,
+        samples=images(4, (5, 5), 4),
+        chunk=4,
+        stages=3,
+        late="squeeze",
+    ),
+    Model(
+        name="unet",
+        features="transposed, skips, mean over pixels",
+        build=UNet,
+        loss=segment,
+        samples=masks,
+        chunk=2,
+        cut="up",
+        late="middle",
+    ),
+    Model(
+        name="wavenet",
+        features="dilated, gates, sum of skips",
+        build=WaveNet,
+        loss=next_sound,
+        samples=sounds,
+        late="skips",
+    ),
+    Model(
+        name="video",
+        features="three dims, branches, max pooling",
+        build=Video,
+        loss=classify,
+        samples=images(1, (4, 5, 5), 3, seed=36),
+        chunk=2,
+        stages=1,
+        late="time",
+    ),
+    Model(
+        name="standardised",
+        features="computed weights, instance norm, upsampling",
+        build=Standardised,
+        loss=sharpen,
+        samples=pairs,
+        stages=1,
+        late="wide",
+    ),
+]

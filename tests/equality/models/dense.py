@@ -32,7 +32,13 @@ class Square(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.Sequential(
-            nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)
+            nn.Linear(4, 4),
+            nn.Tanh(),
+            nn.Linear(4, 4),
+            nn.Tanh(),
+            nn.Linear(4, 4),
+            nn.Tanh(),
+            nn.Linear(4, 4),
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -163,7 +169,9 @@ class Mixer(nn.Module):
         super().__init__()
         self.norms = nn.ModuleList(nn.LayerNorm(6) for _ in range(4))
         self.tokens = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
-        self.channels = nn.ModuleList(nn.Sequential(nn.Linear(6, 15), nn.GELU(), nn.Linear(15, 6)) for _ in range(2))
+        self.channels = nn.ModuleList(
+            nn.Sequential(nn.Linear(6, 15), nn.GELU(), nn.Linear(15, 6)) for _ in range(2)
+        )
         self.head = nn.Linear(6, 5)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -269,7 +277,10 @@ def vectors(width: int, classes: int, seed: int = 1, weight: bool = False) -> An
 
 def tasks(count: int) -> Samples:
     return Samples(
-        x=normal(5, count, 8), y=whole(6, 5, count), number=normal(7, count), marks=whole(8, 2, count, 3).float()
+        x=normal(5, count, 8),
+        y=whole(6, 5, count),
+        number=normal(7, count),
+        marks=whole(8, 2, count, 3).float(),
     )
 
 
@@ -286,16 +297,123 @@ def coded(count: int) -> Samples:
 
 
 DENSE = [
-    Model(name="mlp", features="dense", build=MLP, loss=classify, samples=vectors(7, 5), cut="third", pins="second:column+third:row", late="first"),
-    Model(name="square", features="sizes equal by accident", build=Square, loss=classify, samples=vectors(4, 4), chunk=4, cut="layers.4", pins="layers.2:row", late="layers.6"),
-    Model(name="skips", features="skips across stages", build=Skips, loss=classify, samples=vectors(9, 5), cut="up.0", late="down"),
-    Model(name="tied_autoencoder", features="tied, transposed", build=TiedAutoencoder, loss=restore, samples=coded, stages=3, late="inner"),
-    Model(name="reused", features="tied, used thrice, unused", build=Reused, loss=classify, samples=vectors(6, 6), chunk=2, stages=3, late="block"),
-    Model(name="norms", features="norms, weight norm", build=Norms, loss=weighted, samples=vectors(9, 5, weight=True), chunk=2, cut="third", late="second"),
-    Model(name="dropped", interacts=True, features="dropout, noise", build=Dropped, loss=classify, samples=vectors(8, 5), stages=3, pins="first:column", late="branch"),
-    Model(name="batch_normed", interacts=True, features="batch statistics", build=BatchNormed, loss=classify, samples=vectors(7, 5), norms=True, several=True, cut="second", late="first"),
-    Model(name="mixer", features="transposes, tokens as many as channels", build=Mixer, loss=classify, samples=grids, chunk=2, cut="channels.0", late="tokens"),
-    Model(name="tasks", features="several losses of one sum, scalars", build=Tasks, loss=own_loss, samples=tasks, stages=3, late="trunk"),
-    Model(name="hyper", features="weights by a network", build=Hyper, loss=by_context, samples=contexts, stages=3, late="biases"),
-    Model(name="monotone", features="parameters of no dimensions", build=Monotone, loss=classify, samples=vectors(7, 3, seed=15), cut="second", late="second"),
-]  # fmt: skip
+    Model(
+        name="mlp",
+        features="dense",
+        build=MLP,
+        loss=classify,
+        samples=vectors(7, 5),
+        cut="third",
+        pins="second:column+third:row",
+        late="first",
+    ),
+    Model(
+        name="square",
+        features="sizes equal by accident",
+        build=Square,
+        loss=classify,
+        samples=vectors(4, 4),
+        chunk=4,
+        cut="layers.4",
+        pins="layers.2:row",
+        late="layers.6",
+    ),
+    Model(
+        name="skips",
+        features="skips across stages",
+        build=Skips,
+        loss=classify,
+        samples=vectors(9, 5),
+        cut="up.0",
+        late="down",
+    ),
+    Model(
+        name="tied_autoencoder",
+        features="tied, transposed",
+        build=TiedAutoencoder,
+        loss=restore,
+        samples=coded,
+        stages=3,
+        late="inner",
+    ),
+    Model(
+        name="reused",
+        features="tied, used thrice, unused",
+        build=Reused,
+        loss=classify,
+        samples=vectors(6, 6),
+        chunk=2,
+        stages=3,
+        late="block",
+    ),
+    Model(
+        name="norms",
+        features="norms, weight norm",
+        build=Norms,
+        loss=weighted,
+        samples=vectors(9, 5, weight=True),
+        chunk=2,
+        cut="third",
+        late="second",
+    ),
+    Model(
+        name="dropped",
+        interacts=True,
+        features="dropout, noise",
+        build=Dropped,
+        loss=classify,
+        samples=vectors(8, 5),
+        stages=3,
+        pins="first:column",
+        late="branch",
+    ),
+    Model(
+        name="batch_normed",
+        interacts=True,
+        features="batch statistics",
+        build=BatchNormed,
+        loss=classify,
+        samples=vectors(7, 5),
+        norms=True,
+        several=True,
+        cut="second",
+        late="first",
+    ),
+    Model(
+        name="mixer",
+        features="transposes, tokens as many as channels",
+        build=Mixer,
+        loss=classify,
+        samples=grids,
+        chunk=2,
+        cut="channels.0",
+        late="tokens",
+    ),
+    Model(
+        name="tasks",
+        features="several losses of one sum, scalars",
+        build=Tasks,
+        loss=own_loss,
+        samples=tasks,
+        stages=3,
+        late="trunk",
+    ),
+    Model(
+        name="hyper",
+        features="weights by a network",
+        build=Hyper,
+        loss=by_context,
+        samples=contexts,
+        stages=3,
+        late="biases",
+    ),
+    Model(
+        name="monotone",
+        features="parameters of no dimensions",
+        build=Monotone,
+        loss=classify,
+        samples=vectors(7, 3, seed=15),
+        cut="second",
+        late="second",
+    ),
+]

@@ -62,7 +62,9 @@ class Flow(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.couplings = nn.ModuleList(nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 6)) for _ in range(3))
+        self.couplings = nn.ModuleList(
+            nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 6)) for _ in range(3)
+        )
         self.log_scale = nn.Parameter(torch.zeros(6))
 
     def forward(self, batch: dict[str, Tensor]) -> Tensor:
@@ -129,7 +131,9 @@ class Score(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(5, 9), nn.Softplus(), nn.Linear(9, 7), nn.Softplus(), nn.Linear(7, 1))
+        self.layers = nn.Sequential(
+            nn.Linear(5, 9), nn.Softplus(), nn.Linear(9, 7), nn.Softplus(), nn.Linear(7, 1)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layers(x).squeeze(-1)
@@ -186,7 +190,9 @@ def numbers(width: int, seed: int) -> object:
     """x [width] normal, y one of 5 classes, noise as x."""
 
     def build(count: int) -> Samples:
-        return Samples(x=normal(seed, count, width), y=whole(seed + 1, 5, count), noise=normal(seed + 2, count, width))
+        return Samples(
+            x=normal(seed, count, width), y=whole(seed + 1, 5, count), noise=normal(seed + 2, count, width)
+        )
 
     return build
 
@@ -200,12 +206,80 @@ def bytes_(count: int) -> Samples:
 
 
 GENERATIVE = [
-    Model(name="diffusion", interacts=True, features="draws in the loss, modulation by time; batch = size", build=Diffusion, loss=denoise, samples=squares, chunk=4, stages=1, late="time"),
-    Model(name="vae", interacts=True, features="draws in the model", build=VAE, loss=own_loss, samples=numbers(9, 73), stages=3, late="moments"),
-    Model(name="flow", features="couplings, log volumes", build=Flow, loss=own_loss, samples=numbers(6, 76), stages=3, late="log_scale"),
-    Model(name="vq", features="nearest codes, straight through", build=VQ, loss=own_loss, samples=numbers(8, 79), stages=2, late="codes"),
-    Model(name="pixel_cnn", features="masked weights, buffers, integers", build=PixelCNN, loss=own_loss, samples=levels, chunk=2, stages=2, late="second"),
-    Model(name="score", features="gradients in the loss", build=Score, loss=match_scores, samples=numbers(5, 82), stages=1, late="layers.2"),
-    Model(name="distilled", features="a fixed teacher", build=Distilled, loss=own_loss, samples=numbers(7, 85), stages=3, late="student.2"),
-    Model(name="spectral", features="complex numbers, bytes", build=Spectral, loss=own_loss, samples=bytes_, stages=2, late="local"),
-]  # fmt: skip
+    Model(
+        name="diffusion",
+        interacts=True,
+        features="draws in the loss, modulation by time; batch = size",
+        build=Diffusion,
+        loss=denoise,
+        samples=squares,
+        chunk=4,
+        stages=1,
+        late="time",
+    ),
+    Model(
+        name="vae",
+        interacts=True,
+        features="draws in the model",
+        build=VAE,
+        loss=own_loss,
+        samples=numbers(9, 73),
+        stages=3,
+        late="moments",
+    ),
+    Model(
+        name="flow",
+        features="couplings, log volumes",
+        build=Flow,
+        loss=own_loss,
+        samples=numbers(6, 76),
+        stages=3,
+        late="log_scale",
+    ),
+    Model(
+        name="vq",
+        features="nearest codes, straight through",
+        build=VQ,
+        loss=own_loss,
+        samples=numbers(8, 79),
+        stages=2,
+        late="codes",
+    ),
+    Model(
+        name="pixel_cnn",
+        features="masked weights, buffers, integers",
+        build=PixelCNN,
+        loss=own_loss,
+        samples=levels,
+        chunk=2,
+        stages=2,
+        late="second",
+    ),
+    Model(
+        name="score",
+        features="gradients in the loss",
+        build=Score,
+        loss=match_scores,
+        samples=numbers(5, 82),
+        stages=1,
+        late="layers.2",
+    ),
+    Model(
+        name="distilled",
+        features="a fixed teacher",
+        build=Distilled,
+        loss=own_loss,
+        samples=numbers(7, 85),
+        stages=3,
+        late="student.2",
+    ),
+    Model(
+        name="spectral",
+        features="complex numbers, bytes",
+        build=Spectral,
+        loss=own_loss,
+        samples=bytes_,
+        stages=2,
+        late="local",
+    ),
+]

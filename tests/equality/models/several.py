@@ -54,7 +54,9 @@ class Translator(nn.Module):
             x = layer(x)
             x = x + cross(norm(x), source, source, need_weights=False)[0]
         there = batch["y"] != -100
-        loss = F.cross_entropy(self.head(x).flatten(0, 1), batch["y"].flatten(), ignore_index=-100, reduction="sum")
+        loss = F.cross_entropy(
+            self.head(x).flatten(0, 1), batch["y"].flatten(), ignore_index=-100, reduction="sum"
+        )
         return loss, there.sum()
 
 
@@ -195,7 +197,9 @@ class Triplets(nn.Module):
 
     def forward(self, batch: dict[str, Tensor]) -> Tensor:
         one, near, far = (self.tower(batch[name]) for name in ("x", "near", "far"))
-        listwise = -F.log_softmax(torch.stack([(one * near).sum(-1), (one * far).sum(-1)], dim=1), dim=1)[:, 0]
+        listwise = -F.log_softmax(torch.stack([(one * near).sum(-1), (one * far).sum(-1)], dim=1), dim=1)[
+            :, 0
+        ]
         return F.triplet_margin_loss(one, near, far, margin=3.0) + listwise.mean()
 
 
@@ -206,7 +210,11 @@ def scenes(count: int) -> Samples:
 def translations(count: int) -> Samples:
     targets = whole(94, 18, count, 5)
     lengths = whole(95, 4, count, 1) + 1
-    return Samples(source=whole(93, 18, count, 5), x=targets[:, :-1], y=targets[:, 1:].masked_fill(torch.arange(4) >= lengths, -100))
+    return Samples(
+        source=whole(93, 18, count, 5),
+        x=targets[:, :-1],
+        y=targets[:, 1:].masked_fill(torch.arange(4) >= lengths, -100),
+    )
 
 
 def small_images(count: int) -> Samples:
@@ -231,13 +239,92 @@ def triplets(count: int) -> Samples:
 
 
 SEVERAL = [
-    Model(name="towers", features="two towers, learned temperature", build=Towers, loss=own_loss, samples=scenes, stages=3, late="read"),
-    Model(name="translator", features="encoder and decoder, three tied embeddings", build=Translator, loss=own_loss, samples=translations, cut="decoder.0", late="encoder.0"),
-    Model(name="vit", interacts=True, features="patches, a token of the class, dropout", build=ViT, loss=own_loss, samples=small_images, chunk=2, cut="blocks.1", late="blocks.0"),
-    Model(name="lora", interacts=True, features="adapters of packed projections, frozen weights", build=lora_gpt, loss=next_token, samples=texts(14, 6, seed=108), cut="blocks.1", late="blocks.1"),
-    Model(name="prefix", features="learned prefix, a bottleneck used twice; batch = vocabulary / 3", build=Prefix, loss=next_token, samples=texts(12, 5, seed=109), chunk=4, stages=2, late="down"),
-    Model(name="detector", interacts=True, features="two scales, focal loss by the number of objects", build=Detector, loss=own_loss, samples=objects, chunk=2, stages=2, late="lateral"),
-    Model(name="set_predictor", features="queries, matching", build=SetPredictor, loss=own_loss, samples=sets, stages=2, late="queries"),
-    Model(name="points", features="maximum of points, alignment", build=Points, loss=own_loss, samples=clouds, stages=2, late="align"),
-    Model(name="triplets", features="one tower thrice, margins", build=Triplets, loss=own_loss, samples=triplets, chunk=2, stages=2, late="tower.2"),
-]  # fmt: skip
+    Model(
+        name="towers",
+        features="two towers, learned temperature",
+        build=Towers,
+        loss=own_loss,
+        samples=scenes,
+        stages=3,
+        late="read",
+    ),
+    Model(
+        name="translator",
+        features="encoder and decoder, three tied embeddings",
+        build=Translator,
+        loss=own_loss,
+        samples=translations,
+        cut="decoder.0",
+        late="encoder.0",
+    ),
+    Model(
+        name="vit",
+        interacts=True,
+        features="patches, a token of the class, dropout",
+        build=ViT,
+        loss=own_loss,
+        samples=small_images,
+        chunk=2,
+        cut="blocks.1",
+        late="blocks.0",
+    ),
+    Model(
+        name="lora",
+        interacts=True,
+        features="adapters of packed projections, frozen weights",
+        build=lora_gpt,
+        loss=next_token,
+        samples=texts(14, 6, seed=108),
+        cut="blocks.1",
+        late="blocks.1",
+    ),
+    Model(
+        name="prefix",
+        features="learned prefix, a bottleneck used twice; batch = vocabulary / 3",
+        build=Prefix,
+        loss=next_token,
+        samples=texts(12, 5, seed=109),
+        chunk=4,
+        stages=2,
+        late="down",
+    ),
+    Model(
+        name="detector",
+        interacts=True,
+        features="two scales, focal loss by the number of objects",
+        build=Detector,
+        loss=own_loss,
+        samples=objects,
+        chunk=2,
+        stages=2,
+        late="lateral",
+    ),
+    Model(
+        name="set_predictor",
+        features="queries, matching",
+        build=SetPredictor,
+        loss=own_loss,
+        samples=sets,
+        stages=2,
+        late="queries",
+    ),
+    Model(
+        name="points",
+        features="maximum of points, alignment",
+        build=Points,
+        loss=own_loss,
+        samples=clouds,
+        stages=2,
+        late="align",
+    ),
+    Model(
+        name="triplets",
+        features="one tower thrice, margins",
+        build=Triplets,
+        loss=own_loss,
+        samples=triplets,
+        chunk=2,
+        stages=2,
+        late="tower.2",
+    ),
+]

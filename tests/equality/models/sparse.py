@@ -56,7 +56,9 @@ class Routed(nn.Module):
         super().__init__()
         self.router = nn.Linear(6, 3)
         self.shared = nn.Sequential(nn.Linear(6, 7), nn.SiLU(), nn.Linear(7, 6))
-        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(6, 7), nn.SiLU(), nn.Linear(7, 6)) for _ in range(3))
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(6, 7), nn.SiLU(), nn.Linear(7, 6)) for _ in range(3)
+        )
         self.head = nn.Linear(6, 4)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -122,7 +124,9 @@ class Factors(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         user, item = self.users(x[:, 0]), self.items(x[:, 1])
-        biases = self.user_bias(x[:, 0]) + self.item_bias(x[:, 1]) + self.tower(torch.cat([user, item], dim=-1))
+        biases = (
+            self.user_bias(x[:, 0]) + self.item_bias(x[:, 1]) + self.tower(torch.cat([user, item], dim=-1))
+        )
         return (user * item).sum(-1) + biases.squeeze(-1) + self.mean
 
 
@@ -195,12 +199,81 @@ def graphs(count: int) -> Samples:
 
 
 SPARSE = [
-    Model(name="experts", features="stacked experts; experts = batch", build=Experts, loss=classify, samples=vectors(7, 5, seed=62), chunk=4, stages=3, late="gate"),
-    Model(name="top_two", features="two experts a token; experts = length", build=TopTwo, loss=next_token, samples=texts(9, 4, seed=63), stages=3, late="router"),
-    Model(name="routed", interacts=True, features="a list of experts, a shared one, a loss of balance", build=Routed, loss=balanced, samples=vectors(6, 4, seed=64), stages=2, late="shared"),
-    Model(name="dlrm", features="sparse tables, products of pairs", build=DLRM, loss=clicks, samples=adverts, stages=2, sparse=True, late="top"),
-    Model(name="bags", features="bags of embeddings", build=Bags, loss=bagged, samples=bags, stages=2, late="sum"),
-    Model(name="skip_gram", features="sparse tables alone", build=SkipGram, loss=neighbours, samples=words, stages=1, sparse=True, late="contexts"),
-    Model(name="factors", features="tables, biases, a scalar", build=Factors, loss=rated, samples=ratings, stages=2, late="tower"),
-    Model(name="graph", features="messages, attention over neighbours", build=Graph, loss=connected, samples=graphs, chunk=2, stages=3, late="message"),
-]  # fmt: skip
+    Model(
+        name="experts",
+        features="stacked experts; experts = batch",
+        build=Experts,
+        loss=classify,
+        samples=vectors(7, 5, seed=62),
+        chunk=4,
+        stages=3,
+        late="gate",
+    ),
+    Model(
+        name="top_two",
+        features="two experts a token; experts = length",
+        build=TopTwo,
+        loss=next_token,
+        samples=texts(9, 4, seed=63),
+        stages=3,
+        late="router",
+    ),
+    Model(
+        name="routed",
+        interacts=True,
+        features="a list of experts, a shared one, a loss of balance",
+        build=Routed,
+        loss=balanced,
+        samples=vectors(6, 4, seed=64),
+        stages=2,
+        late="shared",
+    ),
+    Model(
+        name="dlrm",
+        features="sparse tables, products of pairs",
+        build=DLRM,
+        loss=clicks,
+        samples=adverts,
+        stages=2,
+        sparse=True,
+        late="top",
+    ),
+    Model(
+        name="bags",
+        features="bags of embeddings",
+        build=Bags,
+        loss=bagged,
+        samples=bags,
+        stages=2,
+        late="sum",
+    ),
+    Model(
+        name="skip_gram",
+        features="sparse tables alone",
+        build=SkipGram,
+        loss=neighbours,
+        samples=words,
+        stages=1,
+        sparse=True,
+        late="contexts",
+    ),
+    Model(
+        name="factors",
+        features="tables, biases, a scalar",
+        build=Factors,
+        loss=rated,
+        samples=ratings,
+        stages=2,
+        late="tower",
+    ),
+    Model(
+        name="graph",
+        features="messages, attention over neighbours",
+        build=Graph,
+        loss=connected,
+        samples=graphs,
+        chunk=2,
+        stages=3,
+        late="message",
+    ),
+]
