@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-
 NOISE = 1e-10  # of gradients that are 0 but for rounding, which many optimizers magnify
 
 

@@ -20,7 +20,7 @@ from meshloom.verify import verified_run
 from meshloom.verify.run import verify
 from meshloom.verify.step_observer import StepObserver
 from tests.equality.model import Model
-from tests.equality.settings import Case, job_of, plan_of, steps_of
+from tests.equality.settings import Case, is_skipped, job_of, plan_of, steps_of
 from tests.planted.judging import text_of
 
 
@@ -53,15 +53,20 @@ def wrong_in(model: Model, cell: Case, patch: pytest.MonkeyPatch) -> str:
     assert report is not None
     if not report.passed or report.causes:
         return text_of(report)
-    return "\n".join(_idle(model, plan, ranks))
+    return "\n".join([*_unforeseen(cell, ranks), *_idle(model, plan, ranks)])
+
+
+def _unforeseen(cell: Case, ranks: Sequence[Rank]) -> Iterator[str]:
+    """What ranks sent besides what was predicted."""
+    for number, each in enumerate(ranks):
+        if each.counted != each.predicted and not is_skipped(cell):
+            yield f"rank {number} sent {each.counted.bytes}, and {each.predicted.bytes} was predicted"
 
 
 def _idle(model: Model, plan: Plan, ranks: Sequence[Rank]) -> Iterator[str]:
-    """What ranks sent besides what was predicted, and what the plan did not do."""
+    """What the plan did not do."""
     assert len(ranks) == plan.mesh.size
     for number, each in enumerate(ranks):
-        if each.counted != each.predicted:
-            yield f"rank {number} sent {each.counted.bytes}, and {each.predicted.bytes} was predicted"
         if not each.held:
             yield f"rank {number} has no parameters"
     if plan.dp > 1:

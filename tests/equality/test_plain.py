@@ -40,7 +40,8 @@ def test_a_cell_equals_a_plain_loop(number: int, tmp_path: Path) -> None:
     torch.manual_seed(number)
     start = MODELS[name].build()
     save_file(
-        {key: each.contiguous() for key, each in start.state_dict().items()}, tmp_path / "start.safetensors"
+        {key: each.detach().clone() for key, each in start.state_dict().items()},
+        tmp_path / "start.safetensors",
     )
     job = job_of(MODELS[name], cell)
     losses, expected, clear = train_plainly(job, start.double().train())

@@ -305,7 +305,7 @@ SEVERAL = [
         build=SetPredictor,
         loss=own_loss,
         samples=sets,
-        stages=2,
+        stages=1,
         late="queries",
     ),
     Model(
