@@ -19,6 +19,8 @@ FIRST, EACH = 3, 39  # cells of a model: of `make test`, and of all
 CANDIDATES = 12
 SHARP = 0.75  # of cells, in which gradients travel as they are: what is rounded is compared less sharply
 
+# Of every three cells, what one has as it is by itself, so that modules that run as written, and few ranks, are not rare.
+_USUAL = (("tp", "pp", "recompute"), ("pp",), ())
 _RANKS = ("dp", "tp", "pp", "schedule")
 
 Cell = dict[str, str]
@@ -48,7 +50,8 @@ def _drawn(drawing: Drawing, strength: int, count: int, met: set[Values]) -> lis
     new, missing = possible - met, possible
     while len(found) < count:
         wanted = sorted(new or missing or possible)
-        drawn = [drawing.completed(dict(drawing.random.choice(wanted))) for _ in range(CANDIDATES)]
+        usual = _USUAL[len(found) % len(_USUAL)]
+        drawn = [drawing.completed(dict(drawing.random.choice(wanted)), usual) for _ in range(CANDIDATES)]
         found.append(max(drawn, key=lambda cell: [len(each & meetings(cell, strength)) for each in (new, missing)]))  # fmt: skip
         new, missing = (each - meetings(found[-1], strength) for each in (new, missing))
     return found
@@ -70,11 +73,11 @@ class Drawing:
             if self._completed(dict(each), _RANKS, self.values)
         }
 
-    def completed(self, wanted: Mapping[str, str]) -> Cell:
-        """A random cell that has these values."""
+    def completed(self, wanted: Mapping[str, str], usual: Sequence[str]) -> Cell:
+        """A random cell that has these values. usual: settings that have their first value where they can."""
         values = {name: self.random.sample(each, len(each)) for name, each in self.values.items()}
-        if self.random.random() < SHARP:
-            values["reduce"] = self.values["reduce"]
+        for name in (*usual, *(["reduce"] if self.random.random() < SHARP else [])):
+            values[name] = self.values[name]
         rest = [name for name in SETTINGS if name not in _RANKS]
         found = self._completed(dict(wanted), [*_RANKS, *self.random.sample(rest, len(rest))], values)
         assert found is not None
