@@ -21,6 +21,7 @@ SHARP = 0.75  # of cells, in which gradients travel as they are: what is rounded
 
 # Of every three cells, what one has as it is by itself, so that modules that run as written, and few ranks, are not rare.
 _USUAL = (("tp", "pp", "recompute"), ("pp",), ())
+_RARE = ("sync_batch_norm", "true")  # few models can have it, so these have it with everything
 _RANKS = ("dp", "tp", "pp", "schedule")
 
 Cell = dict[str, str]
@@ -49,7 +50,7 @@ def _drawn(drawing: Drawing, strength: int, count: int, met: set[Values]) -> lis
     possible, found = drawing.possible(strength), list[Cell]()
     new, missing = possible - met, possible
     while len(found) < count:
-        wanted = sorted(new or missing or possible)
+        wanted = sorted([each for each in new if _RARE in each] or new or missing or possible)
         usual = _USUAL[len(found) % len(_USUAL)]
         drawn = [drawing.completed(dict(drawing.random.choice(wanted)), usual) for _ in range(CANDIDATES)]
         found.append(max(drawn, key=lambda cell: [len(each & meetings(cell, strength)) for each in (new, missing)]))  # fmt: skip
