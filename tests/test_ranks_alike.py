@@ -203,6 +203,7 @@ def test_a_group_of_which_a_rank_updates_nothing_is_not_compared():
 
     def optimizer(named: Any) -> torch.optim.Optimizer:
         made = job.optimizer(named)
+        assert isinstance(made, torch.optim.Optimizer)
 
         def counted(*_: Any) -> None:
             for group in made.param_groups:

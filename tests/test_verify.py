@@ -312,7 +312,7 @@ def test_a_wrong_learning_rate_on_the_ranks_is_seen_in_the_updates():
 
     def optimizer(named: Any) -> torch.optim.Optimizer:
         made.append(len(made))
-        return torch.optim.SGD(named, lr=1e-5 if len(made) <= 2 else 2e-5)  # the third is one device's
+        return torch.optim.SGD(named, lr=1e-5 if len(made) <= 3 else 2e-5)  # the fourth is one device's
 
     report = run(replace(make_job("mlp", "sgd", scheduler=None), optimizer=optimizer), "dp=2")
     assert not report.passed and {error.kind for error in report.steps[0].errors if not error.passed} == {
