@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -457,8 +458,6 @@ def test_a_loss_that_is_not_finite_is_located():
 
 
 def refused_on_a_rank(rank_that_does: int) -> str:
-    import os
-
     loss = whole if int(os.environ["RANK"]) == rank_that_does else local
     with pytest.raises(JobError) as caught:
         losses_of(job_of(loss), "dp=2", devices="auto")

@@ -31,7 +31,6 @@ class GatheredRows:
     """The calls of one rank, which computes one chunk a step.
 
     num_losses: of the job. updates: whether the rank updates parameters, as workers of an asynchronous run do not.
-    expected: bytes that the calls so far should have handed over.
     """
 
     def __init__(self, plan: Plan, context: RankContext, *, num_losses: int, updates: bool) -> None:
