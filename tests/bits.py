@@ -83,8 +83,11 @@ def run(tree: Tree, cases: Sequence[Case], dtypes: Sequence[str], out: Path) -> 
 
 
 def _finish(tree: Tree, words: Sequence[str], what: str) -> None:
-    process = tree.start(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    said, _ = process.communicate()
+    with tree.start(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
+        try:
+            said, _ = process.communicate()
+        finally:
+            process.kill()
     if process.returncode:
         raise SystemExit(f"{tree.name}, {what}: exit code {process.returncode}\n{said.decode()}")
 
