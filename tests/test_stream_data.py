@@ -163,15 +163,12 @@ def test_error_in_collating_a_stream_names_its_samples():
         read_chunks(job_of(lambda: Stream(4), collate=collate), Plan(dp=2), 0, 1)
 
 
-@pytest.mark.parametrize(("drop_last", "said"), [
-    (False, "An epoch of the stream has 3 samples, and a batch needs 4. Use a smaller batch_size or more data."),
-    (True, "has 3 samples, and drop_last=True drops the short batch of them"),
-])  # fmt: skip
-def test_a_short_stream_is_said_to_drop_samples_only_where_it_does(drop_last, said):
-    """The first batches, which programs are read with, are full ones."""
-    job = job_of(lambda: Stream(3), batch_size=4, drop_last=drop_last)
-    with pytest.raises(DataError, match=said):
-        first_batches(job, 1)
+def test_a_short_stream_is_said_to_drop_samples_only_where_it_does():
+    """The first batches, which programs are read with, are full ones: without drop_last the samples are repeated."""
+    (batch,) = first_batches(job_of(lambda: Stream(3), batch_size=4), 1)
+    assert len(batch) == 4
+    with pytest.raises(DataError, match="has 3 samples, and drop_last=True drops the short batch of them"):
+        first_batches(job_of(lambda: Stream(3), batch_size=4, drop_last=True), 1)
 
 
 def test_first_batches_pass_over_short_ones():
