@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.planted.judging import text_of
 
 from meshloom.comm.steps import Steps
 from meshloom.core.plan import Plan
@@ -22,6 +21,7 @@ from meshloom.verify.run import verify
 from meshloom.verify.step_observer import StepObserver
 from tests.equality.model import Model
 from tests.equality.settings import Case, is_skipped, job_of, plan_of, steps_of
+from tests.reports import text_of
 
 
 @dataclass(frozen=True)
