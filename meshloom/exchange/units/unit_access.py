@@ -179,9 +179,15 @@ class UnitAccess:
         self._in_use = list(units)
 
     def pack(self, tensor: Tensor) -> Any:
-        """What is kept of a tensor that autograd saves: of a unit's values where to find them, else itself."""
+        """What is kept of a tensor that autograd saves: of a unit's values where to find them, also of a parameter whose values are
+        not here; else itself."""
         if tensor.layout != torch.strided:
             return tensor
+        with torch._C.DisableTorchFunction():  # pyright: ignore[reportPrivateUsage]
+            saved = self._place_of(tensor)  # for which no values are needed
+        return tensor if saved is None else saved
+
+    def _place_of(self, tensor: Tensor) -> _Saved | None:
         storage = tensor.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
         layout = tensor.size(), tensor.stride(), int(tensor.storage_offset())
         if (found := self._here.get(storage)) is not None:
@@ -191,7 +197,7 @@ class UnitAccess:
         trained = cast_of(tensor)
         cast = self._gathering.place_of(self._frozen.cast_of(tensor) if trained is None else trained)
         if cast is None:
-            return tensor
+            return None
         unit, part, entry = cast
         number = unit.parts.index(part)
         if trained is not None:
