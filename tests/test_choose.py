@@ -38,8 +38,10 @@ from meshloom.tensor_parallel.search.repeats import Repeats
 from meshloom.tensor_parallel.search.reshards import total_cost
 from meshloom.tensor_parallel.search.strategies import Strategy
 from meshloom.tensor_parallel.sent_bytes import sent_in_chunk
-from tests.division import RATES, subject_of
+from tests.covering import few
+from tests.division import RATES, at_random, compare, subject_of
 from tests.families import FAMILIES
+from tests.jobs import make_job
 
 FAST = Rates(start_seconds=0.0, latency_seconds=0.0)  # a network on which sharding tiny models pays off
 
@@ -330,6 +332,50 @@ def test_what_iterations_share_costs_what_they_cost_alone(monkeypatch: pytest.Mo
     alone = Problem(layout, 2, rates=rates, costs=costs(layout.program)).solve()[1]
     # sums in another order; separately, the first and last step adapt to their surroundings
     assert alone * (1 - 1e-9) <= shared <= 1.01 * alone
+
+
+class Gate(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Parameter(torch.ones(16)), nn.Parameter(torch.ones(16))
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return x * self.one, y * self.other
+
+
+class Crossed(nn.Module):
+    """Gates, each of which gets the results of the one before the other way round."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.gates = nn.Linear(16, 16), nn.ModuleList(Gate() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.up(x)
+        for gate in self.gates:
+            y, x = gate(x, y)
+        return x.unsqueeze(-1) * y.unsqueeze(-2)
+
+
+def test_blocks_that_use_two_axes_the_other_way_round_represent_themselves():
+    """Each axis represented the other, and who represents both was looked for without end."""
+    layout = layout_by_shapes(Crossed, mean, normal(4, 16))
+    assert choose(layout, 2, FAST).is_proved
+
+
+@pytest.mark.parametrize("seed", few(range(6), 3))
+@pytest.mark.parametrize("model", ["mlp", "cnn"])
+def test_any_shards_that_are_held_can_be_computed_with(model: str, seed: int):
+    """Those of a division drawn at random, where no cheapest one would have them: parameters are gathered if there is no other way."""
+
+    def with_held(layout: Layout, num_ranks: int) -> DivisionChoice:
+        held = partition(at_random(seed)(layout, num_ranks)).held
+        found = choose(layout, num_ranks, RATES, held=held)
+        assert partition(found).held == held
+        return found
+
+    compared = compare(subject_of(make_job(model, "sgd")), 2, with_held)
+    assert compared.error < 1e-12, compared.what
 
 
 def test_a_choice_travels_as_numbers(small: Layout):

@@ -12,6 +12,7 @@ import hashlib
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,10 +97,8 @@ def choose(
     """
     price = rates or default_rates(layout.program.device.type)
     known = priced or costs(layout.program)
-    problem = Problem(layout, num_ranks, rates=price, costs=known, held=held, pins=placements, told=told)
-    try:
-        return _choice(problem, *problem.solve(memory_bytes))
-    except InfeasibleError:
+
+    def solved(*, share_blocks: bool, sends_parameters: bool = False) -> DivisionChoice:
         problem = Problem(
             layout,
             num_ranks,
@@ -107,10 +106,19 @@ def choose(
             costs=known,
             held=held,
             pins=placements,
-            share_blocks=False,
+            share_blocks=share_blocks,
+            sends_parameters=sends_parameters,
             told=told,
         )
         return _choice(problem, *problem.solve(memory_bytes))
+
+    with suppress(InfeasibleError):
+        return solved(share_blocks=True)
+    if held:
+        with suppress(InfeasibleError):
+            return solved(share_blocks=False)
+    # Shards that others have fixed may go with no way of computing with them: then ranks gather what they must.
+    return solved(share_blocks=False, sends_parameters=bool(held))
 
 
 def rates_for(program: Program, num_ranks: int) -> Rates:

@@ -66,16 +66,18 @@ class Formulation:
 
     placements, strategies: of each graph input and node, its options with their numbers.
     reshards: between decisions. reshard_bytes: [options of the source, targets] of each, the bytes saved. told: called with
-    the number of nodes whose options are known, and that of all.
+    the number of nodes whose options are known, and that of all. sends_parameters: as of `Problem`.
     Raises `UnlikeBlocksError` if blocks that represent each other have other options.
     """
 
     def __init__(
-        self, options: Options, costs: DivisionCosts, representatives: Representatives, told: Told
-    ) -> None:
+        self, options: Options, costs: DivisionCosts, representatives: Representatives, told: Told, *,
+        sends_parameters: bool = False,
+    ) -> None:  # fmt: skip
         self.decisions = Decisions()
         self.reshards, self.reshard_bytes = list[Reshard](), list[Floats]()
         self._options, self._costs, self._representatives = options, costs, representatives
+        self._kept = {} if sends_parameters else options.parameters
         self._layout = layout = options.layout
         # value -> placement in which it is produced -> options
         self._produced: dict[str, dict[Placement, list[int]]] = {}
@@ -195,11 +197,11 @@ class Formulation:
         in_place = value in self._options.in_place
         found: dict[Placement, list[float]] = {}
         for source in produced:
-            # Parameters are not sent, and what is updated in place is not copied.
+            # Parameters are not sent unless they must be, and what is updated in place is not copied.
             is_barred = (
                 in_place
                 or value in self._layout.lists
-                or (value in self._options.parameters and isinstance(source, Part) and source.cut is not None)
+                or (value in self._kept and isinstance(source, Part) and source.cut is not None)
             )
             row = [
                 0.0

@@ -39,7 +39,8 @@ class Problem:
     held: shards that are fixed. pins: pattern of modules -> pin.
     share_blocks: repeated blocks are divided identically. This makes the problem smaller, and excludes
         divisions in which the surroundings of a block would have to follow one axis of it where another
-        represents it. told: as of `Formulation`, then as of `cheapest`.
+        represents it. sends_parameters: ranks may gather shards of parameters to compute with them. told: as of
+        `Formulation`, then as of `cheapest`.
     """
 
     def __init__(
@@ -52,12 +53,13 @@ class Problem:
         held: Held | None = None,
         pins: Mapping[str, str] | None = None,
         share_blocks: bool = True,
+        sends_parameters: bool = False,
         told: Callable[[int, int], None] = lambda done, of: None,
     ) -> None:
         self._told = told
         self.layout = layout
         self.num_ranks = num_ranks
-        self.share_blocks = share_blocks
+        self.share_blocks, self._sends_parameters = share_blocks, sends_parameters
         self.numbers = numbers_of(layout)
         self._cuts = cuts_by_axis(layout, self.numbers, num_ranks)
         self._pins = Pins(layout, self.numbers, self._cuts, num_ranks, pins or {})
@@ -75,7 +77,9 @@ class Problem:
 
     def _formulated(self, repeats: Repeats) -> Formulation:
         representatives = Representatives(self.layout, self.numbers, self._cuts, repeats)
-        return Formulation(self._options, self._costs, representatives, self._told)
+        return Formulation(
+            self._options, self._costs, representatives, self._told, sends_parameters=self._sends_parameters
+        )
 
     def solve(self, memory_bytes: float | None = None) -> tuple[list[int], float, bool]:
         """The cheapest division: which of its options each graph input and node takes, in order; its seconds;
