@@ -69,7 +69,7 @@ AGAIN = 12  # choices for each draw of a job's sizes
 # What a choice may come to that leaves nothing to compare: places that are too few, and a second shape of
 # batch that does not go with the first one's division.
 REFUSALS = re.compile(
-    "can be cut at|cannot be divided like the first one|since the first program was cut|No division of this program|the last has nothing to compute"
+    "can be cut at|cannot be divided like the first one|since the first program was cut|the last has nothing to compute"
 )
 SCHEDULES = ["gpipe", "1f1b", "1f1b", "interleaved", "zb-h1", "zb-v"]
 

@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from jobs import make_job
+from jobs import make_job, vectors
 from reading_jobs import Augmented, job_of, read_chunks
 from torch.utils.data import IterableDataset
 
 from meshloom.core.errors import DataError
 from meshloom.core.plan import Plan
 from meshloom.data.samples import first_batches
+from meshloom.verify.run import verify
 
 
 class Stream(IterableDataset[torch.Tensor]):
@@ -56,6 +57,13 @@ def test_an_epoch_of_fewer_samples_than_a_batch_repeats_them(make: Any):
     assert all(
         torch.equal(one, torch.cat([of_epoch] * 3)[:8]) for one, of_epoch in zip(found, epochs, strict=True)
     )
+
+
+@pytest.mark.parametrize("plan", ["tp=2,tp_placements=first:column+second:row", "pp=2", "recompute=full"])
+def test_fewer_samples_than_a_batch_train_where_losses_are_captured(plan: str):
+    job = make_job("mlp", "sgd", data=lambda: vectors(5))
+    report = verify(job, Plan.parse(plan), devices="simulated", steps=2, dtype=torch.float64)
+    assert report and report.passed, report
 
 
 def test_data_without_a_batch_is_the_error_that_training_raises():
