@@ -253,6 +253,7 @@ def test_chunks_that_do_not_fit_together_are_named():
 def test_what_is_kept_of_a_chunk_is_no_view_of_more():
     logits = torch.zeros(3, 1000, 7)
     kept = checked_samples((logits[:, -1],), 3)
+    assert checked_samples(logits.bfloat16(), 3).dtype == torch.float32  # pyright: ignore[reportAttributeAccessIssue]  # numpy has no bfloat16
     assert isinstance(kept, tuple) and kept[0].untyped_storage().nbytes() == kept[0].nbytes
 
 

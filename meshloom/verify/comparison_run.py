@@ -234,7 +234,7 @@ class ComparisonRun(Comparing):
     def check_metrics(self, ours: PlanEvaluation, updates: int) -> BetweenSteps:
         self._evaluation = ComparedEvaluation(
             ours, self.reference, updates, self._averages, self._reference_record, unmeasured=unmeasured(self._comparer.precision), lower=self._comparer.partial,
-            undivided=self._comparer.modules if may_fit(self.reference) else None,
+            undivided=max(self._comparer.modules, self.of_outputs) if may_fit(self.reference) else None,
         )  # fmt: skip
         return self._evaluation.checked
 

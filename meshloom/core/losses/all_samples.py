@@ -25,7 +25,8 @@ class ComputeError(JobError):
 
 
 def checked_samples(returned: Any, samples: int) -> Whole:
-    """What `update` returned for a chunk of so many samples, copied to the CPU. Raises `JobError`."""
+    """What `update` returned for a chunk of so many samples, copied to the CPU; numbers of 16 bits as float32, as numpy has no bfloat16. Raises
+    `JobError`."""
     parts = _parts(returned)
     for each in parts:
         if not isinstance(each, Tensor):
@@ -37,7 +38,9 @@ def checked_samples(returned: Any, samples: int) -> Whole:
             )
     if not parts:
         raise JobError(f"update returned an empty {type(returned).__name__}. {_GIVE}")
-    return _like(returned, [each.detach().to("cpu", copy=True) for each in parts])
+    return _like(
+        returned, [each.detach().to("cpu", _LARGER.get(each.dtype, each.dtype), copy=True) for each in parts]
+    )
 
 
 def computed(metric: Metric, chunks: Sequence[Whole]) -> float:
@@ -66,6 +69,7 @@ def summary_of(whole: Whole) -> tuple[float, float]:
     return total, float(samples)
 
 
+_LARGER = dict.fromkeys((torch.bfloat16, torch.float16), torch.float32)
 _GIVE = "Return a tensor [samples, ...], or a tuple or dict of them; what is a mean over the samples, or (sum, weight), is given without ml.Metric."
 
 

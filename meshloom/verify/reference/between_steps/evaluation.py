@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -83,12 +83,15 @@ def _computed(returned: Sequence[tuple[Callable[..., float], Any]]) -> float:
     """Of all samples."""
     compute, first = returned[0]
     if isinstance(first, dict):
-        return compute(**{name: torch.cat([each[name].cpu() for _, each in returned]) for name in first})
+        return compute(**{name: _joined(each[name] for _, each in returned) for name in first})
     if isinstance(first, tuple | list):
-        return compute(
-            *(torch.cat([each[number].cpu() for _, each in returned]) for number in range(len(first)))
-        )
-    return compute(torch.cat([each.cpu() for _, each in returned]))
+        return compute(*(_joined(each[number] for _, each in returned) for number in range(len(first))))
+    return compute(_joined(each for _, each in returned))
+
+
+def _joined(parts: Iterable[Tensor]) -> Tensor:
+    whole = torch.cat([each.cpu() for each in parts])
+    return whole.float() if whole.dtype in (torch.float16, torch.bfloat16) else whole
 
 
 def _compute(function: Any, dtype: torch.dtype | None, *arguments: Tensor, **named: Tensor) -> float:
