@@ -28,7 +28,7 @@ class Model:
     """A model family in its smallest form.
 
     features: what it is in the matrix for. samples: of a number of them, builds the data. chunk: samples of a full
-    microbatch of one replica, equal to a size of the model in some models. stages: most that it is cut into.
+    microbatch of one replica, equal to a size of the model in some models. stages: most that it is cut into, two where no block begins one by itself.
     cut: the module that begins the second of two stages; "": it has none that could. pins: a value of `tp_placements`;
     "": none. norms: whether batch statistics may be synchronised. several: whether a chunk of one sample cannot be computed,
     as vectors of one sample have no statistics. late: a module that may be frozen in the first step. sparse: whether

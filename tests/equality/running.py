@@ -26,12 +26,13 @@ from tests.reports import text_of
 
 @dataclass(frozen=True)
 class Rank:
-    """What one rank did in a run, without what comparing it took. counted, predicted: bytes along each axis larger than 1. held:
-    elements of the parameters that it computes with. divided: whether it has a part of one of them along tp."""
+    """What one rank did in a run, without what comparing it took. counted, predicted: bytes along each axis larger than 1. held,
+    trained: elements of the parameters that it computes with, and of those of them that are trained. divided: whether it has a part of one of them along tp."""
 
     counted: Traffic
     predicted: Traffic
     held: int
+    trained: int
     divided: bool
 
 
@@ -71,7 +72,7 @@ def _idle(model: Model, plan: Plan, ranks: Sequence[Rank]) -> Iterator[str]:
             yield f"rank {number} has no parameters"
     if plan.dp > 1:
         # a gradient once, in bfloat16 at least; of tables the rows in use
-        least = 1 if model.sparse else 2 * sum(each.held for each in ranks)
+        least = 1 if model.sparse else 2 * sum(each.trained for each in ranks)
         if (found := sum(each.counted.total("dp") for each in ranks)) < least:
             yield f"{found} bytes were sent along dp, fewer than {least}"
     if plan.pp > 1 and not any(each.counted.bytes["pp"].get("send") for each in ranks):
@@ -125,7 +126,8 @@ def _rank(replica: Replica, steps: int, compared: Traffic, predicted: Traffic) -
     return Rank(
         counted=(_sent(replica) + compared * -1).over(axes),
         predicted=(expected_bytes(replica).after(steps=steps) + predicted * -1).over(axes),
-        held=sum(each.numel() for _, each in replica.named),
+        trained=sum(each.numel() for _, each in replica.named),
+        held=sum(each.numel() for each in replica.model.parameters() if not each.is_meta),
         divided=any(name in replica.shards.pieces for name, _ in replica.named),
     )
 

@@ -313,7 +313,7 @@ ATTENTION = [
         build=OneKey,
         loss=next_token,
         samples=texts(13, 5),
-        stages=3,
+        stages=2,
         late="out",
     ),
     Model(
@@ -332,7 +332,7 @@ ATTENTION = [
         build=Linear,
         loss=next_token,
         samples=texts(11, 6),
-        stages=3,
+        stages=2,
         late="qkv",
     ),
     Model(
@@ -341,7 +341,7 @@ ATTENTION = [
         build=Perceiver,
         loss=classify,
         samples=padded(21, 8, 5),
-        stages=3,
+        stages=2,
         late="cross",
     ),
     Model(
@@ -351,7 +351,7 @@ ATTENTION = [
         loss=classify,
         samples=padded(14, 6, 5),
         chunk=2,
-        stages=3,
+        stages=2,
         late="biases",
     ),
 ]

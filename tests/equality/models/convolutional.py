@@ -211,7 +211,7 @@ CONVOLUTIONAL = [
         loss=classify,
         samples=images(4, (5, 5), 4),
         chunk=4,
-        stages=3,
+        stages=2,
         late="squeeze",
     ),
     Model(

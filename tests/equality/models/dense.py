@@ -333,7 +333,7 @@ DENSE = [
         build=TiedAutoencoder,
         loss=restore,
         samples=coded,
-        stages=3,
+        stages=2,
         late="inner",
     ),
     Model(
@@ -343,7 +343,7 @@ DENSE = [
         loss=classify,
         samples=vectors(6, 6),
         chunk=2,
-        stages=3,
+        stages=2,
         late="block",
     ),
     Model(
@@ -363,7 +363,7 @@ DENSE = [
         build=Dropped,
         loss=classify,
         samples=vectors(8, 5),
-        stages=3,
+        stages=2,
         pins="first:column",
         late="branch",
     ),
@@ -395,7 +395,7 @@ DENSE = [
         build=Tasks,
         loss=own_loss,
         samples=tasks,
-        stages=3,
+        stages=2,
         late="trunk",
     ),
     Model(
@@ -404,7 +404,7 @@ DENSE = [
         build=Hyper,
         loss=by_context,
         samples=contexts,
-        stages=3,
+        stages=2,
         late="biases",
     ),
     Model(

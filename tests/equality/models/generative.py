@@ -224,7 +224,7 @@ GENERATIVE = [
         build=VAE,
         loss=own_loss,
         samples=numbers(9, 73),
-        stages=3,
+        stages=2,
         late="moments",
     ),
     Model(
@@ -233,7 +233,7 @@ GENERATIVE = [
         build=Flow,
         loss=own_loss,
         samples=numbers(6, 76),
-        stages=3,
+        stages=2,
         late="log_scale",
     ),
     Model(
@@ -270,7 +270,7 @@ GENERATIVE = [
         build=Distilled,
         loss=own_loss,
         samples=numbers(7, 85),
-        stages=3,
+        stages=2,
         late="student.2",
     ),
     Model(

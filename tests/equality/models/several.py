@@ -245,7 +245,7 @@ SEVERAL = [
         build=Towers,
         loss=own_loss,
         samples=scenes,
-        stages=3,
+        stages=2,
         late="read",
     ),
     Model(
@@ -324,7 +324,7 @@ SEVERAL = [
         loss=own_loss,
         samples=triplets,
         chunk=2,
-        stages=2,
+        stages=1,
         late="tower.2",
     ),
 ]

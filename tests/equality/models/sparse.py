@@ -206,7 +206,7 @@ SPARSE = [
         loss=classify,
         samples=vectors(7, 5, seed=62),
         chunk=4,
-        stages=3,
+        stages=2,
         late="gate",
     ),
     Model(
@@ -215,7 +215,7 @@ SPARSE = [
         build=TopTwo,
         loss=next_token,
         samples=texts(9, 4, seed=63),
-        stages=3,
+        stages=2,
         late="router",
     ),
     Model(
@@ -273,7 +273,7 @@ SPARSE = [
         loss=connected,
         samples=graphs,
         chunk=2,
-        stages=3,
+        stages=2,
         late="message",
     ),
 ]
