@@ -27,7 +27,8 @@ from tests.reports import text_of
 @dataclass(frozen=True)
 class Rank:
     """What one rank did in a run, without what comparing it took. counted, predicted: bytes along each axis larger than 1. held,
-    trained: elements of the parameters that it computes with, and of those of them that are trained. divided: whether it has a part of one of them along tp."""
+    trained: elements of the parameters that it computes with, and of the trained ones. divided: whether it has a part of one of
+    these along tp."""
 
     counted: Traffic
     predicted: Traffic
