@@ -65,7 +65,7 @@ def compared_metrics(job: Job, expected: ExpectedMetrics) -> list[ComparedMetric
         for first in range(0, len(dataset), size)
     ]
     found: list[ComparedMetric] = []
-    for name, metric in job.evaluate.metrics.items():
+    for name, metric in job.evaluate.functions.items():
         with preserved_draws(), torch.no_grad(), at_step(seen.steps):
             set_draws(seen.draws)
             try:
