@@ -136,4 +136,4 @@ def test_a_seed_without_effect_on_keyed_values(monkeypatch: pytest.MonkeyPatch):
     assert verified(given, quick=True).passed
     right = keyed_init.keyed_values
     monkeypatch.setattr(keyed_init, "keyed_values", lambda recorded, seed: right(recorded, 0))
-    check_seen(verified(given, quick=True), "Initial values of two seeds are the same, on one device too.")
+    check_seen(verified(given, quick=True), "Initial values of two seeds are the same, on one device too")
