@@ -22,6 +22,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: Sequence[pytest.
         quick = [
             id_ for id_, case in at.items() if not LEFT_OUT & {mark.name for mark in case.iter_markers()}
         ]
+        if not quick:  # all of them are slow
+            continue
         kept = quick
         if mark := next(iter(at.values())).get_closest_marker("covering"):
             words = {word: named(word, quick) for word in mark.args}
