@@ -14,7 +14,8 @@ LEFT_OUT = {"slow", "campaign", "browser", "site", "zoo"}
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: Sequence[pytest.Item]) -> None:
-    """`make test` runs the cases that a test's mark `covering` names, or else so many that are drawn by its name; the others are `slow`.
+    """`make test` runs the cases that a test's mark `covering` names, or else, where no case is marked `slow`, so many that are drawn by its name;
+    the others are `slow`.
     `make check` runs the first of those; the others are `long`. A word of `covering` that names nothing is an error, unless only
     some cases of a test were asked for."""
     idle: list[str] = []
@@ -33,7 +34,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: Sequence[pytest.
                 if not ids
             ]
             kept = [id_ for id_ in quick if any(id_ in ids for ids in words.values())]
-        elif len(quick) > CASES:
+        elif len(quick) > CASES and len(quick) == len(at):  # else somebody has chosen
             drawn = set(Random(name).sample(quick, CASES))
             kept = [id_ for id_ in quick if id_ in drawn]
         for id_ in set(quick).difference(kept):

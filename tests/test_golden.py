@@ -31,6 +31,7 @@ def check(name: str, found: dict[str, str]) -> None:
     )
 
 
+@pytest.mark.covering("")  # all of them
 @pytest.mark.parametrize("name", [name for name in VALUES if name not in ALONE])
 def test_what_is_exact_is_what_is_written(name: str) -> None:
     with warnings.catch_warnings():

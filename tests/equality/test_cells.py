@@ -51,6 +51,7 @@ def test_any_two_values_that_go_together_meet() -> None:
     assert len(apart) < 0.1 * len(met)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["mlp", "batch_normed", "skip_gram"])
 def test_every_cell_is_a_plan(name: str) -> None:
     for cell in cells_of(name):
@@ -108,6 +109,7 @@ MISTAKES: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], dict[str, str], 
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mistake", MISTAKES)
 @pytest.mark.usefixtures("silent_export", "dear_memory")
 def test_a_mistake_makes_a_cell_fail(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,9 +12,10 @@ from tests.equality.models.table import EARLY, MODELS
 from tests.equality.running import wrong_in
 from tests.equality.settings import Case, named
 
-pytestmark = pytest.mark.usefixtures("silent_export", "dear_memory")
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export", "dear_memory")]
 
 
+@pytest.mark.covering("")  # all of them
 @pytest.mark.parametrize("name", EARLY)
 def test_the_first_cells_of_a_model_equal_one_device(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
     check(name, first_cells()[name], tmp_path, monkeypatch)

@@ -17,7 +17,7 @@ from tests.equality.models.table import MODELS
 from tests.equality.plain import train_plainly
 from tests.equality.settings import Case, job_of, named, plan_of
 
-pytestmark = pytest.mark.usefixtures("silent_export", "dear_memory")
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export", "dear_memory")]
 SEED, NUM_CELLS = 58, 12
 
 
