@@ -365,7 +365,7 @@ def _parameters(values: Iterable[Any]) -> Iterator[Tensor]:
 # What torch functions get of a parameter without reading its values.
 _PROPERTIES = (
     "shape dtype device layout requires_grad is_leaf grad grad_fn ndim itemsize nbytes is_cuda is_cpu is_sparse "
-    "is_meta is_quantized is_nested is_mkldnn _backward_hooks _version"
+    "is_meta is_quantized is_nested is_mkldnn _backward_hooks _post_accumulate_grad_hooks _version"
 )
 _METHODS = (
     "size dim ndimension numel nelement element_size stride is_floating_point is_complex is_contiguous is_same_size "
