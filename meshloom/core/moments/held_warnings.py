@@ -15,6 +15,7 @@ def held_warnings() -> Iterator[list[warnings.WarningMessage]]:
     """A context in which warnings are collected in place of being shown; where it ends in an error, they are shown before that.
 
     >>> with held_warnings() as held:
+    ...     warnings.simplefilter("always")
     ...     warnings.warn("slow", stacklevel=1)
     >>> [str(each.message) for each in held]
     ['slow']
