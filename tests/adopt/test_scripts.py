@@ -19,10 +19,8 @@ from meshloom.verify.run import verify
 pytestmark = pytest.mark.on_cpu  # scripts are watched there, and jobs compared
 SCRIPTS = Path(__file__).parent / "scripts"
 ADOPTED = [
-    "averaged_model", "built_together", "diffusion", "early_stopped", "full_batch", "learner", "nano_gpt",
-    "no_trainer", "patient_rate", "quickstart", "several_files/train", "simclr", "streamed_text",
-    "super_resolution", "trainer_by_steps", "trainer_helper", "trainer_kwargs", "trainer_object",
-    "two_inputs", "vae", "weighted_sampler", "zipped",
+    "averaged_model", "early_stopped", "patient_rate", "quickstart", "several_files/train", "trainer_helper", "trainer_object",
+    "weighted_sampler", "zipped",
 ]  # fmt: skip
 LINEAR = """import torch
 from torch.utils.data import DataLoader, TensorDataset
@@ -36,44 +34,28 @@ for a, b in loader:
 """  # what a loop begins with
 QUICK = [
     "averaged_model",
-    "built_together",
     "early_stopped",
-    "full_batch",
-    "nano_gpt",
     "several_files/train",
-    "trainer_by_steps",
     "trainer_helper",
-    "trainer_kwargs",
     "trainer_object",
-    "two_inputs",
     "weighted_sampler",
 ]
 # of jobs: metrics, steps between evaluations, best, patience, decay of the average
 EVALUATIONS = {
     "averaged_model": (["loss", "acc"], 10, "acc:max", None, 0.98),
     "early_stopped": (["val_loss"], 22, "val_loss:min", 4, None),
-    "no_trainer": (["correct"], 10, None, None, None),
     "patient_rate": (["val_loss", "accuracy"], 16, "val_loss:min", None, None),
     "quickstart": (["correct"], 20, None, None, None),
     "trainer_object": (["acc"], 22, "acc:max", None, None),
-    "vae": (["test_loss"], 48, None, None, None),
     "zipped": (["correct"], 5, None, None, None),
 }
 # lines of evaluations that are named, and why
 NAMED = {
-    "built_together": "built_together.py:42: this evaluation is left out: it is added up in an expression",
-    "learner": "learner.py:37: this evaluation is left out: it uses 'loss' of the loop",
-    "simclr": "the loss fails on half of a batch",
     "several_files/train": "engine.py:28: this evaluation is left out: it is added up in an expression",
-    "super_resolution": "super_resolution.py:90: 'avg_psnr' of this evaluation is left out: it is no mean over samples",
 }
 PLANS = ["dp=2", "tp=2", "pp=2,microbatches=2"]
-UNDIVIDED = {
-    "simclr": "pp=2,microbatches=1"
-}  # the size of a batch is in its loss, and a plan that leaves batches whole
 REFUSED = {
     "dcgan": "dcgan.py:23: 2 optimizers take steps",
-    "graph": "graph.py:29: no batch was seen",
     "plateau": "plateau.py:21: scheduler.step(...) takes a measured value, which is no metric of an evaluation",
     "reinforce": "reinforce.py:21: no batch was seen",
     "time_sequence": "time_sequence.py:20: the optimizer evaluates the loss itself",
@@ -128,7 +110,7 @@ def test_the_job_takes_the_steps_of_the_script(
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("name", some(ADOPTED, ["vae"]))
+@pytest.mark.parametrize("name", ADOPTED[:3])
 @pytest.mark.slow
 def test_adopted_jobs_are_equal_under_other_plans(
     name: str, plan: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -137,8 +119,6 @@ def test_adopted_jobs_are_equal_under_other_plans(
     with as_program(str(found.target), ()):
         job = load_job(str(found.target))
     assert job is not None
-    if name in UNDIVIDED and plan != "tp=2":
-        plan = UNDIVIDED[name]
     report = verify(job, Plan.parse(plan), devices="simulated", steps=2)
     assert report is not None and report.passed
 
