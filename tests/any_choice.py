@@ -1,5 +1,5 @@
-"""Divisions and cuts that any machine could choose: a job, a plan, and a way to choose, all drawn from one
-seed.
+"""Divisions and cuts that any machine could choose: a model of the equality matrix, a plan, and a way to choose, all
+drawn from one seed.
 
     rates     the cheapest at rates drawn over several orders of magnitude
     prices    the cheapest where every way of computing, and every change of placement, has a price drawn by itself
@@ -7,7 +7,7 @@ seed.
 
 Cuts are those of the rates, or any that are possible. What the plan trains is held against one device as
 `meshloom verify` does.
-A job is read once, and divided and cut as often as is asked for.
+A model is read once, and divided and cut as often as is asked for.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ import meshloom.tensor_parallel.search.problem
 from meshloom.core.errors import CaptureError, PlanError
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
+from meshloom.core.schedules import SCHEDULES as KNOWN
 from meshloom.pipeline.stages.dynamic_program import Limits, best_cuts
 from meshloom.pipeline.stages.intervals import Intervals
 from meshloom.program.cost.rates import Rates
@@ -50,8 +51,9 @@ from meshloom.tensor_parallel.search.choose import DivisionChoice, choose
 from meshloom.tensor_parallel.search.repeats import Repeats
 from meshloom.tensor_parallel.search.reshards import Reshard
 from meshloom.verify.run import verify
-from tests.any_jobs import SMALL, job_of
 from tests.division import at_random
+from tests.equality.models.table import MODELS
+from tests.equality.settings import adamw, momentum
 
 PLANS = [
     "tp=2",
@@ -65,7 +67,10 @@ PLANS = [
     "dp=2,tp=2",
     "dp=2,pp=2,tp=2",
 ]
-AGAIN = 12  # choices for each draw of a job's sizes
+NAMES = [
+    "mlp", "square_gpt", "llama", "relative", "cnn", "unet", "bags", "top_two", "lstm", "translator", "flow", "distilled", "graph", "scan", "vae", "mixer",
+    "towers",
+]  # fmt: skip
 # What a choice may come to that leaves nothing to compare: places that are too few, and a second shape of
 # batch that does not go with the first one's division.
 REFUSALS = re.compile(
@@ -104,20 +109,21 @@ class Outcome:
     parts: float = 0.0
 
 
-def name_of(seed: int, names: Sequence[str] = tuple(SMALL)) -> str:
-    """Of the job of a seed's pair."""
-    return names[seed % len(names)]
+def name_of(seed: int) -> str:
+    """Of the model of a seed's pair."""
+    return NAMES[seed % len(NAMES)]
 
 
-def pair_of(
-    seed: int, jobs: Callable[[str, int], tuple[str, Job]], names: Sequence[str] = tuple(SMALL)
-) -> Pair:
-    """The pair of a seed; jobs: a job of that name, the same for equal numbers."""
+def pair_of(seed: int) -> Pair:
+    """The pair of a seed."""
     chance = random.Random(f"pair {seed}")
-    name, job = jobs(name_of(seed, names), seed // len(names) // AGAIN)
-    plan = Plan.parse(PLANS[chance.randrange(len(PLANS))])
+    name = name_of(seed)
+    model = MODELS[name]
+    plan = chance.choice([each for each in map(Plan.parse, PLANS) if each.pp <= model.stages])
     if plan.pp > 1:
-        schedule = chance.choice(SCHEDULES)
+        schedule = chance.choice(
+            [each for each in SCHEDULES if KNOWN[each].stages_per_rank * plan.pp <= model.stages]
+        )
         plan = replace(
             plan,
             schedule=schedule,
@@ -131,32 +137,27 @@ def pair_of(
         plan = replace(plan, recompute=chance.choice(["full", "selective"]))
     if plan.dp > 1 and chance.random() < 0.5:
         plan = replace(plan, zero=1)
-    # A network that is used over and over ties all of its uses together: where no two prices are equal,
-    # finding the cheapest takes minutes.
-    way = chance.choice(
-        ["rates", "prices", "prices", "ways"] if name.partition("-")[0] != "solver" else ["rates", "ways"]
-    )
+    way = chance.choice(["rates", "prices", "prices", "ways"])
     # Chunks of 2 samples, so that few shapes have to be read; one of 3 beside them, unless a second shape
     # knows nothing of what was drawn for the first.
     uneven = way != "ways" and plan.num_chunks > 1 and chance.random() < 0.35
-    job = replace(job, batch_size=2 * plan.num_chunks + uneven)
+    job = Job(
+        model=model.build,
+        loss=model.loss,
+        optimizer=momentum if chance.random() < 0.5 else adamw,
+        data=lambda: model.samples(12),
+        batch_size=2 * plan.num_chunks + uneven,
+        steps=2,
+    )
     return Pair(name=name, job=job, plan=plan, way=way, any_cuts=chance.random() < 0.7, seed=seed)
 
 
 class Readings:
-    """Jobs by name and number, each read once per shape of its batches."""
+    """Programs, each read once per model and shape of its batches."""
 
     def __init__(self) -> None:
-        self._jobs: dict[tuple[str, int], Job] = {}
         self._programs: dict[tuple[Any, ...], Program] = {}
         self._layouts: dict[str, Layout] = {}
-
-    def job(self, name: str, number: int) -> tuple[str, Job]:
-        """The job of that name, with sizes drawn for a number."""
-        key = name, number
-        if key not in self._jobs:
-            self._jobs[key] = job_of(name, random.Random(f"{name} {number}"))
-        return f"{name}-{number}", self._jobs[key]
 
     @contextmanager
     def kept(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
@@ -341,7 +342,7 @@ def main(seeds: Sequence[str]) -> None:
     readings = Readings()
     with pytest.MonkeyPatch.context() as patch, readings.kept(patch):
         for seed in map(int, seeds):
-            pair = pair_of(seed, readings.job)
+            pair = pair_of(seed)
             print(pair, outcome_of(pair, patch), sep="\n    ")
 
 

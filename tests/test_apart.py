@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 from typing import Any
 
@@ -22,8 +21,8 @@ from meshloom.tensor_parallel.layout.layout import layout_of
 from meshloom.tensor_parallel.partition import partition
 from meshloom.tensor_parallel.rules.table import BUILT_IN
 from meshloom.tensor_parallel.search.choose import choose
-from tests.any_jobs import job_of
 from tests.division import RATES, at_random
+from tests.equality.models.table import MODELS
 from tests.jobs import make_job
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export")]
@@ -89,12 +88,15 @@ def test_layers_of_one_input_are_run_together_within_a_stage():
         )
 
 
-@pytest.mark.parametrize("name", ["shared", "grouped"])
+@pytest.mark.parametrize("name", ["reused", "llama"])
 @pytest.mark.slow
 def test_parameters_lie_where_they_are_used_without_tp(name: str):
     """A change of a parameter's placement was made once, in the first stage that used it, and its value was
     sent to the others. A batch of another shape was then refused: "uses up.weight, which lies in stage 0"."""
-    program = read(job_of(name, random.Random(name)))
+    model = MODELS[name]
+    program = read(
+        replace(make_job("mlp", "sgd"), model=model.build, loss=model.loss, data=lambda: model.samples(6))
+    )
     count = len(program.nodes)
     for seed in range(5):
         divided = partition(at_random(seed)(layout_of(program, BUILT_IN), 2)).programs[0]
