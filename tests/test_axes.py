@@ -11,16 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from meshloom.core.job import Job
-from meshloom.core.plan import Plan
 from meshloom.program.capture.capture import capture
 from meshloom.tensor_parallel.layout.axes import Axis, concatenation, product
 from meshloom.tensor_parallel.layout.layout import layout_of
 from meshloom.tensor_parallel.layout.unify import freeze_axes, unify
 from meshloom.tensor_parallel.rules.table import BUILT_IN
-from meshloom.verify.run import verify
 from tests.covering import few
-from tests.jobs import Samples, make_job
+from tests.jobs import make_job
 
 pytestmark = [
     pytest.mark.usefixtures("silent_export"),
@@ -118,24 +115,3 @@ def test_ways_do_not_grow_with_the_number_of_layers(newer_first: bool):
     freeze_axes(axes)
     assert len({tuple(leaf.key for leaf in axis.leaves()) for axis in axes}) == 1
     assert repr(axes[0]) == repr(axes[-1]) == "(2 x (3 | 5))"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("plan", ["tp=2", "pp=2,tp=2"])
-def test_gpt2_at_1024_tokens_equals_one_device(plan: str):
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    settings = GPT2Config(
-        vocab_size=31, n_positions=1024, n_embd=12, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0
-    )
-    texts = Samples(tokens=torch.randint(31, (2, 1024), generator=torch.Generator().manual_seed(1)))
-    job = Job(
-        model=lambda: GPT2LMHeadModel(settings),
-        loss=lambda model, batch: model(input_ids=batch["tokens"], labels=batch["tokens"]).loss,
-        data=lambda: texts,
-        optimizer=lambda named: torch.optim.SGD([each for _, each in named], lr=0.1),
-        batch_size=2,
-        steps=1,
-    )
-    report = verify(job, Plan.parse(plan), devices="simulated", steps=1, dtype=torch.float64)
-    assert report is not None and report.passed

@@ -13,12 +13,8 @@ from torch import Tensor, nn
 from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.steps import Turns
 from meshloom.core.errors import CollectiveError, JobError, TrainingError
-from meshloom.core.job import Job
-from meshloom.core.plan import Plan
 from meshloom.replica.buffers.batch_norm import synchronise_batch_norm
-from meshloom.verify.run import verify
 from tests.covering import few
-from tests.jobs import class_loss, vectors
 
 # Sums run per rank and then over ranks, instead of over all samples at once.
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
@@ -203,29 +199,3 @@ def test_wrong_shapes_are_torchs_error():
 
 
 # --- Cumulative averages.
-
-
-@pytest.mark.parametrize(
-    "plan",
-    few(
-        ["dp=2", "tp=2", "pp=2,microbatches=2", "dp=2,zero=3", "dp=2,pp=2,tp=2", "microbatches=3", "dp=2,microbatches=3", "dp=2,sync_batch_norm=true"],
-        1, pytest.mark.slow,
-    ),
-)  # fmt: skip
-@pytest.mark.long
-def test_running_averages_without_momentum_are_one_device_s(plan: str) -> None:
-    """momentum=None: the mean over all chunks so far."""
-
-    def layers() -> nn.Module:
-        return nn.Sequential(
-            nn.Linear(7, 9), nn.BatchNorm1d(9, momentum=None), nn.Tanh(), nn.Linear(9, 11),
-            nn.BatchNorm1d(11, momentum=None, affine=False), nn.Tanh(), nn.Linear(11, 5),
-        )  # fmt: skip
-
-    job = Job(
-        model=layers, loss=class_loss, optimizer=lambda named: torch.optim.SGD([each for _, each in named], lr=0.1), data=vectors,
-        batch_size=15, steps=3,
-    )  # fmt: skip
-    report = verify(job, Plan.parse(plan), devices="simulated", steps=3, dtype=torch.float64)
-    assert report is not None
-    assert report.passed

@@ -27,19 +27,10 @@ from meshloom.replica.replica_state import full_state
 from meshloom.telemetry.progress import Listener
 from meshloom.train.trainer import Trainer
 from meshloom.verify.run import verify
-from tests.jobs import make_job
-from tests.precision_jobs import MODELS, job_of
+from tests.precision_jobs import job_of
 from tests.test_memory import job_and_batches
-from tests.test_mixed_precision import PLANS
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export", "compiler")]
-
-QUICK = {("mlp", "dp=2,microbatches=2,zero=1"), ("cnn", "dp=2,zero=3"), ("mlp", "recompute=selective")}
-CASES = [
-    pytest.param(model, plan, marks=() if (model, plan) in QUICK else pytest.mark.slow)
-    for model in MODELS
-    for plan in PLANS
-]
 
 
 def slow(*values: Any) -> Any:
@@ -48,42 +39,6 @@ def slow(*values: Any) -> Any:
 
 def bf16(plan: str) -> Plan:
     return Plan.parse(f"{plan},precision=bf16")
-
-
-@pytest.mark.covering("mlp-dp=2", "cnn-dp=2")
-@pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize(("model", "plan"), CASES)
-def test_a_plan_is_one_device_at_the_same_precision(model: str, plan: str):
-    report = verify(job_of(model), bf16(plan), devices="simulated")
-    assert report and report.passed, [str(each) for each in report.worst()] if report else ""
-    for step in report.steps:
-        for error in step.errors:
-            if error.kind in ("parameter", "update", "norm"):  # of float32, from equal gradients
-                assert error.error < 5e-5
-            elif "tp=" not in plan and "sync" not in plan:
-                # the same operators on the same chunks: bits, but for the order in which chunks' gradients add up
-                assert error.error < (2e-2 if error.kind == "gradient" else 1e-6)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("optimizer", ["sgd", "adafactor", "muon"])
-@pytest.mark.parametrize("plan", ["dp=2,zero=1", "dp=2,zero=3", "tp=2", "pp=2,microbatches=2"])
-def test_optimizers_that_look_at_whole_parameters_get_whole_masters(optimizer: str, plan: str):
-    report = verify(make_job("gpt", optimizer), bf16(plan), devices="simulated")
-    assert report and report.passed, [str(each) for each in report.worst()] if report else ""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "plan",
-    [
-        "dp=2,zero=1,offload=optimizer", "dp=2,exchange=ring", "dp=4,zero=3,zero_within=2", "dp=3,shares=2+1+1", "dp=2,compile=true",
-        "pp=2,microbatches=2,zero=1,dp=2,recompute=full",
-    ],
-)  # fmt: skip
-def test_other_settings_go_together_with_it(plan: str):
-    report = verify(job_of("mlp"), bf16(plan), devices="simulated", steps=2)
-    assert report and report.passed, [str(each) for each in report.worst()] if report else ""
 
 
 def masters_after(job: Job, plan: str, **settings: Any) -> dict[str, Tensor]:
@@ -275,18 +230,6 @@ def test_weights_of_files_fill_masters_at_their_precision(plan: str, tmp_path: P
     with Trainer(replace(job, weights=tmp_path), bf16(plan), devices="simulated") as trainer:
         masters = trainer.together(full_state)[0]
     assert all(torch.equal(masters[name], each) for name, each in model.state_dict().items())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("init", ["stream", "keyed"])
-def test_initial_values_are_those_of_float32(init: str):
-    job = job_of("gpt", init=init)
-    with Trainer(job, "dp=2", devices="simulated") as trainer:
-        expected = trainer.together(full_state)[0]
-    for plan in ("dp=2", "dp=2,zero=3", "tp=2", "pp=2,microbatches=2"):
-        with Trainer(job, bf16(plan), devices="simulated") as trainer:
-            found = trainer.together(full_state)[0]
-        assert all(torch.equal(found[name], each) for name, each in expected.items()), plan
 
 
 def test_verify_says_what_the_precision_costs():

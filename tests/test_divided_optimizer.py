@@ -62,22 +62,6 @@ def test_every_optimizer_does_what_it_does_on_one_device(name: str, plan: tuple[
     assert_equal(grid.parameters(), expected, "parts")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("plan", PLANS, ids=str)
-@pytest.mark.parametrize("name", list(BUILDS))
-def test_every_optimizer_on_more_divisions(name: str, plan: tuple[int, int, int], seed: int):
-    dp, tp, zero = plan
-    the_job = job(BUILDS[name], clip_grad_norm=0.3)
-    expected, _ = one_device(the_job, dp, STEPS)
-    grid = Grid(the_job, dp, tp, zero, seed)
-    for step in range(STEPS):
-        grid.step(step)
-    for each, value in grid.parameters().items():
-        # the norm's sum has another order
-        torch.testing.assert_close(value, expected[each], rtol=1e-10, atol=1e-12)
-
-
 @pytest.mark.parametrize("plan", FEWER, ids=str)
 @pytest.mark.parametrize("largest", [0.05, 1e6])
 def test_clipping_counts_every_element_once(largest: float, plan: tuple[int, int, int]):

@@ -13,15 +13,12 @@ from torch.nn import functional as F
 
 from meshloom.core.errors import PlanError
 from meshloom.core.job import Job
-from meshloom.core.plan import Plan
 from meshloom.tensor_parallel.layout.layout import Layout
 from meshloom.tensor_parallel.layout.placement import Part
 from meshloom.tensor_parallel.partition import Partition
 from meshloom.tensor_parallel.search.choose import DivisionChoice, choose
 from meshloom.tensor_parallel.sent_bytes import sent_in_chunk
-from meshloom.verify.run import verify
 from tests.division import RATES, Subject, compare, subject_of
-from tests.reports import largest_error
 
 EXPERTS, WIDTH, HIDDEN, TOKENS = 5, 7, 5, 11
 TOLERANCE = 1e-12  # float64; sums over ranks in another order
@@ -229,21 +226,6 @@ def test_a_rank_is_expected_to_have_its_share_of_rows():
     products = [choice.strategies[node.name] for node in layout.program.nodes if node.operator == "bmm"]
     assert [each.work for each in products] == [3 / 5, 3 / 5]
     assert all(isinstance(each.output, Part) for each in products)
-
-
-@pytest.mark.slow
-def test_replicas_of_divided_experts_equal_one_device():
-    """Two replicas of two ranks, clipped, dropout on; the memory of parameters is divided."""
-    report = verify(
-        job_of(LookedUp),
-        Plan(dp=2, tp=2, tp_placements={"experts": "experts"}),
-        devices="simulated",
-        steps=2,
-        dtype=torch.float64,
-    )
-    assert report is not None
-    assert report.passed, report.causes
-    assert largest_error(report) <= 1e-10
 
 
 def test_more_ranks_than_experts_cannot_have_one_each():

@@ -13,7 +13,6 @@ import torch
 
 from meshloom.core.errors import JobError
 from meshloom.core.plan import Plan
-from tests.covering import few
 from tests.families import FAMILIES, REFUSED, Family
 from tests.families.limits import FLOAT32_ONLY, NOT_EXPORTED
 from tests.families.measure import operators, start, step, verified
@@ -64,28 +63,6 @@ def test_a_step_is_finite_and_repeats_itself(family: Family):
         assert all(torch.isfinite(one[name]).all() and torch.equal(one[name], other[name]) for name in used)
         # gradients that are nothing would be compared with nothing
         assert sum(bool(one[name].any()) for name in used) > 0.8 * len(used)
-
-
-@pytest.mark.covering("gpt2", "resnet", "u_net")
-@every
-@pytest.mark.parametrize(
-    ("plan", "batch_size", "dropout"),
-    few(
-        [
-            ("dp=2,microbatches=2,zero=1", 6, True),
-            ("dp=2", 3, False),
-            ("dp=2,microbatches=2,zero=3", 6, True),
-            ("dp=2,tp=2,zero=3", 6, True),
-        ],
-        1,
-        pytest.mark.slow,
-    ),
-)
-@pytest.mark.slow
-def test_a_data_parallel_plan_equals_one_device(family: Family, plan: str, batch_size: int, dropout: bool):
-    # Chunks of 2, 2, 1 and 1 samples; of 2 and 1.
-    report = verified(family, Plan.parse(plan), dropout=dropout, batch_size=batch_size)
-    assert report.passed, report
 
 
 @every

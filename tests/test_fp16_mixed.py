@@ -12,7 +12,7 @@ from torch import Tensor
 
 from meshloom.comm.group import Group
 from meshloom.comm.steps import Steps
-from meshloom.core.job import Evaluate, Job
+from meshloom.core.job import Job
 from meshloom.core.losses.loss_scale import Divisor, LossScale
 from meshloom.core.plan import Plan
 from meshloom.optimizer.updater import Updater
@@ -21,14 +21,11 @@ from meshloom.replica import step_checks
 from meshloom.replica.engine import Engine
 from meshloom.replica.loss_sums import LossSums
 from meshloom.replica.program_engine import ProgramEngine
-from meshloom.telemetry.progress import QUIET
-from meshloom.train.trainer import Trainer
 from meshloom.verify.findings import Report, lines_of
 from meshloom.verify.run import verify
 from tests.jobs import make_job
 from tests.loss_scale_jobs import BAD, BATCH, OVERFLOW, Samples, overflowing_job
-from tests.precision_jobs import MODELS, job_of
-from tests.test_mixed_precision import PLANS
+from tests.precision_jobs import job_of
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export")]
 
@@ -42,19 +39,6 @@ def verified(of: Job, plan: str | Plan, **settings: Any) -> Report:
 
 def largest(report: Report) -> float:
     return max(error.error for step in report.steps for error in step.errors)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("model", MODELS)
-def test_a_plan_is_one_device_at_the_same_precision(model: str, plan: str, monkeypatch: pytest.MonkeyPatch):
-    if model == "lstm":  # oneDNN has none of float16 operands on CPUs without instructions for them
-        monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
-    report = verified(job_of(model), plan)
-    assert report.passed, [str(each) for each in report.worst()]
-    assert not any(step.skipped for step in report.steps)
-    if "tp=" not in plan and "sync" not in plan:  # the same operators on the same chunks
-        assert largest(report) < 2e-5
 
 
 @pytest.mark.parametrize(
@@ -106,18 +90,6 @@ def test_verify_says_how_far_both_are_from_float64(skips: bool):
     assert report.passed and report.from_float64 and report.steps[0].skipped == skips
     ours, one_device = report.from_float64.gradients
     assert ours == pytest.approx(one_device, rel=1e-4) and 1e-5 < ours < 5e-3  # float16's unit is 1e-3
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("plan", ["dp=2,microbatches=2,zero=1", "pp=2,microbatches=3,schedule=zb-v", "dp=2,zero=3", "dp=2,pp=2,tp=2,microbatches=2"])  # fmt: skip
-def test_bytes_are_as_predicted(plan: str):
-    of = job_of("experts", drop_last=True)
-    of = replace(of, evaluate=Evaluate(of.data, {"loss": of.loss}, every=2))
-    with Trainer(
-        of, f"{plan},precision=fp16-mixed", devices="simulated", cache="off", listener=QUIET
-    ) as trainer:
-        summary = trainer.fit()
-    assert summary.predicted == summary.counted
 
 
 # --- The end of float16's range.

@@ -17,15 +17,12 @@ from meshloom import Trainer
 from meshloom.asynchronous.state.parameters import Parameters
 from meshloom.core.errors import JobError
 from meshloom.core.job import Job
-from meshloom.core.plan import Plan
 from meshloom.parameters.model import build_model, state_of
 from meshloom.parameters.unfilled_model import build_unfilled
 from meshloom.telemetry.progress import Listener
-from meshloom.verify.run import verify
 from tests.families import FAMILIES, Family
 from tests.families import family as family_module
 from tests.jobs import make_job
-from tests.reports import text_of
 from tests.test_starting_model import assert_ranks_start_as_one_device
 
 CPU = torch.device("cpu")
@@ -58,20 +55,6 @@ def test_ranks_start_as_one_device(plan: str):
     job = keyed()
     with Trainer(job, plan, devices="simulated") as trainer:
         assert_ranks_start_as_one_device(trainer, job)
-
-
-@pytest.mark.parametrize(
-    "plan",
-    [
-        "dp=2,zero=3",
-        pytest.param("tp=2", marks=pytest.mark.long),
-        pytest.param("pp=2,microbatches=2", marks=pytest.mark.slow),
-    ],
-)
-@pytest.mark.slow
-def test_a_plan_equals_one_device(plan: str):
-    report = verify(keyed(), Plan.parse(plan), devices="simulated", steps=2, dtype=torch.float64)
-    assert report and report.passed, report and text_of(report)
 
 
 def wide(extra: bool = False, draws: int = 1) -> Callable[[], nn.Module]:

@@ -21,7 +21,6 @@ from meshloom.program.capture.capture import capture
 from meshloom.train.trainer import Trainer
 from meshloom.verify.run import verify
 from tests.planted import BUGS
-from tests.planted.bugs import verified
 from tests.planted.jobs import JOBS
 from tests.precision_jobs import MODELS, job_of
 from tests.test_memory import job_and_batches
@@ -50,18 +49,6 @@ CASES = [
     for model in MODELS
     for plan in PLANS
 ]
-
-
-@pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize(("model", "plan"), CASES)
-@pytest.mark.slow
-def test_a_plan_is_one_device_at_the_same_precision(model: str, plan: str):
-    report = verify(job_of(model), Plan.parse(f"{plan},precision=bf16-mixed"), devices="simulated")
-    assert report and report.passed, [str(each) for each in report.worst()] if report else ""
-    if (
-        "tp=" not in plan and "sync" not in plan
-    ):  # the same operators on the same chunks: bits, but for sums of chunks
-        assert max(error.error for step in report.steps for error in step.errors) < 1e-6
 
 
 def losses(job: Job, plan: str) -> list[float]:
@@ -244,16 +231,3 @@ def test_a_bug_of_the_plan_adds_to_its_distance_from_float64(monkeypatch: Any):
 def test_a_distance_of_float64_from_itself_is_refused():
     with pytest.raises(DeviceError, match=r"against=float64 with dtype=float64 measures no distance"):
         verify(job_of("mlp"), Plan(), dtype=torch.float64, against=torch.float64)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "sixth/all_reduce_last_undivided",
-        pytest.param("fourth/batch_of_first_microbatch", marks=pytest.mark.slow),
-        pytest.param("sixth/replicas_draw_alike", marks=pytest.mark.slow),
-    ],
-)
-def test_a_planted_bug_is_caught(name: str, monkeypatch: pytest.MonkeyPatch):
-    BUGS[name].plant(monkeypatch)
-    assert not verified(BUGS[name].job, f"{BUGS[name].plan},precision=bf16-mixed").passed

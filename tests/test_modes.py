@@ -18,15 +18,12 @@ from torch import Tensor, nn
 from meshloom.core.errors import TrainingError
 from meshloom.core.job import Evaluate, Job
 from meshloom.core.moments.modes import Modes, as_trained
-from meshloom.core.plan import Plan
 from meshloom.core.random import KeyedDraws, chunk_seed, model_seed, seed_everything
 from meshloom.program.capture.capture import capture
 from meshloom.program.capture.check import check_against_eager
 from meshloom.program.trace.precision import build_model
 from meshloom.telemetry.progress import Listener
 from meshloom.train.trainer import Trainer
-from meshloom.verify.run import verify
-from tests.covering import few
 from tests.jobs import class_loss, vectors
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export")]
@@ -127,22 +124,6 @@ def test_a_plan_that_reads_trains_in_the_mode_of_one_device(model: Callable[[], 
     assert run(job, "keyed_draws=true") == pytest.approx(expected, rel=1e-6)
     # sums over tp, and their rounding through four steps
     assert run(job, "tp=2,keyed_draws=true") == pytest.approx(expected, rel=2e-5)
-
-
-@pytest.mark.covering(
-    "handed_over_in_evaluation_mode-tp=2",
-    "with_a_new_head-pp=2",
-    "with_frozen_statistics-dp=2",
-    "with_a_train_of_its_own-dp=2",
-)
-@pytest.mark.parametrize(
-    "plan", few(["dp=2", "tp=2", "pp=2,microbatches=2,recompute=full", "dp=1", "pp=2"], 3, pytest.mark.slow)
-)
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.slow
-def test_verify_agrees(model: Callable[[], nn.Module], plan: str):
-    report = verify(job_of(model), Plan.parse(plan), devices="simulated", dtype=torch.float64)
-    assert report and report.passed
 
 
 @pytest.mark.parametrize("plan", ["dp=1", "dp=2", "pp=2"])

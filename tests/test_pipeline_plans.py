@@ -14,8 +14,6 @@ from torch import Tensor
 from meshloom.core.errors import CaptureError, JobError, PlanError, TrainingError
 from meshloom.core.job import Evaluate, Job
 from meshloom.core.plan import Plan
-from meshloom.replica.expected_bytes import expected_bytes
-from meshloom.telemetry.traffic import Traffic
 from meshloom.train.trainer import Trainer
 from meshloom.verify.run import verify
 from tests.jobs import adding_loss, make_job
@@ -38,24 +36,6 @@ def test_a_stage_without_parameters_divides_none_over_tp():
     assert min(report.owned) == 0 and max(report.owned) < 0.75
 
 
-@pytest.mark.covering("dp=3,pp=2")
-@pytest.mark.parametrize(
-    "plan",
-    [
-        "dp=4,pp=2,microbatches=4,zero=1",
-        "dp=3,pp=2,microbatches=5,schedule=zb-v",
-        "dp=7,tp=2,microbatches=2,zero=1",
-    ],
-)
-@pytest.mark.slow
-def test_replicas_with_fewer_chunks_or_none_keep_pace(plan: str):
-    report = verify(
-        make_job("unused_twice", "adamw"), Plan.parse(plan), devices="simulated", steps=2, dtype=torch.float64
-    )
-    assert report is not None
-    assert report.passed, report.causes
-
-
 @pytest.mark.slow
 def test_every_parameter_is_owned_once_and_the_rest_is_let_go():
     with keyed(make_job("gpt", "sgd"), "pp=3") as trainer:
@@ -70,28 +50,6 @@ def test_every_parameter_is_owned_once_and_the_rest_is_let_go():
         assert all(len(ranks) == 1 for ranks in owners.values())
         lent = trainer.replicas[0].engine.ownership.lent  # type: ignore[union-attr]
         assert lent == ["embed.weight"]  # tied to the head
-
-
-@pytest.mark.covering("pp=2,microbatches=2")
-@pytest.mark.parametrize(
-    "plan",
-    [
-        "pp=2,microbatches=2",
-        "dp=2,pp=2,tp=2,microbatches=2,zero=1",
-        "pp=2,microbatches=3,schedule=zb-v",
-    ],
-)
-@pytest.mark.slow
-def test_bytes_along_every_axis_are_as_predicted(plan: str, tmp_path: Path):
-    job = replace(make_job("gpt", "muon"), clip_grad_norm=0.5)
-    job = replace(job, evaluate=Evaluate(data=job.data, metrics={"loss": job.loss}, every=1))
-    with keyed(job, plan, steps=3, out=tmp_path) as trainer:
-        summary = trainer.fit()
-        for replica in trainer.replicas[1:]:  # what is printed is rank 0's; the others know theirs as well
-            groups = replica.context.groups
-            counted = Traffic.of({axis: groups[axis].counts for axis in ("pp", "tp") if axis in groups})
-            assert expected_bytes(replica).after(steps=3).over(counted.bytes) == counted
-    assert summary.counted.bytes["pp"] and summary.predicted == summary.counted
 
 
 @pytest.mark.slow

@@ -19,7 +19,6 @@ from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.steps import Turns
 from meshloom.core.errors import PlanError
 from meshloom.core.random import preserved_draws, seed_everything
-from meshloom.pipeline.schedules.builders import make_schedule
 from meshloom.planner.memory.measured import measure_memory
 from meshloom.program.capture.capture import capture, capture_module
 from meshloom.program.cost.cost import costs
@@ -31,18 +30,13 @@ from meshloom.program.recompute.segments import segments_of
 from meshloom.program.run.execute import run_flat, run_program
 from meshloom.program.trace.precision import build_model, default_precision, in_precision
 from meshloom.tensor_parallel.partition import partition
-from tests.covering import in_turn
 from tests.division import cheapest
 from tests.division import subject_of as divided_subject_of
 from tests.families import FAMILIES
-from tests.families.limits import FLOAT32_ONLY, NOT_READ
 from tests.memory_jobs import CASES, case_of
-from tests.pipelines import run_pipeline, subject_of
 from tests.program_jobs import OWN
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export")]
-# tied weights, batch norm, experts, sparse features
-COVERING = ("gpt2", "conv2d", "mixtral", "recommendation")
 SLOW_COMPUTING = Rates(flops_per_second=1e8)  # for which products of tiny models are dear
 HOW = ("full", "selective")
 
@@ -112,28 +106,6 @@ def family(name: str) -> tuple[Program, Callable[[], nn.Module], list[Any]]:
     ]
     program = capture(job, (batches[0], batches[1]), dtype=torch.float64)
     return program, lambda: build_model(job, torch.float64, training=True), batches
-
-
-@pytest.mark.covering("gpt2", "conv2d", "recommendation")
-@pytest.mark.parametrize(
-    ("name", "how"),
-    [
-        *in_turn(COVERING, HOW),
-        *(
-            pytest.param(name, how, marks=pytest.mark.slow)
-            for name, how in in_turn(
-                [each for each in FAMILIES if each not in {*NOT_READ, *FLOAT32_ONLY, *COVERING}], HOW
-            )
-        ),
-    ],
-)
-@pytest.mark.slow
-def test_a_family_is_the_same_bit_for_bit(name: str, how: str):
-    program, build, batches = family(name)
-    with default_precision(torch.float64):
-        assert not differences(
-            program, with_recomputation(program, how, rates=SLOW_COMPUTING), build, batches
-        )
 
 
 @pytest.mark.covering("checkpointed", "noise", "in_place")
@@ -285,25 +257,6 @@ def test_backward_may_run_twice():
         once = torch.autograd.grad(loss, list(parameters.values()), retain_graph=True)
         twice = torch.autograd.grad(loss, list(parameters.values()))
     assert all(torch.equal(one, other) for one, other in zip(once, twice, strict=True))
-
-
-@pytest.mark.covering("conv2d")
-@pytest.mark.parametrize(
-    ("name", "schedule", "how"),
-    [("gpt2", "1f1b", "full"), ("conv2d", "zb-h1", "selective"), ("mixtral", "zb-v", "full")],
-)
-def test_pipelines_equal_one_device(name: str, schedule: str, how: str):
-    job = FAMILIES[name].make_job(True)
-    data = job.data()
-    subject = subject_of(
-        job,
-        [default_collate([data[(2 * start + each) % len(data)] for each in range(2)]) for start in range(4)],
-    )
-    again = replace(
-        subject, programs=[with_recomputation(each, how, rates=SLOW_COMPUTING) for each in subject.programs]
-    )
-    ran = run_pipeline(again, make_schedule(schedule, 2, 4))
-    assert ran.error <= 1e-10, f"{ran.what}: {ran.error:.1e}"
 
 
 @pytest.mark.covering("full")

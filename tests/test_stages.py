@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from functools import cache
-from itertools import cycle, pairwise
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from meshloom.core.errors import PlanError
-from meshloom.core.schedules import SCHEDULES
 from meshloom.pipeline.schedules.builders import make_schedule
 from meshloom.pipeline.schedules.check import most_in_flight
 from meshloom.pipeline.stages.choose_cuts import choose_cuts
@@ -31,8 +30,6 @@ from tests.pipelines import Ran, Subject, evenly, run_pipeline, subject_of
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export")]
 LIMIT = 1e-10
 SIZES = (3, 2, 2, 1, 3, 1, 2, 2)  # samples of the microbatches
-# Tied weights, cross attention with tied embeddings, skips, batch norm, sparse features, experts, two losses.
-COVERING = ("gpt2", "t5", "u_net", "conv2d", "recommendation", "mixtral", "two_towers", "lstm")
 
 
 @cache
@@ -58,17 +55,6 @@ def check(ran: Ran) -> None:
         for each in stage.incoming
     )
     assert ran.error <= (1e-6 if in_float32 else LIMIT), f"{ran.what}: {ran.error:.1e}"
-
-
-@pytest.mark.covering("recommendation-zb-v0", "recommendation-1f1b")
-@pytest.mark.parametrize(
-    ("name", "schedule"),
-    [*zip(COVERING, cycle(SCHEDULES), strict=False), *(("recommendation", each) for each in SCHEDULES)],
-)
-@pytest.mark.slow
-def test_a_family_in_three_stages_equals_one_device(name: str, schedule: str):
-    subject = family(name, 5, even=name == "conv2d")
-    check(run_pipeline(subject, make_schedule(schedule, 3, 5)))
 
 
 @pytest.mark.covering("3-gpt", "2-cnn", "1-mlp")

@@ -31,9 +31,7 @@ from tests.covering import few
 from tests.held import step_of
 from tests.jobs import class_loss, make_job
 from tests.processes import on_ranks
-from tests.reports import largest_error
 from tests.sleepy_job import sleepy_job
-from tests.verified import verified
 
 # in the middle of a run of five steps of 12, 12, 6, 12, 12 samples
 CHANGES = [(1, (7, 3, 2)), (3, (1, 0, 11))]
@@ -214,41 +212,6 @@ def report_of(model: str, optimizer: str, plan: str, steps: int = 3, **settings:
     return report
 
 
-@pytest.mark.covering("cnn-adamw", "cnn-sgd", "gpt-muon", "gpt-adamw", "unused_twice")
-@pytest.mark.long
-@pytest.mark.usefixtures("dear_memory")
-@pytest.mark.parametrize(
-    ("model", "optimizer", "plan"),
-    [
-        ("cnn", "adamw", "dp=3,shares=5+1+3,microbatches=2,zero=1"),
-        ("cnn", "sgd", "dp=2,shares=4+2,microbatches=2,sync_batch_norm=true"),
-        ("gpt", "muon", "dp=3,shares=0+3+1,exchange=server,servers=2"),
-        ("gpt", "adamw", "dp=3,shares=measured,microbatches=2"),
-        ("unused_twice", "sgd", "dp=2,shares=measured,zero=1"),
-        ("gpt", "sgd", "dp=2,tp=2,shares=3+1"),
-        # some replicas read a program for their size of chunk, and others have it
-        ("mlp", "sgd", "dp=3,recompute=full,shares=2+1+1"),
-        pytest.param("gpt", "sgd", "dp=2,pp=2,microbatches=2,shares=1+3", marks=pytest.mark.slow),
-        pytest.param("gpt", "adamw", "dp=2,pp=2,tp=2,microbatches=3,shares=measured", marks=pytest.mark.slow),
-        pytest.param(
-            "gpt",
-            "muon",
-            "dp=2,pp=2,microbatches=3,schedule=zb-h1,shares=measured,zero=1",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            "cnn", "adamw", "dp=3,tp=2,microbatches=2,shares=0+1+4,exchange=server", marks=pytest.mark.slow
-        ),
-        pytest.param("cnn", "sgd", "dp=3,shares=measured,recompute=full", marks=pytest.mark.slow),
-    ],
-)
-@pytest.mark.slow
-def test_plans_with_uneven_shares_equal_one_device(model: str, optimizer: str, plan: str) -> None:
-    report = report_of(model, optimizer, plan)
-    assert report.passed, report.causes
-    assert largest_error(report, "gradient") <= 1e-10
-
-
 @pytest.mark.long
 def test_every_step_of_a_measured_plan_is_verified_with_other_shares() -> None:
     seen: list[tuple[int, ...]] = []
@@ -314,16 +277,6 @@ def test_a_mistake_that_only_uneven_or_changing_shares_show_is_found(
     assert report_of("mlp", "sgd", plan.format(passes), drop_last=True, batch_size=12).passed
     report = report_of("mlp", "sgd", plan.format(fails), drop_last=True, batch_size=12)
     assert not report.passed and report.causes
-
-
-@pytest.mark.processes
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "plan",
-    ["dp=4,shares=3+3+3+1", "dp=2,pp=2,microbatches=2,shares=measured", "dp=2,tp=2,shares=measured,zero=1"],
-)
-def test_uneven_shares_on_processes_equal_one_device(plan: str) -> None:
-    assert on_ranks(verified, 4, "gpt", "adamw", plan, timeout_seconds=200.0)[0] == "EQUAL"
 
 
 # --- A slow rank.

@@ -77,15 +77,6 @@ def test_a_correct_run_passes_with_room_to_spare(model, optimizer, batch_size, d
     assert not in_float32.causes and in_float32.first_wrong is None
 
 
-@pytest.mark.covering("dp=2,microbatches=2-cnn", "dp=3,zero=1-gpt")
-@pytest.mark.parametrize("model", ["cnn", pytest.param("gpt", marks=pytest.mark.long)])
-@pytest.mark.parametrize("plan", few(["dp=2,microbatches=2", "dp=3,zero=1", "dp=4"]))
-@pytest.mark.long
-def test_synchronised_statistics_equal_one_device(model, plan):
-    report = run(make_job(model, "sgd", drop_last=True), f"{plan},sync_batch_norm=true", torch.float64)
-    assert report.passed
-
-
 @pytest.mark.long
 def test_without_chunks_that_interact_the_whole_batch_is_the_same():
     report = run(make_job("mlp", "sgd", batch_size=13), "dp=4", torch.float64)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from itertools import product
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from meshloom.core.errors import TrainingError
 from meshloom.core.plan import Plan
-from meshloom.core.schedules import SCHEDULES
 from meshloom.exchange.units.unit_slices import UnitFlat
 from meshloom.exchange.zero_three import ZeroThree
 from meshloom.replica.replica_state import full_state
@@ -38,66 +36,6 @@ def test_one_operator_uses_several_units() -> None:
     """Along tp the layers of all decoder blocks that read an encoder's output are one operator, which saves its weights when it
     has read the last of them: gradients of the encoder were not finite."""
     holds("read", f"dp=2,{BLOCKS}+first:column,zero=3")
-
-
-# what is used in two stages, again, not at all or frozen; a step and a shorter one
-SCHEDULED = list(product(SCHEDULES, ("tied", "again", "frozen"), ("none", "full", "selective")))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("schedule", "kind", "recompute"),
-    [
-        pytest.param(*case, marks=pytest.mark.long if number % 16 == 0 else pytest.mark.slow)
-        for number, case in enumerate(SCHEDULED)
-    ],
-)
-def test_every_schedule_and_recomputation_finds_its_parameters(
-    schedule: str, kind: str, recompute: str
-) -> None:
-    holds(
-        kind,
-        f"dp=2,pp=2,zero=3,microbatches=4,schedule={schedule},recompute={recompute}",
-        optimizer="adafactor",
-    )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "plan",
-    [
-        pytest.param(f"dp=2,{BLOCKS},zero=3,microbatches=2,recompute=full", marks=pytest.mark.long),
-        pytest.param(f"dp=3,{BLOCKS},zero=3,recompute=selective,overlap=false", marks=pytest.mark.slow),
-        pytest.param(f"dp=2,pp=2,{BLOCKS},zero=3,microbatches=3", marks=pytest.mark.slow),
-        pytest.param(f"dp=2,pp=4,{BLOCKS},zero=3,microbatches=3,recompute=full", marks=pytest.mark.slow),
-        pytest.param("dp=2,zero=3,microbatches=3,recompute=full", marks=pytest.mark.slow),
-        # shards of 4, 4 and 3 rows
-        pytest.param("dp=3,tp=3,tp_placements=blocks.*.up:column,zero=3", marks=pytest.mark.slow),
-    ],
-)
-@pytest.mark.parametrize("kind", ["tied", pytest.param("recurrent", marks=pytest.mark.slow)])
-def test_axes_and_recomputation_together(plan: str, kind: str) -> None:
-    if kind == "recurrent":
-        plan = (
-            plan.replace("blocks.*.up:column+blocks.*.down:row", "head:column")
-            .replace("blocks.*.up", "head")
-            .replace("pp=4", "pp=3")
-        )
-    holds(kind, plan)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("schedule", "batch"),
-    [
-        pytest.param(schedule, batch, marks=pytest.mark.long if number == 0 else pytest.mark.slow)
-        for number, (batch, schedule) in enumerate(product((7, 2), SCHEDULES))
-    ],
-)
-def test_replicas_with_fewer_microbatches_pass_over_the_others(schedule: str, batch: int) -> None:
-    """7 samples over 3 x 3 chunks: the last replica has one microbatch; 2 samples leave it none."""
-    plan = f"dp=3,pp=2,zero=3,microbatches=3,schedule={schedule}"
-    holds("blocks", plan, batch_size=batch, samples=3 * batch - 1)
 
 
 @pytest.mark.slow

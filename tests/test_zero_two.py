@@ -32,26 +32,6 @@ def run(job: Job, plan: str, steps: int = 3) -> Report:
     return report
 
 
-@pytest.mark.covering("dp=3,microbatches=3", "dp=2,microbatches=4,shares=7+1")
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("plan", "batch_size"),
-    [
-        ("dp=3,microbatches=3,zero=2,bucket_bytes=300", 4),  # 2, 1 and 1 chunks
-        ("dp=4,microbatches=2,zero=2,bucket_bytes=300", 3),  # none on the last
-        ("dp=2,microbatches=4,shares=7+1,zero=2,bucket_bytes=300", 8),
-        pytest.param(
-            "dp=3,pp=2,microbatches=4,schedule=zb-v,zero=2,bucket_bytes=300", 7, marks=pytest.mark.slow
-        ),
-        ("dp=2,pp=2,microbatches=4,schedule=interleaved,zero=2,bucket_bytes=300", 5),  # 4 chunks and 1
-        ("dp=3,tp=2,microbatches=2,shares=1+0+4,zero=2,bucket_bytes=300", 5),
-    ],
-)
-@pytest.mark.slow
-def test_replicas_with_fewer_chunks_or_none_keep_pace(plan: str, batch_size: int):
-    run(make_job("unused_twice", "adamw", batch_size=batch_size), plan, steps=2)
-
-
 class Held:
     """What a rank's buckets hold at most: bytes of its slices of gradients, of the pool and beside it."""
 

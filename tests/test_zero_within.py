@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,41 +11,10 @@ from meshloom.core.errors import PlanError, TrainingError
 from meshloom.core.plan import Plan
 from meshloom.exchange.zero_three import ZeroThree
 from meshloom.train.trainer import Trainer
-from meshloom.verify.run import verify
-from tests.jobs import make_job, vectors
 from tests.processes import on_ranks
-from tests.test_zero_three import DATA, EVALUATE, assert_goes_on_and_back, on_gloo, runs, trained
+from tests.test_zero_three import EVALUATE, assert_goes_on_and_back, on_gloo, runs, trained
 from tests.test_zero_three_programs import BLOCKS, holds
 from tests.zero_three_jobs import unit_job
-
-
-@pytest.mark.parametrize(
-    ("model", "optimizer", "plan", "batch"),
-    [
-        pytest.param(
-            "unused_twice", "adafactor", "dp=4,zero=3,zero_within=2,microbatches=2", 7, marks=pytest.mark.long
-        ),
-        # in this batch some groups use one branch, some the other
-        pytest.param("branch", "sgd", "dp=6,zero=3,zero_within=3", 6, marks=pytest.mark.slow),
-        pytest.param("gpt", "muon", "dp=4,zero=3,zero_within=2,microbatches=3", 13, marks=pytest.mark.slow),
-        pytest.param(
-            "mlp",
-            "adamw",
-            "dp=4,pp=2,zero=3,zero_within=2,microbatches=3,schedule=zb-v",
-            7,
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            "cnn", "sgd", "dp=4,zero=3,zero_within=2,exchange=ring,recompute=full", 13, marks=pytest.mark.slow
-        ),
-    ],
-)
-@pytest.mark.slow
-def test_a_plan_equals_one_device(model: str, optimizer: str, plan: str, batch: int) -> None:
-    # batches are uneven, and the last one is shorter
-    job = make_job(model, optimizer, batch_size=batch, data=partial(DATA.get(model, vectors), 3 * batch - 1))
-    report = verify(job, Plan.parse(plan), devices="simulated", steps=3, dtype=torch.float64)
-    assert report and report.passed
 
 
 @pytest.mark.slow
