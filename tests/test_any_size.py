@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_unflatten
-from torch.utils.data import default_collate
 
 from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.steps import run_in_steps
@@ -25,10 +24,8 @@ from meshloom.core.job import Job
 from meshloom.core.plan import Plan
 from meshloom.core.random import KeyedDraws, seed_everything
 from meshloom.pipeline.stages.program_store import ProgramStore
-from meshloom.program.ir.leaves import leaves_of
 from meshloom.program.run.execute import run_program
 from meshloom.program.store import captured_loss as module
-from tests.families import FAMILIES
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export")]
 
@@ -209,25 +206,3 @@ def test_a_loss_that_is_another_one_at_each_size_is_refused_with_the_dim_that_va
     )
     with pytest.raises(CaptureError, match=wanted):
         follow(job_of(BY_SIZE["a loop"]), [batch_of(*each) for each in [(4, 9), (4, 6), (4, 11), (4, 8)]])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", ["bert", "bloom", "gpt2", "llama", "opt", "resnet", "swin", "t5", "vit", "whisper"]
-)
-def test_families_are_read_three_times(name: str):
-    """With batches of other sizes, and texts that are cut to other lengths."""
-    job = FAMILIES[name].make_job(True)
-    data = job.data()
-
-    def batch(samples: int, less: int) -> Any:
-        leaves = leaves_of(default_collate([data[number] for number in range(samples)]))
-        cut = [
-            leaf[:, : leaf.shape[1] - less] if leaf.ndim == 2 and not leaf.is_floating_point() else leaf
-            for leaf in leaves.tensors.values()
-        ]
-        return leaves.rebuild([each.contiguous() for each in cut])
-
-    assert follow(job, [batch(3, 0), batch(2, 1), batch(4, 2), batch(5, 0), batch(2, 2), batch(5, 1)])[
-        2:
-    ] == [3, 3, 3, 3]

@@ -15,20 +15,15 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from torch import Tensor
-from torch.nn.utils.rnn import pack_padded_sequence
 
 from meshloom.core.errors import CaptureError
-from meshloom.core.job import Evaluate
 from meshloom.core.plan import Plan
-from meshloom.program.ir.batch_values import fits, text_of
+from meshloom.program.ir.batch_values import text_of
 from meshloom.program.ir.leaves import leaves_of
 from meshloom.program.ir.transfer import pack, unpack
 from meshloom.program.store.captured_loss import MAX_VALUES, CapturedLoss, _key
-from meshloom.telemetry.progress import Listener
 from meshloom.train.trainer import Trainer
 from meshloom.verify.run import verify
-from tests.jobs import vectors
 from tests.loss_jobs import EQUAL, REFUSED, STEPS, Opaque, Task, job_of, job_with
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export")]
@@ -48,13 +43,6 @@ def test_what_a_batch_holds_besides_tensors_is_what_it_is_in_every_step(name: st
     check(name, "tp=2")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("plan", ["dp=2", "pp=2,microbatches=2", "dp=2,pp=2,tp=2", "recompute=full"])
-@pytest.mark.parametrize("name", EQUAL)
-def test_so_it_is_under_every_plan(name: str, plan: str):
-    check(name, plan, steps=5)
-
-
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_has_another_value_in_every_batch_runs_whole_and_is_named(
     name: str, capsys: pytest.CaptureFixture[str]
@@ -72,24 +60,6 @@ def test_it_is_trained_all_the_same(name: str, plan: str):
     extra, loss, _ = REFUSED[name]
     report = verify(job_with(extra, loss), Plan.parse(plan), devices="simulated")
     assert report and report.passed
-
-
-@pytest.mark.slow
-def test_metrics_have_values_of_their_own():
-    def losses(plan: str) -> dict[int, float]:
-        seen: dict[int, float] = {}
-        extra, loss = EQUAL["int that says how often"]
-        job = job_with(extra, loss, evaluate=Evaluate(lambda: vectors(23), {"loss": loss}, every=1))
-        with Trainer(
-            job,
-            plan,
-            devices="simulated",
-            listener=Listener(evaluated=lambda step, found: seen.update({step: found["loss"]})),
-        ) as trainer:
-            trainer.fit()
-        return seen
-
-    assert losses("pp=2") == pytest.approx(losses("dp=1"), rel=1e-6)  # one sum in another order
 
 
 def batches_with(name: str, values: list[Any]) -> list[dict[str, Any]]:
@@ -145,25 +115,6 @@ def test_reading_for_ever_is_refused():
         match=f"reads step of the batch, a int, in Python, and it has had {MAX_VALUES} values so far",
     ):
         read(programs, batches[-1])
-
-
-def test_lengths_and_orders_of_packed_sequences_count():
-    """Sums of lengths are equal here, so that the data has one shape; the sizes decide what runs, and the
-    orders are tensors of the batch."""
-    rows = torch.randn(3, 4, 3)
-    leaves = {each: leaves_of(packed(rows, each)) for each in ((4, 1, 3), (1, 3, 4), (4, 2, 2))}
-    first, moved, other = leaves.values()
-    others = {name: text_of(value) for name, value in first.values.items()}
-    assert list(first.tensors) == ["data", "sorted_indices", "unsorted_indices"] and list(others) == [
-        "batch_sizes"
-    ]
-    assert fits(others, moved.values) and not fits(others, other.values)
-    again = first.rebuild(list(first.tensors.values()))
-    assert all(torch.equal(mine, theirs) for mine, theirs in zip(again, packed(rows, (4, 1, 3)), strict=True))
-
-
-def packed(rows: Tensor, lengths: tuple[int, ...]) -> Any:
-    return pack_padded_sequence(rows, torch.tensor(lengths), batch_first=True, enforce_sorted=False)
 
 
 def test_texts_are_equal_for_equal_values_and_only_for_them():

@@ -13,7 +13,6 @@ from torch.utils.checkpoint import checkpoint
 from meshloom.comm.recording import RecordedGroup
 from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.steps import run_in_steps
-from meshloom.core.errors import PeerLostError
 from meshloom.replica.buffers.merged_buffers import RunningStatistics
 from meshloom.telemetry.traffic import ExpectedBytes
 
@@ -162,25 +161,6 @@ def test_layers_that_run_twice_or_not_at_all():
     assert not check(TwiceOrNot, schedule()).notes()
 
 
-def test_float32_differs_by_rounding_only():
-    class Single(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm = nn.BatchNorm1d(4)
-
-        def double(self) -> Single:
-            return self
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.norm(x.float())
-
-    world = World(Single, 3)
-    for chunks in schedule():
-        world.step(chunks)
-    for name, expected in one_device(Single, schedule()).items():
-        torch.testing.assert_close(world.buffers()[name], expected, rtol=1e-6, atol=1e-7)
-
-
 def test_a_checkpointed_layer_counts_its_second_run_as_on_one_device():
     class Checkpointed(nn.Module):
         def __init__(self) -> None:
@@ -287,124 +267,6 @@ def test_other_buffers_are_one_devices():
     assert not world.notes()
 
 
-@pytest.mark.long
-def test_other_buffers_with_draws_in_the_forward():
-    class Drawn(Others):
-        def forward(self, x: Tensor) -> Tensor:
-            torch.manual_seed(len(x))
-            return super().forward(torch.dropout(x, 0.5, True))
-
-    assert not check(Drawn, schedule()).notes()
-
-
-class PerClass(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.register_buffer("seen", torch.zeros(3, 4))
-        self.register_buffer("calls", torch.zeros(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for row in x.detach():
-            kind = int(row[0].abs() * 10) % 3
-            self.seen[kind] = 0.8 * self.seen[kind] + 0.2 * row
-        self.calls += 1
-        return self.linear(x)
-
-
-@pytest.mark.long
-def test_an_average_per_class_moves_only_where_its_class_occurs():
-    # What a replica has not seen yet it finds out when another one has.
-    steps = [
-        [inputs(1, 1, seed=step), inputs(1, 0, seed=10 + step), inputs(1, 1, seed=20 + step)]
-        for step in range(5)
-    ]
-    check(PerClass, steps)
-
-
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.long
-def test_how_much_an_average_decays_may_depend_on_how_often_its_class_occurs(seed: int):
-    """The factors of the first chunk were those of all chunks."""
-    steps = [
-        [inputs(3, 4, seed=seed + step), inputs(2, 0, seed=10 + step), inputs(5, 2, seed=20 + step)]
-        for step in range(6)
-    ]
-    check(PerClass, steps)
-
-
-def test_an_observer_that_has_seen_nothing_yet_does_not_say_how_others_are_written():
-    """Tried on a minimum and a maximum of 0 in place of infinities, neither of which can move, all buffers seemed to be
-    written together, for good."""
-
-    class Observer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(4, 4)
-            self.register_buffer("least", torch.tensor(float("inf")))
-            self.register_buffer("most", torch.tensor(float("-inf")))
-            self.register_buffer("width", torch.ones(()))
-
-        def forward(self, x: Tensor) -> Tensor:
-            least, most = x.detach().abs().min(), x.detach().abs().max()
-            if self.least.isfinite():
-                least, most = self.least + 0.25 * (least - self.least), self.most + 0.25 * (most - self.most)
-            assert least <= most
-            self.least.copy_(least)
-            self.most.copy_(most)
-            self.width.copy_(most - least)
-            return self.linear(x)
-
-    steps = [[inputs(3), inputs(0), inputs(0)], *schedule()]
-    world = World(Observer, 3)
-    for chunks in steps:
-        world.step(chunks)
-    found, expected = world.buffers(), one_device(Observer, steps)
-    for name in ("least", "most"):
-        torch.testing.assert_close(found[name], expected[name], **EXACT)
-
-
-def test_overwriting_with_the_same_value_is_not_leaving_alone():
-    class Sizes(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(4, 4)
-            self.register_buffer("last", torch.tensor(5))
-            self.register_buffer("odd", torch.tensor(False))
-            self.register_buffer("by_size", torch.zeros(6))
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.last.fill_(len(x))
-            if len(x) % 2:
-                self.odd.fill_(True)
-            if len(x) > 2:
-                self.by_size[len(x)] = 1.0 if len(x) == 4 else float(x.detach().sum())
-            return self.linear(x)
-
-    # The first and last replica write the 5 that is there already, the second writes a 3; then only the first
-    # sees an odd size.
-    steps = [
-        [inputs(5), inputs(3), inputs(5)],
-        [inputs(4, 3), inputs(4, 2), inputs(2, 4)],
-        [inputs(4, 4), inputs(5, 4), inputs(3, 4)],
-    ]
-    assert not check(Sizes, steps).notes()
-
-
-def test_an_average_that_stands_still_still_decays():
-    class Dead(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(4, 4)
-            self.register_buffer("active", torch.zeros(4))
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.active.mul_(0.75).add_((x.detach() > 1.0).double().mean(0), alpha=0.25)  # often 0 of 0
-            return self.linear(x)
-
-    assert not check(Dead, schedule(steps=5)).notes()
-
-
 class Reads(nn.Module):
     """`scale` is read by the loss and `pointer` wraps around; `calls` is a plain counter."""
 
@@ -445,38 +307,6 @@ def test_chunks_read_buffers_as_the_step_found_them_which_is_said_once():
         assert len(own) >= 5
         if number > 3:  # before it is also run on other values
             assert len(own) == len(seen) == 5
-
-
-def test_an_empty_last_replica_does_not_win():
-    world = World(Reads, 2)
-    world.step([inputs(3), inputs(0)])
-    one = made(Reads)
-    one(inputs(3)[0])
-    assert torch.equal(world.buffers()["scale"], one.scale)  # type: ignore[arg-type]
-
-
-def test_coupled_buffers_read_what_the_step_found():
-    class Coupled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(4, 4)
-            self.register_buffer("steps", torch.zeros(()))
-            self.register_buffer("mixed", torch.zeros(3))
-            self.register_buffer("scaled", torch.zeros(()))
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.steps += 1
-            self.scaled += self.steps * float(x.detach().mean())
-            self.mixed.copy_(self.mixed.mean() + x.detach().mean())
-            return self.linear(x)
-
-    world = World(Coupled, 3)
-    world.step(schedule()[0])
-    assert "reads buffers steps, mixed as" in world.notes()[0]
-    found, filled = world.buffers(), [x for mine in schedule()[0] for x in mine if len(x)]
-    assert float(found["steps"]) == 5
-    torch.testing.assert_close(found["scaled"], sum(x.mean() for x in filled), **EXACT)
-    torch.testing.assert_close(found["mixed"], filled[-1].mean().expand(3), **EXACT)
 
 
 def test_a_layer_in_both_modes_is_reported():
@@ -543,59 +373,8 @@ class Resized(nn.Module):
         return self.linear(x)
 
 
-@pytest.mark.long
-def test_loaded_buffers_are_gone_on_from():
-    world = check(Others, schedule(steps=2))
-    with torch.no_grad():
-        for model in world.models:
-            model.average.fill_(-5.0)  # type: ignore[union-attr]
-            model.calls.fill_(100)  # type: ignore[union-attr]
-    world.step(schedule()[2])
-    assert int(world.buffers()["calls"]) == 105
-    average = torch.full((4,), -5.0, dtype=torch.float64)
-    for x in (x for mine in schedule()[2] for x in mine if len(x)):
-        average = 0.9 * average + 0.1 * x.mean(0)
-    torch.testing.assert_close(world.buffers()["average"], average, **EXACT)
-
-
 def test_with_joined_chunks_counters_count_chunks_and_data_is_reported():
     world = World(lambda: Others(norm=False), 2, synchronised=True)
     world.step([inputs(3, 2), inputs(2, 2, seed=5)])
     assert int(world.buffers()["calls"]) == 2
     assert {note.split()[1] for note in world.notes()} >= {"average", "sum", "samples", "last"}
-
-
-def test_without_a_way_to_run_again_other_buffers_count_as_no_recurrence():
-    world = World(Reads, 2)
-    for model, statistics in zip(world.models, world.statistics, strict=True):
-        with statistics.chunk():
-            model(inputs(3)[0])
-    run_in_steps([each.finish() for each in world.statistics])
-    assert "scale, pointer, calls" in world.notes()[0] and int(world.buffers()["calls"]) == 1
-
-
-@pytest.mark.parametrize("runs_before", [0, 1, 3])
-def test_a_rank_that_is_lost_while_a_chunk_runs_again_ends_the_step(runs_before: int):
-    """It was taken for a forward that cannot run twice, or that refuses a value, so that the others went on
-    and waited for it again."""
-
-    class Counter(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("count", torch.zeros(2, dtype=torch.float64))
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.count += 1
-            return x
-
-    model, (group,) = made(Counter), simulated_groups(1)
-    statistics = RunningStatistics(model, group)
-    runs = iter(range(runs_before))
-
-    def again() -> Tensor:
-        if next(runs, None) is None:
-            raise PeerLostError("rank 1 went away")
-        return total(model, torch.ones(1, 2))
-
-    with pytest.raises(PeerLostError, match="rank 1 went away"), statistics.chunk(again):
-        total(model, torch.ones(1, 2))

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import os
 import signal
-import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -14,17 +11,12 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from rich.console import Console
 from torch import Tensor, nn
 
 from meshloom.core.job import Job
-from meshloom.core.plan import Plan
 from meshloom.measure import contention as companions
-from meshloom.measure.contention import Companions, advise_beside, numbers_beside
-from meshloom.planner.pricing import Devices
-from meshloom.report.advice import advice_records, print_advice
+from meshloom.measure.contention import Companions, numbers_beside
 from tests.jobs import class_loss, make_job
-from tests.rehearsals import machine
 
 pytestmark = pytest.mark.processes
 LOCK_SECONDS = 0.004
@@ -49,14 +41,7 @@ def _runs(pid: int) -> bool:
         return False
 
 
-def loss_that_fails_elsewhere(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """In every process but the one whose number is in the environment."""
-    assert os.environ["FAILS_ELSEWHERE"] == str(os.getpid())
-    return class_loss(model, batch)
-
-
 crowded = replace(make_job("mlp", "sgd", batch_size=8), loss=crowded_loss)
-failing = replace(make_job("mlp", "sgd", batch_size=8), loss=loss_that_fails_elsewhere)
 
 
 @pytest.fixture(autouse=True)
@@ -81,63 +66,8 @@ def test_ranks_that_slow_each_other_down_are_found(tmp_path: Path, monkeypatch: 
     assert list(found) == [2] and 1.4 < found[2] < 2.4
 
 
-@pytest.mark.slow
-def test_a_companion_that_fails_measures_nothing_and_says_why(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("FAILS_ELSEWHERE", str(os.getpid()))
-    found, ended, failure = factors("failing", failing)
-    assert not found and ended in ([1], [-signal.SIGKILL])
-    assert "a process that computed it beside this one ended with AssertionError" in failure
-    devices = Devices(num_ranks=2, machine=machine(), threads_of=lambda ranks: 1, common_memory=True)
-    advice = advise_beside(failing, f"{__file__}:failing", devices, plans=[Plan.parse("dp=2")])
-    assert advice.not_beside == failure
-    assert {"event": "crowd", "failure": advice.not_beside} in advice_records(advice)
-    text = io.StringIO()
-    print_advice(advice, Console(file=text, width=200))
-    assert advice.not_beside in text.getvalue()
-
-
-def test_a_companion_that_is_killed_is_said(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("FAILS_ELSEWHERE", str(os.getpid()))
-    with Companions(f"{__file__}:failing", 2, lambda ranks: 1) as beside:
-        beside.processes[0].kill()
-        beside.processes[0].wait()
-        assert not beside.factors(failing)
-    assert beside.failure.endswith("ended without a word.")
-
-
 def test_a_batch_of_one_sample_measures_nothing():
     assert factors("crowded", replace(crowded, batch_size=1)) == ({}, [-signal.SIGKILL], "")
-
-
-@pytest.mark.slow
-def test_companions_end_when_who_started_them_is_killed(tmp_path: Path):
-    program = f"""
-from meshloom.measure import contention as companions
-from tests.test_companions import crowded
-
-companions.cores = lambda: 2
-with companions.Companions({__file__ + ":crowded"!r}, 2, lambda ranks: 1) as beside:
-    print(beside.processes[0].pid, flush=True)
-    while True:
-        beside.factors(crowded)
-"""
-    environment = {**os.environ, "CROWDED": str(tmp_path), "PYTHONPATH": str(Path(__file__).parents[1])}
-    with subprocess.Popen(
-        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, env=environment
-    ) as parent:
-        assert parent.stdout
-        companion = int(parent.stdout.readline())
-        while not (tmp_path / str(companion)).exists():  # it computes
-            assert parent.poll() is None
-            time.sleep(0.02)
-        parent.kill()
-    deadline = time.monotonic() + 10
-    while (
-        Path(f"/proc/{companion}").exists()
-        and "State:\tZ" not in Path(f"/proc/{companion}/status").read_text()
-    ):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def test_only_ranks_with_cores_of_their_own_are_measured():

@@ -19,14 +19,12 @@ from meshloom.core.errors import PlanError
 from meshloom.core.plan import Plan
 from meshloom.exchange.all_reduce import AllReduce
 from meshloom.exchange.buckets.bf16 import BF16
-from meshloom.exchange.buckets.error_feedback import ErrorFeedback
 from meshloom.exchange.buckets.powersgd import PowerSGD
 from meshloom.exchange.buckets.reduction import Reduction
 from meshloom.exchange.buckets.topk import TopK
 from meshloom.telemetry.traffic import Traffic
 from meshloom.train.trainer import Trainer
 from meshloom.verify.run import verify
-from tests.covering import few
 from tests.exchange_world import data
 from tests.jobs import make_job
 
@@ -192,16 +190,6 @@ def _orthonormal(columns: Tensor) -> Tensor:
     return left[:, sizes > 1e-9 * sizes[0]]
 
 
-def test_matrices_of_low_rank_arrive_whole() -> None:
-    """A gradient of rank 1 is not changed by factors of rank 2: every replica has one sample, and they are
-    the same."""
-    world = World(partial(PowerSGD, rank=2))
-    chunk = data(1)[0]
-    found = world.step([chunk] * SIZE)
-    own = own_gradients(chunk)
-    torch.testing.assert_close(found[0]["first.weight"], SIZE * own["first.weight"], rtol=1e-9, atol=1e-11)
-
-
 def test_bf16_rounds_what_is_sent_and_sums_in_order() -> None:
     world = World(BF16)
     for chunks in batches():
@@ -256,28 +244,6 @@ def _errors(world: World) -> dict[str, Tensor]:
     return total
 
 
-@pytest.mark.parametrize("kind", WITH_ERRORS)
-def test_the_error_of_a_parameter_that_nobody_used_waits(kind: str) -> None:
-    world = World(METHODS[kind])
-    world.step(batches()[0])
-    before = _errors(world)["first.weight"]
-    assert before.abs().max() > 0
-    for exchange in world.exchanges:
-        exchange.begin_step()
-        exchange.begin_last_chunk()
-        exchange.gradient_ready(_with_gradient(exchange, "last.weight"))
-    found = run_in_steps([exchange.finish(1.0) for exchange in world.exchanges])
-    by_name = dict(zip([piece.name for piece in world.exchanges[0].owned], found[0], strict=True))
-    assert by_name["first.weight"] is None and by_name["last.weight"] is not None
-    assert torch.equal(_errors(world)["first.weight"], before)
-
-
-def _with_gradient(exchange: AllReduce, name: str) -> nn.Parameter:
-    parameter = next(piece.parameter for piece in exchange.owned if piece.name == name)
-    parameter.grad = torch.ones_like(parameter)
-    return parameter
-
-
 @pytest.mark.parametrize("kind", METHODS)
 @pytest.mark.parametrize("bucket_bytes", [1, 500, 10**6])
 def test_all_replicas_get_the_same_bits_and_bytes_are_those_of_the_formula(
@@ -300,17 +266,6 @@ COMPRESSED = ["bf16", "powersgd:2", "topk:0.05"]
 SLOW = pytest.mark.slow
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("compress", few(COMPRESSED))
-def test_a_model_learns_from_what_arrives(compress: str) -> None:
-    """All data in every step, so that the loss falls without noise."""
-    job = make_job("mlp", "sgd", batch_size=30, steps=60, scheduler=None)
-    with Trainer(job, f"dp=3,compress={compress},bucket_bytes=300", devices="simulated") as trainer:
-        summary = trainer.fit()
-    assert summary.predicted == summary.counted
-    assert summary.last_loss < 0.7 * summary.first_loss
-
-
 @pytest.mark.parametrize("compress", COMPRESSED)
 @pytest.mark.parametrize(
     "inner",
@@ -327,18 +282,6 @@ def test_replicas_stay_the_same_and_bytes_are_predicted(compress: str, inner: st
     assert summary.predicted == summary.counted
 
 
-@pytest.mark.long
-def test_smaller_means_fewer_bytes() -> None:
-    sent = {}
-    for compress in ("none", "bf16", "powersgd:1", "topk:0.01"):
-        with Trainer(
-            make_job("gpt", "sgd", steps=2), f"dp=2,compress={compress}", devices="simulated"
-        ) as trainer:
-            counted = trainer.fit().counted.bytes["dp"]
-            sent[compress] = counted["all_reduce"] + counted.get("all_gather", 0)
-    assert sent["none"] > 1.9 * sent["bf16"] > sent["powersgd:1"] > sent["topk:0.01"]
-
-
 def test_verification_names_the_setting() -> None:
     with pytest.raises(
         PlanError, match=r"^compress=bf16: such a plan does not promise to compute what one device computes"
@@ -347,17 +290,3 @@ def test_verification_names_the_setting() -> None:
 
 
 # --- A planted mistake.
-
-
-@pytest.mark.parametrize("kind", WITH_ERRORS)
-def test_a_lost_error_is_caught(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ErrorFeedback, "keep", lambda self, index, bucket, left: None)
-    for test in (test_what_is_left_out_arrives_later,):
-        with pytest.raises(AssertionError):
-            test(kind)
-    with pytest.raises(AssertionError):
-        (
-            test_top_k_with_error_feedback_is_the_plain_loop
-            if kind == "topk"
-            else test_powersgd_with_error_feedback_is_the_plain_loop
-        )()

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_model
-from torch import nn
 
 from meshloom.core.errors import DeviceError, JobError
 from meshloom.core.plan import Plan
-from meshloom.parameters.construction.recording import record
 from meshloom.parameters.model import build_model
 from meshloom.verify import reference_size
-from meshloom.verify.fewer_blocks import find_blocks, unfilled, with_fewer_blocks
+from meshloom.verify.fewer_blocks import with_fewer_blocks
 from meshloom.verify.findings import Report
 from meshloom.verify.reference_size import reference_bytes
 from meshloom.verify.run import verify
@@ -50,29 +46,6 @@ def test_the_first_blocks_keep_the_values_that_they_have_in_the_whole_model():
 
 
 @pytest.mark.long
-def test_later_draws_are_those_of_the_whole_model():
-    job = gpt_job()
-    build_model(job, CPU, None)
-    drawn = torch.rand(3)
-    build_model(with_fewer_blocks(job, 2).job, CPU, None)
-    assert torch.equal(torch.rand(3), drawn)
-
-
-def test_what_is_no_model_is_said():
-    """As `unfilled` builds it, an attribute of None was missing."""
-    with pytest.raises(JobError, match=r"Job\(model=...\) returned a NoneType, not a torch.nn.Module"):
-        unfilled(replace(make_job("mlp", "sgd"), model=lambda: None))
-
-
-@pytest.mark.long
-def test_a_recorded_model_is_shortened_too():
-    job = with_fewer_blocks(gpt_job(), 2).job
-    expected = dict(build_model(job, CPU, None).named_parameters())
-    model, recorded = record(lambda: build_model(job, CPU, None))
-    assert dict(model.named_parameters()).keys() == expected.keys() <= recorded.places.keys()
-
-
-@pytest.mark.long
 @pytest.mark.parametrize(
     "plan",
     [
@@ -97,45 +70,6 @@ def test_a_plan_is_verified_with_fewer_blocks_and_the_report_says_so(plan):
     assert run(make_job("mlp", "sgd"), "dp=2").records()[-1]["blocks"] is None
 
 
-class TakesTurns(nn.Module):
-    """Blocks of two kinds in turns, with something else before and behind; a small list that stays."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        pairs = [
-            each
-            for _ in range(4)
-            for each in (nn.Linear(7, 7), nn.Sequential(nn.Linear(7, 9), nn.Linear(9, 7)))
-        ]
-        self.body = nn.Sequential(nn.Linear(7, 7, bias=False), *pairs, nn.Linear(7, 5))
-        self.scales = nn.ModuleList(nn.Linear(1, 1, bias=False) for _ in range(3))
-
-    def forward(self, x):
-        a, b, c = self.scales
-        return c(b(a(self.body(x)[..., None])))[..., 0]
-
-
-@pytest.mark.long
-def test_groups_that_take_turns_are_blocks_and_what_is_behind_keeps_its_name():
-    (found,) = find_blocks(TakesTurns())
-    assert (found.path, found.num_blocks, found.period, found.names[0]) == ("body", 4, 2, "1")
-    fewer = with_fewer_blocks(replace(make_job("mlp", "sgd"), model=TakesTurns), 1)
-    assert "body.9.weight" in dict(build_model(fewer.job, CPU, None).named_parameters())
-    assert run(replace(make_job("mlp", "sgd"), model=TakesTurns), "dp=2", blocks=1).passed
-
-
-@pytest.mark.long
-def test_weights_of_the_kept_blocks_are_read_from_files(tmp_path: Path):
-    torch.manual_seed(5)
-    stored = GPT(layers=5)
-    save_model(stored, str(tmp_path / "model.safetensors"))
-    job = replace(
-        gpt_job(), weights=tmp_path, weight_names=lambda name: {"head.weight": None}.get(name, name)
-    )
-    report = run(job, "dp=2", blocks=2)
-    assert report.passed
-
-
 def test_a_model_without_repeated_blocks_is_refused_with_a_sentence():
     with pytest.raises(
         JobError, match="and the model has none: no ModuleList or Sequential in it holds equal modules"
@@ -147,21 +81,6 @@ def test_a_model_without_repeated_blocks_is_refused_with_a_sentence():
         with_fewer_blocks(gpt_job(), 5)
     with pytest.raises(JobError, match="--blocks 0 must be 1 or more"):
         with_fewer_blocks(gpt_job(), 0)
-
-
-class Counts(GPT):
-    """A forward that needs all of its blocks."""
-
-    def forward(self, x):
-        assert len(self.blocks) == 5
-        return super().forward(x)
-
-
-@pytest.mark.long
-def test_an_error_of_a_forward_that_counts_its_blocks_says_that_blocks_are_missing():
-    with pytest.raises(AssertionError) as caught:
-        run(replace(make_job("gpt", "sgd"), model=partial(Counts, layers=5)), "dp=2", blocks=2)
-    assert any("only the first 2, of 5 in blocks" in each for each in caught.value.__notes__)
 
 
 @pytest.mark.long

@@ -14,9 +14,7 @@ from torch.nn import functional as F
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
 from meshloom.verify.compared.compare import Comparison
-from meshloom.verify.findings import Report, lines_of
 from meshloom.verify.reference.reference import Reference
-from meshloom.verify.tolerances.kinks import AtKinks
 from tests.held import hold_against, step_of
 from tests.jobs import make_job
 
@@ -79,18 +77,6 @@ def test_units_on_their_other_side_are_found(function: str):
     assert not any(each.moved for each in step.errors)
 
 
-def test_the_report_says_how_many_there_are():
-    """Of each turn, where a step has several losses: of the last there are none."""
-    step, none = compared("relu", DIVIDED), compared("relu", DIVIDED, -3e-7)
-    turns = [replace(step, turn="critic"), replace(none, turn="generator")]
-    for steps, said in ([step], "step 0: 2 units"), (turns, "step 0 critic: 2 units"):
-        report = Report(
-            plan="tp=2", devices="simulated", precision="float32", steps=steps, causes=[], casts=[], owned=[0.5, 0.5], whole=None
-        )  # fmt: skip
-        (line,) = (line for line in lines_of(report) if "kink" in line)
-        assert line.startswith(f"{said} within rounding of a kink")
-
-
 @pytest.mark.parametrize(
     ("plan", "one", "scale"),
     [
@@ -102,26 +88,3 @@ def test_the_report_says_how_many_there_are():
 def test_what_they_do_not_explain_differs(plan: Plan, one: float, scale: float):
     step = compared("relu", plan, one, scale)
     assert not step.passed and step.failed("gradient")
-
-
-def test_what_is_exactly_there_is_not_turned_over():
-    """As what a mask has left is."""
-    assert not any(each.turned for each in compared("abs", DIVIDED, 0.0).errors)
-
-
-def test_looking_for_them_leaves_everything_as_it_was():
-    looked, plain = Reference(job("relu", 3e-7), DIVIDED), Reference(job("relu", 3e-7), DIVIDED)
-    ours = step_of(Reference(job("relu", -3e-7), DIVIDED)).gradients["first.weight"]
-    assert ours is not None
-    looked.run()
-    plain.run()
-    found = AtKinks(looked).gradient("first.weight", ours)
-    assert found is not None and torch.allclose(found, ours, rtol=1e-4, atol=1e-7)
-    kept = looked.gradients
-    for name, each in plain.gradients.items():
-        mine = kept[name]
-        assert each is not None and mine is not None and torch.equal(each, mine), name
-    plain.update()
-    looked.update()
-    for name, each in plain.parameters.items():
-        assert torch.equal(each, looked.parameters[name]), name

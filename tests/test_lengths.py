@@ -14,13 +14,10 @@ import torch
 from torch import Tensor
 
 from meshloom.core.job import Evaluate, Job
-from meshloom.core.plan import Plan
 from meshloom.replica.replica_state import full_state
 from meshloom.telemetry.progress import Listener
 from meshloom.train.trainer import Trainer
-from meshloom.verify.run import verify
 from tests.length_jobs import Lengths, lengths_job, next_word
-from tests.processes import on_ranks
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export")]
 
@@ -70,24 +67,6 @@ def test_three_readings_serve_a_job_that_pads_to_its_longest(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "plan",
-    [
-        "dp=2,tp=2",
-        "dp=2,pp=2,tp=2,microbatches=2",
-        "tp=4",
-        "tp=2,recompute=selective",
-        "pp=2,microbatches=3,schedule=interleaved",
-    ],
-)
-def test_it_is_verified(plan: str):
-    report = verify(
-        lengths_job(dropout=0.1), Plan.parse(plan), devices="simulated", dtype=torch.float64, steps=8
-    )
-    assert report and report.passed
-
-
-@pytest.mark.slow
 def test_it_is_evaluated_and_resumed(tmp_path: Path):
     """In a job that evaluates and saves in the middle of an epoch, computing some of it again in backward."""
     job = lengths_job(
@@ -100,18 +79,3 @@ def test_it_is_evaluated_and_resumed(tmp_path: Path):
     trained(job, plan, steps=4, out=tmp_path)
     found, _ = trained(job, plan, resume=tmp_path)
     check_same(found, alone)
-
-
-def _verified(plan: str) -> bool | None:
-    report = verify(lengths_job(dropout=0.1), Plan.parse(plan), devices="cpu", dtype=torch.float64, steps=6)
-    return report.passed if report else None
-
-
-@pytest.mark.slow
-@pytest.mark.processes
-@pytest.mark.parametrize(
-    ("num_ranks", "plan"), [(2, "tp=2"), pytest.param(4, "pp=2,tp=2,microbatches=2", marks=pytest.mark.slow)]
-)
-def test_processes_agree_on_what_is_made(num_ranks: int, plan: str):
-    """One rank proves; each makes its own stages."""
-    assert on_ranks(_verified, num_ranks, plan, timeout_seconds=300.0)[0]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +17,7 @@ from meshloom.telemetry.progress import Listener
 from meshloom.train.trainer import Trainer
 from tests.covering import few
 from tests.jobs import make_job
-from tests.offload_jobs import Counting, in_file, job_with, offload_job, ran, small, tensor_files
+from tests.offload_jobs import in_file, job_with, offload_job, ran, small, tensor_files
 from tests.saving_jobs import names_in
 
 CUTS = "pp=2,microbatches=2"
@@ -58,42 +57,6 @@ def test_bits_are_those_of_the_plan_without_it(
     without = ran(offload_job(model, optimizer), plan, dtype=dtype)
     with_it = ran(offload_job(model, optimizer), f"{plan},offload=optimizer", dtype=dtype)
     assert all(torch.equal(with_it[name], each) for name, each in without.items())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize(
-    "optimizer", ["sgd", "groups", "adafactor", "muon", "foreach", "fused", "amsgrad", "adagrad", "rmsprop"]
-)
-@pytest.mark.parametrize(
-    "plan", ["dp=1", "dp=3", *(f"dp=2,zero={zero},microbatches=2" for zero in (1, 2, 3)), "tp=2", CUTS]
-)
-def test_bits_of_every_optimizer_under_every_division(
-    plan: str, optimizer: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    small(monkeypatch)
-    without = ran(offload_job("gpt", optimizer), plan, dtype=dtype)
-    with_it = ran(offload_job("gpt", optimizer), f"{plan},offload=optimizer", dtype=dtype)
-    assert all(torch.equal(with_it[name], each) for name, each in without.items())
-
-
-@pytest.mark.long
-def test_counts_that_belong_to_no_parameter_are_those_of_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Counts in groups, attributes and shared state; state in lists, some of it made anew in every step."""
-    small(monkeypatch)
-    job = job_with("mlp", Counting, steps=4)
-    with Trainer(job, "dp=1,offload=optimizer", devices="simulated") as trainer:
-        updater = trainer.replicas[0].updater
-        trainer.fit()
-        (optimizer,) = updater._optimizers
-        assert isinstance(optimizer, Counting) and len(updater._offloaded._windows[id(optimizer)]) > 2
-        assert (int(optimizer.calls), optimizer.state["all"], optimizer.param_groups[0]["calls"]) == (4, 4, 4)
-        assert in_file(updater) == 12
-        reserved = updater._offloaded._file.num_bytes
-        ours = {name: each.detach().clone() for name, each in trainer.replicas[0].named}
-    theirs = ran(job, "dp=1")
-    assert all(torch.equal(each, theirs[name]) for name, each in ours.items())
-    assert reserved <= 16 * 2**20 + 12 * 4096  # what is made anew takes the place of what it replaces
 
 
 def test_what_cannot_update_a_few_parameters_is_stepped_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,55 +101,6 @@ def test_checkpoints_have_the_same_bytes_and_each_resumes_the_other(
     for before, after in (("without", offloading_plan), ("with", plan), ("with", offloading_plan)):
         ours = ran(longer, after, resume=tmp_path / before)
         assert all(torch.equal(ours[name], each) for name, each in expected.items())
-
-
-@pytest.mark.long
-def test_a_save_in_the_background_has_the_same_bytes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    small(monkeypatch)
-    job = offload_job("mlp", "groups", steps=3, checkpoint="background", checkpoint_every=1)
-    ran(job, "dp=2,zero=1", out=tmp_path / "without")
-    ran(job, "dp=2,zero=1,offload=optimizer", out=tmp_path / "with")
-    assert tensor_files(tmp_path / "without") == tensor_files(tmp_path / "with")
-
-
-class SparseEmbedding(torch.nn.Module):
-    """Tokens [batch, length] -> logits [batch, length, 29]; the embedding's gradient is sparse."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.head = torch.nn.Embedding(29, 9, sparse=True), torch.nn.Linear(9, 29)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.head(self.embed(tokens))
-
-
-@pytest.mark.parametrize("plan", few(["dp=1", "dp=2,zero=1"], 0))
-def test_several_optimizers_one_with_sparse_gradients(plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    small(monkeypatch)
-
-    def build(named: list[tuple[str, torch.nn.Parameter]]) -> list[torch.optim.Optimizer]:
-        parameters = dict(named)
-        embedding = parameters.pop("embed.weight")
-        return [torch.optim.SparseAdam([embedding]), torch.optim.AdamW(parameters.values())]
-
-    job = replace(
-        job_with("gpt", build),
-        model=SparseEmbedding,
-        loss=lambda model, batch: torch.nn.functional.cross_entropy(model(batch["x"]).mT, batch["y"]),
-    )
-    without, with_it = (ran(job, each) for each in (plan, f"{plan},offload=optimizer"))
-    assert all(torch.equal(with_it[name], each) for name, each in without.items())
-
-
-@pytest.mark.long
-def test_restored_state_goes_to_the_file_tensor_by_tensor(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    small(monkeypatch)
-    ran(offload_job("mlp", "groups", steps=2), "dp=1", out=tmp_path)
-    resumed = offload_job("mlp", "groups", steps=3)
-    with Trainer(resumed, "dp=1,offload=optimizer", devices="simulated", resume=tmp_path) as trainer:
-        assert in_file(trainer.replicas[0].updater) == 18  # two averages and a count of six parameters
 
 
 @pytest.mark.slow
@@ -244,59 +158,6 @@ def test_tensors_keep_identity_values_and_strides(tmp_path: Path) -> None:
     assert all(torch.equal(one, other) for one, other in zip(tensors, values, strict=True))
     assert tensors[0].stride() == (1, 7)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_what_the_kernel_has_dropped_comes_back_from_the_disk(tmp_path: Path) -> None:
-    """As where memory is short: pages are written, taken from the cache, asked for and read again."""
-    file = StateFile(tmp_path)
-    tensor = torch.randn(100_000, generator=torch.Generator().manual_seed(1))
-    expected = tensor.clone()
-    file.place(tensor)
-    for _ in range(3):
-        file.give_back([tensor])
-        descriptor = file._file.fileno()
-        os.fsync(descriptor)
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        file.ask_for([tensor])
-        assert torch.equal(tensor, expected)
-        tensor += 1
-        expected += 1
-
-
-def test_room_that_nothing_refers_to_is_used_again(tmp_path: Path) -> None:
-    """A view keeps it, also when the tensor that was placed is gone."""
-    file = StateFile(tmp_path)
-    tensor = torch.zeros(2000)
-    file.place(tensor)
-    address, view = tensor.data_ptr(), tensor[3:]
-    del tensor
-    other = torch.ones(2000)
-    file.place(other)
-    assert other.data_ptr() != address and not view.any()
-    del view
-    another = torch.ones(2000)
-    file.place(another)
-    assert another.data_ptr() == address
-
-
-def test_finding_out_how_much_state_there_will_be_changes_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Counts that the constructor has made already, too."""
-    small(monkeypatch)
-    optimizer = torch.optim.Adagrad([torch.nn.Parameter(torch.ones(5, 3))], lr_decay=0.5)
-    assert state_on_disk.state_bytes_of(optimizer) == 2 * 4096
-    (state,) = optimizer.state.values()
-    assert float(state["step"]) == 0 and not state["sum"].any()
-
-
-def test_memory_that_others_refer_to_is_not_moved(monkeypatch: pytest.MonkeyPatch) -> None:
-    """State that is a view, or of which there is a view, would be torn from the rest."""
-    monkeypatch.setattr(state_on_disk, "SMALLEST", 1)
-    tensor = torch.zeros(10)
-    assert state_on_disk._is_movable(tensor)
-    view = tensor.view(2, 5)
-    assert not state_on_disk._is_movable(tensor) and not state_on_disk._is_movable(view)
-    del view
-    assert state_on_disk._is_movable(tensor) and not state_on_disk._is_movable(tensor[2:])
 
 
 def test_a_disk_without_room_is_one_sentence_before_the_first_step(

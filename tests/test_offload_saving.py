@@ -6,7 +6,6 @@ A save that is under way is held where a test wants it.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -19,16 +18,13 @@ from torch.optim import Optimizer
 
 from meshloom.checkpoint.checkpoint import Checkpoint
 from meshloom.checkpoint.writing import save_room
-from meshloom.core.errors import PlanError
 from meshloom.core.job import Job
 from meshloom.optimizer import state_on_disk
-from meshloom.optimizer.offload.file_lender import FileLender
 from meshloom.optimizer.offload.state_file import StateFile
 from meshloom.train.trainer import Trainer
 from tests.covering import few
 from tests.offload_jobs import Counting, job_with, offload_job, ran, small
-from tests.test_background_saving import Held, assert_equal, checkpoints_in, train
-from tests.test_offload import resident
+from tests.test_background_saving import Held, checkpoints_in, train
 
 SAVING: dict[str, Any] = {"checkpoint": "background", "keep_checkpoints": 9}
 CASES = [
@@ -169,30 +165,6 @@ def test_only_what_is_in_memory_is_copied_and_that_is_said(
 
 
 @pytest.mark.long
-def test_pages_of_the_file_are_not_kept_in_memory(held: Held, tmp_path: Path) -> None:
-    """While a save is under way, and after it."""
-    width = 256
-    job = replace(
-        job_with("mlp", lambda named: torch.optim.AdamW(named), steps=4, **SAVING),
-        model=lambda: nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(6))),
-        loss=lambda model, batch: model(batch["x"].repeat(1, 37)[:, :width]).square().mean(),
-    )
-    found: list[int] = []
-    with Trainer(job, "dp=1,offload=optimizer", devices="simulated", out=tmp_path) as trainer:
-        for batch in trainer.batches():
-            trainer.step(batch)
-            found.append(resident(tmp_path))
-            if batch.step == 1:
-                trainer.save(wait=False)
-                held.there.wait(60)
-                found.append(resident(tmp_path))
-        held.go.set()
-        trainer.save()
-        found.append(resident(tmp_path))
-    assert found == [0] * 6
-
-
-@pytest.mark.long
 def test_a_full_disk_means_a_save_in_the_foreground(
     held: Held, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -216,97 +188,3 @@ def test_a_full_disk_means_a_save_in_the_foreground(
                 in refused[0]
             )
         assert_equal_tensors(out, tmp_path / "without")
-
-
-@pytest.mark.long
-def test_disk_that_one_rank_cannot_reserve_is_given_back_by_the_others(
-    held: Held, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    held.go.set()
-    files: list[StateFile] = []
-    monkeypatch.setattr(state_on_disk, "StateFile", lambda path: files.append(StateFile(path)) or files[-1])
-    before: list[int] = []
-
-    def reserve(self: FileLender, num_bytes: int) -> None:
-        before.append(self._file.num_bytes)
-        if self._file is files[1]:
-            raise PlanError("no room")
-        self._file.reserve(num_bytes)
-
-    monkeypatch.setattr(FileLender, "reserve", reserve)
-    notes = train(job_of("mlp", "sgd", steps=4), "dp=2,zero=1,offload=optimizer", tmp_path)
-    assert "Step 3 is saved in the foreground: no more disk could be reserved (no room)." in notes
-    assert [each.num_bytes for each in files] == before and 0 not in before
-
-
-@pytest.mark.long
-def test_a_loop_that_fails_meanwhile_leaves_the_checkpoint(held: Held, tmp_path: Path) -> None:
-    def fail(step: int) -> None:
-        if step == 5:
-            held.go.set()
-            raise ZeroDivisionError
-
-    plan = "dp=2,zero=1,offload=optimizer"
-    with pytest.raises(ZeroDivisionError):
-        train(job_of("mlp", "groups"), plan, tmp_path / "with", fail)
-    train(job_of("mlp", "groups", steps=3, checkpoint="foreground"), plan, tmp_path / "plain")
-    assert_equal(tmp_path / "with", tmp_path / "plain")
-
-
-def test_what_cannot_be_moved_waits_for_the_save(tmp_path: Path) -> None:
-    """A view of a tensor would be torn from it; and nothing is overwritten that is still read."""
-    file = StateFile(tmp_path)
-    lender = FileLender(file)
-    alone, viewed = torch.arange(3000.0), torch.arange(2000.0)
-    for each in (alone, viewed):
-        file.place(each)
-    view = viewed[5:]
-    first, second = lender.lend([alone[10:], viewed])
-    done = threading.Event()
-
-    def update() -> None:
-        for each in (alone, viewed):
-            lender.separate([each])
-            each += 1
-        done.set()
-
-    thread = threading.Thread(target=update)
-    thread.start()
-    assert not done.wait(0.2)
-    assert torch.equal(first, torch.arange(10.0, 3000.0)) and torch.equal(second, torch.arange(2000.0))
-    assert torch.equal(alone, torch.arange(3000.0) + 1)
-    lender.end()
-    thread.join()
-    assert torch.equal(view, torch.arange(5.0, 2000.0) + 1) and file.holds(alone) and file.holds(viewed)
-
-
-def test_a_moved_tensor_keeps_identity_values_and_strides(tmp_path: Path) -> None:
-    """And its room is free when nobody reads it any more."""
-    file = StateFile(tmp_path)
-    tensor = torch.randn(33, 700, generator=torch.Generator().manual_seed(1)).t()
-    expected = tensor.clone()
-    file.place(tensor)
-    assert file.missing_bytes([tensor, tensor.t()[3:]]) == 23 * 4096
-    lent = file.same_elements(tensor.t())
-    address, before = tensor.data_ptr(), file.num_bytes
-    file.move(tensor)
-    tensor += 1
-    assert torch.equal(tensor, expected + 1) and tensor.stride() == (1, 700)
-    assert torch.equal(lent, expected.t().reshape(-1)) and lent.data_ptr() == address
-    assert file.missing_bytes([tensor]) == 23 * 4096
-    del lent
-    assert file.missing_bytes([tensor]) == 0
-    file.move(tensor)
-    assert tensor.data_ptr() == address and file.num_bytes == before
-
-
-def test_what_was_reserved_last_is_given_back(tmp_path: Path) -> None:
-    file = StateFile(tmp_path)
-    file.reserve(10_000)
-    before = file.num_bytes
-    file.reserve(1_000_000)
-    file.take_back()
-    assert file.num_bytes == before
-    tensor = torch.ones(1000)
-    file.place(tensor)
-    assert file.num_bytes == before and bool(tensor.all())

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-import meshloom as ml
 from meshloom.core.errors import CaptureError
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
@@ -19,7 +18,7 @@ from meshloom.data.samples import first_batches
 from meshloom.program.ir.program import Program
 from meshloom.program.ir.transfer import pack, unpack
 from meshloom.program.opaque.call import ChangedCallError
-from meshloom.program.opaque.loss_code import LOSS, WHOLE
+from meshloom.program.opaque.loss_code import LOSS
 from meshloom.program.store.captured_loss import CapturedLoss
 from meshloom.train.trainer import Trainer
 from meshloom.verify.run import verify
@@ -107,25 +106,6 @@ def test_losses_equal_one_device(number: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("name", sorted(LOSSES))
-def test_every_loss_equals_one_device_under_every_plan(name: str, plan: str) -> None:
-    assert equal(job_of(lambda: Net([Router()], "r0r"), loss=LOSSES[name]), plan)
-
-
-@pytest.mark.slow
-def test_a_loss_that_draws_runs_whole_in_one_stage() -> None:
-    def noisy(model: nn.Module, batch: Batch) -> Tensor:
-        error = F.mse_loss(model(batch["x"] + torch.randn_like(batch["x"])), batch["y"])
-        return error if error.item() > 0 else 2 * error
-
-    job = job_of(lambda: Net([], "rr"), loss=noisy)
-    assert list(captured(job).opaque) == [WHOLE]
-    assert equal(job, "tp=2")
-    assert equal(job, "pp=2")
-
-
-@pytest.mark.slow
 def test_a_loss_that_calls_another_module_later_ends_the_step() -> None:
     flag = {"other": False}
 
@@ -152,59 +132,3 @@ def test_a_loss_that_fails_is_refused_with_its_line() -> None:
 
     with pytest.raises((CaptureError, KeyError), match="no such name"):
         captured(job_of(lambda: Net([], "r"), loss=fails))
-
-
-class Remembers(Net):
-    """With a queue of what the head gave, and how large it was."""
-
-    def __init__(self) -> None:
-        super().__init__([], "r")
-        self.register_buffer("queue", torch.zeros(6, 5))
-        self.register_buffer("place", torch.zeros((), dtype=torch.long))
-        self.register_buffer("size", torch.ones(()))
-
-
-def remembered(model: Any, batch: Batch) -> Tensor:
-    """The loss's own code writes buffers of the model in place."""
-    made = model(batch["x"]).flatten(1)
-    error = (
-        F.mse_loss(made, batch["y"].flatten(1))
-        + (made[:, :5] @ model.queue.clone().to(made).T).square().mean()
-    )
-    with torch.no_grad():
-        rows = (int(model.place) + torch.arange(len(made))) % 6
-        model.queue[rows] = made[:, :5].detach().to(model.queue.dtype)
-        model.place.fill_((int(model.place) + len(made)) % 6)
-    return error
-
-
-def renewed(model: Any, batch: Batch) -> Tensor:
-    """It puts another tensor in the place of a buffer."""
-    made = model(batch["x"])
-    error = F.mse_loss(made, batch["y"]) * model.size.to(made)
-    if error.item() < 1e9:
-        model.size = 0.5 * model.size + made.detach().square().mean().to(model.size.dtype)
-    return error
-
-
-def stepped(model: nn.Module, batch: Batch) -> Tensor:
-    """It asks for the step, and looks at values."""
-    error = F.mse_loss(model(batch["x"]), batch["y"])
-    return error * (1 + 0.1 * ml.step()) if error.item() < 1e9 else error
-
-
-@pytest.mark.covering("remembered-tp=2")
-@pytest.mark.parametrize("plan", few(["tp=2", "pp=2,microbatches=2", "dp=2,pp=2,tp=2"], 1, pytest.mark.slow))
-@pytest.mark.parametrize("loss", [remembered, renewed])
-@pytest.mark.slow
-def test_what_a_loss_writes_to_buffers_itself_is_merged_over_chunks(loss: Any, plan: str) -> None:
-    """An operator that did not say that it writes wrote to each rank's buffers at once."""
-    job = job_of(Remembers, loss=loss)
-    assert list(captured(job).opaque) == [WHOLE]
-    assert equal(job, plan)
-
-
-@pytest.mark.long
-def test_a_loss_that_asks_for_the_step_and_looks_at_values_runs_whole() -> None:
-    """It ended in an error of torch's."""
-    assert equal(job_of(lambda: Net([], "r"), loss=stepped), "tp=2")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,15 +18,12 @@ from meshloom.data.samples import first_batches
 from meshloom.planner.describe import describe
 from meshloom.planner.divided import divided
 from meshloom.planner.readings import Readings
-from meshloom.program.capture.opaque_runs import recorded_calls
-from meshloom.program.capture.opaque_units import _Trials  # pyright: ignore[reportPrivateUsage]
 from meshloom.program.opaque.asked_of_units import AskedOfUnits
 from meshloom.program.opaque.hidden_units import HiddenUnits
 from meshloom.program.opaque.operator import call_of_node, is_opaque
 from meshloom.program.store.captured_loss import CapturedLoss
 from meshloom.verify.run import verify
-from tests.opaque_jobs import WIDTH, Net, data, job_of
-from tests.zoo_outside.physics import ode_with_adaptive_steps
+from tests.opaque_jobs import WIDTH, Net, job_of
 
 pytestmark = [pytest.mark.usefixtures("silent_export", "dear_memory")]
 
@@ -126,24 +122,6 @@ class Frozen(Stacked):
         self.down.requires_grad_(False)
 
 
-class Halved(Routed):
-    """Another layer reads the weight of one of the experts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.extra = nn.Linear(WIDTH, HIDDEN, bias=False)
-        self.extra.weight = self.experts[1].up.weight  # type: ignore[union-attr]
-
-
-class TiedNet(Net):
-    def __init__(self) -> None:
-        super().__init__([Halved()])
-
-    def forward(self, x: Tensor) -> Tensor:
-        part = self.parts[0]
-        return super().forward(x) + part.extra(self.embed(x)).sum(-1, keepdim=True)  # type: ignore[operator]
-
-
 DIVIDED: dict[str, Callable[[], nn.Module]] = {
     "modules": Routed,
     "modules, as many units as features": lambda: Routed(WIDTH),
@@ -170,48 +148,6 @@ class NormedInside(Routed):
 class NormedAfter(Routed):
     def forward(self, x: Tensor) -> Tensor:
         return F.layer_norm(super().forward(x), (WIDTH,))
-
-
-class Counted(Routed):
-    """Counts its calls, of which a second one would be one too many."""
-
-    calls = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        return super().forward(x) * (1 + 1 / self.calls)
-
-
-class ClippedMlp(Mlp):
-    """Its units have one norm, which is small here, and may grow."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.clipped(F.gelu(self.up(x))))
-
-    def clipped(self, h: Tensor) -> Tensor:
-        if h.norm() > 60:
-            h = h * (60 / h.norm())
-        return h
-
-
-class ClippedWithoutAsking(ClippedMlp):
-    def clipped(self, h: Tensor) -> Tensor:
-        return h * (60 / h.norm().clamp(min=60))
-
-
-class ClippedByList(ClippedMlp):
-    def clipped(self, h: Tensor) -> Tensor:
-        return h if max(h.sum(-1).tolist()) < 60 else h * 0.5
-
-
-class ClippedGradients(ClippedMlp):
-    def clipped(self, h: Tensor) -> Tensor:
-        if h.requires_grad:
-            h.register_hook(lambda g: g / 2 if g.norm() > 60 else g)
-        return h
-
-
-CLIPPED = (ClippedMlp, ClippedWithoutAsking, ClippedByList, ClippedGradients)
 
 
 def with_experts(kind: Callable[[], nn.Module]) -> Routed:
@@ -288,12 +224,6 @@ def check_divided(name: str) -> None:
     assert held and max(held) < 0.7
 
 
-@pytest.mark.long
-@pytest.mark.slow
-def test_experts_that_run_as_written_are_divided_by_their_units() -> None:
-    check_divided("tensors")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(DIVIDED))
 def test_experts_of_every_kind_are_divided(name: str) -> None:
@@ -312,45 +242,10 @@ def test_divided_experts_equal_one_device(name: str, plan: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("plan", ["tp=2", "tp=3", "tp=4", "pp=2,microbatches=2", "dp=2,pp=2,tp=2"])
-@pytest.mark.parametrize("name", sorted(DIVIDED))
-def test_divided_experts_of_every_kind_equal_one_device(name: str, plan: str) -> None:
-    assert equal(job(DIVIDED[name]), pinned(plan, name))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "plan", ["dp=2,tp=2,zero=1", "pp=2,tp=2,microbatches=4,schedule=zb-h1,recompute=full"]
-)
-@pytest.mark.parametrize("name", ["modules", "tensors"])
-def test_divided_experts_equal_one_device_with_all_else(name: str, plan: str) -> None:
-    assert equal(job(DIVIDED[name]), pinned(plan, name))
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(WHOLE))
 def test_what_is_no_sum_over_units_stays_whole(name: str) -> None:
     assert units_of(job(WHOLE[name])) == [None]
     assert equal(job(WHOLE[name]), "tp=2")
-
-
-@pytest.mark.slow
-def test_what_counts_its_calls_stays_whole() -> None:
-    assert units_of(job(Counted)) == [None]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", CLIPPED)
-def test_units_with_a_norm_that_grows_later_stay_whole(kind: Callable[[], nn.Module]) -> None:
-    """They were divided, as with small numbers they are a sum over units; in a later batch each rank clipped the norm of
-    its own, and nothing was said."""
-    later = replace(job(lambda: with_experts(kind)), data=last_batch_larger, shuffle=False)
-    assert units_of(later) == [None]
-    assert equal(later, "tp=2", 3)
-
-
-def last_batch_larger() -> list[dict[str, Tensor]]:
-    return [{**each, "x": each["x"] * (1000 if row >= 16 else 1)} for row, each in enumerate(data())]
 
 
 def test_what_is_asked_of_units_is_seen() -> None:
@@ -388,59 +283,8 @@ def test_what_is_asked_of_units_is_seen() -> None:
     assert not asks(lambda: (x @ up.T)[(x @ router.T).argmax(-1) == 1])
 
 
-@pytest.mark.long
-def test_a_loop_that_follows_values_is_not_tried_without_end() -> None:
-    """With other numbers its steps shrink for ever: under tp the start never ended."""
-    assert units_of(ode_with_adaptive_steps()) == [None]
-
-
-class Doubling(nn.Module):
-    """Until a difference is large: if it is negative, for ever."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.linear(x)
-        size = x.flatten()[0] - x.flatten()[-1]
-        while size < 9:
-            size, y = size * 2, y * 1.01
-        return x + y
-
-
-def test_a_loop_without_end_for_other_inputs_is_given_up() -> None:
-    """Whether shapes depend on values is asked with inputs in another order, for which the start never ended."""
-    model = Doubling()
-    batch = torch.arange(WIDTH * 2.0).flip(0).view(2, WIDTH)
-    (found,) = recorded_calls(model, lambda model, batch: model(batch).sum(), [batch], [""]).values()
-    assert [each.shape for each in found[0].call.results] == [(2, WIDTH)]
-
-
-@pytest.mark.slow
-def test_a_weight_that_others_read_is_divided_for_all() -> None:
-    tied = job_of(TiedNet)
-    (units,) = units_of(tied)
-    assert units is not None
-    for plan in ("tp=2", "dp=2,pp=2,tp=2"):
-        assert equal(tied, pinned(plan, "modules"))
-
-
 @pytest.mark.slow
 def test_describe_says_how_much_belongs_to_units() -> None:
     (note,) = describe(Readings(job(Stacked))).opaque
     assert note.startswith("parts.0 runs as written, as one operator of which tp divides the hidden units: ")
     assert "belong to hidden units." in note
-
-
-@pytest.mark.slow
-def test_what_stays_whole_at_one_size_is_not_tried_at_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A detector whose images have boxes of every number was tried for each number, which took as long as all else."""
-    tried: list[int] = []
-    best = _Trials.best
-    monkeypatch.setattr(_Trials, "best", lambda self: [tried.append(1), best(self)][1])
-    loss = CapturedLoss(job(SoftmaxInside))
-    for size in (8, 6, 5):
-        program = loss.capture(first_batches(job(SoftmaxInside), 2, size))
-        assert [call_of_node(each).units for each in program.nodes if is_opaque(each)] == [None]
-    assert len(tried) == 1

@@ -82,22 +82,6 @@ class Drawing(nn.Module):
         return self.two(torch.tanh(self.one(x))) * (1 + self.state / 2**self.bits)
 
 
-@pytest.mark.parametrize("plan", ["dp=1", "dp=2"])
-def test_whole_numbers_have_more_bits_than_a_tensors(plan: str) -> None:
-    """From 2^63 on they were lost after each step, under every plan."""
-    state, states = 1, list[int]()
-    for _ in range(3):
-        state = (state * 6364136223846793005 + 1442695040888963407) % 2**64
-        states.append(state)
-    assert max(states) >= 2**63
-    drawing = job_of(Drawing, lambda m, b: F.cross_entropy(m(b["x"]), b["y"]), DATA)
-    with ml.Trainer(drawing, plan, devices="simulated", listener=QUIET) as trainer:
-        for batch, expected in zip(trainer.batches(), states, strict=False):
-            trainer.step(batch)
-            held: list[Any] = [each.model for each in trainer.replicas]
-            assert [each.state for each in held] == [expected] * len(held)
-
-
 def test_a_number_that_is_too_long_is_named() -> None:
     job = job_of(lambda: Drawing(200), lambda m, b: F.cross_entropy(m(b["x"]), b["y"]), DATA)
     with (

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-import runpy
-from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,25 +13,14 @@ import torch
 from jobs import vectors
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import default_collate
 
 import meshloom as ml
-from meshloom.comm.simulated import simulated_groups
-from meshloom.comm.steps import run_in_steps
 from meshloom.core.errors import CaptureError, JobError
 from meshloom.core.job import Evaluate, Job
-from meshloom.core.moments.current_step import Moment
 from meshloom.core.plan import Plan
 from meshloom.core.random import chunk_seed, model_seed, sample_order, seed_everything
-from meshloom.program.capture.shapes import capture_shapes, paths_by_shapes
-from meshloom.program.python_draws.explore import may_draw
-from meshloom.program.store.drawn_batches import DrawnBatches
 from meshloom.replica.replica_state import full_state
 from meshloom.train.trainer import Trainer
-from meshloom.verify.run import verify
-from tests.planted.bugs import wrap
-from tests.processes import on_ranks
-from tests.reports import text_of
 
 STEPS = 4
 PROGRAMS = ["tp=2", "pp=2,microbatches=2", "dp=2,pp=2,tp=2", "dp=2,tp=2,zero=3"]
@@ -207,72 +193,6 @@ def test_draws_are_inputs_of_programs(plan: str, model: Any, loss: Any) -> None:
     check_equal(trained(job, plan), one_device(job, chunks_of(plan), drop_last=True))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("plan", ["dp=2", "dp=2,tp=2", "pp=2,microbatches=2"])
-def test_verify_draws_alike(plan: str) -> None:
-    report = verify(job_of(), Plan.parse(plan), devices="simulated", steps=2)
-    assert report is not None and report.passed
-
-
-@pytest.mark.slow
-def test_verify_says_that_programs_are_given_other_draws(monkeypatch: pytest.MonkeyPatch) -> None:
-    def of_first_chunk(
-        right: Any, self: DrawnBatches, batches: Sequence[tuple[Any, Moment]], loss: Any
-    ) -> Any:
-        return right(self, [(batch, batches[0][1]) for batch, _ in batches], loss)
-
-    wrap(monkeypatch, DrawnBatches, "all_drawn", of_first_chunk)
-    report = verify(job_of(), Plan.parse("tp=2,microbatches=2"), devices="simulated", quick=True)
-    assert report is not None and not report.passed
-    said = " ".join(text_of(report).split())
-    assert "what its loss draws with random or numpy, or makes of the step, is" in said
-    assert "that of chunk 0, and the chunk's own is" in said
-
-
-def test_a_loss_that_no_module_names_is_looked_into(tmp_path: Path) -> None:
-    file = tmp_path / "losses.py"
-    file.write_text(
-        "import random\ndef noise(x):\n    return x * random.random()\ndef around(function):\n    return lambda m, b: function(m(b))\n"
-    )
-    names, model = runpy.run_path(str(file)), nn.Linear(2, 2)
-    assert may_draw(names["around"](names["noise"]), model) and may_draw(partial(names["noise"]), model)
-    assert not may_draw(names["around"](torch.sum), model)
-
-
-@pytest.mark.long
-def test_what_is_drawn_lies_where_the_batch_does() -> None:
-    """Of batches on a GPU programs could not be read: "The model and the batch lie on cuda:0, cpu"."""
-    job = job_of()
-    batch = {"x": torch.zeros(4, 7, dtype=torch.float64), "y": torch.zeros(4, dtype=torch.long)}
-    there = {name: each.to("meta") for name, each in batch.items()}
-    here = simulated_groups(1)[0]
-    drawn = DrawnBatches(job, here, None)
-    drawn._found = lambda *_: [each.text for each in paths_by_shapes(job, batch)]  # type: ignore[method-assign]
-    [[found]] = run_in_steps([drawn.opened(job.model(), [[there]], here, job.loss)])[0]
-    assert found["drawn"] and {each.device.type for each in found["drawn"]} == {"meta"}
-
-
-@pytest.mark.slow
-@pytest.mark.long
-def test_metrics_draw_alike_in_programs() -> None:
-    def metric(model: nn.Module, batch: Any) -> Tensor:
-        return model(batch["x"] * random.uniform(1, 2)).mean() * ml.step()
-
-    found: dict[str, dict[str, float]] = {}
-    for plan in ("dp=2", "dp=2,tp=2"):
-        job = job_of(evaluate=Evaluate(data=Doubles, metrics={"mean": metric}, every=2))
-        with Trainer(job, plan=plan, devices="simulated") as trainer:
-            trainer.fit()
-            found[plan] = trainer.evaluate()
-    assert found["dp=2"] == pytest.approx(found["dp=2,tp=2"], rel=1e-10)
-
-
-@pytest.mark.long
-def test_a_program_by_shapes_has_its_draws_as_inputs() -> None:
-    program = capture_shapes(job_of(), default_collate([Doubles()[0]] * 4))
-    assert [each.name for each in program.tensor_inputs if each.name.startswith("drawn")]
-
-
 class Many(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -311,50 +231,3 @@ def test_what_cannot_be_an_input_is_refused_by_name(why: str) -> None:
 
     with pytest.raises(CaptureError, match=why):
         trained(job_of(lambda: nn.Linear(7, 7), loss), "tp=2,recompute=full")
-
-
-# Each is compared with Python's own, in a loss that multiplies by it.
-USES = {
-    "sums": lambda: 1 - random.random() * 2 + numpy.random.rand() / 3,
-    "powers": lambda: random.random() ** 2 + 2 ** random.random(),
-    "math": lambda: math.cos(random.random()) + math.sqrt(ml.step()),
-    "numpy": lambda: numpy.maximum(random.random(), 0.5) + numpy.exp(numpy.random.beta(1, 2)),
-    "clipped": lambda: max(0.2, min(0.8, random.random())),
-    "whole": lambda: random.randint(1, 3) + numpy.random.randint(5),
-    "range": lambda: sum(random.random() for _ in range(random.randint(1, 3))),
-    "chosen": lambda: random.choice([0.1, 0.5]) * random.choice("abc").count("a"),
-    "tensor": lambda: torch.tensor(random.random()) + torch.tensor([random.random(), 1.0]).sum(),
-    "array": lambda: torch.as_tensor(numpy.random.rand(3) * 2 + 1)[1:].sum(),
-    "items": lambda: numpy.random.permutation(4)[2] + random.sample(range(9), 3)[0],
-    "rounded": lambda: round(random.random() * 5, 1) + abs(random.gauss(0, 1)),
-    "truth": lambda: 2.0 if ml.step() else 1.0,
-}
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    "use", [use if use in ("math", "chosen") else pytest.param(use, marks=pytest.mark.slow) for use in USES]
-)
-def test_what_can_be_done_with_a_draw(use: str) -> None:
-    def loss(model: nn.Module, batch: Any) -> Tensor:
-        return (model(batch["x"]) * USES[use]()).square().mean()
-
-    def losses(plan: str) -> list[float]:
-        job = job_of(lambda: nn.Linear(7, 4), loss, drop_last=True)
-        with Trainer(job, plan=plan, devices="simulated") as trainer:
-            return [trainer.step(batch) for batch in trainer.batches()]
-
-    assert losses("dp=2,tp=2") == pytest.approx(losses("dp=2"), rel=1e-10)
-
-
-def _verified(plan: str) -> bool | None:
-    report = verify(job_of(Drops, annealed), Plan.parse(plan), devices="cpu", steps=2, dtype=torch.float64)
-    return None if report is None else report.passed
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("plan", ["tp=2", pytest.param("dp=2", marks=pytest.mark.slow)])
-@pytest.mark.slow
-def test_processes_draw_as_one_device_does(plan: str) -> None:
-    found = on_ranks(_verified, 2, plan)
-    assert found[0] is True

@@ -11,19 +11,15 @@ from typing import Any
 
 import pytest
 import torch
-from processes import on_ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD, Adagrad, AdamW, SparseAdam
 
 from meshloom.core.errors import JobError, TrainingError
 from meshloom.core.job import Job
-from meshloom.core.plan import Plan
-from meshloom.exchange import sparse_gradients as sparse
 from meshloom.replica.replica_state import full_state
 from meshloom.telemetry.progress import QUIET, Listener
 from meshloom.train.trainer import Trainer
-from meshloom.verify.run import verify
 from tests.covering import few
 
 # torch's, of its own Adagrad and SparseAdam
@@ -41,11 +37,6 @@ PLANS = [
     "dp=3,exchange=ring",
     "dp=2,zero=3,microbatches=2",
 ]
-# Programs compute dense gradients, of which rows travel along dp.
-PROGRAMS = [
-    "tp=2", "dp=2,pp=2,tp=2", "pp=2,microbatches=2", "dp=2,tp=2,zero=3,microbatches=3", "dp=2,zero=2,microbatches=3,recompute=full", "dp=2,pp=2,zero=3",
-    "tp=2,tp_placements=table:row+bags:column", "dp=2,tp=2,tp_placements=table:column+bags:column", "pp=2,microbatches=3,schedule=zb-h1", "tp=3,dp=2,zero=1",
-]  # fmt: skip
 TOLERANCE: Any = {"rtol": 1e-11, "atol": 1e-13}  # float64, another order of sums
 
 
@@ -177,16 +168,6 @@ def test_a_sparse_step_is_one_device_s(optimizer: str, size: str, plan: str) -> 
     )
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("plan", few(PROGRAMS, 1, pytest.mark.slow))
-@pytest.mark.parametrize("optimizer", few(["SparseAdam", "SGD", "Adagrad"], 1, pytest.mark.slow))
-@pytest.mark.parametrize("size", few(list(SIZES), 1, pytest.mark.slow))
-@pytest.mark.slow
-def test_programs_use_the_rows_of_one_device(size: str, optimizer: str, plan: str) -> None:
-    """tp, pp and recomputation refused SparseAdam, and sent all rows along dp."""
-    test_a_sparse_step_is_one_device_s(optimizer, size, plan)
-
-
 @pytest.mark.slow
 @pytest.mark.long
 def test_rows_and_not_the_table_travel_along_dp() -> None:
@@ -195,18 +176,6 @@ def test_rows_and_not_the_table_travel_along_dp() -> None:
     _, dense = trained(replace(job("SGD", steps=2), model=lambda: Words(300, sparse=False)), "dp=2,tp=2")
     assert summary.predicted == summary.counted
     assert 2 * sum(summary.counted.bytes["dp"].values()) < sum(dense.counted.bytes["dp"].values())
-
-
-@pytest.mark.slow
-@pytest.mark.long
-@pytest.mark.parametrize("parts", [["table", "bags"], pytest.param(["Words"], marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-    "plan", ["tp=2", pytest.param("dp=2,pp=2,tp=2,microbatches=2", marks=pytest.mark.slow)]
-)
-def test_tables_in_parts_that_run_as_written(parts: list[str], plan: str) -> None:
-    found, _ = trained(replace(job("SparseAdam"), opaque=parts), plan)
-    for name, each in one_device("SparseAdam").items():
-        torch.testing.assert_close(found[name], each, **TOLERANCE)
 
 
 @pytest.mark.long
@@ -220,27 +189,6 @@ def test_optimizers_that_move_all_rows_get_the_same_numbers_dense(optimizer: str
             torch.testing.assert_close(
                 found[name], each, **TOLERANCE, msg=lambda text, name=name: f"{name}: {text}"
             )
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    "plan", few(["pp=2,microbatches=2", "tp=2", "dp=2,pp=2,zero=3", "dp=2,pp=2,tp=2"], 1, pytest.mark.slow)
-)
-@pytest.mark.slow
-def test_a_table_that_two_stages_look_up(plan: str) -> None:
-    class Twice(Words):
-        def forward(self, x: Tensor) -> Tensor:
-            first = torch.tanh(self.table(x[:, :2]).mean(1))
-            hidden = self.last(torch.cat([first, self.bags(x)], dim=1))
-            return hidden + self.table(x[:, 2:]).mean(1)[:, :3]
-
-    the_job = replace(job("SparseAdam", steps=3, batch_size=6), model=lambda: Twice(300))
-    found, summary = trained(the_job, plan)
-    for name, each in trained(the_job, "dp=1")[0].items():
-        torch.testing.assert_close(
-            found[name], each, **TOLERANCE, msg=lambda text, name=name: f"{name}: {text}"
-        )
-    assert summary.predicted == summary.counted
 
 
 @pytest.mark.long
@@ -294,78 +242,4 @@ def test_the_run_says_that_its_bytes_depend_on_the_rows() -> None:
 # --- Verification.
 
 
-def verified(the_job: Job, plan: str) -> bool:
-    report = verify(the_job, Plan.parse(plan), devices="simulated", steps=2, dtype=torch.float64)
-    assert report is not None
-    return report.passed
-
-
-@pytest.mark.covering("dp=3,zero=1", "dp=2,zero=3")
-@pytest.mark.parametrize(
-    "plan",
-    [
-        "dp=2",
-        "dp=3,zero=1,microbatches=2",
-        "dp=2,zero=3",
-        pytest.param("dp=2,pp=2,tp=2", marks=pytest.mark.long),
-    ],
-)
-@pytest.mark.slow
-def test_sparse_gradients_are_verified(plan: str) -> None:
-    """The reference ended in "Could not run aten::linalg_vector_norm"."""
-    assert verified(job("SparseAdam", clip_grad_norm=0.3), plan)
-
-
-@pytest.mark.slow
-def test_a_lost_row_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Planted: the last rank's last row is forgotten; and rows that were used count as not used where their
-    values are 0."""
-    original = sparse._coalesced  # pyright: ignore[reportPrivateUsage]
-
-    def forgetful(rows: Tensor, values: Tensor, parameter: Tensor) -> Tensor:
-        return original(rows[:-1], values[:-1], parameter)
-
-    def careless(rows: Tensor, values: Tensor, parameter: Tensor) -> Tensor:
-        used = (values != 0).flatten(1).any(1)
-        return original(rows[used], values[used], parameter)
-
-    for planted in (forgetful, careless):
-        monkeypatch.setattr(sparse, "_coalesced", planted)
-        assert not verified(job("SparseAdam"), "dp=2")
-
-
 # --- Processes.
-
-
-def _on_processes(plan: str, transport: str) -> dict[str, Tensor]:
-    with Trainer(
-        job("SparseAdam", clip_grad_norm=0.3),
-        plan,
-        devices="cpu",
-        dtype=torch.float64,
-        transport=transport,
-        listener=QUIET,
-    ) as trainer:
-        summary = trainer.fit()
-        assert summary.predicted == summary.counted
-        return {name: each.clone() for name, each in trainer.replicas[0].model.state_dict().items()}
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize(
-    ("plan", "transport"),
-    [
-        ("dp=2,zero=1", "auto"),
-        pytest.param("dp=2", "gloo", marks=pytest.mark.slow),
-        pytest.param("dp=2,zero=1", "gloo", marks=pytest.mark.slow),
-        pytest.param("dp=2,exchange=ring", "auto", marks=pytest.mark.slow),
-        pytest.param("dp=2,exchange=server,servers=2", "auto", marks=pytest.mark.slow),
-    ],
-)
-def test_processes_compute_what_simulated_ranks_do(plan: str, transport: str) -> None:
-    expected, _ = trained(job("SparseAdam", clip_grad_norm=0.3), plan)
-    for found in on_ranks(_on_processes, 2, plan, transport):
-        for name, each in expected.items():
-            torch.testing.assert_close(
-                found[name], each, **TOLERANCE, msg=lambda text, name=name: f"{name}: {text}"
-            )

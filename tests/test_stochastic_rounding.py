@@ -27,10 +27,8 @@ from meshloom.replica.replica_state import full_state
 from meshloom.train.trainer import Trainer
 from meshloom.verify.reference.masters import rounded_by_chance
 from meshloom.verify.run import verify
-from tests.jobs import make_job
-from tests.precision_jobs import MODELS, job_of
+from tests.precision_jobs import job_of
 from tests.test_memory import job_and_batches
-from tests.test_mixed_precision import PLANS
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export")]
 
@@ -155,15 +153,6 @@ def test_equal_gradients_lead_to_equal_bits_under_every_plan(plans: list[str]):
     assert {each.dtype for each in found[0].values()} == {torch.bfloat16}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("model", ["mlp", "cnn", "gpt"])
-@pytest.mark.parametrize("plan", PLANS)
-def test_a_plan_is_one_device_that_rounds_by_the_same_draws(model: str, plan: str):
-    assert model in MODELS
-    report = verify(job_of(model), by_chance(plan), devices="simulated")
-    assert report and report.passed, [str(each) for each in report.worst()] if report else ""
-
-
 def test_verify_compares_with_one_device_that_rounds_by_the_same_draws():
     report = verify(job_of("mlp"), by_chance("dp=2,zero=1,microbatches=2"), devices="simulated", steps=2)
     assert report and report.passed and "rounded by the same draws" in report.autocast
@@ -177,29 +166,12 @@ def test_rounding_to_nearest_is_found(plan: str, monkeypatch: pytest.MonkeyPatch
     assert all(step.failed("parameter") or step.failed("update") for step in report.steps)
 
 
-@pytest.mark.parametrize("plan", ["dp=2,zero=1", slow("dp=2,zero=3"), slow("tp=2")])
-def test_draws_by_the_place_in_a_slice_are_found(plan: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(
-        stochastic, "rounded", lambda value, key, index: rounded(value, key, torch.arange(len(value)))
-    )
-    report = verify(job_of("mlp"), by_chance(plan), devices="simulated", steps=1)
-    assert report and not report.passed
-
-
 @pytest.mark.parametrize(("saved", "resumed"), [("dp=2,zero=1", "dp=2"), slow("dp=2,zero=3", "dp=2,zero=1")])
 def test_a_resumed_run_goes_on_with_the_same_bits(saved: str, resumed: str, tmp_path: Path):
     job = job_of("mlp", steps=4, checkpoint_every=2)
     whole = state_after(job, saved, out=tmp_path)
     again = state_after(job, resumed, resume=tmp_path / "step-00000002")
     assert all(torch.equal(again[name], whole[name]) for name in whole)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("optimizer", ["adafactor", "muon"])
-@pytest.mark.parametrize("plan", ["dp=2,zero=1", "tp=2"])
-def test_optimizers_that_look_at_whole_parameters_see_what_was_rounded(optimizer: str, plan: str):
-    report = verify(make_job("gpt", optimizer), by_chance(plan), devices="simulated")
-    assert report and report.passed, [str(each) for each in report.worst()] if report else ""
 
 
 def test_nothing_is_kept_between_updates_but_state_in_float32():

@@ -5,7 +5,6 @@ plan (docs/buffers.md)."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,12 +12,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import Dataset
 
 from meshloom.core.errors import MeshloomError
-from meshloom.core.job import Evaluate, Job
+from meshloom.core.job import Job
 from meshloom.core.plan import Plan
-from meshloom.program.capture.writing_code import may_write
 from meshloom.verify.run import verify
 from tests.covering import few
 from tests.zoo import integers, job_of, normal
@@ -108,12 +105,6 @@ def loss(model: Any, batch: Any) -> Tensor:
     return F.cross_entropy(model(batch["x"]), batch["y"])
 
 
-def written_last(model: Any, batch: Any) -> Tensor:
-    found = loss(model, batch)
-    multiplied(model.b.linear, model.b.mask)
-    return found
-
-
 def nothing(linear: nn.Linear, mask: Tensor) -> None:
     pass
 
@@ -140,16 +131,6 @@ def test_what_every_forward_leaves_alike_is_one_device_s(write: Any, plan: str) 
     check(between(write), plan)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("plan", few(["pp=2,microbatches=2", "tp=2", "dp=2,pp=2,tp=2"], 1, pytest.mark.slow))
-@pytest.mark.parametrize("write", few(SETTLED, 1, pytest.mark.slow))
-@pytest.mark.slow
-def test_in_programs_the_module_that_writes_runs_as_written(write: Any, plan: str) -> None:
-    """Writes of a list of tensors ended in a traceback with two microbatches, as the second one's came before the first
-    one's backward."""
-    check(between(write), plan)
-
-
 REFUSED = [
     (drawn, "b.linear.bias, which is trained, and what is written depends on the batch or on random draws"),
     (shrunk, "b.linear.weight, which is trained, and each forward changes it further"),
@@ -164,20 +145,6 @@ REFUSED = [
 def test_what_would_not_be_one_device_s_is_refused_with_the_reason(write: Any, why: str, plan: str) -> None:
     with pytest.raises(MeshloomError, match=why):
         check(between(write), plan)
-
-
-@pytest.mark.long
-def test_a_write_after_the_weight_was_read_is_refused() -> None:
-    with pytest.raises(
-        MeshloomError, match="b.linear.weight, which is trained, and it is written after it has been read"
-    ):
-        check(between(nothing, written_last), "dp=2")
-
-
-def test_code_that_writes_nothing_is_not_tried() -> None:
-    assert not may_write(loss, Between(nothing))
-    assert may_write(loss, Between(copied))
-    assert may_write(written_last, Between(nothing))
 
 
 IDS = {"x": integers(3, 11, 4), "y": integers(2, 5)}
@@ -198,39 +165,6 @@ class Table(nn.Module):
         return self.out(found.mean(1))
 
 
-class Scaled(nn.Module):
-    def __init__(self, _: str) -> None:
-        super().__init__()
-        self.table, self.out = nn.Embedding(11, 7, max_norm=1.0), nn.Linear(7, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.out(self.table(x).mean(1))
-
-
-class Last(Dataset[dict[str, Tensor]]):
-    """Samples of ids that no step has."""
-
-    def __init__(self, length: int) -> None:
-        self._length = length
-
-    def __len__(self) -> int:
-        return self._length
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return {"x": torch.tensor([7, 8, 9, 10]) - index % 2, "y": torch.tensor(index % 5)}
-
-
-class Tied(nn.Module):
-    def __init__(self, is_module: bool) -> None:
-        super().__init__()
-        self.table = nn.Embedding(11, 7, max_norm=1.0 if is_module else None)
-        self.is_module = is_module
-
-    def forward(self, x: Tensor) -> Tensor:
-        found = self.table(x) if self.is_module else F.embedding(x, self.table.weight, max_norm=1.0)
-        return F.linear(found.mean(1), self.table.weight)
-
-
 @pytest.mark.parametrize("plan", few(PLANS, 1, pytest.mark.slow))
 @pytest.mark.parametrize("kind", few(["plain", "bag", "padding"], 1, pytest.mark.slow))
 @pytest.mark.long
@@ -238,35 +172,3 @@ def test_tables_that_functions_limit_are_one_device_s(kind: str, plan: str) -> N
     before = F.embedding
     check(job_of(partial(Table, kind), loss, IDS), plan)
     assert F.embedding is before
-
-
-@pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=3"])
-@pytest.mark.long
-def test_replicas_add_up_a_row_in_one_order(plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each adds up for itself, and a GPU adds scattered values in any order: replicas drifted apart there."""
-
-    def scattered(*given: Any) -> Any:
-        raise AssertionError("added up by index")
-
-    monkeypatch.setattr(Tensor, "index_add_", scattered)
-    check(job_of(partial(Table, "plain"), loss, IDS), plan)
-
-
-@pytest.mark.parametrize("kind", ["module", "function"])
-@pytest.mark.slow
-def test_an_evaluation_scales_no_rows_on_one_device_either(kind: str) -> None:
-    """Its rows are others than those of a step; torch would leave them scaled."""
-    model = partial(Scaled if kind == "module" else Table, "plain")
-    job = job_of(model, loss, {"x": integers(3, 6, 4), "y": integers(2, 5)})
-    evaluated = Evaluate(data=lambda: Last(4), metrics={"loss": loss}, every=1)
-    check(replace(job, evaluate=evaluated), "dp=2", quick=False)
-
-
-@pytest.mark.parametrize("is_module", [True, False])
-@pytest.mark.long
-def test_a_limited_table_that_an_output_layer_reads_too_is_refused(is_module: bool) -> None:
-    """Its rows are scaled or not there, as the batch has it."""
-    with pytest.raises(
-        MeshloomError, match="The table table.weight has max_norm, and the loss reads it besides"
-    ):
-        check(job_of(partial(Tied, is_module), loss, IDS), "dp=2")

@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge, save_on_cpu, saved_tensors_hooks
+from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
 from meshloom.data.samples import first_batches
 from meshloom.program.opaque.gradient_hooks import changed_by_hooks, node_hooks_seen
-from meshloom.program.opaque.loss_code import LOSS, WHOLE, own_code_of
+from meshloom.program.opaque.loss_code import own_code_of
 from meshloom.program.store.captured_loss import CapturedLoss
 from meshloom.verify.run import verify
 from tests.covering import few
@@ -149,12 +149,6 @@ def loss(model: Any, batch: dict[str, Tensor]) -> Tensor:
     return (model(batch["x"]) - batch["y"]).square().sum(-1).mean()
 
 
-def hooked_loss(model: Any, batch: dict[str, Tensor]) -> Tensor:
-    error = (model(batch["x"]) - batch["y"]) * 2
-    before(error)
-    return error.square().sum(-1).mean()
-
-
 def last_batch_larger() -> list[dict[str, Tensor]]:
     return [{**each, "x": each["x"] * (1000 if row >= 16 else 1)} for row, each in enumerate(data())]
 
@@ -199,30 +193,6 @@ def test_a_hook_that_a_program_has_not_makes_its_part_opaque(name: str) -> None:
     assert equal(large(model), "tp=2")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", FOUND)
-def test_such_a_hook_equals_one_device_in_stages(name: str) -> None:
-    assert equal(large(FOUND[name][0]), "pp=2,microbatches=2")
-
-
-@pytest.mark.slow
-def test_a_loss_with_such_a_hook_is_as_written() -> None:
-    job = large(lambda: Net([Readable()]), hooked_loss)
-    assert opaque(job) in ([LOSS], [WHOLE])
-    assert equal(job, "tp=2")
-
-
-@pytest.mark.slow
-def test_a_hook_on_parameters_that_rarely_changes_gradients_equals_one_device() -> None:
-    def build() -> nn.Module:
-        model = Net([Readable()])
-        for each in model.parts.parameters():
-            each.register_hook(rarely)
-        return model
-
-    assert equal(large(build), "tp=2")
-
-
 def test_hooks_on_parameters_are_tried() -> None:
     model, seen = nn.Linear(3, 2), list[float]()
     model.weight.register_hook(lambda each: seen.append(float(each.norm())))
@@ -247,15 +217,3 @@ def test_looking_at_a_node_is_no_hook() -> None:
         assert not found
         node.register_hook(lambda given, taken: None)
     assert found == [y.grad_fn]
-
-
-@pytest.mark.slow
-def test_torchs_own_hooks_on_what_is_saved_are_read() -> None:
-    """They give back what they got."""
-
-    class Offloads(Net):
-        def forward(self, x: Tensor) -> Tensor:
-            with save_on_cpu():
-                return super().forward(x)
-
-    assert opaque(large(lambda: Offloads([Readable()]))) == []

@@ -3,16 +3,14 @@ buffers under every plan, and are one device's (docs/buffers.md)."""
 
 from __future__ import annotations
 
-import copy
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from processes import on_ranks
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 import meshloom as ml
@@ -22,10 +20,7 @@ from meshloom.core.random import model_seed, seed_everything
 from meshloom.replica.replica_state import full_state
 from meshloom.telemetry.progress import QUIET
 from meshloom.train.trainer import Trainer
-from meshloom.verify.run import verify
-from tests.covering import few
-from tests.teacher_jobs import JOBS, PUBLISHED, Pair, in_place, teacher_job, updated_first
-from tests.zoo import integers, job_of, normal
+from tests.teacher_jobs import JOBS, in_place, teacher_job
 
 PLANS = ["dp=2", "dp=2,zero=3", "tp=2", "pp=2,microbatches=2", "dp=2,pp=2,tp=2", "microbatches=3", "dp=2,zero=1,microbatches=3",
          "pp=2,microbatches=3", "dp=2,zero=3,tp=2"]  # fmt: skip
@@ -107,42 +102,6 @@ def test_a_teacher_is_one_device_s(name: str, plan: str) -> None:
         torch.testing.assert_close(state[key], each, **TOLERANCE, msg=lambda text, key=key: f"{key}: {text}")
 
 
-@pytest.mark.parametrize("plan", ["dp=2", pytest.param("dp=2,pp=2,tp=2", marks=pytest.mark.slow)])
-@pytest.mark.slow
-def test_teachers_are_verified(plan: str) -> None:
-    report = verify(
-        JOBS["last, in place"](), Plan.parse(plan), devices="simulated", steps=2, dtype=torch.float64
-    )
-    assert report is not None
-    assert report.passed
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("plan", few(["dp=2", *PLANS[1:]], 1, pytest.mark.slow))
-@pytest.mark.parametrize("name", few([*reversed(PUBLISHED)], 1, pytest.mark.slow))
-@pytest.mark.slow
-def test_published_teachers_are_verified(name: str, plan: str) -> None:
-    """With batch norm, a centre, a queue, and a rate that changes with the step."""
-    report = verify(PUBLISHED[name](), Plan.parse(plan), devices="simulated", steps=3, dtype=torch.float64)
-    assert report is not None
-    assert report.passed
-
-
-@pytest.mark.long
-@pytest.mark.slow
-def test_a_teacher_is_followed_in_chunks_of_every_size() -> None:
-    """Chunks of another size were read without the teacher's average, which is nothing while it is its student's copy."""
-    report = verify(
-        PUBLISHED["moco"](),
-        Plan.parse("pp=2,microbatches=2"),
-        devices="simulated",
-        steps=2,
-        dtype=torch.float64,
-    )
-    assert report is not None
-    assert report.passed
-
-
 def test_a_teacher_that_is_written_later_is_an_error() -> None:
     def loss(model: Any, batch: Any) -> Tensor:
         if ml.step() >= 2:
@@ -200,65 +159,3 @@ def test_a_run_with_a_teacher_goes_on(plan: str, tmp_path: Path) -> None:
     if plan == "dp=2,zero=3":  # with tp=2 a step has one chunk
         for key, each in expected.items():
             torch.testing.assert_close(state[key], each, **TOLERANCE)
-
-
-class Normed(nn.Module):
-    """A teacher in training mode whose running statistics follow its student's, besides."""
-
-    def __init__(self, how: str) -> None:
-        super().__init__()
-        self.how = how
-        self.student = nn.Sequential(nn.Linear(7, 11), nn.BatchNorm1d(11), nn.ReLU(), nn.Linear(11, 5))
-        self.teacher = copy.deepcopy(self.student).requires_grad_(False)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        if self.how == "loaded":
-            self.teacher.load_state_dict(self.student.state_dict())
-        with torch.no_grad():
-            values = self.student.state_dict()
-            for name, each in self.teacher.state_dict().items() if self.how == "averaged" else ():
-                if each.is_floating_point():
-                    each.copy_(each * 0.9 + values[name] * 0.1)
-            aim = self.teacher(x)
-        return self.student(x), aim
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "plan", few(["pp=2,microbatches=2", "tp=2", "dp=2", "dp=2,pp=2,tp=2"], 1, pytest.mark.slow)
-)
-@pytest.mark.parametrize("how", few(["averaged", "loaded"], 1, pytest.mark.slow))
-def test_statistics_of_a_teacher_follow_its_student_s(how: str, plan: str) -> None:
-    """With one replica and several microbatches layers saw to their own statistics, which others read."""
-    job = job_of(partial(Normed, how), _towards_teacher, (normal(1, 7), integers(2, 5)))
-    report = verify(job, Plan.parse(plan), devices="simulated", steps=2, dtype=torch.float64)
-    assert report is not None
-    assert report.passed, str(report)
-
-
-def _towards_teacher(model: Any, batch: Any) -> Tensor:
-    found, aim = model(batch[0])
-    return F.cross_entropy(found, batch[1]) + (found - aim).square().mean()
-
-
-@pytest.mark.slow
-def test_a_trained_parameter_that_each_forward_changes_further_is_whole_under_tp_and_refused_under_dp() -> (
-    None
-):
-    class Both(Pair):
-        def __init__(self) -> None:
-            super().__init__()
-            self.teacher.requires_grad_(True)
-
-    def loss(model: Any, batch: Any) -> Tensor:
-        return updated_first(in_place)(model, batch) + 0 * F.relu(
-            sum(p.sum() for p in model.teacher.parameters())
-        )
-
-    job = teacher_job(loss, Both)
-    with pytest.raises(
-        Exception, match="The loss writes teacher.* which is trained, and each forward changes it further"
-    ):
-        Trainer(job, "dp=2", devices="simulated", listener=QUIET).close()
-    report = verify(job, Plan.parse("tp=2"), devices="simulated", steps=3, dtype=torch.float64)
-    assert report and report.passed, str(report)
