@@ -31,7 +31,7 @@ def check(name: str, found: dict[str, str]) -> None:
     )
 
 
-@pytest.mark.covering("")  # all of them
+@pytest.mark.covering(*(name for name in VALUES if name not in ALONE))
 @pytest.mark.parametrize("name", [name for name in VALUES if name not in ALONE])
 def test_what_is_exact_is_what_is_written(name: str) -> None:
     with warnings.catch_warnings():
@@ -62,18 +62,18 @@ def check_result(job: str, found: str) -> None:
     check("results", read("results") | {job: found})
 
 
-def cases() -> list[object]:
-    """All jobs under all plans; `make test` runs three jobs under each plan that runs modules, one under each that captures."""
-    found: list[object] = []
-    for at, job in enumerate(JOBS):
-        for number, plan in enumerate(PLANS):
-            every = 2 if plan in MODULES else len(JOBS)
-            marks = [] if (at + number) % every == 0 else [pytest.mark.slow]
-            found.append(pytest.param(job, plan, marks=marks, id=f"{job}-{plan}"))
-    return found
+CELLS = {f"{job}-{plan}": (job, plan) for job in JOBS for plan in PLANS}
+# Three jobs under each plan that runs modules, one under each that captures.
+IN_MAKE_TEST = [
+    f"{job}-{plan}"
+    for at, job in enumerate(JOBS)
+    for number, plan in enumerate(PLANS)
+    if (at + number) % (2 if plan in MODULES else len(JOBS)) == 0
+]
 
 
-@pytest.mark.parametrize(("job", "plan"), cases())
+@pytest.mark.covering(*IN_MAKE_TEST)
+@pytest.mark.parametrize(("job", "plan"), CELLS.values(), ids=CELLS)
 def test_a_plan_comes_to_the_exact_values_and_sends_what_is_written(
     job: str, plan: str, tmp_path: Path, silent_export: None
 ) -> None:
