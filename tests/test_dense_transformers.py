@@ -127,10 +127,12 @@ def step_of(dense: Dense) -> tuple[list[SentCollective], Mapping[str, str], Mapp
         part = division.first
         sent = [*sent_in_chunk(part.programs[0], 0), *sent_at_step_end(part)]
         counted = {kind: count - before.get(kind, Count()) for kind, count in group.counts.items()}
-        calls = Counter(each.collective for each in sent)
+        rates = SentCollective(collective="all_reduce", num_bytes=8, backward=True)  # which ranks compare
+        calls = Counter(each.collective for each in [*sent, rates])
         assert {kind: count.calls for kind, count in counted.items() if count.calls} == calls
         for kind in calls:
-            assert counted[kind].bytes == sum(each.num_bytes for each in sent if each.collective == kind)
+            of_kind = [each.num_bytes for each in [*sent, rates] if each.collective == kind]
+            assert counted[kind].bytes == sum(of_kind)
         shares = {
             block: sum(
                 math.prod(each.shape)

@@ -335,7 +335,6 @@ def test_a_phase_does_not_count_what_others_take_inside_of_it(monkeypatch: pytes
         (["nothing.py"], "There is no file nothing.py"),
         ([FILE, "--depth", "0"], "--depth 0 must be 1 or more"),
         ([FILE, "--batch", "0"], "--batch 0 must be 1 or more"),
-        ([FILE, "--batch", "500"], "500"),
         ([FILE, "--machine", "nowhere.json"], "There are no measurements in nowhere.json"),
     ],
 )

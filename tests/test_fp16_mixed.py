@@ -12,6 +12,7 @@ from torch import Tensor
 
 from meshloom.comm.group import Group
 from meshloom.comm.steps import Steps
+from meshloom.core.errors import JobError
 from meshloom.core.job import Job
 from meshloom.core.losses.loss_scale import Divisor, LossScale
 from meshloom.core.plan import Plan
@@ -274,7 +275,14 @@ def test_a_bug_of_the_scale_is_found(plant: Any, plan: str, monkeypatch: pytest.
     if plant is not_halved:
         of = replace(of, data=two_in_a_row)
     # parameters that are not finite would make the next step an error
-    assert not verified(of, plan, steps=BAD + 1 if plant is never_looked else 4).passed
+    assert _is_found(of, plan, BAD + 1 if plant is never_looked else 4)
+
+
+def _is_found(job: Job, plan: str, steps: int) -> bool:
+    try:
+        return not verified(job, plan, steps=steps).passed
+    except JobError as error:  # of schedulers of ranks that skip other steps
+        return "the learning rate of group 0" in str(error)
 
 
 def test_without_a_bug_two_steps_in_a_row_are_equal():
