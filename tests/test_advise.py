@@ -382,6 +382,7 @@ def test_what_companions_measure_is_in_the_price_and_in_what_is_said():
 
 
 @pytest.mark.long
+@pytest.mark.slow
 def test_what_is_done_for_each_plan_is_told():
     """`meshloom plan` was silent for minutes while it read a loss or looked for a division."""
     lines: list[str] = []

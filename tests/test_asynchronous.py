@@ -85,6 +85,7 @@ def same(a: Run, b: Run) -> bool:
     ("model", "optimizer"),
     [("cnn", "sgd"), ("gpt", "adamw"), ("unused_twice", "muon"), ("branch", "adafactor")],
 )
+@pytest.mark.long
 def test_one_worker_is_one_device_bit_for_bit(model: str, optimizer: str) -> None:
     """Clipping, schedulers, dropout, batch statistics, short batches, unused parameters, and however many
     servers there are."""
@@ -95,6 +96,7 @@ def test_one_worker_is_one_device_bit_for_bit(model: str, optimizer: str) -> Non
 
 
 @pytest.mark.parametrize("servers", [1, 2])
+@pytest.mark.long
 def test_one_worker_comes_to_the_same_after_servers_were_killed(servers: int) -> None:
     """What is lost is done again from the same snapshot with the same samples."""
     job = make_job("cnn", "adamw", steps=12)
@@ -177,6 +179,7 @@ def doubles(samples: Samples) -> Samples:
 
 @pytest.mark.parametrize("by_age", [False, True])
 @pytest.mark.parametrize("seconds", [(1.0, 1.0, 1.0, 1.0), (1.0, 1.1, 1.3, 3.7)])
+@pytest.mark.long
 def test_several_workers_are_a_plain_loop(seconds: tuple[float, ...], by_age: bool) -> None:
     job = doubled(steps=30)
     expected, ages = plain_loop(job, 4, seconds, 30, by_age)
@@ -206,6 +209,7 @@ def test_several_servers_are_one() -> None:
     assert runs[0].steps[-1].gradient_norm is not None
 
 
+@pytest.mark.long
 def test_a_run_repeats_to_the_bit() -> None:
     job = make_job("cnn", "adamw", steps=12)
     how: dict[str, Any] = {
@@ -225,6 +229,7 @@ def test_a_run_repeats_to_the_bit() -> None:
 # --- What is shown.
 
 
+@pytest.mark.long
 def test_ages_and_seconds_are_those_of_the_speeds() -> None:
     job = doubled(steps=40)
     even = Run(job, "dp=4,exchange=async")
@@ -335,6 +340,7 @@ def test_every_sample_of_an_epoch_is_used_once(
     assert int(run.state["updates"]) == 30
 
 
+@pytest.mark.long
 def test_a_resumed_run_goes_on(tmp_path: Path) -> None:
     """With one worker nothing is under way at a snapshot, so the resumed run is the uninterrupted one, also
     with other servers."""
@@ -362,6 +368,7 @@ def test_a_run_that_is_asked_to_end_is_saved_first(tmp_path: Path) -> None:
     assert same(Run(job, "dp=1,exchange=async", resume=tmp_path), Run(job, "dp=1"))
 
 
+@pytest.mark.long
 def test_what_was_under_way_at_a_checkpoint_is_not_forgotten(tmp_path: Path) -> None:
     job = counting_job(steps=30, checkpoint_every=7)
     Run(job, "dp=3,exchange=async", steps=22, out=tmp_path, step_seconds=(1, 1, 9))
@@ -369,6 +376,7 @@ def test_what_was_under_way_at_a_checkpoint_is_not_forgotten(tmp_path: Path) -> 
     assert again.state["counts"].tolist() == [-2.0] * 29
 
 
+@pytest.mark.long
 def test_an_asynchronous_run_goes_on_from_a_synchronous_checkpoint(tmp_path: Path) -> None:
     job = counting_job(steps=20)
     Run(job, "dp=3", steps=3, out=tmp_path)  # three batches: 9 of 15 shares
@@ -389,6 +397,7 @@ def save_one(job: Job, directory: Path) -> Path:
 @pytest.mark.parametrize(
     ("plan", "drop_last"), [("dp=3,microbatches=2", False), ("dp=8", False), ("dp=2", True)]
 )
+@pytest.mark.long
 def test_shares_are_the_replicas_shares(plan: str, drop_last: bool) -> None:
     job = make_job("mlp", "sgd", drop_last=drop_last)  # 30 samples: 12, 12 and 6
     shares = PushShares(job, Plan.parse(plan))
@@ -506,6 +515,7 @@ def test_a_loss_that_is_no_number_is_named() -> None:
 
 
 @pytest.mark.parametrize("plan", ["dp=3,exchange=async", "dp=3,tp=2,exchange=async"])
+@pytest.mark.long
 def test_a_gradient_that_is_no_number_is_the_worker_s_that_has_computed_it(plan: str) -> None:
     """It was applied, and the run ended with the next worker, whose loss was no number at parameters that
     somebody else had broken."""

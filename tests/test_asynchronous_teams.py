@@ -106,6 +106,7 @@ def test_a_divided_run_evaluates_saves_and_is_resumed(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.long
 def test_a_loss_that_is_no_number_is_the_worker_s_and_its_rank_is_named() -> None:
     job = make_job("mlp", "sgd", steps=4)
 
@@ -119,6 +120,7 @@ def test_a_loss_that_is_no_number_is_the_worker_s_and_its_rank_is_named() -> Non
         Run(replace(job, loss=broken), "dp=2,pp=2,exchange=async")
 
 
+@pytest.mark.slow
 def test_gradients_of_a_divided_worker_are_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: the first rank forgets what the last stage computed. The comparison above finds it."""
     from meshloom.asynchronous.state import worker_replica

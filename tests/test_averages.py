@@ -82,6 +82,7 @@ def failing_job(labels: list[float]) -> Job:
 
 
 @pytest.mark.parametrize("plan", ["dp=1", "dp=2", "dp=2,zero=1"])
+@pytest.mark.long
 def test_parameters_in_channels_last_have_averages(plan: str):
     """Whose elements lie in memory in another order: under plans that keep whole parameters it ended with an error."""
 
@@ -153,6 +154,7 @@ def averages_in(path: Path) -> dict[str, Tensor]:
 @pytest.mark.long
 @pytest.mark.covering("dp=2,zero=1", "dp=2,zero=3", "pp=2")
 @pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.slow
 def test_averages_are_evaluated_saved_and_those_of_one_device(
     plan: str, expected: tuple[AveragedModel, list[float]], tmp_path: Path
 ):
@@ -170,6 +172,7 @@ def test_averages_are_evaluated_saved_and_those_of_one_device(
 @pytest.mark.long
 @pytest.mark.covering("tp=2")
 @pytest.mark.parametrize(("before", "after"), [("dp=2,zero=1", "pp=2,microbatches=2"), (TP, "dp=2,zero=3")])
+@pytest.mark.slow
 def test_averages_go_on_under_another_plan(
     before: str, after: str, expected: tuple[AveragedModel, list[float]], tmp_path: Path
 ):
@@ -200,6 +203,7 @@ def test_a_run_without_averages_takes_a_checkpoint_with_them_and_the_other_way(t
 
 @pytest.mark.long
 @pytest.mark.parametrize("optimizer", [pytest.param("adamw", marks=pytest.mark.slow), "muon"])
+@pytest.mark.slow
 def test_other_optimizers_have_averages_too(optimizer: str, tmp_path: Path):
     """Muon updates whole matrices, on one rank each: equal under dp=1 and a division."""
     small = make_job("mlp", optimizer, average=0.5, steps=3)
@@ -225,6 +229,7 @@ def test_what_has_no_average_is_refused():
 
 @pytest.mark.long
 @pytest.mark.parametrize("plan", ["dp=2,zero=1", TP, "pp=2,microbatches=2"])
+@pytest.mark.slow
 def test_verify_compares_averages(plan: str):
     report = verify(job(evaluate=None), Plan.parse(plan), devices="simulated")
     assert report is not None and report.passed
@@ -278,6 +283,7 @@ def test_memory_of_averages_is_predicted():
 
 
 @pytest.mark.long
+@pytest.mark.slow
 def test_a_tied_parameter_has_one_average_under_both_names(tmp_path: Path):
     """The embedding is also the output projection, in another stage."""
     small = make_job("gpt", "adamw", average=0.5, steps=2)

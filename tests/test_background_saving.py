@@ -125,6 +125,7 @@ def assert_equal(one: Path, other: Path) -> None:
     "model", ["mlp", pytest.param("gpt", marks=pytest.mark.slow), pytest.param("cnn", marks=pytest.mark.slow)]
 )
 @pytest.mark.long
+@pytest.mark.slow
 def test_the_files_are_those_of_a_foreground_save(plan: str, model: str, held: Held, tmp_path: Path) -> None:
     """Of the step that was saved, although a step and its update come before anything is written."""
     train(job_of(model, checkpoint="foreground"), plan, tmp_path / "foreground")
@@ -139,6 +140,7 @@ def test_the_files_are_those_of_a_foreground_save(plan: str, model: str, held: H
     ("plan", "share"),
     few([("dp=2", True), ("dp=1", False), *((plan, True) for plan in PLANS[1:]), ("tp=2", False)], 3),
 )
+@pytest.mark.slow
 def test_an_update_waits_for_what_is_not_copied(
     plan: str, share: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -156,6 +158,7 @@ def test_an_update_waits_for_what_is_not_copied(
 
 
 @pytest.mark.parametrize("share", [True, False])
+@pytest.mark.long
 def test_a_loop_of_ones_own_may_change_what_was_saved(
     share: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -225,6 +228,7 @@ def test_a_run_goes_on_from_it_under_another_plan(plan: str, other: str, tmp_pat
         torch.testing.assert_close(found[name], weight, rtol=1e-4, atol=1e-5)  # sum order
 
 
+@pytest.mark.long
 def test_training_goes_on_and_the_checkpoint_before_stays(held: Held, tmp_path: Path) -> None:
     held.go.set()
     with Trainer(job_of(), "dp=2", devices="simulated", out=tmp_path, listener=QUIET) as trainer:
@@ -318,6 +322,7 @@ def test_each_rank_copies_what_it_writes_and_that_is_said(
     )
 
 
+@pytest.mark.long
 def test_a_copy_that_does_not_fit_is_not_made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(run_checkpoints, "HostCopy", lambda *_, **__: pytest.fail("it was copied"))
     monkeypatch.setattr(run_checkpoints, "regained_bytes", lambda: 1000)
@@ -340,6 +345,7 @@ def test_memory_that_was_held_and_given_back_is_expected_again() -> None:
     assert regained_bytes() >= before + 200 * 2**20
 
 
+@pytest.mark.long
 def test_ranks_of_several_hosts_save_in_the_foreground(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -351,6 +357,7 @@ def test_ranks_of_several_hosts_save_in_the_foreground(
 
 
 @pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.long
 def test_a_full_disk_is_one_sentence_after_the_next_step(rank: int, held: Held, tmp_path: Path) -> None:
     held.failing = rank + 1
     with Trainer(job_of(), "dp=2", devices="simulated", out=tmp_path, listener=QUIET) as trainer:
@@ -373,6 +380,7 @@ def test_a_full_disk_is_one_sentence_after_the_next_step(rank: int, held: Held, 
     assert checkpoints_in(tmp_path) == ["step-00000001"] and Checkpoint.open(tmp_path).step == 1
 
 
+@pytest.mark.long
 def test_a_directory_that_vanishes_is_one_sentence(held: Held, tmp_path: Path) -> None:
     out = tmp_path / "run"
 
@@ -388,6 +396,7 @@ def test_a_directory_that_vanishes_is_one_sentence(held: Held, tmp_path: Path) -
         train(job_of(steps=8), "dp=2", out, vanish)
 
 
+@pytest.mark.long
 def test_the_end_waits_and_tells_what_failed(held: Held, tmp_path: Path) -> None:
     held.failing = 1
     trainer = Trainer(job_of(), "dp=2", devices="simulated", out=tmp_path, listener=QUIET)
@@ -401,6 +410,7 @@ def test_the_end_waits_and_tells_what_failed(held: Held, tmp_path: Path) -> None
     assert names_in(tmp_path) == []
 
 
+@pytest.mark.long
 def test_an_error_of_the_loop_stays_what_it_is_and_the_save_is_finished(held: Held, tmp_path: Path) -> None:
     held.go.set()
 
@@ -412,6 +422,7 @@ def test_an_error_of_the_loop_stays_what_it_is_and_the_save_is_finished(held: He
     assert checkpoints_in(tmp_path) == ["step-00000001"] and Checkpoint.open(tmp_path).step == 1
 
 
+@pytest.mark.long
 def test_a_signal_waits_for_the_save_under_way(
     held: Held, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

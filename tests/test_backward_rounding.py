@@ -59,6 +59,7 @@ def job_of(width: int = 4096, rate: float = 1e-2) -> Job:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.long
 def test_a_saturated_gate_is_equal(dtype: torch.dtype) -> None:
     """The story: the gate's gradient was off by 4.5e-8, exact arithmetic is 1.1e-7 from one device, and perturbed parameters moved it by 2e-14."""
     report = verify(job_of(), Plan.parse("tp=2"), devices="simulated", dtype=dtype, steps=2)
@@ -96,6 +97,7 @@ def test_only_other_rounding_in_backward_moves_the_gradient_of_a_saturated_gate(
     assert after is not None and torch.equal(after, before)
 
 
+@pytest.mark.long
 def test_a_wrong_gradient_of_a_saturated_gate_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     right = Alone.each_gradient
 

@@ -44,6 +44,7 @@ def test_what_a_batch_holds_besides_tensors_is_what_it_is_in_every_step(name: st
 
 
 @pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.long
 def test_what_has_another_value_in_every_batch_runs_whole_and_is_named(
     name: str, capsys: pytest.CaptureFixture[str]
 ):
@@ -56,6 +57,7 @@ def test_what_has_another_value_in_every_batch_runs_whole_and_is_named(
 @pytest.mark.covering("pp=2-words", "dp=2-an object")
 @pytest.mark.parametrize("name", REFUSED)
 @pytest.mark.parametrize("plan", ["dp=2", "pp=2"])
+@pytest.mark.slow
 def test_it_is_trained_all_the_same(name: str, plan: str):
     extra, loss, _ = REFUSED[name]
     report = verify(job_with(extra, loss), Plan.parse(plan), devices="simulated")
@@ -100,6 +102,7 @@ def test_an_input_may_be_one_number_and_another_a_value():
     assert read(programs, batch).others == {"n.width": "3", "n.scale": "a float"}
 
 
+@pytest.mark.long
 def test_reading_for_ever_is_refused():
     """A counter that Python looks at is another one in every step: MAX_VALUES programs are read, and then its
     name is said."""

@@ -92,6 +92,7 @@ def test_mistakes_are_one_sentence():
         ml.Trainer(job(), "dp=2", listener=[quiet(), print])  # pyright: ignore[reportArgumentType]
 
 
+@pytest.mark.long
 def test_several_listeners_hear_every_event_in_order(tmp_path: Path):
     heard: list[tuple[str, str]] = []
 

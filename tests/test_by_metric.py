@@ -131,6 +131,7 @@ def test_it_is_verified(plan: str):
 
 
 @pytest.mark.long
+@pytest.mark.slow
 def test_ranks_that_do_not_step_it_differ_from_one_device(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(TeamEvaluation, "step_schedulers", lambda *_: None)
     found = verify(job(), Plan.parse("dp=2"), devices="simulated", dtype=torch.float64, quick=False)

@@ -60,6 +60,7 @@ def job(collate: Any, **changes: Any) -> ml.Job:
 @pytest.mark.long
 @pytest.mark.parametrize("collate", [taking_out, halving])
 @pytest.mark.parametrize("mix", [None, mixed], ids=["plain", "mixed"])
+@pytest.mark.slow
 def test_it_is_verified(collate: Any, mix: Any):
     """One device collates a chunk once to run it and once to compare its data: the second time labels were gone."""
     found = verify(job(collate, mix=mix), Plan.parse("dp=2"), devices="simulated", quick=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -22,6 +23,7 @@ def test_shares_of_all_replicas_are_the_batch_in_order(num_samples, dp, microbat
 
 
 @given(num_samples=st.integers(0, 40), dp=st.integers(1, 5), microbatches=st.integers(1, 4))
+@pytest.mark.long
 def test_plans_with_as_many_chunks_cut_alike(num_samples, dp, microbatches):
     assert split_batch(num_samples, Plan(dp=dp, microbatches=microbatches)) == split_batch(
         num_samples, Plan(microbatches=dp * microbatches)

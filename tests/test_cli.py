@@ -30,6 +30,7 @@ def records(text: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.splitlines()]
 
 
+@pytest.mark.long
 def test_training_prints_plan_progress_bytes_and_time(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -105,6 +106,7 @@ def test_verification_passes_with_0(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.slow
 def test_a_verification_is_handed_on_as_files(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     page, junit, directory = tmp_path / "page.html", tmp_path / "verify.xml", tmp_path / "repro"
     flags = [
@@ -167,6 +169,7 @@ def test_verification_fails_with_1(capsys: pytest.CaptureFixture[str]) -> None:
         (["train", FILE, "--json", "/nowhere/x.json"], "--json /nowhere/x.json cannot be written"),
     ],
 )
+@pytest.mark.long
 def test_a_wrong_request_is_one_sentence_and_2(
     words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -189,6 +192,7 @@ LARGER = ["--", "--batch", "6", "--steps", "2"]  # words that only tests/words_j
 @pytest.mark.parametrize(
     "verb", [["train"], ["train", "--plan", "dp=2", "--devices", "simulated"], ["verify"], ["describe"]]
 )
+@pytest.mark.long
 def test_what_follows_two_dashes_is_the_job_files(
     verb: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -104,6 +104,7 @@ MARKS = {
 @pytest.mark.parametrize(
     "plan", [pytest.param(each, marks=MARKS.get(each, pytest.mark.slow)) for each in PLANS]
 )
+@pytest.mark.long
 def test_evaluations_are_those_of_a_plain_loop(plan: str, optimizer: Any):
     parsed = ml.Plan.parse(plan)
     with ml.Trainer(closure_job(optimizer), parsed, devices="simulated", listener=QUIET) as trainer:

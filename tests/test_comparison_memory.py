@@ -25,6 +25,7 @@ pytestmark = [pytest.mark.usefixtures("silent_export")]
 @pytest.mark.covering("False")
 @pytest.mark.parametrize("at_smaller_sizes", [False, True])
 @pytest.mark.long
+@pytest.mark.slow
 def test_a_comparison_takes_what_is_predicted(at_smaller_sizes: bool, monkeypatch: pytest.MonkeyPatch):
     """Six blocks that are made alike take the memory of one. Before, start-up was predicted with the activations of the
     whole batch where a batch of 32 tokens is compared."""

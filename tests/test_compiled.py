@@ -60,6 +60,7 @@ def test_names_are_those_without_it_and_what_was_compiled_is_called(model: Calla
 @pytest.mark.long
 @pytest.mark.parametrize("plan", ["dp=2", "tp=2", "pp=2"])
 @pytest.mark.parametrize("model", FORMS)
+@pytest.mark.slow
 def test_a_plan_equals_one_device(model: Callable[[], nn.Module], plan: str):
     report = verify(job_of(model), Plan.parse(plan), devices="simulated", steps=1, dtype=torch.float64)
     assert report is not None and report.passed
@@ -122,6 +123,7 @@ def normalising() -> Job:
 
 
 @pytest.mark.parametrize(("plan", "compiles"), [("dp=2", True), ("tp=2", False)])
+@pytest.mark.long
 def test_functions_that_are_compiled_by_themselves(plan: str, compiles: bool):
     """They stay compiled where the loss is not read; looking at what the loss writes once made torch give up on them."""
     torch.compiler.reset()

@@ -290,6 +290,7 @@ def test_a_region_of_few_operators_is_left_as_it_is(count: int, is_compiled: boo
 
 
 @pytest.mark.usefixtures("small_regions")
+@pytest.mark.long
 def test_alike_regions_share_code_and_other_sizes_share_one_more():
     program, _, _ = family("gpt2")
     compiler, device = Uncompiled(), torch.device("cpu")

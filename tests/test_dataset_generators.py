@@ -83,6 +83,7 @@ def losses(of: ml.Job, plan: str) -> list[float]:
 
 @pytest.mark.parametrize("plan", ["dp=2", "dp=3,microbatches=2"])
 @pytest.mark.parametrize("data", [None, Streamed], ids=["map", "stream"])
+@pytest.mark.long
 def test_samples_are_those_of_one_device(data: Any, plan: str):
     of = job() if data is None else job(data=data)
     assert losses(of, plan) == pytest.approx(losses(of, "dp=1"), rel=1e-9)
@@ -96,6 +97,7 @@ def test_workers_read_the_same():
 
 @pytest.mark.long
 @pytest.mark.parametrize("data", [None, Streamed], ids=["map", "stream"])
+@pytest.mark.slow
 def test_verified_and_resumed(data: Any):
     of = job() if data is None else job(data=data)
     found = verify(of, Plan.parse("dp=2,zero=1"), devices="simulated", quick=False)
@@ -125,6 +127,7 @@ class Shared(Dataset[Any]):
 
 
 @pytest.mark.long
+@pytest.mark.slow
 def test_one_that_is_held_twice_is_seeded_once():
     assert len(DatasetGenerators(Shared()).names) == 1
     found = verify(job(data=Shared), Plan.parse("dp=2"), devices="simulated", quick=False)

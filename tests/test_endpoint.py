@@ -195,6 +195,7 @@ def test_what_a_failed_connection_has_opened_does_not_keep_a_worker(monkeypatch:
     assert not closing.is_alive()
 
 
+@pytest.mark.long
 def test_a_connection_that_is_dropped_is_made_again():
     with server() as endpoint, worker(endpoint.address) as connections:
         meet(endpoint, connections)
@@ -273,6 +274,7 @@ def refusal_of(endpoint: Endpoint, connections: Connections) -> str:
 
 
 @pytest.mark.long
+@pytest.mark.slow
 def test_a_worker_without_the_job_s_key_is_refused():
     others_server, others = make_keys()
     forged = WorkerKey(public=others.public, secret=others.secret, servers_public=SERVER.public)
@@ -305,6 +307,7 @@ def test_a_client_without_any_key_is_refused():
 
 
 @pytest.mark.parametrize("count", [300, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.long
 def test_random_bytes_at_the_port_have_no_effect(count: int):
     """Each is a connection of its own. Half of them begin as ZeroMQ's protocol does, with this or another
     mechanism."""

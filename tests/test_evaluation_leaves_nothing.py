@@ -91,6 +91,7 @@ def trained(how: str, plan: str, *, evaluates: bool) -> tuple[list[float], list[
 
 
 @pytest.mark.parametrize("how", NAMES)
+@pytest.mark.long
 def test_losses_are_those_of_a_run_that_does_not_evaluate(how: str):
     for plan in ("dp=1", "dp=2"):
         right, _, silent = trained(how, plan, evaluates=False)
@@ -104,6 +105,7 @@ def test_losses_are_those_of_a_run_that_does_not_evaluate(how: str):
 
 
 @pytest.mark.parametrize("plan", ["tp=2", "pp=2,microbatches=2", "dp=2,zero=3"])
+@pytest.mark.long
 def test_so_are_they_under_other_plans(plan: str):
     right, _, _ = trained("in place", plan, evaluates=False)
     losses, _, said = trained("in place", plan, evaluates=True)
@@ -121,6 +123,7 @@ def test_asynchronous_runs_say_so_too():
 
 
 @pytest.mark.parametrize("how", ["in place", "number"])
+@pytest.mark.long
 def test_verification_sees_what_is_not_put_back(how: str, monkeypatch: pytest.MonkeyPatch):
     report = verify(job(how), Plan.parse("dp=2"), devices="simulated", dtype=torch.float64, quick=False)
     assert report is not None

@@ -58,6 +58,7 @@ def records(text: str) -> dict[str, list[dict[str, object]]]:
 )
 @alone
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+@pytest.mark.slow
 def test_every_example_trains_on_simulated_devices(
     example: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):

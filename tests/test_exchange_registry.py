@@ -45,6 +45,7 @@ def test_a_compression_opens(name: str) -> None:
     assert isinstance(opened(compress=name), AllReduce)
 
 
+@pytest.mark.long
 def test_an_exchange_is_added_by_its_entry_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Names of exchanges were told apart in the plan's checks, in two places of the training step and in the
     planner."""

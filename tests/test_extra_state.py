@@ -45,6 +45,7 @@ def job_of(extra: Any) -> Job:
 
 
 @pytest.mark.parametrize("plan", ["dp=2", "tp=2", "dp=2,exchange=async"])
+@pytest.mark.long
 def test_what_cannot_be_saved_is_said_before_the_first_step(plan: str, tmp_path: Path):
     trainer = None
     with pytest.raises(CheckpointError, match="_extra_state is of type dict.* Let get_extra_state"):

@@ -66,6 +66,7 @@ def test_a_step_is_finite_and_repeats_itself(family: Family):
 
 
 @every
+@pytest.mark.long
 def test_the_loss_is_exported_or_refused_for_the_known_reason(family: Family):
     module, batch = start(family.make_job(False))
     if family.name not in NOT_EXPORTED:
@@ -76,6 +77,7 @@ def test_the_loss_is_exported_or_refused_for_the_known_reason(family: Family):
 
 
 @pytest.mark.parametrize("family", REFUSED.values(), ids=list(REFUSED))
+@pytest.mark.long
 def test_a_loss_function_of_several_losses_is_refused_in_one_sentence(family: Family):
     with pytest.raises(JobError, match="A job of several losses"):
         verified(family, Plan(dp=2))

@@ -82,6 +82,7 @@ def test_program_equals_eager(name: str, way: str):
     "name",
     [pytest.param(name, marks=() if name in QUICK_REFUSALS else pytest.mark.slow) for name in NOT_READ],
 )
+@pytest.mark.long
 def test_refused_with_the_reason_and_the_line(name: str):
     with pytest.raises(CaptureError) as refused:
         read(FAMILIES[name], WAYS["float32"])

@@ -75,6 +75,7 @@ def assert_same(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> 
 
 @pytest.mark.parametrize("plan", ["dp=1", "dp=2,zero=1", "dp=2,zero=3", "dp=3,exchange=diloco"])
 @pytest.mark.parametrize("model", ["cnn", "gpt", "unused_twice"])
+@pytest.mark.long
 def test_a_run_of_whole_models_starts_from_the_file(model: str, plan: str, tmp_path: Path) -> None:
     job = other_weights(
         make_job(model, "sgd"), tmp_path / "x.safetensors", without="head.weight" if model == "gpt" else ""
@@ -121,6 +122,7 @@ def test_what_files_give_is_not_drawn(plan: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "plan", ["dp=2,microbatches=2", "dp=2,pp=2", pytest.param("tp=2" + COLUMNS, marks=pytest.mark.slow)]
 )
+@pytest.mark.slow
 def test_what_starts_from_a_file_equals_one_device_that_loads_it(plan: str, tmp_path: Path) -> None:
     job = other_weights(make_job("gpt", "adamw"), tmp_path / "x.safetensors", without="head.weight")
     report = verify(job, Plan.parse(plan), devices="simulated", steps=2, dtype=torch.float64)
@@ -242,6 +244,7 @@ def test_of_a_sharded_tensor_only_its_part_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("layout", ["index", "checkpoint", "run"])
+@pytest.mark.long
 def test_a_job_starts_from_a_directory_or_a_checkpoint(layout: str, tmp_path: Path) -> None:
     job = other_weights(make_job("mlp", "sgd", steps=1), tmp_path / "x.safetensors")
     if layout == "index":

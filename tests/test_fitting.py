@@ -102,6 +102,7 @@ def test_activations_count_where_the_loss_is_captured(plan: str, ranks: int, mon
 
 @pytest.mark.on_cpu
 @pytest.mark.parametrize(("times", "returned"), [(33.0, False), (31.0, True)])
+@pytest.mark.long
 def test_freed_memory_is_returned_where_the_host_has_less_than_four_times_what_ranks_hold(
     times: float, returned: bool, monkeypatch: pytest.MonkeyPatch
 ):

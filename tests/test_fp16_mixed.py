@@ -80,6 +80,7 @@ def test_in_float64_nothing_is_rounded(plan: str):
 
 
 @pytest.mark.parametrize("skips", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.long
 def test_verify_says_how_far_both_are_from_float64(skips: bool):
     """In the first step with an update."""
     of = overflowing_job(3)
@@ -268,6 +269,7 @@ QUICK_BUGS = {(not_unscaled, "dp=2"), (not_agreed, "dp=2,zero=1"), (not_halved, 
         for case in SCALE_BUGS
     ],
 )  # fmt: skip
+@pytest.mark.long
 def test_a_bug_of_the_scale_is_found(plant: Any, plan: str, monkeypatch: pytest.MonkeyPatch):
     plant(monkeypatch)
     one_owner = plant in (not_agreed, other_stages_not_told)
@@ -285,6 +287,7 @@ def _is_found(job: Job, plan: str, steps: int) -> bool:
         return "the learning rate of group 0" in str(error)
 
 
+@pytest.mark.long
 def test_without_a_bug_two_steps_in_a_row_are_equal():
     report = verified(replace(overflowing_job(10), data=two_in_a_row), "dp=2", steps=4)
     assert report.passed and [step.skipped for step in report.steps] == [False, True, False, False]

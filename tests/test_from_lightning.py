@@ -214,6 +214,7 @@ def job_of(name: str) -> meshloom.Job:
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.long
 def test_the_job_takes_the_steps_of_fit(name: str) -> None:
     found, expected = by_job(job_of(name)), by_fit(name)
     agree(found, expected, 1e-12)
@@ -232,6 +233,7 @@ def test_the_job_is_equal_under_other_plans(name: str, plan: str) -> None:
     assert report is not None and report.passed, (report.first_wrong, report.causes)
 
 
+@pytest.mark.long
 def test_what_is_logged_is_the_mean_over_the_microbatches_of_a_step() -> None:
     job = job_of("accumulated")
     one, two = by_job(job), by_job(job, "dp=2")

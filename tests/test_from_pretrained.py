@@ -104,6 +104,7 @@ def equal(job: Job, plan: str, devices: str) -> bool | None:
         pytest.param("gpt2", "tp=2", marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.slow
 def test_a_saved_model_starts_every_plan_and_equals_one_device(kind: str, plan: str, tmp_path: Path) -> None:
     directory = saved(kind, tmp_path)
     expected = type(small(kind)).from_pretrained(directory).state_dict()

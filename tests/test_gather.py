@@ -127,6 +127,7 @@ PLANS = [
 
 
 @pytest.mark.parametrize("plan", few(PLANS, 4, pytest.mark.slow))
+@pytest.mark.long
 def test_the_loss_over_pairs_is_that_of_the_whole_batch(plan: str):
     one = losses_of(job_of(), "dp=1")
     # replicas that compare local pairs have 0.656 under dp=4
@@ -135,6 +136,7 @@ def test_the_loss_over_pairs_is_that_of_the_whole_batch(plan: str):
 
 
 @pytest.mark.parametrize("loss", [own_rows, weighted, supervised])
+@pytest.mark.long
 def test_own_rows_against_all_add_up_to_the_whole(loss: Any):
     """And so does the last batch of an epoch, in which shares differ: 3, 3, 2, 2 and then 2, 1, 1, 1."""
     job = job_of(loss, num_items=25, batch_size=10)
@@ -145,6 +147,7 @@ def test_own_rows_against_all_add_up_to_the_whole(loss: Any):
     ("loss", "plan"),
     [(whole, "dp=4"), (own_rows, "dp=2,zero=3"), (weighted, "dp=3,shares=4+2+1"), pytest.param(supervised, "dp=2", marks=pytest.mark.slow)],
 )  # fmt: skip
+@pytest.mark.long
 def test_verification_runs_the_chunks_together(loss: Any, plan: str):
     report = verified(job_of(loss, num_items=25, batch_size=10), plan)
     assert report.passed, report.causes
@@ -173,6 +176,7 @@ class Mixing(nn.Module):
 
 
 @pytest.mark.parametrize("plan", ["dp=2", pytest.param("dp=3,zero=3", marks=pytest.mark.slow)])
+@pytest.mark.long
 def test_draws_and_statistics_stay_those_of_a_chunk(plan: str):
     """Of gathers that follow from each other; the last batch is short. One device on the whole batch draws otherwise."""
     report = verified(job_of(model=Mixing, num_items=20, batch_size=11), plan)
@@ -181,11 +185,13 @@ def test_draws_and_statistics_stay_those_of_a_chunk(plan: str):
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", pytest.param("fp16-mixed", marks=pytest.mark.slow)])
+@pytest.mark.long
 def test_low_precision_has_the_bits_of_one_device(precision: str):
     report = verified(job_of(own_rows), f"dp=2,precision={precision}", dtype=None)
     assert report.passed, report.causes
 
 
+@pytest.mark.long
 def test_joined_statistics_and_gathered_rows_are_one_chunk():
     class Norms(Towers):
         def __init__(self) -> None:
@@ -196,6 +202,7 @@ def test_joined_statistics_and_gathered_rows_are_one_chunk():
     assert report.passed and report.whole.equal
 
 
+@pytest.mark.long
 def test_an_optimizer_that_evaluates_the_loss_gathers_each_time():
     def lbfgs(named: NamedParameters) -> torch.optim.Optimizer:
         return torch.optim.LBFGS([each for _, each in named], lr=0.1, max_iter=3)
@@ -204,6 +211,7 @@ def test_an_optimizer_that_evaluates_the_loss_gathers_each_time():
     assert losses_of(job, "dp=2") == pytest.approx(losses_of(job, "dp=1"), **EXACT)
 
 
+@pytest.mark.long
 def test_of_several_losses_one_gathers():
     losses = {
         "towers": ml.Objective(loss=whole, parameters=["a", "scale"], optimizer=adamw),
@@ -222,6 +230,7 @@ def test_of_several_losses_one_gathers():
         lambda grad, rows, group: summed_rows(grad, rows, group).roll(1, 0),
     ],
 )
+@pytest.mark.long
 def test_gradients_that_are_not_added_up_are_found(mistake: Any, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(gathered_rows, "summed_rows", mistake)
     job = job_of(own_rows)
@@ -278,6 +287,7 @@ def test_rows_are_joined_and_gradients_summed_as_in_one_tensor(rows: Sequence[in
         assert summed is None or (summed.dtype == dtype and torch.equal(summed.to(torch.complex128), own))
 
 
+@pytest.mark.long
 def test_a_replica_that_makes_no_use_of_the_rows_still_sends_their_gradients():
     """Its loss does not depend on them, and the others' do."""
 
@@ -414,6 +424,7 @@ REFUSED: dict[str, tuple[Any, str, type[Exception], str]] = {
 
 
 @pytest.mark.parametrize("name", list(REFUSED))
+@pytest.mark.long
 def test_what_cannot_gather_says_so(name: str):
     make, plan, kind, sentence = REFUSED[name]
     options: dict[str, Any] = {} if "async" in plan else {"dtype": torch.float64}
@@ -438,6 +449,7 @@ def test_a_metric_is_refused_before_the_first_step():
         losses_of(job_of(evaluate=evaluate), "dp=2")
 
 
+@pytest.mark.long
 def test_under_tp_the_loss_runs_whole_and_says_so():
     notes: list[str] = []
     listener = replace(QUIET, note=notes.append)

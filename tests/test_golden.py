@@ -33,6 +33,7 @@ def check(name: str, found: dict[str, str]) -> None:
 
 @pytest.mark.covering(*(name for name in VALUES if name not in ALONE))
 @pytest.mark.parametrize("name", [name for name in VALUES if name not in ALONE])
+@pytest.mark.long
 def test_what_is_exact_is_what_is_written(name: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch.export warns about itself
@@ -45,6 +46,7 @@ def test_there_are_refusals_enough_and_each_is_a_sentence_of_our_own() -> None:
     assert not [each for each in found.values() if not each.endswith((".", "?")) or "\n" in each]
 
 
+@pytest.mark.long
 def test_operators_and_peaks_are_those_of_this_torch() -> None:
     if not file_of(FILE).exists():
         pytest.skip(f"golden/{FILE}.txt is not there; python -m tests.golden {FILE} writes it")
@@ -74,6 +76,7 @@ IN_MAKE_TEST = [
 
 @pytest.mark.covering(*IN_MAKE_TEST)
 @pytest.mark.parametrize(("job", "plan"), CELLS.values(), ids=CELLS)
+@pytest.mark.long
 def test_a_plan_comes_to_the_exact_values_and_sends_what_is_written(
     job: str, plan: str, tmp_path: Path, silent_export: None
 ) -> None:
@@ -101,6 +104,7 @@ def _on_a_rank(job: str, plan: str, out: Path) -> str:
 
 
 @pytest.mark.parametrize("plan", ["dp=4", "pp=2,microbatches=2", "dp=2,tp=2,zero=3"])
+@pytest.mark.long
 def test_a_checkpoint_of_today_goes_on_to_the_exact_values(
     plan: str, tmp_path: Path, silent_export: None
 ) -> None:

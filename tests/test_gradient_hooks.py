@@ -149,6 +149,7 @@ class Piling(nn.Module):
         ("pp=2,microbatches=2", False),
     ],
 )
+@pytest.mark.slow
 def test_hooks_that_pile_up_are_refused_where_a_step_has_several_chunks(plan: str, after: bool) -> None:
     """On one device the second chunk has one more than the first. Verification said that a gradient is multiplied by a wrong number."""
     said = r"linear.weight has \d more hooks? after its chunks' forwards and backwards than before.* Register it once"
@@ -159,6 +160,7 @@ def test_hooks_that_pile_up_are_refused_where_a_step_has_several_chunks(plan: st
         trainer.step(next(iter(trainer.batches())))
 
 
+@pytest.mark.slow
 def test_hooks_that_pile_up_are_those_of_one_device_where_a_step_has_one_chunk() -> None:
     """Trials left theirs on the first rank, whose weights differed from the others' after a step."""
     job = job_of(lambda: Net([Piling(False)]))
@@ -173,6 +175,7 @@ def test_hooks_that_pile_up_are_those_of_one_device_where_a_step_has_one_chunk()
     torch.testing.assert_close(*weights)
 
 
+@pytest.mark.long
 def test_a_hook_that_each_backward_removes_may_be_put_in_each_forward() -> None:
     class Once(Piling):
         def forward(self, x: Tensor) -> Tensor:

@@ -35,6 +35,7 @@ class Half(nn.Module):
 
 
 @pytest.mark.parametrize(("plan", "before_steps"), [("dp=2", []), ("tp=2", ["of the loss"])])
+@pytest.mark.long
 def test_warnings_of_trials_come_after_the_first_line_or_with_the_steps(
     plan: str, before_steps: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

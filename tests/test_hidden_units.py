@@ -103,6 +103,7 @@ def test_hidden_units_are_divided_and_compute_what_one_device_does(
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.slow
 def test_ranks_send_what_they_are_said_to_send(name: str, num_ranks: int, subjects: dict[str, Subject]):
     subject = subjects[name]
     part = compare(subject, num_ranks).partition

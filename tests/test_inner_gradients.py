@@ -105,6 +105,7 @@ def test_where_a_program_is_needed_they_are_one_device(loss: Callable[[nn.Module
     assert torch._C._functorch.get_dynamic_layer_stack_depth() == 0  # type: ignore[attr-defined]
 
 
+@pytest.mark.long
 def test_what_a_loss_adds_to_gradients_of_parameters_is_refused_with_its_line():
     def loss(model: nn.Module, batch: Batch) -> Tensor:
         value = F.cross_entropy(model(batch["x"]), batch["y"])

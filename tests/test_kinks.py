@@ -85,6 +85,7 @@ def test_units_on_their_other_side_are_found(function: str):
         pytest.param(WHOLE, 3e-7, 1.0, id="operators are whole"),
     ],
 )
+@pytest.mark.long
 def test_what_they_do_not_explain_differs(plan: Plan, one: float, scale: float):
     step = compared("relu", plan, one, scale)
     assert not step.passed and step.failed("gradient")

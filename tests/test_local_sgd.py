@@ -192,6 +192,7 @@ def test_one_local_step_with_uneven_shares_is_a_mean_of_means_and_verification_s
 # --- Shares, stages, parts.
 
 
+@pytest.mark.long
 def test_a_replica_without_samples_keeps_its_parameters_until_the_mean() -> None:
     job = make_job("mlp", "adamw", batch_size=2, steps=3, data=lambda: vectors(6))
     expected, _ = plain(job, 3, 3)

@@ -40,11 +40,13 @@ def report_of(model: str = "mlp", plan: str = "tp=2,tp_placements=first:column+s
     return report
 
 
+@pytest.mark.slow
 def test_without_a_mistake_nothing_is_said():
     report = report_of()
     assert report.passed and not report.causes
 
 
+@pytest.mark.slow
 def test_a_rule_that_forgets_a_sum_is_named(monkeypatch: pytest.MonkeyPatch):
     right = meshloom.tensor_parallel.layout.layout.factors_of
 

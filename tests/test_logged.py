@@ -35,6 +35,7 @@ def logged_under(job: ml.Job, plan: str) -> list[Progress]:
         "dp=2,pp=2,tp=2,tp_placements=first:column+head:row",
     ],
 )
+@pytest.mark.slow
 def test_means_are_those_of_one_device(plan: str):
     """Also of batches of 6 samples over four chunks, whose weights differ."""
     job, expected = logging_job(), []

@@ -125,11 +125,13 @@ def check(given: ml.Job, *plans: str) -> None:
 
 
 @pytest.mark.parametrize(("num", "size"), [(21, None), (21, 5), (1, None)])
+@pytest.mark.long
 def test_every_plan_has_the_value_of_one_forward(num: int, size: int | None):
     check(job(num, size), *PLANS)  # of 1 sample most replicas have none
 
 
 @pytest.mark.parametrize("plan", ["tp=2", "dp=2,pp=2,microbatches=2"])
+@pytest.mark.long
 def test_so_have_plans_that_read_it(plan: str):
     check(job(order=ml.Metric(scores, in_order)), plan)
 
@@ -141,6 +143,7 @@ def test_verification_computes_it_by_itself():
 
 
 @pytest.mark.parametrize("planted", ["order", "twice", "one rank"])
+@pytest.mark.long
 def test_samples_that_are_not_gathered_rightly_differ_from_one_device(
     planted: str, monkeypatch: pytest.MonkeyPatch
 ):
@@ -159,6 +162,7 @@ def test_samples_that_are_not_gathered_rightly_differ_from_one_device(
     assert lines_of(report)[0].startswith("DIFFERS: the evaluation after step 0")
 
 
+@pytest.mark.long
 def test_verification_says_which_plain_metric_is_no_mean():
     """F1 was 0.794, 0.749 and 0.587 under dp=1, 2 and 4, and all that was said is EQUAL."""
     report = verify(
@@ -218,6 +222,7 @@ def test_mistakes_are_one_sentence_before_the_first_step(update: Any, compute: A
         assert trainer.next_step == 0
 
 
+@pytest.mark.long
 def test_what_compute_cannot_do_with_one_batch_is_a_note_and_with_all_an_error():
     """An area under a curve is not defined for one class, which a first batch may have alone."""
 

@@ -70,6 +70,7 @@ def under_autocast(job: Job) -> Job:
     "plan",
     ["dp=2,microbatches=2", pytest.param("pp=2,microbatches=2,schedule=zb-v", marks=pytest.mark.slow)],
 )
+@pytest.mark.long
 def test_it_is_what_a_loss_does_that_opens_autocast_itself(plan: str):
     job = job_of("gpt")
     mixed = losses(job, f"{plan},precision=bf16-mixed")
@@ -95,6 +96,7 @@ def test_metrics_are_computed_under_autocast_too():
     assert set(seen) == {torch.bfloat16}
 
 
+@pytest.mark.long
 def test_each_of_several_losses_is_computed_under_autocast():
     def objective(part: str | list[str]) -> Objective:
         def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
@@ -140,6 +142,7 @@ def test_workers_of_an_asynchronous_run_compute_under_autocast():
         ("experts", "dp=2,zero=3"),
     ],
 )
+@pytest.mark.long
 def test_bytes_are_as_predicted_and_activations_are_half(model: str, plan: str):
     counted: list[int] = []
     for precision in ("float32", "bf16-mixed"):
@@ -156,6 +159,7 @@ def test_bytes_are_as_predicted_and_activations_are_half(model: str, plan: str):
 
 
 @pytest.mark.parametrize("model", ["mlp", pytest.param("gpt", marks=pytest.mark.slow)])
+@pytest.mark.long
 def test_memory_of_a_step_is_predicted(model: str):
     job, batches = job_and_batches(model, "adamw")
     mixed = in_precision(job, Plan(precision="bf16-mixed"))
@@ -204,6 +208,7 @@ def gradients_of(job: Job, dtype: torch.dtype, autocast: bool) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("precision", ["float32", "bf16-mixed"])
+@pytest.mark.long
 def test_verify_says_how_far_both_are_from_float64(precision: str):
     job = job_of("mlp", shuffle=False)
     plan = Plan.parse(f"dp=1,precision={precision}")
@@ -219,6 +224,7 @@ def test_verify_says_how_far_both_are_from_float64(precision: str):
     assert report.records()[-1]["from_float64"]["gradients"] == report.from_float64.gradients
 
 
+@pytest.mark.long
 def test_a_bug_of_the_plan_adds_to_its_distance_from_float64(monkeypatch: Any):
     BUGS["sixth/all_reduce_last_undivided"].plant(monkeypatch)
     plan = Plan.parse("dp=2,precision=bf16-mixed")

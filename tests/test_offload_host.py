@@ -106,6 +106,7 @@ def _on_cpus(request: pytest.FixtureRequest) -> None:
 
 @pytest.mark.parametrize("lane", few([LateLane, DirectLane], 1, pytest.mark.slow))
 @pytest.mark.parametrize(("model", "optimizer", "plan"), few(CASES, 3, pytest.mark.slow))
+@pytest.mark.long
 def test_bits_are_those_of_the_plan_without_it(
     model: str, optimizer: str, plan: str, lane: type[Lane], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -68,6 +68,7 @@ def opaque_paths(program: Program) -> Sequence[str]:
 
 @pytest.mark.covering("hooks")
 @pytest.mark.parametrize("name", ["router", pytest.param("hooks", marks=pytest.mark.long)])
+@pytest.mark.long
 def test_the_smallest_module_that_cannot_be_read_is_found(name: str) -> None:
     assert opaque_paths(captured(part_job(name))) == FOUND[name]
 

@@ -76,6 +76,7 @@ def trained(plan: str, out: Path, *, steps: int, resume: Path | None = None) -> 
         pytest.param("dp=2,pp=2,tp=2", "dp=1,microbatches=2", marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.slow
 def test_a_run_resumes_under_another_plan(first: str, second: str, tmp_path: Path):
     expected = trained("dp=1,microbatches=2", tmp_path / "one", steps=6)
     trained(first, tmp_path / "run", steps=3)

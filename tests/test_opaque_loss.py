@@ -87,6 +87,7 @@ def equal(job: Job, plan: str) -> bool:
 
 
 @pytest.mark.long
+@pytest.mark.slow
 def test_modules_that_a_loss_calls_are_read() -> None:
     program = captured(job_of(lambda: Net([Router()]), loss=branches))
     assert sorted(program.opaque) == ["parts.0", LOSS]

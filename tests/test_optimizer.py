@@ -297,6 +297,7 @@ def test_clipping_is_torchs_over_the_whole_model(kind: str, largest: float):
 
 @pytest.mark.covering("zero", "one_server")
 @pytest.mark.parametrize("kind", few(KINDS, 2))
+@pytest.mark.long
 def test_schedulers_step_once_per_update(kind: str):
     schedules: list[Callable[[Any], Any]] = [
         lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda step: step / 3),  # starts at 0

@@ -101,6 +101,7 @@ SELF_CHANGED = [
 
 @pytest.mark.covering("an_iterator", "counter_in_a_closure")
 @pytest.mark.parametrize("make", SELF_CHANGED)
+@pytest.mark.long
 def test_a_loss_that_changes_what_it_reads_is_refused_before_the_first_step(make: Callable[[], Job]):
     with pytest.raises(CaptureError), Trainer(make(), "pp=2", devices="simulated"):
         pass
@@ -118,6 +119,7 @@ def test_what_ranks_compute_differently_is_noticed_after_the_first_step(make: Ca
         trainer.fit()
 
 
+@pytest.mark.long
 def test_the_refusal_names_what_it_is():
     for make, name in (
         (counter_in_a_closure, "reads count and changes it"),
@@ -232,6 +234,7 @@ def changes() -> Iterator[tuple[str, Job, Callable[[], Any]]]:
 
 @pytest.mark.covering("0", "5")
 @pytest.mark.parametrize("number", range(6))
+@pytest.mark.long
 def test_what_is_changed_between_two_steps_is_noticed_by_name(number: int):
     name, job, change = list(changes())[number]
     try:
@@ -255,6 +258,7 @@ def test_an_attribute_of_the_model_changed_between_steps_is_noticed():
             trainer.step(next(batches))
 
 
+@pytest.mark.long
 def test_what_is_only_written_or_beside_what_is_read_may_change():
     """Logging: a dict that the loss writes, entries and attributes that it does not name, a counter of the
     loop's own."""

@@ -269,6 +269,7 @@ def test_a_loss_that_reads_what_it_trains_from_outside_is_refused(plan: str):
 
 
 @pytest.mark.parametrize("plan", ["dp=1", "dp=2"])
+@pytest.mark.long
 def test_a_loss_may_read_a_tensor_outside_that_nothing_changes(plan: str):
     def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         return loss_of(model, batch) + ROWS.mean()

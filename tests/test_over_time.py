@@ -177,6 +177,7 @@ def test_a_run_is_the_plain_loop(kind: str, plan: str, tmp_path: Path):
 
 @pytest.mark.covering("frozen")
 @pytest.mark.parametrize(("kind", "plan"), slow_unless({("frozen", PP), ("growing", PP)}, [PP]))
+@pytest.mark.slow
 def test_a_resumed_run_goes_on_under_another_plan(kind: str, plan: str, tmp_path: Path):
     """In the middle of what changes: the first layer has no optimizer state yet, the batch has its second size."""
     make, expected = JOBS[kind]
@@ -185,6 +186,7 @@ def test_a_resumed_run_goes_on_under_another_plan(kind: str, plan: str, tmp_path
 
 @pytest.mark.covering("mixed")
 @pytest.mark.parametrize(("kind", "plan"), slow_unless({("frozen", TP), ("mixed", "dp=2")}, ["dp=2", TP, PP]))
+@pytest.mark.long
 def test_verify_finds_them_equal(kind: str, plan: str):
     report = verify(JOBS[kind][0](), Plan.parse(plan), devices="simulated")
     assert report is not None and report.passed
@@ -200,12 +202,14 @@ def test_verify_of_owners_of_parts_says_nothing_of_what_is_frozen(plan: str):
 
 @pytest.mark.covering("dp=2")
 @pytest.mark.parametrize("plan", ["dp=2", TP])
+@pytest.mark.long
 def test_verify_sees_a_frozen_parameter_that_is_trained(plan: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("meshloom.core.losses.frozen.FrozenParameters.at", lambda self, step: set())
     report = verify(frozen_job(), Plan.parse(plan), devices="simulated")
     assert report is not None and not report.passed
 
 
+@pytest.mark.long
 def test_verify_sees_partners_that_depend_on_the_share(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(Batches, "partners", lambda self, step: self.of(step)[1][::-1])
     report = verify(mixed_job(), Plan.parse("dp=2"), devices="simulated")
@@ -221,6 +225,7 @@ def test_optimizers_of_whole_parameters_leave_frozen_ones_alone(optimizer: str, 
         torch.testing.assert_close(found[1][name], value, rtol=1e-4, atol=1e-5)  # Muon's iterations round
 
 
+@pytest.mark.long
 def test_a_frozen_parameter_is_not_touched_and_has_no_state(tmp_path: Path):
     frozen = job(frozen={"first": range(3)}, steps=4)
     with ml.Trainer(frozen, "dp=2,zero=1", listener=QUIET) as trainer:
@@ -260,6 +265,7 @@ class Stream(IterableDataset[dict[str, Tensor]]):
 
 
 @pytest.mark.parametrize("kind", ["mixed", "growing"])
+@pytest.mark.long
 def test_streams_are_mixed_and_grow_as_well(kind: str, tmp_path: Path):
     make, expected = JOBS[kind]
     check_equal(trained(make(data=Stream), "dp=2,microbatches=2", tmp_path), expected(make()))
@@ -277,6 +283,7 @@ def test_an_epoch_of_a_stream_ends_where_its_growing_batches_do(drop_last: bool)
 
 
 @pytest.mark.parametrize("plan", ["microbatches=3", "dp=2,microbatches=3,zero=2"])
+@pytest.mark.long
 def test_accumulation_over_batches_of_a_loader_is_one_larger_batch_in_microbatches(plan: str, tmp_path: Path):
     """Three batches of 4 a step: `(loss / 3).backward()` of each."""
 

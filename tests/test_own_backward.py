@@ -134,6 +134,7 @@ def batches(count: int) -> list[Tensor]:
     ],
     ids=["rounds", "clipped root", "gated", "gated by what has no gradient", "arguments left out"],
 )
+@pytest.mark.long
 def test_its_value_and_its_gradient_are_kept(apply: Any):
     model, loss, (one, two, *fresh) = nn.Linear(3, 3), loss_of(apply), batches(4)
     program = capture_module(model, loss, (one, two))
@@ -167,6 +168,7 @@ def test_another_backward_is_refused(function: Any):
         )
 
 
+@pytest.mark.long
 def test_its_backward_is_tried_once_and_on_small_tensors():
     """BLOOM-560M did not end in 150 s: its activation was tried in each of 24 blocks, thrice, on tensors of 8
     million elements."""
@@ -191,6 +193,7 @@ def test_its_backward_is_tried_once_and_on_small_tensors():
     assert len(tried) == 3 and max(tried) <= MAX_TRIED
 
 
+@pytest.mark.long
 def test_a_function_for_one_shape_alone_is_tried_on_it():
     class Wide(Rounds):
         @staticmethod

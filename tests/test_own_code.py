@@ -137,6 +137,7 @@ def equal(job: Job, plan: str) -> bool:
     return report.passed
 
 
+@pytest.mark.long
 def test_modules_that_an_unreadable_forward_calls_are_read() -> None:
     program = captured(job_of(Clamps))
     assert list(program.opaque) == [own_code_of("")]
@@ -171,6 +172,7 @@ def error(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 
 @pytest.mark.parametrize("name", few(WHOLE, 1, pytest.mark.slow))
+@pytest.mark.long
 def test_code_whose_calls_may_change_runs_with_all_that_it_calls(name: str) -> None:
     """It would be called again for each of its calls, and training would end in the batch in which it calls another."""
     assert list(captured(job_of(WHOLE[name])).opaque) == [""]

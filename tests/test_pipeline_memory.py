@@ -94,6 +94,7 @@ def test_gpipe_keeps_every_microbatch():
 
 @pytest.mark.covering("zb-h1", "interleaved")
 @pytest.mark.parametrize("schedule", ["interleaved", "zb-h1", "zb-v"])
+@pytest.mark.slow
 def test_others_keep_as_much_for_any_number_of_microbatches(schedule: str):
     """From as many on as their bound needs."""
     assert most_in_flight(make_schedule(schedule, RANKS, 8)) == most_in_flight(

@@ -33,6 +33,7 @@ def test_no_other_division_is_nearer_to_the_quotas(num_samples: int, shares: lis
 
 
 @given(num_samples=st.integers(0, 200), shares=relative, factor=st.integers(2, 10**9))
+@pytest.mark.long
 def test_only_proportions_count(num_samples: int, shares: list[int], factor: int) -> None:
     assert apportion(num_samples, shares) == apportion(num_samples, [factor * share for share in shares])
 

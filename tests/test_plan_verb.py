@@ -287,6 +287,7 @@ def test_a_cluster_of_two_hosts_of_eight_gets_slices_within_hosts(
     assert told[-1]["why"] in captured.err
 
 
+@pytest.mark.long
 def test_a_disk_is_measured_and_one_in_memory_is_not(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(disk_rate, "MOST", 2)
     rate = disk_rate.measure_disk(tmp_path)

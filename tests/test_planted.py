@@ -26,6 +26,7 @@ def test_the_planted_are_the_drawn():
         for name, each in sorted(BUGS.items())
     ],
 )
+@pytest.mark.long
 def test_a_planted_bug_is_caught_and_placed(bug: Bug, tmp_path: Path):
     with pytest.MonkeyPatch.context() as patch:
         with_fast_links(patch, tmp_path)

@@ -119,6 +119,7 @@ def runs(tmp_path: Path) -> Runs:
     return found
 
 
+@pytest.mark.slow
 def test_the_same_job_is_read_once(runs: Runs):
     assert not runs.read()
     assert runs.notes == ["The captured loss is taken from an earlier run."]

@@ -75,6 +75,7 @@ def test_bags_with_offsets_equal_one_device(plan: str):
 
 
 @pytest.mark.long
+@pytest.mark.slow
 def test_a_dataclass_that_is_defined_in_a_function_is_a_batch():
     """ "Can't pickle local object": no name leads to it on another rank."""
 

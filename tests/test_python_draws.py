@@ -110,6 +110,7 @@ def check_equal(found: list[Tensor], wanted: list[Tensor]) -> None:
 
 
 @pytest.mark.parametrize("plan", EAGER)
+@pytest.mark.long
 def test_one_device_and_all_replicas_draw_alike(plan: str) -> None:
     check_equal(trained(job_of(), plan), one_device(job_of(), 2))
 
@@ -206,6 +207,7 @@ class Many(nn.Module):
 
 
 @pytest.mark.long
+@pytest.mark.slow
 def test_too_many_ways_are_refused_by_name() -> None:
     def loss(model: nn.Module, batch: Any) -> Tensor:
         return model(batch["x"]).mean()

@@ -58,6 +58,7 @@ def slow(*values: Any) -> Any:
         slow("tp=2,recompute=full", 0.15),
     ],
 )
+@pytest.mark.slow
 def test_the_peak_of_a_step_is_what_each_rank_had(text: str, tolerance: float):
     plan, found = Plan.parse(text), predicted(text)
     for rank, live in enumerate(live_bytes(blocks_job(), plan)):

@@ -89,6 +89,7 @@ def with_own_rates(step: int, **settings: Any) -> Job:
 
 @pytest.mark.parametrize("saves", [False, True])
 @pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.long
 def test_rates_that_differ_between_ranks_stop_the_run_before_the_update(
     plan: str, saves: bool, tmp_path: Path
 ):
@@ -126,6 +127,7 @@ def test_a_rate_that_differs_from_the_start_is_seen_before_the_first_step():
 
 
 @pytest.mark.parametrize("plan", [each for each in PLANS if each != "dp=2,tp=2"])
+@pytest.mark.long
 def test_comparing_rates_adds_no_exchange_but_one_of_8_bytes_along_tp(
     plan: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -180,6 +182,7 @@ def with_own_settings(name: str, value: Callable[[int], Any], step: int = 0) -> 
 
 
 @pytest.mark.parametrize("plan", ["dp=2", "tp=2", "dp=2,zero=2"])
+@pytest.mark.long
 def test_settings_that_differ_between_ranks_are_refused_at_the_start(plan: str):
     job = with_own_settings("weight_decay", lambda number: 0.1 * (1 + number))
     with pytest.raises(
@@ -197,6 +200,7 @@ def test_settings_that_come_to_differ_are_seen_every_100_steps():
         assert trainer.next_step == 100
 
 
+@pytest.mark.long
 def test_a_group_of_which_a_rank_updates_nothing_is_not_compared():
     """Optimizers count the steps of a group where it has parameters."""
     job = with_own_settings("weight_decay", lambda number: 0.1)
@@ -279,6 +283,7 @@ OTHER = {
 
 @pytest.mark.parametrize("plan", ["dp=2", "dp=2,pp=2", "tp=2"])
 @pytest.mark.parametrize("what", OTHER)
+@pytest.mark.long
 def test_data_that_differs_between_ranks_is_refused(what: str, plan: str):
     """Also beside a single rank that reads: there may be one that is told another number."""
     builds, sentence = OTHER[what]

@@ -110,6 +110,7 @@ def family(name: str) -> tuple[Program, Callable[[], nn.Module], list[Any]]:
 
 @pytest.mark.covering("checkpointed", "noise", "in_place")
 @pytest.mark.parametrize("name", OWN)
+@pytest.mark.long
 def test_own_models_are_the_same_bit_for_bit(name: str):
     """Autocast with cached casts, buffers that are read before and after they change, every kind of draw,
     fused recurrent layers."""
@@ -179,6 +180,7 @@ def test_the_prediction_adds_up_and_runs_no_product_again_under_selective():
     assert recomputed(program, of_nodes, "none").seconds == 0
 
 
+@pytest.mark.long
 def test_segments_are_all_of_the_program_and_about_as_many_as_the_root_of_a_chain():
     class Chain(nn.Module):
         def __init__(self) -> None:
@@ -224,6 +226,7 @@ def test_nothing_is_left_when_backward_is_done():
             gc.enable()
 
 
+@pytest.mark.long
 def test_without_gradients_it_is_the_plain_program():
     program, build, batches = family("conv2d")
     model = build()

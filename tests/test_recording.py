@@ -301,6 +301,7 @@ def test_a_recorded_construction_has_the_bits_of_the_real_one(build: Callable[[]
     ],
     ids=lambda build: build.__name__,
 )
+@pytest.mark.long
 def test_each_tensor_has_them_alone(build: Callable[[], nn.Module]):
     real = tensors_of(seeded(build))
     for name, expected in real.items():
@@ -314,6 +315,7 @@ def test_each_tensor_has_them_alone(build: Callable[[], nn.Module]):
     "family",
     [pytest.param(each, marks=marks_of(name), id=name) for name, each in FAMILIES.items()],
 )
+@pytest.mark.long
 def test_families_are_built_without_memory(family: Family):
     build = family.make_job(True).model
     _, recorded = assert_equal(build)

@@ -110,6 +110,7 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> list[None]:
         *few([(kind, "tp=2") for kind in NEW_MODELS], 2, pytest.mark.slow),
     ],
 )
+@pytest.mark.slow
 def test_every_length_is_trained_as_on_one_device(kind: str, plan: str, compared: list[None]):
     report = verify(job_of(kind), Plan.parse(plan), devices="simulated", dtype=torch.float64, steps=4)
     assert report and report.passed

@@ -121,6 +121,7 @@ def sizes(directory: Path) -> dict[str, int]:
 )
 @pytest.mark.parametrize("seen", [True, False])
 @pytest.mark.long
+@pytest.mark.slow
 def test_a_resumed_run_reads_each_byte_once_and_goes_on_bit_for_bit(
     seen: bool, plan: str, ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -190,6 +191,7 @@ def test_only_rank_0_needs_to_see_the_checkpoint(plan: str, transport: str, tmp_
     "plan",
     ["dp=2", pytest.param("tp=2", marks=pytest.mark.long), pytest.param("pp=2", marks=pytest.mark.long)],
 )
+@pytest.mark.long
 def test_what_cannot_be_resumed_is_said_under_every_plan(plan: str, tmp_path: Path) -> None:
     job = make_job("mlp", "adamw", steps=2)
     with Trainer(job, plan, devices="simulated", steps=1, out=tmp_path, listener=QUIET) as trainer:
@@ -429,6 +431,7 @@ def _squares(model: nn.Module, values: Tensor) -> Tensor:
     ],
 )
 @pytest.mark.long
+@pytest.mark.slow
 def test_what_a_checkpoint_gives_is_not_drawn_first(
     plan: str, reads: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -510,6 +513,7 @@ def rated(rate: float) -> Job:
 
 
 @pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=1", "tp=2"])
+@pytest.mark.slow
 def test_other_rates_in_the_job_than_in_the_checkpoint_are_said(plan: str, tmp_path: Path) -> None:
     """They were passed over in silence. A schedule's rates are compared with nothing: the groups are, as the function made them."""
     notes: list[str] = []

@@ -242,6 +242,7 @@ def critic() -> Job:
 
 
 @pytest.mark.parametrize(("off", "passes"), [(1e-17, True), (1e-16, True), (1e-12, False)])
+@pytest.mark.long
 def test_a_gradient_that_cancels_may_be_off_by_what_rounding_leaves(off: float, passes: bool):
     """Under tp=2 in float64 the critic of examples/12_gan.py was 1e-17 off, and no perturbation by rounding alone moved the sum."""
     plan = replace(Plan.parse("tp=2"), keyed_draws=True)

@@ -38,6 +38,7 @@ def test_every_rule_has_calls_and_is_of_an_operator_of_torch():
     assert all(hasattr(torch.ops.aten, name) for name in BUILT_IN if "::" not in name)
 
 
+@pytest.mark.long
 def test_the_docs_have_the_rules_that_there_are():
     assert FILE.read_text() == table(), "run python -m tests.rule_table"
 

@@ -111,6 +111,7 @@ def test_trying_leaves_nothing_behind(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("plan", ["dp=2", ASYNC])
+@pytest.mark.long
 def test_a_fresh_run_into_an_old_directory_is_refused(plan: str, tmp_path: Path) -> None:
     """A second run with the same command deleted the newest checkpoints of the first, because only the last
     few are kept."""
@@ -130,6 +131,7 @@ def test_a_fresh_run_into_an_old_directory_is_refused(plan: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize("plan", ["dp=2", ASYNC])
+@pytest.mark.long
 def test_overwriting_keeps_the_old_until_there_is_a_new_one(plan: str, tmp_path: Path) -> None:
     for step in (2, 900):
         save_step(tmp_path, step, keep=9)
@@ -189,6 +191,7 @@ def test_the_command_line_runs_twice_into_one_directory_only_if_told_so(
 
 
 @pytest.mark.parametrize("plan", ["dp=2", ASYNC])
+@pytest.mark.long
 def test_a_newer_checkpoint_without_meta_is_not_passed_over_in_silence(plan: str, tmp_path: Path) -> None:
     job = make_job("mlp", "sgd", steps=4, checkpoint_every=2)
     with Trainer(job, "dp=2", devices="simulated", out=tmp_path) as trainer:
@@ -258,6 +261,7 @@ def test_a_metric_that_fails_is_known_by_its_name_before_the_first_step(plan: st
 
 
 @pytest.mark.parametrize("plan", ["dp=1", "dp=2"])
+@pytest.mark.long
 def test_trying_evaluation_changes_nothing(plan: str) -> None:
     """Draws, buffers and modes are as without it: the run is the same bit for bit."""
     seen: list[float] = []

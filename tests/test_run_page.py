@@ -55,6 +55,7 @@ class Tags(HTMLParser):
         assert self.open.pop() == tag
 
 
+@pytest.mark.long
 def test_a_run_keeps_a_log_and_one_that_resumes_adds_to_it(run: Path) -> None:
     events = read_events(run)
     assert [each["step"] for each in events if each["event"] == "step"] == [1, 2, 3, 4, 5]
@@ -218,6 +219,7 @@ def test_the_tree_says_who_holds_what() -> None:
 # --- Watching.
 
 
+@pytest.mark.long
 def test_watching_follows_a_run_to_its_end(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

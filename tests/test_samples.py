@@ -60,6 +60,7 @@ def test_an_epoch_of_fewer_samples_than_a_batch_repeats_them(make: Any):
 
 
 @pytest.mark.parametrize("plan", ["tp=2,tp_placements=first:column+second:row", "pp=2", "recompute=full"])
+@pytest.mark.long
 def test_fewer_samples_than_a_batch_train_where_losses_are_captured(plan: str):
     job = make_job("mlp", "sgd", data=lambda: vectors(5))
     report = verify(job, Plan.parse(plan), devices="simulated", steps=2, dtype=torch.float64)

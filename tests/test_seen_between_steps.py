@@ -52,6 +52,7 @@ def check_seen(report: Report, words: str) -> None:
     assert any(words in line for line in lines_of(report)), lines_of(report)
 
 
+@pytest.mark.long
 def test_the_rate_of_the_first_group_for_all(monkeypatch: pytest.MonkeyPatch):
     assert verified(job(), quick=True).passed
     right: Callable[[Updater], list[float]] = Updater.learning_rates
@@ -62,11 +63,13 @@ def test_the_rate_of_the_first_group_for_all(monkeypatch: pytest.MonkeyPatch):
     )
 
 
+@pytest.mark.long
 def test_rightly_kept_checkpoints_are_a_line():
     report = verified(kept())
     assert report.passed and "Which of 4 checkpoints are kept: equal" in lines_of(report)
 
 
+@pytest.mark.long
 def test_one_checkpoint_more_than_is_asked_for(monkeypatch: pytest.MonkeyPatch):
     right: Any = saving._commit  # pyright: ignore[reportPrivateUsage]
     monkeypatch.setattr(saving, "_commit", lambda *given: right(*given[:4], given[4] + 1, given[5]))
@@ -79,6 +82,7 @@ def test_the_oldest_checkpoints_are_kept(monkeypatch: pytest.MonkeyPatch):
     check_seen(verified(job()), "With keep_checkpoints=2, ")
 
 
+@pytest.mark.long
 def test_best_is_the_newest(monkeypatch: pytest.MonkeyPatch):
     def after(self: BestMetric, step: int, metrics: dict[str, float]) -> BestMetric:
         return replace(self, value=metrics[self.metric], step=step, waited=0)
@@ -87,6 +91,7 @@ def test_best_is_the_newest(monkeypatch: pytest.MonkeyPatch):
     check_seen(verified(kept()), "best/ holds step-")
 
 
+@pytest.mark.long
 def test_best_is_never_replaced(monkeypatch: pytest.MonkeyPatch):
     right = RunCheckpoints.save
 
@@ -99,6 +104,7 @@ def test_best_is_never_replaced(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize("planted", ["never", "late", "not saved"])
+@pytest.mark.long
 def test_a_loss_scale_that_grows_wrongly(planted: str, monkeypatch: pytest.MonkeyPatch):
     right, to_dict = LossScale.after, LossScale.to_dict
 
@@ -121,6 +127,7 @@ def test_a_loss_scale_that_grows_wrongly(planted: str, monkeypatch: pytest.Monke
     )
 
 
+@pytest.mark.long
 def test_a_seed_without_effect_on_initial_values(monkeypatch: pytest.MonkeyPatch):
     given = job(seed=5)
     assert verified(given, quick=True).passed
@@ -131,6 +138,7 @@ def test_a_seed_without_effect_on_initial_values(monkeypatch: pytest.MonkeyPatch
     )
 
 
+@pytest.mark.long
 def test_a_seed_without_effect_on_keyed_values(monkeypatch: pytest.MonkeyPatch):
     given = job(init="keyed", seed=5)
     assert verified(given, quick=True).passed

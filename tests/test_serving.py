@@ -46,6 +46,7 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     ("model", "optimizer", "servers"),
     [("cnn", "sgd", 1), ("gpt", "adamw", 3), ("unused_twice", "muon", 1), ("branch", "adafactor", 2)],
 )
+@pytest.mark.long
 def test_one_worker_is_one_device_bit_for_bit(
     model: str, optimizer: str, servers: int, tmp_path: Path
 ) -> None:
@@ -176,6 +177,7 @@ def say(address: str, text: bytes) -> None:
 @pytest.mark.parametrize(
     ("texts", "messages"), [(300, 300), pytest.param(10_000, 10_000, marks=pytest.mark.slow)]
 )
+@pytest.mark.long
 def test_whatever_is_sent_training_is_the_same(texts: int, messages: int, tmp_path: Path) -> None:
     job = make_job("mlp", "adamw", steps=40)
     disturbing = threading.Event()
@@ -199,6 +201,7 @@ def test_whatever_is_sent_training_is_the_same(texts: int, messages: int, tmp_pa
 
 
 @pytest.mark.parametrize("broken_server", [0, 1])
+@pytest.mark.long
 def test_a_push_that_is_no_number_is_refused_and_its_worker_let_go(
     broken_server: int, tmp_path: Path
 ) -> None:

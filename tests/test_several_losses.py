@@ -92,6 +92,7 @@ def test_turns_are_those_of_a_plain_loop(name: str, plan: str):
     [pytest.param("norms", "dp=2,zero=1,microbatches=2", marks=pytest.mark.long),
      *(pytest.param(*each, marks=pytest.mark.slow) for each in (("penalty", "dp=2,pp=2,tp=2"), ("agent", "dp=2,zero=3"), ("wgan", "tp=2")))],
 )  # fmt: skip
+@pytest.mark.long
 def test_verification_follows_the_turns(name: str, plan: str):
     report = verify(turns_job(name), ml.Plan.parse(plan), devices="simulated", steps=2, dtype=torch.float64)
     assert report is not None
@@ -112,6 +113,7 @@ SPARSE = ["dp=2", "tp=2", "pp=2,microbatches=2", "dp=2,zero=3", "dp=2,pp=2,zero=
     [pytest.param("dp=2,zero=1", marks=pytest.mark.long)]
     + [pytest.param(each, marks=pytest.mark.slow) for each in SPARSE],
 )
+@pytest.mark.long
 def test_sparse_gradients_and_frozen_parts_take_turns(plan: str):
     report = verify(sparse_job(), ml.Plan.parse(plan), devices="simulated", steps=2, dtype=torch.float64)
     assert report is not None

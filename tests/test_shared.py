@@ -290,6 +290,7 @@ def test_what_needs_whole_parameters_gets_a_copy_each() -> None:
     ("saved", "resumed"),
     [((True, "dp=3,bucket_bytes=300"), (False, "dp=1")), ((False, "dp=2,zero=1"), (True, "dp=4"))],
 )
+@pytest.mark.slow
 def test_checkpoints_go_from_one_copy_to_any_plan_and_back(
     optimizer: str, saved: Any, resumed: Any, tmp_path: Path
 ) -> None:

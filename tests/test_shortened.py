@@ -107,6 +107,7 @@ def unshared(program: Program) -> dict[str, Any]:
 
 
 @pytest.mark.long
+@pytest.mark.slow
 def test_costs_of_blocks_that_share_and_update_are_those_of_all_of_them(stack: Program):
     short = shortened(stack)
     assert (

@@ -97,6 +97,7 @@ def test_a_loss_that_is_indifferent_to_its_length_is_compared_at_a_fifth_of_it(s
     assert {each.meta.shape for each in program.inputs} == {(2, TOKENS)}
 
 
+@pytest.mark.long
 def test_a_small_program_is_compared_as_it_is(sizes: list[int], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(rules, "MIN_ELEMENTS", 2**24)
     CapturedLoss(job_of()).capture(batches())
@@ -124,6 +125,7 @@ def with_longest(model: Model, x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("forward", "expected"), [(scaled, TOKENS), (in_windows, 80), (only_long, TOKENS), (with_longest, TOKENS)]
 )
+@pytest.mark.long
 def test_the_sizes_are_ones_at_which_it_is_the_same_program(
     forward: Forward, expected: int, sizes: list[int]
 ):

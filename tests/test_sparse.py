@@ -180,6 +180,7 @@ def test_rows_and_not_the_table_travel_along_dp() -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("optimizer", ["momentum", "AdamW"])
+@pytest.mark.slow
 def test_optimizers_that_move_all_rows_get_the_same_numbers_dense(optimizer: str) -> None:
     the_job = job(optimizer)
     expected = one_device(optimizer)

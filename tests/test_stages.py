@@ -217,12 +217,14 @@ def _worst(program: Program, cost: Any, stages: int, bounds: tuple[int, ...]) ->
         ({"num_stages": 2, "memory_bytes": 1000.0}, "No cut into 2 stages fits into 1000 B a rank"),
     ],
 )
+@pytest.mark.slow
 def test_cuts_that_cannot_be(settings: dict[str, Any], sentence: str):
     program = family("llama", 1, even=True).programs[0]
     with pytest.raises(PlanError, match=re.escape(sentence)):
         choose_cuts(program, costs(program), **settings)
 
 
+@pytest.mark.long
 def test_given_cuts_are_where_the_modules_begin():
     program = family("llama", 1, even=True).programs[0]
     choice = choose_cuts(program, costs(program), 2, cuts=["model.layers.1"])
@@ -231,6 +233,7 @@ def test_given_cuts_are_where_the_modules_begin():
             assert choice.stage_of[node.name] == int(node.path.startswith("model.layers.1"))
 
 
+@pytest.mark.long
 def test_a_program_of_one_stage_is_itself():
     job = make_job("mlp", "sgd")
     data = job.data()
@@ -254,6 +257,7 @@ class _Sums(nn.Module):
         return (rows * 0.5).mean() + total * 0.1
 
 
+@pytest.mark.long
 def test_values_that_cross_may_be_called_as_functions_of_python_are():
     """A stage's operand `sum` was written over another one, `sum_1`, as the function that runs its program
     cannot call an argument `sum`."""
@@ -286,6 +290,7 @@ class _Shared(nn.Module):
         return self.first(self.second(self.norm(self.first(x)))).sum()
 
 
+@pytest.mark.long
 def test_who_uses_a_parameter_or_buffer():
     model = _Shared().train()
     program = capture_module(model, lambda model, batch: model(batch), (torch.randn(3, 4), torch.randn(3, 4)))

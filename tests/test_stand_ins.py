@@ -104,6 +104,7 @@ def generated() -> nn.Module:
 
 
 @pytest.mark.parametrize("build", [ordered, shared, tied, generated])
+@pytest.mark.long
 def test_what_depends_on_places_keeps_its_structure(build: Callable[[], nn.Module]):
     with comparable(lambda: nn.ModuleList(build() for _ in range(3)), CPU) as model:
         for each in model:

@@ -73,6 +73,7 @@ def assert_ranks_start_as_one_device(trainer: Trainer, job: Job) -> None:
     ],
 )
 @pytest.mark.parametrize("model", ["gpt", pytest.param("cnn", marks=pytest.mark.slow)])
+@pytest.mark.long
 def test_ranks_fill_what_they_hold_and_nothing_is_sent(plan: str, model: str):
     job = make_job(model, "adamw")
     with Trainer(job, plan, devices="simulated") as trainer:
@@ -117,6 +118,7 @@ def test_ranks_with_one_copy_fill_their_shares_of_it(plan: str, model: str, monk
         for each in FAMILIES.values()
     ],
 )
+@pytest.mark.long
 def test_families_start_as_one_device_in_slices(family: Family):
     job = family.make_job(False)
     with Trainer(job, "dp=2,zero=3", devices="simulated") as trainer:
@@ -224,6 +226,7 @@ def test_where_ranks_cannot_fill_alone_they_receive_the_first_ones_values(
 
 
 @pytest.mark.parametrize(("times", "is_long"), [(5, False), (1000, True)])
+@pytest.mark.long
 def test_a_start_that_takes_minutes_says_so(times: int, is_long: bool):
     """Nothing is drawn here: a matrix of 256 MiB is drawn again and again, as the tape has it."""
 
@@ -257,6 +260,7 @@ def test_an_optimizer_function_may_read_values(plan: str):
 @pytest.mark.covering("False-dp=2,zero=3", "True-tp=2")
 @pytest.mark.parametrize("plan", ["dp=2,zero=3", "tp=2", pytest.param("dp=2,pp=2", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("reads", [False, True])
+@pytest.mark.slow
 def test_where_memory_is_not_given_lazily_tensors_are_copied(
     plan: str, reads: bool, monkeypatch: pytest.MonkeyPatch
 ):

@@ -27,11 +27,13 @@ def captured(job: Job) -> None:
 
 
 @pytest.mark.parametrize("loss", [raises, prints, asserts, variances, ends_with_a_check])
+@pytest.mark.long
 def test_a_statement_that_only_looks_is_passed_by(loss: object) -> None:
     captured(job_of(loss))
 
 
 @pytest.mark.parametrize("loss", [decides, has_another_way])
+@pytest.mark.long
 def test_a_statement_that_decides_is_not(loss: object) -> None:
     program = CapturedLoss(job_of(loss)).capture(first_batches(job_of(loss), 2, 6))
     ((part, why),) = program.opaque.items()

@@ -48,6 +48,7 @@ def neighbours(value: Tensor) -> tuple[Tensor, Tensor]:
     return near.double(), far.double()
 
 
+@pytest.mark.long
 def test_the_mean_of_many_roundings_is_the_value():
     generator = torch.Generator().manual_seed(3)
     scale = 10.0 ** torch.randint(-20, 20, (257,), generator=generator)
@@ -142,6 +143,7 @@ def state_after(job: Job, plan: str, **settings: Any) -> dict[str, Tensor]:
         slow(["dp=1", "dp=2,zero=2,microbatches=2", "dp=3,zero=3", "pp=2,microbatches=2", "tp=2", "tp=2,dp=2,zero=3"]),
     ],
 )  # fmt: skip
+@pytest.mark.long
 def test_equal_gradients_lead_to_equal_bits_under_every_plan(plans: list[str]):
     job = job_of(
         "mlp", clip_grad_norm=None, optimizer=lambda named: torch.optim.SGD(named, lr=1e-4, momentum=0.5)
@@ -153,12 +155,14 @@ def test_equal_gradients_lead_to_equal_bits_under_every_plan(plans: list[str]):
     assert {each.dtype for each in found[0].values()} == {torch.bfloat16}
 
 
+@pytest.mark.long
 def test_verify_compares_with_one_device_that_rounds_by_the_same_draws():
     report = verify(job_of("mlp"), by_chance("dp=2,zero=1,microbatches=2"), devices="simulated", steps=2)
     assert report and report.passed and "rounded by the same draws" in report.autocast
 
 
 @pytest.mark.parametrize("plan", ["dp=2,zero=1", slow("dp=2,zero=3"), slow("pp=2,microbatches=2")])
+@pytest.mark.long
 def test_rounding_to_nearest_is_found(plan: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(stochastic, "rounded", lambda value, key, index: value.to(torch.bfloat16))
     report = verify(job_of("mlp"), by_chance(plan), devices="simulated", steps=1)
@@ -167,6 +171,7 @@ def test_rounding_to_nearest_is_found(plan: str, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize(("saved", "resumed"), [("dp=2,zero=1", "dp=2"), slow("dp=2,zero=3", "dp=2,zero=1")])
+@pytest.mark.long
 def test_a_resumed_run_goes_on_with_the_same_bits(saved: str, resumed: str, tmp_path: Path):
     job = job_of("mlp", steps=4, checkpoint_every=2)
     whole = state_after(job, saved, out=tmp_path)
@@ -174,6 +179,7 @@ def test_a_resumed_run_goes_on_with_the_same_bits(saved: str, resumed: str, tmp_
     assert all(torch.equal(again[name], whole[name]) for name in whole)
 
 
+@pytest.mark.long
 def test_nothing_is_kept_between_updates_but_state_in_float32():
     with Trainer(job_of("mlp"), by_chance("dp=2,zero=1"), devices="simulated") as trainer:
         trainer.step(next(iter(trainer.batches())))

@@ -38,6 +38,7 @@ def interrupted_twice() -> None:
 
 @pytest.mark.parametrize("plan", ["dp=1", "dp=2", "dp=2,exchange=local_sgd,local_steps=2"])
 @pytest.mark.parametrize("number", few([signal.SIGTERM, signal.SIGINT, signal.SIGHUP]))
+@pytest.mark.long
 def test_a_signal_saves_first_and_the_run_goes_on_from_there(
     number: signal.Signals, plan: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -142,6 +143,7 @@ def test_two_signals_of_one_ctrl_c_are_one(tmp_path: Path) -> None:
     assert names_in(tmp_path) in (["step-00000002"], ["step-00000003"])
 
 
+@pytest.mark.long
 def test_without_a_directory_or_a_step_it_simply_ends(tmp_path: Path) -> None:
     interrupt = at_step(2, lambda: signal.raise_signal(signal.SIGINT))
     with (

@@ -52,6 +52,7 @@ def looked_at(gradient: Tensor) -> None:
 
 
 @pytest.mark.parametrize("hook", [turned, masked, summed, looked_at])
+@pytest.mark.long
 def test_a_linear_hook_is_what_it_is_on_one_device(hook: Hook):
     subject = subject_of(job_of(hooked(hook)))
     for decide in (None, at_random(0), at_random(1)):
@@ -68,6 +69,7 @@ def normalised(gradient: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("hook", [clipped, normalised])
+@pytest.mark.long
 def test_another_hook_is_refused_with_its_line(hook: Hook):
     with pytest.raises(
         CaptureError, match=r"test_tensor_hooks.py:\d+ \(hidden.register_hook\(hook\)\) is not linear"

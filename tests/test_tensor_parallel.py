@@ -122,6 +122,7 @@ def test_tables_of_bags_are_divided_by_rows():
     assert max(report.owned) < 0.97
 
 
+@pytest.mark.long
 def test_what_is_divided_takes_less_of_every_rank():
     with keyed(make_job("mlp", "adamw"), "tp=2,tp_placements=first:column+second:row") as trainer:
         one, other = trainer.replicas
@@ -170,6 +171,7 @@ def test_a_checkpoint_goes_on_under_any_plan(optimizer: str, tmp_path: Path):
                 assert trainer.fit().last_loss == pytest.approx(expected, rel=1e-12)
 
 
+@pytest.mark.long
 def test_what_cannot_be_read_is_refused_with_the_users_line():
     with pytest.raises(CaptureError, match=r"jobs.py:\d+ .*Plans with dp alone run the module as it is"):
         keyed(make_job("mlp", "sgd", loss=adding_loss), "tp=2,recompute=full")

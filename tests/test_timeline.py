@@ -279,6 +279,7 @@ def test_report_says_what_a_run_has_left(run: Path, tmp_path: Path, capsys: pyte
     }
 
 
+@pytest.mark.long
 def test_report_of_a_run_without_pipeline(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
@@ -362,6 +363,7 @@ def test_schedules_travel_as_text():
 
 
 @pytest.mark.parametrize("schedule", [*SCHEDULES])
+@pytest.mark.slow
 def test_the_timeline_of_a_step_with_a_short_batch_is_kept(tmp_path: Path, schedule: str):
     """Its last batch gave one replica fewer microbatches than the plan has, whose order is not always that of the
     first ones, and the run ended with an error before its last checkpoint."""

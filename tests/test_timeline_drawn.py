@@ -318,6 +318,7 @@ def test_nothing_that_is_written_overlaps_or_leaves_the_picture(name: str):
         pytest.param("interleaved", marks=pytest.mark.long),
     ],
 )
+@pytest.mark.slow
 def test_labels_lie_in_their_boxes(name: str):
     pytest.importorskip("matplotlib")
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -344,6 +345,7 @@ def test_labels_lie_in_their_boxes(name: str):
 
 
 @pytest.mark.long
+@pytest.mark.slow
 def test_svg_is_xml_and_the_same_each_time(tmp_path: Path):
     pytest.importorskip("matplotlib")
     for name in ("one.svg", "two.svg"):

@@ -113,6 +113,7 @@ def in_torch(run: Path, directory: Path) -> tuple[nn.Module, torch.optim.Optimiz
     return model, optimizer
 
 
+@pytest.mark.long
 def test_torch_goes_on_on_one_device(run: Path, longer: dict[str, torch.Tensor], tmp_path: Path) -> None:
     model, optimizer = in_torch(run, tmp_path)
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.01]
@@ -228,6 +229,7 @@ def test_safetensors_have_the_state_beside_the_weights(run: Path, tmp_path: Path
     assert len(state) == len(checkpoint.keys())
 
 
+@pytest.mark.long
 def test_without_state_it_begins_anew_and_that_is_said(run: Path, tmp_path: Path) -> None:
     assert main(["export", str(run), "--to", "dcp", "--out", str(tmp_path / "dcp")]) == 0
     _, notes = train(job_of(2), "dp=2", tmp_path / "more", resume=tmp_path / "dcp")
@@ -247,12 +249,14 @@ def test_without_state_it_begins_anew_and_that_is_said(run: Path, tmp_path: Path
     ],
     ids=["model", "groups", "optimizer", "steps"],
 )  # fmt: skip
+@pytest.mark.long
 def test_what_does_not_fit(job: Job, said: str, run: Path, tmp_path: Path) -> None:
     there = save_from_one_device(run, tmp_path)
     with pytest.raises(CheckpointError, match=said):
         train(job, "dp=2", None, resume=there)
 
 
+@pytest.mark.long
 def test_directories_of_another_layout_and_damaged_ones(run: Path, tmp_path: Path) -> None:
     dcp.save({"net": {"w": torch.ones(2)}}, checkpoint_id=tmp_path / "other", no_dist=True)
     with pytest.raises(

@@ -183,6 +183,7 @@ def test_nothing_is_left_to_resume_says_how_to_go_on(tmp_path: Path) -> None:
         Trainer(job, "dp=2", devices="simulated", resume=tmp_path)
 
 
+@pytest.mark.long
 def test_another_seed_would_read_other_data(tmp_path: Path) -> None:
     job = make_job("mlp", "sgd", steps=2)
     with Trainer(job, "dp=2", devices="simulated", out=tmp_path) as trainer:
@@ -242,6 +243,7 @@ def test_evaluation_does_not_change_training() -> None:
 @pytest.mark.parametrize(
     "model", ["cnn", *(pytest.param(each, marks=pytest.mark.long) for each in ("gpt", "branch"))]
 )
+@pytest.mark.long
 def test_predicted_bytes_are_the_counted_ones(plan: str, model: str) -> None:
     job = make_job(model, "muon", steps=3, clip_grad_norm=1.0, drop_last=True)
     with Trainer(
@@ -425,6 +427,7 @@ def test_a_loss_that_mixes_means_and_sums_is_refused() -> None:
         "dp=2,exchange=async,servers=2",
     ],
 )
+@pytest.mark.long
 def test_a_scheduler_that_looks_at_the_loss_is_announced_under_every_plan(plan: str):
     """It was stepped in every step with the training loss, while people expect it to follow epochs or an
     evaluation; nothing said so."""

@@ -82,6 +82,7 @@ def combinations(usual: list[tuple[str, str]], often: list[tuple[str, str]], tur
         0,
     ),
 )
+@pytest.mark.long
 def test_a_plan_trains_by_the_rule(case: str, plan: str):
     found = trained(case, plan)
     agree(found, by_the_rule(case, copy.deepcopy(built(case)), Plan.parse(plan).num_chunks))

@@ -18,6 +18,7 @@ from tests.jobs import Samples, make_job, vectors
 from tests.reports import text_of
 
 
+@pytest.mark.long
 def test_what_is_wrong_on_both_sides_is_not_equal(monkeypatch: pytest.MonkeyPatch) -> None:
     """It was EQUAL, with exit code 1."""
     right = BestMetric.of

@@ -79,6 +79,7 @@ def test_a_whole_batch_that_may_not_fit_is_not_tried(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.long
 def test_older_objects_are_looked_through_once_and_a_callers_freeze_stays(frozen: bool):
     gc.unfreeze()
     try:

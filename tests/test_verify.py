@@ -311,6 +311,7 @@ def test_a_wrong_learning_rate_on_the_ranks_is_seen_in_the_updates():
     }
 
 
+@pytest.mark.long
 def test_errors_that_are_infinite_stay_out_of_json():
     report = run(make_job("mlp", "sgd"), "dp=2", steps=1)
     step = replace(report.steps[0], errors=[replace(report.steps[0].errors[0], error=math.inf)])

@@ -141,6 +141,7 @@ class Library(types.ModuleType):
         ("mlflow", "log_metrics", [("end_run", ("FINISHED",), {})]),
     ],
 )
+@pytest.mark.long
 def test_each_dashboard_gets_every_number(
     name: str, logs: str, ends: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

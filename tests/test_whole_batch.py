@@ -186,6 +186,7 @@ draws, interacts, fails = job_of(lambda: nn.Sequential(nn.Linear(5, 3), nn.Dropo
         ("fails", 2, "fails on it"),
     ],
 )
+@pytest.mark.long
 def test_the_exit_code_judges_the_whole_batch_where_it_is_asked_to(job, code, said, tmp_path, capsys):
     file = tmp_path / "job.py"
     file.write_text(JOB)

@@ -61,6 +61,7 @@ def equal(case: Case) -> bool:
     ],
     ids=str,
 )
+@pytest.mark.long
 def test_ranks_without_a_chunk_keep_pace(case: Case) -> None:
     assert equal(case)
 

@@ -32,6 +32,7 @@ def holds(kind: str, plan: str, **job: Any) -> None:
     assert report and report.passed, report
 
 
+@pytest.mark.slow
 def test_one_operator_uses_several_units() -> None:
     """Along tp the layers of all decoder blocks that read an encoder's output are one operator, which saves its weights when it
     has read the last of them: gradients of the encoder were not finite."""

@@ -224,6 +224,7 @@ def test_several_statements_in_a_line(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.long
 def test_script_and_job_are_compared_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A script that takes a GPU where there is one would draw and round differently; and its tensors would lie elsewhere."""
     for module in (torch.cuda, torch.accelerator):
