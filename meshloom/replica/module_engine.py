@@ -68,7 +68,8 @@ class ModuleEngine(Engine):
         self._compiled_units: CompiledUnits | None = None
         self.compiler = Compiler(context.device) if plan.compiles else None
         self._losses: dict[LossFunction, LossFunction] = {}  # as written -> compiled
-        self._loss, self._begun = job.loss, set[int]()  # whose turn it is; those that have had one
+        self._loss = job.loss  # whose turn it is
+        self._begun = set[int]()  # losses that have had a turn, by identity
         self._gathered = GatheredRows(plan, context, num_losses=len(job.losses) or 1, updates=updates)
         self.watch_rows({}, context.device)
 

@@ -136,7 +136,8 @@ class Replica:
         self._undo.enter_context(limited(self.model))
         if plan.sync_batch_norm and plan.dp > 1:
             self._undo.enter_context(batch_norm.synchronise_batch_norm(self.model, context.statistics, compiled=plan.compiles))  # fmt: skip
-        self.sums, self.stored = LossSums.of(plan, context.device), stored
+        self.sums = LossSums.of(plan, context.device)
+        self.stored = stored
         # what its parts run under, without tp and pp where the loss runs whole; why that is
         self.inner, self.whole = plan, tuple[str, ...]()
         self.engine: Engine

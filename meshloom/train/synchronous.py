@@ -57,7 +57,8 @@ class SynchronousRun:
         if resume is not None:  # weights were read before
             job = replace(job, weights=None, weight_names=None)
         self._job, self._plan, self._world, self._shares, self._timings = job, plan, world, shares, timings
-        self._steps, self._out, self._leave, self._share, self._stop_requests = steps, out, leave, share, StopRequests()  # fmt: skip
+        self._steps, self._out, self._leave, self._share = steps, out, leave, share
+        self._stop_requests = StopRequests()
         self._listener = listener = listener if world.main else QUIET
         self._asked = self._closed = False  # asked: all ranks know that some of them asks for something
         self.next_step, self.losses = 0, dict[str, float]()
