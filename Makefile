@@ -48,9 +48,10 @@ check: $(READY)
 types: $(READY)
 	$(PYTHON) -m pyright
 
-# Importing Lightning takes as long as importing torch and all of meshloom.
+# In one process: collecting the tests takes a fifth of it, and types are checked on the other core. Importing Lightning takes as long as
+# importing torch and all of meshloom.
 quick: $(READY)
-	$(PYTHON) -m pytest $(BOTH_CORES) -m "not processes and not long and not slow and $(OTHERS)" --ignore=tests/test_from_lightning.py
+	$(PYTHON) -m pytest -m "not processes and not long and not slow and $(OTHERS)" --ignore=tests/test_from_lightning.py
 
 # Both halves run, whatever becomes of the first.
 test: $(READY)

@@ -9,24 +9,23 @@ from random import Random
 import pytest
 
 CASES = 6  # of a test whose mark `covering` does not say which
+FURTHER = 1  # of a test of which `make test` leaves cases out, unless it has the mark `every`
 LEFT_OUT = {"slow", "campaign", "browser", "site", "zoo"}
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: Sequence[pytest.Item]) -> None:
     """`make test` runs the cases that a test's mark `covering` names, or else, where no case is marked `slow`, so many that are drawn by its name;
-    the others are `slow`.
+    the others are `slow`, and `make test-all` runs `FURTHER` of them, drawn likewise, or those of a test that has the mark `every`. The rest
+    is for `make campaigns`.
     `make check` runs the first of those; the others are `long`. A word of `covering` that names nothing is an error, unless only
     some cases of a test were asked for."""
     idle: list[str] = []
     for name, at in _tests(items).items():
-        quick = [
-            id_ for id_, case in at.items() if not LEFT_OUT & {mark.name for mark in case.iter_markers()}
-        ]
-        if not quick:  # all of them are slow
-            continue
+        quick = [id_ for id_, case in at.items() if not LEFT_OUT & _marks(case)]
         kept = quick
-        if mark := next(iter(at.values())).get_closest_marker("covering"):
+        mark = next(iter(at.values())).get_closest_marker("covering")
+        if quick and mark:
             words = {word: named(word, quick) for word in mark.args}
             idle += [
                 f"{name}: its mark `covering` names no case by {word!r}"
@@ -41,6 +40,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: Sequence[pytest.
             at[id_].add_marker(pytest.mark.slow)
         for id_ in kept[1:]:
             at[id_].add_marker(pytest.mark.long)
+        slow = [id_ for id_, case in at.items() if LEFT_OUT & _marks(case) == {"slow"}]
+        if "every" not in _marks(at[next(iter(at))]):
+            drawn = set(Random(name).sample(slow, min(len(slow), FURTHER)))
+            for id_ in set(slow) - drawn:
+                at[id_].add_marker(pytest.mark.campaign)
     if idle and not any("::" in argument for argument in config.args):
         raise pytest.UsageError("\n".join(idle))
 
@@ -52,6 +56,10 @@ def _tests(items: Sequence[pytest.Item]) -> dict[str, dict[str, pytest.Function]
         if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
             tests[item.nodeid.partition("[")[0]][item.callspec.id] = item
     return tests
+
+
+def _marks(case: pytest.Item) -> set[str]:
+    return {mark.name for mark in case.iter_markers()}
 
 
 def named(word: str, ids: Iterable[str]) -> set[str]:

@@ -115,6 +115,7 @@ def test_any_sequence_of_operations_in_the_background_equals_one_process(
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("size", range(2, 9))
 @pytest.mark.parametrize("op", ["sum", "avg"])
+@pytest.mark.every
 def test_sums_have_the_same_bits_on_all_ranks(algorithm: str, size: int, op: Any):
     given = [torch.randn(1009, generator=torch.Generator().manual_seed(rank)) for rank in range(size)]
     tensors = [each.clone() for each in given]

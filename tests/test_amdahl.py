@@ -22,6 +22,7 @@ def followed(serial_units: int, parallel_units: int, num_ranks: int, talking_uni
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 6])
 @pytest.mark.parametrize(("serial", "parallel"), [(1, 12), (12, 24), (0, 36), (5, 0)])
 @pytest.mark.parametrize("talking", [0, 7])
+@pytest.mark.every
 def test_the_formula_is_what_following_every_unit_says(
     num_ranks: int, serial: int, parallel: int, talking: int
 ):

@@ -207,6 +207,7 @@ def is_told(layout: Layout, node: Node, elements: Sequence[Element], number: int
 
 @pytest.mark.parametrize("sizes", [(12, 16, 24), (131_072, 999_999, 1_000_000)], ids=["small", "large"])
 @pytest.mark.parametrize("seed", range(30))
+@pytest.mark.every
 def test_indices_that_a_node_pairs_are_one(seed: int, sizes: Sequence[int]):
     """What a rank needs of an operand for its part of the result is what the cut gives it: or the node's
     label is one to be whole."""
@@ -226,6 +227,7 @@ def test_indices_that_a_node_pairs_are_one(seed: int, sizes: Sequence[int]):
 
 
 @pytest.mark.parametrize("seed", range(30))
+@pytest.mark.every
 def test_indices_that_are_one_were_paired(seed: int):
     """By any chain of nodes: slices, pads, concatenations and sums. A roll is whole, and its indices go by
     their places."""

@@ -68,6 +68,7 @@ CASES: dict[str, tuple[Any, tuple[int, ...]]] = {
 
 @pytest.mark.parametrize("sizes", few([[5, 1, 2], [3, 3], [1, 1, 1, 1]]))
 @pytest.mark.parametrize("case", list(CASES))
+@pytest.mark.every
 def test_equals_torch_on_the_joined_chunk(case: str, sizes: list[int]):
     build, shape = CASES[case]
     generator = torch.Generator().manual_seed(1)

@@ -92,6 +92,7 @@ def gradient_of(kind: Kind, pieces: Pieces, gradients: list[Tensor]) -> Tensor:
 
 @pytest.mark.parametrize("seed", range(60))
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: "-".join(change))
+@pytest.mark.every
 def test_values_and_gradients_stay_what_they_are(change: tuple[Kind, Kind], seed: int):
     draw = random.Random(f"{change} {seed}")
     generator = torch.Generator().manual_seed(seed)

@@ -109,6 +109,7 @@ def refused_or_the_same(text: bytes) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (5,), (2, 3, 4)], ids=str)
+@pytest.mark.every
 def test_tensors_arrive_bit_by_bit(dtype: torch.dtype, shape: tuple[int, ...]):
     sent = random_bits(dtype, shape)
     header, [received] = over_inproc(Header(kind=7, version=9), [sent])

@@ -80,6 +80,6 @@ def test_a_model_of_more_layers_than_python_has_frames_is_divided():
     assert _described(1100) == 2 * 1100 + 2
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_a_model_of_5000_layers_is_divided():
     assert _described(5000) == 2 * 5000 + 2

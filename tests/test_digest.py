@@ -25,6 +25,7 @@ def naive(tensor: Tensor) -> int:
 
 @pytest.mark.parametrize("size", [0, 1, 7, 8, 1001])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
+@pytest.mark.every
 def test_a_digest_is_the_sum_over_words_wherever_the_tensor_starts(size: int, dtype: torch.dtype):
     bucket = (torch.randn(size + 3) * 100).to(dtype)
     for start in (0, 3):

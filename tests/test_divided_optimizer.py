@@ -52,6 +52,7 @@ def scheduled(name: str, **settings: Any) -> Job:
 @pytest.mark.long
 @pytest.mark.parametrize("plan", PLANS, ids=str)
 @pytest.mark.parametrize("name", SOME)
+@pytest.mark.every
 def test_every_optimizer_does_what_it_does_on_one_device(name: str, plan: tuple[int, int, int]):
     dp, tp, zero = plan
     the_job = scheduled(name)

@@ -76,6 +76,7 @@ def is_python(text: str) -> bool:
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
+@pytest.mark.every
 def test_python_is_marked_as_such(path: Path):
     wrong: list[str] = []
     for mark, text, block in codes_of(path):
@@ -142,6 +143,7 @@ def commands_of(path: Path) -> list[tuple[int, str]]:
 
 
 @pytest.mark.parametrize("path", [path for path in DOCUMENTS if commands_of(path)], ids=name_of)
+@pytest.mark.every
 def test_commands_are_what_the_parser_takes(path: Path, capsys: pytest.CaptureFixture[str]):
     wrong: list[str] = []
     for line, command in commands_of(path):
@@ -171,6 +173,7 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
+@pytest.mark.every
 def test_options_that_a_sentence_names_are_there(path: Path):
     """`meshloom train --log tensorboard`, which need not be a whole command."""
     wrong: list[str] = []
@@ -190,6 +193,7 @@ MAKE = {line.partition(":")[0] for line in (ROOT / "Makefile").read_text().split
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
+@pytest.mark.every
 def test_other_commands_are_about_what_is_there(path: Path):
     """`make TARGET`, `python FILE`, `pytest FILE`."""
     wrong: list[str] = []
@@ -228,6 +232,7 @@ def sentences() -> list[str]:
     return [text for node in nodes if len(text := text_of(node)) > 10]
 
 
+@pytest.mark.long
 def test_messages_that_are_explained_are_ones_of_the_package():
     rows = [
         line.split("`")[1]

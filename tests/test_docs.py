@@ -41,6 +41,7 @@ def name_of(path: Path) -> str:
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
+@pytest.mark.every
 def test_every_link_leads_to_a_file_and_to_a_heading_of_it(path: Path):
     text = path.read_text(encoding="utf-8")
     broken: list[str] = []

@@ -257,6 +257,7 @@ def test_many_calls_touch_nothing_outside(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("hole", HOLES)
+@pytest.mark.every
 def test_a_planted_hole_is_found(hole: str, tmp_path: Path) -> None:
     right, wrong = HOLES[hole]
     assert times_in_engine(right) == 1

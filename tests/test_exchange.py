@@ -22,6 +22,7 @@ pytestmark = pytest.mark.parametrize("kind", KINDS)
     "size", [pytest.param(2, marks=pytest.mark.long), 3, pytest.param(4, marks=pytest.mark.long)]
 )
 @pytest.mark.parametrize("bucket_bytes", few([200, 1, 10**9]))
+@pytest.mark.every
 def test_gradients_are_those_of_one_device(kind: str, size: int, bucket_bytes: int) -> None:
     chunks = data(*range(3, 3 + 2 * size))
     weight = float(sum(len(chunk) for chunk in chunks))

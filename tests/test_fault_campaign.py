@@ -101,6 +101,7 @@ def there(launcher: psutil.Process, plan: str) -> dict[str, psutil.Process]:
 @pytest.mark.parametrize(
     "seed", [*range(60), *(pytest.param(seed, marks=pytest.mark.campaign) for seed in range(60, 300))]
 )
+@pytest.mark.every
 def test_a_fault(
     seed: int, undisturbed: dict[str, tuple[dict[str, torch.Tensor], float]], scratch: Path, tmp_path: Path
 ) -> None:

@@ -77,6 +77,7 @@ IN_MAKE_TEST = [
 @pytest.mark.covering(*IN_MAKE_TEST)
 @pytest.mark.parametrize(("job", "plan"), CELLS.values(), ids=CELLS)
 @pytest.mark.long
+@pytest.mark.every
 def test_a_plan_comes_to_the_exact_values_and_sends_what_is_written(
     job: str, plan: str, tmp_path: Path, silent_export: None
 ) -> None:

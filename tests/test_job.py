@@ -73,6 +73,7 @@ def test_a_module_is_not_a_function_that_builds_one():
     ],
 )
 @pytest.mark.parametrize("wrong", ["too small", 2.0, True, "4"])
+@pytest.mark.every
 def test_counts_are_whole_numbers(name: str, least: int, wrong: object):
     value = least - 1 if wrong == "too small" else wrong
     with pytest.raises(JobError) as caught:

@@ -125,6 +125,7 @@ TWO = {
         ({"WORLD_SIZE": None, "SLURM_PROCID": "0"}, "RANK=0 is set and WORLD_SIZE is not"),
     ],
 )  # fmt: skip
+@pytest.mark.every
 def test_variables_of_a_rank_that_make_no_sense_are_one_sentence(
     change: dict[str, str | None], sentence: str
 ):

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-import torchmetrics
 from torch import Tensor, nn
 
 import meshloom as ml
@@ -59,13 +58,19 @@ def in_order(scores: Tensor, right: Tensor) -> Tensor:
     return (scores[:, 0].diff() * right[1:]).sum()
 
 
-def job(num: int = 21, size: int | None = None, **own: Any) -> ml.Job:
-    measured = own or {
+def some_of_each() -> dict[str, Any]:
+    import torchmetrics  # takes seconds
+
+    return {
         "f1": ml.Metric(predicted, f1),
         "order": ml.Metric(scores, in_order),
         "torch": ml.Metric(predicted, torchmetrics.F1Score(task="binary")),
         "accuracy": lambda model, batch: (model(batch[0]).argmax(1) == batch[1]).float().mean(),
     }
+
+
+def job(num: int = 21, size: int | None = None, **own: Any) -> ml.Job:
+    measured = own or some_of_each()
     return ml.Job(
         model=lambda: nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 2)).double(),
         loss=lambda model, batch: F.cross_entropy(model(batch[0].double()), batch[1]),
@@ -136,6 +141,7 @@ def test_so_have_plans_that_read_it(plan: str):
     check(job(order=ml.Metric(scores, in_order)), plan)
 
 
+@pytest.mark.long
 def test_verification_computes_it_by_itself():
     report = verify(job(), Plan.parse("dp=4"), devices="simulated", dtype=torch.float64, quick=False)
     assert report is not None and report.passed

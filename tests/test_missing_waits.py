@@ -54,6 +54,7 @@ QUICK = {"buckets are summed", "a unit of zero=3", "a stage's input or gradient"
     "wait", [pytest.param(each, marks=() if each in QUICK else pytest.mark.slow) for each in WAITS]
 )
 @pytest.mark.slow
+@pytest.mark.every
 def test_a_wait_left_out_is_noticed_by_verify(wait: str, monkeypatch: pytest.MonkeyPatch):
     name, model, plan = WAITS[wait]
     leave_out_waits(monkeypatch, name)

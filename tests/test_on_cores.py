@@ -15,6 +15,7 @@ from meshloom.planner.shared_cores import Effort, run_on_cores
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"])
 @pytest.mark.parametrize(("num_ranks", "num_microbatches"), [(2, 1), (2, 5), (3, 6), (4, 8)])
+@pytest.mark.every
 def test_with_a_core_for_each_rank_it_is_the_schedule_on_paper(
     name: str, num_ranks: int, num_microbatches: int
 ):

@@ -36,6 +36,7 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.every
 def test_strides_of_batch_norm(layout: str, training: bool):
     def normed(x: Tensor) -> Tensor:
         mean, variance, weight, bias = (torch.ones(4) for _ in range(4))

@@ -229,6 +229,7 @@ def on_one_device(name: str) -> dict[str, Tensor]:
         if "server" not in kind or name != "together"  # which cannot step on nothing, as a worker has it
     ],
 )
+@pytest.mark.every
 def test_every_optimizer_does_what_it_does_on_one_device(name: str, kind: str):
     expected = on_one_device(name)
     world, norms = trained(job(BUILDS[name]), kind)

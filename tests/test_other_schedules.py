@@ -89,6 +89,7 @@ def on_paper(
 
 @pytest.mark.parametrize("p", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("extra", [0, 1, 4, 9])
+@pytest.mark.every
 def test_gpipe_and_1f1b_are_the_same_lists(p: int, extra: int):
     m = p + extra  # theirs refuses 1f1b with fewer
     for name, kind in (("gpipe", theirs.ScheduleGPipe), ("1f1b", theirs.Schedule1F1B)):
@@ -100,6 +101,7 @@ def test_gpipe_and_1f1b_are_the_same_lists(p: int, extra: int):
 @pytest.mark.parametrize("p", [2, 3, 4, 8])
 @pytest.mark.parametrize("v", [2, 3, 4])
 @pytest.mark.parametrize("groups", [1, 2, 4])
+@pytest.mark.every
 def test_interleaved_is_the_same_list_for_whole_groups(p: int, v: int, groups: int):
     found = built_by(theirs.ScheduleInterleaved1F1B, "interleaved", looped(p, v), p * groups)
     check_schedule(found)
@@ -134,6 +136,7 @@ def test_zb_h1_is_the_same_list(p: int, m: int):
 @pytest.mark.parametrize("m", few([1, 3, 8, 15, 16, 32], 4, pytest.mark.slow))
 @pytest.mark.parametrize("times", [(1.0, 1.0, 1.0), (1.0, 1.1, 0.7), (1.0, 1.4, 1.0)])
 @pytest.mark.long
+@pytest.mark.every
 def test_zb_v_is_never_longer_and_holds_no_more(p: int, m: int, times: tuple[float, float, float]):
     found = built_by(theirs.ScheduleZBVZeroBubble, "zb-v", folded(p), m)
     check_schedule(found, in_flight=2 * p)

@@ -364,6 +364,7 @@ def test_a_plan_knows_its_ranks_and_chunks():
         ("dp=2,compress=powerSGD", "compress=powerSGD is not known. Did you mean powersgd?"),
     ],
 )
+@pytest.mark.every
 def test_a_wrong_text_is_one_sentence(text: str, sentence: str):
     with pytest.raises(PlanError) as caught:
         Plan.parse(text)

@@ -27,6 +27,7 @@ def test_the_planted_are_the_drawn():
     ],
 )
 @pytest.mark.long
+@pytest.mark.every
 def test_a_planted_bug_is_caught_and_placed(bug: Bug, tmp_path: Path):
     with pytest.MonkeyPatch.context() as patch:
         with_fast_links(patch, tmp_path)

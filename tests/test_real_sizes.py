@@ -63,7 +63,11 @@ def test_a_published_model_equals_one_device(name: str, plan: str):
 @pytest.mark.processes
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    ("name", "plan", "ranks"), [("gpt2_short", "pp=2,tp=2", 4), ("bert_short", "dp=2,tp=2", 4)]
+    ("name", "plan", "ranks"),
+    [
+        ("gpt2_short", "pp=2,tp=2", 4),
+        pytest.param("bert_short", "dp=2,tp=2", 4, marks=pytest.mark.campaign),  # minutes
+    ],
 )
 def test_two_layers_at_full_length_equal_one_device(name: str, plan: str, ranks: int):
     """One step of as few samples as the plan has chunks; the two plans have all three axes between them."""

@@ -269,6 +269,7 @@ def test_what_nobody_wants_is_read_for_its_checksum_alone(
 @pytest.mark.parametrize("file", [MODEL, "state-00000-of-00001.safetensors"])
 @pytest.mark.parametrize("where", [0, 3, 9, 20, 60, 90, -1])
 @pytest.mark.parametrize("how", [hand_over, read_slices])
+@pytest.mark.every
 def test_a_changed_byte_anywhere_is_damage(file: str, where: int, how: Any, tmp_path: Path) -> None:
     """The header's length, its JSON, a name, an offset, an element."""
     path = save_step(tmp_path, 1, num_ranks=2) / file

@@ -44,12 +44,14 @@ def test_the_docs_have_the_rules_that_there_are():
 
 
 @pytest.mark.parametrize("name", [*CALLS, *POINTWISE])
+@pytest.mark.every
 def test_parts_are_what_one_device_computes(name: str):
     check(name, range(2))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*CALLS, *POINTWISE])
+@pytest.mark.every
 def test_parts_are_what_one_device_computes_whatever_the_shapes(name: str):
     checked = check(name, range(3, 40))
     assert checked.partial if name in SUMS_ONLY else checked.with_cuts, f"no call of {name} was divided"

@@ -100,6 +100,7 @@ def crash_everywhere(template, directory, old, new, writing):
 @pytest.mark.processes
 @pytest.mark.parametrize("writing", [streamed, written_in_parallel])
 @pytest.mark.slow
+@pytest.mark.every
 def test_kill_at_any_file_operation_leaves_a_whole_checkpoint(writing, tmp_path):
     save_step(tmp_path / "template", 1)
     crash_everywhere(tmp_path / "template", tmp_path / "run", old=1, new=2, writing=writing)

@@ -90,6 +90,7 @@ def idle(name: str, p: int, m: int, v: int = 1) -> float:
 
 @pytest.mark.parametrize("p", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("m", [1, 2, 5, 8, 16])
+@pytest.mark.every
 def test_idle_shares_are_the_formulas(p: int, m: int):
     for name in ("gpipe", "1f1b"):
         assert idle(name, p, m) == 3 * (p - 1)  # (p - 1) / (m + p - 1) of the whole

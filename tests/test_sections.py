@@ -66,6 +66,7 @@ def _sent(before: Pieces, after: Pieces) -> object:
 
 
 @pytest.mark.parametrize("seed", range(30))
+@pytest.mark.every
 def test_counts_in_sections_are_counts_in_indices(seed: int):
     """Of random axes and cuts: what each rank holds, what it owns, what is shared, and what a change from any
     cut to any other sends."""

@@ -76,6 +76,7 @@ def test_one_checkpoint_more_than_is_asked_for(monkeypatch: pytest.MonkeyPatch):
     check_seen(verified(kept()), "With keep_checkpoints=2, ")
 
 
+@pytest.mark.long
 def test_the_oldest_checkpoints_are_kept(monkeypatch: pytest.MonkeyPatch):
     right = saving.committed
     monkeypatch.setattr(saving, "committed", lambda directory: right(directory)[::-1])

@@ -41,6 +41,7 @@ def whole_numbers(*shape: int) -> Tensor:
 
 @pytest.mark.parametrize("op", REDUCE)
 @pytest.mark.parametrize("size", SIZES)
+@pytest.mark.every
 def test_all_reduce(size: int, op: str):
     given = whole_numbers(size, 3, 4)
     tensors = list(given.clone())
@@ -50,6 +51,7 @@ def test_all_reduce(size: int, op: str):
 
 @pytest.mark.parametrize("op", REDUCE)
 @pytest.mark.parametrize("size", SIZES)
+@pytest.mark.every
 def test_reduce_scatter(size: int, op: str):
     given = whole_numbers(size, size * 4)
     outputs = [torch.empty(4) for _ in range(size)]

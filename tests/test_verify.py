@@ -195,6 +195,7 @@ def test_nothing_is_kept_of_the_tensors_that_are_compared(optimizer, dtype):
     assert all(step.passed for step in comparison.result().steps)
 
 
+@pytest.mark.long
 def test_replicas_that_drift_apart_are_reported_and_end_nothing(monkeypatch):
     from meshloom.exchange.all_reduce import AllReduce
 

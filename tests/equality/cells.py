@@ -16,6 +16,7 @@ from tests.equality.models.table import EARLY, MODELS
 from tests.equality.settings import APART, SETTINGS, fits, refused_for
 
 FIRST, EACH = 3, 39  # cells of a model: of `make test`, and of all
+PARTS = 3  # of these, one of which `make test-all` runs
 CANDIDATES = 12
 SHARP = 0.75  # of cells, in which gradients travel as they are: what is rounded is compared less sharply
 
@@ -43,6 +44,17 @@ def cells_of(name: str) -> Sequence[Cell]:
     first = first_cells().get(name, [])
     met = set[Values]().union(*(meetings(cell, 2) for cell in first))
     return [*first, *_drawn(Drawing(MODELS[name]), 2, EACH - len(first), met)]
+
+
+def parts_of(name: str) -> Sequence[Sequence[Cell]]:
+    """All of them, in `PARTS` parts of equal length."""
+    cells, length = cells_of(name), EACH // PARTS
+    return [cells[start : start + length] for start in range(0, EACH, length)]
+
+
+def turn_of(name: str) -> int:
+    """The part that `make test-all` runs: the next model has the next one."""
+    return list(MODELS).index(name) % PARTS
 
 
 def _drawn(drawing: Drawing, strength: int, count: int, met: set[Values]) -> list[Cell]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.equality.cells import FIRST, cells_of, first_cells
+from tests.equality.cells import PARTS, first_cells, parts_of, turn_of
 from tests.equality.models.table import EARLY, MODELS
 from tests.equality.running import wrong_in
 from tests.equality.settings import Case, named
@@ -22,11 +22,19 @@ def test_the_first_cells_of_a_model_equal_one_device(name: str, tmp_path: Path, 
     check(name, first_cells()[name], tmp_path, monkeypatch)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("name", MODELS)
-def test_all_cells_of_a_model_equal_one_device(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
-    check(name, cells_of(name)[FIRST if name in EARLY else 0 :], tmp_path, monkeypatch)
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        pytest.param(name, part, marks=pytest.mark.slow if part == turn_of(name) else pytest.mark.campaign)
+        for name in MODELS
+        for part in range(PARTS)
+    ],
+)
+@pytest.mark.every
+def test_a_part_of_a_model_s_cells_equals_one_device(name: str, part: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    first = first_cells().get(name, [])
+    check(name, [cell for cell in parts_of(name)[part] if cell not in first], tmp_path, monkeypatch)
 
 
 def check(name: str, cells: Sequence[Case], directory: Path, patch: pytest.MonkeyPatch) -> None:
