@@ -39,15 +39,17 @@ def test_the_first_cells_of_all_have_every_value() -> None:
 
 @pytest.mark.slow
 def test_any_two_values_that_go_together_meet() -> None:
-    met, possible = set[Any](), set[Any]()
+    in_all, in_parts, possible = set[Any](), set[Any](), set[Any]()
     for name, model in MODELS.items():
         possible |= Drawing(model).possible(2)
-        met |= set().union(*(meetings(cell, 2) for cell in parts_of(name)[turn_of(name)]))
+        in_all |= set().union(*(meetings(cell, 2) for cell in cells_of(name)))
+        in_parts |= set().union(*(meetings(cell, 2) for cell in parts_of(name)[turn_of(name)]))
         alone = set().union(*(meetings(cell, 1) for cell in cells_of(name)))
         assert alone == Drawing(model).possible(1), name
-    assert met == possible
+    assert in_all == possible
+    assert len(possible - in_parts) <= 8  # with named placements, which few models have
     apart = all_meetings(SETTINGS, 2) - possible
-    assert len(apart) < 0.1 * len(met)
+    assert len(apart) < 0.1 * len(possible)
 
 
 @pytest.mark.long

@@ -296,16 +296,31 @@ def bucket_lengths(sizes: Sequence[int], bucket_bytes: int) -> list[int]:
 
 def extent_of(named: Sequence[tuple[str, nn.Parameter]], multiple: int, num_extra: int = 0) -> Extent:
     """Of a bucket of these parameters."""
-    length = num_extra + sum(parameter.numel() for _, parameter in named)
     first = named[0][1]
+    length = entries_of(named)[-1].stop + num_extra
     return Extent(num_elements=round_up(length, multiple), dtype=first.dtype, device=first.device)
 
 
 def entries_of(named: Sequence[tuple[str, nn.Parameter]]) -> list[BucketEntry]:
     """Of a bucket of these parameters, one after another."""
     entries: list[BucketEntry] = []
-    length = 0
     for name, parameter in named:
-        entries.append(BucketEntry(name, parameter, length, length + parameter.numel()))
-        length += parameter.numel()
+        start = next_start(entries[-1].stop if entries else 0, parameter)
+        entries.append(BucketEntry(name, parameter, start, start + parameter.numel()))
     return entries
+
+
+def gaps_of(entries: Sequence[BucketEntry], num_elements: int) -> list[tuple[int, int]]:
+    """The elements of a flat tensor that are no parameter's: those from the first to before the second number of each pair."""
+    starts = [*(each.start for each in entries[1:]), num_elements]
+    return [(entry.stop, start) for entry, start in zip(entries, starts, strict=True) if entry.stop < start]
+
+
+def next_start(stop: int, parameter: Tensor) -> int:
+    """Where a parameter begins in a flat tensor that is filled up to `stop`: pairs of numbers at an even element, as `torch.view_as_complex`
+    wants them.
+
+    >>> next_start(3, torch.ones(4)), next_start(3, torch.ones(4, 2))
+    (3, 4)
+    """
+    return round_up(stop, 2) if parameter.shape[-1:] == (2,) else stop

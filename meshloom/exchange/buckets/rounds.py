@@ -51,6 +51,7 @@ class ScatteredBucket:
     entries: Sequence[BucketEntry]
     length: int
     extent: Extent
+    gaps: Sequence[tuple[int, int]]  # elements of it that are no parameter's
     sum: Tensor
     rounds: int
     late: bool

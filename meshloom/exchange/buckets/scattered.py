@@ -28,6 +28,7 @@ from meshloom.exchange.buckets.buckets import (
     arrived_again,
     entries_of,
     extent_of,
+    gaps_of,
     group_parameters,
     order_of_rank_0,
 )
@@ -183,6 +184,7 @@ class ScatteredBuckets:
             entries=entries,
             length=entries[-1].stop,
             extent=extent,
+            gaps=gaps_of(entries, extent.num_elements),
             sum=separate([share])[0],
             rounds=1 if late else rounds,
             late=late,
@@ -226,7 +228,8 @@ class ScatteredBuckets:
             if not place.filled:
                 view.zero_()
             place.filled = False
-        bucket.flat[bucket.length :].zero_()
+        for first, stop in bucket.gaps:
+            bucket.flat[first:stop].zero_()
         self._rounds.start(bucket)
         bucket.count()
         if bucket.is_complete:

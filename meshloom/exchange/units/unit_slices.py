@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from meshloom.exchange.buckets.buckets import next_start
 from meshloom.program.operators.fused_grad_accumulation import GradBuffer
 
 Layout = tuple[Sequence[int], Sequence[int], int]  # sizes, strides and offset in a flat tensor
@@ -87,7 +88,7 @@ class UnitFlat:
     ) -> None:
         self.entries: list[UnitEntry] = []
         for name, parameter in named:
-            start = self.entries[-1].stop if self.entries else 0
+            start = next_start(self.entries[-1].stop if self.entries else 0, parameter)
             self.entries.append(UnitEntry(name, parameter, start))
         first = named[0][1]
         self.is_trainable = first.requires_grad and not elsewhere
