@@ -134,9 +134,17 @@ class WithSparse(AroundExchange):
             work.wait()
 
     def each_gradient(self, gradients: list[Tensor | None], emit: Emit) -> Steps[None]:
-        yield from self._inner.each_gradient(gradients[: len(gradients) - len(self._mine)], emit)
+        of_inner = len(gradients) - len(self._mine)
+        yield from self._inner.each_gradient(gradients[:of_inner], emit)
+        dropped = {
+            each.name
+            for each, gradient in zip(self._mine, gradients[of_inner:], strict=True)
+            if gradient is None
+        }
         for name, total in self._whole.items():
-            if total is not None and (name not in self._kept or self._used_rows(name) is not None):
+            if name in dropped:
+                total = None
+            elif total is not None and (name not in self._kept or self._used_rows(name) is not None):
                 total = total.to_dense()  # ranks that gather shards of it gather dense ones
             yield from emit(name, total)
 

@@ -131,7 +131,7 @@ def refused_for(model: Model) -> dict[str, Collection[str]]:
     if not model.norms:
         found["sync_batch_norm"] = ("true",)
     if model.sparse:
-        found["optimizer"] = others("optimizer", "adagrad")
+        found |= {"optimizer": others("optimizer", "adagrad"), "average": ("0.9",)}
     if model.several:  # a chunk of one sample has no statistics
         found |= {"shares": others("shares"), "batch": ("few", "short", "growing")}
     return found
