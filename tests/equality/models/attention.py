@@ -273,6 +273,7 @@ ATTENTION = [
         build=tied_gpt,
         loss=next_token,
         samples=texts(29, 7),
+        stages=2,
         cut="blocks.1",
         late="blocks.0",
     ),

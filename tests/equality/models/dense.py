@@ -32,13 +32,7 @@ class Square(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.Sequential(
-            nn.Linear(4, 4),
-            nn.Tanh(),
-            nn.Linear(4, 4),
-            nn.Tanh(),
-            nn.Linear(4, 4),
-            nn.Tanh(),
-            nn.Linear(4, 4),
+            *(layer for _ in range(5) for layer in (nn.Linear(4, 4), nn.Tanh())), nn.Linear(4, 4)
         )
 
     def forward(self, x: Tensor) -> Tensor:

@@ -118,12 +118,14 @@ class PixelCNN(nn.Module):
         super().__init__()
         self.first = MaskedConv(1, 6, own=False)
         self.second = MaskedConv(6, 6, own=True)
-        self.head = nn.Conv2d(6, 4, 1)
+        self.third = MaskedConv(6, 7, own=True)
+        self.head = nn.Conv2d(7, 4, 1)
 
     def forward(self, batch: dict[str, Tensor]) -> Tensor:
         x = batch["levels"].unsqueeze(1).to(self.head.weight.dtype) / 3
         x = F.elu(self.first(x))
-        return F.cross_entropy(self.head(x + F.elu(self.second(x))), batch["levels"])
+        x = F.elu(self.third(x + F.elu(self.second(x))))
+        return F.cross_entropy(self.head(x), batch["levels"])
 
 
 class Score(nn.Module):
