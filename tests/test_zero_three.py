@@ -18,6 +18,7 @@ from meshloom.checkpoint.checkpoint import Checkpoint, find
 from meshloom.core.errors import JobError, TrainingError
 from meshloom.core.job import Evaluate
 from meshloom.core.modules.casts import cast_of
+from meshloom.core.moments.gather import gather
 from meshloom.core.plan import Plan
 from meshloom.exchange.units.find_units import find_units
 from meshloom.exchange.units.unit_access import UnitAccess
@@ -30,7 +31,7 @@ from meshloom.train.trainer import Trainer
 from meshloom.verify.run import verify
 from tests.jobs import MODELS, OPTIMIZERS, images, make_job, texts, vectors
 from tests.processes import on_ranks
-from tests.zero_three_jobs import KINDS, Blocks, Part, unit_job
+from tests.zero_three_jobs import KINDS, Blocks, Part, Shuffled, unit_job
 
 DATA = {"cnn": images, "gpt": texts}
 Case = tuple[int, int, str, str, int]
@@ -96,6 +97,45 @@ def trained(plan: str, kind: str = "blocks", **settings: Any) -> tuple[Any, dict
     with Trainer(job, plan, **{"devices": "simulated", "dtype": torch.float64, **settings}) as trainer:
         summary = trainer.fit()
         return summary, trainer.together(full_state)[0]
+
+
+class Normalised(Shuffled):
+    """Blocks that the samples choose, then statistics of all replicas' samples, in forward and backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 5))  # type: ignore[assignment]
+
+
+def apart(model: Any, batch: Any) -> Tensor:
+    """Pushes all replicas' rows apart: they are gathered after blocks that the samples choose."""
+    rows = gather(model(batch["x"]))
+    return (-torch.cdist(rows, rows).square()).exp().mean()
+
+
+@pytest.mark.parametrize(
+    ("changes", "settings"),
+    [
+        ({"batch_size": 1}, ""),
+        ({"model": Shuffled}, ""),
+        ({"model": Shuffled, "loss": apart}, ""),
+        ({"model": Normalised}, ",sync_batch_norm=true"),
+    ],
+    ids=("no samples", "the end of a forward", "gathered rows", "batch statistics"),
+)
+def test_replicas_gather_units_until_all_exchange_something_else(
+    changes: dict[str, Any], settings: str
+) -> None:
+    """One was in the exchange that ends the first forward while another, or one without samples, was in a round."""
+    # in the first batch one replica's samples choose a block more than the other's
+    job = replace(unit_job("blocks", steps=2, batch_size=11), **changes)
+    states: list[dict[str, Tensor]] = []
+    for plan in ("dp=2,zero=3", "dp=2"):
+        with Trainer(job, plan + settings, devices="simulated", dtype=torch.float64) as trainer:
+            trainer.fit()
+            states.append(trainer.together(full_state)[0])
+    for name, value in states[0].items():  # two replicas' gradients have one sum
+        assert torch.equal(value, states[1][name]), name
 
 
 def assert_goes_on_and_back(kind: str, optimizer: str, ours: str, other: str, tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ from meshloom.pipeline.runtime.microbatches import Visit
 from meshloom.pipeline.runtime.recorder import Recorder
 from meshloom.program.ir.written_parameters import named_buffers
 from meshloom.program.run.compiler import Compiler
-from meshloom.replica.buffers.batch_norm import unsynchronised
+from meshloom.replica.buffers.batch_norm import synchronise_batch_norm, unsynchronised
 from meshloom.replica.buffers.merged_buffers import RunningStatistics
 from meshloom.replica.chunk_scope import ChunkScope
 from meshloom.replica.engine import Engine, TakeTensor
@@ -70,7 +70,9 @@ class ModuleEngine(Engine):
         self._losses: dict[LossFunction, LossFunction] = {}  # as written -> compiled
         self._loss = job.loss  # whose turn it is
         self._begun = set[int]()  # losses that have had a turn, by identity
-        self._gathered = GatheredRows(plan, context, num_losses=len(job.losses) or 1, updates=updates)
+        self._gathered = GatheredRows(
+            plan, context, num_losses=len(job.losses) or 1, updates=updates, meet=self._meet
+        )
         self.watch_rows({}, context.device)
 
     def open(
@@ -99,6 +101,10 @@ class ModuleEngine(Engine):
     def connect(self, exchange: Exchange) -> ExitStack:
         self._exchange = exchange
         undo = self.rows.watch(self._model, [""])
+        if self._plan.sync_batch_norm and self._plan.dp > 1:
+            undo.enter_context(
+                synchronise_batch_norm(self._model, self._context.statistics, compiled=self._plan.compiles, meet=self._meet)
+            )  # fmt: skip
         if (sliced := slices_of(exchange)) is not None:
             self._units = UnitAccess(sliced.gathering)
             undo.enter_context(self._units.connect())
@@ -143,8 +149,8 @@ class ModuleEngine(Engine):
                 del loss
                 if self._units:
                     self._units.chunk_ended()
-        if not chunks:
-            self._gathered.idle(self._loss)
+            if not chunks:
+                self._gathered.idle(self._loss)
         if not loss_sums.started:
             self._complete(loss_sums)
         self._exchange.end_chunks()
@@ -215,6 +221,11 @@ class ModuleEngine(Engine):
     @property
     def waits_inside(self) -> bool:
         return self._gathered.may_wait
+
+    def _meet(self) -> None:
+        """Before a collective of the replicas within forward or backward."""
+        if self._units:
+            self._units.meet()
 
     def _compile_losses(self) -> None:
         assert self.compiler

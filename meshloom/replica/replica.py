@@ -57,7 +57,6 @@ from meshloom.program.ir.written_parameters import frozen_parameters
 from meshloom.program.operators.limited_rows import functions_limited, limited, limits_of
 from meshloom.program.store.program_cache import ProgramCache
 from meshloom.replica import step_checks
-from meshloom.replica.buffers import batch_norm
 from meshloom.replica.buffers.row_limits import RowLimits
 from meshloom.replica.buffers.written_by_loss import mark_what_is_written
 from meshloom.replica.chunk_scope import ChunkScope
@@ -134,8 +133,6 @@ class Replica:
         self._undo = ExitStack()
         self._undo.enter_context(branches_as_written())
         self._undo.enter_context(limited(self.model))
-        if plan.sync_batch_norm and plan.dp > 1:
-            self._undo.enter_context(batch_norm.synchronise_batch_norm(self.model, context.statistics, compiled=plan.compiles))  # fmt: skip
         self.sums = LossSums.of(plan, context.device)
         self.stored = stored
         # what its parts run under, without tp and pp where the loss runs whole; why that is

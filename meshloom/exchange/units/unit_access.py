@@ -122,6 +122,10 @@ class UnitAccess:
         self._turn_to([])
         self._gathering.end_action()
 
+    def meet(self) -> None:
+        """Before a collective of the replicas within forward or backward."""
+        self._gathering.meet()
+
     def _before(self, unit: Unit) -> Callable[[nn.Module, Any], None]:
         def before(module: nn.Module, inputs: Any) -> None:
             if not self._computing:

@@ -9,7 +9,8 @@ then all of them take part in gathering what any of them needs, and in adding up
 
 A rank that has nothing left to compute takes part until all are so far: at the end of a pass (a step, an
 evaluation), and in pipelines at the end of every action, so that replicas never wait for each other in
-different actions. What a round says is a few bytes over the ranks' control group. Every rank knows what all
+different actions. So does a rank before every other collective of these ranks within a pass (`meet`): one that waited in it
+would be missing from the round of a rank that needs another unit first. What a round says is a few bytes over the ranks' control group. Every rank knows what all
 have said, so all of them foresee the same unit from the order of the pass before, and gather it ahead, while
 they compute.
 """
@@ -28,7 +29,7 @@ from meshloom.exchange.units.unit_slices import Unit, UnitEntry, UnitFlat
 from meshloom.telemetry.traffic import ExpectedBytes, Traffic
 
 STEP = "step"  # the kind of pass that is a step's forwards and backwards
-_GOES_ON, _ACTION_ENDED, _PASS_ENDED = range(3)  # how far a rank is
+_GOES_ON, _MEETS, _PASS_ENDED = range(3)  # how far a rank is
 
 
 @dataclass(kw_only=True)
@@ -127,7 +128,11 @@ class UnitGathering:
     def end_action(self) -> None:
         """Returns when all ranks have ended their action, or the pass."""
         self.chunk_ended()
-        while self._round([], _ACTION_ENDED) < _ACTION_ENDED:
+        self.meet()
+
+    def meet(self) -> None:
+        """Returns when every rank has called this, too, or has ended the pass."""
+        while self._round([], _MEETS) < _MEETS:
             pass
 
     def unit_of(self, parameter: Tensor) -> Unit | None:

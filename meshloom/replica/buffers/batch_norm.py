@@ -9,7 +9,7 @@ All ranks must run the same layers in the same order, and each waits for the oth
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,12 +25,15 @@ from meshloom.telemetry.traffic import ExpectedBytes, Traffic
 
 
 @contextmanager
-def synchronise_batch_norm(model: nn.Module, group: Group, *, compiled: bool = False) -> Iterator[None]:
+def synchronise_batch_norm(
+    model: nn.Module, group: Group, *, compiled: bool = False, meet: Callable[[], None] = lambda: None
+) -> Iterator[None]:  # fmt: skip
     """While entered, batch norm layers take their training statistics over the ranks of `group` together.
 
     Classes, names and structure stay; each layer's `forward` is replaced on the instance. Running statistics
     become those of one device that runs the joined chunk, with the same bits on every rank. Evaluation mode
-    is untouched. compiled: the model is, and these layers stay out of it. Raises `JobError` for a layer with a forward of its own, which cannot be replaced.
+    is untouched. compiled: the model is, and these layers stay out of it. meet: is called before ranks exchange something.
+    Raises `JobError` for a layer with a forward of its own, which cannot be replaced.
     """
     layers = [(name, module) for name, module in model.named_modules() if isinstance(module, _BatchNorm)]
     for name, module in layers:
@@ -41,7 +44,7 @@ def synchronise_batch_norm(model: nn.Module, group: Group, *, compiled: bool = F
             )
     try:
         for name, module in layers:
-            forward: Any = _forward(name, module, group)
+            forward: Any = _forward(name, module, group, meet)
             left_out: Any = torch.compiler.disable
             module.forward = left_out(forward) if compiled else forward
         yield
@@ -83,13 +86,14 @@ def expected_bytes(model: nn.Module, num_chunks: int) -> ExpectedBytes:
     return ExpectedBytes(per_step=Traffic.along("dp", all_gather=gathered, all_reduce=reduced) * num_chunks)
 
 
-def _forward(name: str, module: Any, group: Group) -> Any:
+def _forward(name: str, module: Any, group: Group, meet: Callable[[], None]) -> Any:
     original = module.forward
 
     def forward(x: Tensor) -> Tensor:
         if not module.training:
             return original(x)
         module._check_input_dim(x)
+        meet()
         count, mean, variance = _joined_statistics(x.detach(), group)
         if x.numel() <= x.shape[1] and count <= 1:  # else there are enough here: the device need not be asked
             raise TrainingError(
@@ -97,7 +101,7 @@ def _forward(name: str, module: Any, group: Group) -> Any:
             )
         if module.track_running_stats and module.running_mean is not None:
             _update_running(module, count, mean, variance)
-        return _Normalise.apply(x, module.weight, module.bias, mean, variance, count, module.eps, group)
+        return _Normalise.apply(x, module.weight, module.bias, mean, variance, count, module.eps, group, meet)
 
     return forward
 
@@ -146,10 +150,10 @@ class _Normalise(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, variance: Tensor,
-        count: Tensor, eps: float, group: Group,
+        count: Tensor, eps: float, group: Group, meet: Callable[[], None],
     ) -> Tensor:  # fmt: skip
         ctx.save_for_backward(x, weight, mean, variance)
-        ctx.has_bias, ctx.count, ctx.eps, ctx.group = bias is not None, count, eps, group
+        ctx.has_bias, ctx.count, ctx.eps, ctx.group, ctx.meet = bias is not None, count, eps, group, meet
         precision = _precision(x)
         affine = _cast(weight, precision), _cast(bias, precision)
         # In evaluation mode torch's kernel normalises with what it is given.
@@ -172,12 +176,13 @@ class _Normalise(torch.autograd.Function):
             grad_bias = own[0].to(grad.dtype if weight is None else weight.dtype)
         if ctx.needs_input_grad[0]:  # on all ranks or on none
             sums = own.clone()
+            ctx.meet()
             ctx.group.all_reduce(sums).wait()
             average = (sums / ctx.count).to(precision)
             scale = inverse if weight is None else inverse * weight.detach().double()
             centred = dy - average[0].view(shape) - normal * average[1].view(shape)
             grad_x = (centred * scale.to(precision).view(shape)).to(x.dtype)
-        return grad_x, grad_weight, grad_bias, None, None, None, None, None
+        return grad_x, grad_weight, grad_bias, None, None, None, None, None, None
 
 
 def _others(x: Tensor) -> list[int]:

@@ -31,11 +31,14 @@ class GatheredRows:
     """The calls of one rank, which computes one chunk a step.
 
     num_losses: of the job. updates: whether the rank updates parameters, as workers of an asynchronous run do not.
+    meet: is called before replicas exchange something.
     """
 
-    def __init__(self, plan: Plan, context: RankContext, *, num_losses: int, updates: bool) -> None:
+    def __init__(
+        self, plan: Plan, context: RankContext, *, num_losses: int, updates: bool, meet: Callable[[], None]
+    ) -> None:  # fmt: skip
         self._group, self._control = context.statistics, context.readers
-        self._num_losses = num_losses
+        self._num_losses, self._meet = num_losses, meet
         self._refusal = _refusal(plan, updates=updates)
         self._is_whole = plan.num_chunks == 1 and updates  # whoever has the whole batch
         self._gathers: dict[object, bool] = {}  # loss -> whether it calls, once it has been computed
@@ -134,7 +137,7 @@ class GatheredRows:
         rows = [each.shape[0] for each in self._agree(mine)]
         self._expect(x, rows, differentiable=differentiable)
         if differentiable:
-            whole, anchor = _Gathered.apply(x, rows, self._group, self._check_backward)
+            whole, anchor = _Gathered.apply(x, rows, self._group, self._begin_backward)
             self._anchors.append(anchor)
         else:
             whole = joined_rows(x.detach(), rows, self._group)
@@ -145,6 +148,7 @@ class GatheredRows:
 
     def _agree(self, mine: _Call) -> list[_Call]:
         """What every replica does. Raises an error on all of them if they do different things."""
+        self._meet()
         part = torch.tensor(mine.to_numbers())
         everyone = part.new_empty(self._control.size * len(part))
         self._control.all_gather(everyone, part).wait()
@@ -161,12 +165,13 @@ class GatheredRows:
             of_all = len(rows) * padded * _summed_in(x.dtype).itemsize
             self._expected += Traffic.along("dp", reduce_scatter=of_all)
 
-    def _check_backward(self) -> None:
+    def _begin_backward(self) -> None:
         if self._answer is not _in_backward:
             raise JobError(
                 f"The loss of step {self._step} takes a gradient itself, through meshloom.gather(): other replicas' losses are part of it, and not there yet. "
                 "Take gradients of what comes before the gather."
             )
+        self._meet()
 
 
 _GATHER, _END, _EMPTY = range(3)
@@ -289,15 +294,15 @@ class _Gathered(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, rows: Sequence[int], group: Group, check: Callable[[], None]
+        ctx: Any, x: Tensor, rows: Sequence[int], group: Group, begin: Callable[[], None]
     ) -> tuple[Tensor, Tensor]:
-        ctx.rows, ctx.group, ctx.check = rows, group, check
+        ctx.rows, ctx.group, ctx.begin = rows, group, begin
         return joined_rows(x, rows, group), x.new_zeros(())
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx.check()
+        ctx.begin()
         return summed_rows(grad_outputs[0], ctx.rows, ctx.group), None, None, None
 
 
