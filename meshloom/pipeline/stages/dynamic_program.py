@@ -29,13 +29,14 @@ class Limits:
     """The constraints of the stages. ranks: stage -> its rank. memory_bytes: of a rank; inf: no limit.
 
     in_flight: [moment][stage], microbatches whose activations are held; the limit applies to each moment.
-    forbidden: [stage] -> numbers of operators that it must not contain.
+    forbidden: [stage] -> numbers of operators that it must not contain. all_hold: every stage has parameters.
     """
 
     ranks: Sequence[int]
     memory_bytes: float
     in_flight: Sequence[Sequence[int]]
     forbidden: Mapping[int, Sequence[int]]
+    all_hold: bool = False
 
     @property
     def num_stages(self) -> int:
@@ -186,6 +187,9 @@ def _ends(
             found = combine(least[stage, first:end], costs)
             if math.isfinite(budgets[stage]):
                 found = numpy.where(state + counts[stage] * kept <= budgets[stage], found, math.inf)
+            if limits.all_hold:
+                using = line.using_parameters
+                found = numpy.where(using[places[end]] > using[places[first:end]], found, math.inf)
             if stage in limits.forbidden:
                 sums = barred[stage]
                 found = numpy.where(sums[places[end]] == sums[places[first:end]], found, math.inf)
@@ -267,6 +271,8 @@ def _longest(line: Intervals, cuts: Sequence[int]) -> float:
 def _is_legal(line: Intervals, limits: Limits, cuts: Sequence[int]) -> bool:
     for stage, (start, end) in enumerate(line.bounds(cuts)):
         if any(start <= number < end for number in limits.forbidden.get(stage, ())):
+            return False
+        if limits.all_hold and line.using_parameters[start] == line.using_parameters[end]:
             return False
     return _excess(line, limits, cuts) <= 0
 

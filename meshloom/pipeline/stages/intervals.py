@@ -118,6 +118,9 @@ class Intervals:
         self._again = self._spans((self._users[name], work[name].forward) for name in self._free)
         self._bytes = {name: _state_bytes(program, name, state_factor) for name in self.uses}
         trained = [name for name in self.uses if name in program.parameters]
+        using = {use for name in trained for use in self.uses[name]}
+        # [place], of operators before it that use parameters
+        self.using_parameters = _sums([number in using for number in range(self.num_nodes)])
         self._parameters = _Used((self.uses[name], program.parameters[name].meta) for name in trained)
         self._state = self._spans((uses, self._bytes[name]) for name, uses in self.uses.items())
         self._kept = self._spans_of_kept(kept)
