@@ -3,7 +3,7 @@
 # make test       the part of all tests that risk chooses
 # make test-all   everything: facts, processes, faults, real sizes, the equality matrix; AREA=launch limits it to tests/test_launch*.py
 # make zoo        395 jobs as people write them, each under five plans: hours
-# make campaigns  faults and random choices with hundreds of further seeds
+# make campaigns  all further cases, the rest of the equality matrix, faults and random choices with hundreds of further seeds: many hours
 # make bits       whether this tree trains the same bits as another one: AGAINST=REV, which is built in a worktree; twelve plans, ten steps, two precisions
 # make browser    pages in a real browser, those of the site among them: installs Debian's chromium where there is none
 # make docs       the documentation as a site, warnings as errors, and its tests; open build/site/index.html
