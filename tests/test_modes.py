@@ -152,7 +152,6 @@ def test_an_asynchronous_worker_keeps_what_is_frozen():
 
 
 @pytest.mark.parametrize("plan", ["dp=1", "pp=2"])
-@pytest.mark.slow
 def test_a_loop_of_ones_own_may_evaluate_between_steps(plan: str):
     """Also without going back to training mode, or with all of the model in it."""
     job = job_of(with_frozen_statistics)

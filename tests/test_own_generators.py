@@ -82,7 +82,6 @@ def test_evaluations_draw_alike_under_every_plan(plan: str):
 @pytest.mark.parametrize("plan", ["dp=2", "tp=2", "pp=2,microbatches=2", "dp=2,zero=3,microbatches=2"])
 @pytest.mark.usefixtures("silent_export", "dear_memory")
 @pytest.mark.long
-@pytest.mark.slow
 def test_a_job_equals_one_device(plan: str):
     """Draws followed those of the chunks that the replica had before; a program drew once for all steps."""
     report = verify(job(), Plan.parse(plan), devices="simulated", dtype=torch.float64)
