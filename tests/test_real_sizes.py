@@ -59,7 +59,7 @@ def test_a_published_model_equals_one_device(name: str, plan: str):
     assert on_ranks(_verified, PLANS[plan], name, plan, 3, 2, timeout_seconds=3500.0)[0] == "EQUAL"
 
 
-@pytest.mark.covering("gpt2_short")
+@pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
