@@ -83,3 +83,13 @@ def window_bytes(extents: Sequence[Extent]) -> int:
     128
     """
     return sum(round_up(each.num_elements * each.dtype.itemsize, _ALIGNMENT) for each in extents)
+
+
+def next_start(stop: int, parameter: Tensor) -> int:
+    """Where a parameter begins in a flat tensor that is filled up to `stop`: pairs of numbers at an even element, as `torch.view_as_complex`
+    wants them.
+
+    >>> next_start(3, torch.ones(4)), next_start(3, torch.ones(4, 2))
+    (3, 4)
+    """
+    return round_up(stop, 2) if parameter.shape[-1:] == (2,) else stop

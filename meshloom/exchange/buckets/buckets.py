@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from meshloom.comm.group import Group
 from meshloom.comm.steps import Steps
-from meshloom.comm.windows import Extent, separate
+from meshloom.comm.windows import Extent, next_start, separate
 from meshloom.core.errors import TrainingError
 from meshloom.core.units import round_up
 from meshloom.program.operators.fused_grad_accumulation import GradBuffer, add_gradient
@@ -314,13 +314,3 @@ def gaps_of(entries: Sequence[BucketEntry], num_elements: int) -> list[tuple[int
     """The elements of a flat tensor that are no parameter's: those from the first to before the second number of each pair."""
     starts = [*(each.start for each in entries[1:]), num_elements]
     return [(entry.stop, start) for entry, start in zip(entries, starts, strict=True) if entry.stop < start]
-
-
-def next_start(stop: int, parameter: Tensor) -> int:
-    """Where a parameter begins in a flat tensor that is filled up to `stop`: pairs of numbers at an even element, as `torch.view_as_complex`
-    wants them.
-
-    >>> next_start(3, torch.ones(4)), next_start(3, torch.ones(4, 2))
-    (3, 4)
-    """
-    return round_up(stop, 2) if parameter.shape[-1:] == (2,) else stop

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from meshloom.exchange.buckets.buckets import next_start
+from meshloom.comm.windows import next_start
 from meshloom.program.operators.fused_grad_accumulation import GradBuffer
 
 Layout = tuple[Sequence[int], Sequence[int], int]  # sizes, strides and offset in a flat tensor
