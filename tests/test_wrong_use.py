@@ -144,6 +144,23 @@ def test_beyond_reason_is_refused_before_anything_starts(
     assert "Use " in line or "must be a number of seconds, more than 0" in line or "must be 1 or more" in line
 
 
+@pytest.mark.parametrize(
+    ("plan", "sentence"),
+    [
+        (
+            "precision=bf16-stochastic",
+            "precision=bf16-stochastic is gone. Use bf16 (masters in float32) with zero=1, or bf16-mixed.",
+        ),
+    ],
+)
+def test_a_setting_of_earlier_versions_says_what_to_write_instead(
+    plan: str, sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", FILE, "--plan", plan]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert sentence in line
+
+
 def test_who_means_it_gets_more_ranks() -> None:
     with pytest.raises(DeviceError, match="--oversubscribe"):
         choose_devices(Mesh(dp=300), "simulated")

@@ -76,7 +76,7 @@ class Plan:
         speed).
 
     Computation:
-    precision: `float32` (as the job is), `bf16-mixed`, `fp16-mixed` (losses under autocast), `bf16`, `bf16-stochastic` (docs/precision.md).
+    precision: `float32` (as the job is), `bf16-mixed`, `fp16-mixed` (losses under autocast), `bf16` (docs/precision.md).
     sync_batch_norm: batch statistics over microbatch j of all replicas instead of over each replica's own.
     keyed_draws: key every random draw by (seed, step, chunk, n) instead of seeding once per chunk.
     recompute: activations that backward recomputes: `none`, `full` (by blocks) or `selective` (cheap ones).

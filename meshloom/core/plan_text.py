@@ -102,8 +102,10 @@ def check_setting(name: str, known: Collection[str]) -> None:
         raise PlanError(f"A plan has no setting {name!r}. {_hint(name, known)}")
 
 
-def check_known(name: str, value: str, known: Collection[str]) -> None:
-    """Raise `PlanError` for a value that is none of `known`."""
+def check_known(name: str, value: str, known: Collection[str], gone: Mapping[str, str] = {}) -> None:
+    """Raise `PlanError` for a value that is none of `known`. gone: values of earlier versions, with what to write instead."""
+    if value in gone:
+        raise PlanError(f"{name}={value} is gone. {gone[value]}")
     if value not in known:
         raise PlanError(f"{name}={value} is not known. {_hint(value, known)}")
 

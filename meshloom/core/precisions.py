@@ -4,7 +4,6 @@
     bf16-mixed   losses and metrics under autocast to bfloat16; parameters, gradients and the update as the job has them
     fp16-mixed   the same under autocast to float16, with a loss scale
     bf16         parameters, activations and gradients are bfloat16; what is updated is float32 copies of them (masters)
-    bf16-stochastic  the same without masters: each update is made in float32 and rounded by chance
 
 What runs a loss in them is `core/losses/in_precision.py`, and `optimizer/bfloat16/` where parameters are lowered.
 """
@@ -25,24 +24,24 @@ class Precision:
 
     autocast: name of torch's dtype that losses and metrics are computed in under autocast; "": without one.
     scaled: whether gradients are those of a scaled loss, as small ones would be lost in that dtype.
-    parameters: name of torch's dtype that floating-point parameters, buffers and batches are converted to; "": the job's.
-    masters: whether copies in the job's own precision are kept, and updated; otherwise parameters that are converted are
-        rounded stochastically after an update.
+    parameters: name of torch's dtype that floating-point parameters, buffers and batches are converted to, of which copies
+        in the job's own precision (masters) are kept, and updated; "": the job's.
     """
 
     autocast: str = ""
     scaled: bool = False
     parameters: str = ""
-    masters: bool = False
 
 
 PRECISIONS: Mapping[str, Precision] = {
     "float32": Precision(),
     "bf16-mixed": Precision(autocast="bfloat16"),
     "fp16-mixed": Precision(autocast="float16", scaled=True),
-    "bf16": Precision(parameters="bfloat16", masters=True),
-    "bf16-stochastic": Precision(parameters="bfloat16"),
+    "bf16": Precision(parameters="bfloat16"),
 }
+
+# Precisions of earlier versions, with what to write instead.
+_GONE = {"bf16-stochastic": "Use bf16 (masters in float32) with zero=1, or bf16-mixed."}
 
 
 class PrecisionSettings(Protocol):
@@ -58,7 +57,7 @@ class PrecisionSettings(Protocol):
 
 def check_precision(plan: PrecisionSettings) -> None:
     """Raise `PlanError` for values that `precision` cannot have, and for what cannot go together with it."""
-    check_known("precision", plan.precision, PRECISIONS)
+    check_known("precision", plan.precision, PRECISIONS, _GONE)
     if not PRECISIONS[plan.precision].scaled:
         return
     if plan.exchange == "async":

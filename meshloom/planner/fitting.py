@@ -17,7 +17,7 @@ from meshloom.core.objectives import as_list
 from meshloom.core.plan import Plan
 from meshloom.core.random import preserved_draws
 from meshloom.core.units import format_bytes, format_count
-from meshloom.optimizer.bfloat16.lowered import has_masters, updates_copies
+from meshloom.optimizer.bfloat16.lowered import has_masters
 from meshloom.planner.divided import divided
 from meshloom.planner.memory.rank_memory import RankMemory
 from meshloom.planner.ranks import ranks_of
@@ -64,11 +64,10 @@ def state_bytes(job: Job, named: NamedParameters) -> int | None:
     try:
         with preserved_draws():
             masters: list[Tensor] = []
-            if has_masters(job.optimizer) or updates_copies(job.optimizer):
+            if has_masters(job.optimizer):
                 own = dict(trainable)
                 trainable = [(name, _master_of(each)) for name, each in trainable]
-                kept = has_masters(job.optimizer)
-                masters = [each for name, each in trainable if kept and each is not own[name]]
+                masters = [each for name, each in trainable if each is not own[name]]
             made: Any = job.optimizer(list(trainable))
             optimizers = as_list(made)
             for _, each in trainable:

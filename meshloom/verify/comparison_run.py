@@ -222,7 +222,7 @@ class ComparisonRun(Comparing):
         self._state = _state_errors(reference, replace(now, effect=self._closures.of), rounding, self._changed)  # fmt: skip
 
     def add_state(self, name: str, ours: Tensor) -> None:
-        compared = self._state.compare(name, self.reference.updated.settled(name, ours))
+        compared = self._state.compare(name, ours)
         if wrong := next((error for error in compared if not error.passed), None):
             self._differing.keep(wrong, ours, held_by(self.reference, name))
         elif compared:

@@ -136,7 +136,7 @@ def _why_unlike(run: VerifiedRun) -> str:
     if run.is_unlike_training:
         here = _name_of(run.dtype)
         return f"the loss has other operators in {here} than in the job's own precision, so they are divided and cut as is best in {here}"
-    if run.dtype is not None and PRECISIONS[run.plan.precision].masters:
+    if run.dtype is not None and PRECISIONS[run.plan.precision].parameters:
         return f"there are no copies to round from in {_name_of(run.dtype)}"
     return ""
 
@@ -157,10 +157,8 @@ def _of_precision(plan: Plan, comparer: Comparer, dtype: torch.dtype | None) -> 
         what = f"losses are computed under autocast to {name}, on one device too"
         if PRECISIONS[plan.precision].scaled:
             what += ", and scaled, by each with a scale of its own"
-    elif PRECISIONS[plan.precision].masters:
-        what = f"parameters are {name}, each the rounding of a copy in {_name_of(comparer.precision)} that is updated and compared, on one device too"
     else:
-        what = f"parameters are {name}, updated in {_name_of(comparer.precision)} and rounded by the same draws on one device"
+        what = f"parameters are {name}, each the rounding of a copy in {_name_of(comparer.precision)} that is updated and compared, on one device too"
     if not rounds_partial_sums(plan):
         return what
     if plan.compiles:

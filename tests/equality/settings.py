@@ -52,7 +52,6 @@ OF_JOBS: dict[str, tuple[str, ...]] = {
 # What is to leave the package: a line here goes with each, and its branch in `plan_of` or `job_of`.
 LEAVING: dict[str, tuple[str, ...]] = {
     "exchange": ("tree", "hierarchical"),
-    "precision": ("bf16-stochastic",),
     "offload": ("none", "optimizer"),
     "average": ("none", "0.9"),
     "frozen": ("none", "first step"),
@@ -79,7 +78,7 @@ REFUSED: list[tuple[Values, Values]] = [
     (("tp", ("1",)), ("placements", ("named",))),
     (("zero", others("zero")), SERVERS),
     (("zero", others("zero")), ("exchange", ("tree", "hierarchical"))),
-    (("precision", ("bf16", "bf16-stochastic")), SERVERS),
+    (("precision", ("bf16",)), SERVERS),
     (("sync_batch_norm", ("true",)), ("tp", ("2", "3"))),
     (("sync_batch_norm", ("true",)), ("pp", ("2", "3"))),
     (("sync_batch_norm", ("true",)), ("recompute", ("full", "selective"))),
@@ -88,7 +87,7 @@ REFUSED: list[tuple[Values, Values]] = [
 # these, too, when a job is given,
 REFUSED_WITH_JOBS: list[tuple[Values, Values]] = [
     (("average", ("0.9",)), ("exchange", others("exchange"))),
-    (("average", ("0.9",)), ("precision", ("bf16", "bf16-stochastic"))),
+    (("average", ("0.9",)), ("precision", ("bf16",))),
     (("sync_batch_norm", ("true",)), ("shares", ("one",))),  # every chunk needs samples
     (("sync_batch_norm", ("true",)), ("batch", ("few", "short", "growing"))),
 ]

@@ -101,7 +101,7 @@ def plans() -> dict[str, str]:
         "dp=4,exchange=async", "dp=4,exchange=async,staleness=0", "dp=4,exchange=async,staleness=3,rate_by_age=true", "dp=4,exchange=async,staleness=inf",
         "dp=2,exchange=local_sgd,local_steps=8", "dp=2,exchange=diloco,local_steps=8,outer_learning_rate=1,outer_momentum=0.5", "dp=2,compress=bf16",
         "dp=2,compress=powersgd", "dp=2,compress=topk:0.10", "dp=2,reduce=bf16", "dp=2,reduce=float32", "dp=4,shares=6+6+6+2", "dp=2,shares=measured",
-        "precision=bf16-mixed", "precision=fp16-mixed", "dp=2,precision=bf16", "precision=bf16-stochastic", "dp=2,sync_batch_norm=true", "keyed_draws=true",
+        "precision=bf16-mixed", "precision=fp16-mixed", "dp=2,precision=bf16", "dp=2,sync_batch_norm=true", "keyed_draws=true",
         "offload=optimizer", "dp=2,microbatches=1,zero=0",
     )  # fmt: skip
     found: dict[str, str] = {}

@@ -101,12 +101,6 @@ PLANS = (
     Rehearsed(kind="bfloat16, masters", plan="dp=2,zero=3,precision=bf16", dtype=None),
     Rehearsed(kind="bfloat16, masters", plan="pp=2,microbatches=2,precision=bf16", dtype=None),
     Rehearsed(kind="bfloat16, masters", plan="tp=2,precision=bf16", dtype=None, tolerance=PARTS_ROUND),
-    Rehearsed(
-        kind="bfloat16, stochastic",
-        plan="dp=2,zero=1,precision=bf16-stochastic",
-        optimizer="adamw",
-        dtype=None,
-    ),
     Rehearsed(kind="offload", plan="dp=2,zero=1,offload=optimizer", optimizer="adamw", waits=2),
     Rehearsed(kind="evaluation", plan="dp=2", what="evaluation"),
     Rehearsed(kind="evaluation", plan="pp=2,microbatches=2", what="evaluation"),

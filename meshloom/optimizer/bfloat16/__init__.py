@@ -1,2 +1,1 @@
-"""Parameters in bfloat16: the job that has them, and what keeps their updates exact, float32 copies of what a rank updates
-or rounding by chance."""
+"""Parameters in bfloat16: the job that has them, and float32 copies of what a rank updates, which keep their updates exact."""

@@ -42,16 +42,19 @@ def lowered(job: Job, plan: Plan, instead: torch.dtype | None = None) -> Job:
     if instead is not None or not precision.parameters or own_model(job) is not job.model:
         return job
     dtype: torch.dtype = getattr(torch, precision.parameters)
-    on_copies = partial(partial, _on_copies, kept=precision.masters)
     job = replace(job, model=partial(_built, job.model, dtype))
     if job.evaluate:
         job = replace(
             job, evaluate=job.evaluate.with_functions(lambda metric: partial(_of_batch, metric, dtype))
         )
     if not job.losses:
-        return replace(job, loss=partial(_of_batch, job.loss, dtype), optimizer=on_copies(job.optimizer))
+        return replace(
+            job, loss=partial(_of_batch, job.loss, dtype), optimizer=partial(_on_copies, job.optimizer)
+        )
     losses = {
-        name: replace(each, loss=partial(_of_batch, each.loss, dtype), optimizer=on_copies(each.optimizer))
+        name: replace(
+            each, loss=partial(_of_batch, each.loss, dtype), optimizer=partial(_on_copies, each.optimizer)
+        )
         for name, each in job.losses.items()
     }
     return replace(job, losses=losses, loss=Job.loss, optimizer=Job.optimizer)
@@ -65,12 +68,9 @@ def own_model(job: Job) -> Callable[[], nn.Module]:
 
 def has_masters(optimizer: OptimizerFunction) -> bool:
     """Whether an optimizer function of a job updates float32 copies of its parameters."""
-    return _updates_copies(optimizer, kept=True)
-
-
-def updates_copies(optimizer: OptimizerFunction) -> bool:
-    """Whether it updates float32 copies that are there during an update alone."""
-    return _updates_copies(optimizer, kept=False)
+    if isinstance(optimizer, EachItsOwn):
+        return any(has_masters(each.optimizer) for each in optimizer.losses.values())
+    return isinstance(optimizer, partial) and optimizer.func is _on_copies
 
 
 def master_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -80,14 +80,6 @@ def master_dtype(dtype: torch.dtype) -> torch.dtype:
     (torch.float32, torch.float32, torch.float64)
     """
     return torch.promote_types(dtype, torch.float32)
-
-
-def _updates_copies(optimizer: OptimizerFunction, *, kept: bool) -> bool:
-    if isinstance(optimizer, EachItsOwn):
-        return any(_updates_copies(each.optimizer, kept=kept) for each in optimizer.losses.values())
-    return (
-        isinstance(optimizer, partial) and optimizer.func is _on_copies and optimizer.keywords["kept"] is kept
-    )
 
 
 def _built(function: Callable[[], nn.Module], dtype: torch.dtype) -> nn.Module:
@@ -108,8 +100,6 @@ def _of_batch(loss: LossFunction, dtype: torch.dtype, model: Any, batch: Any) ->
     return loss(model, in_precision(batch, dtype))
 
 
-def _on_copies(
-    function: OptimizerFunction, named: NamedParameters, *, kept: bool
-) -> Optimizer | list[Optimizer]:
-    """`named` are float32 copies. kept: between updates, too."""
+def _on_copies(function: OptimizerFunction, named: NamedParameters) -> Optimizer | list[Optimizer]:
+    """`named` are float32 copies."""
     return function(named)

@@ -19,7 +19,6 @@ from meshloom.core.random import preserved_draws
 from meshloom.exchange.exchange import Exchange
 from meshloom.optimizer.bfloat16.lowered import master_dtype, own_model
 from meshloom.optimizer.bfloat16.masters import Masters, WithMasters, num_parts
-from meshloom.optimizer.bfloat16.stochastic import StochasticRounding
 from meshloom.optimizer.user_optimizer import UserOptimizers, takes_closure
 from meshloom.parameters.file_weights import agree_on_weights
 from meshloom.parameters.model import state_of, trainable
@@ -54,7 +53,6 @@ class MasterValues:
         self._job = replace(job, model=own_model(job))
         self._context, self._is_resumed = context, is_resumed
         self._copied = Traffic()
-        self._has_masters = PRECISIONS[plan.precision].masters
         with preserved_draws():
             self._start = StartingModel(self._job, plan, context, None, may_share=True, resumed=is_resumed)
         self.whole: NamedParameters = trainable(self._start.model)
@@ -81,21 +79,18 @@ class MasterValues:
         lowered: all trainable parameters of the job's model. refused: of `_check`.
         """
         context = self._context
-        rounding = (
-            None if self._has_masters else StochasticRounding(self._job.seed, lambda: context.activity.step)
-        )
-        masters = Masters(exchange, named, self.whole, shards, context.device, rounding)
+        masters = Masters(exchange, named, self.whole, shards, context.device)
         dtypes = {name: each.dtype for name, each in lowered}
         masters.parts = {
             name: num_parts(master_dtype(each.dtype))
             for name, each in self.whole
-            if dtypes[name] == torch.bfloat16 and self._has_masters
+            if dtypes[name] == torch.bfloat16
         }
 
         def start() -> None:
             _check({name for name, _ in lowered}, refused, made)
             self._fill(masters, shards)
-            if not self._is_resumed and self._has_masters:
+            if not self._is_resumed:
                 masters.check_start()
 
         for name, each in self.whole if any(reach != "element" for reach in made.reaches) else ():
@@ -105,7 +100,7 @@ class MasterValues:
         return WithMasters(exchange, masters, context.groups["dp"], context.readers, self._copied)
 
     def _fill(self, masters: Masters, shards: Shards) -> None:
-        if self._is_resumed or not self._has_masters:
+        if self._is_resumed:
             return
         copies = [(each.name, each.start, each.stop, each.data()) for each, _ in masters.copies()]
         if unfilled := self._start.unfilled:

@@ -22,7 +22,6 @@ from meshloom.core.job import NamedParameters
 from meshloom.core.losses.loss_scale import Divisor
 from meshloom.exchange.exchange import AroundExchange, Emit, Exchange, Slice
 from meshloom.optimizer.bfloat16.lowered import master_dtype
-from meshloom.optimizer.bfloat16.stochastic import StochasticRounding
 from meshloom.optimizer.state_pieces import OwnedSlice
 from meshloom.parameters.shards import Shards
 from meshloom.telemetry.traffic import ExpectedBytes, Traffic
@@ -33,22 +32,25 @@ class Masters:
 
     named: the trainable parameters that this rank holds. whole: by the same names, those that the job's optimizer function
     gets, of full shape in the job's precision. shards: how parameters are sharded over tp. local: what this rank holds of
-    `whole`, with memory where it owns all of it. rounding: none is kept between updates, after which values are rounded so;
-    None: to nearest. parts: of each parameter that has a master on some rank, the number of `parts_of` it.
+    `whole`, with memory where it owns all of it. parts: of each parameter that has a master on some rank, the number of
+    `parts_of` it.
     """
 
     def __init__(
-        self, exchange: Exchange, named: NamedParameters, whole: NamedParameters, shards: Shards, device: torch.device,
-        rounding: StochasticRounding | None = None,
-    ) -> None:  # fmt: skip
-        self.rounding, self._shards = rounding, shards
+        self,
+        exchange: Exchange,
+        named: NamedParameters,
+        whole: NamedParameters,
+        shards: Shards,
+        device: torch.device,
+    ) -> None:
         self.owners, self.num_owners, self.one_copy = exchange.owners, exchange.num_owners, False
         self.only_slices = exchange.owners is not None
         self.slices = list(exchange.owned)  # of the parameters themselves
         self.named = named
         full = dict(whole)
         self.parts: dict[str, int] = {}
-        local = {name: _shell(name, each, full[name], shards, device, rounding) for name, each in named}
+        local = {name: _shell(name, each, full[name], shards, device) for name, each in named}
         self.local: NamedParameters = list(local.items())
         self.owned = [_copy(each, local[each.name]) for each in self.slices]
         for master, slice_ in zip(self.owned, self.slices, strict=True) if exchange.owners is None else ():
@@ -61,10 +63,8 @@ class Masters:
                 each.name, nn.Parameter(each.data(), requires_grad=False), each.start, each.stop,
                 tuple(full[each.name].shape), shards=shards if each.name in shards.pieces else None,
             )
-            for each, _ in (self.copies() if rounding is None else ())
+            for each, _ in self.copies()
         ]  # fmt: skip
-        if rounding:
-            self._release()
 
     def copies(self) -> Iterator[tuple[Slice, Slice]]:
         """Each master with the slice that is its rounding."""
@@ -72,42 +72,23 @@ class Masters:
             if master.data().dtype != slice_.parameter.dtype:
                 yield master, slice_
 
-    def begin_update(self) -> None:
-        """Where nothing is kept between updates: copies get memory, and the parameters' values."""
-        if self.rounding:
-            self.rounding.begin()
-            for master, slice_ in self.copies():
-                master.data().untyped_storage().resize_(master.data().nbytes)
-                master.data().copy_(slice_.read())
-
     def publish(self) -> None:
         """Parameters become their masters, rounded."""
         for master, slice_ in self.copies():
-            if self.rounding:
-                value = self.rounding.rounded(master.data(), master, self._shards)
-                into = slice_.parameter.data if slice_.kept is None and slice_.is_full else slice_.data()
-                into.copy_(value.view(into.shape))
-            elif slice_.kept is None and slice_.is_full:  # whatever its memory's layout
+            if slice_.kept is None and slice_.is_full:  # whatever its memory's layout
                 slice_.parameter.data.copy_(master.data().view(slice_.parameter.shape))
             else:
                 slice_.data().copy_(master.data())
 
-        if self.rounding:
-            self._release()
-
-    def _release(self) -> None:
-        for master, _ in self.copies():
-            master.data().untyped_storage().resize_(0)
-
     def take_parameters(self, names: Collection[str]) -> None:
         """The masters of these become what the parameters are."""
-        for master, slice_ in self.copies() if self.rounding is None else ():
+        for master, slice_ in self.copies():
             if master.name in names:
                 master.data().copy_(slice_.read())
 
     def wrong(self) -> str | None:
         """The first parameter here that is not its master rounded."""
-        for master, slice_ in self.copies() if self.rounding is None else ():
+        for master, slice_ in self.copies():
             if not torch.equal(master.data().to(slice_.parameter.dtype), slice_.read()):
                 return master.name
         return None
@@ -138,7 +119,6 @@ class WithMasters(AroundExchange):
 
     def finish(self, weight: Divisor) -> Steps[list[Tensor | None]]:
         gradients = yield from self._inner.finish(weight)
-        self.masters.begin_update()
         return [
             each if each is None else each.to(master.data().dtype)
             for each, master in zip(gradients, self.masters.owned, strict=True)
@@ -147,11 +127,6 @@ class WithMasters(AroundExchange):
     def publish(self) -> Steps[None]:
         self.masters.publish()
         yield from self._inner.publish()
-
-    def settle(self, *, early: bool) -> Steps[bool]:
-        """Whether rounding has made other values of what was updated."""
-        return self.masters.rounding is not None
-        yield
 
     def each_gradient(self, gradients: list[Tensor | None], emit: Emit) -> Steps[None]:
         lowered = [
@@ -163,9 +138,9 @@ class WithMasters(AroundExchange):
     def each_master(self, emit: Emit) -> Steps[None]:
         """Passes what this rank's replica has of every master to `emit`, as several tensors in the parameter's dtype whose sum it
         is: what gathers parameters gathers these."""
-        here = [] if self.masters.rounding else [*self.masters.copies()]
+        here = [*self.masters.copies()]
         full = {each.name: each.data() for each, _ in here}
-        if self._inner.owners is not None and self.masters.rounding is None:
+        if self._inner.owners is not None:
             full = yield from self._gathered([each for each, _ in here])
         parameters = dict(self.masters.local)
         dtypes = {name: parameter.dtype for name, parameter in self.masters.named}
@@ -244,14 +219,13 @@ def sum_of_parts(parts: Sequence[Tensor]) -> Tensor:
 
 
 def _shell(
-    name: str, parameter: nn.Parameter, whole: nn.Parameter, shards: Shards, device: torch.device,
-    rounding: StochasticRounding | None,
-) -> nn.Parameter:  # fmt: skip
+    name: str, parameter: nn.Parameter, whole: nn.Parameter, shards: Shards, device: torch.device
+) -> nn.Parameter:
     """What stands for this rank's part of a parameter in the job's precision, without memory: the parameter of full shape itself
     where that is the part."""
     dtype = parameter.dtype
     if dtype == torch.bfloat16:
-        dtype = torch.float32 if rounding else master_dtype(whole.dtype)
+        dtype = master_dtype(whole.dtype)
     memory = torch.empty(parameter.shape, dtype=dtype, device=device)
     memory.untyped_storage().resize_(0)
     if name in shards.pieces:

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshloom.core.job import NamedParameters
 from meshloom.core.objectives import as_list
-from meshloom.optimizer.bfloat16.lowered import has_masters, updates_copies
+from meshloom.optimizer.bfloat16.lowered import has_masters
 from meshloom.planner.memory.fake_chunks import Gradient, chunks_of, worst, worst_of
 from meshloom.planner.memory.tensor_lifetimes import Life
 from meshloom.program.cost.cost_fake import (
@@ -32,7 +32,7 @@ class FakeStep:
 
     optimizer: the job's function; None: no update is made. microbatches: chunks, one after another. bucketed: a
     gradient is copied into an existing bucket as soon as it is computed. master_gradients: bytes of gradients in the precision of
-    masters during an update, and of copies that are there no longer than it; masters count as the optimizer's state. peaks, temporaries: phase -> most bytes
+    masters during an update; masters count as the optimizer's state. peaks, temporaries: phase -> most bytes
     at one time, and how many of them are neither saved activations nor gradients.
     """
 
@@ -71,8 +71,7 @@ class FakeStep:
         self, optimizer: Callable[[NamedParameters], Any], trainable: list[tuple[str, Tensor]]
     ) -> int:
         """Runs two steps, of which the first creates the state. Returns the state's bytes."""
-        kept, made_anew = has_masters(optimizer), updates_copies(optimizer)
-        masters = _masters_of(trainable) if kept or made_anew else {}
+        masters = _masters_of(trainable) if has_masters(optimizer) else {}
         given: Any = [(name, masters.get(name, each)) for name, each in trainable]
         made = optimizer(list(given))
         optimizers = as_list(made)
@@ -87,20 +86,16 @@ class FakeStep:
                 for state in each.state.values()
                 for tensor in tensors_in(state)
             }
-            copies = {id(each): each for each in masters.values()}
-            states |= copies if kept else {}
+            states |= {id(each): each for each in masters.values()}
             self.master_gradients = sum(each.nbytes for each in masters.values() if each.grad is not None)
             for each in masters.values():
                 each.grad = None
-            life = Life([*(each for _, each in trainable), *gradients, *states.values(), *copies.values()])
+            life = Life([*(each for _, each in trainable), *gradients, *states.values()])
             with life.noted(lambda: 0) as noted:
                 _take_gradients(masters, trainable)
                 for each in optimizers:
                     each.step()
         there = 0 if self._bucketed else self.gradient_bytes
-        if made_anew:
-            self.master_gradients += (anew := _bytes_of(copies.values()))
-            there += anew
         self._note("update", *worst((there, 0), (life.event(piece, set()) for _, piece in noted.log)))
         return _bytes_of(states.values())
 

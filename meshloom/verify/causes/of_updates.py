@@ -20,7 +20,6 @@ from meshloom.verify.reference.step_records import StepRecord
 from meshloom.verify.reference.trained_losses import densify_gradients, needs_closure
 
 _SMALL = 2**22  # parameters of a model of which what an update is made from is kept
-_UNIT = 2**-7 * (1 + 1e-9)  # of bfloat16, as a share of a number, at most
 _LEFT = 0.03  # of the difference, that a cause may leave unexplained
 _MANY = 16  # elements, from which a share can be told
 _MOST = 0.9  # of them
@@ -173,26 +172,11 @@ def _clipping(limit: float | None, norm: float | None) -> float:
 def other_update(differing: DifferingTensor | None, reference: Reference) -> Cause | None:
     """What a wrong parameter itself shows."""
     return (
-        _rounded_by_other_draws(differing, reference)
-        or _limited_rows(differing, reference)
+        _limited_rows(differing, reference)
         or _moved_rows(differing, reference)
         or _unmoved(differing, reference)
         or _shifted(differing, reference)
     )
-
-
-def _rounded_by_other_draws(differing: DifferingTensor | None, reference: Reference) -> Cause | None:
-    """Whether elements of a parameter that is rounded by chance are one device's, or beside them."""
-    if differing is None or reference.updated.dtype is None or reference.plan.precision != "bf16-stochastic":
-        return None
-    ours, right = differing.plan.double(), differing.one_device.double()
-    if ours.shape != right.shape or bool(
-        ((ours - right).abs() > _UNIT * torch.maximum(ours.abs(), right.abs())).any()
-    ):
-        return None
-    share = float((ours != right).double().mean())
-    what = f"The gradients agree, and {share:.0%} of the elements of {differing.name} are the other one of the two bfloat16 values around what one device rounds"
-    return Cause("rounding", f"{what}: they are rounded by other draws.")
 
 
 def _moved_rows(differing: DifferingTensor | None, reference: Reference) -> Cause | None:

@@ -83,7 +83,7 @@ class Reference:
             self.model = with_values(convert_model(with_hooks(call_model(job)), self.device, dtype), job)
             if not self.model.training:  # the job returns the whole model in evaluation mode
                 self.model.train()
-            self.updated = ReferenceMasters(self.model, "" if dtype else plan.precision, job.seed)
+            self.updated = ReferenceMasters(self.model, "" if dtype else plan.precision)
             # single modules in evaluation mode stay in it
             self._modes = [(module, module.training) for module in self.model.modules()]
             self.losses = trained_losses(job, self.updated)
@@ -184,7 +184,7 @@ class Reference:
         casts = list(self._casts.casts)
         with preserved_draws(), default_dtype(self.dtype):
             casts += [] if self.scale.overflowed else _step_all(self)
-        self.updated.round(self.step)
+        self.updated.round()
         self.model.zero_grad(set_to_none=True)
         self.scale.end()
         optimizers = [each for loss in self.losses for each in loss.optimizers]
