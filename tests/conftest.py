@@ -143,12 +143,12 @@ def _worlds_on_the_device(request: pytest.FixtureRequest, monkeypatch: pytest.Mo
     on_cpu = request.node.get_closest_marker("on_cpu") is not None
     device = "cpu" if on_cpu else request.config.getoption("--device")
 
-    def opened(mesh: Mesh, devices: str, *more: Any) -> World:
+    def opened(mesh: Mesh, devices: str, **more: Any) -> World:
         if ("device", device) not in request.node.user_properties:
             request.node.user_properties.append(("device", device))
         if device == "cuda":
             devices = "cuda" if mesh.size == 1 and not devices.startswith("simulated") else "simulated:cuda"
-        return world_in_one_process(mesh, devices, *more)
+        return world_in_one_process(mesh, devices, **more)
 
     for module in (opening, worker_replica):
         monkeypatch.setattr(module, "world_in_one_process", opened)

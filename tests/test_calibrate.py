@@ -56,7 +56,7 @@ def test_two_ranks_measure_their_links_and_write_the_file(tmp_path: Path, capfd:
     machine = load(path)
     apart = [link.collective for link in machine.links if not link.in_place and not link.algorithm]
     assert apart == list(COLLECTIVES)
-    assert [link.algorithm for link in machine.links if link.algorithm] == ["ring", "tree", "halving"]
+    assert [link.algorithm for link in machine.links if link.algorithm] == ["ring"]
     assert {(link.ranks, link.among, link.place) for link in machine.links} == {(2, 2, "inside")}
     assert all(len(link.points) == 4 for link in machine.links)
     assert machine.ranks == 2 and machine.transport in ("shm", "gloo")

@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export")]
 UNIT = 2.0**-8  # half a unit of bfloat16, of numbers just above a power of two
 PLANS = [
     "dp=2", "dp=2,zero=1", "dp=2,microbatches=2,zero=2", "dp=2,zero=3", "dp=4,zero=3,zero_within=2", "dp=3,exchange=server,servers=2",
-    "dp=4,exchange=ring", "dp=3,exchange=tree", "dp=4,exchange=halving,zero=1", "dp=2,overlap=false,bucket_bytes=1000",
+    "dp=4,exchange=ring", "dp=3,exchange=ring,zero=1", "dp=2,overlap=false,bucket_bytes=1000",
     "dp=2,pp=2,microbatches=2,zero=2", "dp=2,tp=2", "dp=2,tp=2,zero=3", "dp=2,recompute=full", "dp=2,offload=optimizer",
     "dp=2,sync_batch_norm=true",
 ]  # fmt: skip

@@ -151,6 +151,13 @@ def test_beyond_reason_is_refused_before_anything_starts(
             "precision=bf16-stochastic",
             "precision=bf16-stochastic is gone. Use bf16 (masters in float32) with zero=1, or bf16-mixed.",
         ),
+        *(
+            (
+                f"dp=4,exchange={name}",
+                f"exchange={name} is gone. Use exchange=all_reduce, or exchange=ring, which shows its messages.",
+            )
+            for name in ("tree", "halving", "hierarchical")
+        ),
     ],
 )
 def test_a_setting_of_earlier_versions_says_what_to_write_instead(

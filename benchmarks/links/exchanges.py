@@ -1,5 +1,5 @@
-"""Seconds of one exchange against the number of hosts: the library's own all-reduce, those spelled out on
-messages, and parameter servers.
+"""Seconds of one exchange against the number of hosts: the library's own all-reduce, the ring on messages, and
+parameter servers.
 
 Three layouts, each in processes of its own: one rank on each of N hosts; two on each; N workers and k
 servers, all on hosts of their own.
@@ -19,21 +19,16 @@ from ranks import on_hosts
 from servers import Star
 from torch import Tensor
 
-from meshloom.comm.collectives.explicit import explicit_group
+from meshloom.comm.collectives.explicit import ring_group
 from meshloom.comm.group import Group
 from meshloom.core.mesh import Mesh
 from meshloom.launch.opening import open_world
-from meshloom.machine.all_reduce_costs import (
-    ALGORITHMS,
-    halving_seconds,
-    ring_seconds,
-    server_seconds,
-    tree_seconds,
-)
+from meshloom.machine.all_reduce_costs import ring_seconds, server_seconds
 
 NUM_BYTES = 25_000_000
-SLOW = ("tree", "halving", "server")  # take several times as long as a ring, and vary less
-TWO_PER_HOST = ("hosts", "hierarchical")
+ALL_REDUCES = ("gloo", "ring", "hosts")
+SLOW = ("server",)  # takes several times as long as a ring, and varies less
+TWO_PER_HOST = ("hosts",)
 PINGS = 100
 Exchange = Callable[[], None]
 
@@ -50,9 +45,8 @@ def time_exchanges(
 ) -> list[dict[str, Any]]:
     """A record per algorithm, and one per number of servers. hosts: as many as any of the layouts needs.
 
-    algorithms: of meshloom.machine.all_reduce_costs, `gloo` for Gloo's own all-reduce, and `hosts` for what a plan takes by
-    itself where there are two ranks on a host. bytes_per_second: of a link, for the formulas; None: as a
-    message was measured to travel.
+    algorithms: of `ALL_REDUCES`: `gloo` is Gloo's own all-reduce, `hosts` what a plan takes by itself where there are two
+    ranks on a host. bytes_per_second: of a link, for the formulas; None: as a message was measured to travel.
     """
     records: list[dict[str, Any]] = []
     alone = [name for name in algorithms if name not in TWO_PER_HOST]
@@ -99,17 +93,15 @@ def expected_seconds(
     """By the formulas of R3.3 and of meshloom.machine.all_reduce_costs. Gloo's own all-reduce is a ring; inside a host
     nothing takes time.
 
-    >>> [expected_seconds(name, 100, 4, 0, 0.0, 100.0) for name in ("gloo", "tree", "halving", "hosts")]
-    [1.5, 4.0, 1.5, 1.5]
+    >>> [expected_seconds(name, 100, 4, 0, 0.0, 100.0) for name in ALL_REDUCES]
+    [1.5, 1.5, 1.5]
     >>> expected_seconds("server", 100, 4, 2, 0.0, 100.0)
     4.0
     """
     link = latency_seconds, bytes_per_second
     if algorithm == "server":
         return server_seconds(num_bytes, num_hosts, *link, num_servers)
-    return {"tree": tree_seconds, "halving": halving_seconds}.get(algorithm, ring_seconds)(
-        num_bytes, num_hosts, *link
-    )
+    return ring_seconds(num_bytes, num_hosts, *link)
 
 
 def _time_layout(
@@ -130,7 +122,7 @@ def _time_layout(
         tensor, small = torch.empty(num_bytes // 4), torch.empty(4099)
         link = _message(group, next(rank for rank, place in enumerate(places) if place != places[0]), tensor)
         found: dict[str, list[float]] = {name: [] for name in names}
-        reducing = {name: _reducing(name, group, places, closing) for name in names}
+        reducing = {name: _reducing(name, group, closing) for name in names}
         for name in names:  # connects
             _seconds(group, _exchange(reducing[name], group, num_workers, small), small, num_workers)
         exchanges = {name: _exchange(reducing[name], group, num_workers, tensor) for name in names}
@@ -141,13 +133,13 @@ def _time_layout(
         return {"seconds": found, **link}
 
 
-def _reducing(name: str, group: Group, places: Sequence[int], closing: ExitStack) -> Group | None:
+def _reducing(name: str, group: Group, closing: ExitStack) -> Group | None:
     """Whose all_reduce is the algorithm. None: servers."""
-    if name not in ALGORITHMS:
+    if name != "ring":
         return None if name == "server" else group
-    made = explicit_group(group, name, hosts=places)
-    closing.callback(made.close)
-    return made
+    on_ring = ring_group(group)
+    closing.callback(on_ring.close)
+    return on_ring
 
 
 def _exchange(reducing: Group | None, group: Group, num_workers: int, tensor: Tensor) -> Exchange:

@@ -27,9 +27,7 @@ mpl.rcParams.update(
 EXCHANGES = {  # algorithm -> label, colour, marker
     "gloo": ("Gloo's own", "tab:gray", "x"),
     "ring": ("ring", "tab:blue", "o"),
-    "tree": ("tree", "tab:green", "^"),
-    "halving": ("halving", "tab:purple", "s"),
-    "hierarchical": ("hierarchical, 2 ranks a host", "tab:cyan", "d"),
+    "hosts": ("shared memory and Gloo, 2 ranks a host", "tab:cyan", "d"),
     "server": ("one server", "tab:red", "v"),
 }
 
@@ -58,7 +56,7 @@ def draw(records: Sequence[Record], directory: Path) -> list[Path]:
 def _exchange(records: Sequence[Record]) -> plt.Figure:
     """Left all exchanges, right those that do not grow; points are measured, lines are the formulas."""
     figure, (wide, near) = plt.subplots(1, 2, figsize=(10, 4.2))
-    for axes, names in ((wide, EXCHANGES), (near, ("gloo", "ring", "hierarchical"))):
+    for axes, names in ((wide, EXCHANGES), (near, ("gloo", "ring", "hosts"))):
         for name in names:
             label, colour, marker = EXCHANGES[name]
             some = sorted(
@@ -66,7 +64,7 @@ def _exchange(records: Sequence[Record]) -> plt.Figure:
                 key=lambda each: each["hosts"],
             )
             hosts = [each["hosts"] for each in some]
-            if name not in ("gloo", "hierarchical"):  # whose formula is the ring's
+            if name not in ("gloo", "hosts"):  # whose formula is the ring's
                 axes.plot(hosts, [each["formula"] for each in some], color=colour, linewidth=1)
             axes.plot(
                 hosts,

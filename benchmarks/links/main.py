@@ -22,7 +22,7 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # ranks that end a moment
 
 import torch
 from curves import loss_curves
-from exchanges import NUM_BYTES, time_exchanges
+from exchanges import ALL_REDUCES, NUM_BYTES, time_exchanges
 from network import Host, Shape, loopback, network, why_not
 from overlap import time_overlap
 from speedup import time_speedup
@@ -31,8 +31,6 @@ from traffic import count_traffic
 
 sys.path.append(str(Path(__file__).parents[1]))
 from records import write_records
-
-from meshloom.machine.all_reduce_costs import ALGORITHMS
 
 PARTS = ("exchange", "overlap", "curves", "traffic", "speedup")
 Record = dict[str, Any]
@@ -64,8 +62,8 @@ def main() -> int:
     parser.add_argument(
         "--algorithms",
         nargs="+",
-        default=["gloo", *ALGORITHMS, "hosts"],
-        choices=["gloo", *ALGORITHMS, "hosts"],
+        default=ALL_REDUCES,
+        choices=ALL_REDUCES,
     )
     parser.add_argument(
         "--servers",
@@ -75,7 +73,7 @@ def main() -> int:
         help="exchange: servers; more than one only with the most hosts",
     )
     parser.add_argument("--rounds", type=int, default=7, help="exchange: of each algorithm, in turns")
-    parser.add_argument("--slow-rounds", type=int, default=2, help="exchange: of tree, halving and servers")
+    parser.add_argument("--slow-rounds", type=int, default=2, help="exchange: of servers")
     parser.add_argument("--bytes", type=int, default=NUM_BYTES, help="exchange: of the tensor")
     parser.add_argument("--steps", type=int, default=3, help="overlap, traffic and speedup: of each run")
     parser.add_argument(

@@ -1,4 +1,4 @@
-"""Seconds of an all-reduce over Gloo on the loopback of one host: spelled out, beside Gloo's own.
+"""Seconds of an all-reduce over Gloo on the loopback of one host: on a ring of messages, beside Gloo's own.
 
     python benchmarks/rings/main.py --ranks 2 4 --bytes 4096 65536 1048576 26214400
     python benchmarks/rings/main.py --ranks 2 --bytes 26214400 --chunks 131072 524288 2097152
@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from meshloom.comm.chunked_moves import CHUNK_BYTES
-from meshloom.comm.collectives.explicit import ALGORITHMS, ExplicitGroup, explicit_group
+from meshloom.comm.collectives.explicit import RingGroup, ring_group
 from meshloom.comm.group import Group
 from meshloom.comm.torch.c10d import C10dGroup
 
@@ -36,7 +36,6 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--bytes", type=int, nargs="+", default=[4 << 10, 64 << 10, 1 << 20, 25 << 20])
     parser.add_argument("--chunks", type=int, nargs="+", default=[CHUNK_BYTES], help="bytes sent at once")
-    parser.add_argument("--algorithms", nargs="+", default=["ring", "tree", "halving"], choices=ALGORITHMS)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--json", metavar="FILE", help="where to write the records")
     request = parser.parse_args()
@@ -81,10 +80,9 @@ def _rank(rank: int, size: int, port: int, request: argparse.Namespace, queue: A
         return C10dGroup(process_group, names)
 
     systems: dict[str, Group] = {"gloo": gloo()}
-    for algorithm in request.algorithms:
-        for chunk in request.chunks:
-            name = algorithm if len(request.chunks) == 1 else f"{algorithm} {chunk >> 10} KiB"
-            systems[name] = explicit_group(gloo(), algorithm, chunk_bytes=chunk)
+    for chunk in request.chunks:
+        name = "ring" if len(request.chunks) == 1 else f"ring {chunk >> 10} KiB"
+        systems[name] = ring_group(gloo(), chunk_bytes=chunk)
     records = [
         record for num_bytes in request.bytes for record in _compare(systems, num_bytes, request.rounds)
     ]
@@ -92,7 +90,7 @@ def _rank(rank: int, size: int, port: int, request: argparse.Namespace, queue: A
         queue.put(records)
     dist.barrier()
     for group in systems.values():
-        if isinstance(group, ExplicitGroup):
+        if isinstance(group, RingGroup):
             group.close()
     dist.destroy_process_group()
 

@@ -5,7 +5,6 @@ Each element is summed on one rank, in one order, and sent from there to the oth
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -30,24 +29,6 @@ class Move:
         return f"{self.kind} [{self.start}:{self.stop}]{f'{way}{self.peer}' if way else ''}"
 
 
-@dataclass(frozen=True, kw_only=True)
-class AllReduceMoves:
-    """The moves of one rank in an all-reduce.
-
-    reduce: until the sum of each element is complete on one rank.
-    owned: range (start, stop) of the elements whose sums are then on this rank; it may be empty.
-    gather: until every rank has all sums.
-    """
-
-    reduce: Sequence[Move]
-    owned: tuple[int, int]
-    gather: Sequence[Move]
-
-    def moves(self, *, mean: bool) -> list[Move]:
-        """All moves in order. mean: divide each sum once, where it is complete."""
-        return [*self.reduce, *(moved("divide", -1, *self.owned) if mean else ()), *self.gather]
-
-
 def moved(kind: MoveKind, peer: int, start: int, stop: int) -> list[Move]:
     """A list of one move, or of none if there are no elements.
 
@@ -57,11 +38,11 @@ def moved(kind: MoveKind, peer: int, start: int, stop: int) -> list[Move]:
     return [Move(kind, peer, start, stop)] if start < stop else []
 
 
-def divided(start: int, stop: int, parts: int) -> list[int]:
-    """The parts + 1 offsets of `parts` parts of almost equal size, larger ones first.
+def piece_offsets(num_elements: int, num_pieces: int) -> list[int]:
+    """The offsets of so many pieces of almost equal size, larger ones first, and the end.
 
-    >>> divided(0, 10, 4), divided(5, 7, 3)
-    ([0, 3, 6, 8, 10], [5, 6, 7, 7])
+    >>> piece_offsets(10, 4), piece_offsets(2, 3)
+    ([0, 3, 6, 8, 10], [0, 1, 2, 2])
     """
-    size, larger = divmod(stop - start, parts)
-    return [start + part * size + min(part, larger) for part in range(parts + 1)]
+    size, larger = divmod(num_elements, num_pieces)
+    return [piece * size + min(piece, larger) for piece in range(num_pieces + 1)]

@@ -52,7 +52,6 @@ class ExchangeEntry:
         synchronous steps (`asynchronous/`). What is opened predicts the bytes that it sends.
     agreement: how replicas agree, as a clause.
     settings: settings of a plan that only this exchange, and others that list them, can have.
-    algorithm: whether its name is that of an all-reduce algorithm.
     sums: whether every replica gets the sum of all gradients, so that gradients can be compressed.
     fills: whether what opens it gives parameters their values, as a rank may hold slices of them alone;
         otherwise they have values before.
@@ -67,7 +66,6 @@ class ExchangeEntry:
     factory: str
     agreement: str = "they add up their gradients"
     settings: tuple[str, ...] = ()
-    algorithm: bool = False
     sums: bool = False
     fills: bool = False
     only_buckets: bool = False
@@ -102,19 +100,13 @@ def _local_steps(plan: ExchangeSettings) -> str:
 
 _ALL_REDUCE = "meshloom.exchange.all_reduce:open_all_reduce"
 _LOCAL_SGD = "meshloom.exchange.local_sgd:open_local_sgd"
-_FULL_SUMS = "gives each replica its shard of the sums, and exchange={} gives all of them to each. Use exchange=ring or halving, or leave zero out."
 _WHO_UPDATES = "shards the optimizer state over replicas, and with exchange={} "
 _ALL_UPDATE = f"{_WHO_UPDATES}each of them updates all parameters. Leave zero out."
 _SERVERS_UPDATE = f"{_WHO_UPDATES}the servers do. Use servers=2 or more, and leave zero out."
 
 EXCHANGES: Mapping[str, ExchangeEntry] = {
     "all_reduce": ExchangeEntry(factory=_ALL_REDUCE, fills=True, sums=True, only_buckets=True),
-    "ring": ExchangeEntry(factory=_ALL_REDUCE, fills=True, sums=True, algorithm=True),
-    "tree": ExchangeEntry(factory=_ALL_REDUCE, fills=True, sums=True, algorithm=True, no_zero=_FULL_SUMS),
-    "halving": ExchangeEntry(factory=_ALL_REDUCE, fills=True, sums=True, algorithm=True),
-    "hierarchical": ExchangeEntry(
-        factory=_ALL_REDUCE, fills=True, sums=True, algorithm=True, no_zero=_FULL_SUMS
-    ),
+    "ring": ExchangeEntry(factory=_ALL_REDUCE, fills=True, sums=True),
     "server": ExchangeEntry(
         factory="meshloom.exchange.server:open_server",
         agreement="servers add up their gradients and send new parameters",
@@ -144,6 +136,10 @@ EXCHANGES: Mapping[str, ExchangeEntry] = {
         breaks_promise=lambda plan: _local_steps(plan) or "exchange=diloco",
     ),
 }
+
+# Exchanges of earlier versions, with what to write instead.
+_OR_RING = "Use exchange=all_reduce, or exchange=ring, which shows its messages."
+_GONE = {"tree": _OR_RING, "halving": _OR_RING, "hierarchical": _OR_RING}
 
 COMPRESSIONS: Mapping[str, CompressionEntry] = {
     "none": CompressionEntry(factory="meshloom.exchange.buckets.reduction:Exact"),
@@ -201,7 +197,7 @@ def check_offload(offload: str, exchange: str) -> None:
 
 def check_exchange(plan: ExchangeSettings, defaults: Mapping[str, Any]) -> None:
     """Raise `PlanError` for exchange settings that contradict each other. defaults: of every setting."""
-    check_known("exchange", plan.exchange, EXCHANGES)
+    check_known("exchange", plan.exchange, EXCHANGES, _GONE)
     entry, exchange = EXCHANGES[plan.exchange], plan.exchange
     _check_ranges(plan)
     _check_belongs(plan, defaults)

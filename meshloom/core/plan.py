@@ -59,7 +59,7 @@ class Plan:
     overlap: whether gradients are exchanged while backward is still computing earlier layers.
     bucket_bytes: size, in bytes, of the buckets in which gradients are exchanged (approximate).
     exchange: how replicas agree. `all_reduce` sums the gradients, and every replica makes the same update;
-        `ring`, `tree`, `halving` and `hierarchical` do so by that algorithm instead of the backend's own.
+        `ring` does so by messages on a ring instead of the backend's own all-reduce.
         `server`: some ranks update for all, once a step. `async`: servers update with every push.
         `local_sgd`, `diloco`: replicas take independent local steps and average parameters now and then.
     servers: number of servers, over which elements are sharded evenly; with exchange=server the first replicas.
@@ -165,9 +165,9 @@ class Plan:
         return EXCHANGES[self.exchange].synchronous
 
     @property
-    def algorithm(self) -> str:
-        """The all-reduce algorithm that the plan names; "": the backend's own."""
-        return self.exchange if EXCHANGES[self.exchange].algorithm else ""
+    def on_ring(self) -> bool:
+        """Whether gradients are added up on a ring of messages, in place of the backend's own all-reduce."""
+        return self.exchange == "ring"
 
     @property
     def exempt(self) -> str:

@@ -8,7 +8,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from meshloom.comm.collectives.explicit import ExplicitGroup, explicit_group
+from meshloom.comm.collectives.explicit import RingGroup, ring_group
 from meshloom.comm.group import Group
 from meshloom.comm.liveness.activity import Activity
 from meshloom.comm.network.hosts import HostsGroup
@@ -35,27 +35,27 @@ class RankGroups:
         self._mesh, self._rank, self._store, self._transports = mesh, rank, store, transports
         self._device, self._timeout, self._activity, self._secret = device, timeout, activity, secret
         self.process_groups: list[dist.ProcessGroup] = []
-        self._open: list[C10dGroup | ShmGroup | HostsGroup | ExplicitGroup] = []
+        self._open: list[C10dGroup | ShmGroup | HostsGroup | RingGroup] = []
         self._rounds = 0
 
     def connect(
         self,
         members: Iterable[Sequence[int]],
         backend: str,
-        algorithm: str = "",
         activity: Activity | None = None,
+        *,
+        ring: bool = False,
     ) -> Group:
         """Create a group of each of `members`, collectively; the one that this rank is in.
 
         members: ascending ranks. backend: of torch.distributed; shared memory replaces gloo within hosts.
-        algorithm: of all-reduces, one of `ALGORITHMS`; "": the transport's own. activity: where waits are noted;
-            None: this rank's.
+        activity: where waits are noted; None: this rank's. ring: whether sums go around a ring of messages, in place
+            of the transport's own.
         """
         self._rounds += 1
         mine: C10dGroup | ShmGroup | HostsGroup | None = None
-        mine_of: Sequence[int] = ()
         # waits of a thread do not delay this rank
-        activity = activity or (Activity() if algorithm else self._activity)
+        activity = activity or (Activity() if ring else self._activity)
         for ranks in members:
             hosts = self._transports.layers(ranks) if backend == "gloo" else None
             if hosts is None:
@@ -65,9 +65,9 @@ class RankGroups:
             else:
                 group = self._over_hosts(ranks, hosts, activity)
             if group is not None:
-                mine, mine_of = group, ranks
+                mine = group
         assert mine
-        return self._explicit(mine, mine_of, algorithm) if algorithm and mine.size > 1 else mine
+        return self._on_ring(mine) if ring and mine.size > 1 else mine
 
     def close(self) -> None:
         """Close the groups that are not of torch.distributed. No rank waits for another here."""
@@ -101,23 +101,15 @@ class RankGroups:
         self._open.append(group)
         return group
 
-    def _explicit(
-        self, group: C10dGroup | ShmGroup | HostsGroup, ranks: Sequence[int], algorithm: str
-    ) -> ExplicitGroup:
-        hosts = [0] * len(ranks)
-        for host, numbers in enumerate(self._transports.layout(ranks)):
-            for number in numbers:
-                hosts[number] = host
-        explicit = explicit_group(
+    def _on_ring(self, group: C10dGroup | ShmGroup | HostsGroup) -> RingGroup:
+        on_ring = ring_group(
             group,
-            algorithm,
-            hosts=hosts,
             name=rank_name(self._rank, self._mesh),
             activity=self._activity,
             who_left=(lambda: None) if isinstance(group, ShmGroup) else group.who_left,
         )
-        self._open.append(explicit)
-        return explicit
+        self._open.append(on_ring)
+        return on_ring
 
     def _over_hosts(self, ranks: Sequence[int], hosts: Hosts, activity: Activity) -> HostsGroup | None:
         all_ranks = self._over_network(ranks, "gloo", activity)

@@ -47,13 +47,12 @@ FAREWELL_SECONDS = 5.0  # how long a finished rank waits for the others before i
 
 
 def join(
-    mesh: Mesh, launched: LaunchedRank, devices: str, timeout: timedelta, transport: str, algorithm: str,
-    *, saving: bool,
+    mesh: Mesh, launched: LaunchedRank, devices: str, timeout: timedelta, transport: str, *, ring: bool, saving: bool
 ) -> World:  # fmt: skip
     """Meet the other ranks in the store, agree on devices and transports, and connect.
 
-    algorithm, saving: of `open_world`.
-    Raises `PeerLostError` if the others do not come in time, `DeviceError` for an algorithm on GPUs.
+    ring, saving: of `open_world`.
+    Raises `PeerLostError` if the others do not come in time, `DeviceError` for a ring on GPUs.
     """
     send_event({"event": "joining"})
     # data workers create sockets there, which remain when they are killed
@@ -73,9 +72,9 @@ def join(
         members = [rank_name(rank, mesh) for rank in range(mesh.size)]
         signed = SignedStore(dist.PrefixStore("signed", store), launched.rank, members, launched_secret())
         kind, device, reason = _agreed_device(launched, devices, signed)
-        if algorithm and kind == "cuda":
+        if ring and kind == "cuda":
             raise DeviceError(
-                f"exchange={algorithm} adds up on CPUs, and each rank has a GPU, where NCCL has rings and trees of its own. "
+                "exchange=ring adds up on CPUs, and each rank has a GPU, where NCCL has rings and trees of its own. "
                 "Use exchange=all_reduce, or devices=cpu."
             )
         both = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
@@ -90,7 +89,7 @@ def join(
         def connect(members: Sequence[Sequence[int]], use: Use) -> Group:
             backend = both if use in CARRIES_TENSORS else "gloo"
             named = Activity() if use == "saving" else None  # waits of a thread do not delay this rank
-            return connections.connect(members, backend, algorithm if use in REDUCES else "", named)
+            return connections.connect(members, backend, named, ring=ring and use in REDUCES)
 
         local = connect_rank(mesh, rank, device, connect, activity, saving=saving)
     except (RuntimeError, OSError) as error:

@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from meshloom.comm.collectives.explicit import explicit_group
+from meshloom.comm.collectives.explicit import ring_group
 from meshloom.comm.group import Group
 from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.steps import Turns
@@ -19,10 +19,10 @@ from meshloom.launch.names import rank_name, visible_gpus
 from meshloom.launch.world import REDUCES, LocalRank, Use, World, connect_rank
 
 
-def world_in_one_process(mesh: Mesh, devices: str, algorithm: str = "", saving: bool = False) -> World:
+def world_in_one_process(mesh: Mesh, devices: str, *, ring: bool = False, saving: bool = False) -> World:
     """All ranks of `mesh`, which run in turns; on GPUs, which must be there, they are assigned round-robin.
 
-    algorithm, saving: as for `open_world`. Two replicas each share a host: the hierarchical one has two levels.
+    ring, saving: as for `open_world`.
     """
     num_gpus = torch.cuda.device_count()
     if "cuda" in devices and not num_gpus:
@@ -45,12 +45,10 @@ def world_in_one_process(mesh: Mesh, devices: str, algorithm: str = "", saving: 
     why = f"{kind}: {format_count(mesh.size, 'rank')} in this process on {used} ({reason})"
 
     def wrap(groups: Sequence[Group], members: Sequence[int], use: Use) -> Sequence[Group]:
-        if use not in REDUCES or not algorithm:
+        if use not in REDUCES or not ring:
             return groups
-        hosts = [number // 2 for number in range(len(members))]
         return [
-            explicit_group(group, algorithm, hosts=hosts, name=rank_name(rank, mesh))
-            for rank, group in zip(members, groups, strict=True)
+            ring_group(group, name=rank_name(rank, mesh)) for rank, group in zip(members, groups, strict=True)
         ]
 
     turns = Turns()

@@ -21,14 +21,14 @@ MOST_SECONDS = 1e7  # a timeout: 115 days
 
 def open_world(
     mesh: Mesh, devices: str = "auto", timeout_seconds: float = 600.0, transport: str = "auto",
-    algorithm: str = "", *, oversubscribe: bool = False, saving: bool = False,
+    *, ring: bool = False, oversubscribe: bool = False, saving: bool = False,
 ) -> World:  # fmt: skip
     """Join the other processes if this one was started as a rank; otherwise keep all ranks in this process.
 
     devices: one of `DEVICES`.
     timeout_seconds: how long a rank waits for the others, when it joins and in every collective.
     transport: of processes, one of `TRANSPORTS`.
-    algorithm: of all-reduces along dp, one of `ALGORITHMS`; "": the transport's own.
+    ring: whether gradients are added up on a ring of messages, in place of the transport's own all-reduce.
     oversubscribe: whether there may be more than `MOST_SIMULATED` simulated ranks.
     saving: whether a thread of each rank saves checkpoints beside training.
     Raises `PlanError` if the mesh does not have the size of the started processes, `DeviceError` if devices
@@ -59,9 +59,9 @@ def open_world(
         check_ranks(mesh.size, "simulated", oversubscribe)
     timeout = timedelta(seconds=timeout_seconds)
     if several:
-        world = join(mesh, several, devices, timeout, transport, algorithm, saving=saving)
+        world = join(mesh, several, devices, timeout, transport, ring=ring, saving=saving)
     else:
-        world = world_in_one_process(mesh, devices, algorithm, saving)
+        world = world_in_one_process(mesh, devices, ring=ring, saving=saving)
     if world.local[0].device.type == "cpu":
         keep_freed_memory()
     return world

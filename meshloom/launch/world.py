@@ -25,7 +25,7 @@ from meshloom.machine.process_memory import peak_memory_bytes
 Use = Axis | Literal["statistics", "copy", "equals", "world", "team", "readers", "control", "saving"]
 CARRIES_TENSORS = ("dp", "pp", "tp", "statistics", "copy", "equals")
 ALONG_DP = ("dp", "statistics", "copy", "equals")
-REDUCES = ("dp", "copy", "equals")  # gradients, by the algorithm of the plan
+REDUCES = ("dp", "copy", "equals")  # gradients, on a ring if the plan says so
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -32,7 +32,7 @@ class Link:
     Bytes are those of the tensor that one rank hands in. residual: largest relative error of the fit.
     among: ranks that ran on the devices at that time, in groups of `ranks`; 0: only these.
     place: inside one host, or between hosts. in_place: tensors lay in memory that all ranks can read.
-    algorithm: the explicit all-reduce on messages (`costs.ALGORITHMS`); "": the transport's own collective.
+    algorithm: `ring`: the all-reduce on messages; "": the transport's own collective. Others, of older files, are not used.
     points: (bytes, seconds), bytes ascending, as measured; if any, predictions interpolate between them.
     """
 

@@ -34,7 +34,7 @@ from meshloom.machine.cores import cores
 from meshloom.machine.links import Company, Crowd, Link, Where
 from meshloom.machine.machine import Machine, load
 from meshloom.optimizer.state_on_disk import directory_for
-from meshloom.planner.measure.collective_timings import measure_algorithms, measure_links, transport_of
+from meshloom.planner.measure.collective_timings import measure_links, measure_ring, transport_of
 from meshloom.planner.measure.contention_factors import measure_crowds
 from meshloom.planner.measure.disk_rate import measure_disk
 from meshloom.planner.measure.machine_measurement import machine_of, measure_operators
@@ -143,8 +143,8 @@ def _company(world: World) -> Company:
     on_cpus = here.device.type == "cpu"
     # ranks of several hosts do not slow each other down
     crowds = measure_crowds(group) if place == "inside" and on_cpus else ()
-    spelled = measure_algorithms(group, here.device, place=place) if on_cpus else ()
-    return Company(links=(*_links(world, set()), *spelled), crowds=crowds)
+    ring = [measure_ring(group, here.device, place=place)] if on_cpus else []
+    return Company(links=(*_links(world, set()), *ring), crowds=crowds)
 
 
 def numbers_of_ranks(most: int) -> list[int]:

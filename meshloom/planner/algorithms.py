@@ -1,48 +1,59 @@
-"""The fastest all-reduce between the ranks of a measured machine, for small to large tensors."""
+"""The faster all-reduce between the ranks of a measured machine, for small to large tensors: the transport's own, or the ring."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from meshloom.machine.all_reduce_costs import AlgorithmChoice, choose_algorithm
+from meshloom.core.units import format_bytes, format_seconds
+from meshloom.machine.all_reduce_costs import ring_seconds
 from meshloom.machine.machine import Machine, collective_seconds
 
 SIZES = (4 << 10, 64 << 10, 1 << 20, 25 << 20)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Chosen:
-    """The choice for an all-reduce of `num_bytes` by each of `ranks` ranks."""
+class FasterAllReduce:
+    """Of `num_bytes` by each of `ranks` ranks. algorithm: `all_reduce`, the transport's own, or `ring`. reason: compares them."""
 
     ranks: int
     num_bytes: int
-    choice: AlgorithmChoice
+    algorithm: str
+    seconds: float
+    reason: str
 
 
-def chosen_algorithms(machine: Machine, sizes: Sequence[int] = SIZES) -> list[Chosen]:
-    """The choices for every number of ranks whose all-reduce was measured: from measurements, else from
-    formulas on the measured messages.
+def faster_all_reduces(machine: Machine, sizes: Sequence[int] = SIZES) -> list[FasterAllReduce]:
+    """Of every number of ranks whose all-reduce was measured. The ring is as it was measured, else by its formula on the
+    measured messages.
 
     >>> from meshloom.machine.machine import example_machine
-    >>> [chosen.choice.reason for chosen in chosen_algorithms(example_machine(), [25 << 20])]
-    ['all_reduce: 25 MiB over 2 ranks, 27.2 ms against 28.2 ms (ring), 28.2 ms (halving), 54.4 ms (tree)']
+    >>> [each.reason for each in faster_all_reduces(example_machine(), [25 << 20])]
+    ['all_reduce: 25 MiB over 2 ranks, 27.2 ms against 28.2 ms (ring)']
     """
-    message = next((link for link in machine.links if link.collective == "send"), None)
-    if message is None:
-        return []
     return [
-        Chosen(
-            ranks=ranks,
-            num_bytes=num_bytes,
-            choice=choose_algorithm(
-                num_bytes, ranks, 1, message.latency_seconds, message.bytes_per_second,
-                own_seconds=collective_seconds(machine, "all_reduce", num_bytes, ranks),
-                measured={
-                    link.algorithm: link.seconds(num_bytes) for link in machine.links if link.algorithm and (link.ranks, link.among) == (ranks, ranks)
-                },
-            ),
-        )
+        _faster(machine, ranks, num_bytes)
         for ranks in sorted({link.ranks for link in machine.links if link.collective == "all_reduce"})
         for num_bytes in sizes
-    ]  # fmt: skip
+        if any(link.collective == "send" for link in machine.links)
+    ]
+
+
+def _faster(machine: Machine, ranks: int, num_bytes: int) -> FasterAllReduce:
+    message = next(link for link in machine.links if link.collective == "send")
+    measured = (
+        link.seconds(num_bytes)
+        for link in machine.links
+        if link.algorithm == "ring" and (link.ranks, link.among) == (ranks, ranks)
+    )
+    by_formula = ring_seconds(num_bytes, ranks, message.latency_seconds, message.bytes_per_second)
+    seconds = {
+        "all_reduce": collective_seconds(machine, "all_reduce", num_bytes, ranks),
+        "ring": next(measured, by_formula),
+    }
+    best, other = sorted(seconds, key=lambda name: seconds[name])
+    what = f"{best}: {format_bytes(num_bytes)} over {ranks} ranks"
+    reason = f"{what}, {format_seconds(seconds[best])} against {format_seconds(seconds[other])} ({other})"
+    return FasterAllReduce(
+        ranks=ranks, num_bytes=num_bytes, algorithm=best, seconds=seconds[best], reason=reason
+    )

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from meshloom.core.units import format_bytes, format_count, format_number, format_seconds
 from meshloom.machine.machine import COUNTED_IN_FLOPS, Machine, Operation
-from meshloom.planner.algorithms import chosen_algorithms
+from meshloom.planner.algorithms import faster_all_reduces
 from meshloom.report.terminal import print_line
 
 
@@ -64,10 +64,10 @@ def print_machine(machine: Machine, console: Console) -> None:
     print_line(console)
     how = "measured"
     if not any(link.algorithm for link in machine.links):
-        how += "; others: formulas, from the measured send"
-    print_line(console, f"The fastest all-reduce (all_reduce: the transport's own; {how}):")
-    for each in chosen_algorithms(machine):
-        print_line(console, f"  {each.choice.reason}")
+        how += "; ring: by its formula, from the measured send"
+    print_line(console, f"The faster all-reduce (all_reduce: the transport's own; {how}):")
+    for each in faster_all_reduces(machine):
+        print_line(console, f"  {each.reason}")
     for crowd in machine.crowds:
         if crowd.ranks > 1:
             busy = f"{crowd.ranks} busy ranks of {format_count(crowd.threads, 'thread')}"
@@ -88,11 +88,14 @@ def machine_records(machine: Machine) -> list[dict[str, Any]]:
     operators = [{"event": "operator", **vars(each), "unit": _unit(each)} for each in machine.operations]
     links = [{"event": "link", **vars(each)} for each in machine.links]
     crowds = [{"event": "crowd", **vars(each)} for each in machine.crowds]
-    chosen = [
-        {"event": "all_reduce", "ranks": each.ranks, "bytes": each.num_bytes, **vars(each.choice)}
-        for each in chosen_algorithms(machine)
-    ]
-    return [{"event": "machine", **about}, *operators, *links, *crowds, *chosen]
+    faster = [
+        {
+            "event": "all_reduce", "ranks": each.ranks, "bytes": each.num_bytes, "algorithm": each.algorithm, "seconds": each.seconds,
+            "reason": each.reason,
+        }
+        for each in faster_all_reduces(machine)
+    ]  # fmt: skip
+    return [{"event": "machine", **about}, *operators, *links, *crowds, *faster]
 
 
 def age(seconds: float) -> str:

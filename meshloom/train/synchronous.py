@@ -295,5 +295,5 @@ def _came_to(meter: StepMeter, result: StepResult, listener: Listener, replicas:
 def _beginning(plan: Plan, world: World, *, one_copy: bool) -> str:
     """The first line about a run."""
     copies = "; one copy of parameters and optimizer state for all replicas" if one_copy else ""
-    summed = f"; replicas add up by {plan.algorithm}, on messages" if plan.algorithm else ""
+    summed = "; replicas add up on a ring of messages" if plan.on_ring else ""
     return f"plan {plan} on {world.why}{copies}{summed}"

@@ -127,7 +127,7 @@ class Trainer:
             with self.timings.of("joining"):
                 self.world: World = building.enter_context(
                     open_world(
-                        self.plan.mesh, devices, timeout_seconds, transport, self.plan.algorithm, oversubscribe=oversubscribe,
+                        self.plan.mesh, devices, timeout_seconds, transport, ring=self.plan.on_ring, oversubscribe=oversubscribe,
                         saving=job.checkpoint == "background",
                     )
                 )  # fmt: skip

@@ -28,7 +28,7 @@ OF_PLANS: dict[str, tuple[str, ...]] = {
     "pp": ("1", "2", "3"),
     "microbatches": ("1", "2", "3"),
     "zero": ("0", "1", "2", "3", "3 within 2"),
-    "exchange": ("all_reduce", "ring", "halving", "server", "2 servers"),
+    "exchange": ("all_reduce", "ring", "server", "2 servers"),
     "schedule": ("1f1b", "gpipe", "interleaved", "zb-h1", "zb-v"),
     "cuts": ("chosen", "named"),
     "recompute": ("none", "full", "selective"),
@@ -51,7 +51,6 @@ OF_JOBS: dict[str, tuple[str, ...]] = {
 }
 # What is to leave the package: a line here goes with each, and its branch in `plan_of` or `job_of`.
 LEAVING: dict[str, tuple[str, ...]] = {
-    "exchange": ("tree", "hierarchical"),
     "offload": ("none", "optimizer"),
     "average": ("none", "0.9"),
     "frozen": ("none", "first step"),
@@ -77,7 +76,6 @@ REFUSED: list[tuple[Values, Values]] = [
     (("schedule", ("interleaved", "zb-v")), ("cuts", ("named",))),  # these have more stages
     (("tp", ("1",)), ("placements", ("named",))),
     (("zero", others("zero")), SERVERS),
-    (("zero", others("zero")), ("exchange", ("tree", "hierarchical"))),
     (("precision", ("bf16",)), SERVERS),
     (("sync_batch_norm", ("true",)), ("tp", ("2", "3"))),
     (("sync_batch_norm", ("true",)), ("pp", ("2", "3"))),

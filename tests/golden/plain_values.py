@@ -97,7 +97,7 @@ def plans() -> dict[str, str]:
         "dp=1", "dp=4", "dp=2,pp=2,tp=2", "tp=2,dp=2", " dp = 2 , zero = 1 ", "dp=2,zero=3,microbatches=2", "dp=4,zero=3,zero_within=2", "dp=2,overlap=false",
         "dp=2,bucket_bytes=1024", "tp=2,tp_placements=up:column+down:row", "memory_bytes=8GiB", "pp=2,schedule=gpipe", "pp=2,schedule=interleaved,virtual_stages=3",
         "pp=2,schedule=zb-v,microbatches=4", "pp=3,cuts=blocks.2+blocks.4", "recompute=full", "dp=2,recompute=selective", "compile=true", "compile=false",
-        "dp=4,exchange=ring", "dp=4,exchange=tree", "dp=4,exchange=halving,zero=1", "dp=4,exchange=hierarchical", "dp=4,exchange=server,servers=2",
+        "dp=4,exchange=ring", "dp=4,exchange=ring,zero=1", "dp=4,exchange=server,servers=2",
         "dp=4,exchange=async", "dp=4,exchange=async,staleness=0", "dp=4,exchange=async,staleness=3,rate_by_age=true", "dp=4,exchange=async,staleness=inf",
         "dp=2,exchange=local_sgd,local_steps=8", "dp=2,exchange=diloco,local_steps=8,outer_learning_rate=1,outer_momentum=0.5", "dp=2,compress=bf16",
         "dp=2,compress=powersgd", "dp=2,compress=topk:0.10", "dp=2,reduce=bf16", "dp=2,reduce=float32", "dp=4,shares=6+6+6+2", "dp=2,shares=measured",

@@ -60,7 +60,7 @@ def all_reduce_last_undivided(patch: Patch) -> None:
     phase="step 2",
 )
 def flags_by_minimum(patch: Patch) -> None:
-    """Explicit algorithms combine flags of used parameters by their minimum: what one replica used counts as unused."""
+    """The ring combines flags of used parameters by their minimum: what one replica used counts as unused."""
 
     def combine(right: Any, total: Tensor, other: Tensor, op: str) -> None:
         torch.minimum(total, other, out=total) if op == "max" else right(total, other, op)

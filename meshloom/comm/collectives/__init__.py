@@ -1,1 +1,1 @@
-"""Collectives on explicit messages: ring, tree, halving, hierarchical."""
+"""Collectives on a ring of explicit messages, and what gradients travel as."""

@@ -1,9 +1,4 @@
-"""A group with explicit collectives, on `send` and `recv` of the group underneath.
-
-    ring           all_reduce, reduce_scatter, all_gather
-    tree           all_reduce, broadcast
-    halving        all_reduce, reduce_scatter, all_gather
-    hierarchical   all_reduce
+"""A group whose all-reduces, reduce-scatters and all-gathers go around a ring, on `send` and `recv` of the group underneath.
 
 Every other call is passed on. All of them run first in, first out, in the background: on processes in a
 thread, on simulated ranks whenever one of them waits.
@@ -18,79 +13,52 @@ from torch import Tensor
 
 from meshloom.comm.background import Background, Patience
 from meshloom.comm.chunked_moves import CHUNK_BYTES, Waits, in_chunks, run_moves
-from meshloom.comm.collectives.halving import doubling_all_gather, halving, halving_reduce_scatter
-from meshloom.comm.collectives.hierarchical import hierarchical
-from meshloom.comm.collectives.ring import all_gather as ring_all_gather
-from meshloom.comm.collectives.ring import reduce_scatter as ring_reduce_scatter
-from meshloom.comm.collectives.ring import ring
-from meshloom.comm.collectives.tree import tree, tree_broadcast
+from meshloom.comm.collectives import ring
 from meshloom.comm.group import Group, ReduceOp, Work
 from meshloom.comm.liveness.activity import Activity
-from meshloom.comm.moves import AllReduceMoves, Move, divided
+from meshloom.comm.moves import Move, piece_offsets
 from meshloom.comm.reductions import combine
 from meshloom.comm.simulated import SimulatedGroup
 from meshloom.core.errors import CollectiveError
 from meshloom.core.units import format_bytes
-from meshloom.machine.all_reduce_costs import ALGORITHMS
 
 _END_SECONDS = 5.0  # that the thread has to end
 _MAX_LISTS = 256  # of moves that are cached; a training job has as many as buckets
 
 
-def explicit_group(
+def ring_group(
     group: Group,
-    algorithm: str,
     *,
-    hosts: Sequence[int] | None = None,
     chunk_bytes: int = CHUNK_BYTES,
     name: str = "",
     activity: Activity | None = None,
     who_left: Callable[[], str | None] = lambda: None,
-) -> ExplicitGroup:
-    """`group` with the collectives of `algorithm`, one of `ALGORITHMS`.
+) -> RingGroup:
+    """`group` with sums and gathers on a ring of all its ranks in order.
 
     Whoever calls this closes the result, before `group`, which has no other user meanwhile.
 
-    hosts: the host of each rank, for `hierarchical`; None: all are on one.
     chunk_bytes: maximum size of a message.
     name: of this rank in errors. activity: where it notes that it waits. who_left: the name of a rank that
-    has aborted, or None. Raises `CollectiveError` for an unknown algorithm or a wrong number of hosts.
+    has aborted, or None. Raises `CollectiveError` for a message without bytes.
     """
-    if algorithm not in ALGORITHMS:
-        raise CollectiveError(f"An all-reduce by {algorithm!r} is not known. Use {', '.join(ALGORITHMS)}.")
-    hosts = [0] * group.size if hosts is None else list(hosts)
-    if len(hosts) != group.size:
-        raise CollectiveError(
-            f"hosts={hosts} are of {len(hosts)} ranks, and the group has {group.size}. Give the host of each rank."
-        )
     if chunk_bytes < 1:
         raise CollectiveError(f"chunk_bytes={chunk_bytes} must be 1 or more.")
     activity = activity or Activity()
     patience = Patience(name or f"rank {group.rank}", activity, who_left)
-    return ExplicitGroup(group, algorithm, hosts, chunk_bytes, patience, activity)
+    return RingGroup(group, chunk_bytes, patience, activity)
 
 
-class ExplicitGroup(Group):
-    """Constructed by `explicit`.
+class RingGroup(Group):
+    """Constructed by `ring_group`.
 
-    algorithm: one of `ALGORITHMS`.
-    sent_messages, sent_bytes: sent so far by this rank, for explicit collectives.
+    sent_messages, sent_bytes: sent so far by this rank around the ring.
     """
 
-    def __init__(
-        self,
-        group: Group,
-        algorithm: str,
-        hosts: Sequence[int],
-        chunk_bytes: int,
-        patience: Patience,
-        activity: Activity,
-    ) -> None:
-        self.algorithm = algorithm
+    def __init__(self, group: Group, chunk_bytes: int, patience: Patience, activity: Activity) -> None:
         self.sent_messages = 0
         self.sent_bytes = 0
         self._group = group
-        self._hosts = hosts
         self._chunk_bytes = chunk_bytes
         self._activity = activity
         # by operation, number of elements, and elements of a chunk
@@ -99,7 +67,7 @@ class ExplicitGroup(Group):
         if isinstance(group, SimulatedGroup):  # its ranks have no threads
             self._start = group.start_steps
         else:
-            self._background = Background(f"{algorithm} of {patience.member}", patience)
+            self._background = Background(f"ring of {patience.member}", patience)
             self._start = self._background.start
 
     @property
@@ -118,18 +86,18 @@ class ExplicitGroup(Group):
         flat = self._flat(tensor, op)
         mean = op == "avg"
         chunks = self._planned(
-            f"all_reduce {mean}", flat, lambda: self._all_reduce_moves(flat.numel()).moves(mean=mean)
+            f"all_reduce {mean}", flat, lambda: ring.all_reduce(self.rank, self.size, flat.numel(), mean=mean)
         )
         return self._start(
             f"all_reduce of {format_bytes(flat.nbytes)}", run_moves(self._group, chunks, flat, op)
         )
 
     def reduce_scatter(self, output: Tensor, tensor: Tensor, op: ReduceOp = "sum") -> Work:
-        if self.algorithm not in ("ring", "halving"):
-            return self._pass("reduce_scatter", lambda: self._group.reduce_scatter(output, tensor, op))
         full, own = self._flat(tensor, op), output.detach().view(-1)
-        n, first = full.numel(), self.rank * own.numel()
-        chunks = self._planned("reduce_scatter", full, lambda: self._reduce_scatter_moves(n))
+        first = self.rank * own.numel()
+        chunks = self._planned(
+            "reduce_scatter", full, lambda: ring.reduce_scatter(self.rank, self._pieces(full))
+        )
 
         def steps() -> Waits:
             sums = full.clone()  # the input is not changed
@@ -140,11 +108,9 @@ class ExplicitGroup(Group):
         return self._start(f"reduce_scatter of {format_bytes(full.nbytes)}", steps())
 
     def all_gather(self, output: Tensor, tensor: Tensor) -> Work:
-        if self.algorithm not in ("ring", "halving"):
-            return self._pass("all_gather", lambda: self._group.all_gather(output, tensor))
         full, own = output.detach().view(-1), tensor.detach().view(-1)
         first = self.rank * own.numel()
-        chunks = self._planned("all_gather", full, lambda: self._all_gather_moves(full.numel()))
+        chunks = self._planned("all_gather", full, lambda: ring.all_gather(self.rank, self._pieces(full)))
 
         def steps() -> Waits:
             full[first : first + own.numel()] = own
@@ -153,16 +119,7 @@ class ExplicitGroup(Group):
         return self._start(f"all_gather of {format_bytes(own.nbytes)}", steps())
 
     def broadcast(self, tensor: Tensor, source: int) -> Work:
-        if self.algorithm != "tree":
-            return self._pass("broadcast", lambda: self._group.broadcast(tensor, source))
-        flat = tensor.detach().view(-1)
-        chunks = self._planned(
-            f"broadcast {source}", flat, lambda: tree_broadcast(self.rank, self.size, flat.numel(), source)
-        )
-        return self._start(
-            f"broadcast of {format_bytes(flat.nbytes)} from rank {source}",
-            run_moves(self._group, chunks, flat, "sum"),
-        )
+        return self._pass("broadcast", lambda: self._group.broadcast(tensor, source))
 
     def all_to_all(
         self, output: Tensor, tensor: Tensor, output_sizes: Sequence[int], sizes: Sequence[int]
@@ -194,20 +151,8 @@ class ExplicitGroup(Group):
         if self._background and not self._background.close(_END_SECONDS):
             self.abort()
 
-    def _all_reduce_moves(self, n: int) -> AllReduceMoves:
-        if self.algorithm == "hierarchical":
-            return hierarchical(self.rank, self._hosts, n)
-        return {"ring": ring, "tree": tree, "halving": halving}[self.algorithm](self.rank, self.size, n)
-
-    def _reduce_scatter_moves(self, n: int) -> list[Move]:
-        if self.algorithm == "ring":
-            return ring_reduce_scatter(self.rank, range(self.size), divided(0, n, self.size))
-        return halving_reduce_scatter(self.rank, self.size, n)
-
-    def _all_gather_moves(self, n: int) -> list[Move]:
-        if self.algorithm == "ring":
-            return ring_all_gather(self.rank, range(self.size), divided(0, n, self.size))
-        return doubling_all_gather(self.rank, self.size, n)
+    def _pieces(self, full: Tensor) -> list[int]:
+        return piece_offsets(full.numel(), self.size)
 
     def _flat(self, tensor: Tensor, op: ReduceOp) -> Tensor:
         """`tensor` [n], flat. Raises `CollectiveError` for a dtype without that reduction."""
@@ -216,7 +161,7 @@ class ExplicitGroup(Group):
             combine(torch.empty_like(flat[:0]), flat[:0], op)
         except (RuntimeError, NotImplementedError) as error:
             raise CollectiveError(
-                f"Tensors of {flat.dtype} cannot be reduced by {op} with {self.algorithm}. Use exchange=all_reduce."
+                f"Tensors of {flat.dtype} cannot be reduced by {op} on a ring. Use exchange=all_reduce."
             ) from error
         return flat
 

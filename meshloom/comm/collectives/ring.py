@@ -16,45 +16,40 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from meshloom.comm.moves import AllReduceMoves, Move, MoveKind, divided, moved
+from meshloom.comm.moves import Move, MoveKind, moved, piece_offsets
 
 
-def ring(rank: int, size: int, num_elements: int) -> AllReduceMoves:
-    """The all-reduce moves of `rank` in a ring of all ranks in order.
+def all_reduce(rank: int, size: int, num_elements: int, *, mean: bool) -> list[Move]:
+    """The moves of `rank` after which all ranks have all sums. mean: each is divided once, where it is complete.
 
-    >>> [str(move) for move in ring(0, 2, 8).moves(mean=False)]
+    >>> [str(move) for move in all_reduce(0, 2, 8, mean=False)]
     ['send [4:8] to 1', 'add [0:4] from 1', 'send [0:4] to 1', 'receive [4:8] from 1']
     """
-    ranks, offsets = range(size), divided(0, num_elements, size)
-    return AllReduceMoves(
-        reduce=reduce_scatter(rank, ranks, offsets),
-        owned=(offsets[rank], offsets[rank + 1]),
-        gather=all_gather(rank, ranks, offsets),
-    )
+    offsets = piece_offsets(num_elements, size)
+    divide = moved("divide", -1, offsets[rank], offsets[rank + 1]) if mean else []
+    return [*reduce_scatter(rank, offsets), *divide, *all_gather(rank, offsets)]
 
 
-def reduce_scatter(place: int, ranks: Sequence[int], offsets: Sequence[int]) -> list[Move]:
-    """The moves after which the rank at each index of a ring has the sums of the piece of that index.
+def reduce_scatter(rank: int, offsets: Sequence[int]) -> list[Move]:
+    """The moves of `rank` after which each rank has the sums of the piece of its number.
 
-    place: this rank's index in `ranks`, which are in ring order. offsets: of the pieces, and the end.
+    offsets: of the pieces, and the end.
     """
-    return _around(place, ranks, offsets, first=place - 1, arriving="add")
+    return _around(rank, offsets, first=rank - 1, arriving="add")
 
 
-def all_gather(place: int, ranks: Sequence[int], offsets: Sequence[int]) -> list[Move]:
-    """The moves after which every rank of a ring has all pieces, of which each had that of its index.
+def all_gather(rank: int, offsets: Sequence[int]) -> list[Move]:
+    """The moves of `rank` after which every rank has all pieces, of which each had that of its number.
 
     Arguments as of `reduce_scatter`.
     """
-    return _around(place, ranks, offsets, first=place, arriving="receive")
+    return _around(rank, offsets, first=rank, arriving="receive")
 
 
-def _around(
-    place: int, ranks: Sequence[int], offsets: Sequence[int], *, first: int, arriving: MoveKind
-) -> list[Move]:
+def _around(rank: int, offsets: Sequence[int], *, first: int, arriving: MoveKind) -> list[Move]:
     """Once around the ring: send the piece `first`, and in each later step the piece that came before it."""
-    n = len(ranks)
-    after, before = ranks[(place + 1) % n], ranks[(place - 1) % n]
+    n = len(offsets) - 1
+    after, before = (rank + 1) % n, (rank - 1) % n
     moves: list[Move] = []
     for step in range(n - 1):
         out, into = (first - step) % n, (first - step - 1) % n

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshloom.comm.collectives.explicit import explicit_group
+from meshloom.comm.collectives.explicit import ring_group
 from meshloom.comm.group import Group
 from meshloom.comm.network.hosts import HostsGroup
 from meshloom.comm.recording import RecordedGroup
@@ -20,9 +20,8 @@ from meshloom.machine.links import COLLECTIVES, Collective, Link, Where, fit_lin
 from meshloom.planner.measure.timing import now, typical
 
 SUMS: tuple[Collective, ...] = ("all_reduce", "reduce_scatter")
-EXPLICIT = ("ring", "tree", "halving")  # in which all ranks do the same
 LINK_SECONDS = 0.5  # for all collectives of one group
-ALGORITHM_SECONDS = 0.2  # for all that are spelled out
+RING_SECONDS = 0.1  # for the all-reduce on messages
 MESSAGE_BYTES = (4 << 10, 64 << 10, 1 << 20, 8 << 20)
 RUNS = (4, 200)  # least and most repetitions of one size
 # of each rank: repetitions take turns with its pieces, as tensors that a step hands over are no longer in a
@@ -63,26 +62,18 @@ def measure_links(
     return tuple(links)
 
 
-def measure_algorithms(
-    group: Group, device: torch.device, *, place: Where, seconds: float = ALGORITHM_SECONDS
-) -> tuple[Link, ...]:
-    """The same for explicit all-reduces on messages of `group`, which are all running ranks."""
+def measure_ring(group: Group, device: torch.device, *, place: Where, seconds: float = RING_SECONDS) -> Link:
+    """The same for the all-reduce on a ring of messages of `group`, which are all running ranks."""
     pool = _Pool(_filled(POOL_BYTES, device))
-    links: list[Link] = []
-    for algorithm in EXPLICIT:
-        made = explicit_group(group, algorithm)
-        try:
-            measured = _measured(
-                group,
-                device,
-                lambda count: lambda: made.all_reduce(pool(count)).wait(),  # noqa: B023
-                seconds=seconds / len(EXPLICIT),
-            )
-        finally:
-            made.close()
-        link = fit_link("all_reduce", group.size, measured, among=group.size, place=place, keep_points=True)
-        links.append(replace(link, algorithm=algorithm))
-    return tuple(links)
+    on_ring = ring_group(group)
+    try:
+        measured = _measured(
+            group, device, lambda count: lambda: on_ring.all_reduce(pool(count)).wait(), seconds=seconds
+        )
+    finally:
+        on_ring.close()
+    link = fit_link("all_reduce", group.size, measured, among=group.size, place=place, keep_points=True)
+    return replace(link, algorithm="ring")
 
 
 def _measured(
