@@ -16,10 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from thread_groups import on_threads, threaded_groups
 
-import meshloom.comm.collectives.explicit
+import meshloom.comm.collectives.ring_group
 from meshloom.comm.chunked_moves import in_chunks
-from meshloom.comm.collectives.explicit import ring_group
 from meshloom.comm.collectives.ring import all_reduce, reduce_scatter
+from meshloom.comm.collectives.ring_group import ring_group
 from meshloom.comm.moves import Move
 from meshloom.comm.simulated import simulated_groups
 from meshloom.core.errors import CollectiveError, PeerLostError
@@ -239,7 +239,7 @@ def _skipped_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     def shorter(moves: Sequence[Move], chunk: int) -> list[Move]:
         return original([replace(move, stop=max(move.start, move.stop - 5)) for move in moves], chunk)
 
-    monkeypatch.setattr(meshloom.comm.collectives.explicit, "in_chunks", shorter)
+    monkeypatch.setattr(meshloom.comm.collectives.ring_group, "in_chunks", shorter)
 
 
 def _not_divided(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from hosts_worlds import Call
 from processes import on_ranks
 from torch import Tensor
 
-from meshloom.comm.collectives.explicit import RingGroup
+from meshloom.comm.collectives.ring_group import RingGroup
 from meshloom.comm.shm.native_engine import why_not
 from meshloom.core.errors import PeerLostError
 from meshloom.core.mesh import Mesh

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from meshloom.comm.chunked_moves import CHUNK_BYTES
-from meshloom.comm.collectives.explicit import RingGroup, ring_group
+from meshloom.comm.collectives.ring_group import RingGroup, ring_group
 from meshloom.comm.group import Group
 from meshloom.comm.torch.c10d import C10dGroup
 

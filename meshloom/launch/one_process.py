@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from meshloom.comm.collectives.explicit import ring_group
+from meshloom.comm.collectives.ring_group import ring_group
 from meshloom.comm.group import Group
 from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.steps import Turns
