@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from meshloom.core.plan import Plan
-from meshloom.machine.links import COLLECTIVES, Crowd, Link
+from meshloom.machine.links import COLLECTIVES, Link
 from meshloom.machine.machine import Machine, example_machine
 from meshloom.pipeline.schedules.spans import Span
 from meshloom.planner.memory.rank_memory import HeldBytes
@@ -15,11 +15,8 @@ from meshloom.planner.rehearsal.rehearsal import RankStep, Rehearsal, RehearsedC
 NOTHING = HeldBytes(parameters=0, gradients=0, optimizer=0, buffers=0, kept=0, trained=0)
 
 
-def machine(
-    *, latency: float = 0.0, bytes_per_second: float = 1e9, alike: bool = True, **values: Any
-) -> Machine:
-    """Links of one latency and rate. alike: ranks do not slow each other down; else two take one and a half
-    times as long, and four three times."""
+def machine(*, latency: float = 0.0, bytes_per_second: float = 1e9, **values: Any) -> Machine:
+    """Links of one latency and rate, and four cores."""
     links = tuple(
         Link(
             collective=each,
@@ -31,13 +28,7 @@ def machine(
         for each in COLLECTIVES
         for ranks in (2, 3, 4)
     )
-    factors = {1: 1.0, 2: 1.0, 4: 1.0} if alike else {1: 1.0, 2: 1.5, 4: 3.0}
-    crowds = tuple(
-        Crowd(ranks=ranks, threads=1, compute=factor, memory=factor) for ranks, factor in factors.items()
-    )
-    return replace(
-        example_machine(), **{"links": links, "crowds": crowds, "transport": "shm", "cores": 4, **values}
-    )
+    return replace(example_machine(), **{"links": links, "transport": "shm", "cores": 4, **values})
 
 
 def step(

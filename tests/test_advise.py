@@ -20,7 +20,7 @@ from meshloom.machine.machine import DISK_RATE
 from meshloom.planner.advise import advise, recommended
 from meshloom.planner.candidates import candidates
 from meshloom.planner.memory import rank_memory
-from meshloom.planner.pricing import Devices, Option, Pricer, at_speed, crowds_of
+from meshloom.planner.pricing import Devices, Option, Pricer, at_speed
 from meshloom.planner.reasons import exchange_reason, reason_of, why_of
 from meshloom.planner.rehearsal.rehearse import rehearse
 from meshloom.planner.step_seconds import Places, StepPrice, price_step
@@ -344,41 +344,6 @@ def test_a_pricer_reads_a_job_once_for_each_size_of_chunk(monkeypatch: pytest.Mo
     for text in ("dp=1", "dp=2", "dp=2,zero=1", "dp=2,microbatches=1"):
         pricer.price(Plan.parse(text))
     assert sorted(sizes) == [6, 12]
-
-
-def test_a_jobs_own_crowds_count_and_others_are_in_proportion():
-    here = machine(alike=False)  # two take one and a half times as long, four three times
-    own = crowds_of(here, {2: 1.2}, lambda ranks: 1, 0.5)
-    assert {each.ranks: (each.compute, each.memory) for each in own} == {
-        2: (1.2, 1.2),
-        4: (pytest.approx(2.4), pytest.approx(2.4)),
-    }
-    of_others = crowds_of(here, {}, lambda ranks: 1, 0.5)  # nothing was measured: those of the machine
-    assert [replace(here, crowds=of_others).slowdown(ranks, 1, 0.9) for ranks in (1, 2, 3, 4)] == [
-        here.slowdown(ranks, 1, 0.5) for ranks in (1, 2, 3, 4)
-    ]
-    slowest = crowds_of(here, {2: 1.0, 4: 1.25}, lambda ranks: 1, 0.5)
-    assert [replace(here, crowds=slowest).slowdown(ranks, 1, 0.1) for ranks in (2, 3, 4)] == [
-        1.0,
-        1.125,
-        1.25,
-    ]
-
-
-@pytest.mark.long
-@pytest.mark.slow
-def test_what_companions_measure_is_in_the_price_and_in_what_is_said():
-    job = make_job("mlp", "sgd")
-    plans = [Plan.parse("dp=2")]
-    found = advise(job, devices(), plans=plans, beside=lambda: {2: 50.0})
-    pricer = Pricer(job, devices())
-    assert found.options[0].price.chunks > 10 * pricer.price(plans[0]).price.chunks
-    assert [each for each in advice_records(found) if each["event"] == "crowd"] == [
-        {"event": "crowd", "ranks": 2, "factor": 50.0}
-    ]
-    written = io.StringIO()
-    print_advice(found, Console(width=200, file=written))
-    assert "2 ranks that compute this job at once take 50.00 times as long as one alone" in written.getvalue()
 
 
 @pytest.mark.long

@@ -13,9 +13,9 @@ from rehearsals import machine as example
 
 from meshloom.cli.main import main
 from meshloom.core.errors import PlanError
-from meshloom.machine.links import COLLECTIVES, Company, Crowd, Link
-from meshloom.machine.machine import KINDS, load
-from meshloom.measure.calibration import CalibrationRequest, joined, numbers_of_ranks
+from meshloom.machine.links import COLLECTIVES
+from meshloom.machine.machine import KINDS, load, save
+from meshloom.measure.calibration import CalibrationRequest, numbers_of_ranks
 from meshloom.planner.measure.machine_measurement import machine_of, measure_operators
 
 
@@ -63,18 +63,16 @@ def test_two_ranks_measure_their_links_and_write_the_file(tmp_path: Path, capfd:
     assert {link.collective for link in machine.links if link.in_place} == (
         {"all_reduce", "reduce_scatter"} if machine.transport == "shm" else set()
     )
-    assert [crowd.ranks for crowd in machine.crowds] == [1, 2] and machine.crowds[0].compute == 1.0
     text = capfd.readouterr().out
     assert f"written to {path}" in text
     assert "measured just now" in text
-    assert f"collectives over {machine.transport}" in text and "residual" in text and "busy ranks" in text
+    assert f"collectives over {machine.transport}" in text and "residual" in text
     assert "25 MiB over 2 ranks, " in text
     events = [json.loads(line)["event"] for line in records.read_text().splitlines()]
     assert events == [
         "machine",
         *["operator"] * len(machine.operations),
         *["link"] * len(machine.links),
-        *["crowd"] * 2,
         *["all_reduce"] * 4,
     ]
 
@@ -93,33 +91,15 @@ def test_every_number_of_ranks_up_to_four_is_measured_with_its_divisors(tmp_path
     assert not [link for link in machine.links if link.in_place]
 
 
-def test_parts_are_joined_and_operators_are_those_of_most_ranks():
-    def company(ranks: int, factor: float, again: float = 1.0) -> Company:
-        link = Link(
-            collective="send", ranks=ranks, latency_seconds=factor, bytes_per_second=1.0, residual=0.0
-        )
-        factors = {1: 1.0, 2: again, ranks: factor}
-        return Company(
-            links=(link,),
-            crowds=tuple(
-                Crowd(ranks=n, threads=1, compute=each, memory=2 * each) for n, each in factors.items()
-            ),
-        )
-
-    most = company(4, 4.0, again=7.0)
-    whole = joined(
-        [company(2, 2.0), company(3, 3.0, again=2.5)],
-        example(links=most.links, crowds=most.crowds, ranks=4, call_seconds=4.0),
-    )
-    assert whole.ranks == 4 and whole.call_seconds == 4.0
-    assert [link.ranks for link in whole.links] == [2, 3, 4]
-    assert [(crowd.ranks, crowd.compute, crowd.memory) for crowd in whole.crowds] == [
-        (1, 1.0, 2.0),
-        (2, 2.5, 5.0),
-        (3, 3.0, 6.0),
-        (4, 4.0, 8.0),
-    ]
+def test_all_numbers_of_ranks_up_to_four_are_measured_then_powers_of_two_and_the_most():
     assert numbers_of_ranks(6) == [2, 3, 4, 6]
+
+
+def test_how_much_ranks_slow_each_other_down_is_left_out_of_a_file_of_earlier_versions(tmp_path: Path):
+    save(example(), path := tmp_path / "machine.json")
+    crowd = {"ranks": 2, "threads": 1, "compute": 1.1, "memory": 1.3}
+    path.write_text(json.dumps({**json.loads(path.read_text()), "crowds": [crowd]}))
+    assert load(path) == example()
 
 
 def test_a_request_for_no_ranks_is_refused():

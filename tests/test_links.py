@@ -1,5 +1,4 @@
-"""Seconds of a collective come from the most similar measurement, and those of a crowd from the nearest
-number of busy ranks."""
+"""Seconds of a collective come from the most similar measurement."""
 
 from __future__ import annotations
 
@@ -9,7 +8,7 @@ from typing import Any
 import pytest
 
 from meshloom.core.errors import MachineError
-from meshloom.machine.links import COLLECTIVES, Collective, Crowd, Link, fit_link, seconds_of, slowdown
+from meshloom.machine.links import COLLECTIVES, Collective, Link, fit_link, seconds_of
 from meshloom.machine.machine import collective_seconds, example_machine
 
 MACHINE = example_machine()
@@ -101,18 +100,6 @@ def test_the_place_counts_before_the_number_of_ranks_and_that_before_how_many_th
     assert seconds_of(links, "send", 0, 2) is None
 
 
-def test_a_crowd_is_interpolated_and_beyond_it_cores_are_shared():
-    crowds = [
-        Crowd(ranks=n, threads=1, compute=c, memory=m)
-        for n, c, m in ((1, 1.0, 1.0), (2, 1.2, 2.0), (4, 2.4, 4.0))
-    ]
-    assert slowdown(crowds, 1, 1, 0.0, 2) == 1.0
-    assert slowdown(crowds, 2, 1, 0.0, 2) == pytest.approx(1.2)
-    assert slowdown(crowds, 3, 1, 1.0, 2) == pytest.approx(3.0)
-    assert slowdown(crowds, 8, 1, 0.0, 2) == pytest.approx(4.8)  # twice as many on the same cores
-    assert slowdown([], 2, 1, 0.5, 4) == 1.0
-
-
 @pytest.mark.parametrize(
     ("values", "sentence"),
     [
@@ -125,8 +112,3 @@ def test_a_crowd_is_interpolated_and_beyond_it_cores_are_shared():
 def test_a_link_that_cannot_be_is_refused(values: dict[str, Any], sentence: str):
     with pytest.raises(MachineError, match=sentence):
         link(**values)
-
-
-def test_a_crowd_that_cannot_be_is_refused():
-    with pytest.raises(MachineError, match="no measurement"):
-        Crowd(ranks=0, threads=1, compute=1.0, memory=1.0)

@@ -60,8 +60,8 @@ def test_replicas_take_as_long_as_the_slowest_and_what_they_send():
 
 def test_ranks_that_share_cores_are_slower_only_while_they_compute_together():
     ranks = [step(2.0, update=1.0), step(2.0, update=0.0)]  # one server updates
-    price = price_step(rehearsal("dp=2,exchange=server", ranks), machine(alike=False))
-    assert (price.chunks, price.update) == (pytest.approx(2.0 * 1.5), pytest.approx(1.0))
+    price = price_step(rehearsal("dp=2,exchange=server", ranks), machine(cores=1))
+    assert (price.chunks, price.update) == (pytest.approx(2.0 * 2), pytest.approx(1.0))
 
 
 def test_what_a_network_carries_is_hidden_behind_the_rest_of_the_chunks():
@@ -138,9 +138,7 @@ def test_a_pipeline_of_divided_layers_talks_within_its_actions():
 def test_a_pipeline_on_one_core_takes_the_sum():
     schedule = make_schedule("1f1b", 2, 2)
     ranks = [step(6.0, actions=actions(schedule, rank, {"F": 1.0, "B": 2.0})) for rank in range(2)]
-    price = price_step(
-        rehearsal("pp=2,microbatches=2", ranks, schedule=schedule), machine(crowds=(), cores=1)
-    )
+    price = price_step(rehearsal("pp=2,microbatches=2", ranks, schedule=schedule), machine(cores=1))
     assert price.seconds == pytest.approx(12.0)
 
 

@@ -221,4 +221,3 @@ def test_links_inside_a_host_and_between_hosts_are_measured_apart(hosts: list[st
         (4, "between"),
     }
     assert machine.transport == "shm+gloo" and "between hosts" in out
-    assert not machine.crowds  # ranks of two hosts do not share cores

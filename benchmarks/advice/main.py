@@ -34,7 +34,6 @@ from meshloom.core.plan import Plan
 from meshloom.launch.allocator import keep_freed_memory
 from meshloom.machine.machine import load, machine_file
 from meshloom.measure.at_hand import Wish, devices_for
-from meshloom.measure.contention import Companions, advise_beside
 from meshloom.measure.trials import try_plans
 from meshloom.planner.advise import advise, finalists, recommended
 from meshloom.planner.pricing import Devices, Option
@@ -146,8 +145,8 @@ def main() -> int:
 
 
 def _measured(name: str, devices: Devices, num_rounds: int, home: Path) -> Measured:
-    """All plans' ranks and the companions stay while the job is measured; in each round, and for each plan
-    there or back, price and steps follow each other."""
+    """All plans' ranks stay while the job is measured; in each round, and for each plan there or back, price and steps
+    follow each other."""
     target = f"{Path(__file__).with_name('jobs.py')}:{name}"
     plans = PAIRS[name]
     options: dict[str, list[Option]] = {plan: [] for plan in plans}
@@ -159,17 +158,11 @@ def _measured(name: str, devices: Devices, num_rounds: int, home: Path) -> Measu
             folder.mkdir()
             runs[plan] = stack.enter_context(Run(name, plan, folder))
             runs[plan].turn()  # once it has started, the next one does
-        companions = stack.enter_context(Companions(target, devices.num_ranks, devices.threads_of))
         for number in range(num_rounds):
             for plan in plans[:: -1 if number % 2 else 1]:
-                options[plan] += advise(
-                    JOBS[name],
-                    devices,
-                    plans=[Plan.parse(plan)],
-                    beside=lambda: companions.factors(JOBS[name]),
-                ).options
+                options[plan] += advise(JOBS[name], devices, plans=[Plan.parse(plan)]).options
                 turns[plan].append(runs[plan].turn())
-    advice = advise_beside(JOBS[name], target, devices, plans=[*map(Plan.parse, plans)])
+    advice = advise(JOBS[name], devices, plans=[*map(Plan.parse, plans)])
     trials = try_plans(finalists(advice, TRIED), target, "auto", lambda text: None)
     assert not isinstance(trials, int)
     return Measured(name, options, turns, trials)

@@ -211,8 +211,6 @@ def _add_plan(plan: argparse.ArgumentParser) -> None:
     # for our own ranks: where rank 0 writes what a step took
     plan.add_argument("--trial", help=argparse.SUPPRESS)
     plan.add_argument("--trial-steps", type=int, default=1, help=argparse.SUPPRESS)
-    # for our own companions: the descriptors of two pipes
-    plan.add_argument("--companion", help=argparse.SUPPRESS)
     _add_common(plan, transport=True, oversubscribe=True)
 
 
@@ -252,7 +250,7 @@ def _add_calibrate(calibrate: argparse.ArgumentParser) -> None:
     # for our own ranks: where their part of the measurements goes
     calibrate.add_argument("--part", help=argparse.SUPPRESS)
     # the same for ranks of which there are not most
-    calibrate.add_argument("--company", help=argparse.SUPPRESS)
+    calibrate.add_argument("--links", help=argparse.SUPPRESS)
     _add_common(calibrate, transport=True, timeout_seconds=60)
 
 

@@ -148,14 +148,9 @@ def _run_here(arguments: argparse.Namespace) -> int:
 
                 try_here(job, arguments.transport, arguments.trial_steps, Path(arguments.trial))
                 return 0
-            if arguments.companion:
-                from meshloom.measure.contention import be_companion
+            from meshloom.cli.verb_plan import price_plans
 
-                be_companion(job, [int(each) for each in arguments.companion.split(",")])
-                return 0
-            from meshloom.cli.verb_plan import advise
-
-            return advise(arguments, job, records)
+            return price_plans(arguments, job, records)
         if arguments.verb == "verify":
             from meshloom.cli.verb_verify import verify_plan
 

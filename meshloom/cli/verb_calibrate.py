@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import json
 import time
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Console
 
 from meshloom.launch.environment import is_first_rank, is_rank
 from meshloom.machine.machine import machine_file, save
-from meshloom.measure.calibration import CalibrationRequest, measure_company, measure_here, measure_machine
+from meshloom.measure.calibration import CalibrationRequest, measure_here, measure_links_here, measure_machine
 from meshloom.report.machine_tables import machine_records, print_machine
 from meshloom.report.records import Records
 from meshloom.report.terminal import LongPhases, print_line
@@ -26,10 +28,10 @@ def calibrate(arguments: argparse.Namespace) -> int:
         transport=arguments.transport,
         timeout_seconds=arguments.timeout,
     )
-    if arguments.company:
-        company = measure_company(request)
+    if arguments.links:
+        links = measure_links_here(request)
         if is_first_rank():
-            Path(arguments.company).write_text(company.to_json(), encoding="utf-8")
+            Path(arguments.links).write_text(json.dumps([asdict(each) for each in links]), encoding="utf-8")
         return 0
     console = Console(stderr=arguments.json == "-")
     with LongPhases(console) as phases:

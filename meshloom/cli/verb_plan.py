@@ -13,12 +13,12 @@ from meshloom.core.errors import PlanError
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
 from meshloom.core.units import parse_bytes
+from meshloom.launch.allocator import keep_freed_memory
 from meshloom.launch.devices import check_ranks
 from meshloom.launch.environment import opened_cache
 from meshloom.measure.at_hand import Wish, devices_for
-from meshloom.measure.contention import advise_beside
 from meshloom.measure.trials import try_plans
-from meshloom.planner.advise import finalists, tried
+from meshloom.planner.advise import advise, finalists, tried
 from meshloom.planner.rehearsal.rehearse import check_plan
 from meshloom.report.advice import advice_records, print_advice
 from meshloom.report.records import Records
@@ -26,7 +26,7 @@ from meshloom.report.terminal import LongPhases
 from meshloom.telemetry.timings import Timings
 
 
-def advise(arguments: argparse.Namespace, job: Job, records: Records) -> int:
+def price_plans(arguments: argparse.Namespace, job: Job, records: Records) -> int:
     """Exit code: 0 if there is a plan to recommend."""
     stream = sys.stderr if arguments.json == "-" else sys.stdout
     console = Console(file=stream, width=None if stream.isatty() else LOG_WIDTH)
@@ -53,18 +53,11 @@ def advise(arguments: argparse.Namespace, job: Job, records: Records) -> int:
     devices = devices_for(wish, plans[0].mesh.size if plans else 1, lambda text: print(text, file=sys.stderr))
     if isinstance(devices, int):
         return devices
+    keep_freed_memory()  # plans are rehearsed in this process as they run in others
     timings = Timings()
     with LongPhases(console) as phases, phases.within(timings) as tell:
-        found = advise_beside(
-            job,
-            arguments.target,
-            devices,
-            words=arguments.words,
-            plans=plans,
-            tell=tell,
-            cache=opened_cache(arguments.cache),
-            timings=timings,
-        )
+        cache = opened_cache(arguments.cache)
+        found = advise(job, devices, plans=plans, tell=tell, cache=cache, timings=timings)
         if tries:
             measured = try_plans(
                 finalists(found, tries), arguments.target, arguments.transport, tell, arguments.words

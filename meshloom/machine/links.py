@@ -1,18 +1,17 @@
-"""How fast ranks communicate, and how much they slow each other down: measured lines and factors.
+"""How fast ranks communicate: measured lines.
 
-seconds of a collective                     seconds of an operator
-    |             .  bytes / rate               |        .   4 ranks on 2 cores
-    |        .                                  |    .       2 ranks on 2 cores
-    |.  latency                                 |.           alone
-    +--------------- bytes                      +----------- ranks that compute at the same time
+seconds of a collective
+    |             .  bytes / rate
+    |        .
+    |.  latency
+    +--------------- bytes
 """
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal, TypeGuard, get_args
 
@@ -86,45 +85,9 @@ class Link:
         return low_seconds + (num_bytes - low) / self.bytes_per_second
 
 
-@dataclass(frozen=True, kw_only=True)
-class Crowd:
-    """How many times longer operators take when `ranks` ranks of `threads` threads compute, than when one
-    does.
-
-    compute: operators that multiply in the cache. memory: operators that read and write memory.
-    """
-
-    ranks: int
-    threads: int
-    compute: float
-    memory: float
-
-    def __post_init__(self) -> None:
-        measured = is_positive(self.compute) and is_positive(self.memory)
-        if self.ranks < 1 or self.threads < 1 or not measured:
-            raise MachineError(
-                f"{self.ranks!r} ranks of {self.threads!r} threads that take {self.compute!r} and {self.memory!r} times as long are no measurement. "
-                "Calibrate again."
-            )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Company:
-    """What ranks that run together measured of each other: links, and how they slow each other down."""
-
-    links: tuple[Link, ...]
-    crowds: tuple[Crowd, ...]
-
-    def to_json(self) -> str:
-        """One line, for `from_json`."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_values(cls, found: Mapping[str, Any]) -> Company:
-        """From JSON values: the fields of each link and crowd. Raises `MachineError`, or the error of a
-        missing or mistyped field, if one is wrong."""
-        links = (Link(**{**each, "points": points_of(each.get("points", ()))}) for each in found["links"])
-        return cls(links=tuple(links), crowds=tuple(Crowd(**each) for each in found["crowds"]))
+def links_of(found: Iterable[Mapping[str, Any]]) -> tuple[Link, ...]:
+    """From JSON values, the fields of each. Raises `MachineError`, or the error of a missing or mistyped field, if one is wrong."""
+    return tuple(Link(**{**each, "points": points_of(each.get("points", ()))}) for each in found)
 
 
 def seconds_of(
@@ -225,37 +188,6 @@ def fit_link(
         in_place=in_place,
         points=points_of(measured) if keep_points else (),
     )
-
-
-def slowdown(crowds: Sequence[Crowd], busy: float, threads: int, memory_share: float, cores: int) -> float:
-    """How much longer a rank of `threads` threads takes when `busy` ranks compute, than alone. Between
-    measured numbers it is interpolated; never less than 1.
-
-    Beyond the largest, and beyond the cores if each rank has one thread: cores are shared evenly.
-
-    >>> crowds = [Crowd(ranks=1, threads=1, compute=1.0, memory=1.0), Crowd(ranks=2, threads=1, compute=1.0, memory=1.5)]
-    >>> slowdown(crowds, 2, 1, 0.5, 2), slowdown(crowds, 3, 1, 0.5, 2), slowdown(crowds, 4, 1, 0.5, 2), slowdown([], 4, 1, 0.5, 2)
-    (1.25, 1.875, 2.5, 2.0)
-    >>> more = [*crowds, Crowd(ranks=4, threads=1, compute=1.8, memory=2.2)]
-    >>> slowdown(more, 4, 1, 0.5, 4), slowdown(more, 4, 1, 0.5, 2)
-    (2.0, 2.5)
-    """
-    if busy <= 1:
-        return 1.0
-    if threads == 1 and busy > cores:
-        return slowdown(crowds, cores, 1, memory_share, cores) * busy / cores
-    of_threads = {each.threads for each in crowds}
-    nearest = min(of_threads, key=lambda each: abs(math.log(each / threads)), default=threads)
-    mine = [each for each in crowds if each.threads == nearest and (nearest > 1 or each.ranks <= cores)]
-    factors = {1.0: 1.0}
-    for each in mine:
-        factors[float(each.ranks)] = (1 - memory_share) * each.compute + memory_share * each.memory
-    known = sorted(factors.items())
-    for (low, at_low), (high, at_high) in pairwise(known):
-        if busy <= high:
-            return max(1.0, at_low + (at_high - at_low) * (busy - low) / (high - low))
-    most, at_most = known[-1]
-    return max(1.0, at_most * max(1.0, busy * threads / cores) / max(1.0, most * threads / cores))
 
 
 def points_of(found: Iterable[tuple[Any, Any]]) -> Any:

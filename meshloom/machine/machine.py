@@ -24,14 +24,12 @@ from meshloom.core.errors import MachineError
 from meshloom.machine.links import (
     COLLECTIVES,
     Collective,
-    Company,
-    Crowd,
     Link,
     Where,
     is_positive,
+    links_of,
     points_of,
     seconds_of,
-    slowdown,
 )
 
 # Kinds of operators that share a curve: counted in FLOPs, or in bytes read and written.
@@ -87,7 +85,7 @@ class Machine:
     devices: of that kind (CPU: 1). cores, threads: of the CPU; threads of each rank during the measurement.
     measured_at: seconds since 1970.
     call_seconds, backward_call_seconds: of an operator that moves no data, like a view.
-    ranks: how many measured `operations` at the same time. crowds: how much they slow each other down.
+    ranks: how many measured `operations` at the same time.
     transport: of the measured links: shm, gloo, nccl, or shm+gloo between hosts; "": there are none.
     disk_bytes_per_second: of the disk for temporary files, reading as much as writing; 0: not measured.
     """
@@ -104,7 +102,6 @@ class Machine:
     backward_call_seconds: float
     operations: tuple[Operation, ...]
     links: tuple[Link, ...] = ()
-    crowds: tuple[Crowd, ...] = ()
     ranks: int = 1
     transport: str = ""
     disk_bytes_per_second: float = 0.0
@@ -136,15 +133,14 @@ class Machine:
         """Bytes per second that the disk reads and writes, as much of one as of the other: measured, or assumed."""
         return self.disk_bytes_per_second or DISK_RATE
 
-    def slowdown(self, busy: float, threads: int, memory_share: float = 0.5) -> float:
-        """How much longer a rank with so many threads takes when `busy` ranks compute, than alone.
-        memory_share: the share of its time spent moving memory.
+    def slowdown(self, busy: float, threads: int) -> float:
+        """How much longer a rank with so many threads takes when `busy` ranks compute, than alone: they share a CPU's cores
+        evenly.
 
-        Where contention was not measured: that of sharing cores; on devices other than CPUs none.
+        >>> [example_machine().slowdown(busy, 1) for busy in (1, 2, 3, 4)]  # on two cores
+        [1.0, 1.0, 1.5, 2.0]
         """
-        if self.device != "cpu":
-            return 1.0
-        return slowdown(self.crowds, busy, threads, memory_share, self.cores)
+        return max(1.0, busy * min(threads, self.cores) / self.cores) if self.device == "cpu" else 1.0
 
     def operation(self, kind: Kind, dtype: str, *, backward: bool = False) -> Operation:
         """The curve of a kind; for an unmeasured dtype, one of the same width, else float32's, else any."""
@@ -298,11 +294,13 @@ def _on_curve(points: Sequence[tuple[float, float]], work: float) -> float:
 
 
 def _machine(found: Mapping[str, Any]) -> Machine:
-    fields = {key: value for key, value in found.items() if key != "schema"}
+    # "crowds" are of earlier versions, which measured how much ranks slow each other down
+    fields = {key: value for key, value in found.items() if key not in ("schema", "crowds")}
     operations: Any = tuple(
         Operation(**{**each, "points": points_of(each["points"])}) for each in found["operations"]
     )
-    return Machine(**{**fields, **vars(Company.from_values(found)), "operations": operations})
+    links: Any = links_of(found["links"])
+    return Machine(**{**fields, "links": links, "operations": operations})
 
 
 def _width(dtype: str) -> str:

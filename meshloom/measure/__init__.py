@@ -1,1 +1,1 @@
-"""Measurements on this machine: its speed, contention between ranks, and steps under plans."""
+"""Measurements on this machine: its speed, and steps under plans."""

@@ -2,7 +2,7 @@
 one `Machine`.
 
     alone             operators with all cores of this process
-    2 ranks           their collectives; how much they slow each other down
+    2 ranks           their collectives
     4 ranks           the same; collectives of pairs while there are four; operators of four at once
 
 Each number of ranks has processes of its own, with the threads that ranks of a plan of that size have.
@@ -11,10 +11,9 @@ Each number of ranks has processes of its own, with the threads that ranks of a 
 from __future__ import annotations
 
 import json
-import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -31,11 +30,10 @@ from meshloom.launch.processes.launcher import run_ranks
 from meshloom.launch.transport import host_identity
 from meshloom.launch.world import World
 from meshloom.machine.cores import cores
-from meshloom.machine.links import Company, Crowd, Link, Where
+from meshloom.machine.links import Link, Where, links_of
 from meshloom.machine.machine import Machine, load
 from meshloom.optimizer.state_on_disk import directory_for
 from meshloom.planner.measure.collective_timings import measure_links, measure_ring, transport_of
-from meshloom.planner.measure.contention_factors import measure_crowds
 from meshloom.planner.measure.disk_rate import measure_disk
 from meshloom.planner.measure.machine_measurement import machine_of, measure_operators
 
@@ -89,21 +87,22 @@ def measure_machine(
     numbers = numbers_of_ranks(request.num_ranks)
     if not numbers:
         return measure_here(replace(request, devices=kind, ranks=1))
-    companies: list[Company] = []
+    links: list[Link] = []  # of fewer ranks than most
     with tempfile.TemporaryDirectory(prefix="meshloom-") as directory:
         part = Path(directory) / "part.json"
         for place, number in enumerate(numbers):
             told(place, len(numbers))
             words = ["calibrate", "--devices", kind, "--transport", request.transport]
             words += ["--timeout", str(request.timeout_seconds)]
-            words += ["--part" if number == numbers[-1] else "--company", str(part)]
+            words += ["--part" if number == numbers[-1] else "--links", str(part)]
             command, plan = [sys.executable, "-m", "meshloom", *words], Plan(dp=number)
             code = run_ranks(command, plan.mesh, kind, str(plan), transport=request.transport)
             if code:
                 return code
             if number < numbers[-1]:
-                companies.append(Company.from_values(json.loads(part.read_text(encoding="utf-8"))))
-        return joined(companies, load(part))
+                links += links_of(json.loads(part.read_text(encoding="utf-8")))
+        machine = load(part)
+        return replace(machine, links=(*links, *machine.links))
 
 
 def measure_here(request: CalibrationRequest) -> Machine:
@@ -113,38 +112,34 @@ def measure_here(request: CalibrationRequest) -> Machine:
         here = world.local[0]
         operators = measure_operators(here.device)
         disk = measure_disk(directory_for(None)) if here.rank == 0 and here.device.type == "cpu" else 0.0
-        company = _company(world)
+        links = _links_of_all(world)
         transport = transport_of(here.groups["dp"], here.device) if num_ranks > 1 else ""
-    links = [*company.links]
     for size in range(2, num_ranks):
         if num_ranks % size == 0:
             mesh = Mesh(dp=num_ranks // size, tp=size)
             with open_world(mesh, request.devices, request.timeout_seconds, request.transport) as divided:
                 links += _links(divided, {(each.ranks, each.place) for each in links})
     return machine_of(
-        operators, links, here.device, cores=cores(), crowds=company.crowds, ranks=num_ranks, transport=transport, disk=disk
+        operators, links, here.device, cores=cores(), ranks=num_ranks, transport=transport, disk=disk
     )  # fmt: skip
 
 
-def measure_company(request: CalibrationRequest) -> Company:
-    """What the ranks of this run measure of each other, of which this process is one."""
+def measure_links_here(request: CalibrationRequest) -> list[Link]:
+    """What the ranks of this run measure of their links, of which this process is one."""
     with open_world(
         Mesh(dp=default_ranks("cpu")), request.devices, request.timeout_seconds, request.transport
     ) as world:
-        return _company(world)
+        return _links_of_all(world)
 
 
-def _company(world: World) -> Company:
+def _links_of_all(world: World) -> list[Link]:
+    """Of a world whose ranks are all along dp; on CPUs the ring, too."""
     here = world.local[0]
-    group = here.groups["dp"]
-    if group.size == 1:
-        return Company(links=(), crowds=())
-    place: Where = "inside" if len(set(_hosts(world))) == 1 else "between"
-    on_cpus = here.device.type == "cpu"
-    # ranks of several hosts do not slow each other down
-    crowds = measure_crowds(group) if place == "inside" and on_cpus else ()
-    ring = [measure_ring(group, here.device, place=place)] if on_cpus else []
-    return Company(links=(*_links(world, set()), *ring), crowds=crowds)
+    links, group = _links(world, set()), here.groups["dp"]
+    if group.size > 1 and here.device.type == "cpu":
+        place: Where = "inside" if len(set(_hosts(world))) == 1 else "between"
+        links.append(measure_ring(group, here.device, place=place))
+    return links
 
 
 def numbers_of_ranks(most: int) -> list[int]:
@@ -156,24 +151,6 @@ def numbers_of_ranks(most: int) -> list[int]:
     return [
         number for number in range(2, most + 1) if number <= 4 or number == most or number & (number - 1) == 0
     ]
-
-
-def joined(companies: Sequence[Company], machine: Machine) -> Machine:
-    """`machine`, measured by the largest number of ranks, with what fewer ranks have measured of each other;
-    for contention that was measured several times, the median."""
-    links = (*(link for company in companies for link in company.links), *machine.links)
-    measured: dict[tuple[int, int], list[Crowd]] = {}
-    for crowd in (*(each for company in companies for each in company.crowds), *machine.crowds):
-        measured.setdefault((crowd.ranks, crowd.threads), []).append(crowd)
-    crowds = [
-        replace(
-            found[0],
-            compute=statistics.median(each.compute for each in found),
-            memory=statistics.median(each.memory for each in found),
-        )
-        for _, found in sorted(measured.items())
-    ]
-    return replace(machine, links=links, crowds=tuple(crowds))
 
 
 def _links(world: World, known: Set[tuple[int, Where]]) -> list[Link]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from meshloom.core.cache import Cache
@@ -36,8 +36,7 @@ class Advice:
     plan -> why it cannot run this job.
 
     one_device: memory of a step on one device. recommended: None if nothing fits. speedups: of data
-    parallelism. exchange: the advised exchange, in a sentence. factors: the contention that `beside` has
-    measured. not_beside: why it was not measured, in a sentence. disk: by which rate offloaded state was priced.
+    parallelism. exchange: the advised exchange, in a sentence. disk: by which rate offloaded state was priced.
     whole: why the loss runs whole under some plans, in sentences.
     """
 
@@ -50,8 +49,6 @@ class Advice:
     work: AmdahlWork | None
     speedups: tuple[Speedup, ...]
     exchange: str
-    factors: Mapping[int, float] = field(default_factory=dict)
-    not_beside: str = ""
     disk: str = ""
     whole: tuple[str, ...] = ()
 
@@ -67,15 +64,11 @@ def advise(
     *,
     plans: Iterable[Plan] | None = None,
     tell: Callable[[str], None] = lambda text: None,
-    beside: Callable[[], Mapping[int, float]] = dict,
     cache: Cache | None = None,
     timings: Timings | None = None,
 ) -> Advice:
     """Prices `plans`, or those worth pricing on these devices. tell: receives a line for each plan, and for what is done before
-    any. timings: of what is done for each.
-
-    beside: how much longer ranks take when so many of them compute this job at the same time; default: as
-    measured of the machine. cache: of captured losses and choices, from earlier plans and runs.
+    any. timings: of what is done for each. cache: of captured losses and choices, from earlier plans and runs.
 
     Raises `PlanError` if none of the plans can run the job, with the last one's error, and the job's own
     errors.
@@ -89,9 +82,6 @@ def advise(
         for each in [Plan(precision=name)]
     }
     pricer = next(iter(pricers.values()))
-    factors = beside()
-    for each in pricers.values():
-        each.heed(factors)
     short = pricer.one_device.peak > devices.limit(1)
     every = candidates(
         devices.num_ranks, job.batch_size, zero=not devices.common_memory, memory_bytes=devices.memory_bytes if short else 0, short=short,
@@ -133,7 +123,6 @@ def advise(
             speedups=speedups,
             exchange=exchange_reason(options, devices) if given is None else "",
             disk=disk_rate_sentence(devices.machine) if any(each.price.disk for each in options) else "",
-            factors=MappingProxyType(dict(factors)),
             whole=next((each.whole for each in options if each.whole), ()),
         )
     )

@@ -15,8 +15,7 @@ from meshloom.core.losses.turns import jobs_of
 from meshloom.core.plan import Plan
 from meshloom.core.plan_shares import chunk_sizes
 from meshloom.data.samples import first_batches
-from meshloom.machine.links import Crowd
-from meshloom.machine.machine import COUNTED_IN_FLOPS, Machine
+from meshloom.machine.machine import Machine
 from meshloom.planner.amdahl import AmdahlWork, bound, with_communication
 from meshloom.planner.memory.measured import measure_memory
 from meshloom.planner.memory.memory import Memory, in_turn, predict_memory
@@ -25,7 +24,7 @@ from meshloom.planner.readings import Readings
 from meshloom.planner.rehearsal.rehearsal import RankStep, Rehearsal
 from meshloom.planner.rehearsal.rehearse import rehearse
 from meshloom.planner.step_seconds import Places, StepPrice, price_step
-from meshloom.program.cost.program_seconds import kind_of, node_seconds, program_seconds
+from meshloom.program.cost.program_seconds import program_seconds
 from meshloom.telemetry.timings import Timings
 
 
@@ -130,16 +129,8 @@ class Pricer:
         predicted = self._predicted(Plan())
         self._is_predicted = predicted is not None
         self.one_device = predicted or measure_memory(job, first_batches(job, 1))
-        self._memory_share = self._share_of_memory()
         self._speed = self._relative_speed()
-        self._machine = devices.machine
         self._rehearsals: dict[tuple[str, int], Rehearsal] = {}  # by plan and threads
-
-    def heed(self, factors: Mapping[int, float]) -> None:
-        """Uses what was measured of this job on the target machine: ranks that compute at the same time ->
-        how many times longer each takes than alone."""
-        crowds = crowds_of(self._machine, factors, self._devices.threads_of, self._memory_share)
-        self._machine = replace(self._machine, crowds=crowds)
 
     def price(self, plan: Plan) -> Option:
         """Rehearses a plan and prices it. Raises `PlanError` or `CaptureError` if it cannot run the job."""
@@ -181,8 +172,8 @@ class Pricer:
         places = self._devices.places
         if self._devices.hosts > 1:
             places = replace(places, ranks_per_host=self._devices.ranks_per_host)
-        price = price_step(rehearsal, self._machine, memory_share=self._memory_share, places=places)
-        return with_disk(price, self._disk_bytes(rehearsal) / self._machine.disk_rate)
+        price = price_step(rehearsal, self._devices.machine, places=places)
+        return with_disk(price, self._disk_bytes(rehearsal) / self._devices.machine.disk_rate)
 
     def _disk_bytes(self, rehearsal: Rehearsal) -> int:
         """Of a step, what the ranks of a host read and write of offloaded state: all of it, as if none stayed in the page
@@ -256,21 +247,6 @@ class Pricer:
         except Exception:  # the user's optimizer may do anything; then memory is measured
             return None
 
-    def _share_of_memory(self) -> float:
-        """Of a rank's time, what operators take that read and write memory rather than multiply; one half
-        where they are not known."""
-        if not self._has_programs:
-            return 0.5
-        products = others = 0.0
-        for read in (each.of(self._job.batch_size) for each in self._readings):
-            for node in read.program.nodes:
-                seconds = node_seconds(node, read.costs[node.name], self._devices.machine).total
-                if kind_of(node, read.costs[node.name]) in COUNTED_IN_FLOPS:
-                    products += seconds
-                else:
-                    others += seconds
-        return others / (products + others) if products + others else 0.5
-
     def _relative_speed(self) -> float:
         """How many times longer computing takes on the machine in question than here."""
         here, there = self._devices.here, self._devices.machine
@@ -301,34 +277,6 @@ def with_disk(price: StepPrice, seconds: float) -> StepPrice:
     idle = (price.idle_share * price.seconds + seconds) / (price.seconds + seconds)
     return replace(
         price, seconds=price.seconds + seconds, update=price.update + seconds, disk=seconds, idle_share=idle
-    )
-
-
-def crowds_of(
-    machine: Machine, factors: Mapping[int, float], threads_of: Callable[[int], int], memory_share: float
-) -> tuple[Crowd, ...]:
-    """The contention of one job's ranks. factors: for numbers of ranks that have cores of their own.
-
-    For numbers of ranks without a factor, the nearest one with as many threads, in proportion to the
-    machine's contention.
-    """
-
-    def of_machine(ranks: int, threads: int) -> float:
-        return machine.slowdown(ranks, threads, memory_share)
-
-    found: dict[tuple[int, int], float] = {
-        (ranks, threads_of(ranks)): factor for ranks, factor in factors.items()
-    }
-    for ranks, threads in {
-        (each.ranks, each.threads) for each in machine.crowds if each.ranks > 1
-    } - found.keys():
-        known = [each for each in factors if threads_of(each) == threads]
-        nearest = min(known, key=lambda each: abs(each - ranks), default=1)
-        factor = factors.get(nearest, 1.0) * of_machine(ranks, threads) / of_machine(nearest, threads)
-        found[ranks, threads] = max(1.0, factor)
-    return tuple(
-        Crowd(ranks=ranks, threads=threads, compute=factor, memory=factor)
-        for (ranks, threads), factor in sorted(found.items())
     )
 
 

@@ -1,7 +1,7 @@
 """A simulated schedule of ranks that share cores: the more of them compute at a time, the slower each is.
 
     rank 0   |== 0F0 ==|= 0F1 =|                     alone: full speed
-    rank 1              |=== 1F0 ===|== 1F1 ==|      both busy: each as slow as was measured for two
+    rank 1              |=== 1F0 ===|== 1F1 ==|      both busy on one core: each at half of it
 
 With one speed for any number of busy ranks it is `pipeline/schedules/timing.py`.
 """

@@ -1,5 +1,5 @@
-"""The price of a plan's step: what its ranks computed in the rehearsal, slowed down by contention, and the
-cost of communication.
+"""The price of a plan's step: what its ranks computed in the rehearsal, slower where they share cores, and the cost of
+communication.
 
     chunks                          exchange            update       exchange
     ranks compute; with pp the      gradients,          owners       updated parameters,
@@ -66,16 +66,13 @@ class Places:
         return getattr(self, call.axis)
 
 
-def price_step(
-    rehearsal: Rehearsal, machine: Machine, *, memory_share: float = 0.5, places: Places | None = None
-) -> StepPrice:
+def price_step(rehearsal: Rehearsal, machine: Machine, *, places: Places | None = None) -> StepPrice:
     """The price of the median of the rehearsed steps, or of the mean over a round of local steps, or over the turns of
     several losses.
 
-    memory_share: of a rank's time, spent moving memory (`Machine.slowdown`). Raises `MachineError` if the
-    machine was calibrated with one rank.
+    Raises `MachineError` if the machine was calibrated with one rank.
     """
-    pricer = _Pricer(rehearsal, machine, memory_share, places or Places())
+    pricer = _Pricer(rehearsal, machine, places or Places())
     prices = [pricer.price(step) for step in rehearsal.steps]
     if EXCHANGES[rehearsal.plan.exchange].independent:
         return _mean(prices)
@@ -87,11 +84,10 @@ def price_step(
 class _Pricer:
     """Of one rehearsal on one machine."""
 
-    def __init__(self, rehearsal: Rehearsal, machine: Machine, memory_share: float, places: Places) -> None:
+    def __init__(self, rehearsal: Rehearsal, machine: Machine, places: Places) -> None:
         self._rehearsal = rehearsal
         self._plan = rehearsal.plan
         self._machine = machine
-        self._memory_share = memory_share
         self._places = places
         self._size = rehearsal.plan.mesh.size
 
@@ -182,7 +178,7 @@ class _Pricer:
         """busy: ranks that compute at the same time, of all hosts."""
         here = self._places.ranks_per_host
         busy *= min(1.0, here / self._size) if here else 1.0
-        return self._machine.slowdown(busy, self._rehearsal.threads, self._memory_share)
+        return self._machine.slowdown(busy, self._rehearsal.threads)
 
 
 class _Parts:

@@ -57,11 +57,7 @@ def _lines(advice: Advice, was_tried: bool) -> Iterator[str]:
         yield "ranks  bound  with communication  predicted"
         for each in advice.speedups:
             yield f"{each.num_ranks:5}  {each.bound:5.2f}  {each.with_communication:18.2f}  {each.predicted:9.2f}"
-        yield "bound: 1 / (1 - f + f/n), every rank with cores of its own; predicted: with cores and memory shared as they are on this machine"
-    for ranks, factor in advice.factors.items():
-        yield f"{ranks} ranks that compute this job at once take {factor:.2f} times as long as one alone, each with a share of the cores"
-    if advice.not_beside:
-        yield advice.not_beside
+        yield "bound: 1 / (1 - f + f/n), every rank with cores of its own; predicted: with cores shared as they are on this machine"
     yield from (f"not possible: {plan}: {why}" for plan, why in advice.refused.items())
     if was_tried:
         yield "measured: a step, median of some on this machine; the recommended plan is of those that were tried"
@@ -75,14 +71,10 @@ def advice_records(advice: Advice) -> list[dict[str, Any]]:
     one = {"event": "one_device", "memory_bytes": peak, "limit_bytes": limit, "fits": advice.fits_on_one}
     options = [{"event": "plan", **option_record(each)} for each in advice.options]
     refused = [{"event": "refused", "plan": plan, "why": why} for plan, why in advice.refused.items()]
-    crowds = [
-        {"event": "crowd", "ranks": ranks, "factor": factor} for ranks, factor in advice.factors.items()
-    ]
-    crowds += [{"event": "crowd", "failure": advice.not_beside}] if advice.not_beside else []
     speedups = [{"event": "speedup", **vars(each)} for each in advice.speedups]
     best = advice.recommended
     chosen = {"plan": str(best.plan) if best else None, "why": advice.reason, "exchange": advice.exchange}
-    return [one, *options, *refused, *crowds, *speedups, {"event": "recommended", **chosen}]
+    return [one, *options, *refused, *speedups, {"event": "recommended", **chosen}]
 
 
 def option_record(option: Option) -> dict[str, Any]:

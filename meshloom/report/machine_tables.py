@@ -68,17 +68,10 @@ def print_machine(machine: Machine, console: Console) -> None:
     print_line(console, f"The faster all-reduce (all_reduce: the transport's own; {how}):")
     for each in faster_all_reduces(machine):
         print_line(console, f"  {each.reason}")
-    for crowd in machine.crowds:
-        if crowd.ranks > 1:
-            busy = f"{crowd.ranks} busy ranks of {format_count(crowd.threads, 'thread')}"
-            times = (
-                f"products take {crowd.compute:.2f} times as long as alone, memory {crowd.memory:.2f} times"
-            )
-            print_line(console, f"{busy}: {times}")
 
 
 def machine_records(machine: Machine) -> list[dict[str, Any]]:
-    """The same as records: a machine, its operators, its links, contention between its ranks."""
+    """The same as records: a machine, its operators, its links, its faster all-reduces."""
     about = {
         "name": machine.name, "device": machine.device, "model": machine.model, "devices": machine.devices, "cores": machine.cores,
         "threads": machine.threads, "memory_bytes": machine.memory_bytes, "measured_at": machine.measured_at,
@@ -87,7 +80,6 @@ def machine_records(machine: Machine) -> list[dict[str, Any]]:
     }  # fmt: skip
     operators = [{"event": "operator", **vars(each), "unit": _unit(each)} for each in machine.operations]
     links = [{"event": "link", **vars(each)} for each in machine.links]
-    crowds = [{"event": "crowd", **vars(each)} for each in machine.crowds]
     faster = [
         {
             "event": "all_reduce", "ranks": each.ranks, "bytes": each.num_bytes, "algorithm": each.algorithm, "seconds": each.seconds,
@@ -95,7 +87,7 @@ def machine_records(machine: Machine) -> list[dict[str, Any]]:
         }
         for each in faster_all_reduces(machine)
     ]  # fmt: skip
-    return [{"event": "machine", **about}, *operators, *links, *crowds, *faster]
+    return [{"event": "machine", **about}, *operators, *links, *faster]
 
 
 def age(seconds: float) -> str:

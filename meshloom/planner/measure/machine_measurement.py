@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from meshloom.machine.host_memory import total_bytes
-from meshloom.machine.links import Crowd, Link
+from meshloom.machine.links import Link
 from meshloom.machine.machine import Kind, Machine, Operation
 from meshloom.planner.measure.operator_chains import Chain, chains_of, views
 from meshloom.planner.measure.timing import now, typical
@@ -68,7 +68,6 @@ def machine_of(
     device: torch.device,
     *,
     cores: int,
-    crowds: Sequence[Crowd] = (),
     ranks: int = 1,
     transport: str = "",
     disk: float = 0.0,
@@ -95,7 +94,6 @@ def machine_of(
         backward_call_seconds=operators.backward_call_seconds,
         operations=operators.operations,
         links=tuple(links),
-        crowds=tuple(crowds),
         ranks=ranks,
         transport=transport,
         disk_bytes_per_second=disk,
