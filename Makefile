@@ -20,6 +20,7 @@ BOTH_CORES := --numprocesses 2 --dist worksteal
 OTHERS := not campaign and not browser and not site and not zoo
 AREA_FILES = $(wildcard tests/test_$(AREA)*.py)
 WITH_PROCESSES = $(shell grep -l 'mark\.processes' $(AREA_FILES))
+NOT_QUICK = $(shell grep -rlE --include='test_*.py' '^pytestmark = .*mark\.(processes|long|slow|zoo)' tests) tests/test_from_lightning.py
 # pytest's exit status where all tests of an area start processes.
 NONE := 5
 # Compiled code is kept: the tests start hundreds of processes, and each would compile the package again.
@@ -48,10 +49,9 @@ check: $(READY)
 types: $(READY)
 	$(PYTHON) -m pyright
 
-# In one process: collecting the tests takes a fifth of it, and types are checked on the other core. Importing Lightning takes as long as
-# importing torch and all of meshloom.
+# In one process, as types are checked on the other core. Files that say of all their tests that they are not quick are not read.
 quick: $(READY)
-	$(PYTHON) -m pytest -m "not processes and not long and not slow and $(OTHERS)" --ignore=tests/test_from_lightning.py
+	$(PYTHON) -m pytest -m "not processes and not long and not slow and $(OTHERS)" $(addprefix --ignore=,$(NOT_QUICK))
 
 # Both halves run, whatever becomes of the first.
 test: $(READY)

@@ -36,6 +36,7 @@ def job() -> ml.Job:
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "plan", ["dp=2,zero=1", "dp=2,zero=2,microbatches=2", "dp=2,zero=3", "dp=3,exchange=server"]
 )
