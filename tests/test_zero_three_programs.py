@@ -95,6 +95,14 @@ def test_nobody_holds_more_than_slices_the_rest_and_two_units(
             assert sum(each.untyped_storage().nbytes() for each in held) == 4 * len(held)  # one number each
 
 
+@pytest.mark.long
+def test_the_first_step_of_a_program_gathers_what_later_ones_do() -> None:
+    """Looking where values lie gathered units again in the first run of a segment that uses several: of ranks along tp whose segments
+    end at different places one waited in a sum along tp while the other was in a round."""
+    summary, _ = trained("dp=2,zero=3,recompute=selective", steps=2, units=[nn.Linear])
+    assert summary.predicted == summary.counted
+
+
 @pytest.mark.slow
 def test_weights_are_gathered_where_ranks_share_no_directory() -> None:
     """`Engine.weights`, which one rank writes: as the parameters are, under all their names."""

@@ -255,7 +255,8 @@ class _FirstRun:
         with saved_tensors_hooks(pack, open_saved):
             results = watch.run(entered, None, special, *given)
         values = dict(zip(segment.given, given, strict=True)) | watch.values
-        with torch._C.DisableTorchFunction():  # pyright: ignore[reportPrivateUsage]  # where values lie is no use of them
+        # Looking where they lie is no use of parameters that are elsewhere, for which these would be gathered.
+        with torch._C.DisableTorchFunction():  # pyright: ignore[reportPrivateUsage]
             self._saves, self._borders = saves_of(segment, values, saved)
         saved.clear()  # the graph references `pack`, whose closure would keep the tensors
         compiled = self._compile(None)
