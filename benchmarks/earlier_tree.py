@@ -48,11 +48,13 @@ class Tree:
     path: Path
 
     def environment(self, **more: str) -> dict[str, str]:
-        """In which Python imports this tree's package, where it is not run in another one."""
+        """In which Python imports this tree's package, where it is not run in another one. Nothing is known of the machine: a tree may not
+        read what another one wrote of it."""
         return {
             **os.environ,
             "PYTHONPATH": str(self.path),
             "MESHLOOM_CACHE": "off",
+            "HOME": os.devnull,
             "OMP_NUM_THREADS": "1",
             **more,
         }
