@@ -27,7 +27,8 @@ class Layout:
 
 def layout_of(number: int, sizes: list[int], num_owners: int) -> Layout:
     named = [(f"p{number}.{index}", nn.Parameter(torch.zeros(size))) for index, size in enumerate(sizes)]
-    return Layout(number, entries_of(named), sum(sizes), extent_of(named, num_owners))
+    entries = entries_of(named)
+    return Layout(number, entries, sum(sizes), extent_of(entries, num_owners))
 
 
 @given(

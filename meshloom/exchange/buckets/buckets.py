@@ -112,10 +112,11 @@ class GradientBuckets:
         grouped = group_parameters(named, bucket_bytes, replicated)
         if multiple > 1 and not in_order:  # ranks own shares of buckets
             grouped = list(map(spread, grouped))
-        flats = allocate([extent_of(each, multiple, num_extra(len(each))) for each in grouped])
+        of_buckets = list(map(entries_of, grouped))
+        flats = allocate([extent_of(each, multiple, num_extra(len(each))) for each in of_buckets])
         self.buckets = [
-            Bucket(number, entries := entries_of(each), flat, entries[-1].stop)
-            for number, (each, flat) in enumerate(zip(grouped, flats, strict=True))
+            Bucket(number, entries, flat, entries[-1].stop)
+            for number, (entries, flat) in enumerate(zip(of_buckets, flats, strict=True))
         ]
         self._place = {
             id(entry.parameter): (bucket, entry, view)
@@ -294,10 +295,9 @@ def bucket_lengths(sizes: Sequence[int], bucket_bytes: int) -> list[int]:
     return lengths
 
 
-def extent_of(named: Sequence[tuple[str, nn.Parameter]], multiple: int, num_extra: int = 0) -> Extent:
-    """Of a bucket of these parameters."""
-    first = named[0][1]
-    length = entries_of(named)[-1].stop + num_extra
+def extent_of(entries: Sequence[BucketEntry], multiple: int, num_extra: int = 0) -> Extent:
+    """Of a bucket with these entries."""
+    first, length = entries[0].parameter, entries[-1].stop + num_extra
     return Extent(num_elements=round_up(length, multiple), dtype=first.dtype, device=first.device)
 
 

@@ -175,7 +175,8 @@ class ScatteredBuckets:
     def _add_bucket(
         self, number: int, named: Sequence[tuple[str, nn.Parameter]], rounds: int, late: bool
     ) -> None:
-        extent, entries = extent_of(named, self._group.size), entries_of(named)
+        entries = entries_of(named)
+        extent = extent_of(entries, self._group.size)
         share = Extent(
             num_elements=extent.num_elements // self._group.size, dtype=extent.dtype, device=extent.device
         )
