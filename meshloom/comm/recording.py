@@ -1,4 +1,4 @@
-"""A group that counts its traffic: calls, bytes and blocked seconds of each kind of operation."""
+"""A group around another one, and the one that counts its traffic: calls, bytes and blocked seconds of each kind of operation."""
 
 from __future__ import annotations
 
@@ -32,7 +32,29 @@ class Count:
         return Count(self.calls - other.calls, self.bytes - other.bytes, self.seconds - other.seconds)
 
 
-class RecordedGroup(Group):
+class AroundGroup(Group):
+    """A group that does with calls what it adds, and has the ranks of `group`."""
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+
+    @property
+    def rank(self) -> int:
+        return self.group.rank
+
+    @property
+    def size(self) -> int:
+        return self.group.size
+
+    @property
+    def secret(self) -> bytes:
+        return self.group.secret
+
+    def abort(self) -> None:
+        self.group.abort()
+
+
+class RecordedGroup(AroundGroup):
     """A wrapper of `group` that counts in `counts`, by the name of the method.
 
     axis: the mesh axis of the group's ranks.
@@ -46,21 +68,9 @@ class RecordedGroup(Group):
     """
 
     def __init__(self, group: Group, axis: Axis) -> None:
-        self.group = group
+        super().__init__(group)
         self.axis: Axis = axis
         self.counts: dict[str, Count] = {}
-
-    @property
-    def rank(self) -> int:
-        return self.group.rank
-
-    @property
-    def size(self) -> int:
-        return self.group.size
-
-    @property
-    def secret(self) -> bytes:
-        return self.group.secret
 
     @property
     def is_in_place(self) -> bool:
@@ -106,9 +116,6 @@ class RecordedGroup(Group):
 
     def barrier(self) -> Work:
         return self._start("barrier", 0, self.group.barrier)
-
-    def abort(self) -> None:
-        self.group.abort()
 
     def _start(self, name: str, num_bytes: int, start: Callable[[], Work]) -> Work:
         began = time.perf_counter()

@@ -16,45 +16,35 @@ import torch
 from torch import Tensor
 
 from meshloom.comm.group import Group, ReduceOp, Work
+from meshloom.comm.recording import AroundGroup
 from tests.second_device.device import SecondDevice
 
 
-class StreamedGroup(Group):
+class StreamedGroup(AroundGroup):
     """In place of `group`, of simulated ranks."""
 
     def __init__(self, group: Group, device: SecondDevice) -> None:
-        self._group, self._device = group, device
-
-    @property
-    def rank(self) -> int:
-        return self._group.rank
-
-    @property
-    def size(self) -> int:
-        return self._group.size
-
-    @property
-    def secret(self) -> bytes:
-        return self._group.secret
+        super().__init__(group)
+        self._device = device
 
     @property
     def has_streams(self) -> bool:
         return True
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
-        return self._start([tensor], [tensor], lambda own: self._group.all_reduce(own[0], op))
+        return self._start([tensor], [tensor], lambda own: self.group.all_reduce(own[0], op))
 
     def reduce_scatter(self, output: Tensor, tensor: Tensor, op: ReduceOp = "sum") -> Work:
-        return self._start([tensor], [output], lambda own: self._group.reduce_scatter(own[1], own[0], op))
+        return self._start([tensor], [output], lambda own: self.group.reduce_scatter(own[1], own[0], op))
 
     def all_gather(self, output: Tensor, tensor: Tensor) -> Work:
-        return self._start([tensor], [output], lambda own: self._group.all_gather(own[1], own[0]))
+        return self._start([tensor], [output], lambda own: self.group.all_gather(own[1], own[0]))
 
     def all_to_all(
         self, output: Tensor, tensor: Tensor, output_sizes: Sequence[int], sizes: Sequence[int]
     ) -> Work:
         return self._start(
-            [tensor], [output], lambda own: self._group.all_to_all(own[1], own[0], output_sizes, sizes)
+            [tensor], [output], lambda own: self.group.all_to_all(own[1], own[0], output_sizes, sizes)
         )
 
     def gather(self, outputs: Sequence[Tensor] | None, tensor: Tensor, destination: int) -> Work:
@@ -62,31 +52,28 @@ class StreamedGroup(Group):
         return self._start(
             [tensor],
             targets,
-            lambda own: self._group.gather(own[1:] if outputs else None, own[0], destination),
+            lambda own: self.group.gather(own[1:] if outputs else None, own[0], destination),
         )
 
     def scatter(self, output: Tensor, tensors: Sequence[Tensor] | None, source: int) -> Work:
         sent = list(tensors or ())
         return self._start(
-            sent, [output], lambda own: self._group.scatter(own[-1], own[:-1] if tensors else None, source)
+            sent, [output], lambda own: self.group.scatter(own[-1], own[:-1] if tensors else None, source)
         )
 
     def broadcast(self, tensor: Tensor, source: int) -> Work:
         if self.rank == source:
-            return self._start([tensor], [], lambda own: self._group.broadcast(own[0], source))
-        return self._start([], [tensor], lambda own: self._group.broadcast(own[0], source))
+            return self._start([tensor], [], lambda own: self.group.broadcast(own[0], source))
+        return self._start([], [tensor], lambda own: self.group.broadcast(own[0], source))
 
     def send(self, tensor: Tensor, destination: int) -> Work:
-        return self._start([tensor], [], lambda own: self._group.send(own[0], destination))
+        return self._start([tensor], [], lambda own: self.group.send(own[0], destination))
 
     def recv(self, tensor: Tensor, source: int) -> Work:
-        return self._start([], [tensor], lambda own: self._group.recv(own[0], source))
+        return self._start([], [tensor], lambda own: self.group.recv(own[0], source))
 
     def barrier(self) -> Work:
-        return self._group.barrier()
-
-    def abort(self) -> None:
-        self._group.abort()
+        return self.group.barrier()
 
     def _start(
         self, read: Sequence[Tensor], written: Sequence[Tensor], start: Callable[[list[Tensor]], Work]

@@ -17,6 +17,7 @@ from meshloom.comm.collectives import ring
 from meshloom.comm.group import Group, ReduceOp, Work
 from meshloom.comm.liveness.activity import Activity
 from meshloom.comm.moves import Move, piece_offsets
+from meshloom.comm.recording import AroundGroup
 from meshloom.comm.reductions import combine
 from meshloom.comm.simulated import SimulatedGroup
 from meshloom.core.errors import CollectiveError
@@ -49,16 +50,16 @@ def ring_group(
     return RingGroup(group, chunk_bytes, patience, activity)
 
 
-class RingGroup(Group):
+class RingGroup(AroundGroup):
     """Constructed by `ring_group`.
 
     sent_messages, sent_bytes: sent so far by this rank around the ring.
     """
 
     def __init__(self, group: Group, chunk_bytes: int, patience: Patience, activity: Activity) -> None:
+        super().__init__(group)
         self.sent_messages = 0
         self.sent_bytes = 0
-        self._group = group
         self._chunk_bytes = chunk_bytes
         self._activity = activity
         # by operation, number of elements, and elements of a chunk
@@ -70,18 +71,6 @@ class RingGroup(Group):
             self._background = Background(f"ring of {patience.member}", patience)
             self._start = self._background.start
 
-    @property
-    def rank(self) -> int:
-        return self._group.rank
-
-    @property
-    def size(self) -> int:
-        return self._group.size
-
-    @property
-    def secret(self) -> bytes:
-        return self._group.secret
-
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
         flat = self._flat(tensor, op)
         mean = op == "avg"
@@ -89,7 +78,7 @@ class RingGroup(Group):
             f"all_reduce {mean}", flat, lambda: ring.all_reduce(self.rank, self.size, flat.numel(), mean=mean)
         )
         return self._start(
-            f"all_reduce of {format_bytes(flat.nbytes)}", run_moves(self._group, chunks, flat, op)
+            f"all_reduce of {format_bytes(flat.nbytes)}", run_moves(self.group, chunks, flat, op)
         )
 
     def reduce_scatter(self, output: Tensor, tensor: Tensor, op: ReduceOp = "sum") -> Work:
@@ -101,7 +90,7 @@ class RingGroup(Group):
 
         def steps() -> Waits:
             sums = full.clone()  # the input is not changed
-            yield from run_moves(self._group, chunks, sums, op)
+            yield from run_moves(self.group, chunks, sums, op)
             mine = sums[first : first + own.numel()]
             own.copy_(mine / self.size if op == "avg" else mine)
 
@@ -114,37 +103,37 @@ class RingGroup(Group):
 
         def steps() -> Waits:
             full[first : first + own.numel()] = own
-            yield from run_moves(self._group, chunks, full, "sum")
+            yield from run_moves(self.group, chunks, full, "sum")
 
         return self._start(f"all_gather of {format_bytes(own.nbytes)}", steps())
 
     def broadcast(self, tensor: Tensor, source: int) -> Work:
-        return self._pass("broadcast", lambda: self._group.broadcast(tensor, source))
+        return self._pass("broadcast", lambda: self.group.broadcast(tensor, source))
 
     def all_to_all(
         self, output: Tensor, tensor: Tensor, output_sizes: Sequence[int], sizes: Sequence[int]
     ) -> Work:
-        return self._pass("all_to_all", lambda: self._group.all_to_all(output, tensor, output_sizes, sizes))
+        return self._pass("all_to_all", lambda: self.group.all_to_all(output, tensor, output_sizes, sizes))
 
     def gather(self, outputs: Sequence[Tensor] | None, tensor: Tensor, destination: int) -> Work:
-        return self._pass("gather", lambda: self._group.gather(outputs, tensor, destination))
+        return self._pass("gather", lambda: self.group.gather(outputs, tensor, destination))
 
     def scatter(self, output: Tensor, tensors: Sequence[Tensor] | None, source: int) -> Work:
-        return self._pass("scatter", lambda: self._group.scatter(output, tensors, source))
+        return self._pass("scatter", lambda: self.group.scatter(output, tensors, source))
 
     def send(self, tensor: Tensor, destination: int) -> Work:
-        return self._pass("send", lambda: self._group.send(tensor, destination))
+        return self._pass("send", lambda: self.group.send(tensor, destination))
 
     def recv(self, tensor: Tensor, source: int) -> Work:
-        return self._pass("recv", lambda: self._group.recv(tensor, source))
+        return self._pass("recv", lambda: self.group.recv(tensor, source))
 
     def barrier(self) -> Work:
-        return self._pass("barrier", self._group.barrier)
+        return self._pass("barrier", self.group.barrier)
 
     def abort(self) -> None:
         if self._background:
             self._background.abort()
-        self._group.abort()
+        super().abort()
 
     def close(self) -> None:
         """End the thread once the started operations are over; abort if other ranks do not join them."""

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from meshloom.comm.group import Group, ReduceOp, Work
+from meshloom.comm.recording import AroundGroup
 from meshloom.comm.windows import Window
 from meshloom.core.mesh import Axis
 from meshloom.planner.measure.timing import now
@@ -95,67 +96,57 @@ class CommonMemory:
         return any(first <= tensor.data_ptr() < last for first, last in self._addresses)
 
 
-class RehearsedGroup(Group):
+class RehearsedGroup(AroundGroup):
     """Does what `group` does while the rank's own clock is stopped, and records the calls. common: set if its
     ranks can share memory. members: the ranks that it connects."""
 
     def __init__(
         self, group: Group, axis: Axis, clock: OwnClock, common: CommonMemory | None = None, members: Sequence[int] = ()
     ) -> None:  # fmt: skip
-        self._group, self._clock, self._common = group, clock, common
+        super().__init__(group)
+        self._clock, self._common = clock, common
         self._members = tuple(members)
         self._axis: Axis = axis
         if common is not None:
             self.window = self._window  # with it the group is one of `Windows`
 
     @property
-    def rank(self) -> int:
-        return self._group.rank
-
-    @property
-    def size(self) -> int:
-        return self._group.size
-
-    @property
     def secret(self) -> bytes:
         return b""
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
-        return self._run("all_reduce", tensor, lambda: self._group.all_reduce(tensor, op))
+        return self._run("all_reduce", tensor, lambda: self.group.all_reduce(tensor, op))
 
     def reduce_scatter(self, output: Tensor, tensor: Tensor, op: ReduceOp = "sum") -> Work:
-        return self._run("reduce_scatter", tensor, lambda: self._group.reduce_scatter(output, tensor, op))
+        return self._run("reduce_scatter", tensor, lambda: self.group.reduce_scatter(output, tensor, op))
 
     def all_gather(self, output: Tensor, tensor: Tensor) -> Work:
-        return self._run("all_gather", tensor, lambda: self._group.all_gather(output, tensor))
+        return self._run("all_gather", tensor, lambda: self.group.all_gather(output, tensor))
 
     def all_to_all(
         self, output: Tensor, tensor: Tensor, output_sizes: Sequence[int], sizes: Sequence[int]
     ) -> Work:
         return self._run(
-            "all_to_all", tensor, lambda: self._group.all_to_all(output, tensor, output_sizes, sizes)
+            "all_to_all", tensor, lambda: self.group.all_to_all(output, tensor, output_sizes, sizes)
         )
 
     def gather(self, outputs: Sequence[Tensor] | None, tensor: Tensor, destination: int) -> Work:
-        return self._run("gather", tensor, lambda: self._group.gather(outputs, tensor, destination))
+        return self._run("gather", tensor, lambda: self.group.gather(outputs, tensor, destination))
 
     def scatter(self, output: Tensor, tensors: Sequence[Tensor] | None, source: int) -> Work:
-        return self._run("scatter", output, lambda: self._group.scatter(output, tensors, source))
+        return self._run("scatter", output, lambda: self.group.scatter(output, tensors, source))
 
     def broadcast(self, tensor: Tensor, source: int) -> Work:
-        return self._run("broadcast", tensor, lambda: self._group.broadcast(tensor, source))
+        return self._run("broadcast", tensor, lambda: self.group.broadcast(tensor, source))
 
     def send(self, tensor: Tensor, destination: int) -> Work:
-        return self._run("send", tensor, lambda: self._group.send(tensor, destination))
+        return self._run("send", tensor, lambda: self.group.send(tensor, destination))
 
     def recv(self, tensor: Tensor, source: int) -> Work:
-        return self._run("recv", None, lambda: self._group.recv(tensor, source))
+        return self._run("recv", None, lambda: self.group.recv(tensor, source))
 
     def barrier(self) -> Work:
-        return self._run("barrier", None, self._group.barrier)
-
-    def abort(self) -> None:
-        self._group.abort()
+        return self._run("barrier", None, self.group.barrier)
 
     def _window(self, num_bytes: int, owner: int | None = None) -> Window:
         assert self._common is not None
