@@ -16,16 +16,15 @@ LEFT_OUT = {"slow", "campaign", "browser", "site", "zoo"}
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: Sequence[pytest.Item]) -> None:
     """`make test` runs the cases that a test's mark `covering` names, or else, where no case is marked `slow`, so many that are drawn by its name;
-    the others are `slow`, and `make test-all` runs `FURTHER` of them, drawn likewise, or those of a test that has the mark `every`. The rest
-    is for `make campaigns`.
-    `make check` runs the first of those; the others are `long`. A word of `covering` that names nothing is an error, unless only
+    `make check` runs the first of these, and the others of them are `long`.
+    Those that `make test` leaves out are `slow`: `make test-all` runs `FURTHER` of them, drawn likewise, or all where the test has the mark
+    `every`; the rest is `make campaigns`'. A word of `covering` that names nothing is an error, unless only
     some cases of a test were asked for."""
     idle: list[str] = []
     for name, at in _tests(items).items():
-        quick = [id_ for id_, case in at.items() if not LEFT_OUT & _marks(case)]
-        kept = quick
-        mark = next(iter(at.values())).get_closest_marker("covering")
-        if quick and mark:
+        first = next(iter(at.values()))
+        kept = quick = [id_ for id_, case in at.items() if not LEFT_OUT & _marks(case)]
+        if quick and (mark := first.get_closest_marker("covering")):
             words = {word: named(word, quick) for word in mark.args}
             idle += [
                 f"{name}: its mark `covering` names no case by {word!r}"
@@ -41,7 +40,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: Sequence[pytest.
         for id_ in kept[1:]:
             at[id_].add_marker(pytest.mark.long)
         slow = [id_ for id_, case in at.items() if LEFT_OUT & _marks(case) == {"slow"}]
-        if "every" not in _marks(at[next(iter(at))]):
+        if first.get_closest_marker("every") is None:
             drawn = set(Random(name).sample(slow, min(len(slow), FURTHER)))
             for id_ in set(slow) - drawn:
                 at[id_].add_marker(pytest.mark.campaign)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.equality.cells import PARTS, parts_of, quick_cells, turn_of
+from tests.equality.cells import PARTS, first_cells, parts_of, turn_of
 from tests.equality.models.table import EARLY, MODELS
 from tests.equality.running import wrong_in
 from tests.equality.settings import Case, named
@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export", "dear_m
 @pytest.mark.parametrize("name", EARLY)
 @pytest.mark.long
 def test_the_first_cells_of_a_model_equal_one_device(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
-    check(name, quick_cells(name), tmp_path, monkeypatch)
+    check(name, first_cells()[name], tmp_path, monkeypatch)
 
 
 @pytest.mark.timeout(1200)
@@ -33,8 +33,8 @@ def test_the_first_cells_of_a_model_equal_one_device(name: str, tmp_path: Path, 
 )
 @pytest.mark.every
 def test_a_part_of_a_model_s_cells_equals_one_device(name: str, part: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
-    cells = [cell for cell in parts_of(name)[part] if cell not in quick_cells(name)]
-    check(name, cells, tmp_path, monkeypatch)
+    first = first_cells().get(name, [])
+    check(name, [cell for cell in parts_of(name)[part] if cell not in first], tmp_path, monkeypatch)
 
 
 def check(name: str, cells: Sequence[Case], directory: Path, patch: pytest.MonkeyPatch) -> None:
