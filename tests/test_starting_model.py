@@ -86,7 +86,9 @@ def test_ranks_fill_what_they_hold_and_nothing_is_sent(plan: str, model: str):
                 if not each.is_meta
             }
             full = sum(each.nbytes for each in build_model(job, CPU, None).parameters())
-            assert sum(sizes.values()) < 0.8 * full
+            assert (
+                sum(sizes.values()) < (0.95 if "pp=" in plan else 0.8) * full
+            )  # a head alone may be a stage
 
 
 @pytest.mark.covering("gpt-dp=2,tp=2", "gpt-dp=2,pp=2")
