@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,7 +16,6 @@ from meshloom.program.capture.causal_masks import with_causal_attention
 from meshloom.program.capture.opaque_loss import loss_to_read
 from meshloom.program.capture.opaque_parts import asked_for
 from meshloom.program.capture.opaque_runs import recorded_calls
-from meshloom.program.capture.opaque_units import with_hidden_units
 from meshloom.program.ir.batch_values import read_values
 from meshloom.program.ir.leaves import Leaves, leaves_of
 from meshloom.program.ir.program import Program
@@ -51,7 +50,6 @@ def capture(
     shortcuts: Shortcuts | None = None,
     opaque: Mapping[str, str] | None = None,
     settled: Mapping[str, str] | None = None,
-    whole: Collection[str] = (),
 ) -> Program:
     """The program of `job.loss` for batches of the shapes of these two. Raises `CaptureError` if none exists.
 
@@ -59,14 +57,14 @@ def capture(
     refused.
     dtype: convert the model and the batches to it first. shortcuts: those to take; None: as many as possible.
     numbers: whether numbers in a batch may be inputs; else the program is specialized to them.
-    opaque, whole: as in `capture_module`; default: the parts that the job asks for.
+    opaque: as in `capture_module`; default: the parts that the job asks for.
     settled: as in `mark_settled`.
     """
     with one_thread():
         model = build_model(job, dtype, training=training, beside=batches[0])
         mark_settled(model, settled or {})
         parts = asked_for(job, model) if opaque is None else opaque
-        given: Any = {"numbers": numbers, "shortcuts": shortcuts, "opaque": parts, "whole": whole}
+        given: Any = {"numbers": numbers, "shortcuts": shortcuts, "opaque": parts}
         return capture_module(model, job.loss, batches, dtype=dtype, **given)
 
 
@@ -80,13 +78,12 @@ def capture_module(
     shortcuts: Shortcuts | None = None,
     once: bool = False,
     opaque: Mapping[str, str] | None = None,
-    whole: Collection[str] = (),
 ) -> Program:
     """`capture` of an existing module, which is unchanged afterwards, its tensors and plain attributes
     included.
 
     once: export it with the first batch alone, where the loss is known to freeze nothing.
-    opaque: modules that become operators, and why; those that are not called are left out. whole: those whose hidden units are not divided.
+    opaque: modules that become operators, and why; those that are not called are left out.
     """
     batches = in_precision(batches[0], dtype), in_precision(batches[1], dtype)
     given = leaves_of(batches[0]), leaves_of(batches[1])
@@ -131,8 +128,7 @@ def capture_module(
             program, others = read_with_parts(as_traced=False)
         except CalledOtherwiseError:
             program, others = read_with_parts(as_traced=True)
-        program = with_hidden_units(with_causal_attention(program), model, loss, batches[0], whole)
-    return with_needs(replace(program, others=others))
+    return with_needs(replace(with_causal_attention(program), others=others))
 
 
 def _same(first: Exported, second: Exported) -> bool:

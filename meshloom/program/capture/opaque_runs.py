@@ -291,7 +291,7 @@ def is_plain(tensor: Tensor) -> bool:
 
 FEW_CALLS = 5_000  # of operators, which every run may have
 MOST_TIMES = 8  # as many operators in one run as the module's own call has: a loop until a value is small may have no end
-MOST_CALLS = 100_000  # of operators in all trials of one module
+MOST_CALLS = 100_000  # of operators in a run of the module's own call
 
 
 class MoreCallsError(BaseException):
@@ -301,7 +301,7 @@ class MoreCallsError(BaseException):
 class CallMeter(TorchDispatchMode):
     """Counts calls of operators; raises `MoreCallsError` after the last that is allowed."""
 
-    def __init__(self, most: int | None = None) -> None:
+    def __init__(self, most: int) -> None:
         super().__init__()
         self.calls, self._most = 0, most
 
@@ -309,7 +309,7 @@ class CallMeter(TorchDispatchMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         self.calls += 1
-        if self._most is not None and self.calls > self._most:
+        if self.calls > self._most:
             raise MoreCallsError
         return func(*args, **(kwargs or {}))
 

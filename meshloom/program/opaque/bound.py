@@ -98,7 +98,6 @@ class OpaqueModule:
         args, kwargs = call.arguments(inputs)
         counter = CountDraws() if call.num_draws else None
         before = torch.default_generator.get_state() if counter is None else None
-        rest = self._rest(args, kwargs, state)
         with (
             self._tensors.running_on(state, call.written, call.settled),
             self._in_modes(),
@@ -113,19 +112,7 @@ class OpaqueModule:
                 f"{self._name()} draws as often as its values say: {call.num_draws} times at the capture and not in this batch, so later draws cannot be "
                 f"those of one device. {INSTEAD}",
             )
-        results = self._results(returned, left)
-        return results if call.units is None else call.units.added(results, rest)
-
-    def _rest(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], state: Sequence[Tensor]
-    ) -> list[Tensor] | None:
-        """The results without hidden units, where this rank leaves them out."""
-        units = self.opaque_call.units
-        if units is None or not units.runs_without:
-            return None
-        with self._tensors.running_on(units.without(state), ()), self._in_modes():
-            returned = self._run(args, kwargs)
-            return self._results(returned, self._left())
+        return self._results(returned, left)
 
     def _left(self) -> list[Any]:
         """What it has left in attributes."""

@@ -26,7 +26,6 @@ from meshloom.program.ir.encoding import (
 )
 from meshloom.program.ir.leaves import ArrayStandIn, is_array
 from meshloom.program.ir.nodes import Meta
-from meshloom.program.opaque.hidden_units import HiddenUnits
 
 METHODS = ("__call__", "forward")
 
@@ -44,11 +43,6 @@ class OpaqueCost:
     backward_written_bytes: int = 0
     saved_bytes: int = 0
     saved_inputs: tuple[int, ...] = ()
-
-    def times(self, share: float) -> OpaqueCost:
-        """That of a share of the work."""
-        parts = {name: round(value * share) for name, value in vars(self).items() if name != "saved_inputs"}
-        return OpaqueCost(**parts, saved_inputs=self.saved_inputs)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +62,6 @@ class OpaqueCall:
     num_draws: its random ATen calls. draws_alike: whether these were as many for each batch.
     needed: indices of the results that the program uses; None: not known yet. is_last_to_draw: whether nothing after it
         draws, so that it may draw as often as its values say.
-    units: its hidden units, where they can be divided.
     played, modules: of a loss function's own code (`loss_code.py`): calls whose results are given, as texts, and the
         modules whose calls are not part of it.
     """
@@ -90,7 +83,6 @@ class OpaqueCall:
     draws_alike: bool = True
     needed: tuple[int, ...] | None = None
     is_last_to_draw: bool = False
-    units: HiddenUnits | None = None
     settled: tuple[int, ...] = ()
     returned: str = ""
 
@@ -101,7 +93,6 @@ class OpaqueCall:
                 **vars(self),
                 "results": [encoded_meta(each) for each in self.results],
                 "cost": vars(self.cost),
-                "units": self.units and self.units.encoded(),
             }
         )
 
@@ -110,13 +101,12 @@ class OpaqueCall:
     def of(text: str) -> OpaqueCall:
         """The call of this text."""
         found = json.loads(text)
-        cost, units = found.pop("cost"), found.pop("units")
+        cost = found.pop("cost")
         return OpaqueCall(
             **{name: _tuples(value) for name, value in found.items() if name not in ("results", "leaves")},
             leaves=tuple(found["leaves"]),
             results=tuple(map(decoded_meta, found["results"])),
             cost=OpaqueCost(**{name: _tuples(value) for name, value in cost.items()}),
-            units=HiddenUnits.of(units) if units else None,
         )
 
     def arguments(self, inputs: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:

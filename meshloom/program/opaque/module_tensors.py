@@ -23,7 +23,7 @@ class ModuleTensors:
         self._recurrent = [each for each in module.modules() if isinstance(each, nn.RNNBase)]
 
     @contextmanager
-    def replaced_by(self, tensors: Sequence[Tensor], left: dict[int, Tensor] | None = None) -> Iterator[None]:
+    def _replaced_by(self, tensors: Sequence[Tensor], left: dict[int, Tensor]) -> Iterator[None]:
         """The module has `tensors` inside. A buffer that it replaces there is written to the tensor that was given, or, if its number is in
         `left`, put there: a backward may have saved what was given."""
         with ExitStack() as around:
@@ -43,7 +43,7 @@ class ModuleTensors:
                 for number, (places, tensor) in enumerate(zip(self._places, tensors, strict=True)):
                     for place in places:
                         if (now := place.get()) is not tensor:
-                            if left is not None and number in left:
+                            if number in left:
                                 left[number] = now
                             else:
                                 tensor.copy_(now)
@@ -61,7 +61,7 @@ class ModuleTensors:
         copied = {*written, *settled}
         own = [each.clone() if number in copied else each for number, each in enumerate(state)]
         left = {number: own[number] for number in written}
-        with self.replaced_by(own, left):
+        with self._replaced_by(own, left):
             yield
         with torch.no_grad():
             for number in written:

@@ -18,7 +18,6 @@ from meshloom.parameters.unfilled_model import comparable
 from meshloom.program.capture.capture import capture_module
 from meshloom.program.capture.check import check_against_module, check_forward
 from meshloom.program.capture.opaque_parts import Parts, asked_for, read_in_parts
-from meshloom.program.capture.opaque_units import undivided
 from meshloom.program.capture.outside import Outside
 from meshloom.program.ir.batch_values import takes_numbers, with_other_numbers
 from meshloom.program.ir.leaves import leaves_of
@@ -42,7 +41,6 @@ class CheckedCapture:
         self, job: Job, *, dtype: torch.dtype | None, timings: Timings, stored: ProgramCache | None
     ) -> None:
         self._job, self._dtype, self._timings, self._stored = job, dtype, timings, stored
-        self._whole: frozenset[str] = frozenset()  # opaque modules that another size has not divided
         self._compared_as: dict[str, Smaller] = {}  # digest of a program -> the smaller one that was compared
         # Models are built as the first one was: some compute constants, such as drop rates of layers, in the
         # default precision.
@@ -85,8 +83,6 @@ class CheckedCapture:
             # What had to run as written does so at every size, also where the comparison would not show why: a teacher
             # that begins as a copy of its student has the same values whether it follows or not.
             asked |= known.opaque
-        # parameters are divided at one size, and others follow: trials at each took as long as all else
-        self._whole = undivided(known) if known is not None else frozenset()
         if known is None and self._stored is not None:
             with self._timings.of("looking at what was kept"), one_thread():
                 kind = f"{training} {self._dtype} {self._default} {sorted(asked)}"
@@ -184,7 +180,7 @@ class CheckedCapture:
     ) -> Program:
         with self._timings.of("reading"):
             program = capture_module(
-                model, self._job.loss, batches, dtype=self._dtype, numbers=numbers, shortcuts=shortcuts, once=once, opaque=parts, whole=self._whole
+                model, self._job.loss, batches, dtype=self._dtype, numbers=numbers, shortcuts=shortcuts, once=once, opaque=parts
             )  # fmt: skip
             gc.collect()  # torch.export leaves the model in cycles
             return program

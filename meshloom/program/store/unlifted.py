@@ -17,7 +17,6 @@ from torch import nn
 
 from meshloom.core.job import Job
 from meshloom.program.capture.capture import capture
-from meshloom.program.capture.opaque_units import undivided
 from meshloom.program.capture.shapes import capture_shapes
 from meshloom.program.ir.batch_values import takes_numbers
 from meshloom.program.ir.leaves import Leaves, leaves_of
@@ -68,8 +67,7 @@ def unlifted(
     if found is None or _facts(found) != _facts(program):
         numbers = takes_numbers(program.others)
         found = capture(
-            job, (own, own), training=program.training, numbers=numbers, opaque=program.opaque, settled=_settled(program),
-            whole=undivided(program),
+            job, (own, own), training=program.training, numbers=numbers, opaque=program.opaque, settled=_settled(program)
         )  # fmt: skip
     return found if _facts(found) == _facts(program) else None
 

@@ -6,16 +6,14 @@ import math
 import operator
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any
 
 from meshloom.program.ir.nodes import Meta, Node, Ref, lists_in
 from meshloom.program.ir.program import Program
 from meshloom.program.ir.sparse_constants import is_sparse, strides_of
-from meshloom.program.opaque.operator import is_opaque
 from meshloom.tensor_parallel.layout.axes import Axis, concatenation, fits, product
-from meshloom.tensor_parallel.layout.divided_units import factors_of_units
 from meshloom.tensor_parallel.layout.routes import MappedNode, Route, routes_of
 from meshloom.tensor_parallel.layout.unify import add_boundaries, freeze_axes, unify
 from meshloom.tensor_parallel.rules.factors import Concat, Dims, Factors, Product, Term, labels_in
@@ -109,8 +107,7 @@ def _factors(
     except TypeError:  # an unhashable argument
         key = node.name
     call = call_of(node, metas)
-    own = factors_of_units if is_opaque(node) else partial(factors_of, rules=rules)
-    known[key] = own(call) if call is not None else None
+    known[key] = factors_of(call, rules) if call is not None else None
     return known[key]
 
 

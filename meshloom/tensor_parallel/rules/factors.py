@@ -119,7 +119,6 @@ class Factors:
     routed: two labels that may be sharded together, whatever `unsharded` says.
     drawn: the dims of what is drawn at random inside. None: those of the first output. (): nothing is drawn.
     local: rewrites the call for a rank's shard. None: the call stays unchanged.
-    undivided: the share of the work that every rank does in full, whatever is sharded.
     """
 
     operands: tuple[Dims, ...]
@@ -137,7 +136,6 @@ class Factors:
     routed: Routed | None = None
     drawn: Dims | None = None
     local: LocalCall | None = None
-    undivided: float = 0.0
 
     @property
     def facts(self) -> tuple[Any, ...]:

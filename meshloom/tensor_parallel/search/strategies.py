@@ -141,7 +141,7 @@ def _cut(node: Node, mapped: MappedNode, layout: Layout, numbers: StripNumbers, 
         for place, axes in enumerate(values)
     ]
     result: Placement = placed(outputs, cut, numbers)
-    work = factors.undivided + (1 - factors.undivided) * _largest_share(touched, mapped, cut, numbers)
+    work = _largest_share(touched, mapped, cut, numbers)
     collectives = tuple(talk for label in touched for talk in factors.collectives.get(label, ()))
     if touched.keys() & (factors.reduced_inside | factors.sums) or collectives:
         sections = Sections(numbers, {number: [cut] for number in cut.parts}, num_ranks)
