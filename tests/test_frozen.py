@@ -96,6 +96,14 @@ class Depends(Plain):
         return -y
 
 
+class Checks(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        if torch.isnan(y).any():  # here
+            raise ValueError("NaN")
+        return y
+
+
 class Item(Plain):
     def forward(self, x: Tensor) -> Tensor:
         rows = int((x > 0).sum())  # here
@@ -158,6 +166,7 @@ REFUSED: dict[type[Plain], str] = {
     History: r"changes the attribute history from list\[0.0\] to list\[0.0, 1.0\].*register_buffer",
     Switch: "switches inner between training and evaluation",
     Depends: "depends on the values in the batch .* torch.where",
+    Checks: "depends on the values in the batch .* leave out what only checks values",
     Item: "depends on the values in the batch",
     Sizes: "shape of the result of aten.index.Tensor .* depends on the values in the batch",
     Normalises: "Own.apply at .* has a custom backward",

@@ -395,6 +395,6 @@ def _explain(error: Exception) -> str:
     if kind in of_values or "data-dependent" in text:
         return (
             f"What runs depends on the values in the batch at {place}, so no one program computes it: {first[:160]}. "
-            f"Write the choice with torch.where. {WAY_OUT}"
+            f"Write a choice with torch.where, and leave out what only checks values: training stops at what is not finite. {WAY_OUT}"
         )
     return f"The loss could not be captured at {place}: {kind}: {first[:200]}. {WAY_OUT}"

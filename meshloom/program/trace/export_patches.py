@@ -1,9 +1,9 @@
 """Patches of torch during an export, which change no values.
 
 Checkpointed blocks are traced through, and count their batches twice, autograd functions become operators, distributions
-do not check their arguments, the CTC loss has a shape, caches for generating text are not filled, statements that only
-look at values are passed by, `.data` is a detached tensor, what stands in for an array becomes a tensor, calls that failed are taken out, and what
-is cast is another tensor than what it is cast from.
+do not check their arguments, the CTC loss has a shape, caches for generating text are not filled, `.data` is a
+detached tensor, what stands in for an array becomes a tensor, calls that failed are taken out, and what is cast is another tensor than
+what it is cast from.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from torch.utils import checkpoint
 from meshloom.program.ir.leaves import ArrayStandIn
 from meshloom.program.ir.lines import place_here
 from meshloom.program.ir.replaced import replaced
-from meshloom.program.opaque.statements import wanted_answer
 from meshloom.program.operators.autograd_functions import Applied, check_products, refusal, with_operators
 from meshloom.program.trace.on_cpu import fake_ctc_loss
 
@@ -49,8 +48,6 @@ def patched_for_export() -> Iterator[None]:
         replaced(_BatchNorm, "forward", repeated.forward(_BatchNorm.forward)),
         replaced(Distribution, "_validate_args", False),
         replaced(torch, "ctc_loss", _ctc_loss(torch.ctc_loss)),
-        replaced(Tensor, "__bool__", _answered(_torch._C.TensorBase.__bool__)),
-        replaced(torch.SymBool, "__bool__", _answered(torch.SymBool.__bool__)),
         replaced(Tensor, "data", property(_detached, _torch._C.TensorBase.data.__set__)),
         ExitStack() as arrays,
     ):
@@ -151,16 +148,6 @@ def _apply(applied: list[Applied], repeated: RepeatedStatistics) -> Any:
         return with_operators(here)
 
     return classmethod(read)
-
-
-def _answered(ask: Any) -> Any:
-    """The truth of a tensor without values for a statement that only looks."""
-
-    def asked(self: Any) -> bool:
-        known = wanted_answer() if isinstance(self, FakeTensor | torch.SymBool) else None
-        return ask(self) if known is None else known
-
-    return asked
 
 
 def _detached(tensor: Tensor) -> Tensor:
