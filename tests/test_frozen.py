@@ -192,7 +192,7 @@ def test_refused_with_the_line(kind: type[Plain]):
     message = str(refused.value)
     assert re.search(REFUSED[kind], message), message
     assert f"test_frozen.py:{line_marked(kind)} " in message, message
-    assert "Plans with dp alone run the module as it is" in message and "\n" not in message
+    assert "Plans with dp and zero alone run the module as it is" in message and "\n" not in message
     assert refused.value.exit_code == 2
     assert generators[1] == random.getstate() and generators[2] == numpy.random.get_state()[1].tolist()
 

@@ -6,7 +6,6 @@ import itertools
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -450,12 +449,12 @@ def test_a_metric_is_refused_before_the_first_step():
 
 
 @pytest.mark.long
-def test_under_tp_the_loss_runs_whole_and_says_so():
-    notes: list[str] = []
-    listener = replace(QUIET, note=notes.append)
-    with ml.Trainer(job_of(steps=1), "dp=2,tp=2", devices="simulated", listener=listener) as trainer:
-        trainer.fit()
-    assert any("tp=2 divides nothing of it" in each and "meshloom.gather() waits" in each for each in notes)
+@pytest.mark.parametrize("plan", ["dp=2,tp=2", "dp=2,pp=2", "dp=2,recompute=full"])
+def test_what_needs_a_program_is_refused(plan: str):
+    with pytest.raises(
+        CaptureError, match=r"meshloom.gather\(\) joins samples of replicas .* Use dp alone, with zero=3"
+    ):
+        ml.Trainer(job_of(steps=1), plan, devices="simulated", listener=QUIET)
 
 
 def test_a_loss_that_is_not_finite_is_located():

@@ -3,7 +3,6 @@ the first one, and do not drift apart."""
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import pytest
@@ -38,28 +37,17 @@ def loss(model: Any, batch: Any) -> Tensor:
     return F.cross_entropy(model(batch["x"]), batch["y"])
 
 
-class Cut(Words):
-    """A number that Python draws is where its input is cut."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        at = int(random.random() * 3)
-        return super().forward(torch.cat([x[:, at:], x[:, at - 1 :]], 1))
-
-
 @pytest.fixture(params=[False, True])
 def agrees(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Gradients of ranks other than the first of a replica are off by one part in a million; whether that is put right."""
     of_product = gradient_completion.finished
 
     def finished(engine: Any, exchange: Exchange, divisor: Any, device: torch.device) -> Any:
-        of_exchange, place = (
-            exchange.finish,
-            getattr(engine, "_context" if engine.runs_whole else "context").place,
-        )
+        of_exchange, place = exchange.finish, engine.context.place
 
         def off(divisor: Any) -> Any:
             gradients = yield from of_exchange(divisor)
-            for each in gradients if place.tp or (engine.runs_whole and place.pp) else ():
+            for each in gradients if place.tp else ():
                 if each is not None:
                     (each._values() if each.is_sparse else each).mul_(1 + 1e-6)
             return gradients
@@ -87,9 +75,3 @@ def check(model: Any, plan: str, agrees: bool) -> None:
 @pytest.mark.slow
 def test_ranks_of_a_replica_stay_alike(plan: str, agrees: bool) -> None:
     check(Words, plan, agrees)
-
-
-@pytest.mark.parametrize("plan", few(["pp=2,tp=2,microbatches=2", "tp=2", "pp=2"], 1, pytest.mark.slow))
-@pytest.mark.long
-def test_ranks_that_run_the_whole_loss_stay_alike(plan: str, agrees: bool) -> None:
-    check(Cut, plan, agrees)

@@ -121,7 +121,7 @@ def test_what_a_loss_adds_to_gradients_of_parameters_is_refused_with_its_line():
         pass
     assert "The loss adds to the gradient of 0.weight" in str(refused.value)
     assert f"test_inner_gradients.py:{line}" in str(refused.value)
-    assert "Plans with dp alone run the module as it is" in str(refused.value)
+    assert "Plans with dp and zero alone run the module as it is" in str(refused.value)
 
 
 def test_a_transform_that_was_left_half_way_is_over():

@@ -10,7 +10,9 @@ from torch import Tensor, nn
 from torch.ao import quantization
 from torch.nn import functional as F
 
+from meshloom.core.errors import CaptureError
 from meshloom.core.plan import Plan
+from meshloom.train.trainer import Trainer
 from meshloom.verify.run import verify
 from tests.opaque_jobs import WIDTH, Net, job_of
 
@@ -84,12 +86,8 @@ def test_observers_equal_one_device(name: str, plan: str) -> None:
 
 
 @pytest.mark.long
-def test_a_histogram_under_a_program_with_several_chunks_runs_whole(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_histogram_under_a_program_with_several_chunks_is_refused() -> None:
     """It was merged otherwise than on one device."""
     job = job_of(lambda: Net([PARTS["observers"]()], "0"))
-    report = verify(job, Plan.parse("pp=2,microbatches=2"), devices="simulated", steps=1, dtype=torch.float64)
-    assert report is not None
-    assert report.passed
-    assert "is a HistogramObserver, which spreads its histogram anew" in capsys.readouterr().err
+    with pytest.raises(CaptureError, match="is a HistogramObserver, which spreads its histogram anew"):
+        Trainer(job, "pp=2,microbatches=2", devices="simulated")

@@ -110,13 +110,10 @@ def test_a_loss_that_changes_what_it_reads_is_refused_before_the_first_step(make
 @pytest.mark.covering("the_clock")
 @pytest.mark.parametrize("make", [a_tensor_outside, the_clock])
 @pytest.mark.slow
-def test_what_ranks_compute_differently_is_noticed_after_the_first_step(make: Callable[[], Job]):
-    """A loss that cannot be read runs on every rank, here on one tensor outside of the model or at its own time."""
-    with (
-        pytest.raises(TrainingError, match="differs between ranks tp=0 and tp=1"),
-        Trainer(make(), "tp=2", devices="simulated") as trainer,
-    ):
-        trainer.fit()
+def test_what_ranks_would_compute_differently_is_refused_before_the_first_step(make: Callable[[], Job]):
+    """A tensor outside of the model that each step changes, and a clock."""
+    with pytest.raises(CaptureError), Trainer(make(), "tp=2", devices="simulated"):
+        pass
 
 
 @pytest.mark.long

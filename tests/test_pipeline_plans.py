@@ -157,7 +157,9 @@ def test_ranks_that_drift_apart_are_found():
 
 @pytest.mark.slow
 def test_mistakes_are_one_sentence():
-    with pytest.raises(CaptureError, match=r"jobs.py:\d+ .*Plans with dp alone run the module as it is"):
+    with pytest.raises(
+        CaptureError, match=r"jobs.py:\d+ .*Plans with dp and zero alone run the module as it is"
+    ):
         keyed(make_job("mlp", "sgd", loss=adding_loss), "pp=2,recompute=full")
     with pytest.raises(PlanError, match=r"cuts=nowhere: no module of that name runs in the forward"):
         keyed(make_job("gpt", "sgd"), "pp=2,cuts=nowhere")

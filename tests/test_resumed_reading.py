@@ -1,6 +1,6 @@
 """A run that resumes reads its loss beside the buffers that the model is built with: those of the checkpoint come later, and
 until then their memory holds whatever was in it. The loss was read, compared and searched for what it writes beside that,
-so an index out of range made it run whole on every rank, and a teacher was taken for frozen.
+so an index out of range was raised, and a teacher was taken for frozen.
 """
 
 from __future__ import annotations

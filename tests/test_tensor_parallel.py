@@ -173,7 +173,9 @@ def test_a_checkpoint_goes_on_under_any_plan(optimizer: str, tmp_path: Path):
 
 @pytest.mark.long
 def test_what_cannot_be_read_is_refused_with_the_users_line():
-    with pytest.raises(CaptureError, match=r"jobs.py:\d+ .*Plans with dp alone run the module as it is"):
+    with pytest.raises(
+        CaptureError, match=r"jobs.py:\d+ .*Plans with dp and zero alone run the module as it is"
+    ):
         keyed(make_job("mlp", "sgd", loss=adding_loss), "tp=2,recompute=full")
     with pytest.raises(PlanError, match="sync_batch_norm=true works on modules, and tp=2"):
         Plan(tp=2, sync_batch_norm=True)

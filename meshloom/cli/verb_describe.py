@@ -29,7 +29,7 @@ from meshloom.planner.readings import Readings
 from meshloom.planner.staged_plan import staged
 from meshloom.report.description import description_records, print_description
 from meshloom.report.records import Records
-from meshloom.report.stages import line_of_whole, lines_of, lines_of_ranks, stages_record
+from meshloom.report.stages import lines_of, lines_of_ranks, stages_record
 from meshloom.report.terminal import LongPhases
 from meshloom.tensor_parallel.explain import text_of
 
@@ -102,12 +102,10 @@ def _describe_one(
     )
     for record in description_records(description, arguments.depth):
         records.write(**record)
-    asked, samples = plan, plan.largest_share(arguments.batch or readings.job.batch_size)[0]
-    plan, notes = readings.runs(plan, samples)
-    if asked != plan:
-        said = () if readings.of(samples).unread else notes
-        print("", *said, line_of_whole(asked, plan), sep="\n", file=stream)
-        records.write("whole", plan=str(asked), runs=str(plan), why=notes)
+    asked = plan
+    plan, notes = readings.runs(plan)
+    if notes:
+        print("", *notes, sep="\n", file=stream)
     division = divided(readings, plan, batch_size=arguments.batch, machine=given) if plan.tp > 1 else None
     stages = staged(readings, plan, batch_size=arguments.batch, machine=given) if plan.pp > 1 else None
     if division:

@@ -99,11 +99,7 @@ class Updater:
         user = user or make_optimizers(job, named_parameters)
         self._optimizers = user.optimizers
         is_divided = exchange.owners is not None or bool(shards.pieces) or stages is not None
-        if stages is not None and "optimizer" in user.reaches:
-            raise JobError(
-                f"{user.looks_at_all} looks at all parameters at once, and with pp={stages.size} no rank has them all. Use pp=1, an optimizer that updates each "
-                "parameter by itself, or Job(elementwise=True) if it does."
-            )
+        check_stages(user, stages.size if stages is not None else 1)
         self._losses = _by_loss(job, user, divided=is_divided)
         self._turn = self._losses[0]
         self.takes_closures = any(each.takes_closure for each in self._losses)
@@ -290,6 +286,15 @@ def _counted_here(owned: Sequence[Slice], shards: Shards, device: torch.device) 
         which = shards.speaks_for(slice_.name)
         counted.append(which if isinstance(which, bool) else which[slice_.start : slice_.stop].to(device))
     return counted
+
+
+def check_stages(user: UserOptimizers, num_stages: int) -> None:
+    """Raise `JobError` for an optimizer that looks at all parameters, where stages have some each."""
+    if num_stages > 1 and "optimizer" in user.reaches:
+        raise JobError(
+            f"{user.looks_at_all} looks at all parameters at once, and with pp={num_stages} no rank has them all. Use pp=1, an optimizer that updates each "
+            "parameter by itself, or Job(elementwise=True) if it does."
+        )
 
 
 def _check_closures(user: UserOptimizers, exchange: Ownership, *, offload: bool, scaled: bool) -> None:

@@ -61,14 +61,11 @@ def sparse_tables(model: nn.Module) -> frozenset[str]:
     return frozenset(name for name, each in model.named_parameters() if id(each) in weights)
 
 
-def make_dense(model: nn.Module) -> list[nn.Embedding | nn.EmbeddingBag]:
-    """Switches embeddings to dense gradients of the same values; returns those that had sparse ones."""
-    found = [
-        each for each in model.modules() if isinstance(each, nn.Embedding | nn.EmbeddingBag) and each.sparse
-    ]
-    for module in found:
-        module.sparse = False
-    return found
+def make_dense(model: nn.Module) -> None:
+    """Switches embeddings to dense gradients of the same values."""
+    for module in model.modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            module.sparse = False
 
 
 def refuse_sparse_adam(optimizers: Sequence[Optimizer], where: str) -> None:

@@ -37,7 +37,6 @@ class Advice:
 
     one_device: memory of a step on one device. recommended: None if nothing fits. speedups: of data
     parallelism. exchange: the advised exchange, in a sentence. disk: by which rate offloaded state was priced.
-    whole: why the loss runs whole under some plans, in sentences.
     """
 
     options: tuple[Option, ...]
@@ -50,7 +49,6 @@ class Advice:
     speedups: tuple[Speedup, ...]
     exchange: str
     disk: str = ""
-    whole: tuple[str, ...] = ()
 
     @property
     def fits_on_one(self) -> bool:
@@ -91,15 +89,10 @@ def advise(
     options: list[Option] = []
     refused: dict[str, str] = {}
     last: MeshloomError | None = None
-    undivided: list[tuple[str, ...]] = []  # axes along which the loss is not divided
     for number, plan in enumerate(wanted):
-        if given is None and any(all(getattr(plan, axis) > 1 for axis in axes) for axes in undivided):
-            continue
         tell(f"rehearsing plan {number + 1} of {len(wanted)}: {plan}")
         try:
             options.append(pricers[plan.precision].price(plan))
-            if options[-1].whole:
-                undivided.append(tuple(axis for axis in ("pp", "tp") if getattr(plan, axis) > 1))
         except (PlanError, CaptureError) as error:
             refused[str(plan)] = str(error)
             last = error
@@ -123,7 +116,6 @@ def advise(
             speedups=speedups,
             exchange=exchange_reason(options, devices) if given is None else "",
             disk=disk_rate_sentence(devices.machine) if any(each.price.disk for each in options) else "",
-            whole=next((each.whole for each in options if each.whole), ()),
         )
     )
 
@@ -172,7 +164,6 @@ def recommended(options: Sequence[Option]) -> Option | None:
     If some were tried, one of those.
     """
     fitting = [each for each in options if each.fits]
-    fitting = [each for each in fitting if not each.whole] or fitting  # one with fewer ranks does the same
     fitting = [each for each in fitting if each.measured_seconds is not None] or fitting
     if not fitting:
         return None

@@ -9,7 +9,6 @@ from functools import partial
 import torch
 
 from meshloom.core.job import Job
-from meshloom.core.plan import Plan
 from meshloom.core.random import preserved_draws
 from meshloom.machine.machine import Machine
 from meshloom.parameters.file_weights import match_weights
@@ -23,7 +22,6 @@ from meshloom.program.ir.nodes import Node
 from meshloom.program.ir.program import Program
 from meshloom.program.opaque.operator import is_opaque
 from meshloom.program.store.fingerprint import function_fingerprint
-from meshloom.replica.whole_loss import unread_note
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,9 +75,7 @@ def describe(
         batch_size=batch_size or job.batch_size,
         unused=tuple(name for name, each in program.parameters.items() if each.value not in used),
         unpriced=tuple(dict.fromkeys(unpriced)),
-        opaque=(unread_note(Plan(), reading.unread),)
-        if reading.unread
-        else tuple(opaque_notes(program, reading.costs)),
+        opaque=tuple(opaque_notes(program, reading.costs)),
         tied=[(name, *each.aliases) for name, each in program.parameters.items() if each.aliases],
         memory=memory,
         no_memory=no_memory,

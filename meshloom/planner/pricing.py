@@ -64,7 +64,7 @@ class Option:
 
     memory_bytes: of the rank that holds most. num_bytes: axis -> bytes that rank 0 hands over in a step.
     measured_seconds: of a step, if the plan was tried. held: [rank], what it held in the rehearsal, without
-    temporaries and the batch. whole: why the loss runs whole under it, in sentences; (): it does not.
+    temporaries and the batch.
     """
 
     plan: Plan
@@ -75,7 +75,6 @@ class Option:
     measured_seconds: float | None = None
     why: str = ""
     held: tuple[HeldBytes, ...] = ()
-    whole: tuple[str, ...] = ()
 
     @property
     def seconds(self) -> float:
@@ -120,12 +119,12 @@ class Pricer:
         self._devices = devices
         self._cache = cache
         self._readings = [Readings(each, cache, timings) for each in jobs_of(job).values()]  # of each loss
-        self.unread, self._has_programs = "", True
+        self.unread = ""
         try:
-            found = [readings.of(job.batch_size).unread for readings in self._readings]
-            self.unread = next(filter(None, found), "")
+            for readings in self._readings:
+                readings.of(job.batch_size)
         except CaptureError as error:
-            self.unread, self._has_programs = str(error), False
+            self.unread = str(error)
         predicted = self._predicted(Plan())
         self._is_predicted = predicted is not None
         self.one_device = predicted or measure_memory(job, first_batches(job, 1))
@@ -134,6 +133,8 @@ class Pricer:
 
     def price(self, plan: Plan) -> Option:
         """Rehearses a plan and prices it. Raises `PlanError` or `CaptureError` if it cannot run the job."""
+        if self.unread and plan.captures:
+            raise CaptureError(self.unread)
         rehearsal = self._rehearsed(plan, self._devices.threads_of(plan.mesh.size))
         return Option(
             plan=plan,
@@ -142,7 +143,6 @@ class Pricer:
             limit_bytes=plan.memory_bytes or self._devices.limit(plan.mesh.size),
             num_bytes=rehearsal.num_bytes,
             held=rehearsal.held,
-            whole=rehearsal.whole,
         )
 
     def speedups(self, options: Sequence[Option]) -> tuple[AmdahlWork | None, tuple[Speedup, ...]]:
@@ -223,7 +223,7 @@ class Pricer:
     @property
     def _largest(self) -> int:
         """Bytes of the largest parameter; 0 where it is not known."""
-        if not self._has_programs:
+        if self.unread:
             return 0
         programs = [each.of(self._job.batch_size).program for each in self._readings]
         return max((each.meta.num_bytes for one in programs for each in one.parameters.values()), default=0)
@@ -252,7 +252,7 @@ class Pricer:
         here, there = self._devices.here, self._devices.machine
         if here is None or here.name == there.name:
             return 1.0
-        if not self._has_programs:
+        if self.unread:
             raise MachineError(
                 f"Plans are priced for {there.name} by what its operators take, and this loss cannot be read: {self.unread}"
             )

@@ -17,12 +17,12 @@ from meshloom.core.plan import Plan
 from meshloom.core.random import preserved_draws
 from meshloom.data.samples import first_batches
 from meshloom.machine.host_memory import free_bytes
+from meshloom.optimizer.updater import check_stages
+from meshloom.optimizer.user_optimizer import make_optimizers
 from meshloom.parameters.model import trainable
 from meshloom.parameters.unfilled_model import UnfilledModel, build_unfilled
 from meshloom.planner.memory.comparison import compared_program, comparison_bytes
-from meshloom.program.capture.outside import ChangedWhileReadError
 from meshloom.program.capture.shapes import Built, capture_shapes
-from meshloom.program.capture.whole_program import whole_program
 from meshloom.program.cost.cost import Cost, costs
 from meshloom.program.ir.leaves import Leaves
 from meshloom.program.ir.program import Program
@@ -31,26 +31,17 @@ from meshloom.program.store.captured_loss import CapturedLoss, attempted, pairs_
 from meshloom.program.store.drawn_batches import drawn_alone, loss_of
 from meshloom.program.store.program_cache import ProgramCache
 from meshloom.program.store.stored_costs import cached_costs
+from meshloom.replica.open_engine import without_zero
 from meshloom.replica.step_checks import check_readable
-from meshloom.replica.whole_loss import (
-    looks_at_all,
-    may_run_whole,
-    plan_for_optimizers,
-    refusal,
-    undivided,
-    unread_note,
-)
 from meshloom.telemetry.timings import Timings
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """kinds: path of a module -> name of its class. unread: why the loss cannot be read, so that the program is one operator; "": it can.
-    stored: results of earlier runs."""
+    """kinds: path of a module -> name of its class. stored: results of earlier runs."""
 
     program: Program
     kinds: Mapping[str, str]
-    unread: str = ""
     timings: Timings = field(default_factory=Timings, compare=False)
     stored: ProgramCache | None = field(default=None, compare=False)
 
@@ -77,7 +68,7 @@ class Readings:
 
     def of(self, samples: int) -> Reading:
         """The reading for the first batch of so many samples. Raises `CaptureError` if the loss cannot be
-        captured and the model does not fit into this host's memory, and errors of reading the data."""
+        captured, and errors of reading the data."""
         if samples not in self._read:
             with self.timings.of("reading"):
                 self._read[samples] = self._reading(samples)
@@ -102,7 +93,6 @@ class Readings:
 
     def _reading(self, samples: int) -> Reading:
         (batch,) = first_batches(self.job, 1, samples)
-        unread = ""
         try:
             program = capture_shapes(self.job, batch, kept=self._kept, built=self._model)
             if self._num_bytes <= free_bytes() and self._hooks_gradients:
@@ -111,14 +101,11 @@ class Readings:
             if self._num_bytes > free_bytes():
                 raise
             found, refused = attempted(lambda: self._with_values(samples))
-            if isinstance(refused, ChangedWhileReadError) or (
-                refused and not isinstance(refused, CaptureError)
-            ):
+            if found is None:
+                assert refused is not None
                 raise refused from None
-            program, unread = found or whole_program(self.job, batch), str(refused or "")
-        return Reading(
-            program=program, kinds=self._kinds, unread=unread, timings=self.timings, stored=self.stored
-        )
+            program = found
+        return Reading(program=program, kinds=self._kinds, timings=self.timings, stored=self.stored)
 
     def _with_values(self, samples: int) -> Program:
         """The program captured with values, where modules that need them are opaque."""
@@ -129,25 +116,21 @@ class Readings:
         constants = {name: empty_like(each, "meta") for name, each in program.constants.items()}
         return replace(program, constants=constants, by_shapes=True)
 
-    def runs(self, plan: Plan, samples: int) -> tuple[Plan, list[str]]:
-        """What ranks run under a plan, which is without tp and pp where the loss runs whole; why that is, in sentences. samples: of a chunk.
+    def runs(self, plan: Plan) -> tuple[Plan, list[str]]:
+        """The plan that ranks run, which is without zero for optimizers that it divides nothing of; why that is, in sentences.
 
-        Raises `CaptureError` where the loss cannot be read and the plan asks for more than its division.
+        Raises `CaptureError` and `JobError` where programs, or stages, cannot do what hooks or optimizers do.
         """
-        if not (plan.captures or plan.zero):
-            return plan, []
-        optimizers = looks_at_all(self.job, trainable(self._unfilled)) if plan.pp > 1 or plan.zero else []
-        plan, notes = plan_for_optimizers(self.job, plan, optimizers)
-        if not plan.captures:
-            return plan, notes
-        unread = self.of(samples).unread
-        try:
+        if plan.captures:
             check_readable(self._unfilled, plan)
-        except CaptureError as error:
-            unread = str(error)
-        if unread and not may_run_whole(plan):
-            raise refusal(plan, unread)
-        return (undivided(plan), [*notes, unread_note(plan, unread)]) if unread else (plan, notes)
+        if plan.pp == 1 and not plan.zero:
+            return plan, []
+        with preserved_draws():
+            made, _ = attempted(lambda: make_optimizers(self.job, trainable(self._unfilled)))
+        if made is None:  # values may be missing; the run meets it again
+            return plan, []
+        check_stages(made, plan.pp)
+        return without_zero(plan, made)
 
     @cached_property
     def _recorded(self) -> tuple[nn.Module, UnfilledModel | None]:

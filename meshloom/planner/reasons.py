@@ -17,7 +17,7 @@ WORTH_SAYING = 0.1  # of a step
 
 def why_of(option: Option, best: Option | None) -> str:
     """What the plan does, and its advantages and disadvantages beside the recommended one."""
-    parts = [_whole(option.plan) if option.whole else what_it_does(option.plan)]
+    parts = [what_it_does(option.plan)]
     sent = ", ".join(f"{format_bytes(count)} along {axis}" for axis, count in option.num_bytes.items())
     parts.append(f"a rank sends {sent} a step" if sent else "nothing is sent")
     price = option.price
@@ -40,18 +40,6 @@ def why_of(option: Option, best: Option | None) -> str:
     elif best:
         parts.append(f"as fast as {best.plan}, which is simpler")
     return "; ".join(parts)
-
-
-def _whole(plan: Plan) -> str:
-    """What a plan does whose loss runs whole.
-
-    >>> _whole(Plan(dp=2, tp=2)), _whole(Plan(zero=1, dp=2))
-    ('the loss runs whole: each of the 2 ranks of a replica computes and holds all of it, as with dp=2 alone', 'every rank keeps all parameters and their state')
-    """
-    ranks = plan.tp * plan.pp
-    if ranks == 1:
-        return "every rank keeps all parameters and their state"
-    return f"the loss runs whole: each of the {ranks} ranks of a replica computes and holds all of it, as with dp={plan.dp} alone"
 
 
 def what_it_does(plan: Plan) -> str:
@@ -102,8 +90,6 @@ def reason_of(one_device_bytes: int, limit: int, best: Option | None, options: S
         )
         return f"{room}. No plan on these devices fits{least}. Use more devices, a smaller batch or recompute=full."
     plan = best.plan
-    if best.whole and plan.tp * plan.pp > 1:
-        return f"{room}. Under {plan} the loss runs whole, so tp and pp take ranks and divide nothing: use dp={plan.mesh.size} instead."
     alone = next((each for each in options if each.plan == Plan()), None)
     faster = (
         f", {alone.times(best):.2f} times as fast as one rank" if alone and best.plan != alone.plan else ""

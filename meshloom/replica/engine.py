@@ -1,7 +1,7 @@
 """The contract of an engine: it computes a replica's chunks on one rank and holds the rank's share of the
 model.
 
-    ModuleEngine    runs the user's module as it is; the rank holds all of it          (dp alone; losses that run whole)
+    ModuleEngine    runs the user's module as it is; the rank holds all of it          (dp alone)
     ProgramEngine   runs programs captured from the loss; the rank holds some stages along pp, its shard of them along tp
 
 Order of calls: `open`, `parameters`, `connect`; then in every step `run`, and `refresh_borrowed` after its
@@ -46,13 +46,11 @@ class Engine(ABC):
     """What computes on one rank. All ranks of a replica have the same kind and call the same methods in the
     same order.
 
-    runs_whole: whether every rank of the replica computes the whole loss.
     runs_modules: whether it runs modules of the user's as they are written, which may change what they see; once it is open.
     shards: this rank's shards along tp. division: how the model was sharded; None: it is not. compiler: compiles what
     is computed; None: nothing is. is_unlike_training: whether it was divided or cut in another precision than training is.
     """
 
-    runs_whole: bool = False
     runs_modules: bool = True
     is_unlike_training: bool = False
     shards: Shards

@@ -113,10 +113,8 @@ def finished(
     if adds_in_any_order(device):
         held = set(engine.replicated)
         names = (each.name for each in exchange.owned)
-        same = [
-            each for name, each in zip(names, gradients, strict=True) if engine.runs_whole or name in held
-        ]
-        yield from engine.team_sums.alike(same, ("tp", "pp") if engine.runs_whole else ("tp",))
+        same = [each for name, each in zip(names, gradients, strict=True) if name in held]
+        yield from engine.team_sums.alike(same)
     return gradients
 
 

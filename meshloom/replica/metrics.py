@@ -85,7 +85,7 @@ def _evaluate(
     sums = MetricSums([name for name, each in given.metrics.items() if not isinstance(each, Metric)], replica.context.device)  # fmt: skip
     samples = {name: AllSamples(name, each) for name, each in given.metrics.items() if isinstance(each, Metric)}  # fmt: skip
     place = replica.context.place
-    speaks = not place.tp and (not place.pp or not replica.engine.runs_whole)  # for its replica
+    speaks = not place.tp  # for its replica
     with (
         replica.modes.evaluation(), torch.no_grad(), replica.engine.computing("evaluate"),
         replica.scope.evaluating() as untouched,

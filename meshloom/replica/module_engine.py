@@ -1,5 +1,4 @@
-"""Runs the user's unchanged module, chunk after chunk: the engine of data-parallel plans, and of losses that run whole,
-where every rank holds the full model."""
+"""Runs the user's unchanged module, chunk after chunk: the engine of data-parallel plans, where every rank holds the full model."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 from meshloom.checkpoint.resuming import check_together
 from meshloom.checkpoint.tensor_file import Stream
 from meshloom.comm.rank_context import RankContext
-from meshloom.comm.steps import Steps, run_in_steps
+from meshloom.comm.steps import Steps
 from meshloom.core.job import Job, LossFunction, NamedParameters
 from meshloom.core.losses.logged import computed_with_logs, taken_apart
 from meshloom.core.losses.loss_sum import as_sum
@@ -28,13 +27,11 @@ from meshloom.exchange.units.compiled_units import CompiledUnits, unwatched
 from meshloom.exchange.units.unit_access import UnitAccess
 from meshloom.exchange.units.unit_gathering import STEP
 from meshloom.exchange.zero_three import slices_of
-from meshloom.parameters.model import state_of, trainable
-from meshloom.parameters.replica_check import first_difference_in_replica
+from meshloom.parameters.model import trainable
 from meshloom.parameters.shards import Shards
 from meshloom.parameters.unfilled_model import UnfilledModel, take_share
 from meshloom.pipeline.runtime.microbatches import Visit
 from meshloom.pipeline.runtime.recorder import Recorder
-from meshloom.program.ir.written_parameters import named_buffers
 from meshloom.program.run.compiler import Compiler
 from meshloom.replica.buffers.batch_norm import synchronise_batch_norm, unsynchronised
 from meshloom.replica.buffers.merged_buffers import RunningStatistics
@@ -50,17 +47,12 @@ from meshloom.telemetry.traffic import ExpectedBytes
 
 
 class ModuleEngine(Engine):
-    """One rank's `job` under `plan`, which has neither tp nor pp. asked: the plan that was asked for; where it has some,
-    every rank of a replica does the same. updates: whether the rank updates its parameters."""
+    """One rank's `job` under `plan`, which has neither tp nor pp. updates: whether the rank updates its parameters."""
 
-    runs_whole = True
-
-    def __init__(
-        self, job: Job, plan: Plan, context: RankContext, asked: Plan | None = None, *, updates: bool = True
-    ) -> None:
+    def __init__(self, job: Job, plan: Plan, context: RankContext, *, updates: bool = True) -> None:
         self.shards = Shards({}, None)
-        self._job, self._plan, self._context, self._asked = job, plan, context, asked or plan
-        self.team_sums = TeamSums(context.groups.get("pp"), context.groups.get("tp"))
+        self._job, self._plan, self._context = job, plan, context
+        self.team_sums = TeamSums(None, None)
         self._model: nn.Module
         self._parameters: NamedParameters = []
         self._exchange: Exchange
@@ -80,7 +72,6 @@ class ModuleEngine(Engine):
     ) -> Steps[None]:  # fmt: skip
         if self.compiler:
             yield from check_together(self._context.world, self.compiler.check)
-            self._compile_losses() if self._plan.zero < 3 else None
         yield from take_share(model, self.shards, unfilled, self._context.world)
         self._model, self._parameters = model, trainable(model)
         several, joined = self._plan.num_chunks > 1, self._plan.sync_batch_norm
@@ -113,6 +104,8 @@ class ModuleEngine(Engine):
                 undo.enter_context(compiled.connect())
             elif self.compiler and all(unit.module is None for unit in sliced.units):
                 self._compile_losses()
+        elif self.compiler:
+            self._compile_losses()
         for _, parameter in self._parameters:
             undo.callback(parameter.register_post_accumulate_grad_hook(exchange.ready_hook(parameter)).remove)
         return undo
@@ -131,7 +124,7 @@ class ModuleEngine(Engine):
         compiled = self._compiled_units.computing() if self._compiled_units else nullcontext()
         watched = [] if id(self._loss) in self._begun else self._parameters
         self._begun.add(id(self._loss))
-        with self.computing(STEP, idle=not chunks), compiled, hooks_kept(watched, self._asked):
+        with self.computing(STEP, idle=not chunks), compiled, hooks_kept(watched, self._plan):
             for chunk in chunks:
                 self._context.activity.enter("chunk", chunk.step, chunk.index)
                 data = scope.data(chunk)
@@ -208,15 +201,11 @@ class ModuleEngine(Engine):
         yield
 
     def check_replicated(self) -> Steps[str | None]:
-        if (team := self._context.team) is None:
-            return None
-        sliced = slices_of(self._exchange)
-        held = dict(named_buffers(self._model)) if sliced else state_of(self._model)
-        kept = {each.name: each.data() for each in sliced.each_slice()} if sliced else {}
-        return (yield from first_difference_in_replica({**kept, **held}, self.shards, team, self._asked))
+        return None
+        yield
 
     def expected_bytes(self) -> ExpectedBytes:
-        return self.team_sums.expected_bytes() + self._gathered.expected_bytes()
+        return self._gathered.expected_bytes()
 
     @property
     def waits_inside(self) -> bool:
@@ -234,9 +223,6 @@ class ModuleEngine(Engine):
 
     def _complete(self, loss_sums: LossSums) -> None:
         loss_sums.close()
-        if loss_sums.told is not None and self._context.team is not None:
-            for axis in ("tp", "pp"):
-                run_in_steps([self.team_sums.add_up(axis, loss_sums.told)])
         # Replicas with fewer chunks have started fewer collectives of gradients if each chunk's are sent.
         loss_sums.start(self._context.statistics if self._exchange.each_chunk else self._context.groups["dp"])
 

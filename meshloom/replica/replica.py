@@ -65,7 +65,7 @@ from meshloom.replica.exchanges.opening import check_limits, open_exchange, watc
 from meshloom.replica.exchanges.sharing import shares_copies, why_separate
 from meshloom.replica.gradient_completion import finished
 from meshloom.replica.loss_sums import LossSums
-from meshloom.replica.whole_loss import open_engine
+from meshloom.replica.open_engine import open_engine, without_zero
 from meshloom.telemetry.step_result import StepResult
 from meshloom.telemetry.timings import Timings
 from meshloom.telemetry.traffic import Traffic
@@ -135,8 +135,7 @@ class Replica:
         self._undo.enter_context(limited(self.model))
         self.sums = LossSums.of(plan, context.device)
         self.stored = stored
-        # what its parts run under, without tp and pp where the loss runs whole; why that is
-        self.inner, self.whole = plan, tuple[str, ...]()
+        self.inner = plan  # what its parts run under
         self.engine: Engine
         self.scope: ChunkScope
         self.frozen: NamedParameters = []
@@ -156,7 +155,7 @@ class Replica:
             self.copied += yield from self.start.settle(weights)
         self._notes += yield from _find_written(self, self._undo)
         whole = self.named
-        early = yield from _open_engine(self)
+        yield from _open_engine(self)
         if weights:
             with self.timings.of("reading weights"):
                 filled = self.start.unfilled is not None  # as this rank's share was
@@ -167,8 +166,14 @@ class Replica:
         self.frozen = frozen_parameters(self.model)
         with self.timings.of("optimizer and buffers"):
             values = yield from master_values(self.job, self.inner, self.context, self.start, self.dtype)
-            make = partial(make_optimizers, self.job) if early is None or values else lambda named: early
-            made = (values or self.start).given(whole, make) if self.updates else None
+            made = (
+                (values or self.start).given(whole, partial(make_optimizers, self.job))
+                if self.updates
+                else None
+            )
+            if made:
+                self.inner, notes = without_zero(self.inner, made)
+                self._notes += notes
             yield from check_together(self.context.world, lambda: self._open_exchange(made, whole))
             if made:
                 self.exchange, self.updater = yield from open_updater(
@@ -271,7 +276,7 @@ class Replica:
 
     def notes(self) -> list[str]:
         """Notes for the user before the first step."""
-        return [*self._notes, *self.whole, *self.updater.notes(), *self.engine.notes, *self.exchange.notes()]
+        return [*self._notes, *self.updater.notes(), *self.engine.notes, *self.exchange.notes()]
 
     def close(self) -> None:
         """Remove the hooks from the model."""
@@ -292,15 +297,12 @@ class Replica:
         self.row_limits = RowLimits(self.limits, self.named, self.engine.rows, self.replicas, self.exchange, self.shards)  # fmt: skip
 
 
-def _open_engine(replica: Replica) -> Steps[UserOptimizers | None]:
-    """The optimizers, if they had to be made for it."""
+def _open_engine(replica: Replica) -> Steps[None]:
     opened = yield from open_engine(
         replica.job, replica.inner, replica.context, replica.start, replica.own, dtype=replica.dtype, timings=replica.timings,
         stored=replica.stored, updates=replica.updates,
     )  # fmt: skip
     replica.engine, replica.scope, replica.units = opened.engine, opened.scope, opened.units
-    replica.inner, replica.whole = opened.plan, tuple(opened.notes)
-    return opened.made
 
 
 def _span(replica: Replica, kind: SpanKind) -> AbstractContextManager[None]:

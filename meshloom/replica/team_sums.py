@@ -43,22 +43,20 @@ class TeamSums:
             group.all_reduce(flags).wait()
         return flags
 
-    def alike(self, gradients: Sequence[Tensor | None], axes: Sequence[Axis]) -> Steps[None]:
-        """Those of the first rank along these axes, in place, on each of them. All have computed the same ones, up to rounding; None:
+    def alike(self, gradients: Sequence[Tensor | None]) -> Steps[None]:
+        """Those of the first rank along tp, in place, on each of them. All have computed the same ones, up to rounding; None:
         unused."""
-        own = [_values(each) for each in gradients if each is not None]
-        for axis in axes:
-            group = self._groups[axis]
-            if group is None or group.size == 1:
-                continue
-            for some in _flat_parts(own):
-                flat = torch.cat([each.reshape(-1) for each in some])
-                work = group.broadcast(flat, 0)
-                self._sent[axis]["broadcast"] += flat.nbytes
-                yield
-                work.wait()
-                for each, value in zip(some, flat.split([each.numel() for each in some]), strict=True):
-                    each.copy_(value.view_as(each))
+        group = self._groups["tp"]
+        if group is None or group.size == 1:
+            return
+        for some in _flat_parts([_values(each) for each in gradients if each is not None]):
+            flat = torch.cat([each.reshape(-1) for each in some])
+            work = group.broadcast(flat, 0)
+            self._sent["tp"]["broadcast"] += flat.nbytes
+            yield
+            work.wait()
+            for each, value in zip(some, flat.split([each.numel() for each in some]), strict=True):
+                each.copy_(value.view_as(each))
 
     def count(self, sent: Mapping[Axis, Mapping[str, int]]) -> None:
         """Add bytes that programs sent, by kind of operation."""

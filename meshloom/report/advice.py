@@ -46,7 +46,6 @@ def _lines(advice: Advice, was_tried: bool) -> Iterator[str]:
         yield from (f"  {each.plan}: {each.why}" for each in advice.options)
     if advice.recommended and advice.recommended.held:
         yield f"{advice.recommended.plan}: {_of_fullest(advice.recommended.held)}"
-    yield from advice.whole
     if advice.exchange:
         yield advice.exchange
     if advice.disk:

@@ -7,7 +7,6 @@ from dataclasses import asdict
 from typing import Any
 
 from meshloom.core.mesh import AXES
-from meshloom.core.plan import Plan
 from meshloom.core.units import format_bytes, format_count, format_number, format_seconds, plural
 from meshloom.planner.memory.rank_memory import PHASES, RankMemory
 from meshloom.planner.ranks import RankShare
@@ -56,18 +55,6 @@ def lines_of(found: StagePlan) -> list[str]:
 _OFFLOADED = (
     "offloaded: the optimizer's state, on disk on CPUs and in host memory on GPUs; peaks have what an update needs of it at one time",
 )
-
-
-def line_of_whole(asked: Plan, runs: Plan) -> str:
-    """What a plan costs whose loss runs whole. runs: what each rank does.
-
-    >>> line_of_whole(Plan(dp=2, tp=4), Plan(dp=2))
-    "dp=2,tp=4 costs what dp=2 costs, on 4 times as many ranks: each of 4 ranks holds the whole model, computes all of its replica's chunks and updates everything."
-    """
-    copies = asked.mesh.size // runs.mesh.size
-    ranks = "each rank" if copies == 1 else f"each of {copies} ranks"
-    more = "" if copies == 1 else f", on {copies} times as many ranks"
-    return f"{asked} costs what {runs} costs{more}: {ranks} holds the whole model, computes all of its replica's chunks and updates everything."
 
 
 def lines_of_ranks(shares: Sequence[RankShare], memories: Sequence[RankMemory], *, sent: bool) -> list[str]:

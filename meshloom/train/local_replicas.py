@@ -105,7 +105,7 @@ class LocalReplicas:
 
     def show_warnings(self) -> None:
         """Show those, once the run has said what it is, where no step gives them: it runs programs."""
-        if self._world.main and not self.first.engine.runs_whole:
+        if self._world.main and self.first.inner.captures:
             show_warnings(self._held)
 
     def together(self, steps: Callable[[Replica], Steps[T]]) -> list[T]:

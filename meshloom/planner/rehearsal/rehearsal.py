@@ -59,8 +59,8 @@ class RankStep:
 class Rehearsal:
     """Steps of a plan. places, held: [rank]. steps: [step][rank]; of a job of several losses their turns, of which a
     step has `turns` on average. threads: of each rank. schedule: of the plan's pipeline, if it has one. one_copy:
-    whether the replicas share one copy of parameters and optimizer state. ran: what ranks ran under, without tp and pp
-    where the loss ran whole; whole: why, in sentences."""
+    whether the replicas share one copy of parameters and optimizer state. ran: what ranks ran under, if that is
+    another plan."""
 
     plan: Plan
     threads: int
@@ -71,7 +71,6 @@ class Rehearsal:
     one_copy: bool = False
     turns: float = 1.0
     ran: Plan | None = None
-    whole: tuple[str, ...] = ()
 
     @property
     def num_bytes(self) -> Mapping[str, int]:

@@ -102,7 +102,6 @@ def rehearse(
                 one_copy=replicas[0].exchange.one_copy,
                 turns=cycle / period,
                 ran=replicas[0].inner,
-                whole=replicas[0].whole,
             )
     finally:
         torch.set_num_threads(before)

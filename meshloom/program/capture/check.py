@@ -20,7 +20,7 @@ from meshloom.core.modules.own_generators import own_generators, seed_own_genera
 from meshloom.core.random import KeyedDraws, derive, preserved_draws, seed_everything
 from meshloom.program.capture.restored import attributes_put_back, cloned, restored
 from meshloom.program.capture.sketch import Sketch, sketch
-from meshloom.program.ir.lines import WAY_OUT
+from meshloom.program.ir.lines import WAYS_OUT
 from meshloom.program.ir.program import Program
 from meshloom.program.ir.written_parameters import named_buffers
 from meshloom.program.opaque.bound import bound
@@ -126,7 +126,7 @@ def check_against_module(
                     else f"the first module whose output differs is {path or 'the model'}"
                 )
                 differs = DiffersError(
-                    f"The captured program differs from the model: {difference.what} differs by {difference.error:.1e} (limit {limit:.0e}); {where}. {WAY_OUT}"
+                    f"The captured program differs from the model: {difference.what} differs by {difference.error:.1e} (limit {limit:.0e}); {where}. {WAYS_OUT}"
                 )
                 differs.parameter = difference.parameter
                 raise differs.at(path)

@@ -337,7 +337,7 @@ def _outermost(parts: Mapping[str, str]) -> dict[str, str]:
 def _reason(error: Exception, path: str) -> str:
     """One clause: why a module cannot be read."""
     if isinstance(error, OpaqueError):
-        return str(error).removesuffix(".")
+        return str(error).removesuffix(WAY_OUT).rstrip().removesuffix(".")
     line = line_of_error((error.__cause__ or error).__traceback__)
     text = str(error).split(", so no one program")[0].split(". ")[0].strip()
     return text if line is None or str(line) in text else f"{text} ({line})"

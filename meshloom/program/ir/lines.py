@@ -13,7 +13,10 @@ import torch
 
 from meshloom.core.modules.packages import is_of_package
 
-WAY_OUT = "Plans with dp alone run the module as it is and need no program."  # ends every refusal
+WAY_OUT = "Plans with dp and zero alone run the module as it is and need no program."  # ends every refusal
+WAYS_OUT = (
+    f"Or move it into a module of its own and name that in Job(opaque=[...]). {WAY_OUT}"  # of a line of code
+)
 _MESHLOOM = str(Path(__file__).parents[2])
 _TORCH = str(Path(torch.__file__).parent)
 _LIBRARY = sysconfig.get_paths()["stdlib"]

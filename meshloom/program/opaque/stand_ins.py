@@ -13,6 +13,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from meshloom.core.errors import CaptureError
 from meshloom.program.ir.encoding import encoded
+from meshloom.program.ir.lines import WAY_OUT
 from meshloom.program.ir.nodes import Meta, submodule
 from meshloom.program.opaque.call import METHODS, OpaqueCall, split_arguments, state_of
 from meshloom.program.opaque.operator import OPAQUE
@@ -26,7 +27,7 @@ class OpaqueError(CaptureError):
     """A part that cannot be opaque; the one around it may. module: its path."""
 
     def __init__(self, path: str, why: str) -> None:
-        super().__init__(f"{path or 'the model'} cannot be one operator: {why}.")
+        super().__init__(f"{path or 'the model'} cannot be one operator: {why}. {WAY_OUT}")
         self.module = path
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from meshloom.core.errors import CaptureError
-from meshloom.program.ir.lines import WAY_OUT, SourcePlace
+from meshloom.program.ir.lines import WAYS_OUT, SourcePlace
 
 MAX_TRIED = 65536  # elements: a function that changes one number in ten thousand is detected
 # no function of values calls these
@@ -129,7 +129,7 @@ def refusal(applied: Applied) -> CaptureError:
     """The error for a function that cannot be rewritten."""
     return CaptureError(
         f"{applied.function.__name__}.apply at {applied.place} has a custom backward, which a program cannot represent unless it multiplies "
-        f"the incoming gradient element by element. Write it with torch operators. {WAY_OUT}"
+        f"the incoming gradient element by element. Write it with torch operators. {WAYS_OUT}"
     ).at(None, applied.place.line)
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from meshloom.core.errors import CaptureError
-from meshloom.program.ir.lines import WAY_OUT, describe_line, place_here
+from meshloom.program.ir.lines import WAYS_OUT, describe_line, place_here
 from meshloom.program.python_draws.paths import Expression, function_of
 
 
@@ -171,7 +171,7 @@ def refused(why: str) -> CaptureError:
     line = describe_line(place_here(2).line)
     return CaptureError(
         f"What {line} draws with random or numpy, or meshloom.step(), becomes an input of the program, and there {why}. "
-        f"Compute with it by +, -, *, /, **, comparisons, math or numpy functions, or make a tensor of it first (torch.tensor(r)). {WAY_OUT}"
+        f"Compute with it by +, -, *, /, **, comparisons, math or numpy functions, or make a tensor of it first (torch.tensor(r)). {WAYS_OUT}"
     )
 
 

@@ -27,7 +27,7 @@ from meshloom.core.errors import CaptureError
 from meshloom.core.modules.module_caches import no_tensors_kept
 from meshloom.program.gradients.gradient_trace import trace_with_gradients
 from meshloom.program.ir.contexts import Autocast, Context
-from meshloom.program.ir.lines import WAY_OUT, SourceLine, SourcePlace, place_here, place_of_error
+from meshloom.program.ir.lines import WAY_OUT, WAYS_OUT, SourceLine, SourcePlace, place_here, place_of_error
 from meshloom.program.opaque.stand_ins import Recorded, standing_in
 from meshloom.program.operators.limited_rows import functions_limited, limited
 from meshloom.program.trace.attributes import (
@@ -329,7 +329,7 @@ def _written_buffers(model: nn.Module) -> Iterator[None]:
         if now is None or now.shape != shape:
             other = "nothing" if now is None else f"one of shape {list(now.shape)}"
             raise CaptureError(
-                f"The forward replaces {where}, of shape {list(shape)}, by {other}, and a program keeps its shape. {WAY_OUT}"
+                f"The forward replaces {where}, of shape {list(shape)}, by {other}, and a program keeps its shape. {WAYS_OUT}"
             )
         with torch.no_grad():
             buffer.copy_(now)
@@ -381,7 +381,7 @@ def _from_exported(exported: ExportedProgram, seen: _Seen) -> Exported:
     for node in graph.nodes:
         if node.op == "get_attr" or isinstance(node.target, _torch._ops.HigherOrderOperator):
             raise CaptureError(
-                f"{node.target} at {describe_place(node)} is control flow or a kernel that a program cannot represent. {WAY_OUT}"
+                f"{node.target} at {describe_place(node)} is control flow or a kernel that a program cannot represent. {WAYS_OUT}"
             ).at(path_of(node))
     return result
 
@@ -395,6 +395,6 @@ def _explain(error: Exception) -> str:
     if kind in of_values or "data-dependent" in text:
         return (
             f"What runs depends on the values in the batch at {place}, so no one program computes it: {first[:160]}. "
-            f"Write a choice with torch.where, and leave out what only checks values: training stops at what is not finite. {WAY_OUT}"
+            f"Write a choice with torch.where, and leave out what only checks values: training stops at what is not finite. {WAYS_OUT}"
         )
-    return f"The loss could not be captured at {place}: {kind}: {first[:200]}. {WAY_OUT}"
+    return f"The loss could not be captured at {place}: {kind}: {first[:200]}. {WAYS_OUT}"

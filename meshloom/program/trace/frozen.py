@@ -12,7 +12,7 @@ import numpy
 import torch
 
 from meshloom.core.errors import CaptureError
-from meshloom.program.ir.lines import WAY_OUT, SourceLine, describe_line, is_users, line_of_frame
+from meshloom.program.ir.lines import WAY_OUT, WAYS_OUT, SourceLine, describe_line, is_users, line_of_frame
 from meshloom.program.ir.nodes import Node
 from meshloom.program.ir.program import Program
 from meshloom.program.ir.sparse_constants import bits_of, dense_parts
@@ -37,7 +37,7 @@ def check_draws() -> Callable[[Callable[[], Any]], None]:
                 line = line_that_changes(rerun, state)
                 raise FrozenDrawError(
                     f"The forward draws from {kind} at {describe_line(line)}; a program would keep the one draw for ever. "
-                    f"Draw with torch (torch.rand, torch.randint). {WAY_OUT}"
+                    f"Draw with torch (torch.rand, torch.randint). {WAYS_OUT}"
                 ).at(None, line)
 
     return check
@@ -49,7 +49,7 @@ def check_equal(first: Program, second: Program) -> None:
         if _fact(one) != _fact(other):
             raise CaptureError(
                 f"What runs at {describe_line(one.line or other.line)} depends on more than the batch's tensors and torch's draws: "
-                f"read twice it was {_shown(one, other)} and {_shown(other, one)}. Compute it from tensors. {WAY_OUT}"
+                f"read twice it was {_shown(one, other)} and {_shown(other, one)}. Compute it from tensors. {WAYS_OUT}"
             ).at(one.path)
     for name, constant in first.constants.items():
         other = second.constants.get(name)
@@ -60,7 +60,7 @@ def check_equal(first: Program, second: Program) -> None:
             line = user.line if user else None
             raise CaptureError(
                 f"A tensor made outside of torch's operators is used at {describe_line(line)}, and was another one when the loss was captured again. "
-                f"Make it with torch from the batch, or make it a buffer. {WAY_OUT}"
+                f"Make it with torch from the batch, or make it a buffer. {WAYS_OUT}"
             ).at(user.path if user else None)
     if first.describe() != second.describe():
         raise CaptureError(

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from meshloom.core.errors import CaptureError
 from meshloom.program.ir.contexts import Context, Entered
 from meshloom.program.ir.draws import CountDraws
-from meshloom.program.ir.lines import WAY_OUT
+from meshloom.program.ir.lines import WAY_OUT, WAYS_OUT
 from meshloom.program.ir.sparse_constants import empty_like, is_sparse, memory_of, offset_of, strides_of
 from meshloom.program.opaque.call import OpaqueCall
 from meshloom.program.opaque.operator import OPAQUE
@@ -77,7 +77,7 @@ def infer(graph: fx.Graph, likes: Mapping[str, Shape]) -> Inferred:
                     values[node] = node.target(*args, **kwargs)
                 except Exception as error:
                     raise CaptureError(
-                        f"{node.target} at {describe_place(node)} could not run without values: {str(error).splitlines()[0]}. {WAY_OUT}"
+                        f"{node.target} at {describe_place(node)} could not run without values: {str(error).splitlines()[0]}. {WAYS_OUT}"
                     ).at(path_of(node)) from error
                 if node.target is OPAQUE:
                     counter.count += OpaqueCall.of(args[3]).num_draws
@@ -87,7 +87,7 @@ def infer(graph: fx.Graph, likes: Mapping[str, Shape]) -> Inferred:
             if not all(isinstance(size, int) for tensor in tensors for size in tensor.shape):
                 raise CaptureError(
                     f"The shape of the result of {node.target} at {describe_place(node)} depends on the values in the batch, "
-                    f"so no one program computes it. Keep the shape, with torch.where or a mask. {WAY_OUT}"
+                    f"so no one program computes it. Keep the shape, with torch.where or a mask. {WAYS_OUT}"
                 ).at(path_of(node))
             if node.op == "call_function" and any(each.layout != torch.strided for each in tensors):
                 raise CaptureError(

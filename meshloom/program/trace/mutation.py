@@ -20,7 +20,7 @@ from torch import fx
 from meshloom.core.errors import CaptureError
 from meshloom.program.ir.callables import out_of_place
 from meshloom.program.ir.contexts import Context
-from meshloom.program.ir.lines import WAY_OUT
+from meshloom.program.ir.lines import WAYS_OUT
 from meshloom.program.ir.schemas import (
     arguments_of,
     functional,
@@ -332,5 +332,5 @@ def _keeps_shape(function: Any, node: fx.Node, before: Shape, inferred: Inferred
 
 def _refusal(node: fx.Node, what: str) -> CaptureError:
     return CaptureError(
-        f"{name_of(node)} at {describe_place(node)} {what}, which a program cannot represent. Write it out of place. {WAY_OUT}"
+        f"{name_of(node)} at {describe_place(node)} {what}, which a program cannot represent. Write it out of place. {WAYS_OUT}"
     ).at(path_of(node))

@@ -17,7 +17,7 @@ from meshloom.core.moments.gather import gathered_by
 from meshloom.core.moments.uncompiled import uncompiled
 from meshloom.core.random import derive, preserved_draws, seed_everything
 from meshloom.program.ir.leaves import Leaves
-from meshloom.program.ir.lines import WAY_OUT, describe_line
+from meshloom.program.ir.lines import WAY_OUT, WAYS_OUT, describe_line
 from meshloom.program.ir.nodes import submodule
 from meshloom.program.opaque.stand_ins import Recorded
 from meshloom.program.trace.attributes import Changed, put_attribute
@@ -53,7 +53,8 @@ def capturing(dtype: torch.dtype | None) -> Iterator[None]:
 
 def _refuse_to_gather(_: Tensor) -> NoReturn:
     raise GatherCapturedError(
-        f"meshloom.gather() waits for other replicas within the loss, and a program computes one replica's part without waiting. {WAY_OUT}"
+        "meshloom.gather() joins samples of replicas within the loss, and a program computes one replica's part without waiting for others. "
+        "Use dp alone, with zero=3 if the model is large."
     )
 
 
@@ -172,10 +173,10 @@ def _refuse_attribute(model: nn.Module, changed: Changed, rerun: Callable[[], An
     if attribute == "training":
         return CaptureError(
             f"The forward switches {path or 'the model'} between training and evaluation at {line}, and a program has one mode. "
-            f"Switch it where the model is built. {WAY_OUT}"
+            f"Switch it where the model is built. {WAYS_OUT}"
         ).at(path)
     name = f"{path}.{attribute}" if path else attribute
     return CaptureError(
         f"The forward changes the attribute {name} from {before} to {after} at {line}, which a program would not do. "
-        f"Make it a buffer (register_buffer) that is updated with torch. {WAY_OUT}"
+        f"Make it a buffer (register_buffer) that is updated with torch. {WAYS_OUT}"
     ).at(path)

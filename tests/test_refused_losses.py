@@ -1,0 +1,111 @@
+"""What is no operator even as a whole is refused before the first step under tp, pp and recomputation, by its line and with the ways out."""
+
+from __future__ import annotations
+
+import random
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import meshloom as ml
+from meshloom.planner.advise import advise
+from meshloom.planner.describe import describe
+from meshloom.planner.pricing import Devices
+from meshloom.planner.readings import Readings
+from meshloom.telemetry.progress import QUIET
+from tests.rehearsals import machine
+from tests.zoo import integers, job_of, normal
+
+pytestmark = pytest.mark.usefixtures("silent_export")
+LINE = r"test_refused_losses.py:\d+ \(at = int\(random.random\(\) \* 6\)"
+
+
+class Cut(nn.Module):
+    """A number that Python draws is where its input is cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(7, 9), nn.Linear(9, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        at = int(random.random() * 6)
+        return self.two(torch.tanh(self.one(torch.cat([x[:, at:], x[:, :at]], 1))))
+
+
+def loss(model: Any, b: dict[str, Tensor]) -> Tensor:
+    return F.cross_entropy(model(b["x"]), b["y"])
+
+
+def job(model: Any = Cut, **settings: Any) -> ml.Job:
+    x, y = normal(1, 7), integers(2, 5)
+    return job_of(model, loss, [{"x": x[row], "y": y[row]} for row in range(len(x))], **settings)
+
+
+def readable() -> nn.Module:
+    return nn.Sequential(nn.Linear(7, 9), nn.Tanh(), nn.Linear(9, 5))
+
+
+def hooked() -> nn.Module:
+    model = readable()
+    next(model.parameters()).register_hook(lambda gradient: 0.5 * gradient)
+    return model
+
+
+def quasi_newton(named: ml.NamedParameters) -> torch.optim.Optimizer:
+    return torch.optim.LBFGS([each for _, each in named])
+
+
+@pytest.mark.parametrize(
+    "plan", ["tp=2", "dp=2,recompute=full", *(pytest.param(each, marks=pytest.mark.long) for each in ("pp=2", "dp=2,zero=3,tp=2"))]
+)  # fmt: skip
+def test_a_loss_that_cannot_be_captured_is_refused_with_its_line_and_the_ways_out(plan: str) -> None:
+    with pytest.raises(ml.MeshloomError) as refused:
+        ml.Trainer(job(), plan, devices="simulated", listener=QUIET)
+    said = str(refused.value)
+    assert refused.value.exit_code == 2 and re.search(LINE, said), said
+    assert "Or move it into a module of its own and name that in Job(opaque=[...])." in said
+    assert said.endswith("Plans with dp and zero alone run the module as it is and need no program.")
+
+
+@pytest.mark.parametrize(
+    ("what", "plan", "sentence"),
+    [
+        (job(hooked), "tp=2", r"A hook on a parameter's gradient changes it \(0.weight.register_hook\)"),
+        (job(readable, optimizer=quasi_newton), "pp=2", "LBFGS looks at all parameters at once, and with pp=2 no rank has them all."),
+    ],
+    ids=["hook", "optimizer"],
+)  # fmt: skip
+@pytest.mark.long
+def test_so_are_hooks_and_optimizers_that_no_stage_has_all_for(
+    what: ml.Job, plan: str, sentence: str
+) -> None:
+    with pytest.raises(ml.MeshloomError, match=sentence) as refused:
+        ml.Trainer(what, plan, devices="simulated", listener=QUIET)
+    assert refused.value.exit_code == 2
+
+
+@pytest.mark.long
+def test_description_refuses_it_too_and_says_what_zero_divides() -> None:
+    with pytest.raises(ml.MeshloomError, match=LINE):
+        describe(Readings(job()))
+    closures = Readings(job(readable, optimizer=quasi_newton))
+    plan, notes = closures.runs(ml.Plan.parse("dp=2,zero=1"))
+    assert str(plan) == "dp=2" and notes[0].endswith("zero=1 divides nothing.")
+    with pytest.raises(ml.MeshloomError, match="with pp=2 no rank has them all"):
+        closures.runs(ml.Plan.parse("pp=2"))
+
+
+@pytest.mark.long
+def test_advice_prices_what_needs_no_program() -> None:
+    here = Devices(num_ranks=2, machine=machine(), threads_of=lambda ranks: 1, common_memory=True)
+    found = advise(job(), here)
+    assert found.recommended is not None
+    assert all(each.plan.tp == each.plan.pp == 1 for each in found.options)
+    assert any("tp=2" in plan and re.search(LINE, why) for plan, why in found.refused.items())
+    with pytest.raises(ml.MeshloomError, match=LINE):
+        advise(replace(job(), seed=1), here, plans=[ml.Plan.parse("tp=2")])
