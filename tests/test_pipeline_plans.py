@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from meshloom.core.errors import CaptureError, JobError, PlanError, TrainingError
 from meshloom.core.job import Evaluate, Job
@@ -30,7 +30,8 @@ def test_a_stage_without_parameters_divides_none_over_tp():
     """Its ranks took part in bringing gradients together for Adafactor, with the whole parameters of the
     other stage."""
     plan = Plan.parse("dp=2,pp=2,tp=2,microbatches=3,zero=1,schedule=zb-h1")
-    report = verify(make_job("cnn", "adafactor"), plan, devices="simulated", steps=2, dtype=torch.float64)
+    job = replace(make_job("mlp", "adafactor"), model=lambda: nn.Linear(7, 5))
+    report = verify(job, plan, devices="simulated", steps=2, dtype=torch.float64)
     assert report is not None
     assert report.passed, report.causes
     assert min(report.owned) == 0 and max(report.owned) < 0.75

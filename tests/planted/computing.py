@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -13,13 +12,13 @@ import meshloom.core.modules.built
 import meshloom.program.ir.batch_values
 import meshloom.program.operators.collectives
 import meshloom.program.operators.partial
+import meshloom.replica.attributes.model_state
 from meshloom.core.random import _RecurrentLayers
 from meshloom.pipeline.runtime.microbatches import Microbatches
 from meshloom.pipeline.runtime.run import PipelineRun
 from meshloom.pipeline.runtime.stage import DeferredWeightGradients
 from meshloom.program.operators.partial import CrossEntropyOfPart
 from meshloom.program.store.drawn_batches import DrawnBatches
-from meshloom.replica.attributes.plain_numbers import PlainNumbers
 from meshloom.replica.buffers.norm_statistics import _Layer
 from meshloom.replica.chunk_scope import ChunkScope
 from meshloom.tensor_parallel.rules.factors import Product
@@ -111,7 +110,7 @@ def hooks_lost(patch: Patch) -> None:
 @bug("ninth/evaluations_cool_the_model", "cooling", "dp=2")
 def evaluations_cool_the_model(patch: Patch) -> None:
     """Numbers in attributes that forwards set are not put back after an evaluation."""
-    wrap(patch, PlainNumbers, "kept", lambda right, self: nullcontext())
+    wrap(patch, meshloom.replica.attributes.model_state, "_put_back", lambda right, *place: [])
 
 
 @bug("eighth/instance_norm_cumulative", "instance norm", "dp=2", module="inner")
