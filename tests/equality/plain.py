@@ -35,7 +35,9 @@ def train_plainly(job: Any, model: nn.Module) -> tuple[list[float], dict[str, Te
                 parameter.grad = None
             if parameter.grad is not None:
                 size = parameter.grad.to_dense().abs()
-                clear[name] &= (size == 0) | (size > NOISE)
+                # where some elements are noise, others that are exactly 0 here may be noise elsewhere
+                noisy = bool(((size > 0) & (size <= NOISE)).any())
+                clear[name] &= (size > NOISE) if noisy else (size == 0) | (size > NOISE)
         if job.clip_grad_norm is not None:
             nn.utils.clip_grad_norm_([each for _, each in named], job.clip_grad_norm)
         for each in (*optimizers, *schedulers):
