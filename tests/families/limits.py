@@ -8,64 +8,44 @@ FLOAT32_ONLY = {
     "switch_transformers": "its forward casts the router's parameters to float32",
 }
 
-# Why torch.export refuses: in words, and a part of its message.
+# What torch.export refuses: a part of its message.
 NOT_EXPORTED = {
-    "deberta_v2": ("asks whether any label is set", "data-dependent"),
-    "longformer": ("asks whether any token has global attention", "data-dependent"),
-    "led": ("asks whether any token has global attention", "data-dependent"),
-    "prophetnet": ("asserts that all labels are positive", "data-dependent"),
-    "time_series_transformer": ("a torch.distributions object checks its values", "data-dependent"),
-    "autoformer": ("gets a mask only while it is traced, and that does not fit", "invalid for input"),
-    "wav2vec2": ("asks whether a label exceeds the vocabulary", "data-dependent"),
-    "hubert": ("aten._ctc_loss has an output whose shape depends on the labels", "_ctc_loss"),
-    "vilt": ("interpolates to a size read from the mask of a picture", "data-dependent"),
-    "batch_norm": ("a cumulative mean divides by a Python number read from a buffer", "data-dependent"),
-    "switch_transformers": ("its forward replaces a parameter by a cast one", "swap"),
+    "deberta_v2": "data-dependent",  # asks whether any label is set
+    "longformer": "data-dependent",  # asks whether any token has global attention
+    "led": "data-dependent",  # asks whether any token has global attention
+    "prophetnet": "data-dependent",  # asserts that all labels are positive
+    "time_series_transformer": "data-dependent",  # a torch.distributions object checks its values
+    "autoformer": "invalid for input",  # gets a mask only while it is traced, and that does not fit
+    "wav2vec2": "data-dependent",  # asks whether a label exceeds the vocabulary
+    "hubert": "_ctc_loss",  # aten._ctc_loss has an output whose shape depends on the labels
+    "vilt": "data-dependent",  # interpolates to a size read from the mask of a picture
+    "batch_norm": "data-dependent",  # a cumulative mean divides by a Python number read from a buffer
+    "switch_transformers": "swap",  # its forward replaces a parameter by a cast one
 }
 
-# Why there is no program: in words, and a part of the sentence that says so. Export gives less than a program
-# has to, and more than it may.
+# What there is no program of: a part of the sentence that says why. Export gives less than a program has to, and
+# more than it may.
 NOT_READ = {
-    "deberta_v2": (
-        "asks whether any label is set",
-        r"modeling_deberta_v2.py:\d+ \(if label_index.size\(0\) > 0:\).* data-dependent expression",
-    ),
-    "longformer": (
-        "asks whether any token has global attention",
-        r"modeling_longformer.py:\d+ \(if is_global_attn:\).* data-dependent expression",
-    ),
-    "led": (
-        "asks whether any token has global attention",
-        r"modeling_led.py:\d+ \(if is_global_attn:\).* data-dependent expression",
-    ),
-    "prophetnet": (
-        "asserts that all labels are positive",
-        r"modeling_prophetnet.py:\d+ \(assert torch.all.* data-dependent expression",
-    ),
-    "autoformer": (
-        "gets a mask only while it is traced, and that does not fit",
-        r"modeling_autoformer.py:\d+ \(attn_weights = .* shape '\[3, 3, 10, 10\]' is invalid for input of size 540",
-    ),
-    "glpn": (
-        "the loss is over as many pixels as have a depth",
-        r"the result of aten.index.Tensor at .*modeling_glpn.py:\d+ .* depends on the values in the batch",
-    ),
-    "wav2vec2": (
-        "asks whether a label exceeds the vocabulary",
-        r"modeling_wav2vec2.py:\d+ \(if .* data-dependent expression",
-    ),
-    "vilt": (
-        "interpolates to a size read from the mask of a picture",
-        r"modeling_vilt.py:\d+ .* data-dependent expression",
-    ),
-    "batch_norm": (
-        "a cumulative mean divides by a Python number read from a buffer",
-        "Could not extract .* from data-dependent expression",
-    ),
-    "switch_transformers": (
-        "its forward replaces a parameter by a cast one",
-        r"modeling_switch_transformers.py:\d+ \(self.classifier = .* swap Linear",
-    ),
+    # asks whether any label is set
+    "deberta_v2": r"modeling_deberta_v2.py:\d+ \(if label_index.size\(0\) > 0:\).* data-dependent expression",
+    # asks whether any token has global attention
+    "longformer": r"modeling_longformer.py:\d+ \(if is_global_attn:\).* data-dependent expression",
+    # asks whether any token has global attention
+    "led": r"modeling_led.py:\d+ \(if is_global_attn:\).* data-dependent expression",
+    # asserts that all labels are positive
+    "prophetnet": r"modeling_prophetnet.py:\d+ \(assert torch.all.* data-dependent expression",
+    # gets a mask only while it is traced, and that does not fit
+    "autoformer": r"modeling_autoformer.py:\d+ \(attn_weights = .* shape '\[3, 3, 10, 10\]' is invalid for input of size 540",
+    # the loss is over as many pixels as have a depth
+    "glpn": r"the result of aten.index.Tensor at .*modeling_glpn.py:\d+ .* depends on the values in the batch",
+    # asks whether a label exceeds the vocabulary
+    "wav2vec2": r"modeling_wav2vec2.py:\d+ \(if .* data-dependent expression",
+    # interpolates to a size read from the mask of a picture
+    "vilt": r"modeling_vilt.py:\d+ .* data-dependent expression",
+    # a cumulative mean divides by a Python number read from a buffer
+    "batch_norm": "Could not extract .* from data-dependent expression",
+    # its forward replaces a parameter by a cast one
+    "switch_transformers": r"modeling_switch_transformers.py:\d+ \(self.classifier = .* swap Linear",
 }
 
 # Transformers makes another mask while it is traced, so that attention runs another kernel: equal to

@@ -1,5 +1,4 @@
-"""A family's program beside eager: read from two batches, run on two others, in every way that the table
-lists.
+"""A family's program beside eager: read from two batches, run on two others, in each of `WAYS`.
 
 The oracle is a plain eager run that is written here. It shares only the key of random draws (`KeyedDraws`)
 with what it checks: the model is built, converted, run and measured by this file's own code, and where a
