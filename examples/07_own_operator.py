@@ -8,8 +8,7 @@ its dims mean, so without
 a rule every device gathers its inputs and computes all of it. The rule `b* f, b* f -> b* f` says: two tensors
 with the same dims, any number of leading ones and features, and a result with them too; a device that has
 some of the features of both computes those of
-the result. It is written like an einsum; docs/rules.md has the rules of torch's own operators in the same
-form.
+the result. It is written like an einsum; docs/rules.md says how.
 """
 
 from __future__ import annotations
