@@ -3,6 +3,7 @@ allocator's own record."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,11 +19,11 @@ from meshloom.exchange.buckets.buckets import GradientBuckets
 from meshloom.exchange.buckets.rounds import pool_extents
 from meshloom.exchange.buckets.scattered import ScatteredBuckets
 from meshloom.planner.memory.measured import measure_memory
-from meshloom.planner.memory.memory import predict_memory
+from meshloom.planner.memory.memory import Memory, predict_memory
 from meshloom.program.capture.capture import capture
 from meshloom.program.ir.program import Program
-from tests.memory_jobs import CASES, OPTIMIZERS, SETTINGS
-from tests.memory_table import BEGIN, FILE, predicted_and_measured
+from meshloom.program.run.execute import run_program
+from tests.memory_jobs import CASES, OPTIMIZERS, SETTINGS, case_of
 
 COVERING = {("vit", "adamw", "float32"), ("u_net", "sgd", "float32"), ("lstm", "adamw", "bfloat16 autocast")}
 
@@ -61,6 +62,27 @@ def read(job: Job, batches: list[Any]) -> Program:
     return capture(job, (batches[0], batches[1]))
 
 
+def predicted_and_measured(name: str, optimizer: str, precision: str) -> tuple[Memory, Memory, Memory]:
+    """Memory of one step of a case: predicted; measured while the program runs; measured while the module
+    runs."""
+    case = case_of(name, precision)
+    job = case.job(optimizer)
+    generator = torch.Generator().manual_seed(0)
+    batch, other = case.batch(generator), case.batch(generator)
+    program = capture(job, (batch, other))
+    by_program = replace(
+        job,
+        loss=lambda model, chunk: run_program(
+            program, dict(model.named_parameters()), dict(model.named_buffers()), chunk
+        ),
+    )
+    return (
+        predict_memory(program, job.optimizer),
+        measure_memory(by_program, [batch]),
+        measure_memory(job, [batch]),
+    )
+
+
 @pytest.mark.covering("u_net", "lstm")
 @pytest.mark.parametrize(("name", "optimizer", "precision"), all_cases())
 @pytest.mark.long
@@ -74,7 +96,7 @@ def test_predicted_peak_is_the_measured_one(name: str, optimizer: str, precision
     # Numbers that operators are given as tensors have 4 or 8 bytes each; in mixed precision torch's fakes
     # halve the statistics of norms.
     assert predicted.peak == pytest.approx(by_program.peak, rel=1e-4 if precision == "float32" else 2e-3)
-    # The promise; docs/memory.md has the figures, and the reason of the one beyond it.
+    # The promise; docs/memory.md has the reason of the one beyond it.
     assert predicted.peak == pytest.approx(
         measured.peak, rel=0.2 if (name, precision) == ("mixtral", "bfloat16 autocast") else 0.1
     )
@@ -245,11 +267,3 @@ def test_a_plan_that_is_not_predicted_is_refused():
     program = read(job, [torch.randn(5, 64), torch.randn(5, 64)])
     with pytest.raises(PlanError, match="zero 0 to 3, not microbatches=1, dp=2, zero=4"):
         predict_memory(program, job.optimizer, dp=2, zero=4)
-
-
-def test_the_table_lists_every_case():
-    table = FILE.read_text().partition(BEGIN)[2]
-    listed = [tuple(line.split(" | ")[:3]) for line in table.splitlines() if line.startswith("| ")][1:]
-    assert listed == [(f"| {name}", *setting) for name in CASES for setting in SETTINGS], (
-        "run python -m tests.memory_table"
-    )
