@@ -13,7 +13,6 @@ import pytest
 
 from tests.second_device.device import missing
 from tests.second_device.plans import PLANS, Rehearsed
-from tests.second_device.table import FILE, row, rows_of
 
 pytestmark = [
     pytest.mark.processes,  # the device is there for the life of a process
@@ -22,23 +21,21 @@ pytestmark = [
 
 
 def found_of(cases: Sequence[Rehearsed]) -> dict[str, Any]:
-    words = [sys.executable, "-m", "tests.second_device.table", *(each.name for each in cases)]
+    words = [sys.executable, "-m", "tests.second_device", *(each.name for each in cases)]
     done = subprocess.run(words, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout)
 
 
 def check(cases: Sequence[Rehearsed]) -> None:
-    found, told = found_of(cases), rows_of(FILE.read_text(encoding="utf-8"))
+    found = found_of(cases)
     assert set(found) == {each.name for each in cases}
     for case in cases:
         mine = found[case.name]
         assert "problem" not in mine, f"{case.name}: {mine['problem']}"
         assert mine["error"] <= case.tolerance, f"{case.name}: {mine['error']}"
         assert mine["waits"] <= case.waits and mine["in_chunks"] == 0, f"{case.name}: {mine['where']}"
-        assert row(case, mine) in told, (
-            f"{row(case, mine)}Put today's numbers in: python -m tests.second_device.table"
-        )
+        assert mine["left"] > 0 or not case.overlaps, f"{case.name}: {mine['where']}"
 
 
 @pytest.mark.slow
@@ -50,10 +47,3 @@ def test_a_covering_handful_of_plans():
 @pytest.mark.parametrize("number", range(6))
 def test_all_other_plans(number: int):
     check([each for each in PLANS if not each.quick][number::6])
-
-
-def test_the_table_has_a_row_of_every_plan():
-    told = rows_of(FILE.read_text(encoding="utf-8"))
-    assert len(told) == len(PLANS)
-    for case, line in zip(PLANS, told, strict=True):
-        assert f"| `{case.plan}` | {case.model}, {case.optimizer} |" in line

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,7 +27,6 @@ from meshloom.core.units import round_up
 from tests.second_device.autocast import let_autocast_cast
 
 NAME = "stand_in"
-KINDS = ("wait", "to host", "from host")
 aten: Any = torch.ops.aten
 _C: Any = torch._C  # pyright: ignore[reportPrivateUsage]
 _ON_CPU: Any = _C.DispatchKeySet(_C.DispatchKey.CPU)
@@ -57,14 +56,11 @@ _VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
 @dataclass(frozen=True, kw_only=True)
-class HostAccess:
-    """Host and device meet. `wait`: the host goes on when the device has come here; `to host`, `from host`: a copy
-    is enqueued. what: the operator. num_bytes: that are copied. left: operators that the device still has when the host
-    goes on."""
+class Wait:
+    """The host goes on when the device has come here. what: the operator that it waits for. left: operators that the
+    device still has then."""
 
-    kind: Literal["wait", "to host", "from host"]
     what: str
-    num_bytes: int = 0
     left: int = 0
 
 
@@ -84,7 +80,7 @@ class SecondDevice:
         module.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]  # of autocast
         registration._setup_privateuseone_for_python_backend(NAME, module)
         self.device = torch.device(NAME, 0)
-        self._listeners: list[Callable[[HostAccess], None]] = []
+        self._listeners: list[Callable[[Wait], None]] = []
         self.pinned: set[int] = set()  # addresses of host memory that is pinned
         self.position = 0  # operators that the device was given
         self.reached = 0  # those that some rank's host knows to be over
@@ -106,8 +102,8 @@ class SecondDevice:
         )
 
     @contextmanager
-    def listening(self, listener: Callable[[HostAccess], None]) -> Iterator[None]:
-        """Tells `listener` of every meeting of host and device."""
+    def listening(self, listener: Callable[[Wait], None]) -> Iterator[None]:
+        """Tells `listener` of every wait of the host."""
         self._listeners.append(listener)
         try:
             yield
@@ -145,15 +141,10 @@ class SecondDevice:
     def _copy(self, source: Tensor, target: Tensor, non_blocking: bool = False) -> Tensor:
         both = source.device.type, target.device.type
         if both == (NAME, "cpu"):
-            pinned = non_blocking and target.untyped_storage().data_ptr() in self.pinned
-            self._tell(
-                HostAccess(
-                    kind="to host" if pinned else "wait", what="copy to the host", num_bytes=source.nbytes
-                )
-            )
-        elif both == ("cpu", NAME) and source.numel():
-            kind = "from host" if non_blocking else "wait"
-            self._tell(HostAccess(kind=kind, what="copy from the host", num_bytes=source.nbytes))
+            if not (non_blocking and target.untyped_storage().data_ptr() in self.pinned):
+                self._tell(Wait(what="copy to the host"))
+        elif both == ("cpu", NAME) and source.numel() and not non_blocking:
+            self._tell(Wait(what="copy from the host"))
         here, there = (on_cpu(each) if each.device.type == NAME else each for each in (source, target))
         there.copy_(here)
         return target
@@ -162,11 +153,11 @@ class SecondDevice:
         """The host waits for the operator with this number, or for all."""
         until = self.position if until is None else until
         self.reached = max(self.reached, until)
-        self._tell(HostAccess(kind="wait", what=what, left=self.position - until))
+        self._tell(Wait(what=what, left=self.position - until))
 
-    def _tell(self, access: HostAccess) -> None:
+    def _tell(self, wait: Wait) -> None:
         for listener in self._listeners:
-            listener(access)
+            listener(wait)
 
 
 def _let_data_change_devices() -> None:

@@ -38,7 +38,14 @@ class Rehearsed:
 
     @property
     def name(self) -> str:
-        return f"{self.what} {self.plan} {self.model} {self.optimizer}"
+        return f"{self.kind}: {self.what} {self.plan} {self.model} {self.optimizer}"
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether the device has work when the host waits for the loss: with pp it is known at the end alone, and a loss
+        scale waits for all gradients."""
+        alone = "pp=" not in self.plan and "fp16" not in self.plan
+        return alone and self.what == "step" and self.waits == 1
 
     def job(self) -> Job:
         """Without dropout: devices draw its masks differently."""

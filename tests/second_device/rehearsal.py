@@ -27,24 +27,20 @@ from meshloom.replica.replica_state import full_state
 from meshloom.telemetry.progress import QUIET
 from meshloom.train.trainer import Trainer
 from tests.second_device.device import NAME, SecondDevice
-from tests.second_device.host_accesses import HostAccesses
 from tests.second_device.lane import RecordedLane
 from tests.second_device.plans import Rehearsed
 from tests.second_device.streamed_group import StreamedGroup
+from tests.second_device.waits import Waits
 
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """Of a rank, on average: how often its host waited, how often while chunks were computed, and the numbers of copies.
-    where: the functions that wait, over all ranks. left: the least share of the step's operators that the device had still to do when a
-    host waited; 1 if none waited. error: the largest relative difference from the CPU's values."""
+    """Of a rank, on average: how often its host waited, and how often while chunks were computed. where: the functions
+    that wait, over all ranks. left: the least share of the step's operators that the device had still to do when a host
+    waited; 1 if none waited. error: the largest relative difference from the CPU's values."""
 
     waits: float
     in_chunks: float
-    to_host: float
-    from_host: float
-    bytes_to_host: int
-    bytes_from_host: int
     where: str
     left: float
     error: float
@@ -63,7 +59,7 @@ def rehearse(device: SecondDevice, case: Rehearsed) -> Found:
 
 
 def _trained(case: Rehearsed, device: SecondDevice | None) -> tuple[dict[str, Tensor], Found | None]:
-    accesses = HostAccesses()
+    waits = Waits()
     began = ended = 0
     with tempfile.TemporaryDirectory() as out, _on(device):
         saves: dict[str, Any] = {"out": Path(out)} if case.what == "checkpoint" else {}
@@ -76,14 +72,14 @@ def _trained(case: Rehearsed, device: SecondDevice | None) -> tuple[dict[str, Te
                 if case.what == "step" and counts:
                     assert device
                     device.step_began = began = device.position
-                    with device.listening(accesses):
+                    with device.listening(waits):
                         trainer.step(batch)
                     ended = device.position
                 else:
                     trainer.step(batch)
                 if case.what != "step" and batch.step >= 2:
                     began = device.position if device else 0
-                    with device.listening(accesses if counts else _nothing) if device else _never():
+                    with device.listening(waits if counts else _nothing) if device else _never():
                         trainer.evaluate() if case.what == "evaluation" else trainer.save(wait=False)
                     ended = device.position if device else 0
             values = {
@@ -96,12 +92,14 @@ def _trained(case: Rehearsed, device: SecondDevice | None) -> tuple[dict[str, Te
             values |= {f"saved {name}": each.clone() for name, each in checkpoint.weights().items()}
     found = None
     if device:
-        left = min((each / max(ended - began, 1) for each in accesses.left), default=1.0)
+        left = min((each / max(ended - began, 1) for each in waits.left), default=1.0)
         found = Found(
-            waits=accesses.count("wait") / size, in_chunks=accesses.in_chunks / size, to_host=accesses.count("to host") / size,
-            from_host=accesses.count("from host") / size, bytes_to_host=accesses.num_bytes["to host"],
-            bytes_from_host=accesses.num_bytes["from host"], where=accesses.said("wait"), left=left, error=0.0,
-        )  # fmt: skip
+            waits=waits.found.total() / size,
+            in_chunks=waits.in_chunks / size,
+            where=str(waits),
+            left=left,
+            error=0.0,
+        )
     return values, found
 
 
@@ -150,7 +148,7 @@ def _error(ours: Tensor, expected: Tensor) -> float:
     return float(difference / expected.double().norm().clamp(min=1e-3)) if ours.numel() else 0.0
 
 
-def _nothing(access: object) -> None:
+def _nothing(wait: object) -> None:
     """Not counted."""
 
 
