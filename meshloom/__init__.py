@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from meshloom.asynchronous.protocol.circumstances import Circumstances
+from meshloom.core.buffer_rules import ema
 from meshloom.core.errors import MeshloomError
 from meshloom.core.job import Evaluate, Job
 from meshloom.core.losses.logged import log
@@ -33,6 +34,7 @@ __all__ = [
     "Plan",
     "Progress",
     "Trainer",
+    "ema",
     "from_lightning",
     "from_transformers",
     "gather",

@@ -4,7 +4,7 @@ docs/buffers.md."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, spectral_norm
 
+from meshloom.core.buffer_rules import BufferRule, ema
 from meshloom.core.job import Evaluate, Job
 from tests.jobs import Samples, class_loss, vectors
 
@@ -182,14 +183,6 @@ def last(name: str, start: Buffers, ends: Sequence[Buffers]) -> Tensor:
     return ends[-1][name]
 
 
-def last_that_changed(name: str, start: Buffers, ends: Sequence[Buffers]) -> Tensor:
-    """Element by element."""
-    value = start[name]
-    for end in ends:
-        value = torch.where(end[name] != start[name], end[name], value)
-    return value
-
-
 def averaged(decay: float) -> Merge:
     """A moving average that each chunk moves once."""
 
@@ -214,26 +207,37 @@ def renormed(name: str, start: Buffers, ends: Sequence[Buffers]) -> Tensor:
 
 @dataclass(frozen=True)
 class Case:
-    """A model, and how its chunks' writes come together."""
+    """A model, how its chunks' writes come together, and how the job declares it."""
 
     model: Callable[[], nn.Module]
     merge: Merge
+    rules: Mapping[str, BufferRule] = field(default_factory=dict[str, BufferRule])
+
+
+def extreme(which: Callable[[Tensor], Tensor]) -> BufferRule:
+    """The rule of what observers see."""
+    return lambda before, left: which(torch.stack(list(left)))
 
 
 def observed(name: str, start: Buffers, ends: Sequence[Buffers]) -> Tensor:
-    """The last chunk's if nothing was seen before the step."""
-    return (averaged(0.9) if bool(start[name].isfinite().all()) else last)(name, start, ends)
+    """The least or the greatest that a chunk left."""
+    value = ends[0][name]
+    for end in ends:
+        value = torch.minimum(value, end[name]) if name == "least" else torch.maximum(value, end[name])
+    return value
 
 
 CASES = {
     "spectral norm": Case(lambda: Spectral(parametrizations.spectral_norm), last),
     "spectral norm as a hook": Case(lambda: Spectral(spectral_norm), last),
     "moco": Case(MoCo, last),
-    "shifted queue": Case(Shifted, last_that_changed),
-    "dino": Case(DINO, averaged(0.9)),
-    "batch renorm": Case(Renormed, renormed),
-    "annealed": Case(Annealed, counted),
-    "observed": Case(Observed, observed),
+    "shifted queue": Case(Shifted, last, {"queue": "last"}),
+    "dino": Case(DINO, averaged(0.9), {"centre": ema(0.9)}),
+    "batch renorm": Case(Renormed, renormed, {"*.calls": "sum", "layers.*": ema(0.9)}),
+    "annealed": Case(Annealed, counted, {"steps": "sum"}),
+    "observed": Case(
+        Observed, observed, {"least": extreme(lambda x: x.amin(0)), "greatest": extreme(lambda x: x.amax(0))}
+    ),
 }
 # over 8 chunks: five of 2 samples, three of 1; batch renormalisation has variances of one sample, too
 BATCH = 13
@@ -244,6 +248,7 @@ def job_of(case: str, **settings: Any) -> Job:
     known: dict[str, Any] = {
         "model": CASES[case].model, "loss": class_loss, "data": lambda: vectors(4 * BATCH), "batch_size": BATCH, "steps": 4, "shuffle": False,
         "optimizer": lambda named: torch.optim.SGD(named, lr=0.1, momentum=0.9), "seed": 3,
+        "buffers": CASES[case].rules,
         "evaluate": Evaluate(data=lambda: vectors(11), metrics={"loss": class_loss}, every=1),
     }  # fmt: skip
     return Job(**{**known, **settings})

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from meshloom.core.buffer_rules import BufferRule, ema
 from meshloom.core.job import Job
 from tests.jobs import vectors
 
@@ -126,14 +127,20 @@ def teacher_job(loss: Any, model: Any = Pair, **settings: Any) -> Job:
             "data": vectors,
             "batch_size": 6,
             "steps": 3,
+            "buffers": {"teacher.*": ema(0.9)},
             **settings,
         }
     )
 
 
+def rules(update: Update) -> dict[str, BufferRule]:
+    """Of the teacher that the update moves."""
+    return {"teacher.*": "last" if update is copied else ema(0.9)}
+
+
 JOBS: dict[str, Callable[[], Job]] = {
-    **{f"first, {name}": (lambda update=each: teacher_job(updated_first(update))) for name, each in UPDATES.items()},
-    **{f"last, {name}": (lambda update=each: teacher_job(updated_last(update))) for name, each in UPDATES.items()},
+    **{f"first, {name}": (lambda update=each: teacher_job(updated_first(update), buffers=rules(update))) for name, each in UPDATES.items()},
+    **{f"last, {name}": (lambda update=each: teacher_job(updated_last(update), buffers=rules(update))) for name, each in UPDATES.items()},
     "in the forward": lambda: teacher_job(in_forward, InForward),
 }  # fmt: skip
 

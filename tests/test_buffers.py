@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -10,13 +11,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import meshloom as ml
 from meshloom.comm.recording import RecordedGroup
 from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.steps import run_in_steps
+from meshloom.core.buffer_rules import BufferRule
+from meshloom.core.errors import MeshloomError
 from meshloom.replica.buffers.merged_buffers import RunningStatistics
 from meshloom.telemetry.traffic import ExpectedBytes
 
-EXACT = {"rtol": 1e-12, "atol": 1e-12}  # the recurrence is applied per replica and then over replicas
+EXACT = {"rtol": 1e-12, "atol": 1e-12}  # moving averages are composed per replica and then over replicas
 
 
 def inputs(*sizes: int, shape: tuple[int, ...] = (4,), seed: int = 1) -> list[Tensor]:
@@ -40,13 +44,14 @@ class World:
     """Replicas of one model; `step` gives each its chunks, [replica][chunk]."""
 
     def __init__(
-        self, build: Callable[[], nn.Module], size: int, loss: Loss = total, *, synchronised: bool = False
-    ) -> None:
+        self, build: Callable[[], nn.Module], size: int, loss: Loss = total, *, synchronised: bool = False,
+        rules: Mapping[str, BufferRule] | None = None,
+    ) -> None:  # fmt: skip
         self.loss = loss
         self.groups = [RecordedGroup(group, "dp") for group in simulated_groups(size)]
         self.models = [made(build) for _ in range(size)]
         self.statistics = [
-            RunningStatistics(model, group, synchronised=synchronised)
+            RunningStatistics(model, group, num_chunks=2, synchronised=synchronised, rules=rules or {})
             for model, group in zip(self.models, self.groups, strict=True)
         ]
 
@@ -54,7 +59,7 @@ class World:
         for model, statistics, mine in zip(self.models, self.statistics, chunks, strict=True):
             for x in mine:
                 if len(x):
-                    with statistics.chunk(lambda model=model, x=x: self.loss(model, x)):
+                    with statistics.chunk():
                         backward(self.loss(model, x))
         run_in_steps([each.finish() for each in self.statistics])
 
@@ -217,10 +222,10 @@ def test_without_buffers_nothing_is_communicated():
     assert not world.groups[0].counts and world.statistics[0].expected_bytes() == ExpectedBytes()
 
 
-@pytest.mark.parametrize("case", ["batch norm 2d", "other", "resized"])
+@pytest.mark.parametrize("case", ["batch norm 2d", "declared"])
 def test_predicted_bytes_are_counted_bytes(case: str):
-    build, shape = NORMS.get(case, (Resized if case == "resized" else Others, (4,)))
-    world = World(build, 3)
+    build, shape = NORMS.get(case, (Declared, (4,)))
+    world = World(build, 3, rules=RULES)
     for chunks in schedule(shape):
         before = world.groups[0].counts["all_gather"].bytes if world.groups[0].counts else 0
         world.step(chunks)
@@ -229,84 +234,123 @@ def test_predicted_bytes_are_counted_bytes(case: str):
         ].expected_bytes().per_step.total("dp")
 
 
-class Others(nn.Module):
-    """Counters, averages and flags of several kinds, none of which the loss reads."""
+class Declared(nn.Module):
+    """Buffers that every forward changes, each in a way that a rule is for, and one that none does."""
 
     def __init__(self, *, norm: bool = True) -> None:
         super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.norm = nn.BatchNorm1d(4) if norm else nn.Identity()
+        self.linear, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4) if norm else nn.Identity()
         self.register_buffer("mask", torch.ones(4, 4).tril().bool())
         self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
         self.register_buffer("samples", torch.zeros((), dtype=torch.int32))
-        self.register_buffer("replaced", torch.zeros((), dtype=torch.int64))
         self.register_buffer("average", torch.full((4,), 1000.0))
-        self.register_buffer("sum", torch.zeros(4))
-        self.register_buffer("last", torch.zeros(4), persistent=False)
+        self.register_buffer("touched", torch.ones(4))
+        self.register_buffer("spectrum", torch.zeros(4, dtype=torch.complex128))
+        self.register_buffer("least", torch.full((4,), torch.inf))
+        self.register_buffer("latest", torch.zeros(4), persistent=False)
         self.register_buffer("ready", torch.tensor(False))
         self.register_buffer("undefined", torch.tensor(float("nan")))
         self.register_buffer("nothing", None)
 
     def forward(self, x: Tensor) -> Tensor:
-        out = self.norm(self.linear(x))
         with torch.no_grad():
             self.calls += 1
-            self.samples += len(x)
-            self.replaced = self.replaced + 2
+            self.samples = self.samples + len(x)
             self.average.mul_(0.9).add_(x.mean(0), alpha=0.1)
-            self.sum += x.sum(0)
-            self.last.copy_(x[0])
+            self.touched[len(x) % 4] = 0.8 * self.touched[len(x) % 4] + 1.0  # others stay
+            self.spectrum.add_(torch.fft.fft(x.sum(0)).to(self.spectrum))
+            self.least.data = torch.minimum(self.least, x.amin(0))
+            self.latest.copy_(x[0])
             self.ready.fill_(True)
             self.undefined.copy_(x.sum())
-        return out
+        return self.norm(self.linear(x)) / self.average.clone()
 
 
-@pytest.mark.long
-def test_other_buffers_are_one_devices():
-    world = check(Others, schedule())
-    assert not world.notes()
+def least(before: Tensor, left: Sequence[Tensor]) -> Tensor:
+    return torch.stack([before, *left]).amin(0)
 
 
-class Reads(nn.Module):
-    """`scale` is read by the loss and `pointer` wraps around; `calls` is a plain counter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.register_buffer("scale", torch.ones(4))
-        self.register_buffer("pointer", torch.zeros((), dtype=torch.int64))
-        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        out = self.linear(x) / self.scale.clone()
-        self.scale.mul_(0.5).add_(x.detach().abs().mean(0), alpha=0.5)
-        self.pointer.copy_((self.pointer + len(x)) % 6)
-        self.calls += 1
-        return out
+RULES: dict[str, BufferRule] = {
+    "calls": "sum", "s*": "sum", "average": ml.ema(0.9), "touched": ml.ema(0.8), "least": least, "latest": "last",
+}  # fmt: skip
 
 
-def test_chunks_read_buffers_as_the_step_found_them_which_is_said_once():
-    world = World(Reads, 3)
-    for number, chunks in enumerate(schedule(steps=6)):
-        before = {name: each.clone() for name, each in world.models[0].named_buffers()}
-        seen: list[Tensor] = []
-        world.loss = lambda model, x: seen.append(model.scale.clone()) or total(model, x)  # noqa: B023
+def test_every_chunk_reads_what_the_step_found_and_what_chunks_leave_is_merged_by_the_rules():
+    """By a plain loop; one device's, where the rule is that of the code."""
+    world = World(Declared, 3, rules=RULES)
+    reference = made(Declared)
+    for number, chunks in enumerate(schedule()):
         world.step(chunks)
-        rule = "Every chunk of a step reads buffers scale, pointer as the step found them; what the chunks write is merged in their order (docs/buffers.md)."
-        assert world.notes() == ([rule] if number == 0 else [])
         filled = [x for mine in chunks for x in mine if len(x)]
-        scale = before["scale"]
+        left: list[dict[str, Tensor]] = []
+        before = {name: each.clone() for name, each in reference.named_buffers() if "norm" not in name}
         for x in filled:
-            scale = 0.5 * scale + 0.5 * x.abs().mean(0)
+            for name, each in before.items():
+                reference.get_buffer(name).data = each.clone()
+            total(reference, x)
+            left.append({name: reference.get_buffer(name).clone() for name in before})
+        touched = before["touched"].clone()
+        for end, x in zip(left, filled, strict=True):
+            at = len(x) % 4
+            touched[at] = 0.8 * touched[at] + (end["touched"][at] - 0.8 * before["touched"][at])
+        average = before["average"]
+        for x in filled:
+            average = 0.9 * average + 0.1 * x.mean(0)
+        expected = {
+            **left[-1], "average": average, "touched": touched, "calls": torch.tensor(5 * (number + 1)),
+            "least": torch.stack([before["least"], *[x.amin(0) for x in filled]]).amin(0),
+            "samples": before["samples"] + sum(map(len, filled)),
+            "spectrum": before["spectrum"] + sum(torch.fft.fft(x.sum(0)) for x in filled),
+        }  # fmt: skip
         found = world.buffers()
-        torch.testing.assert_close(found["scale"], scale, **EXACT)  # a recurrence
-        # none: the last chunk's
-        assert int(found["pointer"]) == (int(before["pointer"]) + len(filled[-1])) % 6
-        assert int(found["calls"]) == 5 * (number + 1)
-        own = [each for each in seen if torch.equal(each, before["scale"])]
-        assert len(own) >= 5
-        if number > 3:  # before it is also run on other values
-            assert len(own) == len(seen) == 5
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value.to(found[name]), **EXACT, msg=lambda text, name=name: f"{name}: {text}")  # fmt: skip
+            reference.get_buffer(name).data = value.to(found[name])
+        assert int(found["norm.num_batches_tracked"]) == 5 * (number + 1)
+    [note] = world.notes()
+    assert note.startswith("Of ready, undefined a step keeps what its last chunk left.")
+
+
+def test_a_rule_that_is_a_function_is_called_for_one_chunk_too():
+    world = World(Declared, 1, rules={"average": lambda before, left: before + len(left)})
+    with world.statistics[0].chunk():
+        total(world.models[0], inputs(3)[0])
+    run_in_steps([world.statistics[0].finish()])
+    assert torch.equal(world.buffers()["average"], torch.full((4,), 1001.0, dtype=torch.float64))
+
+
+def test_rules_that_do_not_fit_are_refused_before_the_update():
+    with pytest.raises(MeshloomError, match=re.escape("ml.ema(0.5), and it has torch.int64")):
+        World(Declared, 3, rules={"calls": ml.ema(0.5)}).step(schedule()[0])
+    with pytest.raises(
+        MeshloomError,
+        match=r"for average returned \[2, 4\]. It must return a tensor of the buffer's shape, \[4\]",
+    ):
+        World(Declared, 3, rules={"average": lambda before, left: torch.stack([before, before])}).step(
+            schedule()[0]
+        )
+    with pytest.raises(MeshloomError, match="each replica sees a part of every chunk"):
+        World(Declared, 3, rules={"calls": "sum"}, synchronised=True)
+
+
+@pytest.mark.parametrize("replaced", [True, False])
+def test_a_buffer_that_takes_another_shape_is_refused_by_name(replaced: bool):
+    class Grows(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("table", torch.zeros(1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            if replaced:
+                self.table = torch.arange(len(x), dtype=x.dtype)
+            else:  # as torch's observers do
+                self.table.resize_(4)
+            return x
+
+    with pytest.raises(
+        MeshloomError, match=r"the buffer table, which was \[1\] of torch.float64. A buffer keeps its shape"
+    ):
+        World(Grows, 3).step(schedule()[0])
 
 
 def test_a_layer_in_both_modes_is_reported():
@@ -329,52 +373,11 @@ def test_a_layer_in_both_modes_is_reported():
     assert int(world.buffers()["norm.num_batches_tracked"]) == 15
 
 
-def test_a_buffer_that_takes_another_shape_is_the_last_chunks_on_every_replica():
-    class Grows(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(4, 4)
-            self.register_buffer("table", torch.zeros(1))
-            self.register_buffer("resized", torch.zeros(0))
-            self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
-
-        def forward(self, x: Tensor) -> Tensor:
-            if len(self.table) < len(x):
-                self.table = torch.arange(len(x), dtype=x.dtype)
-            if not len(self.resized):  # as torch's observers do
-                self.resized.resize_(4).copy_(x.detach().sum(0))
-            self.calls += 1
-            return self.linear(x)
-
-    steps = schedule()
-    world = World(Grows, 3)
-    for chunks in steps:
-        world.step(chunks)
-    found = world.buffers()  # equal on all replicas
-    chunks = [x for mine in steps[0] for x in mine if len(x)]
-    assert torch.equal(found["resized"], chunks[-1].sum(0))
-    assert len(found["table"]) >= len(chunks[-1])
-    assert int(found["calls"]) == 15
-
-
-class Resized(nn.Module):
-    """A buffer that has no elements before the first forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.register_buffer("least", torch.zeros(0))
-
-    def forward(self, x: Tensor) -> Tensor:
-        found = x.detach().amin(0)
-        if not len(self.least):
-            self.least.resize_(4).copy_(found)
-        self.least.mul_(0.9).add_(0.1 * found)
-        return self.linear(x)
-
-
-def test_with_joined_chunks_counters_count_chunks_and_data_is_reported():
-    world = World(lambda: Others(norm=False), 2, synchronised=True)
+def test_with_joined_chunks_the_last_replicas_part_is_kept_and_that_is_said():
+    world = World(lambda: Declared(norm=False), 2, synchronised=True)
     world.step([inputs(3, 2), inputs(2, 2, seed=5)])
-    assert int(world.buffers()["calls"]) == 2
-    assert {note.split()[1] for note in world.notes()} >= {"average", "sum", "samples", "last"}
+    assert int(world.buffers()["calls"]) == 1
+    [note] = world.notes()
+    assert note.startswith(
+        "Of calls, samples, average and 6 more a step keeps what its last chunk's last replica left."
+    )

@@ -1,5 +1,5 @@
 """Every chunk of a step reads buffers as the step found them, under every plan, and what chunks write is
-merged in their order (docs/buffers.md)."""
+merged by the rules that the job declares."""
 
 from __future__ import annotations
 
@@ -90,13 +90,14 @@ def test_a_plan_trains_by_the_rule(case: str, plan: str):
 
 @pytest.mark.long
 def test_the_rule_is_said_in_one_line_where_a_job_needs_it(capsys: pytest.CaptureFixture[str]):
-    rule = "as the step found them; what the chunks write is merged in their order (docs/buffers.md)."
     trained("moco", "dp=2")
     assert capsys.readouterr().err.splitlines()[1:] == [
-        f"meshloom: Every chunk of a step reads buffers queue, labels, pointer {rule}"
+        "meshloom: Of queue, labels, pointer a step keeps what its last chunk left. Another rule is said by the job, like "
+        'Job(buffers={"queue": "sum"}) or ml.ema(0.99) (docs/buffers.md).'
     ]
     trained("moco", "dp=1")
-    assert "buffer" not in capsys.readouterr().err
+    trained("dino", "dp=2")
+    assert "keeps what" not in capsys.readouterr().err
 
 
 @pytest.mark.long

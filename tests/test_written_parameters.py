@@ -1,8 +1,9 @@
-"""Parameters that no gradient trains and that the loss writes (a teacher's moving average) follow the rule of
-buffers under every plan, and are one device's (docs/buffers.md)."""
+"""Parameters that no gradient trains and that the loss writes (a teacher's moving average) follow the rule that the
+job declares under every plan."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import meshloom as ml
-from meshloom.core.errors import TrainingError
+from meshloom.core.errors import JobError, TrainingError
 from meshloom.core.plan import Plan
 from meshloom.core.random import model_seed, seed_everything
 from meshloom.replica.replica_state import full_state
@@ -109,12 +110,24 @@ def test_a_teacher_that_is_written_later_is_an_error() -> None:
         return F.cross_entropy(model.student(batch["x"]) + model.teacher(batch["x"]), batch["y"])
 
     with (
-        Trainer(teacher_job(loss), "dp=2", devices="simulated", listener=QUIET) as trainer,
+        Trainer(teacher_job(loss, buffers={}), "dp=2", devices="simulated", listener=QUIET) as trainer,
         pytest.raises(
             TrainingError, match=r"teacher\.first\.weight is not trained, and the loss wrote it in this step"
         ),
     ):
         trainer.fit()
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "tp=2", "microbatches=3"])
+def test_a_teacher_without_a_rule_is_refused_with_what_to_write(plan: str) -> None:
+    job = replace(JOBS["last, in place"](), buffers={})
+    with pytest.raises(
+        JobError,
+        match=re.escape(
+            'Say by which rule the chunks of a step write it: Job(buffers={"teacher.first.*": ml.ema(0.99)})'
+        ),
+    ):
+        Trainer(job, plan, devices="simulated", listener=QUIET)
 
 
 @pytest.mark.processes

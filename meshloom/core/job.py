@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from meshloom.core.buffer_rules import BufferRule, check_rules
 from meshloom.core.errors import JobError
 from meshloom.core.objectives import (
     OBJECTIVE_TAKES,
@@ -147,6 +148,10 @@ class Job:
     weight_names: the name in these files of each tensor of the model, as a mapping or a function; names that
         a mapping lacks are equal. None: no counterpart. A tensor of the model keeps the value that `model`
         gave it; a tensor of the files, looked up in the same way, is not used.
+    buffers: by what rule buffers, and parameters that no gradient trains but a step writes, are merged over the chunks of a step:
+        names or patterns of names -> "last" (what the last chunk left), "sum", `ml.ema(decay)`, or a function of (the buffer
+        as the step found it, what each chunk left). The first pattern that fits counts. Others keep what the last chunk left;
+        torch's norm layers need no rule (docs/buffers.md).
     units: names or types of the modules whose parameters zero=3 gathers together; () gathers all at once. None:
         blocks that repeat, and modules with large parameters.
     rules: sharding rules of custom operators: operator -> its dims, like
@@ -202,6 +207,7 @@ class Job:
     units: Sequence[str | type[nn.Module]] | None = None
     rules: Mapping[str, str] = field(default_factory=dict[str, str])
     opaque: Sequence[str | type[nn.Module]] = ()
+    buffers: Mapping[str, BufferRule] = field(default_factory=dict[str, BufferRule])
 
     def __post_init__(self) -> None:
         self._take_losses()
@@ -236,6 +242,7 @@ class Job:
             raise JobError("Job(evaluate=...) must be an Evaluate(data, metrics, every).")
         if self.init not in INITS:
             raise JobError(f"Job(init={self.init!r}) is not known. Use {' or '.join(map(repr, INITS))}.")
+        check_rules(self.buffers)
         _check_over_time(self)
         _check_weights(self)
         _check_modules("units", self.units or (), '[Block] or units=["encoder", "decoder"]')

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -104,14 +103,11 @@ class ChunkScope:
         return found
 
     @contextmanager
-    def forward(
-        self, chunk: Chunk, rerun: Callable[[], Any], *, stage: int = 0, observed: bool = True
-    ) -> Iterator[None]:
-        """Context of a chunk's forward on a stage, this rank's chunks in order. rerun: runs that forward
-        again and returns its outputs."""
+    def forward(self, chunk: Chunk, *, stage: int = 0, observed: bool = True) -> Iterator[None]:
+        """Context of a chunk's forward on a stage, this rank's chunks in order."""
         self._unsaved.begin()
         with ExitStack() as around:
-            around.enter_context(self._now[stage].chunk(partial(self._rerun, chunk, rerun)))
+            around.enter_context(self._now[stage].chunk())
             around.enter_context(self._numbers.chunk())
             around.enter_context(self.carried.chunk(chunk, self.turn))
             self._seed(chunk, around, self.observer if observed else None)
@@ -206,12 +202,6 @@ class ChunkScope:
     @property
     def _now(self) -> dict[int, RunningStatistics]:
         return self.statistics[self.turn.number]
-
-    def _rerun(self, chunk: Chunk, rerun: Callable[[], Any]) -> Any:
-        self._numbers.put_back()
-        self.carried.put_back(chunk.index)
-        with self.draws(chunk):
-            return rerun()
 
     def _key_of(self, chunk: Chunk) -> tuple[int, Rows | None]:
         """The number of the chunk whose draws this one has, and which of its rows."""

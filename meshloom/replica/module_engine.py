@@ -15,7 +15,7 @@ from meshloom.checkpoint.tensor_file import Stream
 from meshloom.comm.rank_context import RankContext
 from meshloom.comm.steps import Steps
 from meshloom.core.job import Job, LossFunction, NamedParameters
-from meshloom.core.losses.logged import computed_with_logs, taken_apart
+from meshloom.core.losses.logged import computed_with_logs
 from meshloom.core.losses.loss_sum import as_sum
 from meshloom.core.losses.turns import LossTurn, OwnGradients
 from meshloom.core.mesh import Axis
@@ -33,7 +33,7 @@ from meshloom.parameters.unfilled_model import UnfilledModel, take_share
 from meshloom.pipeline.runtime.microbatches import Visit
 from meshloom.pipeline.runtime.recorder import Recorder
 from meshloom.program.run.compiler import Compiler
-from meshloom.replica.buffers.batch_norm import synchronise_batch_norm, unsynchronised
+from meshloom.replica.buffers.batch_norm import synchronise_batch_norm
 from meshloom.replica.buffers.merged_buffers import RunningStatistics
 from meshloom.replica.chunk_scope import ChunkScope
 from meshloom.replica.engine import Engine, TakeTensor
@@ -74,11 +74,10 @@ class ModuleEngine(Engine):
             yield from check_together(self._context.world, self.compiler.check)
         yield from take_share(model, self.shards, unfilled, self._context.world)
         self._model, self._parameters = model, trainable(model)
-        several, joined = self._plan.num_chunks > 1, self._plan.sync_batch_norm
         for by_stage in scope.statistics:
             by_stage[0] = RunningStatistics(
-                model, self._context.groups["dp"], several=several, synchronised=joined, compiled=self._plan.compiles,
-                rerunning=partial(self.computing, "rerun"),
+                model, self._context.groups["dp"], num_chunks=self._plan.microbatches, synchronised=self._plan.sync_batch_norm,
+                rules=self._job.buffers, compiled=self._plan.compiles,
             )  # fmt: skip
 
     @property
@@ -129,7 +128,7 @@ class ModuleEngine(Engine):
                 self._context.activity.enter("chunk", chunk.step, chunk.index)
                 data = scope.data(chunk)
                 gathered = self._gathered.chunk(self._loss, chunk.step, chunk.batch)
-                with scope.forward(chunk, partial(self._rerun_alone, chunk, data)), gathered:
+                with scope.forward(chunk), gathered:
                     root, loss, weight = loss_sums.add(self._computed(data), chunk)
                     root = self._gathered.end_forward(root)
                     if chunk is chunks[-1] and not self._units:  # communication overlaps with its backward
@@ -233,11 +232,3 @@ class ModuleEngine(Engine):
     def _rerun(self, chunk: Chunk, data: Any) -> Tensor:
         with self._gathered.again():
             return as_sum(self._loss(self._model, data), chunk.samples, needs_gradient=False)[0]
-
-    def _rerun_alone(self, chunk: Chunk, data: Any) -> Tensor:
-        """The same without synchronising batch statistics with other replicas."""
-        with (
-            unsynchronised(self._model) if self._plan.sync_batch_norm else nullcontext(),
-            self._gathered.again(),
-        ):
-            return as_sum(taken_apart(self._computed(data))[0], chunk.samples, needs_gradient=False)[0]

@@ -86,7 +86,7 @@ def locate_nan(
         for number, chunk in enumerate(chunks):
             microbatches.look(
                 [batches[number]],
-                lambda stage, microbatch, rerun: scope.draws(chunk),  # noqa: B023
+                lambda stage, microbatch: scope.draws(chunk),  # noqa: B023
                 partial(look, number),
             )
     return found

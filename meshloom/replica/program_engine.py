@@ -22,7 +22,8 @@ from meshloom.comm.objects import on_rank_0
 from meshloom.comm.rank_context import RankContext
 from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.steps import Steps, run_in_steps
-from meshloom.core.errors import CaptureError, DataError
+from meshloom.core.buffer_rules import rule_of
+from meshloom.core.errors import CaptureError, DataError, JobError
 from meshloom.core.job import Job, LossFunction, NamedParameters
 from meshloom.core.losses.turns import LossTurn, OwnGradients
 from meshloom.core.mesh import Axis
@@ -57,6 +58,7 @@ from meshloom.program.run.compiler import Compiler
 from meshloom.program.store.drawn_batches import DrawnBatches
 from meshloom.program.store.program_cache import ProgramCache
 from meshloom.replica.buffers.merged_buffers import RunningStatistics
+from meshloom.replica.buffers.norm_statistics import decays
 from meshloom.replica.chunk_scope import ChunkScope
 from meshloom.replica.engine import Engine, TakeTensor
 from meshloom.replica.gathered_tensors import GatheredTensors
@@ -133,10 +135,7 @@ class ProgramEngine(Engine):
         self._outside = {each: Outside(each, model, self.programs.opaque) for each in self.losses.values()}
         self._parameters = {name: each for name, each in model.named_parameters() if not each.is_meta}
         for by_stage, of_loss in zip(scope.statistics, here, strict=True):
-            by_stage |= {
-                each.number: _statistics_of(each, model, self.plan, self.context, self.team_sums)
-                for each in of_loss
-            }
+            by_stage |= {each.number: _statistics_of(each, model, self) for each in of_loss}
         self._gathered = GatheredTensors(
             model, self.ownership, self.shards, self.pp, self.tp, self.context.device
         )
@@ -324,13 +323,18 @@ def _check_values(others: Mapping[str, str | None], batches: Sequence[Any]) -> N
     check_following(others, leaves_of(batches[-1]).values)
 
 
-def _statistics_of(
-    stage: Stage, model: nn.Module, plan: Plan, context: RankContext, sums: TeamSums
-) -> RunningStatistics:
-    nodes, several = stage.program.nodes, plan.num_chunks > 1
+def _statistics_of(stage: Stage, model: nn.Module, engine: ProgramEngine) -> RunningStatistics:
+    program, shards, rules = stage.program, engine.shards, engine.job.buffers
+    for name in program.changing:
+        if callable(rule_of(name, rules)) and name in shards.pieces:
+            raise JobError(
+                f'Job(buffers=...) gives {name} a function, and {engine.plan} divides it. Declare "last", "sum" or ml.ema(decay), which go by elements.'
+            )
+    kept, named = decays(program.nodes), {each.value: name for name, each in program.buffers.items()}
     return RunningStatistics(
-        model, context.groups["dp"], several=several, changing=stage.changing, followed=stage.program.in_place,
-        opaque=[module for node in nodes for module in modules_of(node)], unite=sums.union,
+        model, engine.context.groups["dp"], num_chunks=engine.plan.microbatches, rules=rules, changing=stage.changing,
+        decays={named[value]: each for value, each in kept.items() if value in named},
+        opaque=[module for node in program.nodes for module in modules_of(node)],
     )  # fmt: skip
 
 
@@ -347,8 +351,8 @@ def stages_may_run_differently(plan: Plan, batch: int) -> bool:
 def around_of(plan: Plan, chunks: Sequence[Chunk], scope: ChunkScope) -> Around:
     """The context of a stage's forward of a microbatch."""
 
-    def around(stage: int, microbatch: int, rerun: Callable[[], Any]) -> AbstractContextManager[None]:
-        return scope.forward(chunks[microbatch], rerun, stage=stage, observed=stage == plan.num_stages - 1)
+    def around(stage: int, microbatch: int) -> AbstractContextManager[None]:
+        return scope.forward(chunks[microbatch], stage=stage, observed=stage == plan.num_stages - 1)
 
     return around
 

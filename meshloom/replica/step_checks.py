@@ -121,8 +121,8 @@ def frozen_kept(frozen: NamedParameters, *, alone: bool) -> Iterator[None]:
     for (name, parameter), writes in zip(frozen if before else (), before, strict=True):
         if _writes(parameter) != writes:
             raise TrainingError(
-                f"{name} is not trained, and the loss wrote it in this step, but not at the start, where it was tried on the first batch: each replica "
-                "would write its own. Write it in every step, also where that changes nothing (p.lerp_(q, 0.0)), so that it counts as a buffer."
+                f"{name} is not trained, and the loss wrote it in this step: each replica would write its own. Say by which rule the chunks of a step write it, "
+                f'like Job(buffers={{"{name}": ml.ema(0.99)}}), "last" or "sum" (docs/buffers.md).'
             )
 
 

@@ -36,13 +36,6 @@ class TeamSums:
         yield
         work.wait()
 
-    def union(self, flags: Tensor) -> Tensor:
-        """Logical or of flags over tp, in place."""
-        if (group := self._groups["tp"]) is not None:
-            self._sent["tp"]["all_reduce"] += flags.nbytes
-            group.all_reduce(flags).wait()
-        return flags
-
     def alike(self, gradients: Sequence[Tensor | None]) -> Steps[None]:
         """Those of the first rank along tp, in place, on each of them. All have computed the same ones, up to rounding; None:
         unused."""

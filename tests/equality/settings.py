@@ -106,15 +106,6 @@ SKIPPED: dict[str, tuple[Values, ...]] = {
     "the same, and measured shares decide which ranks have fewer chunks": (
         ("zero", ("3", "3 within 2")), ("shares", ("measured",)),
     ),
-    "the same, and recomputing programs run forwards of the first step more often, to find how running statistics are merged": (
-        ("zero", ("3", "3 within 2")), ("norms", ("true",)), ("recompute", ("full", "selective")), ("buckets", ("late", "small")),
-    ),
-    "the same of programs of stages, recomputing or not": (
-        ("zero", ("3", "3 within 2")), ("norms", ("true",)), ("pp", ("2", "3")), ("buckets", ("late", "small")),
-    ),
-    "running statistics of several chunks are merged by way of further forwards, whose sums along tp are not predicted": (
-        ("norms", ("true",)), ("tp", ("2", "3")),
-    ),
     "bytes of synchronised statistics are predicted as if the input of every norm needed a gradient": (
         ("sync_batch_norm", ("true",)), ("frozen", ("first step",)),
     ),

@@ -41,9 +41,7 @@ MOST_KEPT = 64  # combinations of a step's microbatch shapes whose runs are cach
 class Around(Protocol):
     """The context of every forward."""
 
-    def __call__(self, stage: int, microbatch: int, rerun: Callable[[], Any]) -> AbstractContextManager[Any]:
-        """rerun: runs that forward again on the same inputs and returns its outputs."""
-        ...
+    def __call__(self, stage: int, microbatch: int) -> AbstractContextManager[Any]: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,12 +233,12 @@ class Microbatches:
         def around(microbatch: int) -> AbstractContextManager[Any]:
             if self._around is None:
                 return nullcontext()
-            return self._around(number, microbatch, lambda: run.rerun(microbatch))
+            return self._around(number, microbatch)
 
         def finish(microbatch: int, values: Sequence[Any]) -> Tensor | None:
             return self._finish(microbatch, tree_unflatten(list(values), stages[microbatch].returned))
 
-        run = StageRun(
+        return StageRun(
             stages,
             self._parameters,
             self._buffers,
@@ -255,7 +253,6 @@ class Microbatches:
             compiler=self._compiler if stages[0].program.training and visit is None else None,
             bind=lambda program: self._used_rows.recorded(bound(program, self._model, loss)),
         )
-        return run
 
 
 def _with_buffers_anew(buffers: Mapping[str, Tensor], around: Around) -> tuple[Mapping[str, Tensor], Around]:
@@ -263,9 +260,9 @@ def _with_buffers_anew(buffers: Mapping[str, Tensor], around: Around) -> tuple[M
     live = {name: each for name, each in buffers.items() if not each.is_meta}
     copies = {name: each.clone() for name, each in live.items()}
 
-    def fresh(stage: int, microbatch: int, rerun: Callable[[], Any]) -> AbstractContextManager[Any]:
+    def fresh(stage: int, microbatch: int) -> AbstractContextManager[Any]:
         copies.update({name: each.clone() for name, each in live.items()})
-        return around(stage, microbatch, rerun)
+        return around(stage, microbatch)
 
     return copies, fresh
 

@@ -1,7 +1,7 @@
 """Parameters without gradient that a loss writes, such as a teacher's moving average: they are treated as buffers.
 
 They stay parameters of the user's modules. Only their names are kept, with the model that they belong to; so are those of
-running statistics and of modules that write what is trained.
+modules that write what is trained.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from typing import Any
 from torch import Tensor, nn
 
 _KEY = "_written_by_its_loss"
-_NORMS = "_statistics_written_by_its_loss"
 _SETTLED = "_trained_parameters_that_forwards_write"
 
 
@@ -21,17 +20,6 @@ def mark_written(model: nn.Module, names: Collection[str]) -> None:
     before."""
     if names:
         vars(model)[_KEY] = tuple(sorted({*names, *_marked(model)}))
-
-
-def mark_norms(model: nn.Module, names: Collection[str]) -> None:
-    """Running statistics of these names are written by others than their layers."""
-    if names:
-        vars(model)[_NORMS] = tuple(names)
-
-
-def writes_norms(model: nn.Module) -> bool:
-    """Whether any are."""
-    return _NORMS in vars(model)
 
 
 def mark_settled(model: nn.Module, paths: Mapping[str, str]) -> None:

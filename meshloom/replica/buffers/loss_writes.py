@@ -15,25 +15,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshloom.program.ir.schemas import arguments_of, is_written
 from meshloom.program.operators.limited_rows import RowLimit
-from meshloom.replica.buffers.norm_statistics import BUFFERS, tracks
 
 aten = torch.ops.aten
-_NORMS = ("batch_norm", "instance_norm")
 
 
 class LossWrites(TorchDispatchMode):
-    """Writes to `model`'s parameters, and to running statistics by anything but their layers.
+    """Writes to `model`'s parameters.
 
     found: names of written parameters -> the module in whose forward that was; None: in none. limits: of tables whose
-    rows `F.embedding` scales, with `max_norm`. norms: names of running statistics. replaced: parameters in whose places
-    others have been put.
+    rows `F.embedding` scales, with `max_norm`. replaced: parameters in whose places others have been put.
     """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.found: dict[str, str | None] = {}
         self.limits: dict[str, RowLimit] = {}
-        self.norms: set[str] = set()
         self.replaced: set[str] = set()
         self._model = model
         self._parameters = dict(model.named_parameters())
@@ -42,12 +38,6 @@ class LossWrites(TorchDispatchMode):
         self._by_storage: dict[int, list[str]] = {}
         for name, each in self._parameters.items():
             self._by_storage.setdefault(_storage(each), []).append(name)
-        self._statistics = {
-            _storage(module._buffers[key]): f"{path}.{key}" if path else key  # pyright: ignore[reportPrivateUsage, reportArgumentType]
-            for path, module in model.named_modules()
-            if tracks(module)
-            for key in BUFFERS[:2]
-        }
         self._paths = {id(module): path for path, module in model.named_modules()}
         self._running: list[str] = []
         self._hooks = ExitStack()
@@ -82,9 +72,6 @@ class LossWrites(TorchDispatchMode):
                     self.limits[name] = RowLimit(rows=len(operand), largest=args[2], norm_type=args[3])
                 else:
                     self.found.setdefault(name, self._running[-1] if self._running else None)
-            statistics = self._statistics.get(_storage(operand))
-            if statistics is not None and not any(each in func._schema.name for each in _NORMS):
-                self.norms.add(statistics)
         return func(*args, **kwargs)
 
     def put_back(self) -> None:

@@ -1,16 +1,14 @@
-"""Buffers stay equal on all replicas: every chunk reads them as the step found them, and writes are merged.
+"""Buffers stay equal on all replicas: every chunk reads them as the step found them, and what chunks leave is merged.
 
-Each replica reduces its chunks to one map per buffer, b -> decay * b + added; the maps are gathered once a
-step and applied in chunk order on every replica, in the same arithmetic, so that the results have the same
-bits. Of running statistics and other linear recurrences that is what one device has that runs all chunks in
-order; for the others see docs/buffers.md.
+What each replica's chunks leave is gathered once a step and merged in chunk order on every replica, in the same
+arithmetic, so that the results have the same bits. Of torch's norm layers that is what one device has that runs all
+chunks in order; of other buffers it is what the job declares (docs/buffers.md).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -18,64 +16,72 @@ from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPriva
 
 from meshloom.comm.group import Group
 from meshloom.comm.steps import Steps
+from meshloom.core.buffer_rules import BufferRule, rule_of
 from meshloom.core.device.readback import Readback, Readbacks, on_device
-from meshloom.core.units import plural
+from meshloom.core.errors import JobError
 from meshloom.program.ir.nodes import is_within
-from meshloom.program.ir.written_parameters import named_buffers, writes_norms
-from meshloom.replica.buffers.chunk_writes import ChunkWrites
-from meshloom.replica.buffers.norm_statistics import NormStatistics, norm_buffers, tracks
-from meshloom.replica.buffers.recurrence import Unite
+from meshloom.program.ir.written_parameters import named_buffers
+from meshloom.replica.buffers.declared_buffers import Decay, DeclaredBuffers, Rule
+from meshloom.replica.buffers.norm_statistics import BUFFERS, NormStatistics, is_counter, norm_buffers, tracks
 from meshloom.telemetry.traffic import ExpectedBytes, Traffic
-
-RULE = "what the chunks write is merged in their order (docs/buffers.md)."
 
 
 class RunningStatistics:
     """The buffers of `model` over a training step.
 
     group: the replicas, in chunk order: replica r runs chunks r * m to r * m + m - 1; None: there is one.
-    With one chunk a step (several=False) there is nothing to do; without any buffers nothing is communicated.
-    One replica's running statistics follow each other by themselves. synchronised: microbatch j of all
-    replicas is one chunk, and batch norm layers see to their own statistics.
-    changing: where a program runs instead of the layers' own forwards, the buffers that it changes, and the
-        only ones here. followed: those of them that only follow each other (running statistics). opaque: the paths of
+    num_chunks: m. With one chunk a step there is nothing to do but for rules that are functions; without any buffers
+    nothing is communicated. One replica's running statistics follow each other by themselves.
+    synchronised: microbatch j of all replicas is one chunk, and batch norm layers see to their own statistics.
+    rules: of the job. changing: where a program runs instead of the layers' own forwards, the buffers that it changes, and the
+        only ones here; decays: of its running statistics, the share that a chunk keeps. opaque: the paths of
         modules whose own forwards the program runs. compiled: layers' forwards are compiled.
-    unite: among ranks that compute a chunk together (`find_recurrences`).
-    rerunning: the context in which chunks run again once all have run; all replicas enter it together.
     """
 
     def __init__(
-        self, model: nn.Module, group: Group | None, *, several: bool = True, synchronised: bool = False,
-        changing: Collection[str] | None = None, followed: Collection[str] = (), opaque: Collection[str] = (),
-        compiled: bool = False, unite: Unite = lambda flags: flags, rerunning: Callable[[], AbstractContextManager[None]] = nullcontext,
+        self, model: nn.Module, group: Group | None, *, num_chunks: int = 1, synchronised: bool = False, rules: Mapping[str, BufferRule],
+        changing: Collection[str] | None = None, decays: Mapping[str, float] | None = None, opaque: Collection[str] = (), compiled: bool = False,
     ) -> None:  # fmt: skip
         self._group = group if group is not None and group.size > 1 else None
-        # where a loss copies running statistics (a teacher's), layers do not see to their own
-        alone = not writes_norms(model)
-        replaced = not synchronised and changing is None and alone
+        self._joined = synchronised
+        known = decays or {}
 
         def is_opaque(name: str) -> bool:
             return any(is_within(name, path) for path in opaque)
 
+        def is_declared(path: str) -> bool:
+            return any(rule_of(f"{path}.{key}" if path else key, rules) is not None for key in BUFFERS)
+
+        def rule(name: str) -> Rule | None:
+            declared = rule_of(name, rules)
+            if declared is None and name in known:
+                return Decay(known[name])
+            return "sum" if declared is None and is_counter(model, name) else declared
+
         layers = [
             (name, module)
             for name, module in model.named_modules()
-            if tracks(module) and (replaced or (alone and is_opaque(name)))
+            if tracks(module)
+            and not is_declared(name)
+            and ((changing is None and not synchronised) or is_opaque(name))
         ]
         own = [module for module in model.modules() if isinstance(module, _BatchNorm)] if synchronised else []
         self._norms = NormStatistics(layers if self._group else [], compiled=compiled)
         handled = norm_buffers([module for _, module in layers] + own)
-        if changing is not None and not self._group and alone:
-            changing = {each for each in changing if each not in followed or is_opaque(each)}
-        here = (
-            [name for name, each in named_buffers(model) if not each.is_meta] if changing is not None else []
+        here: list[str] = []
+        if changing is not None:
+            if not self._group:  # they follow each other
+                changing = {
+                    each for each in changing if each not in known or rule_of(each, rules) is not None
+                }
+            here = [name for name, each in named_buffers(model) if not each.is_meta and is_opaque(name)]
+        alone = num_chunks * (self._group.size if self._group else 1) == 1
+        self._others = DeclaredBuffers(
+            model, handled, rule, num_chunks=num_chunks, alone=alone, changing=changing, perhaps=here
         )
-        perhaps = [name for name in here if name not in followed and is_opaque(name)]
-        self._others = ChunkWrites(
-            model, handled, joined=synchronised, changing=changing, perhaps=perhaps, unite=unite
-        )
-        self._active = several and self._norms.length + self._others.length > 0
-        self._rerunning = rerunning
+        if synchronised:
+            _check_joined(self._others.declared)
+        self._active = self._others.length > 0 or (not alone and self._norms.length > 0)
         self._moving = 0  # elements gathered in the last step because some buffer changed
         self._notes: list[str] = []
         self._noted: set[str] = set()
@@ -85,18 +91,12 @@ class RunningStatistics:
         self._evaluated: Readback | None = None
 
     @contextmanager
-    def chunk(self, rerun: Callable[[], Any] | None = None) -> Iterator[None]:
-        """Around one chunk's forward and backward; this replica's chunks in order.
-
-        rerun: runs the chunk's forward again with the same random draws and returns the loss. Called a few
-        times when a buffer other than running statistics first changes. Without it that is no recurrence.
-        """
+    def chunk(self) -> Iterator[None]:
+        """Around one chunk's forward and backward; this replica's chunks in order."""
         if not self._active:
             yield
             return
-        # The layers' own forward is back in place when a chunk is run again, and what it changes is put back
-        # with the other buffers.
-        with self._others.collecting(rerun), self._norms.collecting():
+        with self._others.collecting(), self._norms.collecting():
             yield
 
     def finish(self) -> Steps[None]:
@@ -114,28 +114,14 @@ class RunningStatistics:
             self._evaluated = self._readbacks.read(headers)
             if not self._evaluated.waits:
                 self._note_evaluated()
-        read = self._others.agree(parts[:, split:].tolist() if self._others.length else [])
-        if read:
-            more = f" and {len(read) - 3} more" if len(read) > 3 else ""
-            names = f"{plural('buffer', len(read))} {', '.join(read[:3])}{more}"
-            them = "it" if len(read) == 1 else "them"
-            self._note(f"Every chunk of a step reads {names} as the step found {them}; {RULE}")
+        undeclared = self._others.agree(parts[:, split:].tolist() if self._others.length else [])
+        if undeclared:
+            self._note(_undeclared(undeclared, joined=self._joined))
         self._moving = self._others.moving_length
         maps = parts[:, :0]
         if self._moving:
-            with self._rerunning() if self._others.runs_again else nullcontext():
-                mine = self._others.take()
-            maps = yield from self._gather(mine)
-        if reshaped := self._others.reshaped:
-            shapes = yield from self._gather(reshaped.shapes(self._device))
-            values = yield from self._gather(reshaped.values(shapes))
-            reshaped.put(shapes, values)
-            self._moving += shapes.shape[1] + values.shape[1]
-        for name in self._others.apply(maps):
-            self._note(
-                f"Buffer {name} depends on the samples, and with sync_batch_norm each replica has seen a part of the chunk's: the last replica's "
-                "value is kept."
-            )
+            maps = yield from self._gather(self._others.take())
+        self._others.apply(maps)
 
     def take_notes(self) -> list[str]:
         """What the user should be told, each once; empties the list. What layers did in a step on a GPU is told after the
@@ -172,3 +158,22 @@ class RunningStatistics:
         if text not in self._noted:
             self._noted.add(text)
             self._notes.append(text)
+
+
+def _undeclared(names: list[str], *, joined: bool) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    which = "chunk" if not joined else "chunk's last replica"
+    return (
+        f"Of {', '.join(names[:3])}{more} a step keeps what its last {which} left. Another rule is said by the job, like "
+        f'Job(buffers={{"{names[0]}": "sum"}}) or ml.ema(0.99) (docs/buffers.md).'
+    )
+
+
+def _check_joined(declared: Mapping[str, Rule]) -> None:
+    """Raise `JobError` for a rule that parts of a chunk do not have."""
+    for name, rule in declared.items():
+        if rule != "last":
+            raise JobError(
+                f'Job(buffers=...) gives {name} the rule {rule!r}, and with sync_batch_norm each replica sees a part of every chunk. Declare "last", or leave '
+                "sync_batch_norm out."
+            )

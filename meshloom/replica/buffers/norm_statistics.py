@@ -12,7 +12,7 @@ buffers, are not touched: the replacement is an instance's `forward`, there only
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,6 +22,8 @@ from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPriva
 from torch.nn.modules.instancenorm import _InstanceNorm  # pyright: ignore[reportPrivateUsage]
 
 from meshloom.core.device.readback import on_device
+from meshloom.program.ir.nodes import Node, Ref
+from meshloom.program.ir.schemas import arguments_of
 
 BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 _HEADER = 3  # calls, decay, calls in evaluation mode
@@ -35,6 +37,29 @@ def tracks(module: nn.Module) -> bool:
     ) or "forward" in vars(module):
         return False
     return bool(module.track_running_stats) and module.running_mean is not None
+
+
+def decays(nodes: Iterable[Node]) -> dict[str, float]:
+    """The running statistics that a program's operators update, by their values' names -> the share that one chunk keeps of
+    them: a layer may be called several times."""
+    found: dict[str, float] = {}
+    for node in nodes:
+        if getattr(node.target, "_schema", None) is None:
+            continue
+        given = {
+            argument.name: value for argument, value in arguments_of(node.target, node.args, node.kwargs)
+        }
+        if given.get("training") or given.get("use_input_stats"):
+            for name in BUFFERS[:2]:
+                if isinstance(value := given.get(name), Ref):
+                    found[value.name] = found.get(value.name, 1.0) * (1.0 - given["momentum"])
+    return found
+
+
+def is_counter(model: nn.Module, name: str) -> bool:
+    """Whether a buffer counts the calls of a layer with running statistics."""
+    path, _, key = name.rpartition(".")
+    return key == BUFFERS[2] and tracks(model.get_submodule(path))
 
 
 class NormStatistics:

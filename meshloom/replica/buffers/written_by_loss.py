@@ -1,5 +1,5 @@
 """Finds what a loss writes besides buffers: parameters that nothing trains (a teacher's moving average), trained ones (a
-mask, a clamp), rows of tables with `max_norm`, and running statistics that another layer's are copied to.
+mask, a clamp), and rows of tables with `max_norm`.
 
 The loss runs once, on one batch, before anything is shared or sliced; operators that write are seen as they run. Where a
 trained parameter is written it runs five times more. The model is as before afterwards.
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from meshloom.comm.objects import on_rank_0, share
 from meshloom.comm.rank_context import RankContext
 from meshloom.comm.steps import Steps
+from meshloom.core.buffer_rules import rule_of
 from meshloom.core.errors import DataError, JobError
 from meshloom.core.job import Job
 from meshloom.core.moments.current_step import Moment
@@ -29,7 +30,7 @@ from meshloom.data.to_device import to_device
 from meshloom.parameters.starting_model import StartingModel
 from meshloom.program.capture.restored import restored
 from meshloom.program.capture.writing_code import may_write
-from meshloom.program.ir.written_parameters import mark_norms, mark_settled, mark_written
+from meshloom.program.ir.written_parameters import mark_settled, mark_written
 from meshloom.program.operators.limited_rows import RowLimit, functions_limited, limits_of, unlimited
 from meshloom.program.trace.attributes import TORCHS_OWN
 from meshloom.replica.buffers.batch_norm import unsynchronised
@@ -42,14 +43,12 @@ _ROUNDING = 1e4  # units of the precision
 class WrittenBesides:
     """What a loss writes: names.
 
-    frozen: parameters that are not trained. norms: running statistics that are written by others than their layers.
-    limits: tables of which functions scale the rows that they read. settled: trained parameters that become the same in
+    frozen: parameters that are not trained. limits: tables of which functions scale the rows that they read. settled: trained parameters that become the same in
     every forward, before they are read -> the module that writes them (None: the loss). refused: other trained ones -> why.
     torn: a table that is also read besides by lookups, which see its rows scaled.
     """
 
     frozen: Sequence[str] = ()
-    norms: Sequence[str] = ()
     limits: Mapping[str, RowLimit] = field(default_factory=dict[str, RowLimit])
     settled: Mapping[str, str | None] = field(default_factory=dict[str, str | None])
     refused: Mapping[str, str] = field(default_factory=dict[str, str])
@@ -90,6 +89,14 @@ def mark_what_is_written(
 
         return written_by_loss(model, loss, unfilled.standing_in if unfilled else nullcontext)
 
+    mark_written(
+        model,
+        [
+            name
+            for name, each in model.named_parameters()
+            if not each.requires_grad and rule_of(name, job.buffers) is not None
+        ],
+    )
     all_trained = all(each.requires_grad for each in model.parameters())
     if all_trained and not limits_of(model) and not any(may_write(each, model) for each in losses):
         return WrittenBesides(), []
@@ -97,8 +104,8 @@ def mark_what_is_written(
         context.world, (yield from on_rank_0(context.world, lambda: find().to_values(), JobError))
     )
     found = WrittenBesides.of_values(values)
+    _check_frozen(found.frozen, job, plan)
     mark_written(model, found.frozen)
-    mark_norms(model, found.norms)
     if plan.captures:
         mark_settled(model, {name: path for name, path in found.settled.items() if path is not None})
     _check(found, plan)
@@ -134,7 +141,6 @@ def written_by_loss(
         frozen=[
             name for name in dict(model.named_parameters()) if name in writes.found and name not in trained
         ],
-        norms=sorted(writes.norms),
         limits=writes.limits,
         settled={} if why else trained,
         refused=dict.fromkeys(trained, why) if why else {},
@@ -247,6 +253,18 @@ def _first(value: Any) -> Tensor:
     return value[0] if isinstance(value, tuple | list) else value
 
 
+def _check_frozen(names: Sequence[str], job: Job, plan: Plan) -> None:
+    undeclared = [name for name in names if rule_of(name, job.buffers) is None]
+    if undeclared and (plan.num_chunks > 1 or plan.captures):
+        name = undeclared[0]
+        pattern = f"{name.rpartition('.')[0]}.*" if "." in name else name
+        more = f" and {len(undeclared) - 1} more" if len(undeclared) > 1 else ""
+        raise JobError(
+            f"{name}{more} is not trained, and a step writes it. Say by which rule the chunks of a step write it: "
+            f'Job(buffers={{"{pattern}": ml.ema(0.99)}}) with the decay that the loss has, "last" or "sum" (docs/buffers.md).'
+        )
+
+
 def _check(found: WrittenBesides, plan: Plan) -> None:
     way_out = (
         "Compute the changed value anew in the forward, as torch.nn.utils.parametrize does, or change it between steps, in a loop of your own "
@@ -274,12 +292,6 @@ def _check(found: WrittenBesides, plan: Plan) -> None:
 
 def _notes(found: WrittenBesides, plan: Plan) -> list[str]:
     notes: list[str] = []
-    if found.frozen:
-        more = f" and {len(found.frozen) - 1} more" if len(found.frozen) > 1 else ""
-        notes.append(
-            f"The loss writes {found.frozen[0]}{more}, which no gradient trains: every rank that uses them keeps them whole, each chunk reads them as the step "
-            "found them, and what chunks write is merged in their order, as for buffers (docs/buffers.md)."
-        )
     if found.settled:
         more = f" and {len(found.settled) - 1} more" if len(found.settled) > 1 else ""
         notes.append(

@@ -5,7 +5,7 @@ samples and the order of an epoch's batches are implemented here a second time. 
 
     read the global batch, split it into dp * m chunks        (with synchronised batch statistics: m forwards, see `chunks_of_plan.py`)
     for each chunk: buffers as at the start of the step, seed, loss of the chunk, backward of its sum
-    buffers = what the chunks wrote, merged in chunk order (`buffer_merging.py`)
+    buffers = what the chunks wrote, merged in chunk order (`buffer_rules.py`)
     gradient = sum / total weight;  clip;  optimizer step;  scheduler step        (with a loss scale: `loss_scaling.py`)
 
 Several losses take turns in a step (`trained_losses.py`): each does all of this but the reading, and what it finds of
@@ -27,13 +27,8 @@ from meshloom.core.job import Job
 from meshloom.core.plan import Plan
 from meshloom.core.random import preserved_draws
 from meshloom.parameters.keyed_init import call_model
-from meshloom.verify.reference.buffer_merging import (
-    BufferMerging,
-    Numbers,
-    changed_numbers,
-    plain_numbers,
-    put_numbers,
-)
+from meshloom.verify.reference.buffer_merging import Numbers, changed_numbers, plain_numbers, put_numbers
+from meshloom.verify.reference.buffer_rules import Buffers, ReferenceBuffers
 from meshloom.verify.reference.chunk_run import ChunkResult, ChunkRun
 from meshloom.verify.reference.chunks_of_plan import ReferenceForward, forwards_of
 from meshloom.verify.reference.float64_blocks import norm_of_all
@@ -89,7 +84,7 @@ class Reference:
             self.losses = trained_losses(job, self.updated)
             self.turns_left = turns(self.losses, read_batches(job))
         self.parameters: dict[str, nn.Parameter] = dict(self.model.named_parameters())
-        self.buffers = BufferMerging(self.model)
+        self.buffers = ReferenceBuffers(job, self.model)
         self.precision = most_precise(self.model)
         self._watch = ModuleWatch(self.model)
         self.autocast = AUTOCAST.get(plan.precision)  # around losses; float64 tensors are not cast
@@ -146,20 +141,18 @@ class Reference:
         loss = weight = 0.0
         self.model.zero_grad(set_to_none=True)
         self.numbers, latest = plain_numbers(self.model), Numbers()
-        if not self.chunks and self._initial.keys() & self.parameters.keys():  # there may be a teacher
-            _look_for_copies(self)
         start = self.buffers.snapshot()
         self.chunk_run.together.rows = None
-        written: list[tuple[ReferenceForward, dict[str, Tensor]]] = []
+        ends: list[Buffers] = []
         for forward in self.forwards():
             self.buffers.load(start)
             result = self.run_forward(forward, watched=watched)
             latest |= changed_numbers(self.model, self.numbers)
-            written.append((forward, self.buffers.snapshot(start)))
+            ends.append(self.buffers.snapshot(start))
             loss, weight = loss + result.loss_sum, weight + result.weight
             chunks += self.records(forward, result) if watched else ()
         self.divide(weight)
-        self.buffers.load(self.buffers.merge(start, written, partial(_rerun_forward, self)))
+        self.buffers.load(self.buffers.merge(start, ends))
         put_numbers(self.model, self.numbers | latest)
         return loss, weight, chunks
 
@@ -302,37 +295,6 @@ def _keep_earlier(reference: Reference) -> None:
         reference.earlier["of before the last update"] = before
 
 
-def _look_for_copies(reference: Reference) -> None:
-    """Whether the loss copies running statistics, found with the step's first chunk."""
-    forwards = list(reference.forwards())
-    if len(forwards) > 1:
-        reference.chunk_run.together.rows = None
-        reference.buffers.look(lambda: reference.run_forward(forwards[0]))
-        reference.restore()
-        reference.model.zero_grad(set_to_none=True)
-
-
-def _rerun_forward(
-    reference: Reference, forward: ReferenceForward, buffers: dict[str, Tensor]
-) -> dict[str, Tensor]:
-    """The buffers that a forward makes of other ones; all other state is left unchanged."""
-    model = reference.model
-    current = {name: value.detach().clone() for name, value in _untrained(model)}
-    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
-    reference.buffers.load(buffers)
-    model.zero_grad(set_to_none=True)
-    try:
-        reference.run_forward(forward, watched=False)
-        return reference.buffers.snapshot()
-    finally:
-        with torch.no_grad():
-            for name, value in _untrained(model):
-                if name in current and value.shape == current[name].shape:
-                    value.copy_(current[name])
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
-
-
 def _untrained(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """All that a forward may change: buffers, and parameters without gradients (a teacher's)."""
     yield from ((name, each) for name, each in model.named_parameters() if not each.requires_grad)
@@ -344,7 +306,9 @@ def _same(now: Tensor, before: Tensor) -> bool:
     return now.shape == before.shape and bool(((now == before) | (now.isnan() & before.isnan())).all())
 
 
-def _put(values: Mapping[str, Tensor], tensors: Iterator[tuple[str, Tensor]], buffers: BufferMerging) -> None:
+def _put(
+    values: Mapping[str, Tensor], tensors: Iterator[tuple[str, Tensor]], buffers: ReferenceBuffers
+) -> None:
     """Give tensors earlier values, and buffers that were resized another tensor."""
     with torch.no_grad():
         for name, now in list(tensors):

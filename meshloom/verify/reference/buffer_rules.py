@@ -1,0 +1,90 @@
+"""The reference's buffers after a step: the rules of `Job(buffers=...)`, written a second time.
+
+Every chunk reads the buffers as they were at the start of the step. Torch's own normalization layers, unless a pattern names
+them, do not read in training what they write, so their buffers are simply updated chunk after chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
+from torch.nn.modules.instancenorm import _InstanceNorm  # pyright: ignore[reportPrivateUsage]
+
+from meshloom.core.job import Job
+
+Buffers = dict[str, Tensor]
+
+
+class ReferenceBuffers:
+    """The buffers and untrained parameters of `model` that are merged, from step to step."""
+
+    def __init__(self, job: Job, model: nn.Module) -> None:
+        names = [name for name, _ in model.named_buffers()]
+        names += [name for name, each in model.named_parameters() if not each.requires_grad]
+        self._rules = {name: rule for name in names for rule in _first(job, name)}
+        for path, module in model.named_modules():
+            if getattr(type(module), "forward", None) in (_BatchNorm.forward, _InstanceNorm.forward):
+                own = {f"{path}.{key}" if path else key for key, _ in module.named_buffers(recurse=False)}
+                names = [name for name in names if name not in own or own & self._rules.keys()]
+        modules = dict(model.named_modules(remove_duplicate=False))
+        self._places = {name: (modules[name.rpartition(".")[0]], name.rpartition(".")[2]) for name in names}
+
+    def snapshot(self, known: Mapping[str, Tensor] | None = None) -> Buffers:
+        """Copies of the buffers. known: earlier copies, reused for buffers that did not change."""
+        found = {name: _tensors_with(module, key)[key] for name, (module, key) in self._places.items()}
+        known = known or {}
+        return {
+            name: known[name] if name in known and _same(known[name], value) else value.detach().clone()
+            for name, value in found.items()
+            if value is not None
+        }
+
+    def load(self, values: Mapping[str, Tensor]) -> None:
+        """Set the buffers to these values; a buffer of another shape is replaced by a new tensor."""
+        for name, value in values.items():
+            module, key = self._places[name]
+            buffer = _tensors_with(module, key)[key]
+            if buffer is not None and buffer.shape == value.shape and buffer.dtype == value.dtype:
+                buffer.detach().copy_(value)
+            else:
+                vars(module)["_buffers"][key] = value.clone()
+
+    def merge(self, start: Buffers, ends: Sequence[Buffers]) -> Buffers:
+        """The buffers after a step that found `start`, and whose chunks left `ends`, in their order."""
+        merged = {**start, **(ends[-1] if ends else {})}
+        for name, rule in self._rules.items():
+            left = [end[name] for end in ends if name in end]
+            if rule == "last" or name not in start or not any(each is not start[name] for each in left):
+                continue
+            first = value = start[name]
+            if rule == "sum":
+                for end in left:
+                    value = value + (end - first)
+            elif callable(rule):
+                value = rule(first.clone(), [each.clone() for each in left])
+            else:
+                for end in left:
+                    moved = ~((end == first) | ((end != end) & (first != first)))
+                    value = torch.where(moved, rule.decay * value + (end - rule.decay * first), value)
+            merged[name] = value.to(first.dtype)
+        return merged
+
+
+def _first(job: Job, name: str) -> list[Any]:
+    return [rule for pattern, rule in job.buffers.items() if fnmatchcase(name, pattern)][:1]
+
+
+def _tensors_with(module: nn.Module, key: str) -> dict[str, Any]:
+    own = vars(module)
+    return own["_parameters"] if key in own["_parameters"] else own["_buffers"]
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    return bool(((a == b) | ((a != a) & (b != b))).all())
