@@ -155,7 +155,8 @@ def batch_of(name: str) -> int:
 
 def turns_job(name: str, **settings: Any) -> ml.Job:
     """One of these jobs."""
-    given = {"batch_size": batch_of(name), "steps": STEPS, "seed": 5, "losses": LOSSES[name], **settings}
+    common = {"batch_size": batch_of(name), "steps": STEPS, "seed": 5, "losses": LOSSES[name]}
+    given = {**common, "elementwise": True, **settings}  # of the hook that clips weights
     return ml.Job(model=MODELS[name], data=data, **given)
 
 

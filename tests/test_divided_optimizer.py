@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from shards_world import Grid, one_device, pieces_of_net
-from test_optimizer import BUILDS, assert_equal, job
+from test_optimizer import BUILDS, assert_equal, job, job_of
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
@@ -45,7 +45,7 @@ def scheduled(name: str, **settings: Any) -> Job:
     schedule: Any = lambda made: [  # noqa: E731
         lr_scheduler.CosineAnnealingLR(each, 10) for each in (made if isinstance(made, list) else [made])
     ]
-    return job(BUILDS[name], scheduler=schedule, **settings)
+    return job_of(name, scheduler=schedule, **settings)
 
 
 @pytest.mark.covering("(1, 2, 0)", "(2, 3, 1)")
@@ -88,7 +88,7 @@ def test_clipping_counts_every_element_once(largest: float, plan: tuple[int, int
 def test_bytes_are_predicted_and_state_is_divided(plan: tuple[int, int, int]):
     dp, tp, zero = plan
     for name in ("muon and adamw", "trust ratio", "together"):
-        grid = Grid(job(BUILDS[name]), dp, tp, zero, seed=2)
+        grid = Grid(job_of(name), dp, tp, zero, seed=2)
         for step in range(2):
             grid.step(step)
             for counted, updater in zip(grid.counted, grid.updaters, strict=True):
@@ -102,7 +102,7 @@ def test_bytes_are_predicted_and_state_is_divided(plan: tuple[int, int, int]):
 @pytest.mark.parametrize("name", ["AdamW", "trust ratio", "muon and adamw"])
 def test_state_of_divided_parameters_is_divided(name: str, plan: tuple[int, int, int]):
     dp, tp, zero = plan
-    grid = Grid(job(BUILDS[name]), dp, tp, zero, seed=2)
+    grid = Grid(job_of(name), dp, tp, zero, seed=2)
     divided = {each: pieces for each, pieces in pieces_of_net(tp, 2).items() if not pieces.is_whole}
     held = [
         sum(each.tensor.numel() for held in updater._assignment.held for each in held if each.name in divided)

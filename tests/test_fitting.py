@@ -13,7 +13,15 @@ import torch
 import meshloom as ml
 from meshloom.core.errors import PlanError
 from meshloom.core.plan import Plan
-from meshloom.planner.fitting import Limit, least_bytes, nearby, predicted_ranks, state_bytes, too_much
+from meshloom.planner.fitting import (
+    Limit,
+    StateBytes,
+    least_bytes,
+    nearby,
+    predicted_ranks,
+    state_bytes,
+    too_much,
+)
 from meshloom.planner.memory import rank_memory
 from meshloom.planner.readings import Readings
 from meshloom.train import memory_check
@@ -137,13 +145,30 @@ def test_what_is_refused_exceeds_the_limit_by_a_tenth():
 )
 def test_the_least_that_a_rank_holds(text: str, one_copy: bool, expected: tuple[int, ...]):
     named = [("w", torch.nn.Parameter(torch.zeros(2)))]
-    assert tuple(least_bytes(Plan.parse(text), named, 16, one_copy=one_copy).values()) == expected
+    state = StateBytes(total=16)
+    assert tuple(least_bytes(Plan.parse(text), named, state, one_copy=one_copy).values()) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "one_copy", "expected"),
+    [
+        ("dp=2", True, (8, 8, 16)),
+        ("dp=2,zero=1", False, (8, 8, 16)),
+        ("dp=2,zero=3", False, (4 + 8, 4 + 8, 16)),
+        ("tp=2", False, (4 + 8, 4 + 8, 16)),
+    ],
+)
+def test_what_an_optimizer_gathers_counts_on_every_rank(text: str, one_copy: bool, expected: tuple[int, ...]):
+    named = [("w", torch.nn.Parameter(torch.zeros(2)))]
+    state = StateBytes(total=16, gathered=8, of_gathered=16)
+    assert tuple(least_bytes(Plan.parse(text), named, state, one_copy=one_copy).values()) == expected
 
 
 def test_state_is_found_without_values_and_unknown_where_they_are_read():
     named = list(Blocks().named_parameters())
     count = len(named)
-    assert state_bytes(blocks_job(), named) == 2 * PARAMETERS + 4 * count  # and a count of steps for each
+    state = 2 * PARAMETERS + 4 * count  # and a count of steps for each
+    assert state_bytes(blocks_job(), named) == StateBytes(total=state)
 
     def reads(named: Any) -> torch.optim.Optimizer:
         return torch.optim.SGD(named, lr=float(named[0][1].sum()))
@@ -166,7 +191,7 @@ def test_nearby_plans_have_as_many_ranks_and_change_the_least_first():
 def test_offloaded_state_is_not_what_ranks_hold_at_least():
     named = list(Blocks().named_parameters())
     needs = {
-        plan: least_bytes(Plan.parse(plan), named, 2 * PARAMETERS, one_copy=False)
+        plan: least_bytes(Plan.parse(plan), named, StateBytes(total=2 * PARAMETERS), one_copy=False)
         for plan in ("dp=2", "dp=2,offload=optimizer")
     }
     assert needs["dp=2"]["optimizer"] == 2 * PARAMETERS

@@ -5,9 +5,11 @@ from __future__ import annotations
 import tempfile
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.optim import Optimizer
 
 from meshloom.core.errors import PlanError
 from meshloom.core.plan import Plan
@@ -111,13 +113,15 @@ def test_a_process_holds_the_state_of_one_window(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(state_on_disk, "WINDOW_BYTES", 4 * width * width)
     seen: list[int] = []
 
-    class Watched(torch.optim.AdamW):
-        def step(self, closure: object = None) -> None:  # type: ignore[override]
-            super().step()
-            seen.append(resident(tmp_path))
+    step: Any = torch.optim.AdamW.step
 
+    def watched(self: Optimizer, closure: object = None) -> None:
+        step(self)
+        seen.append(resident(tmp_path))
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", watched)
     job = replace(
-        job_with("mlp", lambda named: Watched(named, lr=0.01), steps=3),
+        job_with("mlp", lambda named: torch.optim.AdamW(named, lr=0.01), steps=3),
         model=lambda: torch.nn.Sequential(*(torch.nn.Linear(width, width, bias=False) for _ in range(6))),
         loss=lambda model, batch: model(batch["x"].repeat(1, 37)[:, :width]).square().mean(),
     )

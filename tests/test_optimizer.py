@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from exchange_world import KINDS, Net, data
-from test_elementwise import ALL, WHOLE, Lamb, NeedsSome, OwnList, Together
+from test_reach import ALL, WHOLE, Lamb, NeedsSome, OwnList, Together
 from torch import Tensor, nn
 from torch.optim import Optimizer, lr_scheduler
 
@@ -62,6 +62,13 @@ BUILDS: dict[str, Build] = {
     "own list": lambda named: OwnList([each for _, each in named]),
     "some frozen": lambda named: torch.optim.Adam([pair for pair in named if "twice" not in pair[0]]),
 }
+
+
+def job_of(name: str, **settings: Any) -> Job:
+    """The one of these optimizers, with what a job says of it."""
+    return job(BUILDS[name], per_parameter=name == "trust ratio", **settings)
+
+
 SPLITS = [3, 1, 2, 3]  # samples of each replica's chunk
 STEPS = 4
 
@@ -215,7 +222,7 @@ UNDER_ALL = ("AdamW", "decay groups", "muon and adamw")
 
 @cache
 def on_one_device(name: str) -> dict[str, Tensor]:
-    return one_device(job(BUILDS[name]))[0]
+    return one_device(job_of(name))[0]
 
 
 @pytest.mark.covering("-zero", "muon and adamw-two_servers")
@@ -232,14 +239,14 @@ def on_one_device(name: str) -> dict[str, Tensor]:
 @pytest.mark.every
 def test_every_optimizer_does_what_it_does_on_one_device(name: str, kind: str):
     expected = on_one_device(name)
-    world, norms = trained(job(BUILDS[name]), kind)
+    world, norms = trained(job_of(name), kind)
     assert_equal(world.parameters(), expected, kind)
     assert norms == [None] * STEPS
 
 
 @pytest.mark.parametrize("name", ["AdamW", "decay groups", "momentum"])
 def test_slices_in_float32_too(name: str):
-    the_job = job(BUILDS[name])
+    the_job = job_of(name)
     expected, _ = one_device(the_job, dtype=torch.float32)
     world, _ = trained(the_job, "zero", dtype=torch.float32)
     assert_equal(world.parameters(), expected, "zero")
@@ -248,7 +255,7 @@ def test_slices_in_float32_too(name: str):
 @pytest.mark.long
 def test_state_is_divided_among_the_ranks():
     for name in ("AdamW", "Adafactor", "trust ratio", "muon and adamw"):
-        world, _ = trained(job(BUILDS[name]), "zero")
+        world, _ = trained(job_of(name), "zero")
         held = [
             sum(each.tensor.numel() for held in updater._assignment.held for each in held)
             for _, _, updater in world.members
@@ -350,7 +357,7 @@ def test_resuming_is_bit_exact_under_another_division(
     schedule: Any = lambda made: [  # noqa: E731
         lr_scheduler.CosineAnnealingLR(each, 10) for each in (made if isinstance(made, list) else [made])
     ]
-    the_job = job(BUILDS[name], scheduler=schedule)
+    the_job = job_of(name, scheduler=schedule)
     first = World(the_job, kind, size)
     for step in range(2):
         first.step(merged(batch(step), size))
@@ -429,7 +436,7 @@ class PlainState(Optimizer):
 
 @pytest.mark.long
 def test_plain_state_is_saved_from_whoever_has_it():
-    the_job = job(lambda named: PlainState([each for _, each in named]))
+    the_job = job(lambda named: PlainState([each for _, each in named]), elementwise=True)
     first, _ = trained(the_job, "zero", steps=2)
     saved = first.checkpoint()
     for kind in KINDS:
@@ -506,6 +513,9 @@ def test_schedulers_resume_where_they_were(schedule: Callable[[Any], Any]):
 
 @pytest.mark.long
 def test_the_users_answer_decides():
+    class Mine(torch.optim.AdamW):
+        pass
+
     def lengths(world: World) -> set[bool]:
         return {
             each.tensor.numel() == torch.Size(each.shape).numel()
@@ -515,10 +525,11 @@ def test_the_users_answer_decides():
         }
 
     assert lengths(World(job(BUILDS["AdamW"]), "zero")) == {True, False}
-    assert lengths(World(job(BUILDS["AdamW"], elementwise=False), "zero")) == {True}
-    expected, _ = one_device(job(BUILDS["AdamW"]))
-    world, _ = trained(job(BUILDS["AdamW"], elementwise=False), "zero")
-    assert_equal(world.parameters(), expected, "zero")
+    for settings, expected in ({"per_parameter": True}, {True}), ({"elementwise": True}, {True, False}):
+        mine = job(lambda named: Mine(named, lr=0.01), **settings)
+        assert lengths(World(mine, "zero")) == expected
+        world, _ = trained(mine, "zero")
+        assert_equal(world.parameters(), one_device(mine)[0], "zero")
 
 
 def test_whole_parameters_travel_to_their_keeper_and_back():
@@ -591,7 +602,7 @@ def test_state_of_another_optimizer_is_refused():
 
 
 def test_an_optimizer_that_fails_without_parameters_still_works_when_divided():
-    # Its trial fails on a rank that holds none, so that every rank updates everything.
+    # Its rule is not known, so every rank updates everything.
     used = lambda named: NeedsSome([each for name, each in named if "never" not in name])  # noqa: E731
     expected, _ = one_device(job(used))
     world, _ = trained(job(used), "zero")

@@ -173,7 +173,8 @@ def test_mistakes_are_one_sentence():
     with pytest.raises(PlanError, match=r"The model can be cut at \d+ places, and 20 stages need 19"):
         keyed(make_job("mlp", "sgd"), "pp=20")
     with pytest.raises(
-        JobError, match=r"looks at all parameters at once, and with pp=2 no rank has them all"
+        JobError,
+        match=r"_All is not one whose rule is known, so it gets all parameters, and with pp=2 no rank has them all. Job\(elementwise=True\) or",
     ):
         keyed(replace(make_job("mlp", "sgd"), optimizer=_All, scheduler=None), "pp=2,recompute=full")
 

@@ -271,8 +271,18 @@ def test_what_needs_whole_parameters_gets_a_copy_each() -> None:
 
     sgd = make_job("mlp", "sgd")
     for job, sentence in [
-        (replace(sgd, optimizer=lambda named: Norm(named, lr=0.1)), "Norm looks at all parameters at once"),
-        (replace(sgd, optimizer=hooked), "SGD has step hooks, which may look at whole parameters"),
+        (
+            replace(sgd, optimizer=lambda named: Norm(named, lr=0.1)),
+            "Norm is not one whose rule is known, so it gets all parameters",
+        ),
+        (
+            replace(sgd, optimizer=hooked),
+            "SGD with step hooks is not one whose rule is known, so it gets all parameters",
+        ),
+        (
+            replace(sgd, optimizer=hooked, elementwise=True),
+            "SGD has step hooks, which may look at whole parameters",
+        ),
         (replace(sgd, model=channels_last), "weight is not contiguous in memory"),
         (sgd, ""),
     ]:

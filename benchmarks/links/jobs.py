@@ -103,4 +103,5 @@ def sleeping_job(
         batch_size=batch_size,
         steps=steps,
         rules={"links::work": "b* -> b*"},
+        elementwise=True,  # the hook, which only sleeps
     )

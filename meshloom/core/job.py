@@ -136,9 +136,9 @@ class Job:
     checkpoint: "foreground": training stands still while one is written; "background": only while its state is
         copied to host memory, from which a thread writes it (docs/checkpoints.md).
     keep_checkpoints: number of newest checkpoints that are kept.
-    elementwise: whether the optimizer updates each element from the history of that element alone (Adam does,
-        Muon does not); None: determined by a trial on small tensors. True for an optimizer that does not
-        gives wrong updates.
+    elementwise, per_parameter: what an optimizer that is not one of torch's, or has step hooks, looks at to update an element:
+        the history of that element alone (as Adam does), or of its whole parameter (as Muon does). Where neither is said, it gets
+        all parameters on every rank. One that looks at more than is said gives wrong updates.
     average: decay of an exponential moving average of the trainable parameters, like 0.999: after each step it becomes
         decay * average + (1 - decay) * parameters, beginning with those after the first. Evaluations are of it.
     weights: where parameters and buffers start from: a .safetensors file, a directory with
@@ -201,6 +201,7 @@ class Job:
     checkpoint: str = "foreground"
     keep_checkpoints: int = 2
     elementwise: bool | None = None
+    per_parameter: bool = False
     average: float | None = None
     weights: str | PathLike[str] | None = None
     weight_names: Mapping[str, str | None] | Callable[[str], str | None] | None = None
@@ -237,6 +238,15 @@ class Job:
         if self.average is not None and not (isinstance(self.average, float) and 0 < self.average < 1):
             raise JobError(
                 f"Job(average={self.average!r}) must be a number between 0 and 1, like 0.999, or None."
+            )
+        if self.elementwise is False:
+            raise JobError(
+                "Job(elementwise=False): write per_parameter=True (each whole parameter by itself), or leave it out: optimizers that are not on the list look at all "
+                "parameters."
+            )
+        if self.elementwise and self.per_parameter:
+            raise JobError(
+                "Job(elementwise=True, per_parameter=True) says two things of the optimizer. Give one of them."
             )
         if self.evaluate is not None and not isinstance(self.evaluate, Evaluate):
             raise JobError("Job(evaluate=...) must be an Evaluate(data, metrics, every).")

@@ -18,14 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshloom.checkpoint.lending import Lender
-from meshloom.core.random import preserved_draws
 from meshloom.core.units import format_bytes, round_up
 from meshloom.machine.file_system import file_system_of, is_remote, keeps_in_memory
 from meshloom.machine.process_memory import trim
-from meshloom.optimizer.elementwise import copy_with
 from meshloom.optimizer.offload.file_lender import FileLender
 from meshloom.optimizer.offload.offloaded_state import OffloadedState
 from meshloom.optimizer.offload.state_file import PAGE, StateFile, is_alone
@@ -38,7 +35,6 @@ from meshloom.optimizer.offload.windows import (
 )
 
 SMALLEST = PAGE  # bytes of a tensor that is moved
-USUAL_FACTOR = 2  # bytes of state per byte of parameters, where they cannot be found out before
 PERSISTENT = Path("/var/tmp")  # temporary files that outlive a restart are on a disk
 
 
@@ -131,7 +127,7 @@ class StateOnDisk(OffloadedState):
         ]
         if whole:
             notes.append(
-                f"{', '.join(dict.fromkeys(whole))} cannot update a few parameters at a time (its updates look at all of them, or its step has hooks), so "
+                f"{', '.join(dict.fromkeys(whole))} cannot update a few parameters at a time (its rule is not known, or its step has hooks), so "
                 "all of its state is in memory during an update, as far as the kernel lets it be."
             )
         return notes
@@ -151,27 +147,30 @@ def directory_for(files: Path | None) -> Path:
 
 
 def state_bytes_of(optimizer: Optimizer) -> int:
-    """Bytes in the file that an optimizer's state takes, in whole pages; found by a step without values, or
-    estimated where it needs values."""
-    parameters: list[nn.Parameter] = [each for group in optimizer.param_groups for each in group["params"]]
-    without = {id(each): nn.Parameter(torch.empty_like(each, device="meta")) for each in parameters}
-    state: dict[Any, Any] = {
-        without[id(each)]: {key: _without_values(value) for key, value in optimizer.state[each].items()}
-        for each in parameters
-        if each in optimizer.state
-    }
-    try:
-        with preserved_draws(), _Numbers():
-            stand_in = copy_with(
-                optimizer, without, type(optimizer.state)(optimizer.state.default_factory, state)
-            )
-            for each in without.values():
-                each.grad = torch.empty_like(each)
-            stand_in.step()
-        found = [each for each in _state_of(stand_in, without.values()) if each.nbytes >= SMALLEST]
-        return sum(round_up(each.nbytes, PAGE) for each in found)
-    except Exception:  # the user's optimizer may do anything
-        return USUAL_FACTOR * sum(each.nbytes for each in parameters)
+    """Bytes in the file that an optimizer's state will take, in whole pages."""
+    return sum(
+        _tensors_per_parameter(optimizer, group) * round_up(each.nbytes, PAGE)
+        for group in optimizer.param_groups
+        for each in group["params"]
+        if each.nbytes >= SMALLEST
+    )
+
+
+def _tensors_per_parameter(optimizer: Optimizer, group: Mapping[str, Any]) -> int:
+    """Tensors of state that are as large as their parameter."""
+    match type(optimizer):
+        case torch.optim.SGD:
+            return int(group["momentum"] != 0)
+        case torch.optim.Adam | torch.optim.AdamW:
+            return 2 + int(group["amsgrad"])
+        case torch.optim.RMSprop:
+            return 1 + int(group["momentum"] > 0) + int(group["centered"])
+        case torch.optim.Adagrad | torch.optim.ASGD | torch.optim.Muon:
+            return 1
+        case torch.optim.Adafactor:
+            return 0  # rows and columns
+        case _:
+            return 2
 
 
 def _state_of(optimizer: Optimizer, parameters: Any) -> Iterator[Tensor]:
@@ -194,20 +193,3 @@ def _is_movable(tensor: Tensor) -> bool:
     if tensor.layout != torch.strided or tensor.device.type != "cpu" or tensor.nbytes < SMALLEST:
         return False
     return tensor.untyped_storage().nbytes() == tensor.nbytes and is_alone(tensor)
-
-
-def _without_values(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.to("meta") if value.ndim else value.clone()  # a count, which the step would change
-    return value
-
-
-class _Numbers(TorchDispatchMode):
-    """Tensors without values that are asked for a number (a norm) return 1."""
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
-            return 1.0 if args[0].is_floating_point() else 1
-        return func(*args, **(kwargs or {}))

@@ -37,6 +37,7 @@ from meshloom.optimizer.user_optimizer import (
     UserOptimizers,
     make_optimizers,
     make_schedulers,
+    reach_in_words,
     takes_closure,
 )
 from meshloom.parameters.shards import Shards
@@ -66,8 +67,7 @@ class Updater:
     """Updates what this rank owns, once a step; of several losses the parameters of the one whose turn it is.
 
     named_parameters: every trainable parameter by name, each once, full. A parameter that the user's function
-    gives to no optimizer is not updated. `job.elementwise` overrides the trial of how far an optimizer looks:
-    True updates slices, False full parameters; None finds out.
+    gives to no optimizer is not updated.
     shards: how parameters are sharded over tp; `exchange` is over these. local: what this rank holds of them,
     under the same names. stages: the ranks along pp, each of which updates other parameters: those in
     `local`.
@@ -100,12 +100,11 @@ class Updater:
         self._optimizers = user.optimizers
         is_divided = exchange.owners is not None or bool(shards.pieces) or stages is not None
         check_stages(user, stages.size if stages is not None else 1)
-        self._losses = _by_loss(job, user, divided=is_divided)
+        self._losses = _by_loss(job, user)
         self._turn = self._losses[0]
         self.takes_closures = any(each.takes_closure for each in self._losses)
         _check_closures(user, exchange, offload=offload, scaled=scaled)
         self.schedulers = [scheduler for each in self._losses for scheduler in each.schedulers]
-        _ = user.in_windows if offload else None  # found out before slices replace parameters
         self._assignment = (
             assign_parts(
                 user, named_parameters, named_parameters if local is None else local, exchange, shards
@@ -289,12 +288,10 @@ def _counted_here(owned: Sequence[Slice], shards: Shards, device: torch.device) 
 
 
 def check_stages(user: UserOptimizers, num_stages: int) -> None:
-    """Raise `JobError` for an optimizer that looks at all parameters, where stages have some each."""
-    if num_stages > 1 and "optimizer" in user.reaches:
-        raise JobError(
-            f"{user.looks_at_all} looks at all parameters at once, and with pp={num_stages} no rank has them all. Use pp=1, an optimizer that updates each "
-            "parameter by itself, or Job(elementwise=True) if it does."
-        )
+    """Raise `JobError` for an optimizer that gets all parameters, where stages have some each."""
+    if num_stages > 1 and (optimizer := user.looks_at_all) is not None:
+        why, instead = reach_in_words(optimizer)
+        raise JobError(f"{why}, and with pp={num_stages} no rank has them all.{instead or ' Use dp or tp.'}")
 
 
 def _check_closures(user: UserOptimizers, exchange: Ownership, *, offload: bool, scaled: bool) -> None:
@@ -312,15 +309,14 @@ def _check_closures(user: UserOptimizers, exchange: Ownership, *, offload: bool,
         )
 
 
-def _by_loss(job: Job, user: UserOptimizers, *, divided: bool) -> list[_OfOneLoss]:
+def _by_loss(job: Job, user: UserOptimizers) -> list[_OfOneLoss]:
     limits = [each.clip_grad_norm for each in job.losses.values()] or [job.clip_grad_norm]
     found: list[_OfOneLoss] = []
     for limit, schedulers, count in zip(
         limits, make_schedulers(job, user.returned), user.of_loss, strict=True
     ):
         start = sum(len(each.optimizers) for each in found)
-        reaches = user.reaches[start : start + count] if divided else []  # else nobody asks
-        whole = any(reach != "element" for reach in reaches)
+        whole = any(reach != "element" for reach in user.reaches[start : start + count])
         optimizers = user.optimizers[start : start + count]
         found.append(_OfOneLoss(optimizers, schedulers, limit, whole, any(map(takes_closure, optimizers))))
     return found

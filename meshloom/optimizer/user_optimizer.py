@@ -6,7 +6,6 @@ import inspect
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 from torch import nn
@@ -19,45 +18,33 @@ from meshloom.core.job import Job, NamedParameters
 from meshloom.core.moments.by_hand import as_scheduler, is_scheduler
 from meshloom.core.moments.by_metric import ByMetric, those_by_metric
 from meshloom.core.objectives import EachItsOwn, as_list
-from meshloom.optimizer.elementwise import Reach, reach, step_hooks, steps_in_windows
+from meshloom.optimizer.reach import PER_PARAMETER, Reach, added_to, is_known, reach
 from meshloom.optimizer.state_pieces import settings
 
 
 @dataclass(frozen=True, kw_only=True)
 class UserOptimizers:
-    """What the job's optimizer function returned, that of each loss, and all of it as a list. elementwise: the job's
-    setting. names: of the parameters, by optimizer and group. given: the settings of these groups as the function gave them, as JSON; none
-    where they cannot be saved. of_loss: of each loss, how many of the optimizers."""
+    """What the job's optimizer function returned, that of each loss, and all of it as a list. reaches: what the updates
+    of each optimizer depend on. names: of the parameters, by optimizer and group. given: the settings of these groups as the
+    function gave them, as JSON; none where they cannot be saved. of_loss: of each loss, how many of the optimizers."""
 
     returned: list[Any]
     optimizers: list[Optimizer]
     names: list[list[list[str]]]
     given: list[list[Any]]
-    elementwise: bool | None
+    reaches: list[Reach]
     of_loss: list[int]
 
-    @cached_property
-    def reaches(self) -> list[Reach]:
-        """What the updates of each optimizer depend on. To be read before their parameters are replaced by
-        slices."""
-        return [
-            "optimizer" if takes_closure(each) else reach(each, elementwise=self.elementwise)
-            for each in self.optimizers
-        ]
+    @property
+    def looks_at_all(self) -> Optimizer | None:
+        """The first optimizer whose updates depend on all of its parameters, if there is one."""
+        pairs = zip(self.optimizers, self.reaches, strict=True)
+        return next((each for each, reach in pairs if reach == "optimizer"), None)
 
     @property
-    def looks_at_all(self) -> str:
-        """The first optimizer whose updates depend on all of its parameters, in words."""
-        optimizer = self.optimizers[self.reaches.index("optimizer")]
-        kind = type(optimizer).__name__
-        return f"{kind} with its step hooks" if step_hooks(optimizer) else kind
-
-    @cached_property
     def in_windows(self) -> list[bool]:
-        """Whether each optimizer may update a few parameters at a time. To be read before their parameters are replaced
-        by slices."""
-        pairs = zip(self.optimizers, self.reaches, strict=True)
-        return [each_reach != "optimizer" and steps_in_windows(each) for each, each_reach in pairs]
+        """Whether each optimizer may update a few parameters at a time."""
+        return [is_known(each) for each in self.optimizers]
 
 
 def make_optimizers(job: Job, named_parameters: NamedParameters) -> UserOptimizers:
@@ -72,13 +59,14 @@ def make_optimizers(job: Job, named_parameters: NamedParameters) -> UserOptimize
         of_loss.append(len(mine))
         optimizers += mine
     _check_disjoint(optimizers, names)
+    _check_elementwise(optimizers, job)
     grouped = [
         [[names[id(each)] for each in group["params"]] for group in optimizer.param_groups]
         for optimizer in optimizers
     ]
     return UserOptimizers(
-        returned=returned, optimizers=optimizers, names=grouped, given=[*map(_given, optimizers)], elementwise=job.elementwise,
-        of_loss=of_loss,
+        returned=returned, optimizers=optimizers, names=grouped, given=[*map(_given, optimizers)],
+        reaches=[reach_for(each, job) for each in optimizers], of_loss=of_loss,
     )  # fmt: skip
 
 
@@ -87,6 +75,25 @@ def _given(optimizer: Optimizer) -> list[Any]:
         return settings(optimizer)["groups"]
     except JobError:  # which a checkpoint meets again
         return []
+
+
+def reach_for(optimizer: Optimizer, job: Job) -> Reach:
+    """What its updates depend on, with what the job says of it."""
+    if takes_closure(optimizer):
+        return "optimizer"
+    return reach(optimizer, elementwise=job.elementwise, per_parameter=job.per_parameter)
+
+
+def reach_in_words(optimizer: Optimizer) -> tuple[str, str]:
+    """Of an optimizer that gets all parameters, why it does, and what to write instead, as a sentence or nothing."""
+    kind = type(optimizer).__name__
+    if takes_closure(optimizer):
+        return f"{kind} looks at all parameters at once", ""
+    added = added_to(optimizer)
+    return (
+        f"{kind}{f' with {added}' if added else ''} is not one whose rule is known, so it gets all parameters",
+        " Job(elementwise=True) or Job(per_parameter=True) says what it is.",
+    )
 
 
 def make_schedulers(job: Job, returned: Sequence[Any]) -> list[list[Any]]:
@@ -205,6 +212,15 @@ def _check_disjoint(optimizers: Sequence[Optimizer], names: Mapping[int, str]) -
                     f"{names[id(parameter)]} is in two optimizers, {type(other).__name__} and {type(optimizer).__name__}. "
                     "Give each parameter to one of them."
                 )
+
+
+def _check_elementwise(optimizers: Sequence[Optimizer], job: Job) -> None:
+    """Raises `JobError` where the job's word is for none of its optimizers, and not true of one."""
+    whole = next((type(each).__name__ for each in optimizers if type(each) in PER_PARAMETER), None)
+    if job.elementwise and whole and all(map(is_known, optimizers)):
+        raise JobError(
+            f"Job(elementwise=True) says that each element is updated by itself, and {whole} looks at whole parameters. Leave it out."
+        )
 
 
 def takes_closure(optimizer: Optimizer) -> bool:

@@ -18,6 +18,7 @@ from meshloom.core.plan import Plan
 from meshloom.core.random import preserved_draws
 from meshloom.core.units import format_bytes, format_count
 from meshloom.optimizer.bfloat16.lowered import has_masters
+from meshloom.optimizer.user_optimizer import parameters_of, reach_for
 from meshloom.planner.divided import divided
 from meshloom.planner.memory.rank_memory import RankMemory
 from meshloom.planner.ranks import ranks_of
@@ -38,27 +39,42 @@ class Limit:
     is_shared: bool = False
 
 
-def least_bytes(plan: Plan, named: NamedParameters, state: int, *, one_copy: bool) -> dict[str, int]:
+@dataclass(frozen=True, kw_only=True)
+class StateBytes:
+    """Bytes of one device's optimizer state. gathered: of parameters that every rank has whole, because their optimizers look at
+    all of them; of_gathered: of these' state."""
+
+    total: int
+    gathered: int = 0
+    of_gathered: int = 0
+
+
+def least_bytes(plan: Plan, named: NamedParameters, state: StateBytes, *, one_copy: bool) -> dict[str, int]:
     """What the fullest rank holds at least, by kind: parameters, gradients and optimizer state alone.
 
-    named: all parameters of the model, of which only shapes are read. state: bytes of one device's optimizer state;
-    what is offloaded is elsewhere. one_copy: replicas may be counted their share of one copy.
+    named: all parameters of the model, of which only shapes are read. state: what is offloaded is elsewhere. one_copy:
+    replicas may be counted their share of one copy.
     """
     split = plan.tp * plan.pp
     whole = sum(each.nbytes for _, each in named)
     trained = sum(each.nbytes for _, each in named if each.requires_grad)
-    one = plan.dp if one_copy else 1
+    one = plan.dp if one_copy and not state.gathered else 1
     of_state = max(one, plan.mesh.num_slices if plan.zero else 1)
-    slices = plan.mesh.num_slices if not one_copy else plan.dp
-    return {
+    slices = plan.mesh.num_slices if one == 1 else plan.dp
+    needs = {
         "parameters": whole // split // (slices if plan.zero == 3 else one),
         "gradients": trained // split // (plan.mesh.num_slices if plan.zero >= 2 else 1),
-        "optimizer": state // split // of_state if plan.offload == "none" else 0,
+        "optimizer": (state.total - state.of_gathered) // split // of_state + state.of_gathered,
     }
+    if plan.tp > 1 or plan.zero == 3:
+        needs["parameters"] += state.gathered
+    if plan.tp > 1 or plan.zero >= 2:
+        needs["gradients"] += state.gathered
+    return needs if plan.offload == "none" else {**needs, "optimizer": 0}
 
 
-def state_bytes(job: Job, named: NamedParameters) -> int | None:
-    """Bytes of the state that the job's optimizers make for these parameters, found by a step without values; None
+def state_bytes(job: Job, named: NamedParameters) -> StateBytes | None:
+    """Of the state that the job's optimizers make for these parameters, found by a step without values; None
     if they need values."""
     trainable = [(name, _without_values(each)) for name, each in named if each.requires_grad]
     try:
@@ -76,9 +92,13 @@ def state_bytes(job: Job, named: NamedParameters) -> int | None:
                 optimizer.step()
     except Exception:  # the user's optimizer may do anything
         return None
-    states = [value for each in optimizers for state in each.state.values() for value in state.values()]
     averages = [each for _, each in trainable] if job.average is not None else []
-    return sum(each.nbytes for each in [*states, *masters, *averages] if isinstance(each, Tensor))
+    at_once = [each for each in optimizers if reach_for(each, job) == "optimizer"]
+    return StateBytes(
+        total=sum(map(_held_by, optimizers)) + sum(each.nbytes for each in [*masters, *averages]),
+        gathered=sum(each.nbytes for optimizer in at_once for each in parameters_of(optimizer)),
+        of_gathered=sum(map(_held_by, at_once)),
+    )
 
 
 def too_much(needs: Sequence[Mapping[str, int]], limit: Limit) -> bool:
@@ -172,6 +192,11 @@ def nearby(plan: Plan) -> Iterator[Plan]:
             yield replace(plan, **change)
         except MeshloomError:  # settings that exclude each other
             continue
+
+
+def _held_by(optimizer: Any) -> int:
+    values = [value for state in optimizer.state.values() for value in state.values()]
+    return sum(each.nbytes for each in values if isinstance(each, Tensor))
 
 
 def _master_of(parameter: nn.Parameter) -> nn.Parameter:

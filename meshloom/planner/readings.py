@@ -31,7 +31,7 @@ from meshloom.program.store.captured_loss import CapturedLoss, attempted, pairs_
 from meshloom.program.store.drawn_batches import drawn_alone, loss_of
 from meshloom.program.store.program_cache import ProgramCache
 from meshloom.program.store.stored_costs import cached_costs
-from meshloom.replica.open_engine import without_zero
+from meshloom.replica.open_engine import for_optimizers
 from meshloom.replica.step_checks import check_readable
 from meshloom.telemetry.timings import Timings
 
@@ -123,14 +123,14 @@ class Readings:
         """
         if plan.captures:
             check_readable(self._unfilled, plan)
-        if plan.pp == 1 and not plan.zero:
+        if plan.pp == plan.tp == 1 and not plan.zero:
             return plan, []
         with preserved_draws():
             made, _ = attempted(lambda: make_optimizers(self.job, trainable(self._unfilled)))
         if made is None:  # values may be missing; the run meets it again
             return plan, []
         check_stages(made, plan.pp)
-        return without_zero(plan, made)
+        return for_optimizers(plan, made)
 
     @cached_property
     def _recorded(self) -> tuple[nn.Module, UnfilledModel | None]:

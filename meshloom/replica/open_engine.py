@@ -14,7 +14,7 @@ from meshloom.core.losses.turns import OwnGradients
 from meshloom.core.plan import Plan
 from meshloom.exchange.units.find_units import units_of
 from meshloom.exchange.units.unit_slices import UnitParameters
-from meshloom.optimizer.user_optimizer import UserOptimizers, takes_closure
+from meshloom.optimizer.user_optimizer import UserOptimizers, reach_in_words, takes_closure
 from meshloom.parameters.sparse_parameters import make_dense
 from meshloom.parameters.starting_model import StartingModel
 from meshloom.program.store.program_cache import ProgramCache
@@ -55,13 +55,17 @@ def open_engine(
     return OpenedEngine(engine=engine, scope=scope, units=units)
 
 
-def without_zero(plan: Plan, made: UserOptimizers) -> tuple[Plan, list[str]]:
-    """The plan that ranks run where an optimizer evaluates the loss in its update, and zero divides nothing; notes for the user."""
+def for_optimizers(plan: Plan, made: UserOptimizers) -> tuple[Plan, list[str]]:
+    """The plan that ranks run, which is without zero where an optimizer evaluates the loss in its update; notes for the user."""
     kind = next((type(each).__name__ for each in made.optimizers if takes_closure(each)), "")
-    if not (plan.zero and kind):
+    if plan.zero and kind:
+        note = (
+            f"{kind} evaluates the loss in its update and looks at all parameters at once, so every rank keeps all of them: "
+            f"zero={plan.zero} divides nothing."
+        )
+        return replace(plan, zero=0, zero_within=0), [note]
+    optimizer = made.looks_at_all
+    if optimizer is None or (plan.tp == 1 and not plan.zero):
         return plan, []
-    note = (
-        f"{kind} evaluates the loss in its update and looks at all parameters at once, so every rank keeps all of them: "
-        f"zero={plan.zero} divides nothing."
-    )
-    return replace(plan, zero=0, zero_within=0), [note]
+    why, instead = reach_in_words(optimizer)
+    return plan, [f"{why}: every rank gathers them.{instead}"]

@@ -65,7 +65,7 @@ from meshloom.replica.exchanges.opening import check_limits, open_exchange, watc
 from meshloom.replica.exchanges.sharing import shares_copies, why_separate
 from meshloom.replica.gradient_completion import finished
 from meshloom.replica.loss_sums import LossSums
-from meshloom.replica.open_engine import open_engine, without_zero
+from meshloom.replica.open_engine import for_optimizers, open_engine
 from meshloom.telemetry.step_result import StepResult
 from meshloom.telemetry.timings import Timings
 from meshloom.telemetry.traffic import Traffic
@@ -172,7 +172,7 @@ class Replica:
                 else None
             )
             if made:
-                self.inner, notes = without_zero(self.inner, made)
+                self.inner, notes = for_optimizers(self.inner, made)
                 self._notes += notes
             yield from check_together(self.context.world, lambda: self._open_exchange(made, whole))
             if made:

@@ -25,7 +25,16 @@ from meshloom.launch.transport import host_identity
 from meshloom.machine.host_memory import free_bytes, total_bytes
 from meshloom.pipeline.schedules.check import held_by_stage
 from meshloom.pipeline.stages.stages import Stage
-from meshloom.planner.fitting import MARGIN, Limit, least_bytes, offers_for, refusal, state_bytes, too_much
+from meshloom.planner.fitting import (
+    MARGIN,
+    Limit,
+    StateBytes,
+    least_bytes,
+    offers_for,
+    refusal,
+    state_bytes,
+    too_much,
+)
 from meshloom.planner.memory.stage_kept import kept_bytes_of
 from meshloom.planner.rehearsal.held import held_by
 from meshloom.program.ir.program import Program
@@ -63,14 +72,15 @@ class _Least:
     def of(self, num_here: int, limit: int) -> Mapping[str, int]:
         """Exact where `num_here` ranks might exceed `limit` bytes, else more."""
         trained = sum(each.nbytes for each in self._replica.model.parameters() if each.requires_grad)
-        most = self._with(int(MOST_STATE * trained))
+        state = int(MOST_STATE * trained)
+        most = self._with(StateBytes(total=state, gathered=trained, of_gathered=state))
         return most if num_here * sum(most.values()) <= limit else self._exact
 
     @cached_property
     def _exact(self) -> Mapping[str, int]:
-        return self._with(state_bytes(self._replica.job, self._named()) or 0)
+        return self._with(state_bytes(self._replica.job, self._named()) or StateBytes(total=0))
 
-    def _with(self, state: int) -> Mapping[str, int]:
+    def _with(self, state: StateBytes) -> Mapping[str, int]:
         return least_bytes(self._replica.inner, self._named(), state, one_copy=self._replica.may_share)
 
     def _named(self) -> NamedParameters:
@@ -101,7 +111,7 @@ def check_model_fits(replica: Replica, least: _Least, *, cache: Cache | None) ->
 def check_host_fits(replica: Replica) -> Steps[None]:
     """Beside GPUs: state that is offloaded to the memory of the host. Raises `PlanError`."""
     named, in_memory = list(replica.model.named_parameters()), replace(replica.plan, offload="none")
-    state = state_bytes(replica.job, named) or 0
+    state = state_bytes(replica.job, named) or StateBytes(total=0)
     mine = least_bytes(in_memory, named, state, one_copy=replica.may_share)["optimizer"], total_bytes()
     everyone: list[tuple[str, int, int]] = yield from collect(replica.context.world, [host_identity(), *mine])
     for host in dict.fromkeys(host for host, _, _ in everyone):
@@ -130,8 +140,8 @@ def check_part_fits(replica: Replica, *, cache: Cache | None) -> Steps[None]:
         plan.mesh.size if limit.is_shared else 1
     ) > limit.num_bytes:
         whole = sum(each.nbytes for _, each in parameters if each.requires_grad)
-        state = state_bytes(replica.job, parameters) or 0
-        held = held_by(replica, 0, state / whole if whole and trained else 0.0)
+        state = state_bytes(replica.job, parameters) or StateBytes(total=0)
+        held = held_by(replica, 0, state.total / whole if whole and trained else 0.0)
         rank = engine.tp.rank if engine.tp else 0
         in_units = plan.zero == 3 and not replica.exchange.one_copy
         kept = _in_flight(

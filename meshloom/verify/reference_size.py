@@ -137,7 +137,7 @@ def reference_bytes(job: Job, model: nn.Module, dtype: torch.dtype | None) -> in
 def _optimizer_bytes(job: Job, trainable: list[tuple[str, nn.Parameter]]) -> int:
     """Of the state that the job's optimizers make."""
     found = state_bytes(job, trainable)
-    return int(OPTIMIZER_FACTOR * sum(each.nbytes for _, each in trainable)) if found is None else found
+    return int(OPTIMIZER_FACTOR * sum(each.nbytes for _, each in trainable)) if found is None else found.total
 
 
 def _shape_of(parameter: nn.Parameter, dtype: torch.dtype | None) -> nn.Parameter:

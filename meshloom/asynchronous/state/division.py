@@ -6,7 +6,7 @@ from meshloom.core.errors import PlanError
 from meshloom.core.job import Job, NamedParameters
 from meshloom.exchange.exchange import Slice
 from meshloom.optimizer.full_from_slices import assign_evenly
-from meshloom.optimizer.user_optimizer import make_optimizers
+from meshloom.optimizer.user_optimizer import make_optimizers, reach_in_words
 
 
 def needs_whole(job: Job, named: NamedParameters, num_servers: int) -> bool:
@@ -17,10 +17,10 @@ def needs_whole(job: Job, named: NamedParameters, num_servers: int) -> bool:
     if num_servers == 1:
         return False
     user = make_optimizers(job, named)
-    if "optimizer" in user.reaches:
+    if (optimizer := user.looks_at_all) is not None:
+        why, instead = reach_in_words(optimizer)
         raise PlanError(
-            f"{user.looks_at_all} looks at all parameters at once, and with servers={num_servers} no server has them all. Use servers=1, an optimizer that updates "
-            "each parameter independently, or Job(elementwise=True) if it does."
+            f"{why}, and with servers={num_servers} no server has them all.{instead or ' Use servers=1.'}"
         )
     whole = "parameter" in user.reaches
     parts = len(named) if whole else sum(parameter.numel() for _, parameter in named)

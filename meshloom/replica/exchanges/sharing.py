@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from meshloom.core.exchanges import EXCHANGES
 from meshloom.core.job import NamedParameters
 from meshloom.core.plan import Plan
-from meshloom.optimizer.user_optimizer import UserOptimizers
+from meshloom.optimizer.reach import added_to
+from meshloom.optimizer.user_optimizer import UserOptimizers, reach_in_words
 
 
 def shares_copies(plan: Plan) -> bool:
@@ -21,13 +20,11 @@ def why_separate(made: UserOptimizers, named_parameters: NamedParameters) -> str
     With one copy a rank's optimizer updates slices of parameters, while other ranks update other slices of
     the same.
     """
-    for optimizer, reach in zip(made.optimizers, made.reaches, strict=True):
-        kind = type(optimizer).__name__
-        if reach == "optimizer":
-            return f"{kind} looks at all parameters at once"
-        hooked: Any = optimizer
-        if hooked._optimizer_step_pre_hooks or hooked._optimizer_step_post_hooks:
-            return f"{kind} has step hooks, which may look at whole parameters"
+    if (optimizer := made.looks_at_all) is not None:
+        return reach_in_words(optimizer)[0]
+    for optimizer in made.optimizers:
+        if added := added_to(optimizer):
+            return f"{type(optimizer).__name__} has {added}, which may look at whole parameters"
     for name, parameter in named_parameters:
         if not parameter.is_contiguous():
             return f"{name} is not contiguous in memory"
