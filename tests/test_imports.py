@@ -42,7 +42,7 @@ ORDER = [
     ["planner"],
     ["asynchronous.state", "planner.rehearsal"],
     ["replica"],
-    ["replica.attributes", "replica.buffers", "replica.exchanges"],
+    ["replica.buffers", "replica.exchanges"],
     ["pipeline.runtime", "planner.memory"],
     ["pipeline.stages"],
     ["tensor_parallel"],

@@ -549,3 +549,20 @@ def test_a_checkpoint_that_does_not_say_what_the_function_gave_is_resumed_silent
         rated(0.02), "dp=2", devices="simulated", resume=tmp_path, listener=replace(QUIET, note=notes.append)
     ):
         assert not any("optimizer function" in note for note in notes)
+
+
+def test_what_earlier_versions_kept_of_attributes_is_named(tmp_path: Path) -> None:
+    with Trainer(rated(0.01), "dp=2", devices="simulated", out=tmp_path, steps=1, listener=QUIET) as trainer:
+        trainer.fit()
+    (path,) = tmp_path.glob("step-*")
+    meta = read_meta(path)
+    assert meta is not None
+    kept = {"rows": [4, 4], "tensors": {"rnn.hidden": {}}, "numbers": {"calls": 3}, "left_out": {}}
+    (path / META).write_text(meta_text({**meta, "values": {**meta["values"], "attributes": kept}}))
+    notes: list[str] = []
+    listener = replace(QUIET, note=notes.append)
+    with Trainer(rated(0.01), "dp=2", devices="simulated", resume=tmp_path, listener=listener) as trainer:
+        trainer.fit()
+    assert [each for each in notes if "earlier versions" in each] == [
+        "The checkpoint has rnn.hidden, calls of earlier versions, which are not kept any more: they begin as the model is built."
+    ]

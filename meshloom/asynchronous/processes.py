@@ -90,7 +90,7 @@ class ProcessRun:
         self._inspection = Inspection(job, plan, settings, self._replica)
         self._inspection.try_out()
         start = Start.find(settings, job, plan, PushShares(job, plan), self.model)
-        for note in (*start.notes(settings, self._replica.attributes), *self._replica.take_notes()):
+        for note in (*start.notes(), *self._replica.take_notes()):
             listener.note(note)
         whole = self._replica.whole_model
         self._inspection.load([start.snapshot(whole, number)[1] for number in range(plan.servers)])

@@ -63,7 +63,7 @@ class AsynchronousRun:
         self._inspection = Inspection(job, plan, settings, self._replica)
         self._inspection.try_out()
         start = Start.find(settings, job, plan, self._shares, self.model)
-        for note in (*start.notes(settings, self._replica.attributes), *self._replica.take_notes()):
+        for note in (*start.notes(), *self._replica.take_notes()):
             listener.note(note)
         self.next_step = start.version
         self._servers = _Servers(job, plan, settings, self._replica.whole_model, device, start)

@@ -23,12 +23,8 @@ from meshloom.core.random import KeyedDraws, Rows, chunk_seed, evaluation_seed, 
 from meshloom.data.chunks import Chunk
 from meshloom.data.to_device import to_device
 from meshloom.program.ir.sparse_constants import sparse_attributes
-from meshloom.replica.attributes.carried_tensors import CarriedTensors
-from meshloom.replica.attributes.model_state import ModelState
-from meshloom.replica.attributes.plain_numbers import PlainNumbers
-from meshloom.replica.attributes.saved_attributes import SavedAttributes, shown_names
-from meshloom.replica.attributes.unsaved_buffers import UnsavedBuffers
 from meshloom.replica.buffers.merged_buffers import RunningStatistics
+from meshloom.replica.model_state import ModelState, shown_names
 from meshloom.telemetry.traffic import ExpectedBytes
 
 _UNCHANGED = "Metrics write {}, which is put back after each of them: training goes on as without an evaluation (docs/buffers.md)."
@@ -81,15 +77,9 @@ class ChunkScope:
         self.observer: Observer | None = None
         self._constants, self._generators = list(sparse_attributes(model)), own_generators(model)
         self.turn = LossTurn()
-        losses = [each.loss for each in job.losses.values()] or [job.loss]
-        self._numbers, self.carried = PlainNumbers(model, losses, context.groups["dp"]), CarriedTensors(model)
-        self._unsaved = UnsavedBuffers(model)
         self._evaluation_writes = set[str]()  # names of what evaluations write
         self._told = set[str]()  # those that are in notes
         self.notes: list[str] = []  # others for the user
-        self.attributes = SavedAttributes(
-            plan, context.place.dp, context.device, self.carried, self._numbers, self._unsaved
-        )
 
     def turn_to(self, turn: LossTurn) -> None:
         """In a job of several losses: chunks are those of this turn from now on."""
@@ -105,11 +95,8 @@ class ChunkScope:
     @contextmanager
     def forward(self, chunk: Chunk, *, stage: int = 0, observed: bool = True) -> Iterator[None]:
         """Context of a chunk's forward on a stage, this rank's chunks in order."""
-        self._unsaved.begin()
         with ExitStack() as around:
             around.enter_context(self._now[stage].chunk())
-            around.enter_context(self._numbers.chunk())
-            around.enter_context(self.carried.chunk(chunk, self.turn))
             self._seed(chunk, around, self.observer if observed else None)
             yield
 
@@ -145,7 +132,6 @@ class ChunkScope:
 
         @contextmanager
         def metric() -> Iterator[None]:
-            self.carried.clear()
             try:
                 yield
             finally:
@@ -178,22 +164,20 @@ class ChunkScope:
             constant.check()
         for statistics in self._now.values():
             yield from statistics.finish()
-        yield from self._numbers.finish()
-        self.carried.clear()
         self._finished[self.turn.number] += 1
 
     def take_notes(self) -> list[str]:
-        """Notes for the user about buffers and attributes, each once; clears them."""
+        """Notes for the user about what forwards write, each once; clears them."""
         everything = [each for by_stage in self.statistics for each in by_stage.values()]
         notes = [*self.notes, *(note for statistics in everything for note in statistics.take_notes())]
         self.notes = []
-        new = sorted(self._evaluation_writes - self._told.union(self.carried.names))
+        new = sorted(self._evaluation_writes - self._told)
         self._told.update(new)
         return [*notes, _UNCHANGED.format(shown_names(new))] if new else notes
 
     def expected_bytes(self, *, each_time: bool) -> ExpectedBytes:
-        """Of merging buffers and numbers. each_time: counted by evaluations of the losses, not by steps."""
-        found = self._numbers.expected_bytes()
+        """Of merging buffers. each_time: counted by evaluations of the losses, not by steps."""
+        found = ExpectedBytes()
         for by_stage, turns in zip(self.statistics, self._finished, strict=True):
             own = sum((each.expected_bytes() for each in by_stage.values()), ExpectedBytes())
             found += ExpectedBytes(so_far=own.per_step * turns) if each_time else own

@@ -27,7 +27,6 @@ from meshloom.core.errors import CaptureError, DataError, JobError
 from meshloom.core.job import Job, LossFunction, NamedParameters
 from meshloom.core.losses.turns import LossTurn, OwnGradients
 from meshloom.core.mesh import Axis
-from meshloom.core.modules.class_code import sets_numbers
 from meshloom.core.modules.compiled import compiled_notes, without_compilation
 from meshloom.core.moments.current_step import Moment
 from meshloom.core.plan import Plan
@@ -312,9 +311,6 @@ def _captured(
             check = partial(_check_values, programs.others, drawn)
             yield from on_rank_0(world, check, CaptureError)
     programs.losses.loss = engine.job.loss
-    modules = dict(model.named_modules())
-    # metrics read numbers that training changes
-    programs.losses.as_written = [path for path in programs.opaque if path in modules and sets_numbers(modules[path])]  # fmt: skip
     return stages
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from meshloom.checkpoint.checkpoint import Checkpoint, Piece
-from meshloom.checkpoint.format import CARRIED, MASTER, STATE
+from meshloom.checkpoint.format import MASTER, STATE
 from meshloom.checkpoint.resuming import Loader, check_together, load_together, open_together
 from meshloom.checkpoint.tensor_file import Stream, TensorEntry, why_not_held
 from meshloom.comm.group import Group
@@ -160,10 +160,9 @@ def run_state(replica: Replica, *, gather: bool) -> Steps[tuple[list[Piece], lis
         if gathered:
             replica.saved += gathered.traffic
             streams = [*streams, gathered.stream]
-    left, attributes = yield from replica.scope.attributes.save(replica.context.world)
     scale = replica.sums.scale
     scaling = {} if scale is None else {SCALE: scale.to_dict()}
-    return [*pieces, *left], streams, {"updater": values, **attributes, **scaling}
+    return pieces, streams, {"updater": values, **scaling}
 
 
 def resume(replica: Replica, directory: Path, check: Callable[[Checkpoint], None]) -> Steps[Checkpoint]:
@@ -178,7 +177,7 @@ def resume(replica: Replica, directory: Path, check: Callable[[Checkpoint], None
     yield from check_together(world, lambda: check(checkpoint))
     found: list[Loader] = []
     yield from check_together(world, lambda: found.append(loader_of(replica, checkpoint)))
-    wanted = (STATE, CARRIED, OUTER) if replica.exchange.state is not None else (STATE, CARRIED)
+    wanted = (STATE, OUTER) if replica.exchange.state is not None else STATE
     yield from load_together(
         checkpoint,
         [key for key in checkpoint.keys() if key.startswith(wanted)],  # noqa: SIM118
@@ -323,18 +322,15 @@ def loader_of(replica: Replica, checkpoint: Checkpoint) -> Loader:
     take, finish_updater = replica.updater.state.loading(checkpoint.values["updater"])
     momentum: dict[str, Tensor] = {}
     keys = set(checkpoint.keys())
-    take_left, finish_left = replica.scope.attributes.loading(checkpoint)
     take_outer = outer_loader(replica.named, replica.shards, momentum)
 
     def state(key: str, shape: Sequence[int], read: Callable[[int, int], Tensor]) -> None:
         take(key, shape, lambda _, start, stop: read(start, stop))
-        take_left(key, shape, read)
         if key.startswith(OUTER):
             take_outer(key, read(0, math.prod(shape)).view(tuple(shape)))
 
     def finish() -> None:
         finish_updater()
-        finish_left()
         if (masters := masters_of(replica.exchange)) is not None:
             masters.take_parameters({name for name in masters.parts if copy_key(name, MASTER) not in keys})
         if replica.exchange.state is not None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from meshloom.checkpoint.checkpoint import Checkpoint
 from meshloom.checkpoint.copied_weights import tied_names
-from meshloom.checkpoint.format import CARRIED, TORCHS_META, step_name
+from meshloom.checkpoint.format import TORCHS_META, step_name
 from meshloom.checkpoint.writing.background_save import BackgroundSave, SavedShare
 from meshloom.checkpoint.writing.config_files import config_files_of
 from meshloom.checkpoint.writing.file_layout import HeldSpan
@@ -154,8 +154,6 @@ class RunCheckpoints:
             raise
         for replica in self._replicas.all:
             replica.updater.state.give_back()
-        for note in self._replicas.first.scope.attributes.take_notes():
-            self._listener.note(note)
         if copies:
             self._written.share = 0.0
             self._under_way = BackgroundSave(step, partial(_finish_copies, copies, self._released), partial(_carry_out, copies))  # fmt: skip
@@ -285,7 +283,7 @@ def _copy_of(
 
 def _changes_in_updates(span: HeldSpan, names: frozenset[str]) -> bool:
     """Whether only updates change it. names: of such weights."""
-    return not span.key.startswith(CARRIED) if span.kind == "state" else span.key in names
+    return span.kind == "state" or span.key in names
 
 
 def _finish_copies(copies: Sequence[_Copy], released: threading.Event | None) -> None:

@@ -24,6 +24,7 @@ from meshloom.launch.processes.signals import StopRequests
 from meshloom.launch.world import World
 from meshloom.machine.process_memory import Shortage
 from meshloom.replica.chunk_scope import Observer
+from meshloom.replica.model_state import shown_names
 from meshloom.replica.replica_state import take_notes
 from meshloom.telemetry.progress import QUIET, Listener
 from meshloom.telemetry.step_result import StepResult
@@ -263,7 +264,16 @@ def _notes_on(checkpoint: Checkpoint, replicas: LocalReplicas, *, main: bool) ->
     """On the checkpoint that is resumed. main: of the first process."""
     said = (checkpoint.meta.get("note") or passed_over(checkpoint.path)) if main else ""
     other = replicas.first.updater.state.other_settings(checkpoint.values["updater"]) if main else ""
-    return [*filter(None, (said, other)), *replicas.first.scope.attributes.take_notes()]
+    return [*filter(None, (said, other, _left_in_attributes(checkpoint) if main else ""))]
+
+
+def _left_in_attributes(checkpoint: Checkpoint) -> str:
+    """A note on what earlier versions kept of attributes; "": nothing."""
+    saved = checkpoint.values.get("attributes", {})
+    names = [*saved.get("tensors", ()), *saved.get("numbers", ())]
+    if not names:
+        return ""
+    return f"The checkpoint has {shown_names(names)} of earlier versions, which are not kept any more: they begin as the model is built."
 
 
 def _go_on_with_best(evaluation: TeamEvaluation, checkpoints: RunCheckpoints, checkpoint: Checkpoint) -> None:

@@ -12,7 +12,7 @@ import meshloom.core.modules.built
 import meshloom.program.ir.batch_values
 import meshloom.program.operators.collectives
 import meshloom.program.operators.partial
-import meshloom.replica.attributes.model_state
+import meshloom.replica.model_state
 from meshloom.core.random import _RecurrentLayers
 from meshloom.pipeline.runtime.microbatches import Microbatches
 from meshloom.pipeline.runtime.run import PipelineRun
@@ -109,8 +109,8 @@ def hooks_lost(patch: Patch) -> None:
 
 @bug("ninth/evaluations_cool_the_model", "cooling", "dp=2")
 def evaluations_cool_the_model(patch: Patch) -> None:
-    """Numbers in attributes that forwards set are not put back after an evaluation."""
-    wrap(patch, meshloom.replica.attributes.model_state, "_put_back", lambda right, *place: [])
+    """Buffers that forwards put in place of others are not put back after an evaluation."""
+    wrap(patch, meshloom.replica.model_state, "_put_back", lambda right, *place: [])
 
 
 @bug("eighth/instance_norm_cumulative", "instance norm", "dp=2", module="inner")

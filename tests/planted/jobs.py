@@ -17,7 +17,6 @@ import meshloom as ml
 from meshloom.core.job import Job
 from tests.jobs import Samples, make_job, vectors
 from tests.planted.models import (
-    Carrying,
     Cooling,
     Finer,
     Gan,
@@ -301,6 +300,5 @@ JOBS: dict[str, Callable[[], Job]] = {
     "padded": padded,
     "routed": lambda: rows(Routed),
     "swapping": lambda: rows(Swapping),
-    "carrying": lambda: rows(Carrying),
     "cooling": lambda: plain(model=Cooling),
 }

@@ -37,7 +37,8 @@ class Cooling(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.enter, self.head = nn.Linear(7, 21), nn.Linear(21, 5)
-        self.temperature = 4.0
+        self.register_buffer("temperature", torch.tensor(4.0))
+        self.temperature: Tensor
 
     def forward(self, x: Tensor) -> Tensor:
         self.temperature = 0.8 * self.temperature + 0.1
@@ -159,33 +160,3 @@ class Swapping(nn.Module):
         x = torch.tanh(self.embed(x)).transpose(1, 2)
         x = torch.tanh(self.tokens(x)).transpose(1, 2) + 0.5 * x.transpose(1, 2)
         return self.head(torch.tanh(self.channels(x)).mean(1))
-
-
-class Cell(nn.Module):
-    """[batch, length, 7] -> [batch, 9]; the hidden state goes on from step to step."""
-
-    hidden: Tensor | None
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gru = nn.GRU(7, 9, batch_first=True)
-        self.hidden = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.hidden
-        if hidden is not None and hidden.shape[1] != len(x):
-            hidden = None
-        out, hidden = self.gru(x, hidden)
-        self.hidden = hidden.detach()
-        return out[:, -1]
-
-
-class Carrying(nn.Module):
-    """[batch, 6, 5] -> [batch, 3]."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.enter, self.rnn, self.head = nn.Linear(5, 7), Cell(), nn.Linear(9, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.rnn(torch.tanh(self.enter(x))))

@@ -8,7 +8,6 @@ from typing import Any
 import meshloom.replica.replica_state
 from meshloom.core.moments.by_metric import ByMetric
 from meshloom.optimizer.averages import ParameterAverages
-from meshloom.replica.attributes.saved_attributes import SavedAttributes
 from meshloom.replica.replica_state import SCALE
 from tests.planted.bugs import Patch, bug, wrap
 
@@ -66,13 +65,3 @@ def by_metric_keeps_nothing(patch: Patch) -> None:
 def average_not_loaded(patch: Patch) -> None:
     """Averages of parameters start anew when a run resumes."""
     wrap(patch, ParameterAverages, "load", lambda right, self, *given: None)
-
-
-@bug("fourth/rows_joined_backwards", "carrying", "dp=2", phase=CHECKPOINT, module="rnn")
-def rows_joined_backwards(patch: Patch) -> None:
-    """On resuming under another plan, rows of a hidden state of several chunks are joined in the wrong order."""
-
-    def joined(right: Any, self: SavedAttributes, records: Any, name: str, parts: Any, dims: Any, *given: Any) -> Any:  # fmt: skip
-        return right(self, records, name, parts if dims is None else parts[::-1], dims, *given)
-
-    wrap(patch, SavedAttributes, "_joined", joined)

@@ -25,7 +25,6 @@ from meshloom.core.job import Job
 from meshloom.core.plan import Plan
 from meshloom.exchange.exchange import Slice
 from meshloom.parameters.shards import Shards
-from meshloom.replica.attributes.saved_attributes import shown_names
 
 
 def write_snapshot(
@@ -76,16 +75,10 @@ class Start:
         state = read_state(checkpoint, job, plan, shares, model)
         return Start(version=checkpoint.step, state=state, checkpoint=checkpoint)
 
-    def notes(self, settings: AsynchronousSettings, attributes: Sequence[str]) -> list[str]:
-        """Lines about newer checkpoints that were skipped, and what checkpoints leave out. attributes: in which forwards may leave
-        something."""
-        found = [passed_over(self.checkpoint.path)] if self.checkpoint else []
-        if attributes and (settings.out or settings.resume):
-            found.append(
-                f"Checkpoints of exchange=async do not hold what forwards leave in attributes ({shown_names(attributes)}): the workers of a resumed run begin "
-                "there as the model is built."
-            )
-        return [each for each in found if each]
+    def notes(self) -> list[str]:
+        """Lines about newer checkpoints that were skipped."""
+        said = passed_over(self.checkpoint.path) if self.checkpoint else ""
+        return [said] if said else []
 
     def snapshot(self, replica: WorkerModel, server: int) -> tuple[SnapshotKind, Content | None]:
         """The snapshot of server `server` then."""

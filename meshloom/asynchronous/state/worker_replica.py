@@ -95,13 +95,8 @@ class WorkerReplica:
         """Whole, with the values that were loaded last."""
         return self.whole_model.model
 
-    @property
-    def attributes(self) -> Sequence[str]:
-        """Plain attributes in which forwards may leave something for the next one."""
-        return self._replicas[0].scope.attributes.names
-
     def take_notes(self) -> list[str]:
-        """Notes for the user about buffers and attributes, each once; clears them."""
+        """Notes for the user about what forwards write, each once; clears them."""
         return list(dict.fromkeys(note for each in self._replicas for note in each.scope.take_notes()))
 
     @property

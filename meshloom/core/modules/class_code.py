@@ -1,4 +1,4 @@
-"""What the code of a module's class does with attributes: the names that its methods read and set.
+"""What the code of a module's class does with attributes: the names that its methods read.
 
 Constructors and torch's own classes are left out: they say nothing of what the user's forwards do.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dis
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from types import CodeType, FunctionType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -17,23 +17,13 @@ from torch.nn.modules.batchnorm import _NormBase  # pyright: ignore[reportPrivat
 
 _NORMS = {"batch_norm", "instance_norm"}
 _READ: WeakKeyDictionary[type, frozenset[str]] = WeakKeyDictionary()  # of classes that were asked for
-_SET: WeakKeyDictionary[type, frozenset[str]] = WeakKeyDictionary()
 
 
 def names_read(kind: type) -> frozenset[str]:
     """Names of attributes that methods of a class read; also texts, as of `getattr(self, "memory", None)`."""
-    return _of_class(kind, _READ, _read)
-
-
-def names_set(kind: type) -> frozenset[str]:
-    """Names of attributes that methods of a class set."""
-    return _of_class(kind, _SET, set_by)
-
-
-def sets_numbers(module: nn.Module) -> bool:
-    """Whether methods set an attribute of this module that holds a number."""
-    names = names_set(type(module))
-    return any(name in names and type(value) in (int, float) for name, value in vars(module).items())
+    if kind not in _READ:
+        _READ[kind] = frozenset(name for code in _codes(kind) for name in _read(code))
+    return _READ[kind]
 
 
 def has_batch_norms(modules: Iterable[nn.Module]) -> bool:
@@ -52,35 +42,15 @@ def _names(module: nn.Module) -> Sequence[str]:
     return code.co_names if code else ()
 
 
-def set_by(code: CodeType) -> Iterator[str]:
-    """Names of attributes that code sets, functions within it, too."""
-    yield from (each.argval for each in dis.get_instructions(code) if each.opname == "STORE_ATTR")
-    for inner in _within(code):
-        yield from set_by(inner)
-
-
 def _read(code: CodeType) -> Iterator[str]:
     for each in dis.get_instructions(code):
         # since Python 3.12 the lowest bit says that a method is looked up, which had an instruction of its own
         if each.opname == "LOAD_ATTR" and not (sys.version_info >= (3, 12) and (each.arg or 0) & 1):
             yield each.argval
     yield from (each for each in code.co_consts if isinstance(each, str))
-    for inner in _within(code):
-        yield from _read(inner)
-
-
-def _within(code: CodeType) -> Iterator[CodeType]:
-    return (each for each in code.co_consts if isinstance(each, CodeType))
-
-
-def _of_class(
-    kind: type,
-    known: WeakKeyDictionary[type, frozenset[str]],
-    names: Callable[[CodeType], Iterator[str]],
-) -> frozenset[str]:
-    if kind not in known:
-        known[kind] = frozenset(name for code in _codes(kind) for name in names(code))
-    return known[kind]
+    for each in code.co_consts:
+        if isinstance(each, CodeType):
+            yield from _read(each)
 
 
 def _codes(kind: type) -> Iterator[CodeType]:

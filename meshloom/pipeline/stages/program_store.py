@@ -59,12 +59,11 @@ class _Form:
 
 class LossJobs:
     """The losses of a job. loss: the one that is trained; of several, that whose turn it is. alone: of each, a job of it
-    alone. as_written: modules that metrics run as they are, besides those that the job names."""
+    alone."""
 
     def __init__(self, job: Job) -> None:
         self._job, self.loss = job, job.loss
         self.alone = {each.loss: each for each in jobs_of(job).values()}
-        self.as_written: Sequence[str] = ()
         self._followed: dict[LossFunction, LossFunction] = {}  # what a loss is on one of its ways -> the loss
 
     def on_the_way(self, batches: Sequence[Any], loss: LossFunction | None = None) -> LossFunction:
@@ -84,7 +83,7 @@ class LossJobs:
         alone = self.alone.get(self._followed.get(loss, loss))
         if alone is not None:
             return replace(alone, loss=loss)
-        return replace(self._job, loss=loss, opaque=[*self._job.opaque, *self.as_written])
+        return replace(self._job, loss=loss)
 
 
 class ProgramStore:

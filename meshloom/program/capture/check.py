@@ -15,7 +15,6 @@ from torch.utils._pytree import tree_leaves
 
 from meshloom.core.errors import CaptureError
 from meshloom.core.job import Job, LossFunction
-from meshloom.core.modules.carried_attributes import carrying_places
 from meshloom.core.modules.own_generators import own_generators, seed_own_generators
 from meshloom.core.random import KeyedDraws, derive, preserved_draws, seed_everything
 from meshloom.program.capture.restored import attributes_put_back, cloned, restored
@@ -117,9 +116,7 @@ def check_against_module(
             for name, each in expected.gradients.items():
                 moved[name] = moved.get(name, False) or each.norm() > 0
             if not difference.error <= limit:
-                path = _carrying(model) if number else None
-                if path is None:
-                    path = _first_difference(program, model, loss, batch, parameters, mirror, seed, limit)
+                path = _first_difference(program, model, loss, batch, parameters, mirror, seed, limit)
                 where = (
                     "every module's output is the same, so the difference is in the backward or in the loss function"
                     if path is None
@@ -272,13 +269,6 @@ def _tolerance(program: Program) -> float:
     found = [each.meta.dtype for each in program.parameters.values()]
     found += [output.dtype for node in program.nodes for output in node.outputs if output.requires_grad]
     return max((TOLERANCE[dtype] for dtype in found if dtype in TOLERANCE), default=2e-6)
-
-
-def _carrying(model: nn.Module) -> str | None:
-    """The first module that has left tensors for its next call; a program would find them as they were at the capture."""
-    return next(
-        (path for path, module, name in carrying_places(model) if vars(module).get(name) is not None), None
-    )
 
 
 def _first_difference(

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshloom.core.modules.carried_attributes import carried_tensors, carrying_places, writes_to
 from meshloom.program.ir.leaves import leaves_of
 from meshloom.program.ir.written_parameters import named_buffers
 from meshloom.program.trace.attributes import attributes_restored, plain_values, put_attribute
@@ -63,17 +62,18 @@ def attributes_put_back(model: nn.Module) -> Iterator[None]:
         for module in model.modules()
         if not isinstance(module, torch.jit.ScriptModule)
     ]
-    carried = [
-        (tensor, writes_to(tensor), tensor.detach().clone())
-        for _, module, name in carrying_places(model)
-        for tensor in carried_tensors(vars(module).get(name))
+    tensors = [
+        (each, each._version, each.detach().clone())
+        for module in model.modules()
+        for each in vars(module).values()
+        if isinstance(each, torch.Tensor) and not each.is_inference()
     ]
     try:
         with attributes_restored(model):
             yield
     finally:
-        for tensor, writes, value in carried:
-            if writes_to(tensor) != writes:
+        for tensor, version, value in tensors:
+            if tensor._version != version:
                 tensor.data.copy_(value)
         for module, mode in modes:
             if module.training != mode:

@@ -6,7 +6,7 @@ left it, so that what is built once stays built.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from operator import is_
 from typing import Any
 
@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from meshloom.core.device.flat_bytes import flat_bytes
-from meshloom.core.modules.carried_attributes import writes_to
 from meshloom.program.ir.written_parameters import written_parameters
-from meshloom.replica.attributes.carried_tensors import ABSENT
 
+_ABSENT: Any = object()  # in place of the value of an attribute that a module does not have
+_MOST_NAMES = 3  # in a sentence
 _SCALARS = frozenset((bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device))
 _MODE = "training"
 _OF_TORCH = vars(nn.Module()).keys() - {_MODE}
@@ -89,11 +89,11 @@ class ModelState:
 class _CopiedTensor:
     def __init__(self, name: str, tensor: Tensor) -> None:
         self.name, self._tensor, self._before = name, tensor, tensor.detach().clone()
-        self.device, self._version = tensor.device, writes_to(tensor)
+        self.device, self._version = tensor.device, _writes_to(tensor)
 
     @property
     def has_counted_writes(self) -> bool:
-        return writes_to(self._tensor) != self._version
+        return _writes_to(self._tensor) != self._version
 
     def differs(self) -> Tensor:
         """bool [], on the device."""
@@ -107,7 +107,18 @@ class _CopiedTensor:
             self._tensor.detach().copy_(self._before)
         else:  # resized in place
             self._tensor.data = self._before.clone()
-        self._version = writes_to(self._tensor)
+        self._version = _writes_to(self._tensor)
+
+
+def shown_names(names: Sequence[str]) -> str:
+    """The first few of them, for a sentence."""
+    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+    return ", ".join(names[:_MOST_NAMES]) + more
+
+
+def _writes_to(tensor: Tensor) -> int:
+    """How often a tensor has been written to in place, as far as torch counts it."""
+    return -1 if tensor.is_inference() else tensor._version
 
 
 def _has_memory(tensor: Tensor) -> bool:
@@ -119,10 +130,10 @@ def _put_back(prefix: str, now: dict[str, Any], before: dict[str, Any]) -> Itera
     """The names of what is another value now than before, but for other objects than plain values, which stay."""
     new = [name for name in now.keys() - before.keys() if name not in _OF_TORCH]
     for name in (*before, *new):
-        value, was = now.get(name, ABSENT), before.get(name, ABSENT)
-        if value is was or not (value is ABSENT or _is_plain(value)):
+        value, was = now.get(name, _ABSENT), before.get(name, _ABSENT)
+        if value is was or not (value is _ABSENT or _is_plain(value)):
             continue
-        if was is ABSENT:
+        if was is _ABSENT:
             del now[name]
         else:
             now[name] = was

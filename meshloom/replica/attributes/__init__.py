@@ -1,1 +1,0 @@
-"""What forwards leave in plain attributes of modules for the next step (docs/buffers.md)."""
