@@ -319,9 +319,10 @@ def test_what_masters_cannot_follow_is_refused():
             return self.head(self.embed(x))
 
     job = job_of("gpt")
-    for settings, said in (({"sparse": True}, "sparse gradients"), ({"max_norm": 1.0}, "max_norm")):
+    tables = ({"sparse": True}, "dp=2", "sparse gradients"), ({"max_norm": 1.0}, "dp=1", "max_norm, by which")
+    for settings, plan, said in tables:
         with pytest.raises(JobError, match=f"embed.weight has {said}"):
-            Trainer(replace(job, model=lambda s=settings: Table(**s)), bf16("dp=2"), devices="simulated")
+            Trainer(replace(job, model=lambda s=settings: Table(**s)), bf16(plan), devices="simulated")
     lbfgs = job_of("mlp", optimizer=lambda named: torch.optim.LBFGS([each for _, each in named]))
     with pytest.raises(JobError, match="LBFGS evaluates the loss several times in a step"):
         Trainer(lbfgs, bf16("dp=1"), devices="simulated")

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from meshloom.comm.steps import Steps
-from meshloom.core.job import Job
+from meshloom.core.errors import JobError
+from meshloom.core.job import Evaluate, Job
 from meshloom.core.plan import Plan
-from meshloom.replica.buffers.row_limits import RowLimits
 from meshloom.telemetry.progress import QUIET
 from meshloom.train.trainer import Trainer
 from meshloom.verify.run import verify
@@ -81,6 +80,10 @@ def function(table: Any, batch: dict[str, Tensor]) -> Tensor:
     return F.embedding_bag(batch["x"], table.weight, batch["offsets"], mode="sum", padding_idx=2)
 
 
+def limited(table: Any, batch: dict[str, Tensor]) -> Tensor:
+    return F.embedding_bag(batch["x"], table.weight, batch["offsets"], max_norm=1.5)
+
+
 CASES: dict[str, tuple[Any, dict[str, Any], Look, Any]] = {
     "offsets": (nn.EmbeddingBag, {}, bag, in_a_row),
     "sum": (nn.EmbeddingBag, {"mode": "sum"}, bag, in_a_row),
@@ -91,18 +94,20 @@ CASES: dict[str, tuple[Any, dict[str, Any], Look, Any]] = {
     "padding": (nn.Embedding, {"padding_idx": 3}, mean, of_four),
     "frequencies of bags": (nn.EmbeddingBag, {"scale_grad_by_freq": True}, bag, in_a_row),
     "frequencies": (nn.Embedding, {"scale_grad_by_freq": True}, mean, of_four),
-    "norm of bags": (nn.EmbeddingBag, {"max_norm": 1.5}, bag, in_a_row),
-    "norm of bags of four": (nn.EmbeddingBag, {"max_norm": 1.5, "norm_type": 1.0}, plain, of_four),
-    "norm of weighted bags": (nn.EmbeddingBag, {"max_norm": 1.5, "mode": "sum"}, weighted, in_a_row),
-    "norm": (nn.Embedding, {"max_norm": 1.5}, mean, of_four),
-    "norm, sparse": (nn.Embedding, {"max_norm": 1.5, "sparse": True}, mean, of_four),
-    "norm of bags, sparse": (nn.EmbeddingBag, {"max_norm": 1.5, "sparse": True}, bag, in_a_row),
     "sparse bags": (nn.EmbeddingBag, {"sparse": True}, bag, in_a_row),
+}
+NORMS: dict[str, tuple[Any, dict[str, Any], Look, Any]] = {
+    "bags": (nn.EmbeddingBag, {"max_norm": 1.5}, bag, in_a_row),
+    "bags of four": (nn.EmbeddingBag, {"max_norm": 1.5, "norm_type": 1.0}, plain, of_four),
+    "weighted bags": (nn.EmbeddingBag, {"max_norm": 1.5, "mode": "sum"}, weighted, in_a_row),
+    "rows": (nn.Embedding, {"max_norm": 1.5}, mean, of_four),
+    "sparse": (nn.Embedding, {"max_norm": 1.5, "sparse": True}, mean, of_four),
+    "limited function": (nn.EmbeddingBag, {}, limited, in_a_row),
 }
 
 
 def job(case: str, **settings: Any) -> Job:
-    made, options, look, collate = CASES[case]
+    made, options, look, collate = {**CASES, **NORMS}[case]
     return Job(
         **{
             "model": lambda: Network(made(ROWS, 7, **options), look),
@@ -123,8 +128,8 @@ def passes(case: str, plan: str) -> bool:
     return report.passed
 
 
-USUAL = [("norm of bags", "dp=2"), ("norm", "dp=2,zero=3")]
-OFTEN = [("norm", "dp=2,pp=2,tp=2"), ("weights", "tp=2")]
+OFTEN = [("sum", "dp=2,pp=2,tp=2"), ("weights", "tp=2")]
+USUAL = [("offsets", "dp=2"), ("padding", "dp=2,zero=3")]
 
 
 def pairs() -> list[Any]:
@@ -136,28 +141,33 @@ def pairs() -> list[Any]:
     ]
 
 
-@pytest.mark.covering("norm of bags", "zero=3")
+@pytest.mark.covering("offsets", "zero=3")
 @pytest.mark.parametrize(("case", "plan"), pairs())
 @pytest.mark.long
 def test_embeddings_are_one_device_s(case: str, plan: str) -> None:
-    """With max_norm, replicas scaled rows of their own, silently; tp, pp and zero=3 refused it."""
     assert passes(case, plan)
 
 
-@pytest.mark.long
-def test_rows_that_another_replica_has_read_are_scaled_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Planted: nobody scales the weight."""
-
-    def forgetful(limits: RowLimits) -> Steps[None]:
-        return
-        yield
-
-    monkeypatch.setattr(RowLimits, "apply", forgetful)
-    assert not passes("norm", "dp=2")
+@pytest.mark.parametrize("case", NORMS)
+def test_max_norm_scales_rows_with_one_chunk_a_step(case: str) -> None:
+    """An evaluation, which scales what it reads, too, is put back."""
+    evaluate = Evaluate(samples, {"loss": lambda model, batch: F.cross_entropy(model(batch), batch["y"])}, 1)
+    report = verify(job(case, evaluate=evaluate), Plan(), devices="simulated", steps=3, dtype=torch.float64)
+    assert report is not None
+    assert report.passed
 
 
-@pytest.mark.parametrize("plan", ["dp=2", pytest.param("dp=2,zero=3,tp=2", marks=pytest.mark.slow)])
-def test_flags_of_rows_are_in_the_predicted_bytes(plan: str) -> None:
-    with Trainer(job("norm"), plan, devices="simulated", listener=QUIET) as trainer:
-        summary = trainer.fit()
-    assert summary.predicted == summary.counted
+@pytest.mark.parametrize(
+    ("plan", "why"),
+    [
+        ("dp=2", "a step of dp=2 has 2 chunks. Use one chunk"),
+        ("dp=2,zero=3,microbatches=3", "has 6 chunks"),
+        ("tp=2", "under .*tp=2 updates alone write what is trained. Use dp=1"),
+    ],
+)
+@pytest.mark.parametrize("case", ["rows", "bags", "limited function"])
+def test_max_norm_is_refused_elsewhere_before_the_first_step(case: str, plan: str, why: str) -> None:
+    with pytest.raises(
+        JobError, match=f"table.weight has max_norm, which scales its rows in the forward, and .*{why}"
+    ):
+        Trainer(job(case), plan, devices="simulated", listener=QUIET)

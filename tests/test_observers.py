@@ -1,4 +1,4 @@
-"""Buffers that refuse other values, or have no elements at first, are merged by the one rule: torch's observers."""
+"""Buffers that refuse other values are merged by the one rule, and those that have no elements at first are refused: torch's observers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.ao import quantization
 from torch.nn import functional as F
 
-from meshloom.core.errors import CaptureError
+from meshloom.core.errors import CaptureError, TrainingError
 from meshloom.core.plan import Plan
 from meshloom.train.trainer import Trainer
 from meshloom.verify.run import verify
@@ -21,12 +21,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*torch.ao.quantization is deprecated.*:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:.*reduce_range will be deprecated.*:UserWarning"),
 ]
-PER_CHANNEL = {
-    "quant_min": -128,
-    "quant_max": 127,
-    "dtype": torch.qint8,
-    "qscheme": torch.per_channel_symmetric,
-}
 UNSIGNED = {"quant_min": 0, "quant_max": 255}
 
 
@@ -54,27 +48,23 @@ def extremes() -> nn.Module:
     )
 
 
-def observers() -> nn.Module:
-    return Quantized(
-        lambda: quantization.PerChannelMinMaxObserver(ch_axis=0),
-        lambda: quantization.HistogramObserver(bins=32),
-    )
+def histogram() -> nn.Module:
+    return Quantized(nn.Identity, lambda: quantization.HistogramObserver(bins=32))
 
 
 def fused() -> nn.Module:
     kind = quantization.FusedMovingAvgObsFakeQuantize
     return Quantized(
-        kind.with_args(observer=quantization.MovingAveragePerChannelMinMaxObserver, **PER_CHANNEL),
-        kind.with_args(observer=quantization.MovingAverageMinMaxObserver, **UNSIGNED),
+        nn.Identity, kind.with_args(observer=quantization.MovingAverageMinMaxObserver, **UNSIGNED)
     )
 
 
 # torch's fused operator has no float64
-PARTS = {"averages": averages, "extremes": extremes, "observers": observers, "fused": fused}
+PARTS = {"averages": averages, "extremes": extremes, "histogram": histogram, "fused": fused}
 
 
 @pytest.mark.long
-@pytest.mark.covering("dp=2,zero=3-observers", "dp=2,microbatches=2-extremes")
+@pytest.mark.covering("dp=2,zero=3-histogram", "dp=2,microbatches=2-extremes")
 @pytest.mark.parametrize("name", sorted(PARTS))
 @pytest.mark.parametrize("plan", ["dp=2,zero=3", "dp=2,microbatches=2"])
 def test_observers_equal_one_device(name: str, plan: str) -> None:
@@ -88,6 +78,18 @@ def test_observers_equal_one_device(name: str, plan: str) -> None:
 @pytest.mark.long
 def test_a_histogram_under_a_program_with_several_chunks_is_refused() -> None:
     """It was merged otherwise than on one device."""
-    job = job_of(lambda: Net([PARTS["observers"]()], "0"))
+    job = job_of(lambda: Net([PARTS["histogram"]()], "0"))
     with pytest.raises(CaptureError, match="is a HistogramObserver, which spreads its histogram anew"):
         Trainer(job, "pp=2,microbatches=2", devices="simulated")
+
+
+@pytest.mark.long
+def test_extremes_of_channels_which_have_no_shape_at_first_are_refused() -> None:
+    job = job_of(
+        lambda: Net([Quantized(lambda: quantization.PerChannelMinMaxObserver(ch_axis=0), nn.Identity)], "0")
+    )
+    with (
+        Trainer(job, "dp=2", devices="simulated") as trainer,
+        pytest.raises(TrainingError, match="The buffer .*min_val is .* A buffer keeps its shape"),
+    ):
+        trainer.fit()

@@ -23,7 +23,7 @@ from meshloom.report.terminal import progress_text
 from meshloom.telemetry.progress import QUIET
 from meshloom.verify.findings import print_report
 from meshloom.verify.run import verify
-from tests.loss_turns_jobs import LOSSES, STEPS, Looking, adam, data, one_device, sparse_job, turns_job
+from tests.loss_turns_jobs import LOSSES, STEPS, adam, data, one_device, sparse_job, turns_job
 from tests.processes import on_ranks
 from tests.reports import largest_error
 
@@ -334,21 +334,3 @@ def test_one_function_may_be_two_losses():
     )
     assert report is not None
     assert report.passed, report.causes
-
-
-@pytest.mark.long
-def test_rows_with_a_limit_are_scaled_in_the_turns_of_other_losses():
-    def limited() -> nn.Module:
-        model = Looking()
-        model.table.sparse, model.table.max_norm = False, 0.5
-        return model
-
-    losses = {**sparse_job().losses, "critic": replace(sparse_job().losses["critic"], optimizer=adam)}
-    job = ml.Job(model=limited, losses=losses, data=sparse_job().data, batch_size=7, steps=4)
-    report = verify(job, ml.Plan.parse("dp=2"), devices="simulated", steps=2, dtype=torch.float64)
-    assert report is not None
-    assert report.passed, report.causes
-    with pytest.raises(
-        ml.MeshloomError, match="table.weight has max_norm, so any of the 2 losses may scale its rows"
-    ):
-        ml.Trainer(job, "dp=2,zero=1", devices="simulated", listener=QUIET)

@@ -1,6 +1,5 @@
 """Trained parameters that a forward or a loss writes: what every forward leaves alike is one device's; the rest is refused
-by name before the first step, with the reason. Tables with `max_norm` that functions look up are one device's under every
-plan (docs/buffers.md)."""
+by name before the first step, with the reason (docs/buffers.md)."""
 
 from __future__ import annotations
 
@@ -145,30 +144,3 @@ REFUSED = [
 def test_what_would_not_be_one_device_s_is_refused_with_the_reason(write: Any, why: str, plan: str) -> None:
     with pytest.raises(MeshloomError, match=why):
         check(between(write), plan)
-
-
-IDS = {"x": integers(3, 11, 4), "y": integers(2, 5)}
-
-
-class Table(nn.Module):
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.weight, self.out, self.kind = nn.Parameter(torch.randn(11, 7)), nn.Linear(7, 5), kind
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.kind == "bag":
-            return self.out(F.embedding_bag(x, self.weight, max_norm=1.0, mode="mean"))
-        if self.kind == "padding":
-            found = F.embedding(x, self.weight, 0, 1.0, 1.0, scale_grad_by_freq=True)
-        else:
-            found = F.embedding(x, self.weight, max_norm=1.0)
-        return self.out(found.mean(1))
-
-
-@pytest.mark.parametrize("plan", few(PLANS, 1, pytest.mark.slow))
-@pytest.mark.parametrize("kind", few(["plain", "bag", "padding"], 1, pytest.mark.slow))
-@pytest.mark.long
-def test_tables_that_functions_limit_are_one_device_s(kind: str, plan: str) -> None:
-    before = F.embedding
-    check(job_of(partial(Table, kind), loss, IDS), plan)
-    assert F.embedding is before

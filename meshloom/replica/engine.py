@@ -11,7 +11,7 @@ update; in every turn of it, after `turn_to`, if the job has several losses.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
@@ -31,7 +31,6 @@ from meshloom.parameters.unfilled_model import UnfilledModel
 from meshloom.pipeline.runtime.microbatches import Visit
 from meshloom.pipeline.runtime.recorder import Recorder
 from meshloom.pipeline.schedules.schedule import Schedule
-from meshloom.program.operators.used_rows import UsedRows
 from meshloom.program.run.compiler import Compiler
 from meshloom.replica.chunk_scope import ChunkScope
 from meshloom.replica.loss_sums import LossSums
@@ -90,15 +89,12 @@ class Engine(ABC):
         Of one order on all of them."""
         return {}
 
-    rows: UsedRows
     team_sums: TeamSums
 
-    def watch_rows(
-        self, tables: Mapping[str, int], device: torch.device, limited: Collection[str] = ()
-    ) -> None:
-        """Called before `connect`: `rows` will have the rows of these parameters that a step uses, name -> rows of all
-        of it."""
-        self.rows = UsedRows(tables, device, limited)
+    def watch_rows(self, tables: Mapping[str, int], device: torch.device) -> None:
+        """Called before `connect`: notes the rows of these parameters that a step uses, name -> rows of all of it, unless
+        their gradients say so themselves."""
+        return
 
     def used_rows(self, name: str) -> Tensor | None:
         """Which rows of what this rank holds of such a parameter the replica has used in the newest step: bool

@@ -21,7 +21,7 @@ def expected_bytes(replica: Replica) -> ExpectedBytes:
         replica.scope.expected_bytes(each_time=_evaluates_often(replica)),
     ]
     if replica.updates:
-        parts += [replica.updater.expected_bytes(), replica.row_limits.expected_bytes()]
+        parts.append(replica.updater.expected_bytes())
     if replica.plan.dp > 1:
         parts += [
             _each(replica, replica.sums.expected_bytes()),

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from meshloom.core.device.flat_bytes import flat_bytes
-from meshloom.program.ir.written_parameters import written_parameters
+from meshloom.program.ir.written_parameters import limited_tables, written_parameters
 
 _ABSENT: Any = object()  # in place of the value of an attribute that a module does not have
 _MOST_NAMES = 3  # in a sentence
@@ -24,7 +24,7 @@ _OF_TORCH = vars(nn.Module()).keys() - {_MODE}
 
 
 class ModelState:
-    """Those of `model` as they are now, and the modes of its modules; parameters that count as buffers are buffers here. What can be written
+    """Those of `model` as they are now, and the modes of its modules; parameters that count as buffers, and tables with `max_norm`, are buffers here. What can be written
     in place is copied.
 
     written: names of what evaluations write, to which those that are found are added. `put_back` puts back tensors of these names, and others
@@ -45,7 +45,7 @@ class ModelState:
             for name, value in (*buffers.items(), *own.items()):
                 if type(value) not in _SCALARS and _is_plain(value):
                     self._copy(prefix + name, value, known)
-        for name, parameter in written_parameters(model).items():
+        for name, parameter in {**written_parameters(model), **limited_tables(model)}.items():
             self._copy(name, parameter, known)
 
     def put_back(self) -> None:

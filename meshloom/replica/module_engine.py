@@ -65,7 +65,6 @@ class ModuleEngine(Engine):
         self._gathered = GatheredRows(
             plan, context, num_losses=len(job.losses) or 1, updates=updates, meet=self._meet
         )
-        self.watch_rows({}, context.device)
 
     def open(
         self, model: nn.Module, scope: ChunkScope, unfilled: UnfilledModel | None = None, own: OwnGradients | None = None
@@ -90,7 +89,7 @@ class ModuleEngine(Engine):
 
     def connect(self, exchange: Exchange) -> ExitStack:
         self._exchange = exchange
-        undo = self.rows.watch(self._model, [""])
+        undo = ExitStack()
         if self._plan.sync_batch_norm and self._plan.dp > 1:
             undo.enter_context(
                 synchronise_batch_norm(self._model, self._context.statistics, compiled=self._plan.compiles, meet=self._meet)
@@ -119,7 +118,6 @@ class ModuleEngine(Engine):
         loss_sums: LossSums,
         recorder: Recorder | None = None,
     ) -> Steps[None]:
-        self.rows.begin()
         compiled = self._compiled_units.computing() if self._compiled_units else nullcontext()
         watched = [] if id(self._loss) in self._begun else self._parameters
         self._begun.add(id(self._loss))

@@ -53,6 +53,7 @@ from meshloom.program.ir.leaves import leaves_of
 from meshloom.program.ir.written_parameters import named_buffers
 from meshloom.program.opaque.loss_code import modules_of
 from meshloom.program.operators.fused_grad_accumulation import DirectAccumulator
+from meshloom.program.operators.used_rows import UsedRows
 from meshloom.program.run.compiler import Compiler
 from meshloom.program.store.drawn_batches import DrawnBatches
 from meshloom.program.store.program_cache import ProgramCache
@@ -101,7 +102,7 @@ class ProgramEngine(Engine):
         self._outside: dict[LossFunction, Outside] = {}
         self._parameters: dict[str, nn.Parameter] = {}
         self._held: HeldParameters
-        self.watch_rows({}, context.device)
+        self.rows = UsedRows({}, context.device)  # which rows of tables with sparse gradients a step uses
 
     def open(
         self, model: nn.Module, scope: ChunkScope, unfilled: UnfilledModel | None = None, own: OwnGradients | None = None
@@ -158,6 +159,9 @@ class ProgramEngine(Engine):
     @property
     def lent(self) -> Mapping[str, bool]:
         return {name: self.ownership.owns(name) for name in self.ownership.lent}
+
+    def watch_rows(self, tables: Mapping[str, int], device: torch.device) -> None:
+        self.rows = UsedRows(tables, device)
 
     def used_rows(self, name: str) -> Tensor | None:
         return self.rows.of(name, self.shards.pieces.get(name), self.shards.rank)

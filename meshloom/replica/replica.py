@@ -53,15 +53,13 @@ from meshloom.parameters.sparse_parameters import sparse_parameters, sparse_tabl
 from meshloom.parameters.starting_model import StartingModel
 from meshloom.pipeline.runtime.recorder import Recorder
 from meshloom.pipeline.schedules.spans import SpanKind
-from meshloom.program.ir.written_parameters import frozen_parameters
-from meshloom.program.operators.limited_rows import functions_limited, limited, limits_of
+from meshloom.program.ir.written_parameters import frozen_parameters, limited_tables
 from meshloom.program.store.program_cache import ProgramCache
 from meshloom.replica import step_checks
-from meshloom.replica.buffers.row_limits import RowLimits
-from meshloom.replica.buffers.written_by_loss import mark_what_is_written
+from meshloom.replica.buffers.written_by_loss import check_limited, mark_what_is_written
 from meshloom.replica.chunk_scope import ChunkScope
 from meshloom.replica.engine import Engine
-from meshloom.replica.exchanges.opening import check_limits, open_exchange, watched
+from meshloom.replica.exchanges.opening import open_exchange
 from meshloom.replica.exchanges.sharing import shares_copies, why_separate
 from meshloom.replica.gradient_completion import finished
 from meshloom.replica.loss_sums import LossSums
@@ -121,7 +119,8 @@ class Replica:
             self.start = StartingModel(job, plan, context, dtype, may_share=self.may_share, resumed=resumed)
         self.model = self.start.model
         self.modes = Modes(self.model)
-        self.tables, self.limits = sparse_tables(self.model), limits_of(self.model)
+        self.tables = sparse_tables(self.model)
+        check_limited(limited_tables(self.model), plan)
         self.named = trainable(self.model)
         step_checks.check_built(job, self.model, self.named, plan)
         self.own = OwnGradients(job, self.model) if job.losses else None
@@ -132,7 +131,6 @@ class Replica:
         self.num_trainable = sum(each.numel() for _, each in self.named)
         self._undo = ExitStack()
         self._undo.enter_context(branches_as_written())
-        self._undo.enter_context(limited(self.model))
         self.sums = LossSums.of(plan, context.device)
         self.stored = stored
         self.inner = plan  # what its parts run under
@@ -153,7 +151,7 @@ class Replica:
             yield from agree(self.context.world, facts(self.job, self.plan, self.model))
             weights = yield from agree_on_weights(self.job, self.model, self.context.world)
             self.copied += yield from self.start.settle(weights)
-        self._notes += yield from _find_written(self, self._undo)
+        self._notes += yield from _find_written(self)
         whole = self.named
         yield from _open_engine(self)
         if weights:
@@ -178,7 +176,7 @@ class Replica:
             if made:
                 self.exchange, self.updater = yield from open_updater(
                     self.job, self.inner, self.context, self.exchange, self.shards, made=made, whole=whole, local=self.named,
-                    stages=self.stage_group, values=values, refused=[self.tables, self.limits, self.settled], scaled=self.sums.scale is not None,
+                    stages=self.stage_group, values=values, refused=[self.tables, limited_tables(self.model), self.settled], scaled=self.sums.scale is not None,
                 )  # fmt: skip
                 self._undo.callback(self.updater.close)
                 yield from check_together(self.context.world, lambda: self.updater.open(self._files))
@@ -243,7 +241,6 @@ class Replica:
         yield from self.scope.computed(found)
         doing.enter("updating", step)
         self.updating = True  # until all ranks have updated
-        yield from self.row_limits.apply()
         with _span(self, "update"):
             evaluate = partial(_evaluated, self, found)
             norm = yield from self.updater.update(found.of_owned, found.loss, evaluate=evaluate, skip=found.overflowed)  # fmt: skip
@@ -293,8 +290,6 @@ class Replica:
             self.exchange = setup.alone()
             return
         self.exchange = open_exchange(_setup_of(self, made, whole), self.own)
-        check_limits(self.exchange, self.own, [*self.limits])
-        self.row_limits = RowLimits(self.limits, self.named, self.engine.rows, self.replicas, self.exchange, self.shards)  # fmt: skip
 
 
 def _open_engine(replica: Replica) -> Steps[None]:
@@ -346,18 +341,14 @@ def _in_turn(replica: Replica, step: int, chunks: Sequence[Chunk]) -> Steps[Step
     )
 
 
-def _find_written(replica: Replica, undo: ExitStack) -> Steps[list[str]]:
-    """What the loss writes besides buffers; returns notes for the user. undo: what ends when the replica is closed."""
+def _find_written(replica: Replica) -> Steps[list[str]]:
+    """What the loss writes besides buffers; returns notes for the user."""
     job, plan, context, start = replica.job, replica.plan, replica.context, replica.start
     with replica.timings.of("what the loss writes"):
         found, notes = yield from mark_what_is_written(job, plan, context, start, replica.dtype)
-    replica.limits |= found.limits
     replica.settled = found.settled
     if found.settled and plan.zero == 3:  # a forward writes to copies that stay
         replica.inner = replace(plan, zero=2, zero_within=0)
-    tables = {id(each): partial(_note_rows, replica, name) for name, each in replica.named if name in found.limits}  # fmt: skip
-    if tables:
-        undo.enter_context(functions_limited(tables))
     return notes
 
 
@@ -377,15 +368,11 @@ def _around_chunks(replica: Replica, step: int) -> Iterator[None]:
         yield
 
 
-def _note_rows(replica: Replica, name: str, index: Tensor, padding: int | None) -> None:
-    replica.engine.rows.note(name, index, padding)
-
-
 def _setup_of(replica: Replica, made: UserOptimizers, whole: NamedParameters) -> Setup:
     """What the exchange is opened with. whole: all trainable parameters, as the model was built with them."""
     engine, plan, context, named = replica.engine, replica.inner, replica.context, replica.named
     sparse = sparse_parameters(replica.tables, whole, made.optimizers)
-    engine.watch_rows(watched(plan, [*replica.limits], sparse, whole), context.device, replica.limits)
+    engine.watch_rows({name: len(each) for name, each in whole if name in sparse.names}, context.device)
     here = sparse.names.intersection(name for name, _ in named)
 
     def units() -> Sequence[UnitParameters]:
@@ -394,7 +381,7 @@ def _setup_of(replica: Replica, made: UserOptimizers, whole: NamedParameters) ->
     return Setup(
         plan=plan, named=named, frozen=replica.frozen, group=replica.replicas, replicated=engine.replicated, late=engine.late, lent=engine.lent,
         windows=replica.windows, unfilled=replica.start.unfilled,
-        may_share=lambda: replica.share and not here and not replica.limits and not replica.settled and not why_separate(made, named),
+        may_share=lambda: replica.share and not here and not replica.settled and not why_separate(made, named),
         units=units, slices=context.slices, control=context.readers, sparse=here, kept=sparse.kept, sparse_only=sparse.sparse_only,
         used_rows=engine.used_rows,
     )  # fmt: skip

@@ -133,8 +133,7 @@ def updated_weights(replica: Replica) -> frozenset[str]:
     hidden = {name for name, each in state.items() if sliced is not None and sliced.keeps(each)}
     if replica.engine.runs_modules and not replica.exchange.one_copy:
         return frozenset(hidden)
-    written = {*replica.settled, *replica.limits}
-    trained = {id(each) for name, each in replica.named if name not in written}
+    trained = {id(each) for name, each in replica.named if name not in replica.settled}
     return frozenset({name for name, each in state.items() if id(each) in trained} | hidden)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 _KEY = "_written_by_its_loss"
+_LIMITED = "_tables_whose_rows_its_loss_scales"
 _SETTLED = "_trained_parameters_that_forwards_write"
 
 
@@ -49,6 +50,23 @@ def written_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """
     marked = _marked(model)
     return {name: each for name, each in model.named_parameters() if name in marked} if marked else {}
+
+
+def mark_limited(model: nn.Module, names: Collection[str]) -> None:
+    """Rows of the trained tables of these names are scaled where functions read them (`F.embedding(..., max_norm=...)`)."""
+    if names:
+        vars(model)[_LIMITED] = tuple(names)
+
+
+def limited_tables(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The trained tables of embeddings with `max_norm`, whose forwards scale the rows that they read, by the first of
+    their names; and those that are marked."""
+    embeddings = [each for each in model.modules() if isinstance(each, nn.Embedding | nn.EmbeddingBag)]
+    tables = {
+        id(each.weight) for each in embeddings if each.max_norm is not None and each.weight.requires_grad
+    }
+    marked = vars(model).get(_LIMITED, ())
+    return {name: each for name, each in model.named_parameters() if id(each) in tables or name in marked}
 
 
 def frozen_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:

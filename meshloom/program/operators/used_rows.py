@@ -32,12 +32,9 @@ _LOOKUPS: dict[Any, tuple[int | None, int]] = {
 
 class UsedRows:
     """Of `tables`, name -> number of rows in the whole table. Programs' indices count whole tables, also where ranks
-    hold parts. limited: those with `max_norm`, of which the row of padding is scaled like others."""
+    hold parts."""
 
-    def __init__(
-        self, tables: Mapping[str, int], device: torch.device, limited: Collection[str] = ()
-    ) -> None:
-        self._limited = frozenset(limited)
+    def __init__(self, tables: Mapping[str, int], device: torch.device) -> None:
         self.flags = torch.zeros(sum(tables.values()), dtype=torch.uint8, device=device)
         self._of = dict(zip(tables, self.flags.split(list(tables.values())), strict=True))
 
@@ -58,7 +55,7 @@ class UsedRows:
         flags = self._of.get(name)
         if flags is None:  # before the first step
             return
-        apart = padding is not None and padding >= 0 and name not in self._limited
+        apart = padding is not None and padding >= 0
         kept = flags[padding].clone() if apart else None
         flags[index.reshape(-1).long()] = 1
         if kept is not None:
@@ -71,8 +68,7 @@ class UsedRows:
         for node in program.nodes:
             first = node.args[0] if node.args else None
             name = values.get(first.name) if isinstance(first, Ref) else None
-            # a change of placement, or a table of which long rows are scaled (`limited_rows.py`)
-            if name is not None and (isinstance(node.target, Transition) or node.target is aten.add.Tensor):
+            if name is not None and isinstance(node.target, Transition):
                 values[node.name] = name
             nodes.append(self._changed(node, name))
         return replace(program, nodes=tuple(nodes))

@@ -29,7 +29,6 @@ from meshloom.program.gradients.gradient_trace import trace_with_gradients
 from meshloom.program.ir.contexts import Autocast, Context
 from meshloom.program.ir.lines import WAY_OUT, WAYS_OUT, SourceLine, SourcePlace, place_here, place_of_error
 from meshloom.program.opaque.stand_ins import Recorded, standing_in
-from meshloom.program.operators.limited_rows import functions_limited, limited
 from meshloom.program.trace.attributes import (
     Changed,
     attributes_restored,
@@ -235,8 +234,6 @@ class _Loss(nn.Module):
             attributes_restored(self.model),
             standing_in(self.model, self._seen.recorded),
             _written_buffers(self.model),
-            limited(self.model),
-            functions_limited(None),
             hooks_of_autograd_refused(),
             accumulation_refused(self.model) if self._seen.traced else self._seen.gradients.recorded(),
         ):

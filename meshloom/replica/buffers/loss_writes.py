@@ -14,7 +14,6 @@ from torch.nn.modules import module as torch_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshloom.program.ir.schemas import arguments_of, is_written
-from meshloom.program.operators.limited_rows import RowLimit
 
 aten = torch.ops.aten
 
@@ -22,14 +21,14 @@ aten = torch.ops.aten
 class LossWrites(TorchDispatchMode):
     """Writes to `model`'s parameters.
 
-    found: names of written parameters -> the module in whose forward that was; None: in none. limits: of tables whose
-    rows `F.embedding` scales, with `max_norm`. replaced: parameters in whose places others have been put.
+    found: names of written parameters -> the module in whose forward that was; None: in none. limited: trained tables whose
+    rows an embedding scales, with `max_norm`. replaced: parameters in whose places others have been put.
     """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.found: dict[str, str | None] = {}
-        self.limits: dict[str, RowLimit] = {}
+        self.limited: set[str] = set()
         self.replaced: set[str] = set()
         self._model = model
         self._parameters = dict(model.named_parameters())
@@ -69,7 +68,7 @@ class LossWrites(TorchDispatchMode):
                 if name not in self._values:
                     self._values[name] = self._memory[name].clone()
                 if limited and self._parameters[name].requires_grad:
-                    self.limits[name] = RowLimit(rows=len(operand), largest=args[2], norm_type=args[3])
+                    self.limited.add(name)
                 else:
                     self.found.setdefault(name, self._running[-1] if self._running else None)
         return func(*args, **kwargs)

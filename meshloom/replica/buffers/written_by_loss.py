@@ -1,5 +1,5 @@
 """Finds what a loss writes besides buffers: parameters that nothing trains (a teacher's moving average), trained ones (a
-mask, a clamp), and rows of tables with `max_norm`.
+mask, a clamp, rows of tables with `max_norm`).
 
 The loss runs once, on one batch, before anything is shared or sliced; operators that write are seen as they run. Where a
 trained parameter is written it runs five times more. The model is as before afterwards.
@@ -7,9 +7,9 @@ trained parameter is written it runs five times more. The model is as before aft
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -30,8 +30,7 @@ from meshloom.data.to_device import to_device
 from meshloom.parameters.starting_model import StartingModel
 from meshloom.program.capture.restored import restored
 from meshloom.program.capture.writing_code import may_write
-from meshloom.program.ir.written_parameters import mark_settled, mark_written
-from meshloom.program.operators.limited_rows import RowLimit, functions_limited, limits_of, unlimited
+from meshloom.program.ir.written_parameters import mark_limited, mark_settled, mark_written
 from meshloom.program.trace.attributes import TORCHS_OWN
 from meshloom.replica.buffers.batch_norm import unsynchronised
 from meshloom.replica.buffers.loss_writes import LossWrites
@@ -43,27 +42,15 @@ _ROUNDING = 1e4  # units of the precision
 class WrittenBesides:
     """What a loss writes: names.
 
-    frozen: parameters that are not trained. limits: tables of which functions scale the rows that they read. settled: trained parameters that become the same in
+    frozen: parameters that are not trained. limited: trained tables of which embeddings scale the rows that they read.
+    settled: trained parameters that become the same in
     every forward, before they are read -> the module that writes them (None: the loss). refused: other trained ones -> why.
-    torn: a table that is also read besides by lookups, which see its rows scaled.
     """
 
     frozen: Sequence[str] = ()
-    limits: Mapping[str, RowLimit] = field(default_factory=dict[str, RowLimit])
+    limited: Sequence[str] = ()
     settled: Mapping[str, str | None] = field(default_factory=dict[str, str | None])
     refused: Mapping[str, str] = field(default_factory=dict[str, str])
-    torn: str = ""
-
-    def to_values(self) -> dict[str, Any]:
-        """As plain values, for other ranks."""
-        return {**vars(self), "limits": {name: asdict(each) for name, each in self.limits.items()}}
-
-    @staticmethod
-    def of_values(values: Mapping[str, Any]) -> WrittenBesides:
-        """The inverse of `to_values`."""
-        limits = {name: RowLimit(**each) for name, each in values["limits"].items()}
-        others: dict[str, Any] = {name: each for name, each in values.items() if name != "limits"}
-        return WrittenBesides(**others, limits=limits)
 
 
 def mark_what_is_written(
@@ -98,16 +85,18 @@ def mark_what_is_written(
         ],
     )
     all_trained = all(each.requires_grad for each in model.parameters())
-    if all_trained and not limits_of(model) and not any(may_write(each, model) for each in losses):
+    if all_trained and not any(may_write(each, model) for each in losses):
         return WrittenBesides(), []
     values = yield from share(
-        context.world, (yield from on_rank_0(context.world, lambda: find().to_values(), JobError))
+        context.world, (yield from on_rank_0(context.world, lambda: vars(find()), JobError))
     )
-    found = WrittenBesides.of_values(values)
+    found = WrittenBesides(**values)
     _check_frozen(found.frozen, job, plan)
     mark_written(model, found.frozen)
     if plan.captures:
         mark_settled(model, {name: path for name, path in found.settled.items() if path is not None})
+    mark_limited(model, found.limited)
+    check_limited(found.limited, plan)
     _check(found, plan)
     return found, _notes(found, plan)
 
@@ -125,8 +114,6 @@ def written_by_loss(
         around.enter_context(unsynchronised(model))
         try:
             writes, _ = _watched(model, loss, 0)
-            limits = {**limits_of(model), **writes.limits}
-            torn = _read_elsewhere(model, loss, limits) if limits else ""
             trained = {
                 name: path for name, path in writes.found.items() if model.get_parameter(name).requires_grad
             }
@@ -141,10 +128,9 @@ def written_by_loss(
         frozen=[
             name for name in dict(model.named_parameters()) if name in writes.found and name not in trained
         ],
-        limits=writes.limits,
+        limited=sorted(writes.limited),
         settled={} if why else trained,
         refused=dict.fromkeys(trained, why) if why else {},
-        torn=torn,
     )
 
 
@@ -220,30 +206,6 @@ def _why_not_settled(
     return ""
 
 
-def _read_elsewhere(
-    model: nn.Module, loss: Callable[[int], list[Any]], limits: Mapping[str, RowLimit]
-) -> str:
-    """The first of these tables if its scaled rows are also read besides by lookups, as an output layer does that is tied
-    to it; else ""."""
-    weights = {name: model.get_parameter(name) for name in limits}
-    kept = {name: each.detach().clone() for name, each in weights.items()}
-
-    def run(around: AbstractContextManager[None]) -> list[Tensor]:
-        with _alone(model), around:
-            return [_first(each).detach().clone() for each in loss(0)]
-
-    try:
-        ignored: dict[int, Callable[..., None]] = {id(each): lambda *_: None for each in weights.values()}
-        for each in weights.values():
-            each.data.mul_(4.0)  # some row is too long, then
-        ours = run(functions_limited(ignored))
-        torchs = run(unlimited(model))
-    finally:
-        for name, each in weights.items():
-            each.data.copy_(kept[name])
-    return "" if all(map(_near, ours, torchs)) else next(iter(limits))
-
-
 def _near(one: Tensor, other: Tensor) -> bool:
     limit = _ROUNDING * torch.finfo(one.dtype).eps if one.is_floating_point() else 0.0
     return torch.allclose(one, other, rtol=limit, atol=limit, equal_nan=True)
@@ -265,6 +227,17 @@ def _check_frozen(names: Sequence[str], job: Job, plan: Plan) -> None:
         )
 
 
+def check_limited(names: Iterable[str], plan: Plan) -> None:
+    """Raises `JobError` for a table with `max_norm` where a forward cannot scale its rows as one device does."""
+    for name in names:
+        what = f"{name} has max_norm, which scales its rows in the forward, and"
+        instead = "or scale in the optimizer step; or leave max_norm out."
+        if plan.num_chunks > 1:
+            raise JobError(f"{what} a step of {plan} has {plan.num_chunks} chunks. Use one chunk, {instead}")
+        if plan.captures or plan.mesh.size > 1:
+            raise JobError(f"{what} under {plan} updates alone write what is trained. Use dp=1, {instead}")
+
+
 def _check(found: WrittenBesides, plan: Plan) -> None:
     way_out = (
         "Compute the changed value anew in the forward, as torch.nn.utils.parametrize does, or change it between steps, in a loop of your own "
@@ -274,11 +247,6 @@ def _check(found: WrittenBesides, plan: Plan) -> None:
         name, why = next(iter(found.refused.items()))
         raise JobError(
             f"The loss writes {name}, which is trained, and {why}: chunks of one step would not be those of one device. {way_out}"
-        )
-    if found.torn:
-        raise JobError(
-            f"The table {found.torn} has max_norm, and the loss reads it besides, where a lookup of the same forward has scaled rows of it or not. Scale it as a "
-            "whole, by torch.nn.utils.parametrize, or let the table be read by its embedding alone."
         )
     if not found.settled:
         return

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
-from meshloom.core.errors import JobError
-from meshloom.core.job import NamedParameters
 from meshloom.core.losses.turns import OwnGradients
-from meshloom.core.plan import Plan
 from meshloom.exchange.exchange import Exchange
 from meshloom.exchange.registry import Setup
-from meshloom.parameters.sparse_parameters import Sparse
 from meshloom.replica.exchanges.in_turn import InTurn
 
 
@@ -44,19 +39,3 @@ def open_exchange(setup: Setup, own: OwnGradients | None) -> Exchange:
             ).open()
         )
     return InTurn(inner, [[name for name, _ in named] for named in by_loss])
-
-
-def check_limits(exchange: Exchange, own: OwnGradients | None, limited: Sequence[str]) -> None:
-    """Raise `JobError` if several losses may scale rows that the owners of others publish. limited: names of the parameters with
-    max_norm."""
-    if own and limited and exchange.owners is not None and not exchange.only_slices:
-        raise JobError(
-            f"{limited[0]} has max_norm, so any of the {own.num_losses} losses may scale its rows, and its owners publish what their own loss "
-            "changes alone. Use zero=0 or zero=3."
-        )
-
-
-def watched(plan: Plan, limited: list[str], sparse: Sparse, whole: NamedParameters) -> dict[str, int]:
-    """The tables of which the engine notes the rows that are used, with their numbers of rows."""
-    names = {*limited, *(sparse.names if plan.captures else ())}
-    return {name: len(each) for name, each in whole if name in names}
