@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import LBFGS, SGD, AdamW
+from torch.optim import LBFGS, SGD, Adafactor, AdamW
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
@@ -96,6 +96,14 @@ def twice(named: Any) -> list[SGD]:
     return [sgd(named), sgd(named)]
 
 
+class Own(SGD):
+    """One whose rule is not known."""
+
+
+def table() -> nn.Module:
+    return nn.Sequential(nn.Embedding(7, 3, max_norm=1.0), nn.Linear(3, 2))
+
+
 def accuracy(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
     return (model(batch[0]) > 0).double().mean()
 
@@ -152,6 +160,7 @@ class CommandError(MeshloomError):
 __all__ = [
     "LBFGS",
     "Action",
+    "Adafactor",
     "AdamW",
     "ByMetric",
     "Circumstances",
