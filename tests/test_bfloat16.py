@@ -240,12 +240,10 @@ def test_weights_of_files_fill_masters_at_their_precision(plan: str, tmp_path: P
 
 
 @pytest.mark.slow
-def test_verify_says_what_the_precision_costs():
+def test_verify_says_what_is_rounded_and_that_float64_leaves_it_out():
     job = job_of("mlp", shuffle=False)
-    report = verify(job, bf16("dp=2"), devices="simulated", steps=1, against=torch.float64)
-    assert report and report.passed and report.from_float64
-    plan, one = report.from_float64.gradients
-    assert plan == pytest.approx(one, rel=0.1) and 1e-3 < one < 0.1
+    report = verify(job, bf16("dp=2"), devices="simulated", steps=1)
+    assert report and report.passed
     assert "parameters are bfloat16" in report.autocast
     exact = verify(job, bf16("dp=2"), devices="simulated", steps=1, dtype=torch.float64)
     assert exact and exact.passed and "left out" in exact.autocast

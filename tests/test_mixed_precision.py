@@ -9,12 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshloom.core.errors import DeviceError, PlanError
+from meshloom.core.errors import PlanError
 from meshloom.core.job import Evaluate, Job, Objective
 from meshloom.core.losses.in_precision import in_precision
 from meshloom.core.plan import Plan
-from meshloom.core.random import model_seed, seed_everything
-from meshloom.data.samples import first_batches
 from meshloom.planner.memory.measured import measure_memory
 from meshloom.planner.memory.memory import predict_memory
 from meshloom.program.capture.capture import capture
@@ -195,45 +193,9 @@ def test_other_precisions_are_refused():
         Plan(precision="half")
 
 
-def gradients_of(job: Job, dtype: torch.dtype, autocast: bool) -> list[Tensor]:
-    """Of the first batch of 12, in a plain loop of torch."""
-    seed_everything(model_seed(job.seed))
-    model = job.model().to(dtype)
-    (batch,) = first_batches(job, 1)
-    batch = {name: each.to(dtype) if each.is_floating_point() else each for name, each in batch.items()}
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        loss: Any = job.loss(model, batch)
-    loss.backward()
-    return [each.grad.double() for each in model.parameters() if each.grad is not None]
-
-
-@pytest.mark.parametrize("precision", ["float32", "bf16-mixed"])
 @pytest.mark.long
-def test_verify_says_how_far_both_are_from_float64(precision: str):
-    job = job_of("mlp", shuffle=False)
-    plan = Plan.parse(f"dp=1,precision={precision}")
-    report = verify(job, plan, devices="simulated", steps=2, against=torch.float64)
-    assert report and report.passed and report.from_float64
-    exact = gradients_of(job, torch.float64, False)
-    ours = gradients_of(job, torch.float32, precision == "bf16-mixed")
-    away = sum(float((a - b).square().sum()) for a, b in zip(ours, exact, strict=True)) ** 0.5
-    away /= sum(float(each.square().sum()) for each in exact) ** 0.5
-    assert report.from_float64.gradients == pytest.approx(
-        (away, away), rel=1e-2 if precision == "float32" else 1e-6
-    )
-    assert report.records()[-1]["from_float64"]["gradients"] == report.from_float64.gradients
-
-
-@pytest.mark.long
-def test_a_bug_of_the_plan_adds_to_its_distance_from_float64(monkeypatch: Any):
+def test_a_bug_of_the_plan_is_found_under_autocast(monkeypatch: pytest.MonkeyPatch):
     BUGS["sixth/all_reduce_last_undivided"].plant(monkeypatch)
     plan = Plan.parse("dp=2,precision=bf16-mixed")
-    report = verify(JOBS["weighted"](), plan, devices="simulated", steps=1, against=torch.float64)
-    assert report and report.from_float64
-    with_bug, without = report.from_float64.gradients
-    assert with_bug > 2 * without
-
-
-def test_a_distance_of_float64_from_itself_is_refused():
-    with pytest.raises(DeviceError, match=r"against=float64 with dtype=float64 measures no distance"):
-        verify(job_of("mlp"), Plan(), dtype=torch.float64, against=torch.float64)
+    report = verify(JOBS["weighted"](), plan, devices="simulated", steps=1)
+    assert report and not report.passed and report.steps[0].first_module == "first"

@@ -21,7 +21,6 @@ from torch.nn import functional as F
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
 from meshloom.verify import comparison_run
-from meshloom.verify.against_float64 import AgainstFloat64
 from meshloom.verify.compared.compare import Comparison, TensorError
 from meshloom.verify.comparison_run import ComparisonRun
 from meshloom.verify.reference.float64_blocks import distance, norm
@@ -92,8 +91,8 @@ class _Streamed(ComparisonRun):
 
     last: Any = None
 
-    def __init__(self, reference: Reference, against: AgainstFloat64 | None = None) -> None:
-        super().__init__(reference, against)
+    def __init__(self, reference: Reference) -> None:
+        super().__init__(reference)
         self.ours: dict[str, Tensor] = {}
         self.one: dict[str, Tensor] = {}
         _Streamed.last = self

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 import meshloom as ml
 from meshloom.checkpoint.writing import saving
 from meshloom.core import random as draws
-from meshloom.core.losses.loss_scale import LossScale
 from meshloom.core.plan import Plan
 from meshloom.optimizer.updater import Updater
 from meshloom.parameters import keyed_init, model
@@ -102,30 +101,6 @@ def test_best_is_never_replaced(monkeypatch: pytest.MonkeyPatch):
 
     monkeypatch.setattr(RunCheckpoints, "save", save)
     check_seen(verified(kept()), "and the best evaluation was after step")
-
-
-@pytest.mark.parametrize("planted", ["never", "late", "not saved"])
-@pytest.mark.long
-def test_a_loss_scale_that_grows_wrongly(planted: str, monkeypatch: pytest.MonkeyPatch):
-    right, to_dict = LossScale.after, LossScale.to_dict
-
-    def after(self: LossScale, *, overflowed: bool) -> LossScale:
-        found = right(self, overflowed=overflowed)
-        if planted == "never" and found.scale > self.scale:
-            return replace(found, scale=self.scale)
-        late = planted == "late" and self.good_steps == 1998 and not overflowed
-        return replace(found, good_steps=1998) if late else found
-
-    monkeypatch.setattr(LossScale, "after", after)
-    if planted == "not saved":
-        monkeypatch.setattr(LossScale, "to_dict", lambda self: {**to_dict(self), "good_steps": 0})
-    report = verified(job(), "dp=2,precision=fp16-mixed", quick=True)
-    check_seen(
-        report,
-        "and 16384 on one device"
-        if planted != "never"
-        else "on one device, where gradients overflow in steps 0, 1, 700.",
-    )
 
 
 @pytest.mark.long

@@ -12,6 +12,10 @@ from meshloom.launch.processes.hang import DEFAULT_SECONDS
 from meshloom.launch.transport import TRANSPORTS
 from meshloom.report.dashboards import DASHBOARDS
 
+_GONE = {  # options that `verify` had, and what says the same
+    "--against": "--against is gone: verify --dtype float64 tells rounding from mistakes.",
+    "--junit": "--junit is gone: --json has the same records.",
+}
 CACHE_HELP = "where captured losses are kept for later starts of the same job; off: nowhere (default: MESHLOOM_CACHE, else ~/.cache/meshloom/readings)"
 
 
@@ -26,6 +30,9 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     built = parser()
     arguments, unknown = built.parse_known_args(own)
     if unknown:
+        gone = (_GONE.get(each.partition("=")[0]) for each in unknown if arguments.verb == "verify")
+        if said := next(filter(None, gone), None):
+            built.error(said)
         hint = ""
         if "target" in arguments and theirs is None:
             hint = f" Words for the job file follow --, as in: meshloom {arguments.verb} {arguments.target} -- {' '.join(unknown)}"
@@ -164,9 +171,6 @@ def _add_runs(train: argparse.ArgumentParser, verify: argparse.ArgumentParser) -
         "--report", metavar="FILE.html", help="write the report as one self-contained page, too"
     )
     verify.add_argument(
-        "--junit", metavar="FILE.xml", help="write the verdicts as JUnit's XML, which CI systems show"
-    )
-    verify.add_argument(
         "--repro", metavar="DIR",
         help="where something differs, write the first tensor that does, of both sides, and the command, into DIR",
     )  # fmt: skip
@@ -177,10 +181,6 @@ def _add_runs(train: argparse.ArgumentParser, verify: argparse.ArgumentParser) -
     verify.add_argument(
         "--dtype", choices=["float64", "float32"], help="compare in this precision (default: the model's own)"
     )
-    verify.add_argument(
-        "--against", choices=["float64"],
-        help="say also how far the plan and one device at its precision are from one device in float64",
-    )  # fmt: skip
     verify.add_argument(
         "--blocks", type=int, metavar="N", help="verify the same job with only the first N of its model's repeated blocks"
     )  # fmt: skip

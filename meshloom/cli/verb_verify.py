@@ -24,7 +24,7 @@ from meshloom.launch.failure import report_stop
 from meshloom.report.records import Records
 from meshloom.report.reproduction import write_reproduction
 from meshloom.report.terminal import LongPhases
-from meshloom.report.verification_files import write_junit, write_page
+from meshloom.report.verification_files import write_page
 from meshloom.report.written_file import check_directory
 from meshloom.telemetry.timings import Timings
 from meshloom.verify.apart.process import ReferenceProcess
@@ -40,8 +40,8 @@ _SOON = 60.0  # seconds of a verification, after which smaller plans are verifie
 def verify_plan(arguments: argparse.Namespace, job: Job, records: Records) -> int:
     """Exit code: 0 if the plan equals one device; with `--whole-batch` if that also equals one device on the whole batch."""
     dtype = {"float64": torch.float64, "float32": torch.float32, None: None}[arguments.dtype]
-    for file in filter(None, (arguments.report, arguments.junit)):
-        check_directory(Path(file))
+    if arguments.report:
+        check_directory(Path(arguments.report))
     plan, timings = plan_of(arguments), Timings(time.monotonic)
     console = Console(stderr=arguments.json == "-")
     check_promised(plan)
@@ -61,8 +61,7 @@ def verify_plan(arguments: argparse.Namespace, job: Job, records: Records) -> in
         if is_rank() and is_first_rank() and _computes_on_cpus(plan, arguments.devices):
             compare = around.enter_context(ReferenceProcess(arguments.command)).compare
         report = verified(
-            plan, devices=arguments.devices, against=torch.float64 if arguments.against else None, quick=arguments.quick,
-            timings=timings, compare=compare,
+            plan, devices=arguments.devices, quick=arguments.quick, timings=timings, compare=compare,
         )  # fmt: skip
     if report is None:  # the process of another rank: rank 0 reports
         return 0
@@ -76,8 +75,6 @@ def verify_plan(arguments: argparse.Namespace, job: Job, records: Records) -> in
     command = shlex.join(["meshloom", *sys.argv[1:]])
     if arguments.report:
         write_page(report, Path(arguments.report), command)
-    if arguments.junit:
-        write_junit(report, Path(arguments.junit), f"verify {arguments.target}")
     if arguments.repro and not report.passed:
         write_reproduction(report, Path(arguments.repro), command)
     for record in report.records():

@@ -1,11 +1,10 @@
-"""A verification's report as files to hand on: one plain page, and JUnit's XML, which CI systems show."""
+"""A verification's report as a file to hand on: one plain page."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from html import escape
 from pathlib import Path
-from xml.etree import ElementTree
 
 from meshloom.report.written_file import write_file
 from meshloom.verify.between_steps.checks import TensorError
@@ -19,31 +18,6 @@ table { border-collapse: collapse; margin: 1em 0; } th, td { text-align: left; p
 def write_page(report: Report, path: Path, command: str) -> None:
     """One self-contained page. command: what was run. Raises `ReportError` if it cannot be written."""
     write_file(path, "".join(_page(report, command)))
-
-
-def write_junit(report: Report, path: Path, name: str) -> None:
-    """A test suite of a test for every step, and for all that was compared between steps. name: of the suite. Raises
-    `ReportError` if it cannot be written."""
-    tests = [
-        (f"step {step.step}{f' {step.turn}' if step.turn else ''}", step.passed) for step in report.steps
-    ]
-    tests += [(each.what, each.passed) for each in report.between]
-    if report.general:
-        tests.append(("seeds and orders", False))
-    if report.apart:
-        tests.append(("a copy of the parameters for each replica", report.apart.passed))
-    failures = sum(not passed for _, passed in tests)
-    suite = ElementTree.Element(
-        "testsuite", name=name, tests=str(len(tests)), failures=str(failures), errors="0"
-    )
-    for what, passed in tests:
-        case = ElementTree.SubElement(
-            suite, "testcase", classname=f"meshloom.verify.{report.plan}", name=what
-        )
-        if not passed:
-            said = lines_of(report)
-            ElementTree.SubElement(case, "failure", message=said[0]).text = "\n".join(said)
-    write_file(path, ElementTree.tostring(suite, encoding="unicode", xml_declaration=True) + "\n")
 
 
 def _page(report: Report, command: str) -> Iterator[str]:

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from meshloom.core.plan import Plan
-from meshloom.verify.against_float64 import FromFloat64
 from meshloom.verify.between_steps.checks import BetweenSteps, DifferingTensor
 from meshloom.verify.compared.compare import Comparer, Comparison
 from meshloom.verify.compared.compare_evaluation import FoundMetric, PlanEvaluation, SeenMetric
@@ -25,26 +24,23 @@ from meshloom.verify.reference.step_records import StepRecord
 @dataclass(frozen=True, kw_only=True)
 class ComparisonResult:
     """The result of comparing a plan with the reference. whole: None if the whole batch does not fit in
-    memory. from_float64: None if it was not asked for. differing: the first tensor that does, if one does."""
+    memory. differing: the first tensor that does, if one does."""
 
     steps: Sequence[Comparison]
     causes: Sequence[Cause]
     whole: WholeBatch | None
     comparer: Comparer
-    from_float64: FromFloat64 | None = None
     differing: DifferingTensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class OneDevice:
-    """What a plan's run is compared with. dtype, device, shares: of the `Reference`. against: precision of a second one, for
-    the first step."""
+    """What a plan's run is compared with. dtype, device, shares: of the `Reference`."""
 
     plan: Plan
     dtype: torch.dtype | None
     device: torch.device
     shares: Sequence[tuple[int, Sequence[int]]]
-    against: torch.dtype | None
 
 
 class Comparing(ABC):

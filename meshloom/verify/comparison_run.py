@@ -26,7 +26,6 @@ from meshloom.core.job import Job
 from meshloom.core.moments.by_metric import those_by_metric
 from meshloom.core.plan import Plan
 from meshloom.core.random import chunk_seed, seed_of_turn
-from meshloom.verify.against_float64 import AgainstFloat64, FromFloat64
 from meshloom.verify.between_steps.averages import AverageErrors
 from meshloom.verify.between_steps.checks import BetweenSteps, FirstDiffering, TensorError
 from meshloom.verify.between_steps.saved_check import check_saved
@@ -68,7 +67,6 @@ from meshloom.verify.tolerances.backward_rounding import backward_effect
 from meshloom.verify.tolerances.closure_effects import ClosureEffects
 from meshloom.verify.tolerances.common_factor import CommonFactor
 from meshloom.verify.tolerances.gradient_errors import GradientErrors, KnownEffects, Measure, Rounding
-from meshloom.verify.tolerances.kinks import AtKinks
 from meshloom.verify.tolerances.of_precision import (
     most_tolerated,
     rounds_partial_sums,
@@ -88,18 +86,14 @@ from meshloom.verify.tolerances.state_errors import (
 
 def compare_here(job: Job, other: OneDevice) -> ComparisonRun:
     """In this process."""
-    exact = Reference(job, other.plan, other.against, other.device, other.shares) if other.against else None
-    reference = Reference(job, other.plan, other.dtype, other.device, other.shares)
-    return ComparisonRun(reference, AgainstFloat64(exact) if exact else None)
+    return ComparisonRun(Reference(job, other.plan, other.dtype, other.device, other.shares))
 
 
 class ComparisonRun(Comparing):
-    """Compares a plan's steps with those of `reference`, which it runs. against: measures the first step."""
+    """Compares a plan's steps with those of `reference`, which it runs."""
 
-    def __init__(self, reference: Reference, against: AgainstFloat64 | None = None) -> None:
+    def __init__(self, reference: Reference) -> None:
         self.reference = reference
-        self._against = against
-        self._from_float64: FromFloat64 | None = None
         self._comparer = _comparer_of(reference)
         self._steps: list[Comparison] = []
         self.causes: Sequence[Cause] = ()
@@ -132,8 +126,6 @@ class ComparisonRun(Comparing):
         reference = self.reference
         reference.run()
         self._edge.begin()
-        if self._against:
-            self._against.begin()
         self._comparer.note(reference.casts, single=reference.chunk_run.norms.were_wrong)
         if all(step.skipped for step in self._steps) and not reference.scale.overflowed:
             # the first with an update; the whole batch may not fit in memory, which may be why there are microbatches
@@ -187,8 +179,6 @@ class ComparisonRun(Comparing):
         if self.reference.scale.overflowed:
             return
         self.subsampled[name] = None if ours is None else subsample(ours)
-        if self._against:
-            self._against.add(name, ours, self.reference.gradients.get(name))
         found = self._gradients.compare(name, ours)
         if found.passed:
             self.reference.replace_gradient(name, ours)
@@ -271,8 +261,6 @@ class ComparisonRun(Comparing):
         comparison = self._comparer.compare(
             ours, self._reference_record, of_tensors, grows=self._gradients.grows, loss_effect=effect
         )
-        if self._against and not self.reference.scale.overflowed:
-            self._from_float64, self._against = self._against.result(*comparison.loss), None
         if not comparison.passed and self.passed:
             of_averages = self._averages.cause() if self._averages else None
             of_update = self._kept and self._kept.cause(self._differing.clear, self._reference_record)
@@ -291,7 +279,7 @@ class ComparisonRun(Comparing):
     def result(self) -> ComparisonResult:
         return ComparisonResult(
             steps=self._steps, causes=self.causes, whole=self._whole, comparer=self._comparer,
-            from_float64=self._from_float64, differing=self._differing.first,
+            differing=self._differing.first,
         )  # fmt: skip
 
 
@@ -363,7 +351,6 @@ def _rounding_of(reference: Reference, comparer: Comparer, measure: Measure | No
         precision=comparer.precision if comparer.lowered else None, partial=_rounds_gradients(reference),
         roundings=sum_roundings(reference.plan.num_chunks) if in_order else 1.0, travels=travels,
         measures=[measure, *of_outputs, *of_backward] if measure else [], measure_travels=partial(travel_effect, reference, travels),
-        at_kinks=AtKinks(reference) if measure and rounds_partial_sums(reference.plan) else None,
     )  # fmt: skip
 
 

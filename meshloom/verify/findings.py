@@ -10,7 +10,6 @@ from rich.console import Console
 from rich.table import Table
 
 from meshloom.core.units import format_count
-from meshloom.verify.against_float64 import FromFloat64
 from meshloom.verify.between_steps.checks import BetweenSteps, DifferingTensor, TensorError
 from meshloom.verify.compared.compare import Comparison, first_differing
 from meshloom.verify.compared.whole_batch import WholeBatch
@@ -30,7 +29,7 @@ class Report:
 
     devices: one line about what ran the plan. precision: of the parameters. casts: lower precisions in the
         reference, but the plan's own. autocast: what the plan computes losses under, in a sentence; "": nothing.
-        settings: torch's, of both sides, that change what operators return. from_float64: if it was asked for.
+        settings: torch's, of both sides, that change what operators return.
     owned: the share of the trainable elements that each rank updates. whole: the comparison with the whole
         batch, in the first step. fewer: the blocks of the model that were verified, if not all.
     digest: of what ran. unlike_training: why training may have another; "": it has not. notes: in what both sides are not as
@@ -50,7 +49,6 @@ class Report:
     fewer: FewerBlocks | None = None
     autocast: str = ""
     settings: Mapping[str, str] = field(default_factory=dict[str, str])
-    from_float64: FromFloat64 | None = None
     digest: str = ""
     unlike_training: str = ""
     notes: Sequence[str] = ()
@@ -121,7 +119,6 @@ class Report:
             "smallest_plan": asdict(self.smallest) if self.smallest else None,
             "autocast": self.autocast,
             "settings": dict(self.settings),
-            "from_float64": asdict(self.from_float64) if self.from_float64 else None,
             "casts": [
                 {"place": cast.place, "dtype": cast.dtype, "in_optimizer": cast.in_optimizer}
                 for cast in self.casts
@@ -269,10 +266,8 @@ def _notes_of(report: Report) -> list[str]:
                 f"step {step.step}: {which} gradients alone overflow float16, within rounding: {step.edge}. Both sides do as the plan"
             )
     lines += _moved_lines(report.steps)
-    lines += _turned_lines(report.steps)
     lines += [report.autocast] if report.autocast else []
     lines += _cast_lines(report.casts)
-    lines += [report.from_float64.sentence] if report.from_float64 else []
     if any(share < 1 for share in report.owned):
         lines.append(
             f"sharded: ranks own {', '.join(f'{share:.1%}' for share in report.owned)} of the optimizer's state"
@@ -339,17 +334,6 @@ def _moved_lines(steps: Sequence[Comparison]) -> list[str]:
                 "to detect smaller mistakes in them"
             )
     return lines
-
-
-def _turned_lines(steps: Sequence[Comparison]) -> list[str]:
-    """How many units were on another side of a kink than on one device, in each step and turn."""
-    counts = [max((error.turned for error in step.errors), default=0) for step in steps]
-    return [
-        f"{' '.join(['step', str(step.step), step.turn]).strip()}: {format_count(count, 'unit')} within rounding of a kink, such as a ReLU's zero, "
-        f"{'is' if count == 1 else 'are'} on its other side under the plan; gradients are compared with those of one device that has them there, too"
-        for step, count in zip(steps, counts, strict=True)
-        if count
-    ]
 
 
 def _cast_lines(casts: Sequence[Cast]) -> list[str]:

@@ -27,16 +27,15 @@ _SMALL = 16  # what all processes hold between steps at least is less than one o
 
 
 def check_reference_fits(
-    job: Job, model: nn.Module, dtype: torch.dtype | None, *, on_gpu: bool = False, twice: bool = False
+    job: Job, model: nn.Module, dtype: torch.dtype | None, *, on_gpu: bool = False
 ) -> None:
     """Raises `DeviceError` if one device cannot hold the whole model, with the flag that verifies the same job
     with fewer blocks.
 
-    model: the job's, of which only shapes are read. dtype: the precision to run in instead of the job's own. twice: whether another one runs beside it, in float64.
+    model: the job's, of which only shapes are read. dtype: the precision to run in instead of the job's own.
     on_gpu: whether the device is this process's GPU, not the host.
     """
     needed = reference_bytes(job, model, dtype)
-    needed += reference_bytes(job, model, torch.float64) if twice else 0
     free = torch.cuda.mem_get_info()[0] if on_gpu else free_bytes()
     if needed <= free:
         return

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import torch
 
-from meshloom.core.errors import DeviceError, PlanError
+from meshloom.core.errors import PlanError
 from meshloom.core.job import Job
 from meshloom.core.moments.numerics import numeric_settings
 from meshloom.core.plan import Plan
@@ -20,7 +20,6 @@ from meshloom.launch.one_at_a_time import working_alone
 from meshloom.machine.process_memory import collected_once
 from meshloom.planner.readings import Readings
 from meshloom.telemetry.timings import Timings
-from meshloom.verify.between_steps.scale_over_time import scale_over_time
 from meshloom.verify.compared.compare import Comparer
 from meshloom.verify.comparison_run import compare_here
 from meshloom.verify.fewer_blocks import unfilled, with_fewer_blocks
@@ -45,7 +44,6 @@ def verify(
     oversubscribe: bool = False,
     overcommit: bool = False,
     blocks: int | None = None,
-    against: torch.dtype | None = None,
     quick: bool = True,
     cache: str = "auto",
     timings: Timings | None = None,
@@ -55,23 +53,18 @@ def verify(
     than 0.
 
     dtype: run both in this precision; float64 tells a mistake from rounding. blocks: how many of the model's
-    repeated blocks both run; None: all. against: float64, to measure in the first step how far
-    the plan, and one device at its precision, are from one device in it. quick: the steps alone, without evaluation, checkpoint, resuming and the
+    repeated blocks both run; None: all. quick: the steps alone, without evaluation, checkpoint, resuming and the
     end of an epoch. cache, timings: as of a Trainer. overcommit: run although memory is predicted not to
     suffice. compare: where one device runs, beside rank 0: in its process, or in another. Raises as the trainer does, and `DeviceError` if one device cannot
     hold what the plan is compared with.
     """
     check_promised(plan)
-    if against is not None and (against != torch.float64 or dtype == torch.float64):
-        raise DeviceError(
-            f"against={_name_of(against)} with dtype={_name_of(dtype)} measures no distance from float64. Use against=float64 and another dtype, or none."
-        )
     if blocks is not None:
         fewer = with_fewer_blocks(job, blocks)
         try:
             report = verify(
                 fewer.job, plan, devices=devices, steps=steps, dtype=dtype, timeout_seconds=timeout_seconds, transport=transport,
-                oversubscribe=oversubscribe, overcommit=overcommit, against=against, quick=quick, cache=cache, timings=timings, compare=compare,
+                oversubscribe=oversubscribe, overcommit=overcommit, quick=quick, cache=cache, timings=timings, compare=compare,
             )  # fmt: skip
         except Exception as error:
             error.add_note(fewer.sentence)  # it may be why
@@ -81,14 +74,14 @@ def verify(
     if launched is None or launched.rank == 0:  # the one that runs the reference
         on_gpu = devices == "auto" and 0 < plan.mesh.size <= torch.cuda.device_count()
         on_gpu, model = on_gpu or devices.endswith("cuda"), unfilled(job)
-        check_reference_fits(job, model, dtype, on_gpu=on_gpu, twice=against is not None)
+        check_reference_fits(job, model, dtype, on_gpu=on_gpu)
         if launched and compare is not compare_here and not overcommit:  # there is a process beside ranks
             readings = Readings(job, opened_cache(cache), timings)
             check_processes_fit(readings, model, plan, dtype, num_here=launched.local_size, quick=quick)
     # Replicas that share a chunk draw for the rows of each, which one device can do only where every draw has a key.
     keyed = plan.sync_batch_norm and plan.dp > 1 and not plan.keyed_draws
     run = VerifiedRun(
-        job=job, plan=replace(plan, keyed_draws=True) if keyed else plan, shares=_varying_shares(plan, steps), dtype=dtype, against=against,
+        job=job, plan=replace(plan, keyed_draws=True) if keyed else plan, shares=_varying_shares(plan, steps), dtype=dtype,
         settings={
             "devices": devices, "timeout_seconds": timeout_seconds, "transport": transport, "oversubscribe": oversubscribe, "overcommit": overcommit,
             "cache": cache, "timings": timings,
@@ -97,7 +90,7 @@ def verify(
     )  # fmt: skip
     with working_alone(), collected_once():
         run.quick(steps) if quick else run.whole(max(steps, 3 if job.average is None else 4))
-        apart = replace(run, result=None, between=[], causes=[], notes=[], against=None)
+        apart = replace(run, result=None, between=[], causes=[], notes=[])
         if run.one_copy and not quick:
             apart.quick(_STEPS_APART, own_copies=True)
     return _report(run, apart, plan, keyed=keyed) if run.result else None
@@ -125,8 +118,8 @@ def _report(run: VerifiedRun, apart: VerifiedRun, plan: Plan, *, keyed: bool) ->
     return Report(
         plan=str(plan), devices=run.devices, precision=_name_of(result.comparer.precision), owned=run.owned,
         steps=result.steps, causes=run.causes, casts=result.comparer.casts, whole=result.whole, autocast=_of_precision(run.plan, result.comparer, run.dtype),
-        settings=numeric_settings(), from_float64=result.from_float64, differing=result.differing, digest=run.digest, unlike_training=_why_unlike(run),
-        notes=[*run.notes, *notes], between=[*run.between, *scale_over_time(run.plan)], general=[*mistakes_on_both_sides(run.job, run.plan)],
+        settings=numeric_settings(), differing=result.differing, digest=run.digest, unlike_training=_why_unlike(run),
+        notes=[*run.notes, *notes], between=run.between, general=[*mistakes_on_both_sides(run.job, run.plan)],
         apart=_report(apart, apart, plan, keyed=keyed) if apart is not run and apart.result else None,
     )  # fmt: skip
 

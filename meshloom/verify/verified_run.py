@@ -78,7 +78,7 @@ _NEXT_EPOCH = Cause(
 
 @dataclass(kw_only=True)
 class VerifiedRun:
-    """Of `job` under `plan`. dtype: of both sides; None: the job's own. against: of a second reference, for the first step.
+    """Of `job` under `plan`. dtype: of both sides; None: the job's own.
     settings: of every Trainer. compare: where one device is.
 
     result, between, causes: on rank 0, what came of it. digest: of what ran. is_unlike_training: whether training may be divided
@@ -90,7 +90,6 @@ class VerifiedRun:
     plan: Plan
     shares: Shares
     dtype: torch.dtype | None
-    against: torch.dtype | None
     settings: dict[str, Any]
     compare: Compare
     comparison: Comparing | None = None
@@ -182,7 +181,7 @@ class VerifiedRun:
             self.one_copy = _on_any_rank(trainer, lambda each: each.exchange.one_copy)
             self.is_unlike_training = first.engine.is_unlike_training
             if compares and trainer.world.main and self.comparison is None:
-                other = OneDevice(plan=first.inner, dtype=self.dtype, device=first.context.device, shares=self.shares, against=self.against)  # fmt: skip
+                other = OneDevice(plan=first.inner, dtype=self.dtype, device=first.context.device, shares=self.shares)  # fmt: skip
                 self.comparison = self.compare(self.job, other)
             if compares and resume is None:
                 one = self.comparison.other_at_start if self.comparison else None

@@ -24,8 +24,7 @@ _MANY = 16  # elements, which tell more than one does
 @dataclass(frozen=True, kw_only=True)
 class TensorError:
     """The comparison of one tensor. elements: their number. moved: the tolerance is the measured effect of
-    rounding on the reference. turned: it was compared with a rerun of the reference that had so many units on the
-    other side of a kink. multiple: of an update that differs, or of a factor in common: it is so many times the
+    rounding on the reference. multiple: of an update that differs, or of a factor in common: it is so many times the
     reference's, and what is left, as a share of it."""
 
     name: str
@@ -35,7 +34,6 @@ class TensorError:
     tolerance: float
     elements: int = 1
     moved: bool = False
-    turned: int = 0
     multiple: tuple[float, float] | None = None
 
     @property

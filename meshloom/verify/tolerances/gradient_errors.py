@@ -11,8 +11,6 @@ norm. It passes up to the first of these that suffices, and what costs a rerun i
         might have flipped here in the plan
     the same with a rerun in which outputs of modules are perturbed in place of parameters (`reruns.outputs_effect`), and with one in which
         they are perturbed by more, and the movement is divided by that: a sum of few terms that cancel may not move by rounding
-
-A gradient that is still farther off is compared with one device's in which single units are on the other side of a kink (`kinks.AtKinks`).
 """
 
 from __future__ import annotations
@@ -27,7 +25,6 @@ from torch import Tensor
 from meshloom.verify.between_steps.checks import TensorError
 from meshloom.verify.reference.float64_blocks import distance, float64_blocks, norm, same_rows
 from meshloom.verify.tolerances.common_factor import CommonFactor
-from meshloom.verify.tolerances.kinks import AtKinks
 from meshloom.verify.tolerances.of_precision import most_tolerated, unmeasured
 
 Gradients = Mapping[str, Tensor | None]
@@ -56,8 +53,7 @@ class Rounding:
     precision: that of which some units are rounding; None: of each gradient its own. partial: what the plan rounds partial
     sums to; None: to nothing less. roundings: half units of `partial` that a gradient may be off by. travels: how far
     rounding on the way between replicas moves gradients that do not cancel there, relative to their size.
-    measures, measure_travels: each called at most once; by name how far gradients move. at_kinks: finds units that
-    may be on the other side of a kink.
+    measures, measure_travels: each called at most once; by name how far gradients move.
     """
 
     precision: torch.dtype | None = None
@@ -66,7 +62,6 @@ class Rounding:
     travels: float = 0.0
     measures: Sequence[Measure] = ()
     measure_travels: Measure | None = None
-    at_kinks: AtKinks | None = None
 
     @property
     def half_unit(self) -> float:
@@ -111,14 +106,9 @@ class GradientErrors:
                 if off > allowed:
                     effect = self._rounding_effect(name, number)
                     allowed = max(allowed, min(TIMES * effect, most), effect, self._grown * self._size(name))
-        moved, turned = off < math.inf and allowed > self._most(name), 0
-        at_kinks = self._rounding.at_kinks
-        if at_kinks and ours is not None and allowed < off < math.inf:
-            over = at_kinks.gradient(name, ours)
-            if over is not None and (there := self._distance(name, ours, over)) <= allowed:
-                off, turned, right = there, at_kinks.turned, over
+        moved = off < math.inf and allowed > self._most(name)
         size = self.norms.get(name, 0.0) or self._largest or 1.0
-        compared = self._tensor_error(name, off / size, allowed / size, moved=moved, turned=turned)
+        compared = self._tensor_error(name, off / size, allowed / size, moved=moved)
         self._compared[name] = compared
         if (
             self._factor
@@ -194,11 +184,9 @@ class GradientErrors:
                     self._grown = max(self._grown, effect / self._size(each))
         return self._effects[number].get(name, 0.0)
 
-    def _tensor_error(
-        self, name: str, error: float, tolerance: float, *, moved: bool = False, turned: int = 0
-    ) -> TensorError:
+    def _tensor_error(self, name: str, error: float, tolerance: float, *, moved: bool = False) -> TensorError:
         reference = self._reference.get(name)
         elements = 0 if reference is None else reference.numel()
         return TensorError(
-            name=name, kind="gradient", step=self._step, error=error, tolerance=tolerance, elements=elements, moved=moved, turned=turned
+            name=name, kind="gradient", step=self._step, error=error, tolerance=tolerance, elements=elements, moved=moved
         )  # fmt: skip
