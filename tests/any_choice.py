@@ -312,7 +312,8 @@ def outcome_of(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> Outcome:
     )
     said = [
         *(fact for step in report.steps for fact in step.facts),
-        *(each.sentence for each in report.causes),
+        report.explained,
+        report.operator,
     ]
     return Outcome(
         error=max(worst.error, worst.tolerance),

@@ -9,13 +9,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from meshloom.verify.causes.other_runs import other_runs
 from meshloom.verify.compared.compare import Comparer, Comparison
 from meshloom.verify.compared.whole_batch import whole_batch
 from meshloom.verify.comparing import ComparisonResult
 from meshloom.verify.comparison_run import ComparisonRun
 from meshloom.verify.reference.reference import Reference
-from meshloom.verify.reference.reruns import full_evidence, initial_evidence
+from meshloom.verify.reference.reruns import chunk_by_chunk, with_equal_draws
 from meshloom.verify.reference.step_records import StepRecord
 from meshloom.verify.tolerances.gradient_errors import GradientErrors, Rounding
 from meshloom.verify.tolerances.of_precision import most_tolerated, unmeasured_through
@@ -36,8 +35,8 @@ def step_of(reference: Reference, *, look: bool = False) -> WholeRecord:
     if look:
         with whole_batch(reference):
             pass
-        full_evidence(reference, initial_evidence(reference, {}))
-        list(other_runs(reference))
+        chunk_by_chunk(reference)
+        with_equal_draws(reference)
     gradients = {name: None if each is None else each.clone() for name, each in reference.gradients.items()}
     record = vars(reference.update())
     buffers = {name: each.clone() for name, each in reference.model.named_buffers()}

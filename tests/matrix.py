@@ -72,5 +72,5 @@ def run_cases(cases: Sequence[Mapping[str, Any]], devices: str) -> list[str] | N
     for case in cases:
         report = verify(job_of(case), plan_of(case), devices=devices, steps=3, dtype=torch.float64)
         if report and not report.passed:
-            wrong.append(f"{case_name(case)}: {[*report.causes]}")
+            wrong.append(f"{case_name(case)}: {report.worst(1)}")
     return wrong if report else None

@@ -97,7 +97,7 @@ def verified(job: Job, plan: str, rates: Rates, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(meshloom.pipeline.stages.stage_cutter, "rates_here", lambda *_: rates)
     report = verify(job, Plan.parse(plan), devices="simulated", steps=2, dtype=torch.float64)
     assert report is not None
-    assert report.passed, report.causes
+    assert report.passed, report.worst()
 
 
 def whisper() -> Job:

@@ -64,7 +64,7 @@ def job(collate: Any, **changes: Any) -> ml.Job:
 def test_it_is_verified(collate: Any, mix: Any):
     """One device collates a chunk once to run it and once to compare its data: the second time labels were gone."""
     found = verify(job(collate, mix=mix), Plan.parse("dp=2"), devices="simulated", quick=False)
-    assert found is not None and found.passed, (found.causes, found.between)
+    assert found is not None and found.passed, (found.worst(), found.between)
 
 
 def test_a_sample_that_is_a_partner_too_is_changed_once():

@@ -155,7 +155,7 @@ def test_its_history_goes_on_under_another_plan(saved: str, resumed: str, tmp_pa
 def test_verification_evaluates_as_often(plan: str):
     report = verify(closure_job(searching), ml.Plan.parse(plan), devices="simulated", steps=2, dtype=torch.float64)  # fmt: skip
     assert report is not None
-    assert report.passed, report.causes
+    assert report.passed, report.worst()
 
 
 def on_a_rank(plan: str) -> tuple[list[float], bool]:
@@ -182,7 +182,7 @@ def test_lbfgs_may_train_one_of_several_losses():
     job = ml.Job(model=MLP, losses=losses, data=samples, batch_size=SAMPLES, steps=2)
     report = verify(job, ml.Plan.parse("dp=2"), devices="simulated", steps=2, dtype=torch.float64)
     assert report is not None
-    assert report.passed, report.causes
+    assert report.passed, report.worst()
 
 
 @pytest.mark.parametrize(
@@ -210,7 +210,7 @@ def test_where_its_history_cannot_be_divided_every_rank_keeps_all(
 ):
     report = verify(closure_job(), ml.Plan.parse(plan), devices="simulated", dtype=torch.float64)
     assert report is not None
-    assert report.passed, report.causes
+    assert report.passed, report.worst()
     assert f"so every rank keeps all of them: zero={zero} divides nothing." in capsys.readouterr().err
 
 

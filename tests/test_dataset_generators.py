@@ -101,7 +101,7 @@ def test_workers_read_the_same():
 def test_verified_and_resumed(data: Any):
     of = job() if data is None else job(data=data)
     found = verify(of, Plan.parse("dp=2,zero=1"), devices="simulated", quick=False)
-    assert found is not None and found.passed, (found.causes, found.between)
+    assert found is not None and found.passed, (found.worst(), found.between)
 
 
 def test_found_by_their_paths_and_none_where_there_are_none():
@@ -131,4 +131,4 @@ class Shared(Dataset[Any]):
 def test_one_that_is_held_twice_is_seeded_once():
     assert len(DatasetGenerators(Shared()).names) == 1
     found = verify(job(data=Shared), Plan.parse("dp=2"), devices="simulated", quick=False)
-    assert found is not None and found.passed, (found.causes, found.between)
+    assert found is not None and found.passed, (found.worst(), found.between)

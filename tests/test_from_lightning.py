@@ -230,7 +230,7 @@ def test_the_job_is_equal_under_other_plans(name: str, plan: str) -> None:
     report = verify(
         job, Plan.parse(plan), devices="simulated", dtype=torch.float64, steps=2, quick=job.evaluate is None
     )
-    assert report is not None and report.passed, (report.first_wrong, report.causes)
+    assert report is not None and report.passed, report.first_wrong
 
 
 @pytest.mark.long

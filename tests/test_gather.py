@@ -149,7 +149,7 @@ def test_own_rows_against_all_add_up_to_the_whole(loss: Any):
 @pytest.mark.long
 def test_verification_runs_the_chunks_together(loss: Any, plan: str):
     report = verified(job_of(loss, num_items=25, batch_size=10), plan)
-    assert report.passed, report.causes
+    assert report.passed, report.worst()
     assert report.whole.equal
 
 
@@ -179,7 +179,7 @@ class Mixing(nn.Module):
 def test_draws_and_statistics_stay_those_of_a_chunk(plan: str):
     """Of gathers that follow from each other; the last batch is short. One device on the whole batch draws otherwise."""
     report = verified(job_of(model=Mixing, num_items=20, batch_size=11), plan)
-    assert report.passed, report.causes
+    assert report.passed, report.worst()
     assert not report.whole.equal and "random draws" in report.whole.why
 
 
@@ -187,7 +187,7 @@ def test_draws_and_statistics_stay_those_of_a_chunk(plan: str):
 @pytest.mark.long
 def test_low_precision_has_the_bits_of_one_device(precision: str):
     report = verified(job_of(own_rows), f"dp=2,precision={precision}", dtype=None)
-    assert report.passed, report.causes
+    assert report.passed, report.worst()
 
 
 @pytest.mark.long
@@ -298,7 +298,7 @@ def test_a_replica_that_makes_no_use_of_the_rows_still_sends_their_gradients():
         return (scale * a @ others.T).logsumexp(1).mean() if use else (scale * a * b).sum(-1).mean()
 
     report = verified(job_of(loss), "dp=2")
-    assert report.passed, report.causes
+    assert report.passed, report.worst()
 
 
 def test_outside_of_a_plan_it_returns_what_it_is_given():

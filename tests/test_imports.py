@@ -27,7 +27,6 @@ ORDER = [
     ["adapters"],
     ["verify.apart"],
     ["measure", "verify"],
-    ["verify.causes"],
     ["verify.compared"],
     ["verify.tolerances"],
     ["verify.between_steps"],

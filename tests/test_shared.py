@@ -78,7 +78,7 @@ PLANS = [
 @pytest.mark.slow
 def test_one_copy_equals_one_device(model: str, optimizer: str, plan: Plan) -> None:
     report = verified(make_job(model, optimizer, batch_size=13), plan, dtype=torch.float64)
-    assert report.passed, report.causes
+    assert report.passed, report.worst()
     assert max(report.owned) < 1  # each owns a part
 
 
@@ -99,7 +99,7 @@ def test_one_copy_equals_one_device(model: str, optimizer: str, plan: Plan) -> N
 )
 def test_one_copy_per_place_of_a_divided_model(model: str, optimizer: str, plan: Plan) -> None:
     report = verified(make_job(model, optimizer, batch_size=13), plan, dtype=torch.float64)
-    assert report.passed, report.causes
+    assert report.passed, report.worst()
 
 
 @pytest.mark.long

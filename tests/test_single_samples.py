@@ -143,7 +143,7 @@ def test_plans_are_compared_with_what_they_compute(plan: Plan, said: str):
     job = make_job("cnn", "sgd", batch_size=3, loss=class_loss, data=partial(images, 9))
     job = replace(job, model=lambda: Projected(nn.BatchNorm2d))
     report: Any = verify(job, plan, devices="simulated", steps=2)
-    assert report.passed, report.causes
+    assert report.passed, report.worst()
     assert [said in note for note in report.notes if "one sample" in note] == ([True] if said else [])
 
 
@@ -183,4 +183,4 @@ def test_parts_that_run_as_written_have_right_gradients(model: Any, opaque: Any,
     report: Any = verify(
         replace(job, model=model, opaque=[opaque]), Plan.parse(plan), devices="simulated", steps=2
     )
-    assert report.passed, report.causes
+    assert report.passed, report.worst()

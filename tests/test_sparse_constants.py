@@ -82,7 +82,7 @@ BATCH = {"x": torch.ones(2, NODES, 8, dtype=torch.float64), "y": torch.zeros(2, 
 def test_a_graph_convolution_equals_one_device(plan: str, operator: str):
     """Reading it ended in "unsupported memory format option Contiguous". In float64, to 1e-10."""
     report = verify(job(operator), Plan.parse(plan), devices="simulated", steps=2)
-    assert report is not None and report.passed, report and report.causes
+    assert report is not None and report.passed, report and report.worst()
 
 
 @pytest.mark.long
@@ -143,7 +143,7 @@ def test_a_sparse_buffer_is_a_constant(plan: str, layout: torch.layout):
     """It ended in "unsupported memory format option Contiguous", and was refused later on."""
     normalised = replace(job(), model=lambda: Normalised(layout=layout))
     report = verify(normalised, Plan.parse(plan), devices="simulated", steps=2)
-    assert report is not None and report.passed, report and report.causes
+    assert report is not None and report.passed, report and report.worst()
 
 
 @pytest.mark.long

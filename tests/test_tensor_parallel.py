@@ -34,7 +34,7 @@ def test_heads_that_several_ranks_share_equal_one_device():
     plan = Plan(tp=4, tp_placements={"model.layers.*.self_attn.*": "heads"})
     report = verify(FAMILIES["llama"].make_job(True), plan, devices="simulated", steps=2, dtype=torch.float64)
     assert report is not None
-    assert report.passed, report.causes
+    assert report.passed, report.worst()
     with keyed(FAMILIES["llama"].make_job(False), str(plan), steps=2) as trainer:
         shards = trainer.replicas[0].shards
         assert shards is not None
@@ -82,7 +82,7 @@ def test_values_of_shared_heads_that_another_layer_reads_have_one_gradient(kind:
     )  # fmt: skip
     report = verify(job, Plan(tp=4, tp_placements=pins), devices="simulated", steps=2, dtype=torch.float64)
     assert report is not None
-    assert report.passed, report.causes
+    assert report.passed, report.worst()
     with keyed(job, str(Plan(tp=4, tp_placements=pins)), steps=2) as trainer:
         summary = trainer.fit()
     assert summary.predicted == summary.counted
@@ -118,7 +118,7 @@ def test_tables_of_bags_are_divided_by_rows():
         dtype=torch.float64,
     )
     assert report is not None
-    assert report.passed, report.causes
+    assert report.passed, report.worst()
     assert max(report.owned) < 0.97
 
 

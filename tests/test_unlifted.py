@@ -136,7 +136,7 @@ def test_what_float64_verifies_is_what_is_trained(
     trained = chosen(job, plan)
     assert chosen(job, plan, torch.float64) == trained
     report = verify(job, Plan.parse(plan), devices="simulated", steps=1, dtype=torch.float64)
-    assert report is not None and report.passed, report and report.causes
+    assert report is not None and report.passed, report and report.worst()
     monkeypatch.setattr(meshloom.pipeline.stages.program_store, "unlifted", lambda *_: None)
     assert chosen(job, plan, torch.float64) != trained  # by the prices of float64
 
@@ -157,7 +157,7 @@ def test_where_a_cast_allows_less_parameters_are_held_as_in_training(monkeypatch
     assert lifted == held and any(isinstance(each, Part) and each.cut for each in held.values())
     assert lifted_ways != ways
     report = verify(job, Plan.parse("tp=2"), devices="simulated", steps=1, dtype=torch.float64)
-    assert report is not None and report.passed, report and report.causes
+    assert report is not None and report.passed, report and report.worst()
 
 
 @pytest.mark.slow

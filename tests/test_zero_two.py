@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("silent_export", "dear_memory")
 def run(job: Job, plan: str, steps: int = 3) -> Report:
     report = verify(job, Plan.parse(plan), devices="simulated", steps=steps, dtype=torch.float64)
     assert report is not None
-    assert report.passed, report.causes
+    assert report.passed, report.worst()
     assert largest_error(report) < 1e-10
     return report
 

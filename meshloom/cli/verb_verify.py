@@ -34,7 +34,7 @@ from meshloom.verify.run import check_promised, verify
 from meshloom.verify.smaller_plans import smallest_plan
 from meshloom.verify.verified_run import Compare
 
-_SOON = 60.0  # seconds of a verification, after which smaller plans are verified where it finds no cause
+_SOON = 60.0  # seconds of a verification, after which smaller plans are not verified by themselves
 
 
 def verify_plan(arguments: argparse.Namespace, job: Job, records: Records) -> int:
@@ -67,10 +67,11 @@ def verify_plan(arguments: argparse.Namespace, job: Job, records: Records) -> in
         return 0
     print_report(report, console)
     is_soon = not is_rank() and time.monotonic() - began <= _SOON
-    if not report.passed and (arguments.bisect or (report.is_unknown and is_soon)):
+    differs = not report.passed and not report.general  # what is wrong on both sides is so under all plans
+    if differs and (arguments.bisect or is_soon):
         devices = "simulated" if arguments.devices == "auto" and plan.mesh.size > 1 else arguments.devices
         report = _bisected(report, plan, partial(verified, devices=devices), arguments.quick, console)
-    elif report.is_unknown:
+    elif differs:
         console.print("--devices simulated --bisect looks for the smallest plan that differs", soft_wrap=True)
     command = shlex.join(["meshloom", *sys.argv[1:]])
     if arguments.report:

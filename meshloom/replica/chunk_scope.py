@@ -33,9 +33,8 @@ _UNCHANGED = "Metrics write {}, which is put back after each of them: training g
 class Observer(Protocol):
     """Observes the steps of a replica on this rank, for verification: it adds to them, and takes the place of nothing."""
 
-    def watch(self, chunk: Chunk, model: nn.Module) -> AbstractContextManager[list[str] | None]:
-        """Context around a chunk's forward and backward; yields a list that receives the digests of its
-        random draws."""
+    def watch(self, chunk: Chunk, model: nn.Module) -> AbstractContextManager[None]:
+        """Context around a chunk's forward and backward."""
         ...
 
     def received(self, chunk: Chunk, data: Any) -> None:
@@ -205,11 +204,10 @@ class ChunkScope:
         self.seed(moment)
         draw_as_written()
         around.enter_context(moment.entered())
-        seen = around.enter_context(observer.watch(chunk, self._model)) if observer else None
+        if observer:
+            around.enter_context(observer.watch(chunk, self._model))
         if plan.keyed_draws and not plan.captures:  # programs key their draws themselves
-            # A compiled draw is the same but not by the same operator, which digests tell apart.
-            seen = None if plan.compiles else seen
             if not plan.compiles:
                 around.enter_context(uncompiled())
                 around.enter_context(bilinear_unwatched())
-            around.enter_context(KeyedDraws(self._key_of(chunk)[1], seen, compiled=plan.compiles))
+            around.enter_context(KeyedDraws(self._key_of(chunk)[1], compiled=plan.compiles))

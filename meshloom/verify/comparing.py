@@ -14,20 +14,19 @@ from meshloom.core.plan import Plan
 from meshloom.verify.between_steps.checks import BetweenSteps, DifferingTensor
 from meshloom.verify.compared.compare import Comparer, Comparison
 from meshloom.verify.compared.compare_evaluation import FoundMetric, PlanEvaluation, SeenMetric
-from meshloom.verify.compared.compare_values import FirstWrong, Values
+from meshloom.verify.compared.compare_values import Values
 from meshloom.verify.compared.whole_batch import WholeBatch
 from meshloom.verify.reference.between_steps.evaluation import EvaluatedChunk
-from meshloom.verify.reference.mistakes import Cause
 from meshloom.verify.reference.step_records import StepRecord
 
 
 @dataclass(frozen=True, kw_only=True)
 class ComparisonResult:
     """The result of comparing a plan with the reference. whole: None if the whole batch does not fit in
-    memory. differing: the first tensor that does, if one does."""
+    memory. explained: by which factor the first difference is, in a sentence; "": by none. differing: the first tensor that does, if one does."""
 
     steps: Sequence[Comparison]
-    causes: Sequence[Cause]
+    explained: str
     whole: WholeBatch | None
     comparer: Comparer
     differing: DifferingTensor | None = None
@@ -45,10 +44,6 @@ class OneDevice:
 
 class Comparing(ABC):
     """Compares a plan's run with one device's, wherever that is. Tensors are not kept."""
-
-    @abstractmethod
-    def other_at_start(self, name: str, ours: Tensor) -> str:
-        """Before the first step: in which way the plan's value of a parameter or buffer is another than one device's; "": it is not."""
 
     @abstractmethod
     def begin(self) -> None:
@@ -107,7 +102,7 @@ class Comparing(ABC):
         """Once something differs: one device has this value of a parameter or buffer."""
 
     @abstractmethod
-    def place(self, of_chunks: Mapping[int, Sequence[Values]]) -> FirstWrong | None:
+    def place(self, of_chunks: Mapping[int, Sequence[Values]]) -> str | None:
         """Then: the first module whose output differs, which is that of the first step that does; of `stage_outputs.py`."""
 
     @property

@@ -1,5 +1,5 @@
-"""Compares the steps of a plan with the reference, tensor by tensor as they arrive, and diagnoses the first
-difference: in this process, or in one of its own (`apart/`).
+"""Compares the steps of a plan with the reference, tensor by tensor as they arrive, and looks for the factor of the
+first difference: in this process, or in one of its own (`apart/`).
 
 The calls of a step, in order; of tensors only numbers are kept:
 
@@ -25,43 +25,36 @@ from torch import Tensor
 from meshloom.core.job import Job
 from meshloom.core.moments.by_metric import those_by_metric
 from meshloom.core.plan import Plan
-from meshloom.core.random import chunk_seed, seed_of_turn
 from meshloom.verify.between_steps.averages import AverageErrors
-from meshloom.verify.between_steps.checks import BetweenSteps, FirstDiffering, TensorError
+from meshloom.verify.between_steps.checks import BetweenSteps, DifferingTensor, Kind, TensorError
 from meshloom.verify.between_steps.saved_check import check_saved
-from meshloom.verify.causes.of_buffers import cause_of_buffer
-from meshloom.verify.causes.of_data import cause_of_data
-from meshloom.verify.causes.of_norms import parts_of_norm
-from meshloom.verify.causes.of_updates import KeptUpdate, other_update
-from meshloom.verify.causes.other_runs import whole_evidence
-from meshloom.verify.causes.values_at_start import held_by, other_at_start
 from meshloom.verify.compared.compare import Comparer, Comparison, placed
 from meshloom.verify.compared.compare_evaluation import FoundMetric, PlanEvaluation, SeenMetric
-from meshloom.verify.compared.compare_values import FirstWrong, Values
+from meshloom.verify.compared.compare_values import Values
 from meshloom.verify.compared.compared_evaluation import ComparedEvaluation
 from meshloom.verify.compared.whole_batch import WholeBatch, compare_whole_batch, may_fit
 from meshloom.verify.comparing import Comparing, ComparisonResult, OneDevice
-from meshloom.verify.diagnose import diagnose
+from meshloom.verify.factors import Wrong, of_gradients, of_norm, of_updates
 from meshloom.verify.reference.between_steps.evaluation import EvaluatedChunk
 from meshloom.verify.reference.between_steps.positions import go_to
-from meshloom.verify.reference.float64_blocks import other_rows
-from meshloom.verify.reference.mistakes import Cause, Evidence, subsample
+from meshloom.verify.reference.float64_blocks import subsample
 from meshloom.verify.reference.reference import (
-    Gradients,
     Reference,
     adopt,
     changed_buffers,
+    held_by,
     replace_value,
 )
 from meshloom.verify.reference.reruns import (
     ENLARGED,
-    initial_evidence,
+    chunk_by_chunk,
     loss_effect,
     outputs_effect,
     rounding_effect,
     travel_effect,
+    with_equal_draws,
 )
-from meshloom.verify.reference.step_records import StepRecord, seed_key, with_equal_losses
+from meshloom.verify.reference.step_records import StepRecord, with_equal_losses
 from meshloom.verify.stage_outputs import first_wrong_module
 from meshloom.verify.tolerances.backward_rounding import backward_effect
 from meshloom.verify.tolerances.closure_effects import ClosureEffects
@@ -96,8 +89,8 @@ class ComparisonRun(Comparing):
         self.reference = reference
         self._comparer = _comparer_of(reference)
         self._steps: list[Comparison] = []
-        self.causes: Sequence[Cause] = ()
-        self._differing = FirstDiffering()
+        self._explained = ""  # by which factor
+        self._differing: DifferingTensor | None = None  # the first
         self._whole: WholeBatch | None = None
         self._averages = AverageErrors(reference.job.average) if reference.job.average is not None else None
         self._previous: StepRecord | None = None  # one device's
@@ -111,16 +104,9 @@ class ComparisonRun(Comparing):
         self._gradients: GradientErrors
         self._state: StateErrors
         self._reference_record: StepRecord
-        self._evidence: Evidence
         self._evaluation: ComparedEvaluation  # the newest
-        self.subsampled: Gradients = {}  # the plan's gradients in this step
-        self._rows: dict[str, tuple[Sequence[int], Sequence[int]]] = {}  # of wrong sparse ones, in this step
+        self._wrong: dict[Kind, list[Wrong]] = {}  # in this step
         self._edge = RangeEdge(reference)
-        self._kept: KeptUpdate | None = None
-        self._places: dict[str, str] = {}  # digest of a chunk's data -> where that was, on one device
-
-    def other_at_start(self, name: str, ours: Tensor) -> str:
-        return other_at_start(self.reference, name, ours)
 
     def begin(self) -> None:
         reference = self.reference
@@ -139,7 +125,7 @@ class ComparisonRun(Comparing):
         self._gradients = GradientErrors(
             reference.gradients, reference.step, rounding, factor, self._known.setdefault(reference.turn.name, KnownEffects())
         )  # fmt: skip
-        self.subsampled, self._rows = {}, {}
+        self._wrong = {"gradient": [], "update": []}
 
     def _measured(self) -> Mapping[str, float]:
         """How far rounding moves the gradients of this step; and once, how far buffers, relative to their size."""
@@ -158,10 +144,10 @@ class ComparisonRun(Comparing):
     def adopt(self, name: str, ours: Tensor) -> None:
         adopt(self.reference, name, ours)
 
-    def place(self, of_chunks: Mapping[int, Sequence[Values]]) -> FirstWrong | None:
+    def place(self, of_chunks: Mapping[int, Sequence[Values]]) -> str | None:
         found = first_wrong_module(self.reference, of_chunks, self.of_outputs)
         if found is not None:
-            self._steps = placed(self._steps, found.module)
+            self._steps = placed(self._steps, found)
         return found
 
     @property
@@ -178,28 +164,24 @@ class ComparisonRun(Comparing):
         self._edge.look(ours)
         if self.reference.scale.overflowed:
             return
-        self.subsampled[name] = None if ours is None else subsample(ours)
         found = self._gradients.compare(name, ours)
         if found.passed:
             self.reference.replace_gradient(name, ours)
         else:
-            self._rows[name] = other_rows(ours, self.reference.gradients.get(name))
-            self._differing.keep(found, ours, self.reference.gradients.get(name))
+            self._differs(found, ours, self.reference.gradients.get(name))
 
     def update(self) -> None:
-        """Update the reference after all gradients have arrived. If some differ, collect evidence first,
+        """Update the reference after all gradients have arrived. If some differ, look for the factor first,
         while the parameters are still those of the gradients."""
         reference, comparer = self.reference, self._comparer
         if self._edge.settle() and self.passed:
-            self._differing = FirstDiffering()
-        self._evidence = replace(
-            initial_evidence(reference, self._gradients.norms, self._previous), rows=self._rows
-        )
-        if self.passed and not all(error.passed for error in self._gradient_errors()):
-            self._evidence = whole_evidence(
-                reference, self._evidence, self._gradient_errors(), self.subsampled, self._comparer.values
-            )
-        self._kept = KeptUpdate.of(reference, self._kept) if self.passed else None
+            self._differing = None
+        elif self.passed and (wrong := self._wrong["gradient"]):
+            failed = [each for each in self._gradient_errors() if not each.passed]
+            before = self._previous.gradients if self._previous else {}
+            if len(failed) == len(wrong):
+                chunks, alike = chunk_by_chunk(reference), with_equal_draws(reference)
+                self._explained = of_gradients(wrong, reference.plan, chunks, before, alike)
         self._reference_record = self._edge.noted(self._closures.update())
         comparer.note(self._reference_record.casts)
         names = {id(each): name for name, each in reference.updated.all.items()}
@@ -213,10 +195,31 @@ class ComparisonRun(Comparing):
 
     def add_state(self, name: str, ours: Tensor) -> None:
         compared = self._state.compare(name, ours)
-        if wrong := next((error for error in compared if not error.passed), None):
-            self._differing.keep(wrong, ours, held_by(self.reference, name))
+        wrong = [error for error in compared if not error.passed]
+        if wrong:
+            self._differs(wrong[0], ours, held_by(self.reference, name), self.reference.before.get(name))
         elif compared:
             replace_value(self.reference, name, ours)
+
+    def _differs(
+        self, error: TensorError, ours: Tensor | None, right: Tensor | None, before: Tensor | None = None
+    ) -> None:
+        """Keep the first tensor that differs, and what is needed to look for a factor. before: of a parameter, before its update."""
+        if ours is None or right is None or ours.shape != right.shape:
+            return
+        if self._differing is None:
+            plan, other = (each.detach().to_dense().clone() for each in (ours, right))
+            self._differing = DifferingTensor(
+                name=error.name, kind=error.kind, step=error.step, plan=plan, one_device=other
+            )
+        one, other = subsample(ours), subsample(right)
+        if error.kind == "gradient":
+            found = Wrong(name=error.name, ours=one, right=other, tolerance=error.tolerance)
+            self._wrong["gradient"].append(found)
+        elif before is not None:
+            start = subsample(before)
+            found = Wrong(name=error.name, ours=one - start, right=other - start, tolerance=error.tolerance, before=start)  # fmt: skip
+            self._wrong["update"].append(found)
 
     def go_to(self, step: int) -> None:
         go_to(self.reference, step)
@@ -246,14 +249,13 @@ class ComparisonRun(Comparing):
 
     def begin_averages(self) -> None:
         if self._averages and not self.reference.scale.overflowed:
-            self._averages.begin(self.reference.parameters, self.reference.before)
+            self._averages.begin(self.reference.parameters)
 
     def add_average(self, name: str, ours: Tensor) -> None:
         if self._averages:
             self._averages.compare(name, ours, self._reference_record.step, self._updates.of(name))
 
     def end(self, ours: StepRecord) -> None:
-        ours = replace(ours, gradients=self.subsampled)
         ours = with_equal_losses(ours, self._reference_record, self._comparer.values)
         of_tensors = [*self._gradient_errors(), *self._state.errors()]
         of_tensors += self._averages.errors if self._averages else []
@@ -261,51 +263,26 @@ class ComparisonRun(Comparing):
         comparison = self._comparer.compare(
             ours, self._reference_record, of_tensors, grows=self._gradients.grows, loss_effect=effect
         )
-        if not comparison.passed and self.passed:
-            of_averages = self._averages.cause() if self._averages else None
-            of_update = self._kept and self._kept.cause(self._differing.clear, self._reference_record)
-            of_update = of_update or other_update(self._differing.clear, self.reference)
-            of_buffer = cause_of_buffer(self._differing.first, self.reference)
-            of_data = cause_of_data(ours, self.reference)
-            parts = parts_of_norm(self._kept.gradients) if self._kept and comparison.failed("norm") else {}
-            self.causes = diagnose(
-                comparison, ours, self._reference_record, replace(self._evidence, parts=parts), self._steps, of_averages, of_update, of_buffer,
-                _seeds_elsewhere(self.reference) | self._places, of_data,
-            )  # fmt: skip
+        if not comparison.passed and self.passed and not comparison.failed("gradient"):
+            self._explained = self._factor_behind_gradients(comparison, ours.gradient_norm)
         self._steps.append(comparison)
         self._previous = self._reference_record
-        self._places |= _places_of(self._reference_record)
+
+    def _factor_behind_gradients(self, comparison: Comparison, norm: float | None) -> str:
+        """Of what differs although gradients agree. norm: the plan's."""
+        right, limit = self._reference_record.gradient_norm, self.reference.turn.clip_grad_norm
+        wrong = self._wrong["update"]
+        if norm and right and comparison.failed("norm"):
+            tolerance = next(each.tolerance for each in comparison.errors if each.kind == "norm")
+            return of_norm(norm, right, tolerance, self._gradients.norms, self.reference.plan.dp)
+        if len(wrong) < len(comparison.failed("update")):
+            return ""
+        return of_updates(wrong, right / limit if right and limit else 1.0)
 
     def result(self) -> ComparisonResult:
         return ComparisonResult(
-            steps=self._steps, causes=self.causes, whole=self._whole, comparer=self._comparer,
-            differing=self._differing.first,
+            steps=self._steps, explained=self._explained, whole=self._whole, comparer=self._comparer, differing=self._differing,
         )  # fmt: skip
-
-
-def _places_of(record: StepRecord) -> dict[str, str]:
-    """Digest of a chunk's data, and the seed of its draws -> where that is."""
-    turn = f", loss {record.turn}" if record.turn else ""
-    where = [(each, f"chunk {each.index} of step {record.step}{turn}") for each in record.chunks]
-    return {each.data: place for each, place in where} | {seed_key(each.seed): place for each, place in where}
-
-
-def _seeds_elsewhere(reference: Reference) -> dict[str, str]:
-    """`seed_key` of draws that are none of this step's and turn's -> whose they are."""
-    job, step, draws = reference.job, reference.step, reference.chunk_run.draws
-    turns = {
-        number: f", loss {each.name}"
-        for each in reversed(reference.losses)
-        for number in range(each.draws, each.draws + each.updates)
-    }
-    found: dict[str, str] = {}
-    for forward in reference.forwards():
-        for other in dict.fromkeys((step + 1, step - 1, 0, step)):
-            for number, turn in (turns if len(turns) > 1 else {0: ""}).items():
-                if other >= 0 and (other, number) != (step, draws):
-                    seed = seed_of_turn(chunk_seed(job.seed, other, forward.key), number)
-                    found[seed_key(seed)] = f"chunk {forward.key} of step {other}{turn}"
-    return found
 
 
 def _state_errors(

@@ -22,14 +22,13 @@ from meshloom.replica.program_engine import ProgramEngine
 from meshloom.replica.replica import Replica
 from meshloom.replica.replica_state import replicated_state
 from meshloom.train.trainer import Trainer
-from meshloom.verify.between_steps.checks import BetweenSteps
+from meshloom.verify.between_steps.checks import BetweenSteps, Cause
 from meshloom.verify.between_steps.evaluation_causes import metric_error
 from meshloom.verify.between_steps.first_rank import of_first_rank
 from meshloom.verify.compared.compare_evaluation import LentParameters, PlanEvaluation, SeenMetric
 from meshloom.verify.compared.compared_evaluation import MODE, TRAINED
 from meshloom.verify.comparing import Comparing
 from meshloom.verify.reference.between_steps.evaluation import EvaluatedChunk, MetricPlace
-from meshloom.verify.reference.mistakes import Cause
 from meshloom.verify.reference.observers import ModuleWatch, altered_digest, digest_values
 from meshloom.verify.stage_outputs import ModuleSums
 

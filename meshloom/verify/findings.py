@@ -14,13 +14,10 @@ from meshloom.verify.between_steps.checks import BetweenSteps, DifferingTensor, 
 from meshloom.verify.compared.compare import Comparison, first_differing
 from meshloom.verify.compared.whole_batch import WholeBatch
 from meshloom.verify.fewer_blocks import FewerBlocks
-from meshloom.verify.reference.mistakes import Cause
 from meshloom.verify.reference.step_records import Cast
 from meshloom.verify.smaller_plans import SmallestPlan
 
 ROWS = 8
-_CAUSE, _CONSEQUENCE = "  likely cause: ", "  a consequence: "
-_OF_PLACE = ("resuming", "saved", "epoch")  # causes that say where in a run something differs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,18 +32,21 @@ class Report:
     digest: of what ran. unlike_training: why training may have another; "": it has not. notes: in what both sides are not as
         in training, a sentence each. between: what was compared between steps. general: mistakes on both sides, a sentence each.
         apart: of steps in which replicas had copies of their own, where they share one in training.
-    differing: the first tensor of a step that differs. smallest: if it was looked for.
+    explained: by which factor the first difference is. operator: the first that differs in lockstep, if it was looked for. moment: of the step that
+        differs, in the run. differing: the first tensor of a step that differs. smallest: if it was looked for.
     """
 
     plan: str
     devices: str
     precision: str
     steps: Sequence[Comparison]
-    causes: Sequence[Cause]
     casts: Sequence[Cast]
     owned: Sequence[float]
     whole: WholeBatch | None
     fewer: FewerBlocks | None = None
+    explained: str = ""
+    operator: str = ""
+    moment: str = ""
     autocast: str = ""
     settings: Mapping[str, str] = field(default_factory=dict[str, str])
     digest: str = ""
@@ -63,12 +63,6 @@ class Report:
         """Whether the plan computes what one device computes."""
         compared = [*self.steps, *self.between, *([self.apart] if self.apart else [])]
         return bool(self.steps) and not self.general and all(each.passed for each in compared)
-
-    @property
-    def is_unknown(self) -> bool:
-        """Whether something differs, and what is said first is that the cause is unknown."""
-        causes = [*self.causes, *(cause for each in self.between for cause in each.causes)]
-        return not self.passed and not self.general and (not causes or causes[0].kind == "unknown")
 
     @property
     def first_wrong(self) -> Comparison | None:
@@ -115,7 +109,8 @@ class Report:
             "general": list(self.general),
             "between_steps": [_between_record(each) for each in self.between],
             "own_copies": self.apart.records()[-1] if self.apart else None,
-            "causes": [asdict(cause) for cause in self.causes],
+            "explained": self.explained,
+            "operator": self.operator,
             "smallest_plan": asdict(self.smallest) if self.smallest else None,
             "autocast": self.autocast,
             "settings": dict(self.settings),
@@ -139,13 +134,13 @@ class Report:
 
 
 def print_report(report: Report, console: Console) -> None:
-    """Print the report: the verdict and the first cause, losses, the worst tensors, the rest."""
+    """Print the report: the verdict with what is known of the first difference, losses, the worst tensors, the rest."""
 
     def print_line(text: str) -> None:
         console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     lines = lines_of(report)
-    above = 1 + next((number for number, line in enumerate(lines) if line.startswith(_CAUSE)), 0)
+    above = 1 + next((number for number, line in enumerate(lines[1:]) if not line.startswith("  ")), 0)
     for line in lines[:above]:
         print_line(line)
     print_line(
@@ -235,8 +230,9 @@ def _step_lines(report: Report) -> list[str]:
     if wrong:
         names = {error.name for error in wrong.errors if not error.passed}
         module = f"; first module: {wrong.first_module}" if wrong.first_module else ""
-        first = f"DIFFERS from step {wrong.step} on: {len(names)} tensors{module}"
-        return [first, *cause_lines(report.causes), *(f"  {fact}" for fact in wrong.facts[:ROWS])]
+        first = f"DIFFERS from step {wrong.step} on{report.moment}: {len(names)} tensors{module}"
+        known = (report.explained, report.operator, *wrong.facts[:ROWS])
+        return [first, *(f"  {each}" for each in known if each)]
     turns = f" of {len(report.steps)} turns" if report.steps and report.steps[0].turn else ""
     steps = format_count(len({each.step for each in report.steps}), "step")
     blocks = f", with {report.fewer.kept} of the repeated blocks each" if report.fewer else ""
@@ -289,14 +285,6 @@ def whole_sentence(report: Report) -> str:
     return f"differs by up to {whole.error:.1e} in a gradient, because {whole.why}"
 
 
-def cause_lines(causes: Sequence[Cause]) -> list[str]:
-    """What a difference's place in the run says is a consequence of what is told before it."""
-    return [
-        f"{_CONSEQUENCE if number and each.kind in _OF_PLACE else _CAUSE}{each.sentence}"
-        for number, each in enumerate(causes)
-    ]
-
-
 def _between_lines(checked: BetweenSteps) -> list[str]:
     what = checked.what[0].upper() + checked.what[1:]
     worst = max(checked.errors, key=_severity, default=None)
@@ -311,7 +299,7 @@ def _between_lines(checked: BetweenSteps) -> list[str]:
     module = f"; first module: {checked.first_module}" if checked.first_module else ""
     return [
         f"DIFFERS: {checked.what}{module}",
-        *cause_lines(checked.causes),
+        *(f"  {cause.sentence}" for cause in checked.causes),
         *(f"  {fact}" for fact in checked.facts[:ROWS]),
         *shown,
         *checked.notes,

@@ -24,6 +24,7 @@ from meshloom.verify.compared.compare import Comparer
 from meshloom.verify.comparison_run import compare_here
 from meshloom.verify.fewer_blocks import unfilled, with_fewer_blocks
 from meshloom.verify.findings import Report
+from meshloom.verify.place import Place
 from meshloom.verify.reference.between_steps.positions import mistakes_on_both_sides
 from meshloom.verify.reference_size import check_processes_fit, check_reference_fits
 from meshloom.verify.tolerances.of_precision import rounds_partial_sums
@@ -90,7 +91,7 @@ def verify(
     )  # fmt: skip
     with working_alone(), collected_once():
         run.quick(steps) if quick else run.whole(max(steps, 3 if job.average is None else 4))
-        apart = replace(run, result=None, between=[], causes=[], notes=[])
+        apart = replace(run, result=None, between=[], place=Place(), moment="", notes=[])
         if run.one_copy and not quick:
             apart.quick(_STEPS_APART, own_copies=True)
     return _report(run, apart, plan, keyed=keyed) if run.result else None
@@ -117,7 +118,8 @@ def _report(run: VerifiedRun, apart: VerifiedRun, plan: Plan, *, keyed: bool) ->
         )
     return Report(
         plan=str(plan), devices=run.devices, precision=_name_of(result.comparer.precision), owned=run.owned,
-        steps=result.steps, causes=run.causes, casts=result.comparer.casts, whole=result.whole, autocast=_of_precision(run.plan, result.comparer, run.dtype),
+        steps=result.steps, explained=result.explained, operator=run.place.operator, moment=run.moment, casts=result.comparer.casts,
+        whole=result.whole, autocast=_of_precision(run.plan, result.comparer, run.dtype),
         settings=numeric_settings(), differing=result.differing, digest=run.digest, unlike_training=_why_unlike(run),
         notes=[*run.notes, *notes], between=run.between, general=[*mistakes_on_both_sides(run.job, run.plan)],
         apart=_report(apart, apart, plan, keyed=keyed) if apart is not run and apart.result else None,

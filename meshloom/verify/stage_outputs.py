@@ -1,6 +1,5 @@
 """The first module whose output is wrong where ranks run programs: once something differs, the forwards of the step's chunks once more, by
-all ranks together, as they have run them, but on parameters equal to one device's, held against the outputs of one device's modules; and
-what programs are given that is not their chunk's own.
+all ranks together, as they have run them, but on parameters equal to one device's, held against the outputs of one device's modules.
 
 Of each module the last value in its forward counts, and what that becomes where ranks add it up or gather it. Where that is the value of
 a module within it, it counts as that one's alone. Each rank says sums of its part; nothing is gathered.
@@ -11,7 +10,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, Protocol
 
@@ -30,8 +28,7 @@ from meshloom.replica.replica import Replica
 from meshloom.replica.replica_state import each_of_state
 from meshloom.tensor_parallel.layout.placement import PARTIAL, Part
 from meshloom.tensor_parallel.search.strategies import Strategy
-from meshloom.verify.causes.of_inputs import DrawSeeds, Fact, GivenInputs, altered_messages
-from meshloom.verify.compared.compare_values import FirstWrong, Value, Values, first_wrong_value
+from meshloom.verify.compared.compare_values import Value, Values, first_wrong_value
 from meshloom.verify.reference.float64_blocks import ramp_of, sample_of
 from meshloom.verify.reference.reference import Reference, watching
 
@@ -46,42 +43,28 @@ class Adopting(Protocol):
         ...
 
 
-@dataclass(frozen=True, kw_only=True)
-class RanForwards:
-    """What all ranks say of a step's chunks, run once more. of_chunks: number of a chunk -> of each rank that runs it, its modules' values. facts:
-    what programs were given that is not the chunk's own. draw: whether they draw random numbers."""
-
-    of_chunks: Mapping[int, Sequence[Values]]
-    facts: Sequence[Fact]
-    draw: bool
-
-
 def values_of_modules(
     replica: Replica, chunks: Sequence[Chunk], one_device: Adopting | None
-) -> Steps[RanForwards]:
-    """All ranks call it after a step, with their chunks of that step. one_device: gets the plan's parameters first."""
+) -> Steps[dict[int, list[Values]]]:
+    """What ranks say of a step's chunks, run once more: number of a chunk -> of each rank that runs it, its modules' values. All ranks call it after a
+    step, with their chunks of that step. one_device: gets the plan's parameters first."""
     yield from each_of_state(replica, one_device.adopt if one_device else _ignore)
     engine = replica.engine
     assert isinstance(engine, ProgramEngine)
     filled = [chunk for chunk in chunks if chunk.samples]
     counts: list[int] = yield from collect(replica.context.world, len(filled))
     mine = yield from _values(engine, replica, filled, max(counts))
-    everyone: list[dict[str, Any]] = yield from collect(replica.context.world, mine)
+    everyone: list[list[Any]] = yield from collect(replica.context.world, mine)
     of_chunks: dict[int, list[Values]] = {}
-    facts: dict[Fact, None] = {}
-    between: dict[int, list[Any]] = {}  # stages, by rank along tp
     for of_rank in everyone:
-        for index, values in of_rank["values"]:
+        for index, values in of_rank:
             of_chunks.setdefault(index, []).append(values)
-        facts |= dict.fromkeys((kind, chunk, path, what) for kind, chunk, path, what in of_rank["facts"])
-        between.setdefault(of_rank["along tp"], []).extend(of_rank["messages"])
-    facts |= dict.fromkeys(each for messages in between.values() for each in altered_messages(messages))
-    return RanForwards(of_chunks=of_chunks, facts=[*facts], draw=any(each["draw"] for each in everyone))
+    return of_chunks
 
 
 def first_wrong_module(
     reference: Reference, of_chunks: Mapping[int, Sequence[Values]], tolerance: float
-) -> FirstWrong | None:
+) -> str | None:
     """The first module, in one device's order, whose output differs from what ranks say of a chunk of the last step, the first chunk with
     one."""
     start = reference.buffers.snapshot()
@@ -149,19 +132,13 @@ class ModuleSums:
         return ending
 
 
-def _values(
-    engine: ProgramEngine, replica: Replica, chunks: Sequence[Chunk], most: int
-) -> Steps[dict[str, Any]]:
-    """What this rank says, in lists: values: of each of these chunks, with its number, by module what its programs compute, run as in the step;
-    facts: what they are given that is not theirs; messages: what stages send each other; draw: whether programs draw. most: chunks of the replica
+def _values(engine: ProgramEngine, replica: Replica, chunks: Sequence[Chunk], most: int) -> Steps[list[Any]]:
+    """What this rank says: of each of these chunks its number and, by module, what its programs compute, run as in the step. most: chunks of the replica
     that has most."""
     scope, loss = replica.scope, engine.programs.losses.loss
     along_tp = engine.tp.rank if engine.tp else 0
     with engine.computing("forwards", idle=not chunks):
         moments = scope.moments(chunks)
-        own: dict[int, Any] = {}
-        for chunk, moment in zip(chunks, moments, strict=True):
-            (own[chunk.index],) = yield from engine.drawn.all_drawn([moment], loss)
         batches = yield from engine.drawn.all_drawn(moments, loss)
         sums: list[ModuleSums] = []
         for batch in batches:
@@ -169,32 +146,19 @@ def _values(
             choice = engine.programs.division_of(batch, loss, training=True)
             stages = partial(engine.programs.stages, engine.programs.key(batch))
             sums.append(ModuleSums(choice.strategies if choice else {}, stages, along_tp))
-        inputs = GivenInputs(own)
-        seeds = [
-            DrawSeeds(chunk.index, moment.seed) for chunk, (_, moment) in zip(chunks, moments, strict=True)
-        ]
         now = 0
 
         def around(stage: int, microbatch: int, rerun: Callable[[], Any]) -> AbstractContextManager[None]:
             nonlocal now
             now = microbatch
-            seeds[now].begin()
             return scope.draws(chunks[microbatch])
 
         def visit(stage: int, node: Node, value: Any) -> None:
             sums[now].visit(stage, node, value)
-            seeds[now].visit(node)
 
         if batches:
-            engine.microbatches.look(batches, around, visit, most=most, given=inputs)
-    facts = [*inputs.found, *(each for of_chunk in seeds for each in of_chunk.found)]
-    return {
-        "values": [[chunk.index, each.found] for chunk, each in zip(chunks, sums, strict=True)],
-        "facts": [[*each] for each in facts],
-        "along tp": along_tp,
-        "messages": [[*each] for each in inputs.messages],
-        "draw": any(each.draw for each in seeds),
-    }
+            engine.microbatches.look(batches, around, visit, most=most)
+    return [[chunk.index, each.found] for chunk, each in zip(chunks, sums, strict=True)]
 
 
 def _sums(value: Tensor, is_part: bool, pieces: Pieces | None = None, rank: int = 0) -> Value:

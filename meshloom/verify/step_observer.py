@@ -1,4 +1,4 @@
-"""Observes the steps of one rank's replica: what its chunks received, drew and computed, and its gradients and state, which
+"""Observes the steps of one rank's replica: what its chunks received and computed, and its gradients and state, which
 rank 0 compares as they arrive.
 
 It adds to the steps that the Trainer takes, and takes the place of nothing in them.
@@ -24,13 +24,10 @@ from meshloom.parameters.digest import digest
 from meshloom.replica.replica import Gradients, Replica
 from meshloom.replica.replica_state import each_average, each_gradient, each_of_state, replicated_state
 from meshloom.telemetry.step_result import StepResult
-from meshloom.verify.causes.of_elements import names_of
 from meshloom.verify.comparing import Comparing
-from meshloom.verify.reference.mistakes import Cause
-from meshloom.verify.reference.observers import DrawWatch, ModuleWatch, altered_digest, digest_values
+from meshloom.verify.reference.observers import ModuleWatch, altered_digest, digest_values
 from meshloom.verify.reference.other_precision import default_dtype
 from meshloom.verify.reference.step_records import (
-    NOT_ROUNDED,
     ChunkRecord,
     ModuleOutput,
     Setting,
@@ -51,18 +48,10 @@ class StepObserver:
         self._replica, self._comparison, self._alone = replica, comparison, alone
         self._default = torch.get_default_dtype()  # of one device, around what it computes by itself
         self._modules = ModuleWatch(replica.model)
-        plan = replica.inner
-        # Draws of programs are not observed, and compiled ones are other operators; keyed ones are reported one by one.
-        seen = not (plan.captures or plan.compiles or plan.keyed_draws)
-        self._watch = DrawWatch(replica.context.device) if seen else None
         self._chunks: list[ChunkRecord] = []
         self._computed: list[ChunkRecord] = []  # in the first half of the step
-        self._draws: list[str] = []
-        self._seed, self._outputs, self._told = 0, tuple[ModuleOutput, ...](), -1
+        self._outputs, self._told = tuple[ModuleOutput, ...](), -1
         self._altered: dict[int, str] = {}  # chunk -> digest of its batch on the device, if that is another
-        self._held: dict[str, int] = {}  # digests of the state after the last step
-        self._changed: list[str] = []  # since then
-        self._step = -1  # the last one
         self.unused: set[Unused] = set()
 
     @contextmanager
@@ -70,22 +59,18 @@ class StepObserver:
         """A context in which modules are observed."""
         if (
             self._replica.plan.compiles
-        ):  # Hooks would be compiled with them; what they record only helps to find causes.
+        ):  # Hooks would be compiled with them; they only help to find the place.
             yield
         else:
             with self._modules.attached():
                 yield
 
     @contextmanager
-    def watch(self, chunk: Chunk, model: nn.Module) -> Iterator[list[str]]:
-        """Wraps a chunk's forward and backward; yields the list for the digests of its keyed draws."""
-        self._look_for_changes()
-        self._draws, self._seed, self._told = [], torch.initial_seed(), current_step()
+    def watch(self, chunk: Chunk, model: nn.Module) -> Iterator[None]:
+        """Wraps a chunk's forward and backward."""
+        self._told = current_step()
         self._modules.start()
-        if self._watch:
-            self._watch.start()
-        yield self._draws
-        self._draws += self._watch.stop() if self._watch else []
+        yield
         self._outputs = self._modules.stop()
 
     def received(self, chunk: Chunk, data: Any) -> None:
@@ -94,26 +79,13 @@ class StepObserver:
         if (other := altered_digest(chunk.data, data)) is not None:
             self._altered[chunk.index] = other
 
-    def _look_for_changes(self) -> None:
-        """Before the first forward after a step."""
-        before, self._held = self._held, {}
-        if before:
-            now = _state_of(self._replica)
-            self._changed = [name for name in before if now.get(name) != before[name]]
-
-    def changes(self) -> Steps[list[Cause]]:
-        """What has changed since the last step, on all ranks, which call this together."""
-        self._look_for_changes()
-        changed: list[list[list[str]]] = yield from collect(self._replica.context.world, [self._changed, []])
-        return list(_causes(changed, self._step))
-
     def chunk_done(self, chunk: Chunk, weight: float, loss_sum: float) -> None:
         """Record the chunk, whose forward and backward may still be under way."""
         self._chunks.append(
             ChunkRecord(
-                index=chunk.index, samples=chunk.samples, weight=weight, loss_sum=loss_sum, seed=self._seed,
+                index=chunk.index, samples=chunk.samples, weight=weight, loss_sum=loss_sum,
                 data=self._altered.pop(chunk.index, None) or digest_values(chunk.data),
-                draws=tuple(self._draws), modules=self._outputs, told=self._told,
+                modules=self._outputs, told=self._told,
             )
         )  # fmt: skip
 
@@ -139,32 +111,26 @@ class StepObserver:
         compared = self._comparison
         take = compared.add_state if compared else _ignore
         yield from each_of_state(self._replica, partial(self._apart, take))
-        moved: list[str] = []  # by averages, which are put in place of parameters and back, as in evaluations
         if self._replica.job.average is not None:
             self._apart(compared.begin_averages if compared else _ignore)
             take = compared.add_average if compared else _ignore
-            held = _state_of(self._replica)
             yield from each_average(self._replica, partial(self._apart, take))
-            moved = [name for name, each in _state_of(self._replica).items() if each != held[name]]
-        record = yield from self._record(result, moved)
+        record = yield from self._record(result)
         self._apart(compared.end if compared else _ignore, record)
-        self._step = result.step
 
     def _apart(self, call: Callable[..., None], *arguments: Any) -> None:
         """Calls what belongs to one device, in the precision of new tensors that it has."""
         with default_dtype(self._default):
             call(*arguments)
 
-    def _record(self, result: StepResult, moved: Sequence[str]) -> Steps[StepRecord]:
+    def _record(self, result: StepResult) -> Steps[StepRecord]:
         world = self._replica.context.world
-        changed: list[list[list[str]]] = yield from collect(world, [self._changed, list(moved)])
-        self._changed = []
         # recorded on the ranks with tp=0 and, in a pipeline, of the last stage
         mine = [each.to_dict() for each in self._computed] if self._replica.context.place.tp == 0 else []
         chunks: list[list[dict[str, Any]]] = yield from collect(world, mine)
-        self._held = _state_of(self._replica)
-        digests = yield from _digests(self._replica, self._held.values())
-        apart = (yield from _apart_of(self._replica, self._held, digests)) if _differ(digests) else []
+        held = {name: int(digest(each)) for name, each in replicated_state(self._replica).items()}
+        digests = yield from _digests(self._replica, held.values())
+        apart = (yield from _apart_of(self._replica, held, digests)) if _differ(digests) else []
         inconsistent = yield from _inconsistencies(self._replica)
         updater = self._replica.updater
         mine_set = settings_of(updater.state.optimizers, updater.schedulers) | reported_rates(updater.learning_rates())  # fmt: skip
@@ -174,29 +140,8 @@ class StepObserver:
             step=result.step, turn=self._replica.scope.turn.loss, loss=result.loss, weight=result.weight, gradient_norm=result.gradient_norm,
             gradients={}, chunks=sorted(records, key=lambda chunk: chunk.index),
             replicas=[*map(digest_values, digests)], apart=apart, logged=result.logged, inconsistent=inconsistent, skipped=result.skipped,
-            settings=settings, changed=[*_causes(changed, result.step - 1)],
+            settings=settings,
         )  # fmt: skip
-
-
-def _state_of(replica: Replica) -> dict[str, int]:
-    """Digests of what this rank holds of what every replica has."""
-    return {name: int(digest(each)) for name, each in replicated_state(replica).items()}
-
-
-def _causes(of_ranks: Sequence[Sequence[Sequence[str]]], step: int) -> Iterator[Cause]:
-    """What has changed on which ranks since the update of `step`, and in showing averages before."""
-    for number in (0, 1):
-        found = {rank: names[number] for rank, names in enumerate(of_ranks) if names[number]}
-        if not found:
-            continue
-        what = names_of(dict.fromkeys(name for names in found.values() for name in names))
-        some = len(found) < len(of_ranks)
-        ranks = f"rank {', '.join(map(str, found))} alone" if some else "all ranks"
-        if number:
-            sentence = f"The evaluation changes {what} on {ranks}: averages stay in place of parameters."
-        else:
-            sentence = f"{what} changed on {ranks} after the update of step {step} and before the next forward: something besides updates writes there."
-        yield Cause("replicas" if some else "between steps", sentence)
 
 
 def _ignore(*arguments: Any) -> None:
@@ -229,6 +174,6 @@ def _inconsistencies(replica: Replica) -> Steps[list[str]]:
     mine = yield from replica.engine.check_replicated()
     masters = masters_of(replica.exchange)
     if masters and (name := masters.wrong()) is not None:
-        mine = f"{name} of rank {replica.context.rank} {NOT_ROUNDED}"
+        mine = f"{name} of rank {replica.context.rank} is not the rounding of the copy that is updated"
     of_ranks: list[str | None] = yield from collect(replica.context.world, mine)
     return list(dict.fromkeys(each for each in of_ranks if each))

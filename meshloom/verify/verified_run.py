@@ -47,33 +47,19 @@ from meshloom.verify.between_steps.saving_again import (
     saving_directory,
     why_nothing_is_saved,
 )
-from meshloom.verify.causes.values_at_start import differing_initially
 from meshloom.verify.compared.compare import placed
 from meshloom.verify.comparing import Comparing, ComparisonResult, OneDevice
 from meshloom.verify.evaluation_outputs import checked_evaluation, steps_schedulers_apart
-from meshloom.verify.program_causes import after_resuming, in_order, of_programs
-from meshloom.verify.reference.mistakes import Cause
+from meshloom.verify.place import Place, place_of
 from meshloom.verify.reference.samples_of_epoch import batches_of_first_epoch
-from meshloom.verify.stage_outputs import RanForwards, values_of_modules
 from meshloom.verify.step_observer import StepObserver, Unused
 
 _MOST_SAMPLES, _MOST_SECONDS = 4096, 5.0  # of iterable data, to find the end of its first epoch
 Shares = Sequence[tuple[int, tuple[int, ...]]]
 Compare = Callable[[Job, OneDevice], Comparing]  # begins a comparison
-_RESUMED = Cause(
-    "resuming",
-    "All steps before the checkpoint agree, and the first one after resuming does not: what is resumed is not what was saved, or the data goes on elsewhere.",
-)
-_LATER = Cause(
-    "resuming",
-    "All steps before the checkpoint agree, and so does the first one after resuming, but not the second: something that is resumed is not what was saved, "
-    "or what happens between two steps is wrong.",
-)
-_NEXT_EPOCH = Cause(
-    "epoch",
-    "Earlier steps agree, and the end of the epoch does not: its last batch, which may be short, or the first batch of the next; or what comes where batches "
-    "get another size, or something freezes or thaws.",
-)
+# moments of steps, as what follows "from step 3 on"
+_RESUMED = ", after resuming the checkpoint"
+_NEXT_EPOCH = ", at the end of an epoch, or where batches get another size or something freezes or thaws"
 
 
 @dataclass(kw_only=True)
@@ -81,7 +67,7 @@ class VerifiedRun:
     """Of `job` under `plan`. dtype: of both sides; None: the job's own.
     settings: of every Trainer. compare: where one device is.
 
-    result, between, causes: on rank 0, what came of it. digest: of what ran. is_unlike_training: whether training may be divided
+    result, between, place, moment: on rank 0, what came of it. digest: of what ran. is_unlike_training: whether training may be divided
     or cut otherwise. devices: one line about them. owned: the share of the trainable elements that each rank updates. one_copy:
     whether replicas had one copy of the parameters. notes: on what was left out.
     """
@@ -95,7 +81,8 @@ class VerifiedRun:
     comparison: Comparing | None = None
     result: ComparisonResult | None = None
     between: list[BetweenSteps] = field(default_factory=list[BetweenSteps])
-    causes: list[Cause] = field(default_factory=list[Cause])
+    place: Place = field(default_factory=Place)
+    moment: str = ""  # in the run, of a step that differs
     owned: Sequence[float] = ()
     digest: str = ""
     is_unlike_training: bool = False
@@ -103,9 +90,7 @@ class VerifiedRun:
     one_copy: bool = False
     notes: list[str] = field(default_factory=list[str])
     _steps_per_epoch: int | None = None
-    _module: str = field(default="", init=False)  # the first wrong one, if a search in programs has found it
     _unused: set[Unused] = field(default_factory=set[Unused], init=False)  # what steps had no gradients of
-    _changed: list[Cause] = field(default_factory=list[Cause], init=False)  # what has changed between steps
 
     def quick(self, steps: int, *, own_copies: bool = False) -> None:
         """So many steps. own_copies: each replica has its own parameters."""
@@ -136,33 +121,38 @@ class VerifiedRun:
                     lacking = trainer.together(partial(left_out, path=path))[0]
                 if path is None or lacking:
                     self.notes.append(lacking)
-                    _ = self._take(trainer, after) and self._take(trainer, ends, special=_NEXT_EPOCH)
+                    _ = self._take(trainer, after) and self._take(trainer, ends, moment=_NEXT_EPOCH)
                     return
             del trainer  # before the next one needs as much memory
             with self._opened(total, resume=path) as trainer:
-                passed = self._take(trainer, after, special=_RESUMED)
-                lost = of_first_rank(trainer, _RESUMED in self.causes or _LATER in self.causes)
+                passed = resumed = self._take(trainer, after, moment=_RESUMED)
                 if passed and self.job.average is not None:  # in the first step averages are the parameters
                     passed = self._evaluate(trainer)
-                passed = passed and self._take(trainer, ends, special=_NEXT_EPOCH)
+                passed = passed and self._take(trainer, ends, moment=_NEXT_EPOCH)
                 # what a step leaves shows in one that does not use it
                 if passed and _varies(trainer, self._unused):
                     passed = self._take(trainer, range(trainer.next_step, min(trainer.next_step + 2, total)))
                 compare = self.comparison and self.comparison.check_saved
                 self.between += saved_after_resuming(trainer, path, compare) if passed else []
             del trainer
-            if lost:
+            if not resumed:
                 again, _ = saved_again(self._opened(total, resume=path, compares=False), path)
                 self.between += [] if again.passed else [again]
-                self.causes = after_resuming(self.causes, again)
             elif passed and self.devices.startswith("simulated") and self.plan.mesh.size > 1:
                 self._resume_elsewhere(path, total)
 
     def _end(self) -> None:
         """Lets go of one device."""
         self.result = self.comparison.result() if self.comparison else None
-        if self.result and self._module:
-            self.result = replace(self.result, steps=placed(self.result.steps, self._module))
+        # what is resumed from a wrong checkpoint is wrong where that is
+        wrong = (
+            [each for each in self.between if not each.passed and "checkpoint" in each.what]
+            if self.moment
+            else []
+        )
+        module = (wrong[0].first_module if wrong else None) or self.place.module
+        if self.result and module:
+            self.result = replace(self.result, steps=placed(self.result.steps, module))
         self.comparison = None
 
     @contextmanager
@@ -183,14 +173,11 @@ class VerifiedRun:
             if compares and trainer.world.main and self.comparison is None:
                 other = OneDevice(plan=first.inner, dtype=self.dtype, device=first.context.device, shares=self.shares)  # fmt: skip
                 self.comparison = self.compare(self.job, other)
-            if compares and resume is None:
-                one = self.comparison.other_at_start if self.comparison else None
-                self._changed += trainer.together(lambda each: differing_initially(each, one if each is first else None))[0]  # fmt: skip
             yield trainer
 
-    def _take(self, trainer: Trainer, numbers: Sequence[int], special: Cause | None = None) -> bool:
-        """Take the steps of these numbers, and compare them. Whether all agree, on every rank. special: what a difference in
-        them means, if those before agree."""
+    def _take(self, trainer: Trainer, numbers: Sequence[int], moment: str = "") -> bool:
+        """Take the steps of these numbers, and compare them. Whether all agree, on every rank. moment: of the run, which they are
+        at."""
         run, comparison = trainer.synchronous, self.comparison
         assert run is not None
         first = trainer.replicas[0]
@@ -202,7 +189,7 @@ class VerifiedRun:
             batches = attached.enter_context(_closing(trainer.batches()))
             batch = None
             for number in numbers:
-                if special is _NEXT_EPOCH and number != run.next_step:
+                if moment == _NEXT_EPOCH and number != run.next_step:
                     run.next_step = number
                     if comparison:
                         comparison.go_to(number)
@@ -211,20 +198,11 @@ class VerifiedRun:
                 if isinstance(first.engine, ProgramEngine) and not _agrees(trainer, comparison):
                     break
             self._steps_per_epoch = run.data.steps_per_epoch
-            changed = trainer.together(lambda each: observers[trainer.replicas.index(each)].changes())[0]
             self._unused.update(*(each.unused for each in observers))
         run.observe([None] * len(observers))
         passed = _agrees(trainer, comparison)
         if not passed and batch:
-            forwards = _run_again(trainer, batch, comparison)  # of the step that differs
-            if comparison:
-                found = of_programs(trainer, comparison, forwards, self.plan, self.dtype)
-                result = comparison.result()
-                special = _meaning(special, result, numbers[0], self.between)
-                resumed = special is not None and special.kind in ("resuming", "saved")
-                self.causes += in_order(found.before(result.causes), special, self._changed, resumed=resumed)
-                self._module = _wrong_in_checkpoint(special, self.between) or found.module
-        self._changed += changed
+            self.place, self.moment = place_of(trainer, comparison, batch, self.dtype), moment
         return passed
 
     def _evaluate(self, trainer: Trainer, into: Path | None = None, *, last: bool = False) -> bool:
@@ -272,7 +250,7 @@ class VerifiedRun:
 
     def _resume_elsewhere(self, path: Path, steps: int) -> None:
         """Resume the checkpoint under dp=1, and save it again."""
-        elsewhere = replace(self, plan=Plan(precision=self.plan.precision), shares=(), comparison=None, between=[], causes=[])  # fmt: skip
+        elsewhere = replace(self, plan=Plan(precision=self.plan.precision), shares=(), comparison=None, between=[])  # fmt: skip
         checked, lost = saved_again(elsewhere._opened(steps, resume=path, compares=False), path, "dp=1")
         self.between.append(checked)
         self.notes += [begun_without(lost)] if lost else []
@@ -281,47 +259,6 @@ class VerifiedRun:
 def _agrees(trainer: Trainer, one: Comparing | None) -> bool:
     """Whether all steps so far agree, on every rank."""
     return of_first_rank(trainer, one is None or one.passed)
-
-
-def _run_again(trainer: Trainer, batch: Batch, comparison: Comparing | None) -> RanForwards | None:
-    """The step's forwards of programs, if ranks run any, on parameters that one device gets. All ranks call it."""
-    first = trainer.replicas[0]
-    if not isinstance(first.engine, ProgramEngine) or first.plan.sync_batch_norm or first.inner.compiles:
-        return None
-
-    def look(replica: Replica) -> Steps[RanForwards]:
-        own = comparison if replica is first else None
-        return (yield from values_of_modules(replica, batch.shares[trainer.replicas.index(replica)], own))
-
-    return trainer.together(look)[0]
-
-
-def _meaning(
-    special: Cause | None, result: ComparisonResult, first: int, between: Sequence[BetweenSteps]
-) -> Cause | None:
-    """What a difference says of resuming. first: the number of the first step after it. between: what was compared before."""
-    if special is None:
-        return None
-    if wrong := _wrong_checkpoints(between):
-        off = (f"{each.name} is off by {each.error:.1e}" for each in wrong[0].errors if not each.passed)
-        what = next(iter([*wrong[0].facts, *off]), "")
-        return Cause(
-            "saved",
-            f"All steps before the checkpoint agree, and the checkpoint itself differs from one device: {what}",
-        )
-    if special is _RESUMED and all(each.passed for each in result.steps if each.step == first):
-        return _LATER
-    return special
-
-
-def _wrong_checkpoints(between: Sequence[BetweenSteps]) -> list[BetweenSteps]:
-    return [each for each in between if not each.passed and "checkpoint" in each.what]
-
-
-def _wrong_in_checkpoint(special: Cause | None, between: Sequence[BetweenSteps]) -> str | None:
-    """The module whose values the checkpoint that is resumed has wrong, of a difference after it."""
-    wrong = _wrong_checkpoints(between) if special else []
-    return wrong[0].first_module if wrong else None
 
 
 def _has_skipped_all(trainer: Trainer, one: Comparing | None) -> bool:

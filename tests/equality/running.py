@@ -53,7 +53,7 @@ def wrong_in(model: Model, cell: Case, patch: pytest.MonkeyPatch) -> str:
         except Exception as error:
             return f"{type(error).__name__}: {error}"
     assert report is not None
-    if not report.passed or report.causes:
+    if not report.passed:
         return text_of(report)
     return "\n".join([*([] if is_skipped(model, cell) else _unforeseen(ranks)), *_idle(model, plan, ranks)])
 

@@ -2,18 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable
 from typing import Any
 
 from torch.optim import Optimizer
-
-
-def copies_of(optimizers: Iterable[Any], memo: dict[int, Any]) -> list[Any]:
-    """Deep copies. memo: as for `copy.deepcopy`."""
-    copies = [copy.deepcopy(each, memo) for each in optimizers]
-    make_copies_step(memo.values())
-    return copies
 
 
 def make_copies_step(copies: Iterable[Any]) -> None:

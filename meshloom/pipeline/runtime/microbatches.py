@@ -19,7 +19,7 @@ from meshloom.core.mesh import Axis
 from meshloom.exchange.units.unit_access import UnitAccess
 from meshloom.pipeline.runtime.gradient_readiness import Readiness
 from meshloom.pipeline.runtime.run import ActionListener, BothListeners, PipelineRun
-from meshloom.pipeline.runtime.stage import Given, StageRun
+from meshloom.pipeline.runtime.stage import StageRun
 from meshloom.pipeline.schedules.schedule import Action, Schedule
 from meshloom.pipeline.stages.program_store import ProgramStore
 from meshloom.pipeline.stages.stage_traffic import sent_by_rank, sent_over_tp, traffic_of_ranks
@@ -144,7 +144,6 @@ class Microbatches:
         visit: Visit,
         *,
         most: int = 0,
-        given: Given | None = None,
     ) -> None:
         """Forwards of microbatches as `train` runs them, one after another, without gradients or changes to buffers: each finds these
         as they are. most: microbatches of the replica that has most."""
@@ -159,7 +158,7 @@ class Microbatches:
         run = PipelineRun(schedule, self._pp, known.stages, crossings, self._device, of_others=others)
         with ExitStack() as watching, torch.no_grad():
             for number, stage in known.stages.items():
-                watching.enter_context(stage.watched(partial(visit, number), buffers, given))
+                watching.enter_context(stage.watched(partial(visit, number), buffers))
             run.run(meet=self._meet)
         self._batches = []
 

@@ -6,7 +6,7 @@ from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,22 +26,6 @@ from meshloom.program.run.with_fused_accumulation import MIN_ELEMENTS, with_fuse
 # microbatch, flat result of the loss -> the tensor where backward starts
 Finish = Callable[[int, Sequence[Any]], Tensor | None]
 _autograd: Any = torch.autograd
-
-
-class Given(Protocol):
-    """Is told what programs are given and give, by name, in forwards that are only looked at."""
-
-    def given(self, microbatch: int, program: Program, inputs: Mapping[str, Tensor]) -> None:
-        """Of the batch."""
-        ...
-
-    def received(self, microbatch: int, values: Mapping[str, Tensor]) -> None:
-        """Of earlier stages."""
-        ...
-
-    def sent(self, microbatch: int, program: Program, values: Mapping[str, Tensor]) -> None:
-        """To later stages."""
-        ...
 
 
 @dataclass
@@ -89,7 +73,6 @@ class StageRun:
         compiler: Compiler | None = None,
     ) -> None:
         self._visit, self._elsewhere = visit, elsewhere
-        self._given: Given | None = None
         self._deferred = DeferredWeightGradients(accumulator or DirectAccumulator())
         self._compiler = compiler
         programs = {
@@ -125,8 +108,6 @@ class StageRun:
         with self._around(microbatch) if self._around else nullcontext():
             values = self.rerun(microbatch)
         outputs: dict[str, Tensor] = dict(zip(stage.sent, values, strict=False))
-        if self._given:
-            self._given.sent(microbatch, self._programs[microbatch], outputs)
         live.is_forward = True
         # without gradients, as in evaluations, a parameter that is sent is a leaf
         live.edges = {
@@ -145,14 +126,6 @@ class StageRun:
         leaves = [
             inputs[each.value] if each.value in inputs else tensor_of(batch, each) for each in program.inputs
         ]
-        if self._given:
-            from_batch = {
-                each.name: value
-                for each, value in zip(program.inputs, leaves, strict=True)
-                if each.value not in inputs
-            }
-            self._given.given(microbatch, program, from_batch)
-            self._given.received(microbatch, inputs)
         # The backward may need a buffer as this forward saw it, and other forwards come in between.
         changed = {name: self._buffers[name].clone() for name in self._stages[microbatch].changing}
         live: Any = self._buffers  # a `ChainMap` only reads its second mapping
@@ -172,17 +145,14 @@ class StageRun:
         return values
 
     @contextmanager
-    def watched(
-        self, visit: Callable[[Node, Any], None], buffers: Mapping[str, Tensor], given: Given | None
-    ) -> Iterator[None]:
+    def watched(self, visit: Callable[[Node, Any], None], buffers: Mapping[str, Tensor]) -> Iterator[None]:
         """A context of forwards that are only looked at. buffers: in place of this rank's."""
         kept = self._visit, self._buffers
-        self._visit, self._buffers, self._given = visit, buffers, given
+        self._visit, self._buffers = visit, buffers
         try:
             yield
         finally:
             self._visit, self._buffers = kept
-            self._given = None
             self.clear()
 
     def clear(self) -> None:

@@ -25,7 +25,7 @@ from meshloom.launch.processes.rank_process import signal_name
 from meshloom.verify.apart.messages import ConnectionEndedError, receive, send
 from meshloom.verify.between_steps.checks import BetweenSteps
 from meshloom.verify.compared.compare_evaluation import FoundMetric, PlanEvaluation, SeenMetric
-from meshloom.verify.compared.compare_values import FirstWrong, Values
+from meshloom.verify.compared.compare_values import Values
 from meshloom.verify.comparing import Comparing, ComparisonResult, OneDevice
 from meshloom.verify.reference.between_steps.evaluation import EvaluatedChunk
 from meshloom.verify.reference.step_records import StepRecord
@@ -105,9 +105,6 @@ class _Remote(Comparing):
     def update(self) -> None:
         self._call("update")
 
-    def other_at_start(self, name: str, ours: Tensor) -> str:
-        return self._call("other_at_start", name, ours)
-
     def add_state(self, name: str, ours: Tensor) -> None:
         self._call("add_state", name, ours)
 
@@ -141,7 +138,7 @@ class _Remote(Comparing):
     def adopt(self, name: str, ours: Tensor) -> None:
         self._call("adopt", name, ours)
 
-    def place(self, of_chunks: Mapping[int, Sequence[Values]]) -> FirstWrong | None:
+    def place(self, of_chunks: Mapping[int, Sequence[Values]]) -> str | None:
         return self._call("place", of_chunks)
 
     @property

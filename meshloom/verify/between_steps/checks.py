@@ -12,29 +12,23 @@ from torch import Tensor
 
 from meshloom.core.device.flat_bytes import flat_bytes
 from meshloom.verify.reference.float64_blocks import distance, norm
-from meshloom.verify.reference.mistakes import Cause
 
 Kind = Literal[
     "loss", "norm", "gradient", "buffer", "parameter", "update", "average", "scale", "metric", "saved"
 ]
 
-_MANY = 16  # elements, which tell more than one does
-
 
 @dataclass(frozen=True, kw_only=True)
 class TensorError:
-    """The comparison of one tensor. elements: their number. moved: the tolerance is the measured effect of
-    rounding on the reference. multiple: of an update that differs, or of a factor in common: it is so many times the
-    reference's, and what is left, as a share of it."""
+    """The comparison of one tensor. moved: the tolerance is the measured effect of
+    rounding on the reference."""
 
     name: str
     kind: Kind
     step: int
     error: float
     tolerance: float
-    elements: int = 1
     moved: bool = False
-    multiple: tuple[float, float] | None = None
 
     @property
     def passed(self) -> bool:
@@ -53,21 +47,12 @@ class DifferingTensor:
     one_device: Tensor
 
 
-@dataclass
-class FirstDiffering:
-    """The first tensor that differs, and the first of its kind that has elements enough to tell why, if one has."""
+@dataclass(frozen=True)
+class Cause:
+    """A probable cause of a difference, in one sentence."""
 
-    first: DifferingTensor | None = None
-    clear: DifferingTensor | None = None
-
-    def keep(self, error: TensorError, ours: Tensor | None, right: Tensor | None) -> None:
-        """Keep both sides of a tensor that differs, if it is one of these."""
-        clear = self.clear
-        is_clearer = clear is None or (clear.plan.numel() < _MANY and clear.kind == error.kind)
-        if ours is not None and right is not None and is_clearer:
-            plan, other = (each.detach().to_dense().clone() for each in (ours, right))
-            self.clear = DifferingTensor(name=error.name, kind=error.kind, step=error.step, plan=plan, one_device=other)  # fmt: skip
-            self.first = self.first or self.clear
+    kind: str
+    sentence: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,6 +92,4 @@ def compared_with(name: str, ours: Tensor | None, right: Tensor, step: int, tole
         )
     else:
         error = 0.0 if torch.equal(ours.view(right.shape).to(right.dtype), right) else math.inf
-    return TensorError(
-        name=name, kind="saved", step=step, error=error, tolerance=tolerance, elements=right.numel()
-    )
+    return TensorError(name=name, kind="saved", step=step, error=error, tolerance=tolerance)

@@ -12,13 +12,13 @@ from typing import Any
 from torch import Tensor, nn
 
 from meshloom.verify.between_steps.averages import AverageErrors
+from meshloom.verify.between_steps.checks import Cause
 from meshloom.verify.reference.between_steps.evaluation import (
     EvaluatedChunk,
     MetricPlace,
     evaluated_chunks,
     means_of,
 )
-from meshloom.verify.reference.mistakes import Cause, CauseKind
 from meshloom.verify.reference.reference import Reference
 from meshloom.verify.reference.reruns import having
 
@@ -96,7 +96,7 @@ def cause_of_metrics(wrong: WrongMetrics) -> Cause | None:
         for key, value in numbers_of(chunks).items()
         if not isinstance(key, str) and key in wrong.ours
     }
-    averaged: list[tuple[CauseKind, str, Numbers]] = [
+    averaged: list[tuple[str, str, Numbers]] = [
         (kind, what, {**metrics, **same}) for kind, what, metrics in _ways_to_average(chunks, wrong.reference)
     ]
     for kind, what, metrics in (*averaged, *_ways_to_evaluate(wrong)):
@@ -124,7 +124,7 @@ def metric_error(ours: float, right: float, size: float = 0.0) -> float:
 
 def _ways_to_average(
     chunks: Sequence[EvaluatedChunk], reference: Reference
-) -> Iterator[tuple[CauseKind, str, Numbers]]:
+) -> Iterator[tuple[str, str, Numbers]]:
     """Of one device's chunks."""
     dp, m, right = reference.plan.dp, reference.plan.microbatches, means_of(chunks)
     for times in dict.fromkeys((dp, m, dp * m)):
@@ -162,7 +162,7 @@ def _numbers(means: Mapping[str, float]) -> Numbers:
     return {**means}
 
 
-def _ways_to_evaluate(wrong: WrongMetrics) -> Iterator[tuple[CauseKind, str, Numbers]]:
+def _ways_to_evaluate(wrong: WrongMetrics) -> Iterator[tuple[str, str, Numbers]]:
     reference = wrong.reference
     if wrong.averages:
         yield "averages", "those of the parameters, and not of their averages", wrong.numbers()
@@ -214,9 +214,7 @@ def _ways_to_tell(updates: int, batches: int) -> Iterator[tuple[str, Callable[[i
     yield from ((", or ".join(each), ways[each[0]]) for each in alike.values() if each)
 
 
-def _ways_of_module(
-    wrong: WrongMetrics, name: str, tensor: str | None
-) -> Iterator[tuple[CauseKind, str, Numbers]]:
+def _ways_of_module(wrong: WrongMetrics, name: str, tensor: str | None) -> Iterator[tuple[str, str, Numbers]]:
     reference = wrong.reference
     modules = dict(reference.model.named_modules())
     if (module := modules.get(name)) is None:
@@ -229,7 +227,7 @@ def _ways_of_module(
             yield "forward", what, wrong.numbers(alike)
     own = [f"{name}.{key}".lstrip(".") for key, _ in module.named_parameters(recurse=False)]
     own = [key for key in own if tensor in (None, key)]
-    ways: list[tuple[CauseKind, str, Mapping[str, Tensor]]] = []
+    ways: list[tuple[str, str, Mapping[str, Tensor]]] = []
     if wrong.averages:
         now = {key: reference.parameters[key].detach().clone() for key in own if key in reference.parameters}
         ways.append(("averages", "as it is, and not its average", now))

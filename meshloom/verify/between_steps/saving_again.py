@@ -26,17 +26,11 @@ from meshloom.verify.between_steps.checks import BetweenSteps
 from meshloom.verify.between_steps.first_rank import of_first_rank
 from meshloom.verify.between_steps.kept_checkpoints import kept_checkpoints
 from meshloom.verify.between_steps.saved_check import same_files
-from meshloom.verify.reference.mistakes import Cause
 
 _QUICKLY_WRITTEN = 1 << 28  # bytes
 _STATE = 4  # times the parameters: themselves, two moments, copies
 _BACKGROUND = "the checkpoint written in the background while the next step ran"
 _BEST = "the checkpoint of the best evaluation"
-_COPIED = (
-    "The same state written in the foreground is right. What is copied for the thread that writes is something else, such as what the next update has "
-    "made of it."
-)
-_LOST = "What is resumed is not what was saved. Resumed and saved again, without a step: {}"
 
 
 def save_in_background(trainer: Trainer, directory: Path, before: Path) -> tuple[BetweenSteps, Path]:
@@ -59,7 +53,6 @@ def save_in_background(trainer: Trainer, directory: Path, before: Path) -> tuple
     checked = BetweenSteps(what=_BACKGROUND)
     if trainer.world.main:
         checked = _with_values(same_files(before, path, _BACKGROUND)[0], before, path)
-        checked = replace(checked, causes=[] if checked.passed else [Cause("saved", _COPIED)])
     return checked, path if of_first_rank(trainer, checked.passed) else before
 
 
@@ -109,8 +102,6 @@ def saved_again(
         checked, lost = same_files(path, again, what)
         if not elsewhere:
             checked = _with_values(checked, path, again)
-            causes = [Cause("saved", _LOST.format(" ".join(checked.facts[:3])))]
-            checked = replace(checked, causes=[] if checked.passed else causes)
         return checked, lost
 
 

@@ -56,7 +56,6 @@ class Comparison:
     facts: Sequence[str]
     # the first in order of execution whose output differs, else the last whose gradient does
     first_module: str | None
-    first_output: str | None = None  # of those whose outputs were observed
     turn: str = ""
     skipped: bool = False
     edge: str = ""
@@ -159,10 +158,10 @@ class Comparer:
         facts = [*facts_of(ours, reference, self.plan)]
         if not facts:
             errors = self._with_moved_loss(errors, abs(reference.loss), loss_effect)
-        module = output = None
+        module = None
         if facts or not all(error.passed for error in errors):
-            output = first_output(ours, reference, self.outputs, self.plan)
-            module = output or first_module(reference, errors, self.plan)
+            module = first_output(ours, reference, self.outputs, self.plan)
+            module = module or first_module(reference, errors, self.plan)
             # both begin with a name
             apart = [*ours.apart, *(each.split(" ", 1)[0] for each in ours.inconsistent)]
             module = module or module_of_names(apart, reference, self.plan)
@@ -174,7 +173,6 @@ class Comparer:
             errors=errors,
             facts=facts,
             first_module=module,
-            first_output=output,
             turn=reference.turn,
             skipped=reference.skipped,
             edge=reference.overflow if ours.skipped == reference.skipped else "",

@@ -182,27 +182,6 @@ def other_ways(module: str, pairs: Iterable[tuple[ModuleOutput, ModuleOutput]]) 
     return ""
 
 
-def ways_of_step(module: str, ours: StepRecord, reference: StepRecord, plan: Plan) -> str:
-    """`other_ways`, in a step."""
-    return other_ways(module, _both(ours, reference, plan))
-
-
-def other_modules(ours: StepRecord, reference: StepRecord) -> str:
-    """Which modules a chunk's loss runs that one device's does not, or the other way round; "": it runs the same, or that is not known. Of chunks that run as written."""
-    here, there = filled(ours.chunks), filled(reference.chunks)
-    for index in sorted({*here} & {*there}):
-        one, other = ({each.name for each in of[index].modules} for of in (here, there))
-        parts = (
-            ("runs", one - other, "one device's does not"),
-            ("does not run", other - one, "one device's does"),
-        )
-        for what, names, but in parts:
-            if names and one and other:
-                shown = ", ".join(sorted(names)[:3]) + (", ..." if len(names) > 3 else "")
-                return f"the loss of chunk {index} {what} {shown}, which {but}: it is another loss, or goes another way"
-    return ""
-
-
 def order_of_modules(record: StepRecord, plan: Plan) -> dict[str, int]:
     """Module -> its place in order of execution."""
     executed = dict.fromkeys(each.name for each in _outputs(record, plan))

@@ -11,10 +11,10 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from meshloom.verify.between_steps.checks import Cause
 from meshloom.verify.compared.compare_chunks import OutputSteps, other_ways
 from meshloom.verify.compared.compare_values import Values, first_wrong_value, pairs_of_values
 from meshloom.verify.reference.between_steps.evaluation import EvaluatedChunk, MetricPlace
-from meshloom.verify.reference.mistakes import Cause
 from meshloom.verify.reference.step_records import ModuleOutput
 from meshloom.verify.tolerances.evaluation_errors import chunk_errors
 
@@ -152,8 +152,7 @@ def place_metric(
                 module=module or "the whole model", tensor=tensor, training=training, ways=ways
             )
     of_modules = [each for each in outputs if each.name not in tensors]
-    found = first_wrong_value(of_modules, [each.values for each in seen if each.values], tolerance)
-    module = found.module if found else None
+    module = first_wrong_value(of_modules, [each.values for each in seen if each.values], tolerance)
     return PlacedMetric(module=module, training=training, has_parts=any(each.has_parts for each in seen))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 from meshloom.verify.compared.compare_chunks import OutputSteps, output_error
 from meshloom.verify.reference.step_records import ModuleOutput
@@ -14,34 +13,16 @@ Value = tuple[bool, float, float, int, float | None, Sequence[float]]
 Values = Mapping[str, Sequence[Value]]  # by module
 
 
-@dataclass(frozen=True, kw_only=True)
-class FirstWrong:
-    """The first module, in one device's order, whose output differs from what ranks say. unseen: modules between it and the last that agrees, of
-    whose outputs ranks say nothing that can be compared."""
-
-    module: str
-    unseen: Sequence[str] = ()
-
-
 def first_wrong_value(
     outputs: Sequence[ModuleOutput], of_ranks: Sequence[Values], tolerance: float
-) -> FirstWrong | None:
-    """None: all agree that ranks have. outputs: one device's; of several calls of a module the last counts."""
-    steps, seen = OutputSteps(tolerance), -1
-    for number, ours, right in pairs_of_values(outputs, of_ranks):
-        if steps.differs(ours, right):
-            between = outputs[seen + 1 : number]
-            known = {
-                (each.total, each.square, each.count) for each in outputs[: seen + 1]
-            }  # a block has its last layer's output
-            unseen = [
-                each.name
-                for each in between
-                if each.name and (each.total, each.square, each.count) not in known
-            ]
-            return FirstWrong(module=right.name, unseen=[*dict.fromkeys(unseen)])
-        seen = max(seen, number)
-    return None
+) -> str | None:
+    """The first module, in one device's order, whose output differs from what ranks say; None: all agree that ranks have. outputs: one
+    device's; of several calls of a module the last counts."""
+    steps = OutputSteps(tolerance)
+    return next(
+        (right.name for _, ours, right in pairs_of_values(outputs, of_ranks) if steps.differs(ours, right)),
+        None,
+    )
 
 
 def pairs_of_values(

@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 
 from meshloom.verify.between_steps.averages import AverageErrors
-from meshloom.verify.between_steps.checks import BetweenSteps, TensorError
+from meshloom.verify.between_steps.checks import BetweenSteps, Cause, TensorError
 from meshloom.verify.between_steps.evaluation_causes import (
     WrongMetrics,
     cause_in_module,
@@ -40,7 +40,6 @@ from meshloom.verify.reference.between_steps.evaluation import (
     means_of,
     watched_metric,
 )
-from meshloom.verify.reference.mistakes import Cause
 from meshloom.verify.reference.reference import Reference
 from meshloom.verify.reference.step_records import StepRecord
 from meshloom.verify.tolerances.evaluation_errors import (

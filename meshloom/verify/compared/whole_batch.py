@@ -22,8 +22,7 @@ from meshloom.machine.host_memory import free_bytes
 from meshloom.machine.process_memory import regained_bytes, trim
 from meshloom.verify.compared.compare_chunks import add_outputs, output_differs
 from meshloom.verify.reference.chunks_of_plan import ReferenceForward
-from meshloom.verify.reference.float64_blocks import distance, norm
-from meshloom.verify.reference.mistakes import subsample_each
+from meshloom.verify.reference.float64_blocks import distance, norm, subsample_each
 from meshloom.verify.reference.reference import Gradients, Reference
 from meshloom.verify.reference.reruns import chunk_by_chunk
 from meshloom.verify.reference.step_records import ChunkRecord, ModuleOutput, StepRecord
@@ -155,7 +154,7 @@ def _why(
         return f"samples of a batch interact in {module}" if module else _IN_THE_MODEL
     with _seeded_as_one(reference) if keyed else nullcontext():
         parts = chunk_by_chunk(reference, _rows_of_whole(reference) if keyed else None)
-    if _is_weighted(gradients, parts, tolerance):
+    if _is_weighted(gradients, [each.gradients for each in parts], tolerance):
         return "the loss of a batch is not the mean of its samples' losses, but averages over something else, such as tokens: return (sum, weight)"
     return "samples of a batch interact in the loss"
 

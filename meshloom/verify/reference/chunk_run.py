@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -75,7 +75,6 @@ class LeftTensors:
         self._initial = self.now()
         self._found: dict[int, list[dict[str, Any]]] = {}
         self._left: dict[int, list[dict[str, Any]]] = {}
-        self._goes_on: Callable[[int], bool] = lambda key: False
 
     def begin(self) -> None:
         """A step."""
@@ -83,8 +82,6 @@ class LeftTensors:
 
     def put(self, key: int | None) -> None:
         """What a chunk finds; None: what is no chunk of a step."""
-        if key is not None and self._goes_on(key):
-            return
         self.put_values(self._initial if key is None else self._found.get(key, self._initial))
 
     def put_values(self, found: list[dict[str, Any]]) -> None:
@@ -93,15 +90,6 @@ class LeftTensors:
             for name in now.keys() - values.keys():
                 del vars(module)[name]
             vars(module).update({name: _copied(value) for name, value in values.items()})
-
-    @contextmanager
-    def going_on(self, which: Callable[[int], bool]) -> Iterator[None]:
-        """A context in which chunks of such keys find what the forward before them has left."""
-        kept, self._goes_on = self._goes_on, which
-        try:
-            yield
-        finally:
-            self._goes_on = kept
 
     def take(self, key: int) -> None:
         """What a chunk has left, the first time that it runs in a step: further runs only ask."""
@@ -166,7 +154,6 @@ class ChunkRun:
         self.together = ChunksTogether(model)
         # step, key of a forward -> those whose seed it has
         self.place_of_seed: Callable[[int, int], tuple[int, int]] = lambda step, key: (step, key)
-        self.replaced: Callable[[Any, int], Any] = lambda batch, key: batch  # a forward's batch
 
     def seed(self, seed: int) -> None:
         """All generators, those that modules hold each for itself: two of them draw other numbers in a chunk."""
@@ -182,8 +169,7 @@ class ChunkRun:
         batch_size: samples of the step. A loss that is a mean over samples enters backward as the chunk's share of
         the mean over all of them, which hooks on gradients see.
         """
-        collated = self.replaced(self.collate(forward.samples, step, forward.key), forward.key)
-        batch = convert(collated, self._device, self._of_batches)
+        batch = convert(self.collate(forward.samples, step, forward.key), self._device, self._of_batches)
         seed = chunk_seed(self._job.seed, *self.place_of_seed(step, forward.key))
         seed = derive(seed, "turn", self.draws) if self.draws else seed
         self.seed(seed)
@@ -249,24 +235,16 @@ class ChunkRun:
             )  # fmt: skip
             computed = replace(result, loss_sum=0.0, weight=0.0, modules=(), logged={})
 
-    def collate(self, samples: Sequence[Any], *place: int, mixed_at: Sequence[int] | None = None) -> Any:
+    def collate(self, samples: Sequence[Any], *place: int) -> Any:
         """The batch of a chunk: of its samples, or of pairs of a sample and its partner if the job mixes. place: the step and the
-        chunk, or what else its draws are seeded by. mixed_at: what those of mixing are seeded by in place of the step; of nothing they go on."""
+        chunk, or what else its draws are seeded by."""
         with preserved_draws():
             if self._job.mix is None:
                 return self._collated(samples, *place)
             own, partners = zip(*samples, strict=True)
             batch, others = (self._collated(each, *place) for each in (own, partners))
-            if mixed_at is None:
-                seed_everything(mix_seed(self._job.seed, place[0]))
-            elif mixed_at:
-                seed_everything(derive(self._job.seed, "mix", *mixed_at))
+            seed_everything(mix_seed(self._job.seed, place[0]))
             return self._job.mix(batch, others)
-
-    def collate_unmixed(self, samples: Sequence[Any], step: int, index: int) -> Any:
-        """The batch of the samples alone, whether the job mixes or not."""
-        with preserved_draws():
-            return self._collated(samples, step, index)
 
     def _collated(self, samples: Sequence[Any], *place: int) -> Any:
         seed_everything(derive(self._job.seed, "collate", *place))

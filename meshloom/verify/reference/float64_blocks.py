@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 BLOCK_ELEMENTS = 2**20
+MAX_ELEMENTS = 4096  # of each tensor that is subsampled
 _SAMPLED = 256  # elements
+Subsampled = Mapping[str, Tensor | None]
 
 
 def float64_blocks(tensor: Tensor) -> Iterator[Tensor]:
@@ -46,20 +48,6 @@ def same_rows(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and torch.equal(a.indices().to(b.device), b.indices())
 
 
-def other_rows(a: Tensor | None, b: Tensor | None) -> tuple[list[int], list[int]]:
-    """The rows that sparse tensor b has and a has not, and the other way round; none of others."""
-    if (
-        a is None
-        or b is None
-        or not (a.is_sparse and b.is_sparse)
-        or a.sparse_dim() != 1
-        or b.sparse_dim() != 1
-    ):
-        return [], []
-    here, there = ({*each.coalesce().indices()[0].tolist()} for each in (a, b))
-    return sorted(there - here), sorted(here - there)
-
-
 def distance(a: Tensor, b: Tensor) -> float:
     """||a - b|| of dense tensors of one shape; infinite if non-finite elements are not the same in both."""
     square = 0.0
@@ -69,18 +57,6 @@ def distance(a: Tensor, b: Tensor) -> float:
             return math.inf
         square += float((here - there).masked_fill_(not_finite, 0.0).square_().sum())
     return math.sqrt(square)
-
-
-def multiple_of(ours: Tensor, reference: Tensor, before: Tensor) -> tuple[float, float] | None:
-    """How many times the reference's change is ours, by least squares, and what is left, as a share of it."""
-    dot = square = own = 0.0
-    blocks = zip(*map(float64_blocks, (ours.to(reference.device), reference, before)), strict=True)
-    for now, after, start in blocks:
-        mine, right = now - start, after - start
-        dot, square, own = dot + float(mine @ right), square + float(right @ right), own + float(mine @ mine)
-    if not square or not math.isfinite(own):
-        return None
-    return dot / square, math.sqrt(max(0.0, own - dot * dot / square) / square)
 
 
 def rerun_distance(there: Tensor, here: Tensor) -> float:
@@ -100,6 +76,18 @@ def norm_of_all(gradients: Mapping[str, Tensor | None]) -> float:
         if each is not None
     ]
     return math.sqrt(sum(float(block.square().sum()) for each in elements for block in float64_blocks(each)))
+
+
+def subsample_each(gradients: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
+    """`subsample` of each gradient."""
+    return {name: None if each is None else subsample(each) for name, each in gradients.items()}
+
+
+def subsample(tensor: Tensor) -> Tensor:
+    """At most `MAX_ELEMENTS` evenly spaced elements, flat, copied to the CPU as float64."""
+    dense = tensor.to_dense()
+    flat = torch.view_as_real(dense).reshape(-1) if dense.is_complex() else dense.reshape(-1)
+    return flat[:: max(1, -(-flat.numel() // MAX_ELEMENTS))].detach().to("cpu", torch.float64, copy=True)
 
 
 def sample_of(tensor: Tensor) -> list[float]:

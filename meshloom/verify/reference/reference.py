@@ -31,11 +31,10 @@ from meshloom.verify.reference.buffer_merging import Numbers, changed_numbers, p
 from meshloom.verify.reference.buffer_rules import Buffers, ReferenceBuffers
 from meshloom.verify.reference.chunk_run import ChunkResult, ChunkRun
 from meshloom.verify.reference.chunks_of_plan import ReferenceForward, forwards_of
-from meshloom.verify.reference.float64_blocks import norm_of_all
+from meshloom.verify.reference.float64_blocks import norm_of_all, subsample_each
 from meshloom.verify.reference.from_files import seed_model, with_hooks, with_values
 from meshloom.verify.reference.loss_scaling import ReferenceScale
 from meshloom.verify.reference.masters import ReferenceMasters
-from meshloom.verify.reference.mistakes import subsample_each
 from meshloom.verify.reference.observers import CastWatch, ModuleWatch
 from meshloom.verify.reference.other_precision import convert_model, default_dtype, most_precise
 from meshloom.verify.reference.samples_of_epoch import read_batches
@@ -260,6 +259,12 @@ def replace_value(reference: Reference, name: str, value: Tensor) -> None:
         reference.updated.replace(name, value)
     else:
         reference.model.get_buffer(name).detach().copy_(value)
+
+
+def held_by(reference: Reference, name: str) -> Tensor:
+    """Its parameter, as it is updated, or buffer of this name."""
+    updated = reference.updated.all
+    return updated[name] if name in updated else reference.model.get_buffer(name)
 
 
 def adopt(reference: Reference, name: str, value: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Reruns of the reference's last step: with perturbed parameters, and in ways that would be
+"""Reruns of the reference's last step: with perturbed parameters, chunk by chunk, and with draws that would be
 wrong. To be called between `Reference.run` and `Reference.update`."""
 
 from __future__ import annotations
@@ -7,34 +7,22 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 
 from meshloom.core.plan import Plan
 from meshloom.core.random import derive
-from meshloom.verify.reference.chunk_run import ChunkResult
 from meshloom.verify.reference.chunks_of_plan import ReferenceForward
-from meshloom.verify.reference.float64_blocks import norm, norm_of_all, rerun_distance
-from meshloom.verify.reference.mistakes import (
-    ChunkGradients,
-    Evidence,
-    OtherRun,
-    subsample,
-    subsample_each,
-)
-from meshloom.verify.reference.reference import Gradients, Reference, changed_buffers, is_frozen
-from meshloom.verify.reference.step_records import StepRecord
-from meshloom.verify.reference.trained_losses import needs_closure
+from meshloom.verify.reference.float64_blocks import Subsampled, norm, rerun_distance, subsample_each
+from meshloom.verify.reference.reference import Gradients, Reference, changed_buffers
 
 # Size of the perturbation, in units in the last place. A sum of thousands of products is off by several; and
 # rare events that rounding causes, such as a ReLU that flips, occur often enough to be measured. In half
 # precisions products are summed in float32, so only the last rounding counts.
 ROUNDING_UNITS = {torch.float64: 16, torch.float32: 16, torch.float16: 2, torch.bfloat16: 2}
-_MOST_USES = 8  # of tied parameters, that are tried one by one
 _LOSS_DRAWS = 3
 ENLARGED = 256  # how many times larger a perturbation is in which terms that cancel do so no longer
 _OTHER_ORDERS = 3  # how much farther than in the opposite order a sum may be in another
@@ -249,130 +237,54 @@ def _units_of(reference: Reference, *, whole: bool) -> Callable[[str], float]:
     return largest
 
 
-def initial_evidence(
-    reference: Reference, norms: Mapping[str, float], previous: StepRecord | None = None
-) -> Evidence:
-    """What is known without a rerun. norms: of the step's averaged gradients. previous: one device's step before."""
-    tied, clip = _tied(reference.model), reference.turn.clip_grad_norm
-    frozen = (
-        frozenset(name for name in reference.parameters if is_frozen(reference, name))
-        if reference.job.frozen
-        else None
-    )
-    closures = any(map(needs_closure, reference.turn.optimizers))
-    return Evidence(
-        plan=reference.plan, norms=norms, previous=previous and dict(previous.gradients), tied=tied, clip=clip, frozen=frozen, has_closures=closures,
-        weight_before=previous.weight if previous else 0.0,
-    )  # fmt: skip
+@dataclass(frozen=True, kw_only=True)
+class ChunkGradients:
+    """One forward: the plan's chunks in it, its weight, and the subsampled gradients of its loss sum."""
 
-
-def full_evidence(reference: Reference, initial: Evidence) -> Evidence:
-    """The evidence with reruns of the step, chunk by chunk and in ways that would be wrong."""
-    chunks: list[ChunkGradients] = []
-    chunk_norms: list[float] = []
-    replica_norms: dict[int, float] = {}
-    sums: dict[str, Tensor] = {}
-    with reference.rerun():
-        for forward, result in one_by_one(reference):
-            gradients = reference.gradients
-            indices = [index for index, _ in forward.members]
-            chunks.append(
-                ChunkGradients(chunks=indices, weight=result.weight, gradients=subsample_each(gradients))
-            )
-            if initial.clip is None:
-                continue
-            chunk_norms.append(norm_of_all(gradients))
-            replica = indices[0] // reference.plan.microbatches
-            before = sums if replica in replica_norms else {}  # the chunks of a replica are consecutive
-            sums = {
-                name: before[name] + each if name in before else each
-                for name, each in gradients.items()
-                if each is not None
-            }
-            replica_norms[replica] = norm_of_all(sums)
-    has_buffers = next(reference.model.buffers(), None) is not None
-    plan = reference.plan
-    unsynchronised = gradients_of(reference, synchronised=False) if plan.sync_batch_norm else None
-    chained = gradients_of(reference, chained=True) if has_buffers and plan.num_chunks > 1 else None
-    return replace(
-        initial, chunks=chunks, chunk_norms=chunk_norms, replica_norms=replica_norms, unsynchronised=unsynchronised, chained=chained,
-        uses=[*_tied_uses(reference, initial.tied, chunks)],
-        transposed={
-            name: subsample(each.t())
-            for name, each in reference.gradients.items()
-            if each is not None and each.ndim == 2 and not each.is_sparse
-        },
-        batch_norms=frozenset(name for name, each in reference.model.named_modules() if isinstance(each, _BatchNorm)),
-    )  # fmt: skip
+    chunks: Sequence[int]
+    weight: float
+    gradients: Subsampled
 
 
 def chunk_by_chunk(
     reference: Reference, forwards: Iterator[ReferenceForward] | None = None
-) -> list[Gradients]:
-    """The subsampled gradients of each forward's loss sum. forwards: None: the step's."""
+) -> list[ChunkGradients]:
+    """Each forward by itself, from the start of the step. forwards: None: the step's."""
+    found: list[ChunkGradients] = []
     with reference.rerun():
-        return [subsample_each(reference.gradients) for _ in one_by_one(reference, forwards)]
+        for forward in reference.forwards() if forwards is None else forwards:
+            reference.restore()
+            reference.model.zero_grad(set_to_none=True)
+            weight = reference.run_forward(forward, watched=False).weight
+            reference.divide(1.0)
+            chunks = [index for index, _ in forward.members]
+            found.append(
+                ChunkGradients(chunks=chunks, weight=weight, gradients=subsample_each(reference.gradients))
+            )
+    return found
 
 
-def one_by_one(
-    reference: Reference, forwards: Iterator[ReferenceForward] | None = None
-) -> Iterator[tuple[ReferenceForward, ChunkResult]]:
-    """Each forward by itself, from the start of the step, after which the gradients are those of its loss sum. forwards: None: the step's."""
-    for forward in reference.forwards() if forwards is None else forwards:
-        reference.restore()
-        reference.model.zero_grad(set_to_none=True)
-        result = reference.run_forward(forward, watched=False)
-        reference.divide(1.0)
-        yield forward, result
-
-
-def _tied_uses(
-    reference: Reference, tied: Mapping[str, Sequence[str]], chunks: Sequence[ChunkGradients]
-) -> Iterator[OtherRun]:
-    """What a tied parameter's use under each of its names adds to its gradient: all but that of a run in which another parameter takes its place there."""
-    uses = [(name, use) for name, others in tied.items() for use in (name, *others)]
-    for name, use in uses[:_MOST_USES]:
-        path, _, leaf = use.rpartition(".")
-        module: Any = reference.model.get_submodule(path)
-        kept = module._parameters[leaf]
-        module._parameters[leaf] = nn.Parameter(kept.detach())
+def with_equal_draws(reference: Reference) -> dict[str, Subsampled]:
+    """The step's averaged gradients, subsampled, if chunks drew alike, by which of them do; none if nothing draws."""
+    if not any(chunk.draws for chunk in reference.chunks):
+        return {}
+    run, m = reference.chunk_run, reference.plan.microbatches
+    ways: dict[str, Callable[[int], int]] = {
+        "replicas that draw as the first one does": lambda key: key % m,
+        "chunks that draw as the first one does": lambda key: 0,
+        "chunks that draw as the first one of their replica does": lambda key: key - key % m,
+    }
+    keys = [forward.key for forward in reference.forwards()]
+    found: dict[str, Subsampled] = {}
+    kept = run.place_of_seed
+    for what, way in ways.items():
+        if [*map(way, keys)] == keys:
+            continue
+        run.place_of_seed = lambda step, key, way=way: (step, way(key))
         try:
-            others = chunk_by_chunk(reference)
+            with reference.rerun():
+                reference.evaluate(watched=False)
+                found[what] = subsample_each(reference.gradients)
         finally:
-            module._parameters[leaf] = kept
-        added: list[Gradients] = []
-        for chunk, rest in zip(chunks, others, strict=True):
-            whole, without = chunk.gradients.get(name), rest.get(name)
-            added.append({name: whole if whole is None or without is None else whole - without})
-        yield OtherRun(
-            kind="tied", what=f"{name} in its use as {use}", why="it is lost, or added again", chunks=added
-        )
-
-
-def gradients_of(reference: Reference, *, synchronised: bool = True, chained: bool = False) -> Gradients:
-    """The step's averaged gradients, subsampled, computed in a way that would be wrong.
-
-    synchronised=False: batch statistics of each replica's own samples, whatever the plan says.
-    chained: every chunk of a replica reads the buffers that the chunk before wrote, instead of those at the
-        start of the step.
-    """
-    m = reference.plan.microbatches
-    with reference.rerun():
-        weight, replica = 0.0, -1
-        for forward in reference.forwards(synchronised):
-            if not chained or forward.members[0][0] // m != replica:
-                replica = forward.members[0][0] // m
-                reference.restore()
-            weight += reference.run_forward(forward).weight
-        reference.divide(weight)
-        return subsample_each(reference.gradients)
-
-
-def _tied(model: nn.Module) -> dict[str, list[str]]:
-    """Trained parameters that occur under several names: first name -> the others."""
-    first: dict[int, str] = {}
-    tied: dict[str, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if (known := first.setdefault(id(parameter), name)) != name and parameter.requires_grad:
-            tied.setdefault(known, []).append(name)
-    return tied
+            run.place_of_seed = kept
+    return found

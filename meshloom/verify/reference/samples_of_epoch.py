@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from itertools import count, islice
 from typing import Any
 
@@ -27,48 +26,13 @@ from meshloom.core.random import (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class WayToRead:
-    """A way of reading. what: is other than it should be. epoch: of which epoch a sample has the draws. index: of which index, given its own and
-    its place in the batch. told: what the dataset's `set_epoch` gets in an epoch. order: the order of which epoch an epoch has; None: that of the dataset.
-    shift: how many samples later in its epoch the batch begins."""
-
-    what: str = ""
-    epoch: Callable[[int], int] = lambda epoch: epoch
-    index: Callable[[int, int], int] = lambda index, place: index
-    told: Callable[[int], int] = lambda epoch: epoch
-    order: Callable[[int], int | None] = lambda epoch: epoch
-    shift: int = 0
-
-
-RIGHT = WayToRead()
-
-
 def read_batches(job: Job, start: int = 0) -> Iterator[list[Any]]:
     """The samples of one global batch after another, forever: (seed, epoch, index) determines what is
     read. start: number of the first."""
-    return _batches(job, _dataset(job), start, RIGHT)
-
-
-def reader_of_step(job: Job, step: int) -> Callable[[WayToRead], list[Any]]:
-    """What reads the samples of a step's batch in a way of reading. The dataset is built once, or each time if it is iterated over. No
-    generator changes."""
-    built: list[Any] = []
-
-    def read(reading: WayToRead) -> list[Any]:
-        with preserved_draws():
-            if not built or not _is_indexed(built[0]):
-                built[:] = [_dataset(job)]
-            return next(_batches(job, built[0], step, reading))
-
-    return read
-
-
-def num_samples(job: Job) -> int | None:
-    """Of its dataset; None: of a stream. No generator changes."""
-    with preserved_draws():
-        dataset = _dataset(job)
-        return len(dataset) if _is_indexed(dataset) else None
+    dataset = _dataset(job)
+    if _is_indexed(dataset):
+        return _indexed(job, dataset, start)
+    return islice(_iterated(job, dataset), start, None)
 
 
 def _dataset(job: Job) -> Any:
@@ -80,12 +44,6 @@ def _is_indexed(dataset: Any) -> bool:
     return hasattr(dataset, "__getitem__") and not isinstance(dataset, IterableDataset)
 
 
-def _batches(job: Job, dataset: Any, start: int, reading: WayToRead) -> Iterator[list[Any]]:
-    if _is_indexed(dataset):
-        return _indexed(job, dataset, start, reading)
-    return islice(_iterated(job, dataset, reading), start, None)
-
-
 def batches_of_first_epoch(job: Job, most_samples: int, most_seconds: float) -> int | None:
     """Batches of the first epoch of iterable data; None if that does not end within so many samples and seconds, or data is
     not iterable."""
@@ -94,7 +52,7 @@ def batches_of_first_epoch(job: Job, most_samples: int, most_seconds: float) -> 
         dataset = _dataset(job)
         if _is_indexed(dataset):
             return None
-        for samples, _ in enumerate(_stream(job, dataset, 0, RIGHT), start=1):
+        for samples, _ in enumerate(_stream(job, dataset, 0), start=1):
             if samples > most_samples or time.monotonic() - began > most_seconds:
                 return None
             waiting += 1
@@ -103,19 +61,14 @@ def batches_of_first_epoch(job: Job, most_samples: int, most_seconds: float) -> 
     return batches + (1 if waiting and not job.drop_last else 0)
 
 
-def _indexed(job: Job, dataset: Any, first: int, reading: WayToRead) -> Iterator[list[Any]]:
+def _indexed(job: Job, dataset: Any, first: int) -> Iterator[list[Any]]:
     if len(dataset) < (job.batch_size if job.drop_last else 1):
         raise DataError(
             f"The dataset has {len(dataset)} samples, and a batch {job.batch_size}. Use a smaller batch_size or more data."
         )
     passed, held = 0, held_generators(dataset)
     for epoch in count():
-        ordered = reading.order(epoch)
-        order = (
-            list(range(len(dataset)))
-            if ordered is None
-            else sample_order(job.seed, ordered, len(dataset), job.shuffle)
-        )
+        order = sample_order(job.seed, epoch, len(dataset), job.shuffle)
         assert len(set(order)) == len(dataset), (
             "an epoch's order must be a permutation: the plan shares this function, so nobody else would notice"
         )
@@ -123,33 +76,25 @@ def _indexed(job: Job, dataset: Any, first: int, reading: WayToRead) -> Iterator
         while begin < len(order):
             size = size_of_step(job, passed)
             length = min(size, len(order) - begin)
-            first_of_batch = max(begin + reading.shift, 0)
-            indices = order[first_of_batch : first_of_batch + length]
+            indices = order[begin : begin + length]
             begin += size
             if len(indices) < size and job.drop_last:
                 continue
             passed += 1
             if passed > first:
                 if hasattr(dataset, "set_epoch"):
-                    dataset.set_epoch(reading.told(epoch))
+                    dataset.set_epoch(epoch)
                 batch = [
-                    _read(
-                        job,
-                        held,
-                        reading.epoch(epoch),
-                        reading.index(index, place),
-                        lambda index=index: dataset[index],
-                    )
-                    for place, index in enumerate(indices)
+                    _read(job, held, epoch, index, lambda index=index: dataset[index]) for index in indices
                 ]
                 yield _paired(job, passed - 1, batch)
 
 
-def _iterated(job: Job, dataset: Any, reading: WayToRead) -> Iterator[list[Any]]:
+def _iterated(job: Job, dataset: Any) -> Iterator[list[Any]]:
     passed = 0
     for epoch in count():
         first, batch = passed, list[Any]()
-        for sample in _stream(job, dataset, epoch, reading):
+        for sample in _stream(job, dataset, epoch):
             batch.append(sample)
             if len(batch) == size_of_step(job, passed):
                 yield _paired(job, passed, batch)
@@ -180,17 +125,15 @@ def _paired(job: Job, step: int, batch: list[Any]) -> list[Any]:
     return [(sample, batch[other]) for sample, other in zip(batch, order, strict=True)]
 
 
-def _stream(job: Job, dataset: Any, epoch: int, reading: WayToRead) -> Iterator[Any]:
+def _stream(job: Job, dataset: Any, epoch: int) -> Iterator[Any]:
     held = held_generators(dataset)
     with preserved_draws():
         seed_reading(held, derive(job.seed, "stream", epoch))
         if hasattr(dataset, "set_epoch"):
-            dataset.set_epoch(reading.told(epoch))
+            dataset.set_epoch(epoch)
         source = iter(dataset)
     for position in count():
-        sample = _read(
-            job, held, reading.epoch(epoch), reading.index(position, position), lambda: next(source, _END)
-        )
+        sample = _read(job, held, epoch, position, lambda: next(source, _END))
         if sample is _END:
             return
         yield sample

@@ -1,6 +1,6 @@
 """What happened in one step, as plain data: both sides of a verification write the same records.
 
-Comparison and diagnosis use nothing but a `StepRecord` of the plan and one of the reference; neither knows
+Comparisons use nothing but a `StepRecord` of the plan and one of the reference; neither knows
 how the numbers were computed.
 """
 
@@ -16,9 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from meshloom.core.moments.by_metric import ByMetric
-from meshloom.verify.reference.mistakes import Cause
 
-NOT_ROUNDED = "is not the rounding of the copy that is updated"  # in what `inconsistent` says
 Setting = bool | float | str  # of an optimizer's group, or a scheduler
 
 
@@ -63,9 +61,9 @@ class ChunkRecord:
     index: replica * microbatches + number of the microbatch.
     loss_sum, weight: the mean loss is their quotient.
     data: digest of the batch passed to the loss.
-    seed: the generator's seed at the start of the forward.
-    draws: digest of every random draw, in order.
-    modules: outputs of all modules, in order of execution. logged: by the loss, of one device. told: what `meshloom.step()` is in its forward.
+    modules: outputs of all modules, in order of execution. told: what `meshloom.step()` is in its forward.
+    seed, draws, logged: of one device, the generator's seed at the start of the forward, a digest of every random draw in order, and what the loss
+    logs.
     """
 
     index: int
@@ -73,7 +71,7 @@ class ChunkRecord:
     weight: float
     loss_sum: float
     data: str
-    seed: int
+    seed: int = 0
     draws: tuple[str, ...] = ()
     modules: tuple[ModuleOutput, ...] = ()
     logged: Mapping[str, float] = field(default_factory=dict[str, float])
@@ -97,7 +95,7 @@ class StepRecord:
 
     loss, weight: global mean, and its divisor.
     gradient_norm: 2-norm of the whole gradient before clipping.
-    gradients: by parameter name, averaged, not clipped, subsampled (`mistakes.py`); None for unused
+    gradients: of one device, by parameter name, averaged, not clipped, subsampled; None for unused
         parameters. Full tensors are compared as they arrive and are not kept.
     chunks: of all replicas, in order of their index; empty ones may be missing.
     replicas: a digest of each replica's parameters after the update. apart: names of what replicas have others of, if they do.
@@ -105,7 +103,7 @@ class StepRecord:
     casts: the reductions of precision in the step. turn: the name of its loss, if it is a turn of several.
     skipped: whether there was no update, as scaled gradients overflowed. inconsistent: what differs between ranks of a replica
         that hold the same, a sentence each. settings: numbers, switches and words in the groups of optimizers after the step, by what they are, of
-    one device or of each rank. changed: what besides updates has changed parameters or buffers since the step before. groups: of one
+    one device or of each rank. groups: of one
     device's optimizers, "group 0 of optimizer 0" -> names of its parameters. overflow: of one device, where gradients of one side alone overflow
     float16: how near to it they are.
     """
@@ -124,14 +122,8 @@ class StepRecord:
     skipped: bool = False
     inconsistent: Sequence[str] = ()
     settings: Sequence[Mapping[str, Setting]] = ()
-    changed: Sequence[Cause] = ()
     groups: Mapping[str, Sequence[str]] = field(default_factory=dict[str, Sequence[str]])
     overflow: str = ""
-
-
-def seed_key(seed: int) -> str:
-    """By which what is known of a chunk's seed is kept beside digests of data."""
-    return f"seed {seed}"
 
 
 def logged_means(chunks: Sequence[ChunkRecord]) -> dict[str, float]:

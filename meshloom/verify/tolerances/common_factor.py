@@ -48,5 +48,4 @@ class CommonFactor:
                 step=step,
                 error=off,
                 tolerance=_LEAST * self._eps,
-                multiple=(factor, 0.0),
             )

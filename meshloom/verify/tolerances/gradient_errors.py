@@ -185,8 +185,6 @@ class GradientErrors:
         return self._effects[number].get(name, 0.0)
 
     def _tensor_error(self, name: str, error: float, tolerance: float, *, moved: bool = False) -> TensorError:
-        reference = self._reference.get(name)
-        elements = 0 if reference is None else reference.numel()
         return TensorError(
-            name=name, kind="gradient", step=self._step, error=error, tolerance=tolerance, elements=elements, moved=moved
+            name=name, kind="gradient", step=self._step, error=error, tolerance=tolerance, moved=moved
         )  # fmt: skip

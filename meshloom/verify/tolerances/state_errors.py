@@ -33,7 +33,7 @@ from torch.optim import (
 )
 
 from meshloom.verify.between_steps.checks import Kind, TensorError
-from meshloom.verify.reference.float64_blocks import distance, float64_blocks, multiple_of, norm
+from meshloom.verify.reference.float64_blocks import distance, float64_blocks, norm
 from meshloom.verify.reference.step_records import Cast
 from meshloom.verify.tolerances.gradient_errors import FLOOR, TIMES
 from meshloom.verify.tolerances.of_precision import most_tolerated, unmeasured_through
@@ -150,8 +150,6 @@ class StateErrors:
             name, "parameter", _ratio(off, of_value), (allowed * size + most) / of_value
         )
         update = self._tensor_error(name, "update", _ratio(off, of_update), most / of_update)
-        if not update.passed:
-            update = replace(update, multiple=multiple_of(ours, reference, self._before[name]))
         return [parameter, replace(update, moved=grown)]
 
     def _buffer_error(self, name: str, ours: Tensor) -> TensorError:
@@ -173,10 +171,7 @@ class StateErrors:
         return self._tensor_error(name, "buffer", _ratio(off, size), allowed)
 
     def _tensor_error(self, name: str, kind: Kind, error: float, tolerance: float) -> TensorError:
-        elements = (self._buffers if kind == "buffer" else self._parameters)[name].numel()
-        return TensorError(
-            name=name, kind=kind, step=self._step, error=error, tolerance=tolerance, elements=elements
-        )
+        return TensorError(name=name, kind=kind, step=self._step, error=error, tolerance=tolerance)
 
 
 def buffer_sizes(buffers: Mapping[str, Tensor], changed: Collection[str]) -> dict[str, float]:

@@ -1,1 +1,0 @@
-"""Causes of wrong gradients, each with the gradients that it would give."""

@@ -1,0 +1,63 @@
+"""Where a difference is, besides the numbers: the first module whose output differs where ranks run programs, and the first operator of divided ones,
+in lockstep."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from meshloom.comm.steps import Steps
+from meshloom.data.samples import first_batches
+from meshloom.data.to_device import to_device
+from meshloom.parameters.file_weights import build_filled_model
+from meshloom.program.store.drawn_batches import drawn_alone, loss_of
+from meshloom.replica.program_engine import ProgramEngine
+from meshloom.replica.replica import Replica
+from meshloom.train.contract import Batch
+from meshloom.train.trainer import Trainer
+from meshloom.verify.compared.compare import first_differing
+from meshloom.verify.compared.compare_values import Values
+from meshloom.verify.comparing import Comparing
+from meshloom.verify.lockstep_check import first_wrong_operator
+from meshloom.verify.stage_outputs import values_of_modules
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """module: of the operator, or "" if none is wrong. operator: a sentence, or "" if operators were not searched."""
+
+    module: str = ""
+    operator: str = ""
+
+
+def place_of(trainer: Trainer, one: Comparing | None, batch: Batch, dtype: torch.dtype | None) -> Place:
+    """The place in programs, after the step of `batch`, which differs; on rank 0. The first module is noted in the steps of `one`. All ranks call it."""
+    values = _values_again(trainer, batch, one)
+    if one is None:
+        return Place()
+    module = one.place(values) if values is not None else None
+    wrong_step, division = first_differing(one.result().steps), trainer.replicas[0].engine.division
+    followed = module or (wrong_step and (wrong_step.failed("gradient") or wrong_step.failed("loss")))
+    if division is None or not followed:
+        return Place()
+    replica = trainer.replicas[0]
+    device, job = replica.context.device, replica.job
+    batches = first_batches(job, 1, replica.plan.largest_share(job.batch_size)[0])
+    model = build_filled_model(job, device, dtype)
+    (example,) = drawn_alone(job, model, [to_device(each, device, dtype) for each in batches], dtype)
+    wrong, sentence, path = first_wrong_operator(division.first, model, loss_of(example, job.loss), example)
+    return Place(module=path or ("the model or loss" if wrong else ""), operator=sentence)
+
+
+def _values_again(trainer: Trainer, batch: Batch, one: Comparing | None) -> dict[int, list[Values]] | None:
+    """What modules output in the step's forwards, once more, on parameters that one device gets; None: ranks run no programs."""
+    first = trainer.replicas[0]
+    if not isinstance(first.engine, ProgramEngine) or first.plan.sync_batch_norm or first.inner.compiles:
+        return None
+
+    def look(replica: Replica) -> Steps[dict[int, list[Values]]]:
+        own = one if replica is first else None
+        return (yield from values_of_modules(replica, batch.shares[trainer.replicas.index(replica)], own))
+
+    return trainer.together(look)[0]
