@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import meshloom as ml
-import meshloom.verify.evaluation_outputs
+import meshloom.verify.plan_evaluation
 import meshloom.verify.step_observer
 from meshloom.cli.main import main
 from meshloom.core.errors import CheckpointError, JobError, PlanError
@@ -316,7 +316,7 @@ def _verified_slowly(slow: int) -> bool | None:
         return digest(tensor)
 
     with pytest.MonkeyPatch.context() as patch:
-        for place in (meshloom.verify.evaluation_outputs, meshloom.verify.step_observer):
+        for place in (meshloom.verify.plan_evaluation, meshloom.verify.step_observer):
             patch.setattr(place, "digest", digest_late)
         report = verify(job(), Plan.parse("dp=2"), devices="cpu", quick=False)
     return report.passed if report else None

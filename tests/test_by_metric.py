@@ -157,8 +157,8 @@ def test_what_training_does_after_its_last_step_is_verified(monkeypatch: pytest.
         planted.setattr(SynchronousRun, "evaluate", lambda run, *, due: evaluated(run, due=True))
         found = verify(ends, Plan.parse("dp=2"), devices="simulated", dtype=torch.float64, quick=False)
         assert found is not None and not found.passed
-        causes = [cause.sentence for each in found.between for cause in each.causes]
-        assert any("stepped all the same" in each for each in causes), found.between
+        wrong = next(each for each in found.between if not each.passed)
+        assert "an evaluation that is not due" in wrong.what and " scheduler 0 " in wrong.facts[0]
     with monkeypatch.context() as planted:
         planted.setattr("meshloom.train.synchronous._keep_best", lambda *_: False)
         found = verify(ends, Plan.parse("dp=2"), devices="simulated", dtype=torch.float64, quick=False)

@@ -28,7 +28,6 @@ from meshloom.data.chunks import Chunk
 from meshloom.exchange.exchange import Emit, Exchange
 from meshloom.parameters.shards import Shards
 from meshloom.parameters.unfilled_model import UnfilledModel
-from meshloom.pipeline.runtime.microbatches import Visit
 from meshloom.pipeline.runtime.recorder import Recorder
 from meshloom.pipeline.schedules.schedule import Schedule
 from meshloom.program.run.compiler import Compiler
@@ -122,10 +121,10 @@ class Engine(ABC):
 
     @abstractmethod
     def evaluate(
-        self, batch: Any, metric: LossFunction, moment: Moment, take: Callable[[Any], None], visit: Visit | None = None
+        self, batch: Any, metric: LossFunction, moment: Moment, take: Callable[[Any], None]
     ) -> Steps[None]:  # fmt: skip
         """Evaluate `metric` on a batch in evaluation mode; `take` receives the result on the ranks that
-        compute it. visit: where programs run, sees their values."""
+        compute it."""
 
     @abstractmethod
     def add_up(self, axis: Axis, sums: Tensor) -> Steps[None]:

@@ -20,7 +20,6 @@ from meshloom.core.losses.all_samples import ComputeError, Whole, checked_sample
 from meshloom.core.losses.loss_sum import as_sum
 from meshloom.core.objectives import Metric
 from meshloom.data.chunks import Chunk
-from meshloom.pipeline.runtime.microbatches import Visit
 from meshloom.replica.replica import Replica
 from meshloom.replica.replica_state import show_averages
 from meshloom.telemetry.traffic import ExpectedBytes, Traffic
@@ -31,9 +30,9 @@ class EvaluationObserver(Protocol):
 
     def metric(
         self, chunk: Chunk, name: str, data: Any, so_far: Callable[[], Sequence[float]]
-    ) -> AbstractContextManager[Visit | None]:
+    ) -> AbstractContextManager[None]:
         """Context around a metric of a chunk. data: its batch on the computing device. so_far: the metric's value and weight on this rank so far,
-        to which this chunk's are added within. Yields what sees the values of programs."""
+        to which this chunk's are added within."""
         ...
 
 
@@ -99,9 +98,9 @@ def _evaluate(
                 of_all = samples.get(name)
                 so_far = of_all.so_far if of_all else partial(sums.of, name)
                 around = observer.metric(chunk, name, data, so_far) if observer else nullcontext()
-                with naming(name), untouched(), around as visit:
+                with naming(name), untouched(), around:
                     take = partial(of_all.add, chunk) if of_all else partial(sums.add, name, chunk)
-                    yield from replica.engine.evaluate(data, metric, moment, take, visit)
+                    yield from replica.engine.evaluate(data, metric, moment, take)
     if sums.sums.numel():
         yield from replica.engine.add_up("pp", sums.sums)
     if sums.sums.numel() and replica.plan.dp > 1:

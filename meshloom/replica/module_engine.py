@@ -30,7 +30,6 @@ from meshloom.exchange.zero_three import slices_of
 from meshloom.parameters.model import trainable
 from meshloom.parameters.shards import Shards
 from meshloom.parameters.unfilled_model import UnfilledModel, take_share
-from meshloom.pipeline.runtime.microbatches import Visit
 from meshloom.pipeline.runtime.recorder import Recorder
 from meshloom.program.run.compiler import Compiler
 from meshloom.replica.buffers.batch_norm import synchronise_batch_norm
@@ -151,7 +150,7 @@ class ModuleEngine(Engine):
         return self._units.computing(kind, idle=idle) if self._units else nullcontext()
 
     def evaluate(
-        self, batch: Any, metric: LossFunction, moment: Moment, take: Callable[[Any], None], visit: Visit | None = None
+        self, batch: Any, metric: LossFunction, moment: Moment, take: Callable[[Any], None]
     ) -> Steps[None]:  # fmt: skip
         with moment.entered(), self._gathered.evaluating():
             take(metric(self._model, batch))

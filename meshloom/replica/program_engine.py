@@ -41,7 +41,7 @@ from meshloom.parameters.replica_check import first_difference_in_replica
 from meshloom.parameters.shards import Shards
 from meshloom.parameters.unfilled_model import UnfilledModel, take_share
 from meshloom.pipeline.runtime.held_parameters import HeldParameters
-from meshloom.pipeline.runtime.microbatches import Around, Microbatches, Visit
+from meshloom.pipeline.runtime.microbatches import Around, Microbatches
 from meshloom.pipeline.runtime.recorder import Recorder
 from meshloom.pipeline.runtime.run import BothListeners
 from meshloom.pipeline.schedules.schedule import Schedule
@@ -226,7 +226,7 @@ class ProgramEngine(Engine):
         yield from self.team_sums.add_up(axis, sums)
 
     def evaluate(
-        self, batch: Any, metric: LossFunction, moment: Moment, take: Callable[[Any], None], visit: Visit | None = None
+        self, batch: Any, metric: LossFunction, moment: Moment, take: Callable[[Any], None]
     ) -> Steps[None]:  # fmt: skip
         if metric in self._outside:
             self._outside[metric].check_step()
@@ -234,7 +234,7 @@ class ProgramEngine(Engine):
         yield from self.programs.ready(batch, loss=metric, training=False)
         if metric not in self._outside:
             self._outside[metric] = Outside(metric, self._model, self.programs.opaque)
-        self.team_sums.count(self.microbatches.evaluate(batch, metric, take, visit))
+        self.team_sums.count(self.microbatches.evaluate(batch, metric, take))
 
     def refresh_borrowed(self) -> Steps[None]:
         yield from self.ownership.lend(self._parameters, self._held.apart(self.lent))

@@ -13,10 +13,9 @@ from torch import Tensor
 from meshloom.core.plan import Plan
 from meshloom.verify.between_steps.checks import BetweenSteps, DifferingTensor
 from meshloom.verify.compared.compare import Comparer, Comparison
-from meshloom.verify.compared.compare_evaluation import FoundMetric, PlanEvaluation, SeenMetric
+from meshloom.verify.compared.compare_evaluation import PlanEvaluation
 from meshloom.verify.compared.compare_values import Values
 from meshloom.verify.compared.whole_batch import WholeBatch
-from meshloom.verify.reference.between_steps.evaluation import EvaluatedChunk
 from meshloom.verify.reference.step_records import StepRecord
 
 
@@ -84,14 +83,6 @@ class Comparing(ABC):
     @abstractmethod
     def step_schedulers(self, metrics: Mapping[str, float]) -> None:
         """Step one device's schedulers that go by a metric, with the plan's."""
-
-    @abstractmethod
-    def find_metric(self, chunks: Sequence[EvaluatedChunk], again: Mapping[str, float]) -> FoundMetric:
-        """Then, if they differ: what these chunks say, which are all of them, evaluated once more, and the metrics again."""
-
-    @abstractmethod
-    def explain_evaluation(self, seen: Sequence[SeenMetric]) -> BetweenSteps:
-        """And what the ranks say that compute the metric that was found."""
 
     @abstractmethod
     def check_saved(self, path: Path, what: str) -> BetweenSteps:

@@ -29,13 +29,11 @@ from meshloom.verify.between_steps.averages import AverageErrors
 from meshloom.verify.between_steps.checks import BetweenSteps, DifferingTensor, Kind, TensorError
 from meshloom.verify.between_steps.saved_check import check_saved
 from meshloom.verify.compared.compare import Comparer, Comparison, placed
-from meshloom.verify.compared.compare_evaluation import FoundMetric, PlanEvaluation, SeenMetric
+from meshloom.verify.compared.compare_evaluation import PlanEvaluation, compare_evaluation
 from meshloom.verify.compared.compare_values import Values
-from meshloom.verify.compared.compared_evaluation import ComparedEvaluation
 from meshloom.verify.compared.whole_batch import WholeBatch, compare_whole_batch, may_fit
 from meshloom.verify.comparing import Comparing, ComparisonResult, OneDevice
 from meshloom.verify.factors import Wrong, of_gradients, of_norm, of_updates
-from meshloom.verify.reference.between_steps.evaluation import EvaluatedChunk
 from meshloom.verify.reference.between_steps.positions import go_to
 from meshloom.verify.reference.float64_blocks import subsample
 from meshloom.verify.reference.reference import (
@@ -104,7 +102,6 @@ class ComparisonRun(Comparing):
         self._gradients: GradientErrors
         self._state: StateErrors
         self._reference_record: StepRecord
-        self._evaluation: ComparedEvaluation  # the newest
         self._wrong: dict[Kind, list[Wrong]] = {}  # in this step
         self._edge = RangeEdge(reference)
 
@@ -225,21 +222,13 @@ class ComparisonRun(Comparing):
         go_to(self.reference, step)
 
     def check_metrics(self, ours: PlanEvaluation, updates: int) -> BetweenSteps:
-        self._evaluation = ComparedEvaluation(
+        return compare_evaluation(
             ours, self.reference, updates, self._averages, self._reference_record, unmeasured=unmeasured(self._comparer.precision), lower=self._comparer.partial,
             undivided=max(self._comparer.modules, self.of_outputs) if may_fit(self.reference) else None,
         )  # fmt: skip
-        return self._evaluation.checked
 
     def step_schedulers(self, metrics: Mapping[str, float]) -> None:
         _step_schedulers(self.reference, metrics)
-
-    def find_metric(self, chunks: Sequence[EvaluatedChunk], again: Mapping[str, float]) -> FoundMetric:
-        return self._evaluation.find(chunks, again)
-
-    def explain_evaluation(self, seen: Sequence[SeenMetric]) -> BetweenSteps:
-        tolerance = max(unmeasured_through(self._comparer.precision), most_tolerated(self._comparer.partial))
-        return self._evaluation.explain(seen, tolerance)
 
     def check_saved(self, path: Path, what: str) -> BetweenSteps:
         tolerances = self._updates.of, self.of_outputs, self._closures.of_state

@@ -156,14 +156,12 @@ def print_report(report: Report, console: Console) -> None:
 
 def _between_record(checked: BetweenSteps) -> dict[str, Any]:
     errors = [_error_record(error) for error in checked.errors]
-    causes = [asdict(cause) for cause in checked.causes]
     return {
         "what": checked.what,
         "passed": checked.passed,
         "first_module": checked.first_module,
         "facts": list(checked.facts),
         "errors": errors,
-        "causes": causes,
         "notes": list(checked.notes),
     }
 
@@ -299,7 +297,6 @@ def _between_lines(checked: BetweenSteps) -> list[str]:
     module = f"; first module: {checked.first_module}" if checked.first_module else ""
     return [
         f"DIFFERS: {checked.what}{module}",
-        *(f"  {cause.sentence}" for cause in checked.causes),
         *(f"  {fact}" for fact in checked.facts[:ROWS]),
         *shown,
         *checked.notes,

@@ -29,7 +29,7 @@ from meshloom.replica.replica_state import each_of_state
 from meshloom.tensor_parallel.layout.placement import PARTIAL, Part
 from meshloom.tensor_parallel.search.strategies import Strategy
 from meshloom.verify.compared.compare_values import Value, Values, first_wrong_value
-from meshloom.verify.reference.float64_blocks import ramp_of, sample_of
+from meshloom.verify.reference.float64_blocks import ramp_of
 from meshloom.verify.reference.reference import Reference, watching
 
 _COPY = re.compile(r"__\d+$")  # at the end of the name of a value that was sent
@@ -85,14 +85,12 @@ def _ignore(*arguments: Any) -> None:
 
 class ModuleSums:
     """This rank's sums of the last value in each module's forward, and of what is made of that. strategies: how operators are divided,
-    by their nodes' names. stages: of the program whose values they are, on all ranks; called once there are values. rank: along tp. has_parts: whether
-    ranks have parts of what is computed outside all modules, by a loss or metric."""
+    by their nodes' names. stages: of the program whose values they are, on all ranks; called once there are values. rank: along tp."""
 
     def __init__(
         self, strategies: Mapping[str, Strategy], stages: Callable[[], Sequence[Stage]], rank: int = 0
     ) -> None:
         self.found: dict[str, list[Value]] = {}  # by module
-        self.has_parts = False
         self._strategies, self._stages, self._rank = strategies, stages, rank
         self._paths: dict[str, str] = {}  # of the module's last value
 
@@ -102,9 +100,6 @@ class ModuleSums:
             return
         base = _COPY.sub("", node.name)
         if isinstance(node.target, Transition):
-            self.has_parts = self.has_parts or (
-                node.target.target == "part" and not self._paths.get(base, base)
-            )
             if base in self._paths and node.target.target != "partial":
                 is_part = node.target.target == "part" and not node.target.after.is_whole
                 after = node.target.after
@@ -115,8 +110,6 @@ class ModuleSums:
             return
         placement = self._strategies[node.name].output if node.name in self._strategies else None
         self._paths[node.name] = node.path
-        is_part = placement == PARTIAL or (isinstance(placement, Part) and placement.cut is not None)
-        self.has_parts = self.has_parts or (is_part and not node.path)
         self.found[node.path] = [] if placement == PARTIAL else [_sums(value, isinstance(placement, Part))]
 
     @cached_property
@@ -164,11 +157,10 @@ def _values(engine: ProgramEngine, replica: Replica, chunks: Sequence[Chunk], mo
 def _sums(value: Tensor, is_part: bool, pieces: Pieces | None = None, rank: int = 0) -> Value:
     """pieces: of a part, of which ranks have which."""
     exact = value.detach().double()
+    ramp = ramp_of(exact)
     if is_part:
-        ramp, sample = None if pieces is None else ramp_of_part(exact, pieces, rank), list[float]()
-    else:
-        ramp, sample = ramp_of(exact), sample_of(exact)
-    return is_part, float(exact.sum()), float(exact.square().sum()), value.numel(), ramp, sample
+        ramp = None if pieces is None else ramp_of_part(exact, pieces, rank)
+    return is_part, float(exact.sum()), float(exact.square().sum()), value.numel(), ramp
 
 
 def ramp_of_part(part: Tensor, pieces: Pieces, rank: int) -> float:

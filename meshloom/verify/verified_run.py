@@ -49,8 +49,8 @@ from meshloom.verify.between_steps.saving_again import (
 )
 from meshloom.verify.compared.compare import placed
 from meshloom.verify.comparing import Comparing, ComparisonResult, OneDevice
-from meshloom.verify.evaluation_outputs import checked_evaluation, steps_schedulers_apart
 from meshloom.verify.place import Place, place_of
+from meshloom.verify.plan_evaluation import checked_evaluation, steps_schedulers_apart
 from meshloom.verify.reference.samples_of_epoch import batches_of_first_epoch
 from meshloom.verify.step_observer import StepObserver, Unused
 

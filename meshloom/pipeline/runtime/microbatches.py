@@ -119,12 +119,12 @@ class Microbatches:
         return known.sent
 
     def evaluate(
-        self, batch: Any, loss: LossFunction, finish: Callable[[Any], None], visit: Visit | None = None
+        self, batch: Any, loss: LossFunction, finish: Callable[[Any], None]
     ) -> Mapping[Axis, Mapping[str, int]]:
         """Forward of one batch in evaluation mode; returns bytes like `train`. finish: takes what `loss`
         returned, on the last stage."""
         keys = [self._programs.key(batch, loss=loss, training=False)]
-        known = self._make(keys, False, 1, visit) if visit else self._get(keys, training=False)
+        known = self._get(keys, training=False)
 
         def take(microbatch: int, returned: Any) -> None:
             finish(returned)
@@ -185,9 +185,7 @@ class Microbatches:
             self._known[key] = self._make(keys, training, most)
         return self._known[key]
 
-    def _make(
-        self, keys: Sequence[ProgramKey], training: bool, most: int, visit: Visit | None = None
-    ) -> _Runs:
+    def _make(self, keys: Sequence[ProgramKey], training: bool, most: int) -> _Runs:
         stages, loss = [self._programs.stages(each) for each in keys], keys[0].function
         of_all = self._programs.cutter.schedule(most)
         of_all = of_all if training else forward_only(of_all)
@@ -196,11 +194,7 @@ class Microbatches:
         mine = schedule.stages_of(self._pp.rank)
         runs = {
             number: self._stage_run(
-                [each[number] for each in stages],
-                number == last,
-                bool(schedule.split),
-                loss,
-                visit=partial(visit, number) if visit else None,
+                [each[number] for each in stages], number == last, bool(schedule.split), loss
             )
             for number in mine
         }
@@ -223,10 +217,7 @@ class Microbatches:
             sent={"pp": {"send": over_pp}, "tp": over_tp},
         )
 
-    def _stage_run(
-        self, stages: Sequence[Stage], is_last: bool, split: bool, loss: LossFunction,
-        visit: Callable[[Node, Any], None] | None = None,
-    ) -> StageRun:  # fmt: skip
+    def _stage_run(self, stages: Sequence[Stage], is_last: bool, split: bool, loss: LossFunction) -> StageRun:
         number = stages[0].number
 
         def around(microbatch: int) -> AbstractContextManager[Any]:
@@ -247,9 +238,8 @@ class Microbatches:
             split=split,
             around=around,
             accumulator=self._accumulator if stages[0].program.training else None,
-            visit=visit,
             elsewhere=self._units,
-            compiler=self._compiler if stages[0].program.training and visit is None else None,
+            compiler=self._compiler if stages[0].program.training else None,
             bind=lambda program: self._used_rows.recorded(bound(program, self._model, loss)),
         )
 

@@ -67,12 +67,12 @@ class StageRun:
         split: bool = False,
         around: Callable[[int], AbstractContextManager[Any]] | None = None,
         accumulator: GradAccumulator | None = None,
-        visit: Callable[[Node, Any], None] | None = None,
         elsewhere: Elsewhere | None = None,
         bind: Callable[[Program], Program] | None = None,
         compiler: Compiler | None = None,
     ) -> None:
-        self._visit, self._elsewhere = visit, elsewhere
+        self._visit: Callable[[Node, Any], None] | None = None
+        self._elsewhere = elsewhere
         self._deferred = DeferredWeightGradients(accumulator or DirectAccumulator())
         self._compiler = compiler
         programs = {

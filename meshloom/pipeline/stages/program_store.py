@@ -178,10 +178,6 @@ class ProgramStore:
         entry = self._entries[key]
         return entry.stages() if isinstance(entry, _Form) else entry
 
-    def newest(self, loss: LossFunction, *, training: bool) -> tuple[Stage, ...]:
-        """The stages of the newest program of a loss in this mode, on any way."""
-        return self.stages(next(each for each in reversed(self._entries) if each.training == training and each.function in self.losses.ways_of(loss)))  # fmt: skip
-
     def division_of(self, batch: Any, loss: LossFunction, *, training: bool) -> DivisionChoice | None:
         """How the newest program of a loss in this mode, or else the other, is divided: for programs of any size. None: one rank along tp."""
         ways = self.losses.ways_of(self.losses.on_the_way([batch], loss))

@@ -24,10 +24,9 @@ from meshloom.launch.processes.child import start_child
 from meshloom.launch.processes.rank_process import signal_name
 from meshloom.verify.apart.messages import ConnectionEndedError, receive, send
 from meshloom.verify.between_steps.checks import BetweenSteps
-from meshloom.verify.compared.compare_evaluation import FoundMetric, PlanEvaluation, SeenMetric
+from meshloom.verify.compared.compare_evaluation import PlanEvaluation
 from meshloom.verify.compared.compare_values import Values
 from meshloom.verify.comparing import Comparing, ComparisonResult, OneDevice
-from meshloom.verify.reference.between_steps.evaluation import EvaluatedChunk
 from meshloom.verify.reference.step_records import StepRecord
 
 
@@ -125,12 +124,6 @@ class _Remote(Comparing):
 
     def step_schedulers(self, metrics: Mapping[str, float]) -> None:
         self._call("step_schedulers", metrics)
-
-    def find_metric(self, chunks: Sequence[EvaluatedChunk], again: Mapping[str, float]) -> FoundMetric:
-        return self._call("find_metric", list(chunks), again)
-
-    def explain_evaluation(self, seen: Sequence[SeenMetric]) -> BetweenSteps:
-        return self._call("explain_evaluation", list(seen))
 
     def check_saved(self, path: Path, what: str) -> BetweenSteps:
         return self._call("check_saved", path, what)

@@ -47,24 +47,14 @@ class DifferingTensor:
     one_device: Tensor
 
 
-@dataclass(frozen=True)
-class Cause:
-    """A probable cause of a difference, in one sentence."""
-
-    kind: str
-    sentence: str
-
-
 @dataclass(frozen=True, kw_only=True)
 class BetweenSteps:
-    """What was compared, such as "the evaluation after 2 steps". facts: differences other than numbers, a sentence each. causes: likely ones,
-    where something differs. first_module: then the first one in the order of the program that is wrong, if there is one. notes: on the job, which
-    are no differences."""
+    """What was compared, such as "the evaluation after 2 steps". facts: differences other than numbers, a sentence each. first_module: where
+    something differs, the first one in the order of the program that is wrong, if there is one. notes: on the job, which are no differences."""
 
     what: str
     errors: Sequence[TensorError] = ()
     facts: Sequence[str] = ()
-    causes: Sequence[Cause] = ()
     first_module: str | None = None
     notes: Sequence[str] = ()
 

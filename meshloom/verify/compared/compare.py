@@ -26,7 +26,6 @@ import torch
 
 from meshloom.core.plan import Plan
 from meshloom.verify.between_steps.checks import Kind, TensorError
-from meshloom.verify.between_steps.evaluation_causes import metric_error
 from meshloom.verify.compared.compare_chunks import (
     facts_of,
     first_module,
@@ -35,6 +34,7 @@ from meshloom.verify.compared.compare_chunks import (
     module_of_settings,
 )
 from meshloom.verify.reference.step_records import Cast, StepRecord, logged_means
+from meshloom.verify.tolerances.evaluation_errors import metric_error
 from meshloom.verify.tolerances.gradient_errors import TIMES
 from meshloom.verify.tolerances.of_precision import (
     most_tolerated,

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from meshloom.core.plan import Plan
 from meshloom.verify.between_steps.checks import TensorError
 from meshloom.verify.reference.step_records import ChunkRecord, ModuleOutput, Setting, StepRecord
-from meshloom.verify.tolerances.evaluation_errors import output_distance
 
 _MOST = 8  # facts of one kind
 _SUDDEN, _SMALL = 16, 25  # times the errors before; of a tolerance, below which nothing is sudden
@@ -164,24 +163,6 @@ def _both(ours: StepRecord, reference: StepRecord, plan: Plan) -> Iterator[tuple
                 yield own, each
 
 
-def other_ways(module: str, pairs: Iterable[tuple[ModuleOutput, ModuleOutput]]) -> str:
-    """How a module is called otherwise than on one device, as "its temperature is 1.8, and 2.0 on one device", in its first call that is; "": none
-    is known to be."""
-    for here, there in pairs:
-        if here.name == there.name == module and (
-            found := [
-                (what, here.how[what], value)
-                for what, value in there.how.items()
-                if here.how.get(what, value) != value
-            ]
-        ):
-            what, a, b = found[0]
-            if what == "mode":
-                return f"it is in {a} mode, and in {b} mode on one device"
-            return f"its {'output' if what == 'dtype' else what} is {a}, and {b} on one device"
-    return ""
-
-
 def order_of_modules(record: StepRecord, plan: Plan) -> dict[str, int]:
     """Module -> its place in order of execution."""
     executed = dict.fromkeys(each.name for each in _outputs(record, plan))
@@ -251,4 +232,4 @@ def output_error(a: ModuleOutput, b: ModuleOutput) -> float:
     off = max(norm, total)
     if a.ramp is not None and b.ramp is not None:
         off = max(off, abs(a.ramp - b.ramp) / math.sqrt(max(b.count, 1)))
-    return max(off / size if size else (math.inf if off else 0.0), output_distance(a, b))
+    return off / size if size else (math.inf if off else 0.0)

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from meshloom.verify.compared.compare_chunks import OutputSteps, output_error
 from meshloom.verify.reference.step_records import ModuleOutput
 
-# whether it is a part of what ranks have together; total, sum of squares, elements, ramp, sample of `ModuleOutput`; of a part the ramp is what
+# whether it is a part of what ranks have together; total, sum of squares, elements, ramp of `ModuleOutput`; of a part the ramp is what
 # it adds to the whole's, None where that is not known
-Value = tuple[bool, float, float, int, float | None, Sequence[float]]
+Value = tuple[bool, float, float, int, float | None]
 Values = Mapping[str, Sequence[Value]]  # by module
 
 
@@ -20,23 +20,23 @@ def first_wrong_value(
     device's; of several calls of a module the last counts."""
     steps = OutputSteps(tolerance)
     return next(
-        (right.name for _, ours, right in pairs_of_values(outputs, of_ranks) if steps.differs(ours, right)),
+        (right.name for ours, right in _pairs_of_values(outputs, of_ranks) if steps.differs(ours, right)),
         None,
     )
 
 
-def pairs_of_values(
+def _pairs_of_values(
     outputs: Sequence[ModuleOutput], of_ranks: Sequence[Values]
-) -> Iterator[tuple[int, ModuleOutput, ModuleOutput]]:
-    """What ranks say of a module and what one device does, of modules of which ranks have as many elements, with its number among `outputs`."""
+) -> Iterator[tuple[ModuleOutput, ModuleOutput]]:
+    """What ranks say of a module and what one device does, of modules of which ranks have as many elements."""
     last = {output.name: (number, output) for number, output in enumerate(outputs)}
     # in the order of these last calls
-    for name, (number, right) in sorted(last.items(), key=lambda each: each[1][0]):
+    for name, (_, right) in sorted(last.items(), key=lambda each: each[1][0]):
         for values in _together([each[name] for each in of_ranks if name in each]):
             parts = [value for value in values if value[0]]
             ours = _added(name, right.call, parts) if parts else _of_call(right, values)
             if name and ours.count == right.count:
-                yield number, ours, right
+                yield ours, right
 
 
 def _of_call(right: ModuleOutput, values: Sequence[Value]) -> ModuleOutput:
@@ -51,9 +51,8 @@ def _together(of_ranks: Sequence[Sequence[Value]]) -> list[tuple[Value, ...]]:
 
 
 def _added(name: str, call: int, values: Sequence[Value]) -> ModuleOutput:
-    _, totals, squares, counts, ramps, samples = zip(*values, strict=True)
+    _, totals, squares, counts, ramps = zip(*values, strict=True)
     known = [each for each in ramps if each is not None]
     return ModuleOutput(
         name=name, call=call, total=sum(totals), square=sum(squares), count=sum(counts), ramp=sum(known) if len(known) == len(values) else None,
-        sample=samples[0] if len(values) == 1 else (),
     )  # fmt: skip

@@ -82,10 +82,7 @@ class LeftTensors:
 
     def put(self, key: int | None) -> None:
         """What a chunk finds; None: what is no chunk of a step."""
-        self.put_values(self._initial if key is None else self._found.get(key, self._initial))
-
-    def put_values(self, found: list[dict[str, Any]]) -> None:
-        """What `now` has given."""
+        found = self._initial if key is None else self._found.get(key, self._initial)
         for (module, _), now, values in zip(self._modules, self.now(), found, strict=True):
             for name in now.keys() - values.keys():
                 del vars(module)[name]

@@ -11,7 +11,6 @@ from torch import Tensor
 
 BLOCK_ELEMENTS = 2**20
 MAX_ELEMENTS = 4096  # of each tensor that is subsampled
-_SAMPLED = 256  # elements
 Subsampled = Mapping[str, Tensor | None]
 
 
@@ -88,18 +87,6 @@ def subsample(tensor: Tensor) -> Tensor:
     dense = tensor.to_dense()
     flat = torch.view_as_real(dense).reshape(-1) if dense.is_complex() else dense.reshape(-1)
     return flat[:: max(1, -(-flat.numel() // MAX_ELEMENTS))].detach().to("cpu", torch.float64, copy=True)
-
-
-def sample_of(tensor: Tensor) -> list[float]:
-    """Some elements, evenly spaced; of complex numbers real and imaginary parts.
-
-    >>> sample_of(torch.arange(3.0))
-    [0.0, 1.0, 2.0]
-    """
-    flat = elements(tensor).reshape(-1)
-    if len(flat) > _SAMPLED:
-        flat = flat[torch.arange(_SAMPLED, device=flat.device) * len(flat) // _SAMPLED]
-    return [float(each) for block in float64_blocks(flat) for each in block.tolist()]
 
 
 def ramp_of(tensor: Tensor) -> float:

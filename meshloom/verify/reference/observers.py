@@ -10,7 +10,6 @@ import pickle
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import numpy
@@ -21,10 +20,9 @@ from torch.utils._pytree import tree_leaves
 
 from meshloom.core.device.flat_bytes import flat_bytes
 from meshloom.core.moments.numerics import rounded_products
-from meshloom.verify.reference.float64_blocks import float64_blocks, ramp_of, sample_of
+from meshloom.verify.reference.float64_blocks import float64_blocks, ramp_of
 from meshloom.verify.reference.step_records import Cast, ModuleOutput
 
-_LOOKED_AT = 2**16  # elements of a tensor in an attribute
 _FAR = 1e-2  # of a gradient's norm: no rounding of a kernel
 
 
@@ -108,8 +106,7 @@ class DrawWatch:
 
 
 class ModuleWatch:
-    """Records the output of every module, in order of execution, between `start` and `stop`. tensors: and before it,
-    as if they were outputs, the parameters and buffers that a module has itself when its forward begins. sampled: with some of their elements.
+    """Records the output of every module, in order of execution, between `start` and `stop`.
 
     >>> watch = ModuleWatch(nn.Sequential(nn.Identity()))
     >>> with watch.attached():
@@ -119,12 +116,11 @@ class ModuleWatch:
     [('0', 3.0, 5.0), ('', 3.0, 5.0)]
     """
 
-    def __init__(self, model: nn.Module, *, tensors: bool = False, sampled: bool = False) -> None:
-        self.model, self._tensors, self._sampled = model, tensors, sampled
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
         self._outputs: list[ModuleOutput] = []
         self._calls: dict[str, int] = {}
         self._running: list[str] = []  # names of the modules whose forward is running, innermost last
-        self._how: dict[str, dict[str, str]] = {}  # of each in its newest call
         self._on = False
 
     @property
@@ -162,16 +158,8 @@ class ModuleWatch:
                 self._on and not torch.compiler.is_compiling()
             ):  # what runs inside compiled code is not observed
                 self._running.append(name)
-                self._how[name] = _how(module)
-                self._outputs += self._own(name, module) if self._tensors else ()
 
         return hook
-
-    def _own(self, name: str, module: nn.Module) -> Iterator[ModuleOutput]:
-        own = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
-        for key, tensor in own:
-            if tensor.layout == torch.strided and not tensor.is_meta:
-                yield self._summary(f"{name}.{key}".lstrip("."), self._calls.get(name, 0), tensor.detach())
 
     def _leave(self, name: str) -> Any:
         def hook(module: nn.Module, inputs: Any, output: Any) -> None:
@@ -180,18 +168,13 @@ class ModuleWatch:
             while self._running and self._running.pop() != name:
                 pass  # a submodule that was left by an exception, since caught
             call = self._calls[name] = self._calls.get(name, 0) + 1
-            how = self._how.pop(name, {}) | _dtype_of(output)
-            self._outputs.append(replace(self._summary(name, call - 1, output), how=how))
+            self._outputs.append(_summary(name, call - 1, output))
 
         return hook
 
-    def _summary(self, name: str, call: int, output: Any) -> ModuleOutput:
-        return _summary(name, call, output, sampled=self._sampled)
 
-
-def _summary(name: str, call: int, output: Any, *, sampled: bool) -> ModuleOutput:
+def _summary(name: str, call: int, output: Any) -> ModuleOutput:
     total, square, ramp, count = 0.0, 0.0, 0.0, 0
-    sample: list[float] = []
     with torch.no_grad():
         for leaf in tree_leaves(output):
             if (
@@ -200,43 +183,11 @@ def _summary(name: str, call: int, output: Any, *, sampled: bool) -> ModuleOutpu
                 and not _is_transformed(leaf)
             ):
                 ramp += ramp_of(leaf)
-                sample += sample_of(leaf) if sampled else ()
                 for values in float64_blocks(leaf):
                     total += values.sum().item()
                     square += values.square().sum().item()
                     count += values.numel()
-    return ModuleOutput(
-        name=name, call=call, total=total, square=square, count=count, ramp=ramp, sample=sample
-    )
-
-
-def _how(module: nn.Module) -> dict[str, str]:
-    """What it computes depends on, besides tensors, that a forward may change."""
-    found = {"mode": "training" if module.training else "evaluation"}
-    if not type(module).__module__.startswith("torch."):
-        for name, value in vars(module).items():
-            if type(value) in (int, float, bool, str) and name != "training" and not name.startswith("_"):
-                found[name] = str(value)
-            elif isinstance(value, torch.Generator):
-                found[name] = f"a generator in state {digest_values(value.get_state())[:6]}"
-            elif isinstance(value, Tensor) and _is_small(value):
-                found[name] = f"a tensor of norm {float(value.detach().double().norm()):.3g}"
-    return found
-
-
-def _is_small(value: Tensor) -> bool:
-    """Whether its values are there, and few enough to look at in each call."""
-    known = value.is_floating_point() and value.layout == torch.strided and not value.is_meta
-    return known and value.numel() <= _LOOKED_AT and not value.is_nested and not _is_transformed(value)
-
-
-def _dtype_of(output: Any) -> dict[str, str]:
-    """Of the first tensor of floating point in it."""
-    kinds = (
-        each.dtype for each in tree_leaves(output) if isinstance(each, Tensor) and each.is_floating_point()
-    )
-    first = next(kinds, None)
-    return {} if first is None else {"dtype": str(first).removeprefix("torch.")}
+    return ModuleOutput(name=name, call=call, total=total, square=square, count=count, ramp=ramp)
 
 
 def _is_transformed(leaf: Tensor) -> bool:

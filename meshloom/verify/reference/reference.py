@@ -51,7 +51,6 @@ from meshloom.verify.reference.trained_losses import (
 Gradients = dict[str, Tensor | None]
 # precisions of plans -> what a loss is computed under
 AUTOCAST = {"bf16-mixed": torch.bfloat16, "fp16-mixed": torch.float16}
-_SMALL = 2**24  # parameters of a model of which those of earlier steps are kept, to find causes
 
 
 class Reference:
@@ -100,7 +99,6 @@ class Reference:
         # at the start of the last step: numbers in attributes; buffers and untrained parameters
         self.numbers, self._initial = Numbers(), dict[str, Tensor]()
         self.before: dict[str, Tensor] = {}  # parameters before the last update, until the next step
-        self.earlier: dict[str, dict[str, Tensor]] = {}  # of small models, those of earlier steps
 
     @property
     def gradients(self) -> Gradients:
@@ -128,7 +126,7 @@ class Reference:
             self.chunk_run.left.begin()
             for module, training in self._modes:
                 module.training = training
-            _keep_earlier(self)
+            self.before = {}
             self._initial = {name: value.detach().clone() for name, value in _untrained(self.model)}
             self._casts = CastWatch(self.precision, self._watch, device=self.device)
             self._loss_sum, self._weight, self.chunks = self.evaluate()
@@ -290,14 +288,6 @@ def changed_buffers(reference: Reference) -> dict[str, Tensor]:
         if (each.is_floating_point() or each.is_complex())
         and not (name in before and _same(each, before[name]))
     }
-
-
-def _keep_earlier(reference: Reference) -> None:
-    """At the start of a step: let go of the parameters before the last update, or keep them to find causes."""
-    before, reference.before = reference.before, {}
-    if before and reference.updated.dtype is None and sum(each.numel() for each in before.values()) <= _SMALL:
-        reference.earlier.setdefault("of the first step", before)
-        reference.earlier["of before the last update"] = before
 
 
 def _untrained(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -27,8 +27,7 @@ class ModuleOutput:
 
     All three are additive over the rows of a batch, so ranks that share a chunk can be compared with a device
     that has all of it. ramp: the sum with weights that rise from -1 to 1 from the first element to the last, which tells orders apart; None:
-    the output was added up from parts. sample: some of its elements, evenly spaced, where they were asked for. how: the module's mode, its
-    output's dtype, and numbers, words and states of generators in its attributes as its forward began.
+    the output was added up from parts.
     """
 
     name: str
@@ -37,8 +36,6 @@ class ModuleOutput:
     square: float
     count: int
     ramp: float | None = None
-    sample: Sequence[float] = ()
-    how: Mapping[str, str] = field(default_factory=dict[str, str], compare=False)
 
 
 @dataclass(frozen=True, kw_only=True)

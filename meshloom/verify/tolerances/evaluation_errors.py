@@ -1,12 +1,11 @@
-"""How far an evaluation of the plan is from one device's, and how far rounding explains it: the mean of each metric, each chunk's part in
-it, and in the chunks that are watched the outputs of modules.
+"""How far an evaluation of the plan is from one device's, and how far rounding explains it: the mean of each metric, and each chunk's part in
+it.
 
 An error passes up to the first of these that suffices; the second costs evaluations more, and is only asked where the first does not:
 
     32 units in the last place
     what rounding does: how far parameters that are perturbed by some units move it on one device. Of a metric twice the most of several
-        perturbations (where operators are divided and cast, four times), for a chunk that of any chunk, as one number may stay where it is by chance;
-        of an output 8 times that
+        perturbations (where operators are divided and cast, four times), for a chunk that of any chunk, as one number may stay where it is by chance
 
 Equal values are cast to equal ones wherever operators run on whole chunks, so there units are those of the parameters' precision, whatever
 the metric is computed in; where operators are divided they are those of what modules cast to.
@@ -21,13 +20,10 @@ from dataclasses import dataclass, field
 import torch
 
 from meshloom.verify.between_steps.checks import TensorError
-from meshloom.verify.between_steps.evaluation_causes import metric_error
-from meshloom.verify.reference.between_steps.evaluation import EvaluatedChunk, MetricPlace, means_of
+from meshloom.verify.reference.between_steps.evaluation import EvaluatedChunk, means_of
 from meshloom.verify.reference.reference import Reference
 from meshloom.verify.reference.reruns import perturbed_parameters
-from meshloom.verify.reference.step_records import ModuleOutput
-from meshloom.verify.tolerances.gradient_errors import TIMES
-from meshloom.verify.tolerances.of_precision import most_tolerated, rounds_partial_sums
+from meshloom.verify.tolerances.of_precision import rounds_partial_sums
 
 _LEAST, _ENOUGH = 3, 12  # perturbations; perturbed chunks
 # times the most that perturbations move a metric; of units that are no more than operators round by
@@ -38,17 +34,15 @@ Evaluated = Sequence[EvaluatedChunk]
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationEffects:
-    """How far rounding moves an evaluation of one device. means, chunks: by metric, of all data and the most of a chunk. outputs: by metric of
-    a chunk, one for each that is watched there."""
+    """How far rounding moves an evaluation of one device, by metric, of all data and the most of a chunk."""
 
     means: Mapping[str, float]
     chunks: Mapping[str, float]
-    outputs: Mapping[MetricPlace, Sequence[float]]
 
 
 @dataclass(kw_only=True)
 class EvaluationTolerances:
-    """The tolerances of one evaluation. right: one device's. unmeasured: of numbers and outputs, relative to their size. again: evaluates
+    """The tolerances of one evaluation. right: one device's. unmeasured: of numbers, relative to their size. again: evaluates
     on one device once more, from which `effects` follow."""
 
     reference: Reference
@@ -66,16 +60,6 @@ class EvaluationTolerances:
         """Of a chunk's part in it."""
         return self._allowed(error, lambda effects: self._times * effects.chunks.get(name, 0.0))
 
-    def of_output(self, place: MetricPlace, number: int, error: float) -> float:
-        """Of the output of this number in a chunk."""
-
-        def measured(effects: EvaluationEffects) -> float:
-            known = effects.outputs.get(place, ())
-            effect = known[number] if number < len(known) else 0.0
-            return max(effect, min(TIMES * effect, most_tolerated(self.lower or self.reference.precision)))
-
-        return self._allowed(error, measured)
-
     @property
     def _times(self) -> int:
         return _OF_METRICS if self.lower is None else _OF_LOWERED
@@ -90,18 +74,13 @@ class EvaluationTolerances:
     def _measured(self) -> EvaluationEffects:
         right, means = self.right, means_of(self.right)
         of_means, of_chunks = dict.fromkeys(means, 0.0), dict.fromkeys(means, 0.0)
-        of_outputs: dict[MetricPlace, list[float]] = {}
         for number in range(max(_LEAST, -(-_ENOUGH // max(len(right), 1)))):
             with torch.no_grad(), perturbed_parameters(self.reference, number, whole=not rounds_partial_sums(self.reference.plan)):  # fmt: skip
                 moved = self.again()
             for name, value in means_of(moved).items():
                 of_means[name] = max(of_means[name], metric_error(value, means[name]))
                 of_chunks[name] = max(of_chunks[name], *(error for _, error in chunk_errors(moved, right, name)))  # fmt: skip
-            for place, here, there in watched(moved, right):
-                errors = [_finite(output_distance(*pair)) for pair in zip(here, there, strict=False)]
-                known = of_outputs.setdefault(place, [0.0] * len(errors))
-                known[:] = map(max, known, errors)
-        return EvaluationEffects(means=of_means, chunks=of_chunks, outputs=of_outputs)
+        return EvaluationEffects(means=of_means, chunks=of_chunks)
 
 
 def metric_errors(ours: Mapping[str, float], chunks: Evaluated, tolerances: EvaluationTolerances, step: int) -> list[TensorError]:  # fmt: skip
@@ -110,64 +89,35 @@ def metric_errors(ours: Mapping[str, float], chunks: Evaluated, tolerances: Eval
     for name, value in means_of(tolerances.right).items():
         error = metric_error(ours.get(name, math.nan), value)
         found.append(_error_of(name, error, tolerances.of_mean(name, error), tolerances, step))
-        place, error = max(
+        chunk, error = max(
             chunk_errors(chunks, tolerances.right, name), key=lambda each: each[1], default=(None, 0.0)
         )
-        if place is not None:
-            what = f"{name} of chunk {place.chunk} of batch {place.batch}"
+        if chunk is not None:
+            what = f"{name} of chunk {chunk.chunk} of batch {chunk.batch}"
             found.append(_error_of(what, error, tolerances.of_chunk(name, error), tolerances, step))
     return found
 
 
-def chunk_errors(ours: Evaluated, right: Evaluated, name: str) -> Iterator[tuple[MetricPlace, float]]:
+def chunk_errors(ours: Evaluated, right: Evaluated, name: str) -> Iterator[tuple[EvaluatedChunk, float]]:
     """How far a metric of each chunk is off, relative to the larger of one device's and of what chunks have on average; of those that both
     have."""
-    here, size = {(each.batch, each.chunk): each.sums[name] for each in ours}, size_of_chunks(right, name)
+    here = {(each.batch, each.chunk): each.sums[name] for each in ours}
+    # what chunks add to it on average, without signs
+    size = sum(abs(each.sums[name][0]) for each in right) / max(len(right), 1)
     for each in right:
         if (mine := here.get((each.batch, each.chunk))) is not None:
-            place = MetricPlace(batch=each.batch, chunk=each.chunk, metric=name)
-            yield place, metric_error(mine[0], each.sums[name][0], size)
+            yield each, metric_error(mine[0], each.sums[name][0], size)
 
 
-def size_of_chunks(right: Evaluated, name: str) -> float:
-    """What chunks add to a metric on average, without signs."""
-    return sum(abs(each.sums[name][0]) for each in right) / max(len(right), 1)
-
-
-def watched(
-    ours: Evaluated, right: Evaluated
-) -> Iterator[tuple[MetricPlace, Sequence[ModuleOutput], Sequence[ModuleOutput]]]:
-    """Metrics of chunks in which both have watched modules, and what they output."""
-    here = {(each.batch, each.chunk): each.outputs for each in ours}
-    for each in right:
-        for name, outputs in each.outputs.items():
-            if (mine := here.get((each.batch, each.chunk), {}).get(name)) is not None:
-                yield MetricPlace(batch=each.batch, chunk=each.chunk, metric=name), mine, outputs
-
-
-def output_distance(ours: ModuleOutput, right: ModuleOutput) -> float:
-    """How far two outputs are apart in the elements that both have sampled, relative to their size; infinite if they are not of one module, or
-    not finite in the same places; 0 where nothing was sampled."""
-    if (ours.name, ours.call, ours.count) != (right.name, right.call, right.count):
-        return math.inf
-    square, size = 0.0, 0.0
-    if len(ours.sample) != len(right.sample):  # of parts
+def metric_error(ours: float, right: float, size: float = 0.0) -> float:
+    """How far a number is off, relative to the larger of one device's and of `size`."""
+    if ours == right or (math.isnan(ours) and math.isnan(right)):
         return 0.0
-    for here, there in zip(ours.sample, right.sample, strict=True):
-        if math.isfinite(here) and math.isfinite(there):
-            square, size = square + (here - there) ** 2, size + there**2
-        elif str(here) != str(there):
-            return math.inf
-    if math.isfinite(right.square) and right.count:  # elements may be zero where they were sampled
-        size = max(size, len(right.sample) * right.square / right.count)
-    return math.sqrt(square / size) if size else (math.inf if square else 0.0)
+    size = max(abs(right), size)
+    return abs(ours - right) / size if size and math.isfinite(ours - right) else math.inf
 
 
 def _error_of(name: str, error: float, allowed: float, tolerances: EvaluationTolerances, step: int) -> TensorError:  # fmt: skip
     return TensorError(
         name=name, kind="metric", step=step, error=error, tolerance=allowed, moved=allowed > tolerances.unmeasured
     )  # fmt: skip
-
-
-def _finite(error: float) -> float:
-    return error if math.isfinite(error) else 0.0

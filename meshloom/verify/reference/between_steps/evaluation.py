@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -28,17 +27,16 @@ from meshloom.core.random import (
 from meshloom.verify.reference.between_steps.put_back import BeforeMetrics
 from meshloom.verify.reference.chunk_run import collated
 from meshloom.verify.reference.chunks_of_plan import forwards_of
-from meshloom.verify.reference.observers import ModuleWatch, digest_values
+from meshloom.verify.reference.observers import digest_values
 from meshloom.verify.reference.other_precision import convert, default_dtype
 from meshloom.verify.reference.reference import Reference
 from meshloom.verify.reference.samples_of_epoch import seed_reading
-from meshloom.verify.reference.step_records import ModuleOutput
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluatedChunk:
     """The sum and weight of every metric of one chunk of one batch; of a `Metric` a number in which every element counts, and samples. data: digest
-    of its batch; "": not asked for. seed: from which metrics draw. outputs: by metric, of modules; of chunks that are watched. returned: by
+    of its batch; "": not asked for. seed: from which metrics draw. returned: by
     `Metric`, on one device, what computes it of all samples and what its `update` returned. draws: names of metrics that draw, on one device."""
 
     batch: int
@@ -46,18 +44,8 @@ class EvaluatedChunk:
     sums: Mapping[str, tuple[float, float]]
     data: str = ""
     seed: int = 0
-    outputs: Mapping[str, Sequence[ModuleOutput]] = field(default_factory=dict[str, Sequence[ModuleOutput]])
     returned: Mapping[str, tuple[Callable[..., float], Any]] = field(default_factory=dict[str, tuple[Callable[..., float], Any]])  # fmt: skip
     draws: Sequence[str] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class MetricPlace:
-    """One metric of one chunk of one batch."""
-
-    batch: int
-    chunk: int
-    metric: str
 
 
 def evaluate(reference: Reference, updates: int, batches: int | None = None) -> dict[str, float]:
@@ -104,76 +92,41 @@ def _compute(function: Any, dtype: torch.dtype | None, *arguments: Tensor, **nam
 
 
 def evaluated_chunks(
-    reference: Reference, updates: int, batches: int | None = None, *, training: Collection[nn.Module] = (), digests: bool = False,
-    watch: Collection[tuple[int, int]] = (), anew: bool = True, told: Callable[[int], int] | None = None, goes_on: bool = False, undivided: bool = False,
-) -> list[EvaluatedChunk]:  # fmt: skip
-    """Every chunk after `updates` updates. batches: so many of the data alone. training: modules in training mode, which would be wrong.
-    digests: whether those of the data are wanted. watch: batch and chunk of those in which modules are. anew: whether every metric's draws begin
-    anew, as they should, and not the first one's alone. told: number of a batch -> what `meshloom.step()` is in it, in place of `updates`. goes_on: whether
-    a replica's forwards find what the one before has left in attributes, which would be wrong. undivided: whether each batch is one chunk.
+    reference: Reference,
+    updates: int,
+    batches: int | None = None,
+    *,
+    digests: bool = False,
+    undivided: bool = False,
+) -> list[EvaluatedChunk]:
+    """Every chunk after `updates` updates. batches: so many of the data alone. digests: whether those of the data are wanted. undivided: whether each
+    batch is one chunk.
 
     Nothing of the reference changes: modules are put into evaluation mode and back, and metrics run without gradients.
     """
     found: list[EvaluatedChunk] = []
-    left: dict[int, Any] = {}  # of a replica
-    modules, metrics = ModuleWatch(reference.model, tensors=True, sampled=True), _metrics(reference)
-    with _evaluating(reference, training) as (dataset, before):
+    metrics = _metrics(reference)
+    with _evaluating(reference) as (dataset, before):
         plan = Plan() if undivided else reference.plan
-        for batch, chunk, samples in _chunks(reference, dataset, range(batches) if batches else None, plan):
+        for batch, chunk, samples in _chunks(reference, dataset, batches, plan):
             given = _collated(reference, batch, chunk, samples)
             data, digest = _converted(reference, given), digest_values(given) if digests else ""
             sums: dict[str, tuple[float, float]] = {}
-            outputs: dict[str, Sequence[ModuleOutput]] = {}
             returned: dict[str, tuple[Callable[..., float], Any]] = {}
             draws: list[str] = []
-            watched = (batch, chunk) in watch
-            with modules.attached() if watched else nullcontext():
-                for number, name in enumerate(metrics):
-                    if watched:
-                        modules.start()
-                    seeds = anew or not number
-                    replica = chunk // reference.plan.microbatches
-                    step = updates if told is None else told(batch)
-                    value = _returned(
-                        reference, batch, chunk, data, name, step, seeds=seeds, left=left.get(replica), draws=draws,
-                    )  # fmt: skip
-                    sums[name] = _sums(value, len(samples), metrics[name])
-                    if isinstance(metric := metrics[name], Metric):
-                        returned[name] = partial(_compute, metric.compute, reference.dtype), value
-                    if goes_on:
-                        left[replica] = deepcopy(reference.chunk_run.left.now())
-                    before.put_back()
-                    if watched:
-                        outputs[name] = modules.stop()
+            for name, metric in metrics.items():
+                value = _returned(reference, batch, chunk, data, name, updates, draws)
+                sums[name] = _sums(value, len(samples), metric)
+                if isinstance(metric, Metric):
+                    returned[name] = partial(_compute, metric.compute, reference.dtype), value
+                before.put_back()
             seed = evaluation_seed(reference.job.seed, batch, chunk)
-            found.append(EvaluatedChunk(batch=batch, chunk=chunk, sums=sums, data=digest, seed=seed, outputs=outputs, returned=returned, draws=draws))  # fmt: skip
+            found.append(EvaluatedChunk(batch=batch, chunk=chunk, sums=sums, data=digest, seed=seed, returned=returned, draws=draws))  # fmt: skip
     return found
 
 
-def watched_metric(
-    reference: Reference, updates: int, place: MetricPlace
-) -> tuple[Sequence[ModuleOutput], Sequence[str]]:
-    """What modules have and output in that metric alone, after `updates` updates, and the names of those that are in training mode."""
-    watch = ModuleWatch(reference.model, tensors=True, sampled=True)
-    with _evaluating(reference) as (dataset, before), watch.attached():
-        for batch, chunk, samples in _chunks(reference, dataset, [place.batch], reference.plan):
-            if chunk != place.chunk:
-                continue
-            data = _converted(reference, _collated(reference, batch, chunk, samples))
-            for name in _metrics(reference):
-                training = [name for name, each in reference.model.named_modules() if each.training]
-                watch.start()
-                _returned(reference, batch, chunk, data, name, updates)
-                before.put_back()
-                if name == place.metric:
-                    return watch.stop(), training
-    return (), ()
-
-
 @contextmanager
-def _evaluating(
-    reference: Reference, training: Collection[nn.Module] = ()
-) -> Iterator[tuple[Any, BeforeMetrics]]:
+def _evaluating(reference: Reference) -> Iterator[tuple[Any, BeforeMetrics]]:
     """A context of metrics, at whose end nothing has changed; yields the evaluation data, and what is to be put back after each metric."""
     assert reference.job.evaluate is not None
     modes = [(module, module.training) for module in reference.model.modules()]
@@ -181,8 +134,6 @@ def _evaluating(
         seed_everything(derive(reference.job.seed, "data"))
         dataset = reference.job.evaluate.data()
         reference.model.eval()
-        for module in training:
-            module.training = True
         before = BeforeMetrics(reference.model)
         try:
             with default_dtype(reference.dtype):
@@ -223,14 +174,14 @@ def _metrics(reference: Reference) -> Mapping[str, Any]:
 
 
 def _chunks(
-    reference: Reference, dataset: Any, batches: Sequence[int] | None, plan: Plan
+    reference: Reference, dataset: Any, batches: int | None, plan: Plan
 ) -> Iterator[tuple[int, int, Sequence[Any]]]:
-    """Number of the batch, of the chunk, and its samples. batches: of these alone; None: of all."""
+    """Number of the batch, of the chunk, and its samples. batches: of so many alone; None: of all."""
     job = reference.job
     size, held = job.evaluation_batch_size, held_generators(dataset)
     for batch, start in enumerate(range(0, len(dataset), size)):
-        if batches is not None and batch not in batches:
-            continue
+        if batch == batches:
+            return
         samples: list[Any] = []
         for index in range(start, min(start + size, len(dataset))):
             seed_reading(held, sample_seed(job.seed, -1, index))  # -1: the epoch of evaluations
@@ -250,15 +201,12 @@ def _converted(reference: Reference, collated: Any) -> Any:
 
 
 def _returned(
-    reference: Reference, batch: int, chunk: int, data: Any, metric: str, updates: int, *, seeds: bool = True, left: Any = None,
-    draws: list[str] | None = None,
-) -> Any:  # fmt: skip
-    """What a metric's function returns for a chunk. left: what it finds in attributes; None: what was there in the beginning. draws: gets the metric's
-    name, if it draws."""
+    reference: Reference, batch: int, chunk: int, data: Any, metric: str, updates: int, draws: list[str]
+) -> Any:
+    """What a metric's function returns for a chunk. draws: gets the metric's name, if it draws."""
     lower, function = reference.autocast, _metrics(reference)[metric]
-    if seeds:
-        reference.chunk_run.seed(evaluation_seed(reference.job.seed, batch, chunk))
-    reference.chunk_run.left.put_values(left) if left is not None else reference.chunk_run.left.put(None)
+    reference.chunk_run.seed(evaluation_seed(reference.job.seed, batch, chunk))
+    reference.chunk_run.left.put(None)
     generator = torch.get_rng_state()
     with (
         at_step(updates),
@@ -266,7 +214,7 @@ def _returned(
         torch.autocast(reference.device.type, lower, enabled=lower is not None),
     ):
         returned = (function.update if isinstance(function, Metric) else function)(reference.model, data)
-    if draws is not None and not torch.equal(generator, torch.get_rng_state()):
+    if not torch.equal(generator, torch.get_rng_state()):
         draws.append(metric)
     return returned
 

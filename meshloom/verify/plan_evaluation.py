@@ -1,0 +1,183 @@
+"""An evaluation of the plan: every metric, what each chunk adds to it, and what the evaluation changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from meshloom.comm.objects import collect
+from meshloom.comm.steps import Steps
+from meshloom.core.moments.by_metric import those_by_metric
+from meshloom.data.chunks import Chunk
+from meshloom.parameters.digest import digest
+from meshloom.replica.program_engine import ProgramEngine
+from meshloom.replica.replica import Replica
+from meshloom.replica.replica_state import replicated_state
+from meshloom.train.trainer import Trainer
+from meshloom.verify.between_steps.checks import BetweenSteps
+from meshloom.verify.compared.compare_evaluation import MODE, TRAINED, PlanEvaluation
+from meshloom.verify.comparing import Comparing
+from meshloom.verify.reference.between_steps.evaluation import EvaluatedChunk
+from meshloom.verify.reference.observers import altered_digest, digest_values
+from meshloom.verify.tolerances.evaluation_errors import metric_error
+
+_ALIKE = 1e-6  # how far ranks' metrics may be apart
+_MOST_BATCHES = 8  # of an evaluation, which may be of many
+_NOT_DUE = "the checkpoint of a run that ends with an evaluation that is not due,"
+
+
+def evaluate_plan(trainer: Trainer, *, last: bool = False) -> PlanEvaluation:
+    """Evaluate under the plan. last: as after the last step of a run, which saves, too. All ranks call it."""
+    before = [_state(each) for each in trainer.replicas]
+    run = trainer.synchronous
+    assert run is not None
+    whole = run.evaluation.num_batches <= _MOST_BATCHES
+    batches = None if whole else _MOST_BATCHES
+    observers = [_Chunks(each) for each in trainer.replicas]
+    with run.evaluation.watched(observers, batches):
+        if last:
+            run.after_step(last=True)
+        else:
+            run.evaluate(due=False)
+    ours = run.evaluation.newest
+    changed = [_changes(old, _state(each)) for old, each in zip(before, trainer.replicas, strict=True)]
+    of_ranks = _collected(trainer, [[each] for each in zip(changed, ours, strict=True)])
+    chunks = _collected(trainer, [[asdict(each) for each in observer.chunks()] for observer in observers])
+    what = "" if whole else f" of the first {_MOST_BATCHES} batches"
+    return PlanEvaluation(
+        what=f"the evaluation{what} after step {trainer.next_step - 1}", metrics=ours[0], batches=batches, chunks=_added(chunks),
+        changed=list(dict.fromkeys(name for names, _ in of_ranks for name in names)),
+        disagree=list(_disagreements([metrics for _, metrics in of_ranks])),
+    )  # fmt: skip
+
+
+def checked_evaluation(
+    trainer: Trainer, one: Comparing | None, into: Path | None = None, *, last: bool
+) -> tuple[list[BetweenSteps], bool]:
+    """An evaluation compared with one device, on rank 0, if the job has any; and whether it leaves everything as it is, by what this rank knows.
+    Then schedulers that go by a metric are stepped. last: what training does after its last step, which saves, too, into this directory if there
+    is one. All ranks call it."""
+    run = trainer.synchronous
+    assert run is not None
+    if into is not None:
+        run.save_into(into)
+    if trainer.job.evaluate is None:
+        if last:
+            run.after_step(last=True)
+        return [], True
+    ours = evaluate_plan(trainer, last=last)
+    compared = one.check_metrics(ours, trainer.next_step) if one else None
+    checked, unchanged = [compared] if compared else [], not ours.changed
+    if not last or steps_schedulers_apart(trainer):
+        if last and one and run.saved:
+            saved = one.check_saved(run.saved, _NOT_DUE)
+            stepped = all(each.passed for each in saved.errors) and any(" scheduler " in each for each in saved.facts)  # fmt: skip
+            checked.append(saved)
+            unchanged = unchanged and not stepped
+        run.evaluation.step_schedulers(ours.metrics)
+    if one:
+        one.step_schedulers(ours.metrics)
+    return checked, unchanged
+
+
+def steps_schedulers_apart(trainer: Trainer) -> bool:
+    """Whether schedulers go by a metric and training leaves them as they are in an evaluation after this step, as it is not due."""
+    given = trainer.job.evaluate
+    schedulers = trainer.replicas[0].updater.schedulers
+    return given is not None and trainer.next_step % given.every != 0 and bool(those_by_metric(schedulers))
+
+
+def _disagreements(of_ranks: Sequence[Mapping[str, float]]) -> Iterator[str]:
+    for rank, metrics in enumerate(of_ranks):
+        for name, value in metrics.items():
+            if not metric_error(value, of_ranks[0][name]) <= _ALIKE:
+                yield f"{name} is {value:.6g} on rank {rank}, and {of_ranks[0][name]:.6g} on rank 0."
+                return
+
+
+def _state(replica: Replica) -> dict[str, int]:
+    """Digests of what this rank holds and of numbers and words in attributes, the mode of every module, and which parameters are trained."""
+    modes = {
+        f"{MODE}{name or 'the model'}": int(each.training) for name, each in replica.model.named_modules()
+    }
+    trained = {f"{TRAINED}{name}": int(each.requires_grad) for name, each in replica.model.named_parameters()}
+    attributes = {
+        f"{path}.{name}".lstrip("."): hash((type(value), value))
+        for path, module in replica.model.named_modules()
+        for name, value in vars(module).items()
+        if name != "training" and isinstance(value, int | float | str)
+    }
+    return {
+        **{name: int(digest(each)) for name, each in replicated_state(replica).items()},
+        **attributes,
+        **modes,
+        **trained,
+    }
+
+
+def _changes(before: dict[str, int], after: dict[str, int]) -> list[str]:
+    return [name for name in before if before[name] != after.get(name)]
+
+
+def _collected(trainer: Trainer, of_replicas: Sequence[Sequence[Any]]) -> list[Any]:
+    """What all ranks say, one after another."""
+
+    def everyone(replica: Replica) -> Steps[list[list[Any]]]:
+        return (yield from collect(replica.context.world, list(of_replicas[trainer.replicas.index(replica)])))
+
+    return [each for of_rank in trainer.together(everyone)[0] for each in of_rank]
+
+
+def _added(said: Sequence[Any]) -> list[EvaluatedChunk]:
+    """Chunks, of which several ranks along pp may have parts: zeros on all but the last."""
+    found: dict[tuple[int, int], EvaluatedChunk] = {}
+    for each in said:
+        key = each["batch"], each["chunk"]
+        before = found[key].sums if key in found else {}
+        sums = {
+            name: (value + before.get(name, (0.0, 0.0))[0], weight + before.get(name, (0.0, 0.0))[1])
+            for name, (value, weight) in each["sums"].items()
+        }
+        found[key] = EvaluatedChunk(
+            batch=key[0], chunk=key[1], sums=sums, data=each["data"], seed=each["seed"]
+        )
+    return list(found.values())
+
+
+class _Chunks:
+    """An `EvaluationObserver` of what each chunk of a rank gives."""
+
+    def __init__(self, replica: Replica) -> None:
+        place = replica.context.place
+        # the other ranks along tp have the same, and those along pp, where they do not run stages
+        self._speaks = not place.tp and (not place.pp or isinstance(replica.engine, ProgramEngine))
+        self._data: dict[tuple[int, int], str] = {}
+        self._seeds: dict[tuple[int, int], int] = {}
+        self._sums: dict[tuple[int, int], dict[str, tuple[float, float]]] = {}
+
+    @contextmanager
+    def metric(
+        self, chunk: Chunk, name: str, data: Any, so_far: Callable[[], Sequence[float]]
+    ) -> Iterator[None]:
+        """Around each metric."""
+        key = chunk.step, chunk.index
+        if key not in self._data:
+            self._data[key] = altered_digest(chunk.data, data) or digest_values(chunk.data)
+            self._seeds[key] = torch.initial_seed()
+        before = so_far()
+        yield
+        value, weight = (after - old for after, old in zip(so_far(), before, strict=True))
+        self._sums.setdefault(key, {})[name] = value, weight
+
+    def chunks(self) -> list[EvaluatedChunk]:
+        """Those of this rank, for which it speaks."""
+        return [
+            EvaluatedChunk(batch=key[0], chunk=key[1], sums=sums, data=self._data[key], seed=self._seeds[key])
+            for key, sums in self._sums.items()
+            if self._speaks
+        ]
