@@ -18,7 +18,6 @@ from meshloom.pipeline.runtime.microbatches import Microbatches
 from meshloom.pipeline.runtime.run import PipelineRun
 from meshloom.pipeline.runtime.stage import DeferredWeightGradients
 from meshloom.program.operators.partial import CrossEntropyOfPart
-from meshloom.program.store.drawn_batches import DrawnBatches
 from meshloom.replica.buffers.norm_statistics import _Layer
 from meshloom.replica.chunk_scope import ChunkScope
 from meshloom.tensor_parallel.rules.factors import Product
@@ -46,16 +45,6 @@ def replicas_draw_alike(patch: Patch) -> None:
 def recurrent_masks_by_time(patch: Patch) -> None:
     """Where replicas share a chunk, masks between recurrent layers [time, samples, features] are cut along time."""
     patch.setattr(_RecurrentLayers, "dim", property(lambda self: 0, lambda self, dim: None), raising=False)
-
-
-@bug("fourth/python_draws_of_first", "drawn by Python", "pp=2,microbatches=2", module="first")
-def python_draws_of_first(patch: Patch) -> None:
-    """Every microbatch has what `random` drew for the first one."""
-
-    def drawn(right: Any, self: DrawnBatches, batches: Any, loss: Any) -> Any:
-        return (yield from right(self, [(each, batches[0][1]) for each, _ in batches], loss))
-
-    wrap(patch, DrawnBatches, "all_drawn", drawn)
 
 
 @bug("fourth/batch_of_first_microbatch", "even", "pp=2,microbatches=2", module="first")

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 import meshloom.comm.reductions
+import meshloom.exchange.sparse_gradients
 from meshloom.core.losses.loss_scale import divides
 from meshloom.exchange.buckets.reduction import Exact
 from meshloom.exchange.server import Server
@@ -37,6 +38,17 @@ def server_adds_up_servers_only(patch: Patch) -> None:
 def server_adds_workers_only(patch: Patch) -> None:
     """Servers leave out the gradients of the second server's share of the batch."""
     server_adds_up(patch, lambda servers: slice(servers, None))
+
+
+@bug("eighth/sparse_rows_keep_loss_scale", "tabled", "dp=2,precision=fp16-mixed", module="embed")
+def sparse_rows_keep_loss_scale(patch: Patch) -> None:
+    """Sparse gradients are not divided where the divisor is a tensor on the device, as with a loss scale."""
+    right = meshloom.exchange.sparse_gradients.divides
+    patch.setattr(
+        meshloom.exchange.sparse_gradients,
+        "divides",
+        lambda divisor: isinstance(divisor, float) and right(divisor),
+    )
 
 
 @bug("sixth/all_reduce_last_undivided", "weighted", "dp=2", module="first", quick=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -24,6 +23,7 @@ from tests.planted.models import (
     Padded,
     Routed,
     Swapping,
+    Tabled,
     Tagger,
     TiedThrice,
     Wordy,
@@ -74,15 +74,6 @@ def weighted() -> Job:
         return losses.sum(), len(losses)
 
     return plain(optimizer="sgd", loss=loss)
-
-
-def scaled() -> Job:
-    """Python's generator decides how much a chunk counts."""
-
-    def loss(model: nn.Module, batch: Any) -> Tensor:
-        return F.cross_entropy(model(batch["x"] * random.uniform(0.3, 1.7)), batch["y"])
-
-    return small("mlp", "sgd", loss=loss, batch_size=12)
 
 
 def rising() -> Job:
@@ -248,6 +239,13 @@ def sequences(model: Callable[[], nn.Module]) -> Job:
     return small("mlp", "adamw", model=model, loss=loss, data=lambda: data, batch_size=10)
 
 
+def tabled() -> Job:
+    def sgd(named: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD([each for _, each in named], lr=0.1)
+
+    return replace(sequences(Tabled), optimizer=sgd, scheduler=None)
+
+
 def padded() -> Job:
     """x [9] tokens of 29, of which 1 is padding, y [9] those that follow."""
     g = torch.Generator().manual_seed(3)
@@ -280,7 +278,6 @@ JOBS: dict[str, Callable[[], Job]] = {
     "dropping": dropping,
     "text": lambda: plain("gpt"),
     "averages": lambda: plain(average=0.8),
-    "drawn by Python": scaled,
     "metric of the step": rising,
     "two noisy metrics": noisy_metrics,
     "rate by metric": by_metric,
@@ -300,5 +297,6 @@ JOBS: dict[str, Callable[[], Job]] = {
     "padded": padded,
     "routed": lambda: rows(Routed),
     "swapping": lambda: rows(Swapping),
+    "tabled": tabled,
     "cooling": lambda: plain(model=Cooling),
 }

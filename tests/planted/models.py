@@ -32,7 +32,7 @@ class Wordy(nn.Module):
 
 
 class Cooling(nn.Module):
-    """[batch, 7] -> [batch, 5]; every forward lowers a temperature."""
+    """[batch, 7] -> [batch, 5]; every forward of an evaluation lowers a temperature."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +41,8 @@ class Cooling(nn.Module):
         self.temperature: Tensor
 
     def forward(self, x: Tensor) -> Tensor:
-        self.temperature = 0.8 * self.temperature + 0.1
+        if not self.training:
+            self.temperature = 0.8 * self.temperature + 0.1
         return self.head(torch.tanh(self.enter(x))) / self.temperature
 
 
@@ -82,6 +83,17 @@ class Tagger(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         h = self.norm(self.embed(x).transpose(1, 2)).transpose(1, 2)
         return self.head(self.rnn(h)[0])
+
+
+class Tabled(nn.Module):
+    """Tokens [batch, length] -> [batch, length, 19]; gradients of the table are sparse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(19, 12, sparse=True), nn.Linear(12, 19)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.embed(x)))
 
 
 class TiedThrice(nn.Module):

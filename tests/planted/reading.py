@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import meshloom.data.map_data
 import meshloom.data.stream_data
 from meshloom.data.map_data import Batches, ChunkSource, MapReader
 from tests.planted.bugs import Patch, bug, wrap
@@ -74,6 +75,24 @@ def epoch_is_step(patch: Patch) -> None:
             self._dataset = dataset
 
     wrap(patch, ChunkSource, "__getitem__", read)
+
+
+@bug("ninth/draws_of_first_sample", "told the epoch", "dp=2")
+def draws_of_first_sample(patch: Patch) -> None:
+    """Generators are seeded once for a chunk, by its first sample, and not for each."""
+    seed, fresh = meshloom.data.map_data.seed_draws, [True]
+
+    def read(right: Any, self: ChunkSource, request: Any) -> Any:
+        fresh[0] = True
+        return right(self, request)
+
+    def seed_once(value: int) -> None:
+        if fresh[0]:
+            seed(value)
+        fresh[0] = False
+
+    wrap(patch, ChunkSource, "__getitem__", read)
+    patch.setattr(meshloom.data.map_data, "seed_draws", seed_once)
 
 
 @bug("ninth/epoch_told_too_late", "stream", "dp=2", phase="step 3")
