@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -367,10 +367,8 @@ def _draw_row_by_row(func: Any, args: Sequence[Any], kwargs: dict[str, Any], row
     return args[0] if func is torch.ops.aten.rrelu_with_noise_.default else drawn
 
 
-def digest_of_draw(
-    func: Any, args: Sequence[Any], drawn: Any, cut: Callable[[Tensor], Tensor] = lambda value: value
-) -> str:
-    """A digest of the draw alone: of a dropout's mask and not of its output, which differs by rounding. cut: what of it counts."""
+def digest_of_draw(func: Any, args: Sequence[Any], drawn: Any) -> str:
+    """A digest of the draw alone: of a dropout's mask and not of its output, which differs by rounding."""
     results = drawn if isinstance(drawn, tuple | list) else [drawn]
     outputs = [value for value in results if isinstance(value, Tensor)]
     parts = [value for value in outputs if value.dtype == torch.bool] or outputs
@@ -378,7 +376,6 @@ def digest_of_draw(
     is_computed = (
         parts is outputs and func not in _DRAWS_ALONE and any(value is not drawn for value in inputs)
     )
-    parts = [cut(value) for value in parts]
     if is_computed:  # from a tensor, with its rounding: only the shapes are comparable
         return f"{func} {[list(value.shape) for value in parts]}"
     digest = hashlib.blake2b(digest_size=8)

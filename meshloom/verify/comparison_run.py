@@ -165,7 +165,7 @@ class ComparisonRun(Comparing):
         if found.passed:
             self.reference.replace_gradient(name, ours)
         else:
-            self._differs(found, ours, self.reference.gradients.get(name))
+            self._differs([found], ours, self.reference.gradients.get(name))
 
     def update(self) -> None:
         """Update the reference after all gradients have arrived. If some differ, look for the factor first,
@@ -194,22 +194,28 @@ class ComparisonRun(Comparing):
         compared = self._state.compare(name, ours)
         wrong = [error for error in compared if not error.passed]
         if wrong:
-            self._differs(wrong[0], ours, held_by(self.reference, name), self.reference.before.get(name))
+            self._differs(wrong, ours, held_by(self.reference, name), self.reference.before.get(name))
         elif compared:
             replace_value(self.reference, name, ours)
 
     def _differs(
-        self, error: TensorError, ours: Tensor | None, right: Tensor | None, before: Tensor | None = None
+        self,
+        errors: Sequence[TensorError],
+        ours: Tensor | None,
+        right: Tensor | None,
+        before: Tensor | None = None,
     ) -> None:
-        """Keep the first tensor that differs, and what is needed to look for a factor. before: of a parameter, before its update."""
+        """Keep the first tensor that differs, and what is needed to look for a factor. errors: of a parameter, the last is that of its update.
+        before: a parameter before its update."""
         if ours is None or right is None or ours.shape != right.shape:
             return
         if self._differing is None:
             plan, other = (each.detach().to_dense().clone() for each in (ours, right))
+            first = errors[0]
             self._differing = DifferingTensor(
-                name=error.name, kind=error.kind, step=error.step, plan=plan, one_device=other
+                name=first.name, kind=first.kind, step=first.step, plan=plan, one_device=other
             )
-        one, other = subsample(ours), subsample(right)
+        error, one, other = errors[-1], subsample(ours), subsample(right)
         if error.kind == "gradient":
             found = Wrong(name=error.name, ours=one, right=other, tolerance=error.tolerance)
             self._wrong["gradient"].append(found)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +24,6 @@ from meshloom.core.random import (
     KeyedDraws,
     chunk_seed,
     derive,
-    digest_of_draw,
     mix_seed,
     preserved_draws,
     seed_everything,
@@ -46,13 +44,13 @@ from meshloom.verify.reference.step_records import ChunkRecord, ModuleOutput
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkResult:
-    """What a forward computed, drew, output and logged. draws: of each chunk in it, or of all of them as the first's.
+    """What a forward computed, drew, output and logged.
     divisor: its gradients are those of the loss sum, divided by it, apart from a scale."""
 
     loss_sum: float
     weight: float
     seed: int
-    draws: tuple[tuple[str, ...], ...]
+    draws: tuple[str, ...]
     modules: tuple[ModuleOutput, ...]
     divisor: float
     logged: Mapping[str, float] = field(default_factory=dict[str, float])
@@ -145,7 +143,6 @@ class ChunkRun:
         self._job, self._model, self._device, self._dtype, self._watch = job, model, device, dtype, watch
         self.loss = job.loss  # of several the one whose turn it is
         self.norms = SingleSamples(right=plan.captures or plan.compiles)
-        self._by_rows = _draws_by_rows(model)
         self.draws = 0  # losses whose turn it was before in the step
         self.left, self._generators = LeftTensors(model), own_generators(model)
         self.together = ChunksTogether(model)
@@ -176,9 +173,7 @@ class ChunkRun:
             self._watch.start()
         self.left.put(forward.key)
         # Includes backward: activation checkpointing repeats forwards there and must draw the same numbers.
-        sizes = [len(samples) for _, samples in forward.members]
-        of_chunks = DrawsOfChunks(sizes) if len(sizes) > 1 and casts is not None and self._by_rows else None
-        keyed = of_chunks or KeyedDraws(forward.rows, None if casts is None else draws)
+        keyed = KeyedDraws(forward.rows, None if casts is None else draws)
         is_keyed = self._keyed or forward.rows is not None
         moved = DrawWatch(self._device) if casts is not None and not is_keyed else None
         if moved:
@@ -213,9 +208,8 @@ class ChunkRun:
         draws += moved.stop() if moved else ()
         modules = () if casts is None else self._watch.stop()
         total = float(loss_sum.detach())
-        drawn = tuple(map(tuple, of_chunks.of_chunks if of_chunks else [draws]))
         return ChunkResult(
-            loss_sum=total, weight=float(weight), seed=initial_seed, draws=drawn, modules=modules, divisor=divisor,
+            loss_sum=total, weight=float(weight), seed=initial_seed, draws=tuple(draws), modules=modules, divisor=divisor,
             logged={name: float(value) for name, value in logged.items()},
         )  # fmt: skip
 
@@ -223,14 +217,13 @@ class ChunkRun:
         """One record per chunk of the plan. Of the chunks in one forward, the first has its loss, draws
         and modules."""
         computed = result
-        for number, (index, samples) in enumerate(forward.members):
-            draws = result.draws[number] if number < len(result.draws) else ()
+        for index, samples in forward.members:
             data = digest_values(self.collate(samples, step, index))
             yield ChunkRecord(
                 index=index, samples=len(samples), weight=computed.weight, loss_sum=computed.loss_sum, data=data, seed=result.seed,
-                draws=draws, modules=computed.modules, logged=computed.logged, told=step,
+                draws=computed.draws, modules=computed.modules, logged=computed.logged, told=step,
             )  # fmt: skip
-            computed = replace(result, loss_sum=0.0, weight=0.0, modules=(), logged={})
+            computed = replace(result, loss_sum=0.0, weight=0.0, draws=(), modules=(), logged={})
 
     def collate(self, samples: Sequence[Any], *place: int) -> Any:
         """The batch of a chunk: of its samples, or of pairs of a sample and its partner if the job mixes. place: the step and the
@@ -251,46 +244,3 @@ class ChunkRun:
 def collated(job: Job, samples: Sequence[Any]) -> Any:
     """The batch of these samples, which stay as they are: chunks are collated more than once."""
     return default_collate(list(samples)) if job.collate is None else job.collate(copied_samples(samples))
-
-
-class DrawsOfChunks(KeyedDraws):
-    """Notes a digest of every chunk's rows of every draw. sizes: samples of the chunks, whose rows follow each other.
-
-    of_chunks: the digests, chunk by chunk.
-
-    >>> draws = DrawsOfChunks([1, 2])
-    >>> with draws:
-    ...     _ = torch.rand(3, 5)
-    >>> [len(each) for each in draws.of_chunks]
-    [1, 1]
-    """
-
-    def __init__(self, sizes: Sequence[int]) -> None:
-        super().__init__()
-        self._sizes = sizes
-        self.of_chunks: list[list[str]] = [[] for _ in sizes]
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        drawn = super().__torch_dispatch__(func, types, args, dict(kwargs or {}))
-        if torch.Tag.nondeterministic_seeded in func.tags and not (kwargs or {}).get("generator"):
-            start = 0
-            for seen, size in zip(self.of_chunks, self._sizes, strict=True):
-                seen.append(digest_of_draw(func, args, drawn, partial(self._rows, start=start, size=size)))
-                start += size
-        return drawn
-
-    def _rows(self, drawn: Tensor, start: int, size: int) -> Tensor:
-        total = sum(self._sizes)
-        if not drawn.ndim or drawn.shape[0] % total:
-            return drawn
-        of_sample = drawn.shape[0] // total
-        return drawn.narrow(0, start * of_sample, size * of_sample)
-
-
-def _draws_by_rows(model: nn.Module) -> bool:
-    """Whether samples are the first dimension of whatever its modules draw: masks between recurrent layers have them in the second one."""
-    return not any(
-        isinstance(each, nn.RNNBase) and each.dropout and each.num_layers > 1 for each in model.modules()
-    )
