@@ -15,7 +15,6 @@ from typing import Any
 from meshloom.asynchronous.protocol.circumstances import Circumstances
 from meshloom.asynchronous.protocol.events import Event, Restored, Snapshot, Update
 from meshloom.asynchronous.protocol.head import Head, Rules, first_state
-from meshloom.asynchronous.protocol.messages import SnapshotKind
 from meshloom.asynchronous.protocol.store import Storage, Store
 from meshloom.asynchronous.protocol.virtual import Parts, VirtualCluster
 from meshloom.asynchronous.protocol.worker import Computed, Task
@@ -66,18 +65,19 @@ def count(
 ) -> Account:
     """Run to the end."""
     rules = Rules(num_servers=num_servers, staleness=staleness, steps=steps, keep_every=[keep_every])
-    storages = [
-        Storage(snapshots={0: (SnapshotKind(incarnation=0, state=first_state()), None)})
-        for _ in range(num_servers)
-    ]
+    storages = [Storage(snapshots={0: (first_state(), None)}) for _ in range(num_servers)]
+
+    computed = set[int]()
 
     def compute(worker: int, task: Task) -> Computed:
+        assert task.share not in computed, "a share was given out twice"
+        computed.add(task.share)
         # all of one version, and that is the number of updates
         assert [part.values for part in task.parts] == [task.version] * num_servers
         return Computed(gradients=[task.share] * num_servers, changes=None, loss=float(task.share), norm=0.0)
 
     parts = Parts(
-        head=lambda incarnation: Head(rules, incarnation),
+        head=lambda: Head(rules),
         store=lambda number: Store(number, storages[number], Counts),
         compute=compute,
     )
@@ -101,8 +101,7 @@ def _note(account: Account, event: Event, cluster: VirtualCluster) -> None:
             account.times.append(cluster.seconds)
             assert event.version == len(account.history)
         case Restored():
-            assert event.lost == len(account.history) - event.version
-            account.lost += event.lost
+            account.lost += len(account.history) - event.version
             del account.history[event.version :]
             del account.ages[event.version :]
         case Snapshot():

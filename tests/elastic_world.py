@@ -23,7 +23,7 @@ from meshloom.asynchronous.state.parameters import Content, Parameters
 from meshloom.asynchronous.state.settings import AsynchronousSettings
 from meshloom.asynchronous.state.snapshots import read_snapshot, snapshot_name
 from meshloom.asynchronous.state.worker_model import WorkerModel
-from meshloom.asynchronous.state.worker_replica import worker_replica_here
+from meshloom.asynchronous.state.worker_replica import WorkerReplica
 from meshloom.comm.messaging.keys import make_keys, write_key
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
@@ -112,7 +112,7 @@ class World:
             WAIT_SECONDS,
             stop if stop is not None else [],
             lambda event: True,
-            worker_replica_here(job or self.job, self.plan),
+            WorkerReplica(job or self.job, self.plan),
         )
 
     def updates(self) -> list[int]:
@@ -137,7 +137,7 @@ class World:
         own = [sockets[number], *([sockets[-1]] if number == 0 and self.plan.servers > 1 else [])]
         listening = tuple(os.dup(each.fileno()) for each in own)  # ZeroMQ closes them
         role = Role(
-            kind="server", target="", plan=str(self.plan), settings="", number=number, start=1, directory=str(self.directory), addresses=self.addresses,
+            kind="server", target="", plan=str(self.plan), settings="", number=number, directory=str(self.directory), addresses=self.addresses,
             head=f"127.0.0.1:{sockets[-1].getsockname()[1]}", listening=listening,
         )  # fmt: skip
 

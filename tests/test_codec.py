@@ -40,7 +40,6 @@ from meshloom.asynchronous.protocol.messages import (
     SendParameters,
     ServerReport,
     SnapshotKept,
-    SnapshotKind,
     TakeSnapshot,
 )
 from meshloom.asynchronous.state.division import divide_over_servers
@@ -110,13 +109,12 @@ def simple(made: type) -> st.SearchStrategy[Any]:
 
 MESSAGES = st.one_of(
     *(simple(made) for made in SIMPLE),
-    st.builds(Leave, worker=NUMBER, incarnation=st.just(-1), pushed=st.just(-1)),
     st.builds(Hello, worker=st.none() | NUMBER, digest=st.binary(min_size=32, max_size=32)),
     st.builds(Terms, text=st.text()),
-    st.builds(TakeSnapshot, incarnation=NUMBER, version=NUMBER, state=st.none(), forget_before=NUMBER),
+    st.builds(TakeSnapshot, version=NUMBER, state=st.none(), forget_before=NUMBER),
     st.builds(
-        ServerReport, server=NUMBER, asked=st.none() | NUMBER, newest=NUMBER,
-        snapshots=st.dictionaries(NUMBER, st.builds(SnapshotKind, incarnation=NUMBER, state=st.none()), max_size=4),
+        ServerReport, server=NUMBER, asked=st.none() | NUMBER, next_share=NUMBER,
+        snapshots=st.dictionaries(NUMBER, st.none(), max_size=4),
     ),
 )  # fmt: skip
 
@@ -139,21 +137,14 @@ def test_what_is_sent_arrives(message: Any) -> None:
 def test_gradients_arrive_with_what_is_not_there(held: dict[str, Any], here: bool) -> None:
     push = Push(
         worker=3,
-        incarnation=4,
-        ticket=5,
+        share=5,
         gradients=held["slices"],
         changes=held["buffers"],
         loss=0.5,
         norm=math.nan,
     )
     found = sent(push, HOLDING)
-    assert (found.worker, found.incarnation, found.ticket, found.loss, math.isnan(found.norm)) == (
-        3,
-        4,
-        5,
-        0.5,
-        True,
-    )
+    assert (found.worker, found.share, found.loss, math.isnan(found.norm)) == (3, 5, 0.5, True)
     assert_same([*found.gradients, *found.changes.values()], [*push.gradients, *push.changes.values()])
     assert found.changes.keys() == push.changes.keys()
 
@@ -162,9 +153,7 @@ def test_gradients_arrive_with_what_is_not_there(held: dict[str, Any], here: boo
 def test_parameters_arrive(holding: ServerState) -> None:
     values = [tensor_of(each) for each in holding.slices]
     buffers = {name: tensor_of(each) for name, each in holding.buffers.items()} if holding.buffers else None
-    part = ParametersPart(
-        server=1, incarnation=2, ticket=3, share=4, version=5, values=values, buffers=buffers
-    )
+    part = ParametersPart(server=1, share=4, version=5, values=values, buffers=buffers)
     found = sent(part, holding)
     assert_same(found.values, values)
     assert (found.buffers is None) == (buffers is None)
@@ -182,7 +171,7 @@ def test_large_tensors_travel_in_slices_without_a_copy() -> None:
     holding = ServerState(slices=(TensorSpec(dtype=torch.float32, shape=(elements,)),), buffers={})
     gradient = torch.randn(elements)
     header, found = encode(
-        Push(worker=0, incarnation=0, ticket=0, gradients=[gradient], changes=None, loss=0.0, norm=0.0),
+        Push(worker=0, share=0, gradients=[gradient], changes=None, loss=0.0, norm=0.0),
         holding,
     )
     assert [each.nbytes for each in found[3:-1]] == [
@@ -198,8 +187,7 @@ def test_large_tensors_travel_in_slices_without_a_copy() -> None:
 def push_of(held: dict[str, Any]) -> Push:
     return Push(
         worker=0,
-        incarnation=0,
-        ticket=0,
+        share=0,
         gradients=held["slices"],
         changes=held["buffers"],
         loss=0.0,

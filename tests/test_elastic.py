@@ -1,4 +1,4 @@
-"""Asynchronous runs on a virtual clock: the bound, exactly once, no deadlock, whoever comes, goes or is
+"""Asynchronous runs on a virtual clock: the bound, no share twice, no deadlock, whoever comes, goes or is
 killed."""
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from meshloom.asynchronous.protocol.circumstances import Circumstances, Incident, parse_incidents
 from meshloom.asynchronous.protocol.clocks import Clocks
-from meshloom.asynchronous.protocol.ledger import Ledger
+from meshloom.asynchronous.protocol.leases import Leases
+from meshloom.asynchronous.protocol.store import Storage
 from meshloom.core.errors import PlanError, TrainingError
 from tests.counting import Account, Counts, ahead, applied, count
 
@@ -46,7 +47,6 @@ def circumstances(draw: st.DrawFn) -> Circumstances:
         latency_seconds=draw(st.sampled_from([0.0, 0.01, 0.3, 2.0])),
         jitter=draw(st.sampled_from([0.0, 0.5])),
         notice_seconds=draw(st.sampled_from([0.0, 0.5, 5.0])),
-        duplicate_every=draw(st.sampled_from([0, 0, 1, 3])),
         incidents=(*draw(INCIDENTS), Incident(what="join", number=9, at_seconds=40.0)),
     )
 
@@ -57,10 +57,6 @@ def check(account: Account, num_servers: int, staleness: int | None, steps: int)
     )
     assert set(account.finals[0].values()) <= {1}, "a share was applied twice"
     assert len(account.history) == steps
-    ledger = account.states[steps]["ledger"]
-    assert sorted(applied(account) + ledger["free"]) == list(range(ledger["next_share"])), (
-        "a share is neither applied nor free"
-    )
     assert staleness is None or max(account.gaps) <= staleness
     assert account.reported_ages == Counter(account.ages)
     assert account.left == 0
@@ -156,8 +152,8 @@ def test_a_killed_worker_is_waited_for_until_it_is_noticed_and_costs_its_gradien
     account = count(Circumstances(notice_seconds=4.0, incidents=kill), staleness=2, steps=12)
     # two ahead of worker 3 at 2 s; it counts as gone at 4.5 s
     assert account.times == [1, 1, 1, 2, 2, 2, 5.5, 5.5, 5.5, 6.5, 6.5, 6.5]
-    # share 3 was given to another
-    assert 3 in applied(account) and all(worker != 3 for worker, _ in account.history)
+    # share 3 is lost with it
+    assert applied(account) == [0, 1, 2, *range(4, 13)]
 
 
 def test_who_joins_begins_where_the_slowest_is() -> None:
@@ -185,7 +181,8 @@ def test_updates_after_the_snapshot_are_lost_as_a_block_and_said(num_servers: in
     assert account.lost == 3
     assert account.versions == [*range(1, 11), *range(8, 21)]
     assert account.times[10] == 16.5  # back at 15.5 s
-    assert applied(account) == list(range(20))
+    # shares 7 to 9 are lost, and share 10, which was under way
+    assert applied(account) == [*range(7), *range(11, 24)]
 
 
 def test_a_snapshot_that_nobody_heard_of_counts() -> None:
@@ -202,11 +199,10 @@ def test_a_snapshot_that_nobody_heard_of_counts() -> None:
 
 
 def test_refused_pushes_do_not_make_workers_join_for_ever() -> None:
-    """Every message of workers comes twice, and messages take longer than shares: a second lease must not
-    make the first one void again and again."""
+    """Messages take longer than shares: a second lease must not make the first one void again and again."""
     incidents = parse_incidents("kill:1@0+kill:4@2+kill:0@12+server:0@7.01/0.4")
     seen = Circumstances(
-        step_seconds=(1.3, 0.3, 0.1, 0.7, 0.3, 1.0), latency_seconds=2.0, notice_seconds=0.0, duplicate_every=1, incidents=incidents
+        step_seconds=(1.3, 0.3, 0.1, 0.7, 0.3, 1.0), latency_seconds=2.0, notice_seconds=0.0, incidents=incidents
     )  # fmt: skip
     check_any(seen, num_servers=3, num_workers=6, staleness=None, steps=34, keep_every=5)
 
@@ -232,11 +228,11 @@ def test_wrong_circumstances_are_refused() -> None:
 @pytest.mark.parametrize(
     ("where", "name", "wrong"),
     [
-        # a lost worker's share is forgotten
-        (Ledger, "give_back", lambda self, share: self._out.remove(share)),
+        # a lost worker's share stays out
+        (Leases, "remove", lambda self, worker: self.clocks.remove(worker) or []),
         (Clocks, "may_begin", lambda self, worker: True),  # nobody waits
-        # a share too much counts as done after a restart
-        (Ledger, "of", staticmethod(lambda state: Ledger(state["next_share"] + 1))),
+        # a server forgets which shares it has sent parameters for
+        (Storage, "next_share", property(lambda self: 0, lambda self, share: None)),
         (Counts, "snapshot", lambda self: self.counts),  # a snapshot that goes on changing
         (Clocks, "remove", lambda self, worker: None),  # who is gone is waited for
     ],

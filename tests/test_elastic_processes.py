@@ -14,7 +14,6 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-import torch
 from elastic_runs import ElasticRun, left
 from killing import running
 from safetensors.torch import load_file
@@ -53,9 +52,8 @@ def assert_nothing_left(directory: Path, address: str) -> None:
 
 
 @pytest.mark.slow
-def test_one_worker_is_one_device_although_its_server_was_killed(tmp_path: Path) -> None:
-    """What is lost is done again, from the same snapshot with the same samples; and what a resumed run does
-    is the rest."""
+def test_one_worker_goes_on_when_its_server_was_killed(tmp_path: Path) -> None:
+    """What is lost is said, and done anew with other samples; and what a resumed run does is the rest."""
     plan, out = "dp=1,exchange=async", tmp_path / "out"
     with ElasticRun(
         "steady", plan, tmp_path, "--snapshot-every", "4", "--out", str(out), "--steps", "30"
@@ -68,8 +66,7 @@ def test_one_worker_is_one_device_although_its_server_was_killed(tmp_path: Path)
     assert "server 0 was killed by SIGKILL; it is restarted" in run.text()
     [asynchronous] = run.records("asynchronous")
     told = len(run.records("step")) - 30
-    # a server may be killed after an update, and before it tells
-    assert 0 < told <= asynchronous["lost"] <= told + 1
+    assert 0 < told == asynchronous["lost"]
     (tmp_path / "again").mkdir()
     with ElasticRun("steady", plan, tmp_path / "again", "--out", str(out), "--resume", str(out)) as run:
         assert run.ended() == 0, run.text()
@@ -77,11 +74,8 @@ def test_one_worker_is_one_device_although_its_server_was_killed(tmp_path: Path)
     logged = read_events(out)
     assert [each["step"] for each in logged if each["event"] == "start"] == [0, 30]
     assert [each["event"] for each in logged].count("end") == 2
-    with Trainer(elastic_job.steady, "dp=1", devices="simulated", listener=QUIET) as trainer:
-        trainer.fit()
-        expected = dict(trainer.replicas[0].model.state_dict())
     found = load_file(out / "step-00000040" / "model.safetensors")
-    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    assert all(bool(each.isfinite().all()) for each in found.values())
 
 
 @pytest.mark.slow
@@ -126,7 +120,7 @@ def test_workers_and_servers_come_and_go(tmp_path: Path) -> None:
         "the run goes on",
         "server 0 was killed by SIGKILL",
         "server 1 was killed by SIGKILL",
-        "are lost, and their samples",
+        "whose samples are not read again",
     ):
         assert sentence in run.text()
 
@@ -169,8 +163,7 @@ def test_a_campaign_of_kills(tmp_path: Path) -> None:
     print(f"undisturbed {undisturbed:.4f}, campaign {evaluation['metrics']['accuracy']:.4f}, {asynchronous}")
     assert sum(asynchronous["ages"].values()) == steps
     told = len(run.records("step")) - steps
-    # a server may be killed after an update, and before it tells
-    assert 0 < told <= asynchronous["lost"] <= told + 10
+    assert 0 < told == asynchronous["lost"]
     assert run.text().count("it is restarted") == 10
     assert abs(evaluation["metrics"]["accuracy"] - undisturbed) <= NOISE
 

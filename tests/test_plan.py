@@ -271,6 +271,10 @@ def test_a_plan_knows_its_ranks_and_chunks():
             "exchange=server is between replicas, and dp=1. Use dp=2 or more, or leave exchange out.",
         ),
         (
+            "dp=2,tp=2,exchange=async",
+            "exchange=async has workers of one rank each. Leave tp and pp out, or use exchange=all_reduce.",
+        ),
+        (
             "exchange=async,staleness=0",
             "exchange=server is between replicas, and dp=1. Use dp=2 or more, or leave exchange out.",
         ),

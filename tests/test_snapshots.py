@@ -8,12 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from meshloom.asynchronous.protocol.messages import SnapshotKind
 from meshloom.asynchronous.state.parameters import Content, Parameters
 from meshloom.asynchronous.state.snapshots import MappedNumbers, SnapshotFiles, read_snapshot, snapshot_name
 from tests.jobs import make_job
 
-FIRST = SnapshotKind(incarnation=0, state={"ledger": {"next_share": 0, "free": []}, "ages": {}})
+FIRST = {"next_share": 0, "ages": {}}
 
 
 def parameters(content: Content | None, servers: int = 2) -> list[Parameters]:
@@ -48,9 +47,9 @@ def updated() -> Parameters:
 def test_what_was_kept_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
     here = updated()
     files = SnapshotFiles(tmp_path, (0, FIRST, None))
-    files[3] = SnapshotKind(incarnation=7, state={"ages": {"1": 2}}), here.snapshot()
-    kind, content = SnapshotFiles(tmp_path, (0, FIRST, None))[3]
-    assert kind == SnapshotKind(incarnation=7, state={"ages": {"1": 2}})
+    files[3] = {"next_share": 7, "ages": {"1": 2}}, here.snapshot()
+    state, content = SnapshotFiles(tmp_path, (0, FIRST, None))[3]
+    assert state == {"next_share": 7, "ages": {"1": 2}}
     again = parameters(content)[0]
     for each in (here, again):
         each.apply(
@@ -66,14 +65,13 @@ def test_snapshots_come_are_replaced_and_go(tmp_path: Path) -> None:
     content = updated().snapshot()
     files = SnapshotFiles(tmp_path, (0, FIRST, None))
     assert list(files) == [0] and files[0] == (FIRST, None)
-    files[10] = SnapshotKind(incarnation=1, state=None), content
+    files[10] = 1, content
     os.link(files.path(10), tmp_path / "second name")
-    files[10] = SnapshotKind(incarnation=2, state=None), content
-    files[20] = SnapshotKind(incarnation=2, state=None), content
-    assert {
-        version: kind.incarnation for version, (kind, _) in SnapshotFiles(tmp_path, (0, FIRST, None)).items()
-    } == {0: 0, 10: 2, 20: 2}
-    assert read_snapshot(tmp_path / "second name")[0].incarnation == 1
+    files[10] = 2, content
+    files[20] = 2, content
+    states = {version: state for version, (state, _) in SnapshotFiles(tmp_path, (0, FIRST, None)).items()}
+    assert states == {0: FIRST, 10: 2, 20: 2}
+    assert read_snapshot(tmp_path / "second name")[0] == 1
     del files[0]
     del files[10]
     assert list(files) == [20]
@@ -84,7 +82,7 @@ def test_snapshots_come_are_replaced_and_go(tmp_path: Path) -> None:
 
 def test_what_a_kill_left_half_written_does_not_count(tmp_path: Path) -> None:
     files = SnapshotFiles(tmp_path, (0, FIRST, None))
-    files[10] = SnapshotKind(incarnation=1, state=None), updated().snapshot()
+    files[10] = None, updated().snapshot()
     (tmp_path / ".20").write_bytes(files.path(10).read_bytes()[:100])
     assert list(SnapshotFiles(tmp_path, (0, FIRST, None))) == [0, 10]
     assert not (tmp_path / ".20").exists()
@@ -95,12 +93,12 @@ def test_numbers_stay_when_a_process_dies(tmp_path: Path) -> None:
     child = os.fork()
     if child == 0:
         numbers = MappedNumbers(tmp_path / "numbers")
-        numbers.newest, numbers.next_worker = 41, 7
+        numbers.next_share, numbers.next_worker = 41, 7
         os.write(writer, b"x")
         os.kill(os.getpid(), 9)
     os.waitpid(child, 0)
     os.close(reader)
     os.close(writer)
     numbers = MappedNumbers(tmp_path / "numbers")
-    assert (numbers.newest, numbers.next_worker) == (41, 7)
+    assert (numbers.next_share, numbers.next_worker) == (41, 7)
     numbers.close()

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from meshloom.asynchronous.state.worker_replica import worker_replica_here
+from meshloom.asynchronous.state.worker_replica import WorkerReplica
 from meshloom.core.plan import Plan
 from meshloom.core.random import model_seed, preserved_draws, seed_everything
 from meshloom.replica.replica_state import full_state
@@ -103,7 +103,7 @@ def test_the_rule_is_said_in_one_line_where_a_job_needs_it(capsys: pytest.Captur
 @pytest.mark.long
 def test_a_worker_s_chunks_read_what_its_share_began_with():
     """Workers of an asynchronous run: one of them, as one device, the same by the rule."""
-    worker = worker_replica_here(
+    worker = WorkerReplica(
         job_of("annealed"), Plan.parse("exchange=async,dp=1,microbatches=4"), dtype=torch.float64
     )
     expected = by_the_rule("annealed", copy.deepcopy(worker.model), 4, steps=1)

@@ -3,7 +3,7 @@
 protocol/        who computes what, and in which order all is done, as state machines without a clock
 messaging/       what carries their messages between processes that come and go
 state/           what servers hold, what workers compute with, snapshots and checkpoints
-roles/           a server's and a worker's process, and a worker of several ranks
+roles/           a server's and a worker's process
 
 run.py               a run on simulated devices
 processes.py         a run on processes, in its launcher

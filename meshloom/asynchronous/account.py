@@ -41,12 +41,8 @@ class RunAccount:
     def restored(self, version: int, lost: int) -> str:
         """All servers went back to a snapshot: count the lost updates; a sentence about it."""
         self.lost += lost
-        consequence = "no update is lost"
-        if lost:
-            consequence = (
-                f"the {format_count(lost, 'update')} after it are lost, and their samples are assigned again"
-            )
-        return f"all servers are at the snapshot of update {version} again: {consequence}"
+        gone = f"{format_count(lost, 'update')}, whose samples are not read again" if lost else "nothing"
+        return f"all servers are at the snapshot of update {version} again; lost since then: {gone}"
 
     def progress(
         self,
@@ -73,9 +69,7 @@ class RunAccount:
             virtual_seconds=virtual_seconds,
         )
 
-    def lines(
-        self, seconds: float, clock: str, ages: Counter[int], computing: dict[int, float], refused: int
-    ) -> list[str]:
+    def lines(self, seconds: float, clock: str, ages: Counter[int], computing: dict[int, float]) -> list[str]:
         """The lines at the end. clock: of the seconds. computing: the part of each worker's time."""
         total = max(1, ages.total())
         mean = sum(age * count for age, count in ages.items()) / total
@@ -86,22 +80,14 @@ class RunAccount:
             f"workers computed for this part of their time: {busy}",
             f"ages of the parameters behind the updates: mean {mean:.2f}; {shown}",
         ]
-        if self.lost or refused:
-            lines.append(
-                f"{format_count(self.lost, 'update')} lost with servers; {refused} late pushes refused"
-            )
+        if self.lost:
+            lines.append(f"{format_count(self.lost, 'update')} lost with servers")
         return lines
 
     def summary(
-        self,
-        seconds: float,
-        evaluation: dict[str, float],
-        checkpoint: Path | None,
-        shares: TimeShares,
-        within: tuple[Traffic, Traffic] = (Traffic({}), Traffic({})),
+        self, seconds: float, evaluation: dict[str, float], checkpoint: Path | None, shares: TimeShares
     ) -> Summary:
-        """Bytes of all workers together; shares of their time. within: inside workers of several
-        ranks, predicted and counted."""
+        """Bytes of all workers together; shares of their time."""
         predicted = {"push": self.num_updates * self.push_bytes, "pull": self.num_updates * self.pull_bytes}
         return Summary(
             steps=self.num_updates,
@@ -109,8 +95,8 @@ class RunAccount:
             first_loss=self._losses[0] if self._losses else math.nan,
             last_loss=self._losses[-1] if self._losses else math.nan,
             evaluation=evaluation,
-            predicted=Traffic({"dp": predicted, **within[0].bytes}),
-            counted=Traffic({"dp": dict(self.bytes), **within[1].bytes}),
+            predicted=Traffic({"dp": predicted}),
+            counted=Traffic({"dp": dict(self.bytes)}),
             shares=shares,
             checkpoint=checkpoint,
         )

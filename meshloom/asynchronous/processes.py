@@ -31,7 +31,6 @@ from meshloom.asynchronous.state.push_shares import PushShares
 from meshloom.asynchronous.state.settings import (
     AsynchronousSettings,
     check_foreground,
-    inner_plan,
     refuse_common_steps,
     stopped_and_saved,
 )
@@ -42,7 +41,6 @@ from meshloom.core.errors import CheckpointError, PlanError, TrainingError
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
 from meshloom.launch.failure import EndedError
-from meshloom.launch.one_process import world_in_one_process
 from meshloom.launch.processes.elastic import ElasticProcesses, RoleCommand
 from meshloom.launch.processes.signals import ONE_REQUEST_SECONDS, noted_signals
 from meshloom.telemetry.progress import Listener
@@ -85,8 +83,7 @@ class ProcessRun:
         self._program = RoleCommand(
             module=module, target=target, words=words, plan=str(plan), settings=settings.to_json()
         )
-        here = world_in_one_process(Plan().mesh, "cpu")
-        self._replica = WorkerReplica(job, plan, here, settings.dtype, inner=Plan())
+        self._replica = WorkerReplica(job, plan, "cpu", settings.dtype)
         self._inspection = Inspection(job, plan, settings, self._replica)
         self._inspection.try_out()
         start = Start.find(settings, job, plan, PushShares(job, plan), self.model)
@@ -125,7 +122,6 @@ class ProcessRun:
                 self._settings.listen,
                 num_servers=plan.servers,
                 num_workers=plan.dp,
-                ranks_per_worker=inner_plan(plan).mesh.size,
             ) as processes,
         ):
             self._listener.note(
@@ -139,8 +135,7 @@ class ProcessRun:
             while self._due.advance(directory):  # their files go with the processes
                 self._end_at(signals, directory)
                 time.sleep(0.02)
-        late = reports.count("late")
-        for line in self._account.lines(seconds, "processes", reports.ages, reports.computing(), late):
+        for line in self._account.lines(seconds, "processes", reports.ages, reports.computing()):
             self._listener.note(line)
         saved = self._due.saved[1] if self._due.saved else None
         summary = self.summary(seconds, self._due.evaluation, saved)
@@ -177,13 +172,12 @@ class ProcessRun:
         return self._account.summary(seconds, evaluation, checkpoint, self._reports.time_shares())
 
     def record(self) -> dict[str, Any]:
-        """For a program: updates by age, updates lost, pushes refused, share of its time in which each worker
-        computed, messages and connections refused."""
+        """For a program: updates by age, updates lost, share of its time in which each worker computed,
+        messages and connections refused."""
         reports = self._reports
         return {
             "ages": {str(age): count for age, count in sorted(reports.ages.items())},
             "lost": self._account.lost,
-            "refused": reports.count("late"),
             "refused_messages": reports.count("refused"),
             "computing": {str(worker): part for worker, part in reports.computing().items()},
         }

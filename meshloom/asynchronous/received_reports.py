@@ -16,8 +16,8 @@ from meshloom.telemetry.summary import TimeShares
 _WHAT_HAPPENED = {
     "joined": "has joined",
     "left": "has left",
-    "lost": "is lost: so is its gradient, and its share is assigned again",
-    "expelled": "has pushed a gradient that is not finite: it was refused, its share is assigned again, and the worker is expelled",
+    "lost": "is lost: so is its gradient, and its samples are not read again",
+    "expelled": "has pushed a gradient that is not finite: it was refused, its samples are not read again, and the worker is expelled",
 }
 
 
@@ -58,7 +58,7 @@ class ReceivedReports:
                 case "due":
                     self._snapshot_due(event["version"])
                 case "restored":
-                    self._restored(event["version"], event["lost"])
+                    self._restored(event["version"])
                 case "worker":
                     self._worker(event["worker"], event["what"])
                 case "tally":
@@ -115,13 +115,10 @@ class ReceivedReports:
         self._account.updated(update)
         self._listener.step(self._account.progress(update, learning_rates=rates, memory_bytes=memory_bytes))
 
-    def _restored(self, version: int, lost: int) -> None:
-        if self._account.num_updates == 0 and not lost:
-            return  # the start
-        # server 0 may have been killed before it had written down the newest
-        lost = max(lost, self.version - version)
-        self.version = version
-        self._listener.note(self._account.restored(version, lost))
+    def _restored(self, version: int) -> None:
+        lost, self.version = self.version - version, version
+        if self._account.num_updates or lost:  # else it is the start
+            self._listener.note(self._account.restored(version, lost))
 
     def _worker(self, worker: int, what: str) -> None:
         self.moved = time.monotonic()

@@ -31,7 +31,7 @@ from meshloom.asynchronous.state.settings import (
 )
 from meshloom.asynchronous.state.snapshot_evaluation import Inspection
 from meshloom.asynchronous.state.worker_model import WorkerModel
-from meshloom.asynchronous.state.worker_replica import worker_replica_here
+from meshloom.asynchronous.state.worker_replica import WorkerReplica
 from meshloom.core.errors import DeviceError
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
@@ -59,7 +59,7 @@ class AsynchronousRun:
         self._shares = PushShares(job, plan)
         devices = "simulated:cuda" if device.type == "cuda" else "simulated"
         # on which all simulated workers compute, one after the other
-        self._replica = worker_replica_here(job, plan, devices, settings.dtype)
+        self._replica = WorkerReplica(job, plan, devices, settings.dtype)
         self._inspection = Inspection(job, plan, settings, self._replica)
         self._inspection.try_out()
         start = Start.find(settings, job, plan, self._shares, self.model)
@@ -138,9 +138,7 @@ class AsynchronousRun:
                     raise AssertionError("simulated workers look at what they push")
         self._inspection.load(self._servers.contents(self._newest[0]))
         cluster = self.cluster
-        for line in self._account.lines(
-            cluster.seconds, "virtual clock", self.ages, self._computing(), cluster.head.refused
-        ):
+        for line in self._account.lines(cluster.seconds, "virtual clock", self.ages, self._computing()):
             self._listener.note(line)
         summary = self.summary(time.monotonic() - self._account.began, evaluation, saved)
         self._listener.ended(summary)
@@ -163,14 +161,13 @@ class AsynchronousRun:
         """Nothing is written between calls."""
 
     def record(self) -> dict[str, Any]:
-        """For a program: virtual seconds, updates by age, updates lost, pushes refused, share of its time in
-        which each worker computed."""
+        """For a program: virtual seconds, updates by age, updates lost, share of its time in which each worker
+        computed."""
         cluster = self.cluster
         return {
             "virtual_seconds": cluster.seconds,
             "ages": {str(age): count for age, count in sorted(self.ages.items())},
             "lost": self._account.lost,
-            "refused": cluster.head.refused,
             "computing": {str(worker): part for worker, part in sorted(self._computing().items())},
         }
 
@@ -184,7 +181,7 @@ class AsynchronousRun:
         communication = min(1 - compute, sending)
         waiting = max(0.0, 1 - compute - communication)
         shares = TimeShares(compute=compute, communication=communication, waiting=waiting, data=0.0)
-        return self._account.summary(seconds, evaluation, checkpoint, shares, self._replica.traffic())
+        return self._account.summary(seconds, evaluation, checkpoint, shares)
 
     def _computing(self) -> dict[int, float]:
         busy, present = self.cluster.busy, self.cluster.present
@@ -213,11 +210,12 @@ class AsynchronousRun:
         self._listener.step(progress)
 
     def _restored(self, event: Restored) -> None:
-        if self._account.num_updates == 0 and not event.lost:
+        lost, self.next_step = self.next_step - event.version, event.version
+        if self._account.num_updates == 0 and not lost:
             for note in self._servers.parameters[0].notes():
                 self._listener.note(note)
             return  # the start
-        said = self._account.restored(event.version, event.lost)
+        said = self._account.restored(event.version, lost)
         self._listener.note(f"at {self.cluster.seconds:g} s a server was back, and {said}")
 
 
@@ -234,7 +232,7 @@ class _Servers:
             Parameters, job, num_servers=plan.servers, whole=model.whole, device=device, dtype=settings.dtype
         )
         self._storages = [
-            Storage(snapshots={start.version: start.snapshot(model, number)}, newest=start.version)
+            Storage(snapshots={start.version: start.snapshot(model, number)})
             for number in range(plan.servers)
         ]
 

@@ -51,7 +51,7 @@ def train(arguments: argparse.Namespace, job: Job, records: Records, timings: Ti
     if not plan.synchronous and not is_rank():
         kind, why = choose_for_workers(
             plan.servers, plan.dp, arguments.devices, virtual=circumstances_of(arguments) is not None,
-            ranks_per_worker=plan.pp * plan.tp, oversubscribe=arguments.oversubscribe,
+            oversubscribe=arguments.oversubscribe,
         )  # fmt: skip
         if kind == "cpu":
             with ExitStack() as stack:

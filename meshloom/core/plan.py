@@ -274,8 +274,12 @@ def _check_computation(plan: Plan) -> None:
 
 
 def _check_combinations(plan: Plan) -> None:
-    """Raise `PlanError` for a precision without what it needs, and for settings of plans that run the user's modules, where a
-    captured program runs."""
+    """Raise `PlanError` for a precision without what it needs, for workers of several ranks, and for settings of plans that run
+    the user's modules, where a captured program runs."""
+    if not plan.synchronous and plan.tp * plan.pp > 1:
+        raise PlanError(
+            f"exchange={plan.exchange} has workers of one rank each. Leave tp and pp out, or use exchange=all_reduce."
+        )
     check_precision(plan)
     check_parameters(plan.precision, plan.exchange, sums=EXCHANGES[plan.exchange].sums)
     if not plan.captures:

@@ -54,8 +54,7 @@ def choose_devices(mesh: Mesh, devices: str = "auto", oversubscribe: bool = Fals
 
 
 def choose_for_workers(
-    num_servers: int, num_workers: int, devices: str = "auto", virtual: bool = False, *,
-    ranks_per_worker: int = 1, oversubscribe: bool = False,
+    num_servers: int, num_workers: int, devices: str = "auto", virtual: bool = False, *, oversubscribe: bool = False
 ) -> tuple[Kind, str]:  # fmt: skip
     """The devices of an asynchronous run: processes if there is a core for each worker, otherwise simulated.
 
@@ -70,11 +69,11 @@ def choose_for_workers(
         )
     who = f"{format_count(num_servers, 'server')} and {format_count(num_workers, 'worker')}"
     if devices == "cpu" or (devices == "auto" and not virtual and num_workers <= cores()):
-        check_ranks(num_servers + num_workers * ranks_per_worker, "cpu", oversubscribe)
+        check_ranks(num_servers + num_workers, "cpu", oversubscribe)
         reason = "asked for" if devices == "cpu" else "a core for each worker"
         threads = format_count(threads_per_rank(num_workers), "thread")
         return "cpu", f"cpu: {who} as processes on {on_cores}, {threads} each ({reason})"
-    check_ranks(num_servers + num_workers * ranks_per_worker, "simulated", oversubscribe)
+    check_ranks(num_servers + num_workers, "simulated", oversubscribe)
     reason = f"{format_count(num_workers, 'worker')} are more than {on_cores}"
     if devices != "auto" or virtual:
         reason = "asked for" if devices != "auto" else "on a virtual clock"

@@ -356,12 +356,7 @@ def reference_environment(descriptor: int) -> dict[str, str]:
 def role_environment(role: Role, num_workers: int) -> dict[str, str]:
     """The whole environment of a server or worker that this process starts."""
     replaceable = {"OMP_NUM_THREADS": str(threads_per_rank(num_workers)), "PYTHONUNBUFFERED": "1"}
-    return with_role({**replaceable, **_of_no_rank()}, role)
-
-
-def with_role(environment: Mapping[str, str], role: Role) -> dict[str, str]:
-    """`environment` of a process with a role in an asynchronous run."""
-    return {**environment, "MESHLOOM_ROLE": role.to_json()}
+    return {**replaceable, **_of_no_rank(), "MESHLOOM_ROLE": role.to_json()}
 
 
 def with_report(environment: Mapping[str, str], descriptor: int, activity: int) -> dict[str, str]:

@@ -16,11 +16,9 @@ class Role:
     target, words: the job's FILE.py:NAME, and its sys.argv after its name.
     plan, settings: the plan's text, and the run's settings as JSON.
     number: of a server, from 0; of a worker, how many were started before it (server 0 may assign another).
-    start: how many times that server has been started, from 1.
     directory: of the run, with keys and snapshots. key: the key file of workers.
     addresses: HOST:PORT of all servers, for workers. head: likewise of server 0, for the other servers.
     timeout_seconds: how long servers may be away from a worker.
-    rank: the process's number among the ranks of its worker.
     listening: descriptors of sockets that listen at this server's address, and on server 0 at `head`.
     """
 
@@ -29,14 +27,12 @@ class Role:
     plan: str
     settings: str
     number: int
-    start: int
     directory: str
     addresses: tuple[str, ...]
     head: str
     listening: tuple[int, ...] = ()
     key: str = ""
     timeout_seconds: float = math.inf
-    rank: int | None = None
     words: tuple[str, ...] = ()
 
     @property

@@ -35,7 +35,6 @@ from meshloom.asynchronous.protocol.messages import (
     SendParameters,
     ServerReport,
     SnapshotKept,
-    SnapshotKind,
     TakeSnapshot,
 )
 from meshloom.comm.messaging.wire_format import CODES, FrameLimits, Header, TensorSpec
@@ -62,32 +61,29 @@ _FORMS: dict[type, _Form] = {
     Hello: _Form(kind=2, whole=("worker",)),
     WorkerSeconds: _Form(kind=3, whole=("worker",), other=("seconds", "computing", "reading")),
     Join: _Form(kind=4, whole=("worker",)),
-    Leave: _Form(kind=5, whole=("worker", "incarnation", "pushed")),
-    Push: _Form(kind=6, whole=("worker", "incarnation", "ticket"), other=("loss", "norm")),
+    Leave: _Form(kind=5, whole=("worker",)),
+    Push: _Form(kind=6, whole=("worker", "share"), other=("loss", "norm")),
     # server -> worker
     Terms: _Form(kind=11),
     Welcome: _Form(kind=12, whole=("worker",)),
-    ParametersPart: _Form(kind=13, whole=("server", "incarnation", "ticket", "share", "version")),
-    Rejoin: _Form(kind=14, whole=("ticket",)),
+    ParametersPart: _Form(kind=13, whole=("server", "share", "version")),
+    Rejoin: _Form(kind=14, whole=("share",)),
     Done: _Form(kind=15),
     # server -> head
-    PushStaged: _Form(kind=21, whole=("server", "incarnation", "worker", "ticket"), other=("loss", "norm")),
+    PushStaged: _Form(kind=21, whole=("server", "worker", "share"), other=("loss", "norm")),
     NotFinitePush: _Form(kind=24, whole=("server", "worker")),
-    SnapshotKept: _Form(kind=22, whole=("server", "incarnation", "version")),
-    ServerReport: _Form(kind=23, whole=("server", "asked", "newest")),
+    SnapshotKept: _Form(kind=22, whole=("server", "version")),
+    ServerReport: _Form(kind=23, whole=("server", "asked", "next_share")),
     # head -> server
-    ReportRequest: _Form(kind=31, whole=("incarnation",)),
-    Apply: _Form(
-        kind=32, whole=("incarnation", "worker", "ticket", "version"), other=("loss", "norm", "rate")
-    ),
-    SendParameters: _Form(kind=33, whole=("incarnation", "worker", "ticket", "share", "version")),
-    TakeSnapshot: _Form(kind=34, whole=("incarnation", "version", "forget_before")),
-    DropPush: _Form(kind=35, whole=("incarnation", "worker", "ticket")),
-    Restore: _Form(kind=36, whole=("incarnation", "version")),
+    ReportRequest: _Form(kind=31, whole=("number",)),
+    Apply: _Form(kind=32, whole=("share", "version"), other=("loss", "norm", "rate")),
+    SendParameters: _Form(kind=33, whole=("worker", "share", "version")),
+    TakeSnapshot: _Form(kind=34, whole=("version", "forget_before")),
+    DropPush: _Form(kind=35, whole=("share",)),
+    Restore: _Form(kind=36, whole=("version",)),
 }
 _TYPES = {form.kind: type_ for type_, form in _FORMS.items()}
-_NONE = {(Hello, "worker"), (Rejoin, "ticket"), (ServerReport, "asked")}  # there -1 is None, elsewhere itself
-_MAY_LACK = _NONE | {(Leave, "incarnation"), (Leave, "pushed")}
+_NONE = {(Hello, "worker"), (Rejoin, "share"), (ServerReport, "asked")}  # there -1 is None, elsewhere itself
 # the tens of a kind say who sends it to whom
 FROM_WORKERS, TO_WORKERS, FROM_SERVERS, TO_SERVERS = (
     frozenset(kind for kind in _TYPES if kind // 10 == tens) for tens in range(4)
@@ -147,8 +143,7 @@ def encode(message: Any, holding: ServerState | None = None) -> tuple[Header, li
             tensors += _encode_held(message.values, holding.slices)
             tensors += _encode_held(buffers, [*holding.buffers.values()])
         case ServerReport():
-            rows = [[version, kind.incarnation] for version, kind in message.snapshots.items()]
-            tensors.append(torch.tensor(rows, dtype=torch.int64).reshape(len(rows), 2))
+            tensors.append(torch.tensor([*message.snapshots], dtype=torch.int64))
         case Terms():
             if message.text:
                 tensors += _chunks(torch.frombuffer(bytearray(message.text.encode()), dtype=torch.uint8))
@@ -171,7 +166,7 @@ def decode(header: Header, tensors: Sequence[Tensor], holding: ServerState | Non
     other = _numbers(tensors[1], len(form.other), torch.float64, name)
     fields: dict[str, Any] = dict(zip((*form.whole, *form.other), (*whole, *other), strict=True))
     for each, value in zip(form.whole, whole, strict=True):
-        if value < (-1 if (type_, each) in _MAY_LACK else 0):
+        if value < (-1 if (type_, each) in _NONE else 0):
             raise MessageError(f"A {name} with {each}={value}.")
         if value == -1 and (type_, each) in _NONE:
             fields[each] = None
@@ -186,10 +181,7 @@ def decode(header: Header, tensors: Sequence[Tensor], holding: ServerState | Non
         names = ("gradients", "changes") if type_ is Push else ("values", "buffers")
         fields |= zip(names, (held, by_name if holding.buffers else None), strict=True)
     elif type_ is ServerReport:
-        fields["snapshots"] = {
-            version: SnapshotKind(incarnation=incarnation, state=None)
-            for version, incarnation in _rows(next(rest, None))
-        }
+        fields["snapshots"] = dict.fromkeys(_versions(next(rest, None)))
     elif type_ is TakeSnapshot:
         fields["state"] = None
     elif type_ is Terms:
@@ -267,10 +259,9 @@ def _decode_one(rest: Iterator[Tensor], described: TensorSpec, name: str) -> Ten
     return (parts[0] if len(parts) == 1 else torch.cat(parts)).reshape(described.shape)
 
 
-def _rows(tensor: Tensor | None) -> list[list[int]]:
-    pairs = tensor is not None and tensor.dtype == torch.int64 and tensor.ndim == 2 and tensor.shape[1] == 2
-    if tensor is None or not pairs or len(tensor) > MOST_SNAPSHOTS:
-        raise MessageError("A ServerReport whose snapshots are no pairs of version and incarnation.")
+def _versions(tensor: Tensor | None) -> list[int]:
+    if tensor is None or tensor.dtype != torch.int64 or tensor.ndim != 1 or len(tensor) > MOST_SNAPSHOTS:
+        raise MessageError("A ServerReport whose snapshots are no versions.")
     if tensor.numel() and int(tensor.min()) < 0:
         raise MessageError("A ServerReport with snapshots of numbers below 0.")
     return tensor.tolist()
@@ -278,8 +269,11 @@ def _rows(tensor: Tensor | None) -> list[list[int]]:
 
 def _text(rest: Iterator[Tensor]) -> str:
     parts = list(rest)
-    if any(part.dtype != torch.uint8 or part.ndim != 1 for part in parts) or len(parts) > MOST_TEXTS:
+    are_bytes = all(part.dtype == torch.uint8 and part.ndim == 1 for part in parts)
+    if not are_bytes or len(parts) > MOST_TEXTS:
         raise MessageError("Terms that are no text.")
+    if any(len(part) < SLICE_BYTES for part in parts[:-1]) or not all(map(len, parts)):
+        raise MessageError("Terms whose text is cut otherwise.")
     try:
         return b"".join(part.numpy().tobytes() for part in parts).decode()
     except UnicodeDecodeError:

@@ -43,14 +43,12 @@ class Circumstances:
     latency_seconds: of every message between two processes.
     jitter: step and message seconds vary by up to this part of them, either way.
     notice_seconds: how long until the head knows that a worker was killed.
-    duplicate_every: every so many messages of workers arrive twice; 0: none.
     """
 
     step_seconds: tuple[float, ...] = ()
     latency_seconds: float = 0.0
     jitter: float = 0.0
     notice_seconds: float = 1.0
-    duplicate_every: int = 0
     incidents: tuple[Incident, ...] = ()
 
     def __post_init__(self) -> None:
@@ -59,10 +57,10 @@ class Circumstances:
                 f"step_seconds={'/'.join(f'{each:g}' for each in self.step_seconds)} must be seconds above 0, like 1/1/1/3."
             )
         are_times = _is_time(self.latency_seconds) and _is_time(self.notice_seconds)
-        if not are_times or not 0 <= self.jitter < 1 or self.duplicate_every < 0:
+        if not are_times or not 0 <= self.jitter < 1:
             raise PlanError(
                 f"latency_seconds={self.latency_seconds:g} and notice_seconds={self.notice_seconds:g} must be 0 or more, jitter={self.jitter:g} from 0 to "
-                f"less than 1, duplicate_every={self.duplicate_every} 0 or more."
+                "less than 1."
             )
 
     def seconds_of(self, worker: int) -> float:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from meshloom.asynchronous.protocol.messages import ServerReport, SnapshotKind
+from meshloom.asynchronous.protocol.messages import ServerReport
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,16 +32,14 @@ class Snapshot:
 
 @dataclass(frozen=True, kw_only=True)
 class Restored:
-    """The servers are at update `version`, in a new incarnation; the `lost` updates after it are gone."""
+    """The servers are at update `version`; updates after it are gone."""
 
     version: int
-    lost: int
-    incarnation: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class Expelled:
-    """A push of this worker was not finite: its share is given out again, and it may not come back."""
+    """A push of this worker was not finite: its share is lost, and it may not come back."""
 
     worker: int
 
@@ -85,12 +83,9 @@ class KeptSnapshots:
 
 
 def newest_common(reports: Mapping[int, ServerReport]) -> Snapshot:
-    """The newest snapshot that all servers have from the same incarnation. reports: by server."""
-    others = [report.snapshots for report in reports.values()]
+    """The newest snapshot that all servers have. reports: by server.
 
-    def everywhere(version: int, kind: SnapshotKind) -> bool:
-        return all(version in each and each[version].incarnation == kind.incarnation for each in others)
-
-    first = reports[0].snapshots
-    version = max(version for version, kind in first.items() if everywhere(version, kind))
-    return Snapshot(version=version, state=first[version].state)
+    It is of one history: no update is made before all servers have gone back, and dropped what was after it.
+    """
+    version = max(set[int].intersection(*(set(report.snapshots) for report in reports.values())))
+    return Snapshot(version=version, state=reports[0].snapshots[version])

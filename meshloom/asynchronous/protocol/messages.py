@@ -1,8 +1,7 @@
 """The messages between workers, servers and the head of an asynchronous run.
 
-Every message consists of a few integers and floats, and of tensors where it says so. `ticket` is the head's
-number of a lease (a share of the data that a worker is to compute), unique in an incarnation; `incarnation`
-counts how often servers went back to a snapshot.
+Every message consists of a few integers and floats, and of tensors where it says so. `share` is the number of
+a share of the data over all epochs. A share is given out once in a run, so it names the push of its gradient too.
 """
 
 from __future__ import annotations
@@ -25,23 +24,21 @@ Sent = list[tuple[Address, Any]]  # messages with their receivers, in order
 
 @dataclass(frozen=True, kw_only=True)
 class Join:
-    """Worker -> head: it asks for a share. Earlier leases of this worker are void."""
+    """Worker -> head: it asks for a share. An earlier lease of this worker is void."""
 
     worker: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class Leave:
-    """Worker -> head: it leaves. pushed: its newest ticket that still counts; -1: none."""
+    """Worker -> head: no further share. It leaves when the one that it has is pushed, at `Done`."""
 
     worker: int
-    incarnation: int
-    pushed: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class Push:
-    """Worker -> each server: the server's part of the mean gradient over a share of the data.
+    """Worker -> each server: the server's part of the mean gradient over a share.
 
     gradients: of each slice that the server holds, flat tensors; None was not used.
     changes: of buffers, to server 0 only.
@@ -49,8 +46,7 @@ class Push:
     """
 
     worker: int
-    incarnation: int
-    ticket: int
+    share: int
     gradients: Any
     changes: Any
     loss: float
@@ -65,8 +61,6 @@ class ParametersPart:
     """
 
     server: int
-    incarnation: int
-    ticket: int
     share: int
     version: int
     values: Any
@@ -75,14 +69,14 @@ class ParametersPart:
 
 @dataclass(frozen=True, kw_only=True)
 class Rejoin:
-    """Head -> worker: join again. ticket: of a refused push; None: the awaited parameters will not arrive."""
+    """Head -> worker: join again. share: of a refused push; None: the awaited parameters will not arrive."""
 
-    ticket: int | None
+    share: int | None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Done:
-    """Head -> worker: all updates are done."""
+    """Head -> worker: all updates are done, or those of this worker are."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,9 +84,8 @@ class PushStaged:
     """Server -> head: its part of a push has arrived."""
 
     server: int
-    incarnation: int
     worker: int
-    ticket: int
+    share: int
     loss: float
     norm: float
 
@@ -110,47 +103,36 @@ class SnapshotKept:
     """Server -> head: its part of the snapshot after update `version` is stored durably."""
 
     server: int
-    incarnation: int
     version: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class SnapshotKind:
-    """A snapshot that a server has. incarnation: in which it was taken. state: the head's, as JSON values."""
-
-    incarnation: int
-    state: Any
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerReport:
     """Server -> head: its state.
 
-    asked: the incarnation of the `ReportRequest` that this answers; None: it has just started.
-    snapshots: by version.
-    newest: the newest update that it has ever done; that of server 0 counts for the run.
+    asked: the number of the `ReportRequest` that this answers; None: it has just started.
+    snapshots: the head's state in each, as JSON values, by version.
+    next_share: the first share for which it has never sent parameters.
     """
 
     server: int
     asked: int | None
-    snapshots: Mapping[int, SnapshotKind]
-    newest: int
+    snapshots: Mapping[int, Any]
+    next_share: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReportRequest:
-    """Head -> server: send a `ServerReport`."""
+    """Head -> server: send a `ServerReport`. number: of this request."""
 
-    incarnation: int
+    number: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class Apply:
-    """Head -> server: the push of `ticket` is update `version`. rate: the factor of learning rates in it."""
+    """Head -> server: the push of `share` is update `version`. rate: the factor of learning rates in it."""
 
-    incarnation: int
-    worker: int
-    ticket: int
+    share: int
     version: int
     loss: float
     norm: float
@@ -161,9 +143,7 @@ class Apply:
 class SendParameters:
     """Head -> server: send the worker your part of the current parameters, after update `version`."""
 
-    incarnation: int
     worker: int
-    ticket: int
     share: int
     version: int
 
@@ -172,7 +152,6 @@ class SendParameters:
 class TakeSnapshot:
     """Head -> server: take a snapshot now. state: the head's (JSON). Those before `forget_before` may go."""
 
-    incarnation: int
     version: int
     state: Any
     forget_before: int
@@ -180,16 +159,13 @@ class TakeSnapshot:
 
 @dataclass(frozen=True, kw_only=True)
 class DropPush:
-    """Head -> server: forget the push of `ticket`."""
+    """Head -> server: forget the push of `share`."""
 
-    incarnation: int
-    worker: int
-    ticket: int
+    share: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class Restore:
-    """Head -> server: go back to the snapshot after update `version`; this is incarnation `incarnation`."""
+    """Head -> server: go back to the snapshot after update `version`."""
 
-    incarnation: int
     version: int

@@ -6,7 +6,7 @@ What the server holds is `Holdings`, rebuilt from a snapshot whenever the server
 from __future__ import annotations
 
 from collections.abc import Callable, MutableMapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from meshloom.asynchronous.protocol.messages import (
@@ -23,7 +23,6 @@ from meshloom.asynchronous.protocol.messages import (
     Sent,
     ServerReport,
     SnapshotKept,
-    SnapshotKind,
     TakeSnapshot,
 )
 
@@ -46,10 +45,13 @@ class Holdings(Protocol):
 
 @dataclass(kw_only=True)
 class Storage:
-    """What survives a killed server. snapshots: kind and content, by version. newest: the newest update."""
+    """What survives a killed server.
 
-    snapshots: MutableMapping[int, tuple[SnapshotKind, Any]]
-    newest: int = field(default=0)
+    snapshots: the head's state and this server's content, by version. next_share: as in `ServerReport`.
+    """
+
+    snapshots: MutableMapping[int, tuple[Any, Any]]
+    next_share: int = 0
 
 
 class Store:
@@ -59,9 +61,8 @@ class Store:
         self._number = number
         self._storage = storage
         self._build = build
-        self._incarnation = -1
         self._holdings: Holdings | None = None
-        self._pushes: dict[int, Push] = {}  # by ticket
+        self._pushes: dict[int, Push] = {}  # by share
 
     def started(self) -> Sent:
         """A server's first messages. Server 0 needs none: its head starts with it, and asks."""
@@ -69,48 +70,44 @@ class Store:
 
     def receive(self, message: Any) -> Sent:
         """A message of a worker or the head."""
-        if isinstance(message, ReportRequest):
-            return [self._back(message.incarnation)]
-        if isinstance(message, Restore):
-            return self._restore(message)
-        current = message.incarnation == self._incarnation
-        if isinstance(message, Push):
-            if current:
-                self._pushes[message.ticket] = message
-            staged = PushStaged(
-                server=self._number, incarnation=message.incarnation, worker=message.worker, ticket=message.ticket,
-                loss=message.loss, norm=message.norm,
-            )  # fmt: skip
-            return [(HEAD, staged)]  # of an older incarnation too: the head refuses it
-        return self._do(message, self._holdings) if current and self._holdings else []
+        match message:
+            case ReportRequest():
+                return [self._back(message.number)]
+            case Restore():
+                return self._restore(message)
+            case Push():
+                self._pushes[message.share] = message
+                staged = PushStaged(
+                    server=self._number, worker=message.worker, share=message.share, loss=message.loss, norm=message.norm
+                )  # fmt: skip
+                return [(HEAD, staged)]  # the head refuses it if its share is not out
+            case DropPush():
+                self._pushes.pop(message.share, None)
+                return []
+            case _:
+                return self._do(message, self._holdings) if self._holdings else []
 
     def _do(self, message: Any, holdings: Holdings) -> Sent:
         """A decision of the head."""
         match message:
             case Apply():
-                push = self._pushes.pop(message.ticket)
+                push = self._pushes.pop(message.share)
                 said = {"loss": message.loss, "norm": message.norm, "rate": message.rate}
                 holdings.apply(push.gradients, push.changes, **said)
-                self._storage.newest = message.version
                 return []
             case SendParameters():
                 values, buffers = holdings.values()
+                self._storage.next_share = message.share + 1
                 part = ParametersPart(
-                    server=self._number, incarnation=self._incarnation, ticket=message.ticket, share=message.share,
-                    version=message.version, values=values, buffers=buffers,
+                    server=self._number, share=message.share, version=message.version, values=values, buffers=buffers
                 )  # fmt: skip
                 return [(Address("worker", message.worker), part)]
             case TakeSnapshot():
                 snapshots, version = self._storage.snapshots, message.version
-                kind = SnapshotKind(incarnation=self._incarnation, state=message.state)
-                snapshots[version] = kind, holdings.snapshot()
+                snapshots[version] = message.state, holdings.snapshot()
                 for old in [each for each in snapshots if each < message.forget_before]:
                     del snapshots[old]
-                of = {"server": self._number, "incarnation": self._incarnation}
-                return [(HEAD, SnapshotKept(**of, version=version))]
-            case DropPush():
-                self._pushes.pop(message.ticket, None)
-                return []
+                return [(HEAD, SnapshotKept(server=self._number, version=version))]
             case _:
                 raise AssertionError(f"a server does not take {type(message).__name__}")
 
@@ -118,14 +115,12 @@ class Store:
         storage = self._storage
         for version in [version for version in storage.snapshots if version > message.version]:
             del storage.snapshots[version]  # of updates that are lost
-        storage.newest = message.version
-        self._incarnation = message.incarnation
         self._holdings = self._build(storage.snapshots[message.version][1])
         self._pushes = {}
         return []
 
     def _back(self, asked: int | None) -> tuple[Address, ServerReport]:
-        snapshots = {version: kind for version, (kind, _) in self._storage.snapshots.items()}
+        snapshots = {version: state for version, (state, _) in self._storage.snapshots.items()}
         return HEAD, ServerReport(
-            server=self._number, asked=asked, snapshots=snapshots, newest=self._storage.newest
+            server=self._number, asked=asked, snapshots=snapshots, next_share=self._storage.next_share
         )

@@ -17,7 +17,7 @@ from typing import Any
 
 from meshloom.asynchronous.protocol.circumstances import Circumstances, Incident
 from meshloom.asynchronous.protocol.events import Event
-from meshloom.asynchronous.protocol.head import STARTS, Head
+from meshloom.asynchronous.protocol.head import Head
 from meshloom.asynchronous.protocol.messages import HEAD, Address, Sent
 from meshloom.asynchronous.protocol.store import Store
 from meshloom.asynchronous.protocol.worker import Computed, Task, Worker
@@ -27,10 +27,10 @@ from meshloom.core.random import derive
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """How a cluster creates its machines. head: from an incarnation. store: from a server's number. compute:
-    a worker's task; called when the worker is done with it."""
+    """How a cluster creates its machines. store: from a server's number. compute: a worker's task; called
+    when the worker is done with it."""
 
-    head: Callable[[int], Head]
+    head: Callable[[], Head]
     store: Callable[[int], Store]
     compute: Callable[[int, Task], Computed]
 
@@ -45,7 +45,7 @@ class VirtualCluster:
         self.busy: defaultdict[int, float] = defaultdict(float)
         # seconds from each worker's joining to its end
         self.present: defaultdict[int, float] = defaultdict(float)
-        self.head: Head = parts.head(0)
+        self.head: Head = parts.head()
         self._parts = parts
         self._circumstances = circumstances
         self._num_servers = num_servers
@@ -59,7 +59,6 @@ class VirtualCluster:
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = count()
         self._draws = count()
-        self._messages = 0
         for server in range(num_servers):
             self._at(0.0, partial(self._start_server, server))
         for worker in range(num_workers):
@@ -97,7 +96,7 @@ class VirtualCluster:
         self._starts[process] += 1
         self._stores[server] = self._parts.store(server)
         if server == 0:
-            self.head = self._parts.head(self._starts[process] * STARTS)
+            self.head = self._parts.head()
             self._send(process, self.head.start())
         else:
             self._send(process, self._stores[server].started())
@@ -178,10 +177,7 @@ class VirtualCluster:
             if process == source:
                 waiting += self._handle(address, message)
                 continue
-            self._messages += source.kind == "worker"
-            every = self._circumstances.duplicate_every
-            for _ in range(2 if every and source.kind == "worker" and self._messages % every == 0 else 1):
-                self._later(source, process, partial(self._deliver, address, message))
+            self._later(source, process, partial(self._deliver, address, message))
 
     def _later(self, source: Address, process: Address, action: Callable[[], None]) -> None:
         """When a message from `source` arrives at `process`, unless that is killed before."""

@@ -30,8 +30,6 @@ from meshloom.asynchronous.protocol.messages import (
 class Task:
     """Compute `share` at `parts` (in order of servers), the parameters after update `version`."""
 
-    incarnation: int
-    ticket: int
     share: int
     version: int
     parts: Sequence[ParametersPart]
@@ -55,13 +53,14 @@ class Worker:
         self.task: Task | None = None
         self.ended = False
         self._num_servers = num_servers
-        self._newest = (-1, -1)  # incarnation and ticket of the newest part
-        self._parts: dict[int, ParametersPart] = {}  # of the newest ticket, by server
-        self._pushed = (-1, -1)
+        self._newest = -1  # share of the newest part
+        self._parts: dict[int, ParametersPart] = {}  # of the newest share, by server
+        self._pushed = -1  # the newest share that still counts
         self._leaving = False
 
     def connected(self) -> Sent:
         """The servers are connected, for the first time or again: messages may have been lost."""
+        self.ended = self.ended or self._leaving
         return [] if self.task or self.ended else [self._join()]
 
     def receive(self, message: Any) -> Sent:
@@ -72,11 +71,11 @@ class Worker:
             case ParametersPart():
                 return self._part(message)
             case Rejoin():
-                if self.task or message.ticket not in (None, self._pushed[1]):
-                    return []
-                # a push that arrived twice is refused twice, and joining twice would void the first lease
-                self._pushed = (-1, -1)
-                return [self._join()]
+                if self.task or message.share not in (None, self._pushed):
+                    return []  # it has joined since
+                self._pushed = -1
+                self.ended = self._leaving
+                return [] if self.ended else [self._join()]
             case Done():
                 self.ended = True
                 return []
@@ -88,48 +87,39 @@ class Worker:
         task, self.task = self.task, None
         assert task is not None
         sent: Sent = []
-        if self._newest == (task.incarnation, task.ticket):
-            self._pushed = self._newest
+        if self._newest == task.share:
+            self._pushed = task.share
             for server, gradients in enumerate(computed.gradients):
+                changes = computed.changes if server == 0 else None
                 push = Push(
-                    worker=self.number, incarnation=task.incarnation, ticket=task.ticket, gradients=gradients,
-                    changes=computed.changes if server == 0 else None, loss=computed.loss, norm=computed.norm,
+                    worker=self.number, share=task.share, gradients=gradients, changes=changes, loss=computed.loss, norm=computed.norm
                 )  # fmt: skip
                 sent.append((Address("server", server), push))
-        if self._leaving:
-            return sent + self.leave()
         self._begin()
         return sent
 
     def leave(self) -> Sent:
-        """End as soon as the current task is pushed."""
+        """End as soon as the share that is out is pushed."""
         self._leaving = True
-        if self.task or self.ended:
-            return []
-        self.ended = True
-        return [(HEAD, Leave(worker=self.number, incarnation=self._pushed[0], pushed=self._pushed[1]))]
+        return [] if self.ended else [(HEAD, Leave(worker=self.number))]
 
     def _join(self) -> tuple[Address, Join]:
         return HEAD, Join(worker=self.number)
 
     def _part(self, part: ParametersPart) -> Sent:
-        key = (part.incarnation, part.ticket)
-        if key < self._newest or key == self._pushed:
+        if part.share < self._newest:
             return []
-        if key > self._newest:
-            self._newest, self._parts = key, {}
+        if part.share > self._newest:
+            self._newest, self._parts = part.share, {}
         self._parts[part.server] = part
         if self.task is None:
             self._begin()
         return []
 
     def _begin(self) -> None:
-        """Begin the newest ticket, if all its parts have arrived."""
+        """Begin the newest share, if all its parts have arrived."""
         if len(self._parts) < self._num_servers:
             return
         parts = [self._parts[server] for server in range(self._num_servers)]
         self._parts = {}
-        (incarnation, ticket), first = self._newest, parts[0]
-        self.task = Task(
-            incarnation=incarnation, ticket=ticket, share=first.share, version=first.version, parts=parts
-        )
+        self.task = Task(share=self._newest, version=parts[0].version, parts=parts)

@@ -85,7 +85,7 @@ class Reports:
                 case Expelled():
                     self.gone(event.worker, "expelled")
                 case Restored():
-                    self._send_event({"event": "restored", "version": event.version, "lost": event.lost})
+                    self._send_event({"event": "restored", "version": event.version})
         if head.finished and not self._finished:
             self._finished = True
             ages = {str(age): count for age, count in sorted(head.ages.items())}
@@ -102,13 +102,13 @@ class Reports:
         self._bytes[what] += num_bytes
         self._once[what] = self._once[what] or num_bytes
 
-    def counts(self, refused: RefusedCounts, late: int, *, now: bool = False) -> None:
-        """Report counts, if it is time or `now`. late: pushes that the head has refused."""
+    def counts(self, refused: RefusedCounts, *, now: bool = False) -> None:
+        """Report counts, if it is time or `now`."""
         if not now and time.monotonic() < self._sent_at + _COUNT_SECONDS:
             return
         self._sent_at = time.monotonic()
         counts = {**self._bytes, **{f"{what}_once": num_bytes for what, num_bytes in self._once.items()}}
-        counts |= {"refused": refused.messages + refused.connections, "late": late}
+        counts["refused"] = refused.messages + refused.connections
         if counts != self._sent_counts:
             self._sent_counts = counts
             self._send_event({"event": "counts", **counts})

@@ -27,7 +27,7 @@ from meshloom.asynchronous.messaging.codec import (
 )
 from meshloom.asynchronous.messaging.handshake import Ask, Hello, Terms, Welcome, WorkerSeconds
 from meshloom.asynchronous.messaging.outbox import Outbox
-from meshloom.asynchronous.protocol.head import STARTS, Head
+from meshloom.asynchronous.protocol.head import Head
 from meshloom.asynchronous.protocol.messages import (
     HEAD,
     Address,
@@ -77,12 +77,12 @@ class ServerProcess:
         directory = role.path / f"server-{self._number}"
         files = SnapshotFiles(directory, (served.start.version, *served.first))
         self._numbers = MappedNumbers(directory / "numbers")
-        self._storage = Storage(snapshots=files, newest=max(served.start.version, self._numbers.newest))
-        self._asked_in = -1  # the incarnation of the head in which it was asked for a snapshot
+        self._storage = Storage(snapshots=files, next_share=self._numbers.next_share)
+        self._asked_after = -1  # the head's request for reports after which it was asked for a snapshot
         self._noted = False  # whether the launcher has the job's notes
         self._store = Store(self._number, self._storage, self._hold)
         first = self._number == 0
-        self._head = Head(settings.rules(job, plan), role.start * STARTS) if first else None
+        self._head = Head(settings.rules(job, plan)) if first else None
         self._workers = AdmittedWorkers(served.digest, self._numbers if first else None)
         self._servers: dict[int, int] = {}  # server -> its peer, of server 0
         self._reports = Reports(send_event, role.path, plan.servers, job, settings)
@@ -144,8 +144,6 @@ class ServerProcess:
                             self._servers = {0: peer}
                             self._send(self._store.started())
             self._to_servers.flush()
-        if self._storage.newest != self._numbers.newest:
-            self._numbers.newest = self._storage.newest
         if self._head is not None:
             self._ask_for_snapshot(self._head)
             self._reports.events(self._head, self._served.learning_rates)
@@ -156,13 +154,12 @@ class ServerProcess:
         self._reports.asked = self._reports.asked or (self._role.path / ASK_FOR_SNAPSHOT).exists()
         if not self._reports.asked or head.version <= self._served.start.version:
             return
-        if self._asked_in != head.incarnation and (sent := head.ask_for_snapshot()) is not None:
-            self._asked_in = head.incarnation
+        if self._asked_after != head.request and (sent := head.ask_for_snapshot()) is not None:
+            self._asked_after = head.request
             self._send(sent)
 
     def _report_counts(self, now: bool = False) -> None:
-        late = self._head.refused if self._head is not None else 0
-        self._reports.counts(self._outer.refused, late, now=now)
+        self._reports.counts(self._outer.refused, now=now)
 
     # --- Workers.
 
@@ -236,6 +233,7 @@ class ServerProcess:
                 waiting.extend(self._head.receive(message))
             elif address == Address("server", self._number):
                 waiting.extend(self._store.receive(message))
+                self._numbers.next_share = self._storage.next_share  # before the worker hears of it
             elif address.kind == "worker":
                 self._send_worker(address.number, message)
             elif (peer := self._servers.get(address.number)) is not None:

@@ -115,7 +115,8 @@ class WorkerProcess:
     def _follow(self, connections: Connections) -> None:
         apart = time.monotonic()  # since when not all servers are there
         while not (self._worker and self._worker.ended):
-            if self._stop and (self._worker is None or len(self._stop) > 1):
+            alone = self._worker is None or len(self._welcome) < len(self._addresses)  # nothing can be pushed
+            if self._stop and (alone or len(self._stop) > 1):
                 return
             self._leave_if_told()
             busy = self._worker is not None and self._worker.task is not None

@@ -9,9 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from meshloom.asynchronous.protocol.head import first_state
-from meshloom.asynchronous.protocol.ledger import Ledger
-from meshloom.asynchronous.protocol.messages import SnapshotKind
+from meshloom.asynchronous.protocol.head import first_state, head_state
 from meshloom.asynchronous.state.parameters import Content
 from meshloom.asynchronous.state.push_shares import PushShares
 from meshloom.asynchronous.state.settings import AsynchronousSettings
@@ -80,10 +78,9 @@ class Start:
         said = passed_over(self.checkpoint.path) if self.checkpoint else ""
         return [said] if said else []
 
-    def snapshot(self, replica: WorkerModel, server: int) -> tuple[SnapshotKind, Content | None]:
+    def snapshot(self, replica: WorkerModel, server: int) -> tuple[Any, Content | None]:
         """The snapshot of server `server` then."""
-        kind = SnapshotKind(incarnation=0, state=self.state)
-        return kind, read_content(self.checkpoint, replica, server) if self.checkpoint else None
+        return self.state, read_content(self.checkpoint, replica, server) if self.checkpoint else None
 
 
 def read_content(checkpoint: Checkpoint, replica: WorkerModel, server: int) -> Content:
@@ -116,5 +113,7 @@ def read_state(checkpoint: Checkpoint, job: Job, plan: Plan, shares: PushShares,
     if "asynchronous" in values:
         here = {"dp": plan.dp, "microbatches": plan.microbatches}
         check_same_data(values["asynchronous"], here, "the plan")
-        return values["asynchronous"]["state"]
-    return {"ledger": Ledger(shares.first_of(checkpoint.step)).state(), "ages": {}}
+        state = values["asynchronous"]["state"]
+        # earlier versions kept it among shares that were to be given out again
+        return {"ages": state["ages"], "next_share": state.get("ledger", state)["next_share"]}
+    return head_state(shares.first_of(checkpoint.step), {})

@@ -84,7 +84,7 @@ class _InspectionThread(threading.Thread):
             if self._evaluates:
                 self.evaluation = self._inspection.evaluate(contents, self.version)
             if self._saves:
-                self.saved = self._inspection.save(self.version, contents, snapshots[0][0].state)
+                self.saved = self._inspection.save(self.version, contents, snapshots[0][0])
             for path in self._paths:
                 path.unlink()
         except BaseException as error:

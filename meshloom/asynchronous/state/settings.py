@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -106,12 +106,3 @@ def refuse_common_steps() -> NoReturn:
     raise PlanError(
         "exchange=async has no steps that all workers take together, so there is no loop of one's own. Use Trainer.fit()."
     )
-
-
-def inner_plan(plan: Plan) -> Plan:
-    """The plan by which one worker of an asynchronous plan computes.
-
-    >>> str(inner_plan(Plan.parse("dp=4,tp=2,exchange=async,servers=2,microbatches=2")))
-    'dp=1,tp=2,microbatches=2'
-    """
-    return replace(plan, dp=1, exchange="all_reduce", servers=1, staleness=None, rate_by_age=False)

@@ -1,7 +1,7 @@
 """A server's snapshots on disk, and the two numbers that must survive when it is killed.
 
-    DIRECTORY/server-0/     00000100.safetensors    parameters, buffers, the optimizer's state, and what kind of snapshot it is
-                            numbers                 newest update, next worker's number: a memory-mapped page
+    DIRECTORY/server-0/     00000100.safetensors    parameters, buffers, the optimizer's state, and the head's
+                            numbers                 next share, next worker's number: a memory-mapped page
     DIRECTORY/due/          00000100-0.safetensors  a second name of a snapshot that is to be evaluated or saved as a checkpoint
     DIRECTORY/ask-for-snapshot                      the run is to end: server 0 has a snapshot taken of the newest update
 
@@ -18,10 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file
 
-from meshloom.asynchronous.protocol.messages import SnapshotKind
 from meshloom.asynchronous.state.parameters import Content
 from meshloom.checkpoint.format import Piece, sync_directory
 from meshloom.checkpoint.tensor_file import write_tensors
@@ -31,40 +29,41 @@ _SUFFIX = ".safetensors"
 _NUMBERS = struct.Struct("<QQ")
 
 
-class SnapshotFiles(MutableMapping[int, tuple[SnapshotKind, "Content | None"]]):
-    """The snapshots in `directory` by version; the one that the run began with has no file."""
+class SnapshotFiles(MutableMapping[int, tuple[Any, "Content | None"]]):
+    """The snapshots in `directory` by version: the head's state, and the server's content. The one that the run began
+    with has no file."""
 
-    def __init__(self, directory: Path, first: tuple[int, SnapshotKind, Content | None]) -> None:
+    def __init__(self, directory: Path, first: tuple[int, Any, Content | None]) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         for path in directory.glob(".*"):
             path.unlink()  # left incomplete by a kill
         self._directory = directory
-        self._first: tuple[int, SnapshotKind, Content | None] | None = first
-        self._kinds = {int(path.stem): _read_kind(path) for path in directory.glob(f"*{_SUFFIX}")}
+        self._first: tuple[int, Any, Content | None] | None = first
+        self._versions = dict.fromkeys(int(path.stem) for path in directory.glob(f"*{_SUFFIX}"))
 
     def path(self, version: int) -> Path:
         """Of a version's file."""
         return self._directory / snapshot_name(version)
 
-    def __getitem__(self, version: int) -> tuple[SnapshotKind, Content | None]:
-        if version in self._kinds:
+    def __getitem__(self, version: int) -> tuple[Any, Content | None]:
+        if version in self._versions:
             return read_snapshot(self.path(version))
         if self._first is not None and self._first[0] == version:
             return self._first[1:]
         raise KeyError(version)
 
-    def __setitem__(self, version: int, snapshot: tuple[SnapshotKind, Content | None]) -> None:
-        kind, content = snapshot
+    def __setitem__(self, version: int, snapshot: tuple[Any, Content | None]) -> None:
+        state, content = snapshot
         assert content is not None
         temporary = self._directory / f".{version}"
-        write_snapshot(temporary, kind, content)
+        write_snapshot(temporary, state, content)
         temporary.rename(self.path(version))
         sync_directory(self._directory)
-        self._kinds[version] = kind
+        self._versions[version] = None
 
     def __delitem__(self, version: int) -> None:
-        if version in self._kinds:
-            del self._kinds[version]
+        if version in self._versions:
+            del self._versions[version]
             self.path(version).unlink()
         elif self._first is not None and self._first[0] == version:
             self._first = None
@@ -72,8 +71,8 @@ class SnapshotFiles(MutableMapping[int, tuple[SnapshotKind, "Content | None"]]):
             raise KeyError(version)
 
     def __iter__(self) -> Iterator[int]:
-        first = [self._first[0]] if self._first is not None and self._first[0] not in self._kinds else []
-        return iter([*first, *self._kinds])
+        first = [self._first[0]] if self._first is not None and self._first[0] not in self._versions else []
+        return iter([*first, *self._versions])
 
     def __len__(self) -> int:
         return len(list(iter(self)))
@@ -88,13 +87,13 @@ class MappedNumbers:
             self._page = mmap.mmap(file.fileno(), mmap.PAGESIZE)
 
     @property
-    def newest(self) -> int:
-        """The newest update."""
+    def next_share(self) -> int:
+        """The first share for which parameters were never sent."""
         return _NUMBERS.unpack_from(self._page)[0]
 
-    @newest.setter
-    def newest(self, version: int) -> None:
-        _NUMBERS.pack_into(self._page, 0, version, self.next_worker)
+    @next_share.setter
+    def next_share(self, share: int) -> None:
+        _NUMBERS.pack_into(self._page, 0, share, self.next_worker)
 
     @property
     def next_worker(self) -> int:
@@ -103,7 +102,7 @@ class MappedNumbers:
 
     @next_worker.setter
     def next_worker(self, number: int) -> None:
-        _NUMBERS.pack_into(self._page, 0, self.newest, number)
+        _NUMBERS.pack_into(self._page, 0, self.next_share, number)
 
     def close(self) -> None:
         self._page.close()
@@ -119,11 +118,10 @@ def due_path(directory: Path, version: int, server: int) -> Path:
     return directory / "due" / f"{version:08d}-{server}{_SUFFIX}"
 
 
-def write_snapshot(path: Path, kind: SnapshotKind, content: Content) -> None:
-    """Write a new file, synced when this returns."""
+def write_snapshot(path: Path, state: Any, content: Content) -> None:
+    """Write a new file, synced when this returns. state: the head's."""
     said = {
-        "incarnation": kind.incarnation,
-        "state": kind.state,
+        "state": state,
         "values": len(content.values),
         "buffers": list(content.buffers),
         "settings": content.settings,
@@ -136,7 +134,7 @@ def write_snapshot(path: Path, kind: SnapshotKind, content: Content) -> None:
     write_tensors(path, {"said": text, **tensors})
 
 
-def read_snapshot(path: Path) -> tuple[SnapshotKind, Content]:
+def read_snapshot(path: Path) -> tuple[Any, Content]:
     """The inverse of `write_snapshot`, on the CPU."""
     tensors = load_file(path)
     said = json.loads(tensors["said"].numpy().tobytes())
@@ -144,15 +142,9 @@ def read_snapshot(path: Path) -> tuple[SnapshotKind, Content]:
         Piece(key, tensors[f"piece-{number}"], start, stop, tuple(shape))
         for number, (key, start, stop, shape) in enumerate(said["pieces"])
     ]
-    return SnapshotKind(incarnation=said["incarnation"], state=said["state"]), Content.of_pieces(
+    return said["state"], Content.of_pieces(
         values=[tensors[f"value-{number}"] for number in range(said["values"])],
         buffers={name: tensors[f"buffer-{number}"] for number, name in enumerate(said["buffers"])},
         settings=said["settings"],
         pieces=pieces,
     )
-
-
-def _read_kind(path: Path) -> SnapshotKind:
-    with safe_open(path, framework="pt") as file:
-        said: Any = json.loads(file.get_tensor("said").numpy().tobytes())
-    return SnapshotKind(incarnation=said["incarnation"], state=said["state"])

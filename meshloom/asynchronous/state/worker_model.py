@@ -1,4 +1,4 @@
-"""The whole model on a worker's first rank: it takes the servers' values; its gradient is split for them."""
+"""The model of a worker: it takes the servers' values; its gradient is split for them."""
 
 from __future__ import annotations
 

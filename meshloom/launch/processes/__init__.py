@@ -5,5 +5,4 @@ rank_process.py  one rank, as the launcher sees it           hang.py          wh
 children.py      the processes started here, together        signals.py       signals that are noted
 launcher.py      run_ranks: starts, watches, ends the ranks of a mesh
 elastic.py       servers and workers of an asynchronous plan, and servers again
-worker_team_processes.py  the ranks of a worker that is several
 """

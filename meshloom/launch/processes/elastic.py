@@ -93,16 +93,13 @@ class ElasticProcesses:
 
     directory: of this run alone.
     listen: HOST:PORT of server 0; server k has the k-th port after it, if that is not 0.
-    ranks_per_worker: processes of a worker, which it starts itself if there are several.
     Raises `EndpointError` for an address that cannot be bound.
     """
 
     def __init__(
-        self, program: RoleCommand, directory: Path, listen: str, *, num_servers: int, num_workers: int,
-        ranks_per_worker: int = 1,
-    ) -> None:  # fmt: skip
-        self._program, self._directory = program, directory
-        self._num_workers, self._ranks_per_worker = num_workers, ranks_per_worker
+        self, program: RoleCommand, directory: Path, listen: str, *, num_servers: int, num_workers: int
+    ) -> None:
+        self._program, self._directory, self._num_workers = program, directory, num_workers
         self._command = [sys.executable, "-m", program.module, str(directory)]
         self._stack = ExitStack()
         guard = self._stack.enter_context(Guard())
@@ -112,7 +109,6 @@ class ElasticProcesses:
         self._servers: dict[int, RankProcess] = {}
         self._workers: list[RankProcess] = []
         self._running: dict[int, float] = {}  # when each server was last seen not to be stopped
-        self._starts: Counter[int] = Counter()
         self._since_update: Counter[int] = Counter()  # starts of each server
         self._notes: list[str] = []
         self._dismissed = False
@@ -132,7 +128,7 @@ class ElasticProcesses:
         for number in range(len(self.addresses)):
             self._start_server(number)
         for number in range(self._num_workers):
-            role = self._role("worker", number, 1, self._sockets.reached, "")
+            role = self._role("worker", number, self._sockets.reached, "")
             self._workers.append(self._start("a worker", "[worker]", role, ()))
 
     @property
@@ -219,29 +215,23 @@ class ElasticProcesses:
 
     def _start_server(self, number: int) -> None:
         self._running[number] = time.monotonic()
-        self._starts[number] += 1
         self._since_update[number] += 1
         descriptors = self._sockets.descriptors(number)
-        role = self._role("server", number, self._starts[number], self.addresses, self._sockets.head)
+        role = self._role("server", number, self.addresses, self._sockets.head)
         role = replace(role, listening=descriptors)
         self._servers[number] = self._start(f"server {number}", f"[server {number}]", role, descriptors)
 
     def _role(
-        self,
-        kind: Literal["server", "worker"],
-        number: int,
-        start: int,
-        addresses: tuple[str, ...],
-        head: str,
+        self, kind: Literal["server", "worker"], number: int, addresses: tuple[str, ...], head: str
     ) -> Role:
         program = self._program
         return Role(
-            kind=kind, target=program.target, words=program.words, plan=program.plan, settings=program.settings, number=number, start=start,
+            kind=kind, target=program.target, words=program.words, plan=program.plan, settings=program.settings, number=number,
             directory=str(self._directory), addresses=addresses, head=head, key=str(self.worker_key),
         )  # fmt: skip
 
     def _start(self, name: str, prefix: str, role: Role, passed: Sequence[int]) -> RankProcess:
-        environment = role_environment(role, self._num_workers * self._ranks_per_worker)
+        environment = role_environment(role, self._num_workers)
         return self._children.start(name, prefix, self._command, environment, passed)
 
     def _handle_ended(self, ended: Sequence[RankProcess]) -> None:
