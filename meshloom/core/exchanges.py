@@ -86,12 +86,17 @@ class CompressionEntry:
     factory: "module:class" of its `Reduction`, built from a group and the number after its name, if any.
     number: parses that number; None: it has none. default: the number if none is given.
     allows: whether a number is in range.
+    remembers: whether what it does not send in a step is added to the next one.
+    holds: of bytes of gradients, and of a bucket, those that a rank has for it all the time, and after a step's
+        chunks.
     """
 
     factory: str
     number: Callable[[str], int | float] | None = None
     default: int | float = 0
     allows: Callable[[float], bool] = lambda number: True
+    remembers: bool = False
+    holds: Callable[[int, int], tuple[int, int]] = lambda gradients, bucket: (0, 0)
 
 
 def _local_steps(plan: ExchangeSettings) -> str:
@@ -143,18 +148,25 @@ _GONE = {"tree": _OR_RING, "halving": _OR_RING, "hierarchical": _OR_RING}
 
 COMPRESSIONS: Mapping[str, CompressionEntry] = {
     "none": CompressionEntry(factory="meshloom.exchange.buckets.reduction:Exact"),
-    "bf16": CompressionEntry(factory="meshloom.exchange.buckets.bf16:BF16"),
+    "bf16": CompressionEntry(
+        factory="meshloom.exchange.buckets.bf16:BF16",
+        holds=lambda gradients, bucket: (0, gradients // 2),  # the rounded copies
+    ),
     "powersgd": CompressionEntry(  # by default as Vogels et al., who use 1 to 4
         factory="meshloom.exchange.buckets.powersgd:PowerSGD",
         number=int,
         default=4,
         allows=lambda rank: rank >= 1,
+        remembers=True,
+        holds=lambda gradients, bucket: (gradients, 2 * gradients),  # errors; matrices, and what was not sent
     ),
     "topk": CompressionEntry(
         factory="meshloom.exchange.buckets.topk:TopK",
         number=float,
         default=0.01,
         allows=lambda share: 0 < share <= 1,
+        remembers=True,
+        holds=lambda gradients, bucket: (gradients, min(gradients, bucket)),  # errors; a bucket's
     ),
 }
 
@@ -295,6 +307,12 @@ def complete_compress(text: str) -> str:
         f"compress={text} is not none, bf16, powersgd:R (matrices of rank R, 1 or more) or topk:X (the share X of elements, above 0 and up to 1). "
         "Write it like compress=powersgd:4 or compress=topk:0.01."
     )
+
+
+def compression_of(plan: ExchangeSettings) -> tuple[CompressionEntry, str]:
+    """What the plan's `compress` names, and its number as text."""
+    name, _, number = plan.compress.partition(":")
+    return COMPRESSIONS[name], number
 
 
 def holds_only_buckets(plan: ExchangeSettings) -> bool:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from meshloom.core.errors import PlanError
+from meshloom.core.exchanges import COMPRESSIONS, ExchangeSettings, compression_of
 from meshloom.core.plan_text import check_known
 
 
@@ -44,15 +45,11 @@ PRECISIONS: Mapping[str, Precision] = {
 _GONE = {"bf16-stochastic": "Use bf16 (masters in float32) with zero=1, or bf16-mixed."}
 
 
-class PrecisionSettings(Protocol):
+class PrecisionSettings(ExchangeSettings, Protocol):
     """The settings of a plan that are checked here."""
 
     @property
     def precision(self) -> str: ...
-    @property
-    def exchange(self) -> str: ...
-    @property
-    def compress(self) -> str: ...
 
 
 def check_precision(plan: PrecisionSettings) -> None:
@@ -65,10 +62,11 @@ def check_precision(plan: PrecisionSettings) -> None:
             f"precision={plan.precision} skips a step on all ranks when the gradients of one overflow, and with exchange=async no two ranks take a step together. "
             "Use another exchange, or precision=bf16-mixed."
         )
-    if plan.compress.startswith(("powersgd", "topk")):
+    if compression_of(plan)[0].remembers:
+        others = " or ".join(name for name, each in COMPRESSIONS.items() if not each.remembers)
         raise PlanError(
             f"compress={plan.compress} adds to a step what it did not send of earlier ones, and with precision={plan.precision} these may have overflowed. "
-            "Use compress=bf16 or none, or precision=bf16-mixed."
+            f"Use compress={others}, or precision=bf16-mixed."
         )
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from meshloom.comm.group import Group
 from meshloom.comm.rank_context import SliceGroups
 from meshloom.comm.windows import Windows
-from meshloom.core.exchanges import COMPRESSIONS, EXCHANGES, REDUCED_AS
+from meshloom.core.exchanges import EXCHANGES, REDUCED_AS, compression_of
 from meshloom.core.plan import Plan
 from meshloom.exchange.alone import Alone
 from meshloom.exchange.buckets.reduction import Reduction
@@ -107,8 +107,7 @@ class Setup:
 
     def reduction(self) -> Callable[[Group], Reduction]:
         """The reduction of a bucket that the plan's `compress` names."""
-        name, _, number = self.plan.compress.partition(":")
-        entry = COMPRESSIONS[name]
+        entry, number = compression_of(self.plan)
         made = resolve_name(entry.factory)
         read = entry.number
         return (lambda group: made(group, read(number))) if read else made

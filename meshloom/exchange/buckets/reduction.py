@@ -1,5 +1,4 @@
-"""How the mean of a bucket of gradients over all ranks is computed: exactly, here; compressed in `bf16.py`,
-`powersgd.py` and `topk.py`.
+"""How the mean of a bucket of gradients over all ranks is computed: exactly, here; compressed, in a file for each way.
 
 After a bucket's elements there are its *flags*: one number per parameter, 1 where this rank has a gradient of
 it, else 0.

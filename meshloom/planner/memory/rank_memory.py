@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from meshloom.core.exchanges import EXCHANGES
+from meshloom.core.exchanges import EXCHANGES, compression_of
 from meshloom.core.plan import Plan
 from meshloom.core.precisions import PRECISIONS
 from meshloom.optimizer.offload.windows import WINDOW_BYTES
@@ -205,14 +205,8 @@ def _of_exchange(plan: Plan, held: HeldBytes, *, one_copy: bool) -> tuple[int, i
     """What the exchange along dp holds besides buckets and units: all the time, and after a step's chunks."""
     if plan.dp == 1:
         return 0, 0
-    owned, name = held.trained, plan.compress.partition(":")[0]
-    of_compression = {
-        "none": (0, 0),
-        "bf16": (0, owned // 2),  # the rounded copies
-        "powersgd": (owned, 2 * owned),  # errors; matrices, and what was not sent
-        "topk": (owned, min(owned, plan.bucket_bytes)),  # errors; a bucket's
-    }
-    stays, passing = of_compression[name]
+    owned = held.trained
+    stays, passing = compression_of(plan)[0].holds(owned, plan.bucket_bytes)
     copies = _travelling(plan, owned)
     if plan.zero >= 2:  # of what is on the way at one time
         stays += min(copies, held.on_the_way // 2)
