@@ -27,8 +27,8 @@ from tests.covering import few
 # torch's, of its own Adagrad and SparseAdam
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")
 
-# What travels: 300 rows of which a step uses at most 20 are sent as rows, 9 rows dense.
-SIZES = {"rows": 300, "dense": 9}
+# 300 rows of which a step uses at most 20, 9 rows of which it uses most.
+SIZES = {"rows": 300, "most": 9}
 PLANS = [
     "dp=1,microbatches=2",
     "dp=2",
@@ -141,7 +141,7 @@ def _read(trainer: Trainer) -> list[Any]:
 
 
 @pytest.mark.covering(
-    "SparseAdam-rows", "SGD-rows-dp=2,zero=3", "SGD-dense-dp=2,zero=1", "Adagrad-dense-dp=3,exchange=server"
+    "SparseAdam-rows", "SGD-rows-dp=2,zero=3", "SGD-most-dp=2,zero=1", "Adagrad-most-dp=3,exchange=server"
 )
 @pytest.mark.parametrize("plan", few(PLANS, 2))
 @pytest.mark.parametrize("size", list(SIZES))

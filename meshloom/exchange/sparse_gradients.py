@@ -1,7 +1,6 @@
-"""Gradients with few rows (`nn.Embedding(sparse=True)`) are sent as row indices and values, or dense where
-that is shorter.
+"""Gradients with few rows (`nn.Embedding(sparse=True)`) are sent as row indices and values.
 
-    rank 0    rows 7, 2       values [2, width]       counts: 2, 1, 0   (exchanged first, so that all ranks decide the same)
+    rank 0    rows 7, 2       values [2, width]       counts: 2, 1, -1  (exchanged first: all pad to the largest)
     rank 1    row  7          values [1, width]       sum: row 2 of rank 0, row 7 of rank 0 + that of rank 1
     rank 2    not used
 
@@ -154,8 +153,8 @@ class WithSparse(AroundExchange):
     def notes(self) -> list[str]:
         if self._group is None:
             return []
-        # the bytes of a dense exchange with a flag per row
-        most = sum(8 + len(each) * (_width(each) + 1) * each.element_size() for _, each in self._named)
+        # a count, and all rows
+        most = sum(8 + len(each) * (8 + _width(each) * each.element_size()) for _, each in self._named)
         return [
             f"Embeddings with sparse=True send the rows that a step uses, so the bytes are known only afterwards (at most {most:,} bytes of gradients "
             "a step): the predicted bytes at the end are computed from the rows that were used."
@@ -219,31 +218,16 @@ class _Sums:
         self._sent["all_gather"] += counts.nbytes
         table: list[list[int]] = everyone.view(group.size, len(mine)).T.tolist()
         sums = [
-            self._start(each, parameter, used)
+            _Sum(each, parameter, used, group) if max(used) != NOT_USED else None
             for each, (_, parameter), used in zip(mine, self._named, table, strict=True)
         ]
+        self._sent["all_gather"] += sum(each.num_bytes for each in sums if each is not None)
         yield
         return [each.finish() if each is not None else None for each in sums]
 
-    def _start(
-        self, mine: Tensor | None, parameter: nn.Parameter, counts: list[int]
-    ) -> _Rows | _Dense | None:
-        """counts: of rows, by rank."""
-        group = self._group
-        most = max(counts)
-        if most == NOT_USED:
-            return None
-        width, itemsize, n = _width(parameter), parameter.element_size(), group.size
-        # What a rank receives: all ranks' rows, or twice a dense sum's (n - 1)/n, with a flag for each row.
-        if n * most * (8 + width * itemsize) <= 2 * len(parameter) * (width + 1) * itemsize:
-            self._sent["all_gather"] += most * (8 + width * itemsize)
-            return _Rows(mine, parameter, counts, group)
-        self._sent["all_reduce"] += len(parameter) * (width + 1) * itemsize
-        return _Dense(mine, parameter, group)
 
-
-class _Rows:
-    """A sum that is gathered as rows, padded to the largest number of rows of a rank."""
+class _Sum:
+    """A sum that is gathered as rows, padded to the largest number of rows of a rank. num_bytes: that this rank sends."""
 
     def __init__(
         self, mine: Tensor | None, parameter: nn.Parameter, counts: Sequence[int], group: Group
@@ -255,6 +239,7 @@ class _Rows:
         if mine is not None:
             indices[:own] = mine.indices()[0]
             values[:own] = mine.values().reshape(own, width)
+        self.num_bytes = indices.nbytes + values.nbytes
         self._indices, self._values = (
             indices.new_empty(group.size * most),
             values.new_empty(group.size * most * width),
@@ -273,28 +258,6 @@ class _Rows:
             torch.cat([indices[rank, :count] for rank, count in enumerate(self._counts)]),
             torch.cat([values[rank, :count] for rank, count in enumerate(self._counts)]),
             self._parameter,
-        )
-
-
-class _Dense:
-    """A sum over all rows, with a column of flags: which rows were used on any rank."""
-
-    def __init__(self, mine: Tensor | None, parameter: nn.Parameter, group: Group) -> None:
-        self._parameter = parameter
-        self._flat = torch.zeros(
-            len(parameter), _width(parameter) + 1, dtype=parameter.dtype, device=parameter.device
-        )
-        if mine is not None:
-            rows = mine.indices()[0]
-            self._flat[rows, :-1] = mine.values().reshape(len(rows), -1)
-            self._flat[rows, -1] = 1
-        self._work = group.all_reduce(self._flat)
-
-    def finish(self) -> Tensor:
-        self._work.wait()
-        rows = self._flat[:, -1].nonzero()[:, 0]
-        return _coalesced(
-            rows, self._flat[rows, :-1].reshape(-1, *self._parameter.shape[1:]), self._parameter
         )
 
 
