@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from meshloom.checkpoint.checkpoint import find
 from meshloom.core.job import Job, NamedParameters
-from meshloom.optimizer import state_on_disk
+from meshloom.optimizer.offload import disk
 from meshloom.replica.replica_state import full_state
 from meshloom.train.trainer import Trainer
 from tests.jobs import make_job
@@ -79,8 +79,8 @@ def offload_job(model: str, optimizer: str, **settings: Any) -> Job:
 
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors of any size are moved, and windows are of a few parameters."""
-    monkeypatch.setattr(state_on_disk, "SMALLEST", 1)
-    monkeypatch.setattr(state_on_disk, "WINDOW_BYTES", 500)
+    monkeypatch.setattr(disk, "SMALLEST", 1)
+    monkeypatch.setattr(disk, "WINDOW_BYTES", 500)
 
 
 def ran(job: Job, plan: str, *, dtype: torch.dtype | None = None, **settings: Any) -> dict[str, Tensor]:
@@ -100,7 +100,7 @@ def in_file(updater: Any) -> int:
         parameters: list[nn.Parameter] = [
             each for group in optimizer.param_groups for each in group["params"]
         ]
-        for each in state_on_disk._state_of(optimizer, parameters):
+        for each in disk._state_of(optimizer, parameters):
             held = offloaded._file.holds(each)
             assert held or not each.ndim or not each.numel(), f"state {list(each.shape)} is in memory"
             count += held

@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 
 from meshloom.core.errors import PlanError
 from meshloom.core.plan import Plan
-from meshloom.optimizer import state_on_disk
-from meshloom.optimizer.offload.state_file import StateFile
+from meshloom.optimizer.offload import disk
+from meshloom.optimizer.offload.disk import StateFile
 from meshloom.telemetry.progress import Listener
 from meshloom.train.trainer import Trainer
 from tests.covering import few
@@ -110,7 +110,7 @@ def test_checkpoints_have_the_same_bytes_and_each_resumes_the_other(
 def test_a_process_holds_the_state_of_one_window(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Resident pages of the file, as the kernel counts them, while a window is updated and after a save."""
     width = 256  # a matrix is 64 pages
-    monkeypatch.setattr(state_on_disk, "WINDOW_BYTES", 4 * width * width)
+    monkeypatch.setattr(disk, "WINDOW_BYTES", 4 * width * width)
     seen: list[int] = []
 
     step: Any = torch.optim.AdamW.step
@@ -171,7 +171,7 @@ def test_a_disk_without_room_is_one_sentence_before_the_first_step(
     class Usage:
         free = 10000
 
-    monkeypatch.setattr("meshloom.optimizer.offload.state_file.shutil.disk_usage", lambda _: Usage)
+    monkeypatch.setattr("meshloom.optimizer.offload.disk.shutil.disk_usage", lambda _: Usage)
     small(monkeypatch)
     with pytest.raises(
         PlanError,
@@ -182,7 +182,7 @@ def test_a_disk_without_room_is_one_sentence_before_the_first_step(
 
 def test_a_directory_in_memory_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("meshloom.machine.file_system.file_system_of", lambda _: "tmpfs")
-    monkeypatch.setattr("meshloom.optimizer.offload.state_file.file_system_of", lambda _: "tmpfs")
+    monkeypatch.setattr("meshloom.optimizer.offload.disk.file_system_of", lambda _: "tmpfs")
     with pytest.raises(PlanError, match=r"is on tmpfs, which is memory. Give --out"):
         Trainer(make_job("mlp", "sgd"), "dp=1,offload=optimizer", devices="simulated", out=tmp_path)
 
@@ -192,15 +192,15 @@ def test_the_file_is_on_a_disk_of_this_machine(monkeypatch: pytest.MonkeyPatch, 
     kinds: dict[Path, str] = {}
     monkeypatch.setattr("meshloom.machine.file_system.file_system_of", lambda path: kinds.get(path, "ext4"))
     temporary = Path(tempfile.gettempdir())
-    assert state_on_disk.directory_for(tmp_path) == tmp_path
-    assert state_on_disk.directory_for(None) == state_on_disk.directory_for(tmp_path / "missing") == temporary
+    assert disk.directory_for(tmp_path) == tmp_path
+    assert disk.directory_for(None) == disk.directory_for(tmp_path / "missing") == temporary
     for remote in ("nfs4", "lustre", "fuse.sshfs"):
         kinds[tmp_path] = remote
-        assert state_on_disk.directory_for(tmp_path) == temporary
+        assert disk.directory_for(tmp_path) == temporary
     kinds[temporary] = "tmpfs"
-    assert state_on_disk.directory_for(None) == Path("/var/tmp")
+    assert disk.directory_for(None) == Path("/var/tmp")
     kinds[Path("/var/tmp")] = "tmpfs"
-    assert state_on_disk.directory_for(None) == temporary
+    assert disk.directory_for(None) == temporary
 
 
 def test_state_that_is_smaller_than_a_page_stays_in_memory_and_that_is_said() -> None:

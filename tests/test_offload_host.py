@@ -14,15 +14,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from meshloom.core.device.lanes import DirectLane, Lane, Wait, lane_of
 from meshloom.core.errors import PlanError
 from meshloom.core.plan import Plan
-from meshloom.optimizer import state_on_host, updater
+from meshloom.optimizer import updater
+from meshloom.optimizer.offload import host
+from meshloom.optimizer.offload.host import StateOnHost
 from meshloom.optimizer.offload.offloaded_state import OffloadedState
-from meshloom.optimizer.state_on_host import StateOnHost
-from meshloom.optimizer.state_pieces import OwnedSlice
-from meshloom.optimizer.user_optimizer import UserOptimizers
 from meshloom.replica.replica_state import full_state
 from meshloom.train import memory_check
 from meshloom.train.trainer import Trainer
@@ -69,13 +69,13 @@ def on_host(monkeypatch: pytest.MonkeyPatch, lane: type[Lane], window_bytes: int
     made: list[StateOnHost] = []
 
     def instead(
-        user: UserOptimizers, held: Sequence[Sequence[OwnedSlice]], _: torch.device
-    ) -> tuple[OffloadedState, Sequence[Sequence[OwnedSlice]]]:
-        made.append(StateOnHost(user.optimizers, user.in_windows, CPU, lane(), lane()))
-        return made[-1], made[-1].held(held)
+        optimizers: Sequence[Optimizer], in_windows: Sequence[bool], _: torch.device
+    ) -> OffloadedState:
+        made.append(StateOnHost(optimizers, in_windows, CPU, lane(), lane()))
+        return made[-1]
 
-    monkeypatch.setattr(state_on_host, "WINDOW_BYTES", window_bytes)
-    monkeypatch.setattr(updater, "offloaded", instead)
+    monkeypatch.setattr(host, "WINDOW_BYTES", window_bytes)
+    monkeypatch.setattr(updater, "offload_state", instead)
     return made
 
 

@@ -19,8 +19,8 @@ from torch.optim import Optimizer
 from meshloom.checkpoint.checkpoint import Checkpoint
 from meshloom.checkpoint.writing import save_room
 from meshloom.core.job import Job
-from meshloom.optimizer import state_on_disk
-from meshloom.optimizer.offload.state_file import StateFile
+from meshloom.optimizer.offload import disk
+from meshloom.optimizer.offload.disk import StateFile
 from meshloom.train.trainer import Trainer
 from tests.covering import few
 from tests.offload_jobs import Counting, job_with, offload_job, ran, small
@@ -140,9 +140,9 @@ def test_only_what_is_in_memory_is_copied_and_that_is_said(
     held: Held, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """And what updates write meanwhile is moved once: the file is twice as large as the state."""
-    monkeypatch.setattr(state_on_disk, "SMALLEST", 200)  # biases stay in memory
+    monkeypatch.setattr(disk, "SMALLEST", 200)  # biases stay in memory
     files: list[StateFile] = []
-    monkeypatch.setattr(state_on_disk, "StateFile", lambda path: files.append(StateFile(path)) or files[-1])
+    monkeypatch.setattr(disk, "StateFile", lambda path: files.append(StateFile(path)) or files[-1])
     moved: list[int] = []
     move = StateFile.move
     monkeypatch.setattr(StateFile, "move", lambda self, each: moved.append(each.nbytes) or move(self, each))

@@ -15,7 +15,7 @@ from torch import nn
 from meshloom.checkpoint.writing.host_copy import HostCopy
 from meshloom.core.job import Evaluate, Job
 from meshloom.core.plan import Plan
-from meshloom.optimizer.offload.file_lender import FileLender
+from meshloom.optimizer.offload.disk import FileLender
 from meshloom.train.run_checkpoints import RunCheckpoints
 from meshloom.verify import verified_run
 from meshloom.verify.findings import Report

@@ -32,7 +32,7 @@ from meshloom.launch.world import World
 from meshloom.machine.cores import cores
 from meshloom.machine.links import Link, Where, links_of
 from meshloom.machine.machine import Machine, load
-from meshloom.optimizer.state_on_disk import directory_for
+from meshloom.optimizer.offload import directory_for
 from meshloom.planner.measure.collective_timings import measure_links, measure_ring, transport_of
 from meshloom.planner.measure.disk_rate import measure_disk
 from meshloom.planner.measure.machine_measurement import machine_of, measure_operators

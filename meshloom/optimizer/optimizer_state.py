@@ -21,7 +21,7 @@ from meshloom.optimizer.assignment import UpdatedParameters
 from meshloom.optimizer.average_state import average_state
 from meshloom.optimizer.averages import ParameterAverages
 from meshloom.optimizer.gathered_state import gathered_pieces
-from meshloom.optimizer.offload.offloaded_state import OffloadedState
+from meshloom.optimizer.offload import OffloadedState
 from meshloom.optimizer.state_pieces import (
     OwnedSlice,
     Read,

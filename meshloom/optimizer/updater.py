@@ -21,18 +21,14 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from meshloom.comm.group import Group
 from meshloom.comm.steps import Steps, run_in_steps
-from meshloom.core.device.lanes import lane_of
 from meshloom.core.errors import JobError
 from meshloom.core.job import Job, NamedParameters
 from meshloom.exchange.exchange import Exchange, Ownership, Slice
 from meshloom.machine.process_memory import Shortage
 from meshloom.optimizer.assignment import UpdatedParameters, assign_everything, assign_parts
 from meshloom.optimizer.clipping import clip
-from meshloom.optimizer.offload.offloaded_state import OffloadedState
+from meshloom.optimizer.offload import OffloadedState, offload_state
 from meshloom.optimizer.optimizer_state import OptimizerState
-from meshloom.optimizer.state_on_disk import StateOnDisk
-from meshloom.optimizer.state_on_host import StateOnHost
-from meshloom.optimizer.state_pieces import OwnedSlice
 from meshloom.optimizer.user_optimizer import (
     UserOptimizers,
     make_optimizers,
@@ -120,7 +116,11 @@ class Updater:
         names = {name for name, _ in local} if local is not None and stages is not None else None
         self._offloaded: OffloadedState | None = None
         if offload:
-            self._offloaded, held = offloaded(user, self._assignment.held, self._device)
+            self._offloaded = offloaded = offload_state(user.optimizers, user.in_windows, self._device)
+            held = [
+                [replace(each, tensor=offloaded.updated(each.tensor)) for each in parts]
+                for parts in self._assignment.held
+            ]
             self._assignment = replace(self._assignment, held=held)
         self.state = OptimizerState(
             user, self.schedulers, self._assignment, shards, exchange.owners, self._device, names, self._offloaded,
@@ -320,17 +320,6 @@ def _by_loss(job: Job, user: UserOptimizers) -> list[_OfOneLoss]:
         optimizers = user.optimizers[start : start + count]
         found.append(_OfOneLoss(optimizers, schedulers, limit, whole, any(map(takes_closure, optimizers))))
     return found
-
-
-def offloaded(
-    user: UserOptimizers, held: Sequence[Sequence[OwnedSlice]], device: torch.device
-) -> tuple[OffloadedState, Sequence[Sequence[OwnedSlice]]]:
-    """The state of these optimizers elsewhere, and what they update then. held: what they update, by optimizer.
-    device: of the parameters."""
-    if device.type == "cpu":
-        return StateOnDisk(user.optimizers, user.in_windows), held
-    on_host = StateOnHost(user.optimizers, user.in_windows, device, lane_of(device), lane_of(device))
-    return on_host, on_host.held(held)
 
 
 @contextmanager

@@ -24,6 +24,10 @@ class OffloadedState(ABC):
     def begin_step(self) -> None:  # noqa: B027
         """Called before gradients are computed."""
 
+    def updated(self, parameter: nn.Parameter) -> nn.Parameter:
+        """What an optimizer updates in place of a parameter."""
+        return parameter
+
     @abstractmethod
     def step(self, optimizer: Optimizer) -> None:
         """One update of all of its parameters."""

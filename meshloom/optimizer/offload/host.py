@@ -11,7 +11,6 @@ memory. So the host holds the state and two windows, and parameters are the devi
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,7 +28,6 @@ from meshloom.optimizer.offload.windows import (
     parameters_of,
     step_in_windows,
 )
-from meshloom.optimizer.state_pieces import OwnedSlice
 
 ALIGNMENT = 64  # bytes, of a tensor in a window's memory
 
@@ -51,6 +49,7 @@ class StateOnHost(OffloadedState):
     ) -> None:
         self._device, self._down, self._up = device, down, up
         self._of_twin: dict[nn.Parameter, nn.Parameter] = {}
+        self._twins: dict[nn.Parameter, nn.Parameter] = {}
         for optimizer in optimizers:
             if any(group.get("capturable") for group in optimizer.param_groups):
                 raise PlanError(
@@ -68,10 +67,8 @@ class StateOnHost(OffloadedState):
         self._rooms = [down.memory([2 * most], torch.uint8) for _ in range(count)]
         self._left: list[Wait] = [lambda: None] * count  # by room, until its values are the device's
 
-    def held(self, held: Sequence[Sequence[OwnedSlice]]) -> list[list[OwnedSlice]]:
-        """What the optimizers update, by optimizer, with twins in place of parameters."""
-        twins = {id(parameter): twin for twin, parameter in self._of_twin.items()}
-        return [[replace(each, tensor=twins[id(each.tensor)]) for each in parts] for parts in held]
+    def updated(self, parameter: nn.Parameter) -> nn.Parameter:
+        return self._twins[parameter]
 
     def step(self, optimizer: Optimizer) -> None:
         """One update from the gradients on the device, which computes with the new values afterwards."""
@@ -108,7 +105,7 @@ class StateOnHost(OffloadedState):
         for group in optimizer.param_groups:
             for index, parameter in enumerate(group["params"]):
                 twin = nn.Parameter(_without_memory(parameter), requires_grad=parameter.requires_grad)
-                self._of_twin[twin] = parameter
+                self._of_twin[twin], self._twins[parameter] = parameter, twin
                 group["params"][index] = twin
                 if parameter in optimizer.state:
                     optimizer.state[twin] = optimizer.state.pop(parameter)
