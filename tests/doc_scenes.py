@@ -164,10 +164,6 @@ with ml.Trainer(job, "dp=2") as trainer:
     assert trainer.replicas[0].updater.schedulers[0].state_dict()["last_epoch"] == 1
 """,
     ),
-    "docs/opaque.md": (
-        TORCH,
-        "assert trained(replace(job, model=lambda: nn.Linear(6, 1), loss=lambda model, batch: loss(model, {'x': batch['x'], 'y': batch['y'][:, None].float()})))",
-    ),
     "docs/watching.md": (
         TORCH
         + """

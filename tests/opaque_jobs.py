@@ -1,4 +1,4 @@
-"""Jobs with parts that cannot be read, each a module between two readable layers of a small network."""
+"""Jobs with parts that cannot be captured, each a module between two readable layers of a small network."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ class UsesLeft(nn.Module):
 
 
 class ValueShapes(nn.Module):
-    """Its inner module returns as many rows as values say, so this one is the part."""
+    """Its inner module returns as many rows as values say, and is no operator."""
 
     class Select(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
@@ -241,8 +241,7 @@ class Normed(nn.Module):
 
 PARTS: dict[str, Callable[[], nn.Module]] = {
     "router": Router, "own function": OwnFunction, "branches": Branches, "numpy": WithNumpy, "buffers": Counts, "dropout": Drops, "packed": Packed, "hooks": Hooked,
-    "frozen": Frozen, "attribute": UsesLeft, "shapes of values": ValueShapes, "scripted": Scripted,
-    "normed": Normed, "normed over all chunks": partial(Normed, cumulative=True),
+    "frozen": Frozen, "attribute": UsesLeft, "scripted": Scripted, "normed": Normed, "normed over all chunks": partial(Normed, cumulative=True),
 }  # fmt: skip
 
 
@@ -278,7 +277,7 @@ def data() -> list[dict[str, Tensor]]:
 
 
 def job_of(
-    model: Callable[[], nn.Module], *, opaque: Sequence[str | type[nn.Module]] = (), **more: Any
+    model: Callable[[], nn.Module], *, leaves: Sequence[str | type[nn.Module]] = (), **more: Any
 ) -> Job:
     """A job of a model for these data."""
     return Job(
@@ -288,7 +287,7 @@ def job_of(
         data=data,
         batch_size=8,
         steps=3,
-        opaque=opaque,
+        leaves=leaves,
         **more,
     )
 

@@ -429,7 +429,7 @@ def test_difference_from_eager_names_the_first_module():
 
 @pytest.mark.long
 def test_a_faster_way_that_fails_is_not_in_the_program() -> None:
-    """The call that raised an error, which the user's code catches, stayed in the export, and the whole model ran as written."""
+    """The call that raised an error, which the user's code catches, stayed in the export, and the comparison refused the program."""
 
     class Tries(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:

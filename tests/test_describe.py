@@ -366,7 +366,7 @@ def test_a_model_that_the_host_cannot_hold_is_not_built_for_what_needs_values():
         loss=deciding_loss,
         data=lambda: [{"x": torch.zeros(width), "y": torch.tensor(0)}] * 4,
     )
-    for each in (job, replace(job, opaque=[nn.Linear])):
+    for each in (job, replace(job, leaves=[nn.Linear])):
         with pytest.raises(
             CaptureError, match=r"depends on the values in the batch|does not fit into the memory"
         ):

@@ -68,14 +68,14 @@ def test_a_loss_that_cannot_be_captured_is_refused_with_its_line_and_the_ways_ou
         ml.Trainer(job(), plan, devices="simulated", listener=QUIET)
     said = str(refused.value)
     assert refused.value.exit_code == 2 and re.search(LINE, said), said
-    assert "Or move it into a module of its own and name that in Job(opaque=[...])." in said
+    assert "Or move it into a module of its own and name that in Job(leaves=[...])." in said
     assert said.endswith("Plans with dp and zero alone run the module as it is and need no program.")
 
 
 @pytest.mark.parametrize(
     ("what", "plan", "sentence"),
     [
-        (job(hooked), "tp=2", r"A hook on a parameter's gradient changes it \(0.weight.register_hook\)"),
+        (job(hooked), "tp=2", r"0.weight has a hook on its gradient \(register_hook\)"),
         (job(readable, optimizer=quasi_newton), "pp=2", "LBFGS looks at all parameters at once, and with pp=2 no rank has them all."),
     ],
     ids=["hook", "optimizer"],

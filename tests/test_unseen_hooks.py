@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
+from meshloom.core.errors import CaptureError
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
 from meshloom.data.samples import first_batches
-from meshloom.program.opaque.gradient_hooks import changed_by_hooks, node_hooks_seen
-from meshloom.program.opaque.loss_code import own_code_of
+from meshloom.program.opaque.gradient_hooks import node_hooks_seen
 from meshloom.program.store.captured_loss import CapturedLoss
 from meshloom.verify.run import verify
 from tests.covering import few
@@ -97,9 +97,10 @@ class Residual(nn.Module):
     def __init__(self, part: nn.Module) -> None:
         super().__init__()
         self.part, self.first, self.last = part, nn.Linear(3, WIDTH), nn.Linear(WIDTH, 2)
+        self.block = Readable()
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x).tanh()
+        x = self.block(self.first(x).tanh())
         return self.last(x + self.part(x))
 
 
@@ -117,25 +118,6 @@ class SavesOfOthers(Net):
     def forward(self, x: Tensor) -> Tensor:
         with saved_tensors_hooks(lambda each: each.clamp(-9, 9), lambda each: each):
             return super().forward(x)
-
-
-class OwnCode(Net):
-    """A line that looks at values, beside a hook."""
-
-    def __init__(self, put: Callable[[Tensor], None], *, early: bool) -> None:
-        super().__init__([])
-        self.put, self.early = put, early
-
-    def forward(self, x: Tensor) -> Tensor:
-        one, other = self.blocks
-        x = self.embed(x) * 2
-        if self.early:
-            self.put(x)
-        y = one(x)
-        if not self.early:
-            self.put(x)
-        y = y * 0.5 if y.abs().max() > 1e9 else y
-        return self.head(other(y))
 
 
 def hooked_module(register: str) -> nn.Module:
@@ -157,21 +139,17 @@ def large(model: Callable[[], nn.Module], loss: Any = loss) -> Job:
     return replace(job_of(model, loss=loss), data=last_batch_larger, shuffle=False)
 
 
-# job, what is opaque
+# job, the leaf
 FOUND: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "before a node": (lambda: Net([Part(before), Readable()]), "parts.0"),
     "full backward hook": (lambda: hooked_module("register_full_backward_hook"), "parts.0"),
     "saved tensors": (lambda: Net([Saves(before)]), "parts.0"),
-    "own code": (lambda: OwnCode(before, early=True), own_code_of("")),
     "after a node": (lambda: Net([Part(after), Readable()]), "parts.0"),
     "behind a node": (lambda: Net([Part(behind), Readable()]), "parts.0"),
     "by an edge": (lambda: Net([Part(by_edge), Readable()]), "parts.0"),
     "in place": (lambda: Net([Part(written), Readable()]), "parts.0"),
     "full backward pre-hook": (lambda: hooked_module("register_full_backward_pre_hook"), "parts.0"),
     "backward hook of old": (lambda: hooked_module("register_backward_hook"), "parts.0"),
-    "of what it is given": (lambda: Residual(GivenHooked(before)), ""),
-    "own code after a call": (lambda: OwnCode(before, early=False), ""),
-    "saved tensors of others": (lambda: SavesOfOthers([Readable(), Readable()]), ""),
 }  # fmt: skip
 
 
@@ -187,18 +165,24 @@ def equal(job: Job, plan: str) -> bool:
 
 @pytest.mark.parametrize("name", few(FOUND, 4, pytest.mark.slow))
 @pytest.mark.slow
-def test_a_hook_that_a_program_has_not_makes_its_part_opaque(name: str) -> None:
+def test_the_module_of_a_hook_that_no_program_has_is_a_leaf(name: str) -> None:
     model, part = FOUND[name]
     assert opaque(large(model)) == [part]
     assert equal(large(model), "tp=2")
 
 
-def test_hooks_on_parameters_are_tried() -> None:
-    model, seen = nn.Linear(3, 2), list[float]()
-    model.weight.register_hook(lambda each: seen.append(float(each.norm())))
-    assert changed_by_hooks(model) == [] and seen
-    model.bias.register_hook(rarely)
-    assert changed_by_hooks(model) == ["bias"]
+@pytest.mark.parametrize(
+    ("model", "sentence"),
+    [
+        (lambda: Residual(GivenHooked(written)), "it hooks the gradient of what it is given"),
+        (lambda: Residual(GivenHooked(before)), "it hooks the gradient of what it is given"),
+        (lambda: SavesOfOthers([Readable(), Readable()]), "Hooks change the tensors that are saved for backward at .*leaves="),
+    ],
+    ids=["given", "node of the given", "saved"],
+)  # fmt: skip
+def test_one_that_sees_more_than_its_module_is_refused(model: Callable[[], nn.Module], sentence: str) -> None:
+    with pytest.raises(CaptureError, match=sentence):
+        opaque(large(model))
 
 
 @contextmanager

@@ -1,5 +1,4 @@
-"""A job's loss captured by shapes alone, or with values where parts of it are opaque, once for every requested number
-of samples."""
+"""A job's loss captured by shapes alone, or with values where modules are leaves, once for every requested number of samples."""
 
 from __future__ import annotations
 
@@ -95,8 +94,6 @@ class Readings:
         (batch,) = first_batches(self.job, 1, samples)
         try:
             program = capture_shapes(self.job, batch, kept=self._kept, built=self._model)
-            if self._num_bytes <= free_bytes() and self._hooks_gradients:
-                raise CaptureError("What a hook changes is seen with values alone.")
         except CaptureError:
             if self._num_bytes > free_bytes():
                 raise
@@ -108,7 +105,7 @@ class Readings:
         return Reading(program=program, kinds=self._kinds, timings=self.timings, stored=self.stored)
 
     def _with_values(self, samples: int) -> Program:
-        """The program captured with values, where modules that need them are opaque."""
+        """The program captured with values, where modules that need them are leaves."""
         batches = drawn_alone(self.job, self._unfilled, first_batches(self.job, 2, samples))
         loss = loss_of(batches[0], self.job.loss)
         captured = CapturedLoss(replace(self.job, loss=loss), timings=self.timings, stored=self.stored)
@@ -148,11 +145,6 @@ class Readings:
         model, unfilled = self._recorded
         return unfilled.stand_in_bytes if unfilled else sum(each.nbytes for each in model.parameters())
 
-    @property
-    def _hooks_gradients(self) -> bool:
-        """Of parameters. What is built for its shapes has lost these hooks."""
-        return any(each._backward_hooks for each in self._unfilled.parameters())
-
     def _model(self, build: Callable[[], Built]) -> Built:
         """Built once for all sizes, except after a capture, which may leave traces in it."""
         if self._built is None:
@@ -166,9 +158,9 @@ class Readings:
         return self._built
 
     def _kept(self, model: nn.Module, leaves: Leaves, read: Callable[[], Program]) -> Program:
-        if self.job.opaque:
+        if self.job.leaves:
             raise CaptureError(
-                "Opaque modules run once, on values, and the model does not fit into the memory of this host with them."
+                "Leaves run once, on values, and the model does not fit into the memory of this host with them."
             )
 
         def read_it() -> Program:

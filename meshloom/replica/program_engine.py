@@ -48,10 +48,12 @@ from meshloom.pipeline.schedules.schedule import Schedule
 from meshloom.pipeline.stages.program_store import ProgramStore
 from meshloom.pipeline.stages.stages import Stage
 from meshloom.program.capture.outside import Outside
+from meshloom.program.cost.opaque_shares import NAMED
 from meshloom.program.ir.batch_values import check_following
 from meshloom.program.ir.leaves import leaves_of
+from meshloom.program.ir.nodes import is_within
 from meshloom.program.ir.written_parameters import named_buffers
-from meshloom.program.opaque.loss_code import modules_of
+from meshloom.program.opaque.operator import is_opaque
 from meshloom.program.operators.fused_grad_accumulation import DirectAccumulator
 from meshloom.program.operators.used_rows import UsedRows
 from meshloom.program.run.compiler import Compiler
@@ -125,6 +127,7 @@ class ProgramEngine(Engine):
             [each for each in of_loss if self.cutter.ranks[each.number] == self.pp.rank] for of_loss in stages
         ]
         self.stages = tuple(each for of_loss in here for each in of_loss)
+        self._check_divided(model)
         self.ownership = PipelineOwnership(self.cutter.holders, self.pp)
         self.ownership.release(model)
         self.shards = Shards(self.programs.pieces, self.tp)
@@ -139,6 +142,21 @@ class ProgramEngine(Engine):
         self._gathered = GatheredTensors(
             model, self.ownership, self.shards, self.pp, self.tp, self.context.device
         )
+
+    def _check_divided(self, model: nn.Module) -> None:
+        """Raise `CaptureError` where all parameters are in leaves, and no two stages have some."""
+        leaves, names = list(self.programs.opaque), [name for name, _ in model.named_parameters()]
+        if self.plan.tp == self.plan.pp == 1 or not all(
+            any(is_within(name, path) for path in leaves) for name in names
+        ):
+            return
+        if len({self.cutter.holders.get(name) for name in names} - {None}) <= 1:
+            named = ", ".join(path or "the model" for path in leaves[:NAMED])
+            more = f" and {len(leaves) - NAMED} more" if len(leaves) > NAMED else ""
+            raise CaptureError(
+                f"{self.plan} divides nothing of this model: all of its parameters are in leaves ({named}{more}), which run whole on every rank. "
+                "Use dp, with zero=3 if the model is large."
+            )
 
     @property
     def parameters(self) -> NamedParameters:
@@ -334,7 +352,7 @@ def _statistics_of(stage: Stage, model: nn.Module, engine: ProgramEngine) -> Run
     return RunningStatistics(
         model, engine.context.groups["dp"], num_chunks=engine.plan.microbatches, rules=rules, changing=stage.changing,
         decays={named[value]: each for value, each in kept.items() if value in named},
-        opaque=[module for node in program.nodes for module in modules_of(node)],
+        opaque=[str(node.args[2]) for node in program.nodes if is_opaque(node)],
     )  # fmt: skip
 
 

@@ -85,10 +85,16 @@ def _check_accumulation_hooks(named: NamedParameters, plan: Plan) -> None:
 
 
 def check_readable(model: nn.Module, plan: Plan) -> None:
-    """Raise `CaptureError` for what no program of the loss does: hooks that run after a gradient was accumulated, and an
-    observer whose histogram a chunk may spread over a wider range, with several chunks a step: neither of two chunks'
-    histograms is the one after the other's."""
-    if hooked := _hooked(list(model.named_parameters())):
+    """Raise `CaptureError` for what no program of the loss does: hooks on gradients of parameters, and an observer whose
+    histogram a chunk may spread over a wider range, with several chunks a step: neither of two chunks' histograms is
+    the one after the other's."""
+    named = list(model.named_parameters())
+    if hooked := [name for name, each in named if each._backward_hooks]:
+        raise CaptureError(
+            f"{hooked[0]} has a hook on its gradient (register_hook), and a program computes gradients without hooks. Change the value in the forward, or the "
+            f"gradient in the optimizer. {WAY_OUT}"
+        )
+    if hooked := _hooked(named):
         raise CaptureError(
             f"{hooked[0]} has a hook that runs once its gradient is accumulated (register_post_accumulate_grad_hook). {WAY_OUT}"
         )

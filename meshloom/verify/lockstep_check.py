@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from meshloom.comm.pieces import Pieces, place, take
-from meshloom.core.job import LossFunction
 from meshloom.core.random import derive, preserved_draws, seed_everything
 from meshloom.program.ir.lines import describe_line
 from meshloom.program.ir.nodes import Node, users_by_value
@@ -47,11 +46,11 @@ _DRAWS = " It draws: its random numbers, or their seed, are others than one devi
 _SEED = 7
 
 
-def first_wrong_operator(part: Partition, model: nn.Module, loss: LossFunction, batch: Any) -> Found:
+def first_wrong_operator(part: Partition, model: nn.Module, batch: Any) -> Found:
     """Whether one is wrong; one sentence: the operator and the user's line, or that all agree; and the module of what is wrong first, "" for
     none. model: unsharded, in the program's precision."""
-    program = bound(part.choice.layout.program, model, loss)
-    programs = [bound(each, model, loss) for each in part.programs]
+    program = bound(part.choice.layout.program, model)
+    programs = [bound(each, model) for each in part.programs]
     state = {
         name: each.detach().double() if each.is_floating_point() else each.detach()
         for name, each in _state(model).items()

@@ -32,7 +32,7 @@ class Model:
     cut: the module that begins the second of two stages; "": it has none that could. pins: a value of `tp_placements`;
     "": none. norms: whether batch statistics may be synchronised. several: whether a chunk of one sample cannot be computed,
     as vectors of one sample have no statistics. late: a module that may be frozen in the first step. sparse: whether
-    gradients of tables are sparse. interacts: whether a whole batch has another
+    gradients of tables are sparse. leaves: of its job. interacts: whether a whole batch has another
     result than its parts, as samples interact or the loss draws.
     """
 
@@ -49,6 +49,7 @@ class Model:
     several: bool = False
     late: str = ""
     sparse: bool = False
+    leaves: tuple[str, ...] = ()
     interacts: bool = False
 
 

@@ -191,6 +191,7 @@ def job_of(model: Model, case: Case) -> Job:
         scheduler=warmup if case["scheduler"] == "warmup" else None,
         clip_grad_norm=None if case["clip"] == "none" else float(case["clip"]),
         average=None if case["average"] == "none" else float(case["average"]),
+        leaves=model.leaves,
         frozen={} if case["frozen"] == "none" else {model.late: range(1)},
     )
 

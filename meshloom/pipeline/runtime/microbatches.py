@@ -186,16 +186,14 @@ class Microbatches:
         return self._known[key]
 
     def _make(self, keys: Sequence[ProgramKey], training: bool, most: int) -> _Runs:
-        stages, loss = [self._programs.stages(each) for each in keys], keys[0].function
+        stages = [self._programs.stages(each) for each in keys]
         of_all = self._programs.cutter.schedule(most)
         of_all = of_all if training else forward_only(of_all)
         schedule = first_microbatches(of_all, len(stages))
         last = schedule.num_stages - 1
         mine = schedule.stages_of(self._pp.rank)
         runs = {
-            number: self._stage_run(
-                [each[number] for each in stages], number == last, bool(schedule.split), loss
-            )
+            number: self._stage_run([each[number] for each in stages], number == last, bool(schedule.split))
             for number in mine
         }
         crossings = [_crossings(each, training) for each in stages]
@@ -217,7 +215,7 @@ class Microbatches:
             sent={"pp": {"send": over_pp}, "tp": over_tp},
         )
 
-    def _stage_run(self, stages: Sequence[Stage], is_last: bool, split: bool, loss: LossFunction) -> StageRun:
+    def _stage_run(self, stages: Sequence[Stage], is_last: bool, split: bool) -> StageRun:
         number = stages[0].number
 
         def around(microbatch: int) -> AbstractContextManager[Any]:
@@ -240,7 +238,7 @@ class Microbatches:
             accumulator=self._accumulator if stages[0].program.training else None,
             elsewhere=self._units,
             compiler=self._compiler if stages[0].program.training else None,
-            bind=lambda program: self._used_rows.recorded(bound(program, self._model, loss)),
+            bind=lambda program: self._used_rows.recorded(bound(program, self._model)),
         )
 
 

@@ -13,8 +13,7 @@ from torch import Tensor, fx, nn
 from meshloom.core.errors import CaptureError
 from meshloom.core.job import Job, LossFunction
 from meshloom.program.capture.causal_masks import with_causal_attention
-from meshloom.program.capture.opaque_loss import loss_to_read
-from meshloom.program.capture.opaque_parts import asked_for
+from meshloom.program.capture.leaf_rule import named_leaves
 from meshloom.program.capture.opaque_runs import recorded_calls
 from meshloom.program.ir.batch_values import read_values
 from meshloom.program.ir.leaves import Leaves, leaves_of
@@ -22,8 +21,7 @@ from meshloom.program.ir.program import Program
 from meshloom.program.ir.sparse_constants import strides_of
 from meshloom.program.ir.written_parameters import mark_settled
 from meshloom.program.opaque.bound import with_needs
-from meshloom.program.opaque.loss_code import is_code
-from meshloom.program.opaque.stand_ins import CalledOtherwiseError, Recorded
+from meshloom.program.opaque.stand_ins import Recorded
 from meshloom.program.trace.block_calls import Shortcuts
 from meshloom.program.trace.build import build
 from meshloom.program.trace.export import Exported, context_of
@@ -57,13 +55,13 @@ def capture(
     refused.
     dtype: convert the model and the batches to it first. shortcuts: those to take; None: as many as possible.
     numbers: whether numbers in a batch may be inputs; else the program is specialized to them.
-    opaque: as in `capture_module`; default: the parts that the job asks for.
+    opaque: as in `capture_module`; default: the leaves that the job names.
     settled: as in `mark_settled`.
     """
     with one_thread():
         model = build_model(job, dtype, training=training, beside=batches[0])
         mark_settled(model, settled or {})
-        parts = asked_for(job, model) if opaque is None else opaque
+        parts = named_leaves(job, model) if opaque is None else opaque
         given: Any = {"numbers": numbers, "shortcuts": shortcuts, "opaque": parts}
         return capture_module(model, job.loss, batches, dtype=dtype, **given)
 
@@ -88,22 +86,15 @@ def capture_module(
     batches = in_precision(batches[0], dtype), in_precision(batches[1], dtype)
     given = leaves_of(batches[0]), leaves_of(batches[1])
     _check_shapes(*given)
-    recorded: Recorded = {}
-    parts: Mapping[str, str] = {}
 
     def read(leaves: Sequence[Leaves], shortcuts: Shortcuts) -> Program:
-        own_code = next(filter(is_code, parts), None)
-        to_read = (
-            loss if own_code is None else loss_to_read(model, loss, leaves[: 1 if once else 2], own_code)
-        )
-
         def built(exported: Exported, number: int) -> Program:
             device = device_of(model, leaves[0])
             return build(exported, model, leaves[number].tensors, device, dtype, parts)
 
         if once:
-            return built(export_once(model, to_read, leaves[0], shortcuts, recorded), 0)
-        first, second = export_twice(model, to_read, (leaves[0], leaves[1]), shortcuts, recorded)
+            return built(export_once(model, loss, leaves[0], shortcuts, recorded), 0)
+        first, second = export_twice(model, loss, (leaves[0], leaves[1]), shortcuts, recorded)
         same = _same(first, second) and all(
             one.stride() == leaves[1].tensors[name].stride() for name, one in leaves[0].tensors.items()
         )
@@ -115,19 +106,12 @@ def capture_module(
     def read_shortly(leaves: Sequence[Leaves]) -> Program:
         return read(leaves, shortcuts) if shortcuts else with_shortcuts(partial(read, leaves))
 
-    def read_with_parts(*, as_traced: bool) -> tuple[Program, Mapping[str, str | None]]:
-        nonlocal recorded, parts
-        modules = tuple(path for path in opaque or () if not is_code(path))
-        given_batches = batches[:1] if once else batches
-        recorded = recorded_calls(model, loss, given_batches, modules, as_traced=as_traced)
-        parts = {path: why for path, why in (opaque or {}).items() if path in recorded or path not in modules}
-        return read_values(given, read_shortly, numbers=numbers)
-
     with capturing(dtype):
-        try:
-            program, others = read_with_parts(as_traced=False)
-        except CalledOtherwiseError:
-            program, others = read_with_parts(as_traced=True)
+        recorded: Recorded = recorded_calls(
+            model, loss, batches[:1] if once else batches, tuple(opaque or ())
+        )
+        parts = {path: why for path, why in (opaque or {}).items() if path in recorded}
+        program, others = read_values(given, read_shortly, numbers=numbers)
     return with_needs(replace(with_causal_attention(program), others=others))
 
 

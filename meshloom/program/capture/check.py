@@ -36,21 +36,16 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2e-2, to
 class Difference:
     """The largest error of a program against eager, of the loss, a gradient or a buffer.
 
-    what: where it is. parameter: the name of that whose gradient it is; "": it is of something else. telling: whether losses were
-    finite, and each gradient was nonzero in some batch.
+    what: where it is. telling: whether losses were finite, and each gradient was nonzero in some batch.
     """
 
     error: float
     what: str
-    parameter: str = ""
     telling: bool = True
 
 
 class DiffersError(CaptureError):
-    """A program that computes other numbers than eager. path: the first module that does; None: unknown. parameter: the name
-    of that whose gradient differs most; "": something else does."""
-
-    parameter: str = ""
+    """A program that computes other numbers than eager. path: the first module that does; None: unknown."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +86,7 @@ def check_against_module(
     besides activations no memory of the model's size is needed. For gradients larger than `sketch.SMALL`
     norms are estimated from sketches, within a few percent, and equal gradients have a distance of zero.
     """
-    program = bound(program, model, loss)
+    program = bound(program, model)
     limit = tolerance if tolerance is not None else _tolerance(program)
     worst = Difference(0.0, "the loss")
     with one_thread(), restored(model), preserved_draws(), default_precision(program.precision):
@@ -122,17 +117,15 @@ def check_against_module(
                     if path is None
                     else f"the first module whose output differs is {path or 'the model'}"
                 )
-                differs = DiffersError(
+                raise DiffersError(
                     f"The captured program differs from the model: {difference.what} differs by {difference.error:.1e} (limit {limit:.0e}); {where}. {WAYS_OUT}"
-                )
-                differs.parameter = difference.parameter
-                raise differs.at(path)
+                ).at(path)
     return replace(worst, telling=finite and all(moved.values()))
 
 
 def check_forward(program: Program, model: nn.Module, loss: LossFunction, batch: Any) -> None:
     """Compare one forward: outputs of the loss, and buffers. For programs that were fully compared before."""
-    program = bound(program, model, loss)
+    program = bound(program, model)
     limit = _tolerance(program)
     with one_thread(), restored(model), preserved_draws(), default_precision(program.precision):
         mirror = _copies(named_buffers(model))
@@ -241,7 +234,7 @@ def _differences(found: _Ran, expected: _Ran, floor: float) -> Iterator[Differen
             yield Difference(math.inf, f"whether {name} has a gradient")
         else:
             error = _relative(mine.distance(theirs), max(theirs.norm(), floor))
-            yield Difference(error, f"the gradient of {name}", parameter=name)
+            yield Difference(error, f"the gradient of {name}")
     for name, theirs in expected.buffers.items():
         yield Difference(_error(found.buffers[name], theirs), f"buffer {name}")
 

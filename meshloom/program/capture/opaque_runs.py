@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from meshloom.core.errors import CaptureError
 from meshloom.core.job import LossFunction
@@ -32,7 +32,7 @@ from meshloom.program.opaque.call import (
     split_arguments,
     state_of,
 )
-from meshloom.program.opaque.changed_gradients import ChangedGradients
+from meshloom.program.opaque.gradient_hooks import node_hooks_seen
 from meshloom.program.opaque.stand_ins import OpaqueError, Recorded, RecordedCall, intercepted, taken_apart
 from meshloom.program.trace.frozen import equal_bits
 
@@ -42,17 +42,15 @@ def recorded_calls(
     loss: LossFunction,
     batches: Sequence[Any],
     paths: Sequence[str],
-    *,
-    as_traced: bool = False,
 ) -> Recorded:
     """The calls of the modules at `paths`, which must be alike for all `batches`. The model is unchanged afterwards.
 
-    as_traced: the code around them is told that it is traced, and may make masks, say, that eager does without.
+    The code around them is told that it is traced, as in the export, and may make masks, say, that eager does without.
     Raises `OpaqueError` for a module whose calls are no operators: their shapes depend on values, say.
     """
     first: dict[str, list[RecordedCall]] | None = None
     for number, batch in enumerate(batches if paths else ()):
-        found = _calls(model, loss, batch, paths, derive("capture", number), as_traced=as_traced)
+        found = _calls(model, loss, batch, paths, derive("capture", number))
         first = first or found
         for path, calls in first.items():
             _check_number(path, calls, found[path])
@@ -61,7 +59,7 @@ def recorded_calls(
 
 
 def _calls(
-    model: nn.Module, loss: LossFunction, batch: Any, paths: Sequence[str], seed: int, *, as_traced: bool
+    model: nn.Module, loss: LossFunction, batch: Any, paths: Sequence[str], seed: int
 ) -> dict[str, list[RecordedCall]]:
     found: dict[str, list[RecordedCall]] = {path: [] for path in paths}
     settled = {id(model.get_parameter(name)) for name in settled_names(model)}
@@ -77,7 +75,7 @@ def _calls(
         found[path].append(call)
         return returned
 
-    with restored(model), preserved_draws(), intercepted(model, paths, handle), seen_as_exported(as_traced):
+    with restored(model), preserved_draws(), intercepted(model, paths, handle), seen_as_exported():
         seed_everything(seed)
         loss(model, cloned(batch))
     return {path: calls for path, calls in found.items() if calls}
@@ -93,7 +91,6 @@ def _record(
 ) -> tuple[Any, RecordedCall]:
     """What the call returned, and its record. settled: identities of trained parameters that forwards write."""
     spec, plain, inputs = split_arguments(args, kwargs)
-    shapes = _shapes_for_other_values(module, run, args, kwargs)
     names, state = state_of(module)
     modes = tuple(each.training for each in module.modules())
     before = [each._version for each in (*inputs, *state)]  # pyright: ignore[reportPrivateUsage]
@@ -107,11 +104,11 @@ def _record(
         saved.append(tensor)
         return tensor
 
-    meter, changes = WorkMeter(), ChangedGradients()
+    meter, hooks = WorkMeter(), _Hooks([*inputs, *state])
     keeping = saved_tensors_hooks(pack, lambda each: each)
-    with CountDraws() as counter, keeping, meter, branches_as_written(), changes.watched():
+    with CountDraws() as counter, keeping, meter, branches_as_written(), hooks.seen():
         returned = run(*args, **kwargs)
-    changes.check_own(inputs)
+    hooks.check()
     now = [each._version for each in (*inputs, *state)]  # pyright: ignore[reportPrivateUsage]
     replaced = {id(each) for each in state} - {id(each) for each in state_of(module)[1]}
     changed = [number for number, (was, each) in enumerate(zip(before, now, strict=True)) if was != each]
@@ -140,11 +137,6 @@ def _record(
         if attributes.get(place) is not each
     ]
     made, leaf_places, recalled, structure = taken_apart(returned)
-    for other in shapes:
-        if other != [tuple(each.shape) for each in made]:
-            raise CaptureError(
-                f"the shapes that it returns depend on values: {[tuple(each.shape) for each in made]} and {other}"
-            )
     results = [*made, *(each for _, each in left)]
     cost = replace(
         meter.cost(),
@@ -171,41 +163,37 @@ def _record(
     return returned, RecordedCall(call=call, inputs=layouts, spec=structure, leaves=tuple(recalled))
 
 
-def _shapes_for_other_values(
-    module: nn.Module, run: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> list[list[tuple[int, ...]]]:
-    """Shapes of what it returns for inputs with other values: negated, and in another order. It may fail on some, and
-    have no end on others."""
+class _Hooks:
+    """Hooks that a call puts on gradients. given: tensors whose gradients other code may add to."""
 
-    def tried(change: Any, most: int) -> tuple[int, list[tuple[int, ...]]] | None:
-        """How many operators a run calls, and the shapes; None: more than `most`."""
-        with suppress(MoreCallsError), torch.no_grad(), restored(module), preserved_draws():
-            given = tree_map_only(Tensor, change, (args, kwargs))
-            with CallMeter(most) as meter:
-                returned = run(*given[0], **given[1])
-            unique = {id(each): each for each in tree_leaves(returned) if isinstance(each, Tensor)}
-            return meter.calls, [tuple(each.shape) for each in unique.values()]
-        return None
+    def __init__(self, given: Sequence[Tensor]) -> None:
+        self._given, self._before = given, _num_hooks(given)
+        with torch.enable_grad():
+            self._first = _order(
+                torch.ones((), requires_grad=True).clone().grad_fn
+            )  # of what the call computes
+        self._nodes: list[Any] = []
 
-    found: list[list[tuple[int, ...]]] = []
-    for change in (negated, turned):
-        with suppress(Exception):
-            made = tried(change, FEW_CALLS)
-            if made is None and (own := tried(torch.clone, MOST_CALLS)):
-                made = tried(change, MOST_TIMES * own[0])
-            if made is not None:
-                found.append(made[1])
-    return found
+    def seen(self) -> AbstractContextManager[None]:
+        """A context for the call."""
+        return node_hooks_seen(self._nodes.append)
+
+    def check(self) -> None:
+        """Raise `CaptureError` for one that sees more than the call's own part of a gradient."""
+        on_earlier = (hasattr(each, "variable") or _order(each) < self._first for each in self._nodes)
+        if _num_hooks(self._given) != self._before or any(on_earlier):
+            raise CaptureError(
+                "it hooks the gradient of what it is given, or of a parameter, to which others may add"
+            )
 
 
-def negated(tensor: Tensor) -> Tensor:
-    """It with other signs, if it is of numbers with fractions."""
-    return -tensor.detach() if tensor.is_floating_point() else tensor.clone()
+def _num_hooks(tensors: Sequence[Tensor]) -> list[int]:
+    return [len(each._backward_hooks or ()) for each in tensors]
 
 
-def turned(tensor: Tensor) -> Tensor:
-    """Its elements from the last to the first."""
-    return tensor.detach().flip(tuple(range(tensor.ndim)))
+def _order(node: Any) -> int:
+    """The later an operator ran, the larger."""
+    return node._sequence_nr()
 
 
 def _input_meta(tensor: Tensor) -> Any:
@@ -287,31 +275,6 @@ def kept_by_autograd(
 def is_plain(tensor: Tensor) -> bool:
     """Whether a tensor is dense, and no nested one."""
     return tensor.layout == torch.strided and not tensor.is_nested
-
-
-FEW_CALLS = 5_000  # of operators, which every run may have
-MOST_TIMES = 8  # as many operators in one run as the module's own call has: a loop until a value is small may have no end
-MOST_CALLS = 100_000  # of operators in a run of the module's own call
-
-
-class MoreCallsError(BaseException):
-    """Code calls more operators than it may. It is none of the errors that this code may catch."""
-
-
-class CallMeter(TorchDispatchMode):
-    """Counts calls of operators; raises `MoreCallsError` after the last that is allowed."""
-
-    def __init__(self, most: int) -> None:
-        super().__init__()
-        self.calls, self._most = 0, most
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        self.calls += 1
-        if self.calls > self._most:
-            raise MoreCallsError
-        return func(*args, **(kwargs or {}))
 
 
 class WorkMeter(TorchDispatchMode):

@@ -28,7 +28,6 @@ from meshloom.core.errors import CaptureError, TrainingError
 from meshloom.core.modules.class_code import code_of_forward
 from meshloom.program.ir.lines import WAY_OUT, is_users
 from meshloom.program.ir.nodes import submodule
-from meshloom.program.opaque.loss_code import WHOLE, is_code, modules_entered
 
 MOST = 64  # entries of a container that are looked at
 DEPTH = 8
@@ -57,8 +56,7 @@ class Outside:
         self._paths: dict[int, str] = {}  # of the model's modules
         # by identity; what is in it stays alive, so that no identity is used again
         self._seen: dict[Any, Any] = {}
-        if not any(map(is_code, opaque)):
-            self._walk(function, "the loss", None, _NOTHING, 0)
+        self._walk(function, "the loss", None, _NOTHING, 0)
         if model is not None:
             self._walk_model(model, opaque)
         self._seen.clear()
@@ -98,11 +96,7 @@ class Outside:
             )
 
     def _walk_model(self, model: nn.Module, opaque: Collection[str]) -> None:
-        if WHOLE in opaque:
-            return
-        paths = [path for path in opaque if not is_code(path)]
-        run_as_they_are = {id(each) for path in paths for each in submodule(model, path).modules()}
-        run_as_they_are |= {id(submodule(model, path)) for part in opaque for path in modules_entered(part)}
+        run_as_they_are = {id(each) for path in opaque for each in submodule(model, path).modules()}
         for path, module in model.named_modules():
             if id(module) in run_as_they_are:
                 continue

@@ -23,7 +23,7 @@ def opaque_notes(program: Program, costs: Mapping[str, Cost]) -> list[str]:
 def _note(program: Program, costs: Mapping[str, Cost], paths: Sequence[str], why: str) -> str:
     names = ", ".join(path or "the model" for path in paths[:NAMED])
     more = f" and {len(paths) - NAMED} more" if len(paths) > NAMED else ""
-    parameters, flops = _shares(program, costs, paths)
+    parameters, flops = shares(program, costs, paths)
     several = len(paths) > 1
     return (
         f"{names}{more} {'run' if several else 'runs'} as written, as one operator that is not divided: {why.removesuffix('.')}. "
@@ -31,7 +31,7 @@ def _note(program: Program, costs: Mapping[str, Cost], paths: Sequence[str], why
     )
 
 
-def _shares(program: Program, costs: Mapping[str, Cost], paths: Sequence[str]) -> tuple[float, float]:
+def shares(program: Program, costs: Mapping[str, Cost], paths: Sequence[str]) -> tuple[float, float]:
     """The share of the opaque parts at `paths` in a program's parameters, and in its FLOPs forward and backward."""
     nodes = [node for node in program.nodes if is_opaque(node) and node.args[2] in paths]
     used = {ref.name for node in nodes for ref in node.operands()}

@@ -12,33 +12,29 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from meshloom.core.job import LossFunction
 from meshloom.core.modules.class_code import has_batch_norms
 from meshloom.program.ir.draws import CountDraws
 from meshloom.program.ir.nodes import Node, Ref, refs_in, submodule
 from meshloom.program.ir.program import Program
 from meshloom.program.opaque.call import ChangedCallError, OpaqueCall, plain_text_of
-from meshloom.program.opaque.loss_code import OpaqueLoss, is_code
 from meshloom.program.opaque.module_tensors import ModuleTensors
 from meshloom.program.opaque.operator import OPAQUE, is_opaque
 from meshloom.program.opaque.stand_ins import OpaqueError
 
-INSTEAD = "Make the module around it opaque, or the model, with Job(opaque=...)."
+INSTEAD = "Name the module around it in Job(leaves=[...])."
 
 
-def bound(program: Program, model: nn.Module, loss: LossFunction) -> Program:
-    """The program with opaque calls run by the submodules of `model`, and by `loss`; itself if it has none."""
+def bound(program: Program, model: nn.Module) -> Program:
+    """The program with opaque calls run by the submodules of `model`; itself if it has none."""
     if not any(map(is_opaque, program.nodes)):
         return program
-    return replace(program, nodes=tuple(_bound(node, model, loss) for node in program.nodes))
+    return replace(program, nodes=tuple(_bound(node, model) for node in program.nodes))
 
 
-def _bound(node: Node, model: nn.Module, loss: LossFunction) -> Node:
+def _bound(node: Node, model: nn.Module) -> Node:
     if not is_opaque(node):
         return node
     path, text = node.args[2:]
-    if is_code(path):
-        return replace(node, target=OpaqueLoss(loss, model, path, OpaqueCall.of(text)))
     return replace(node, target=OpaqueModule(submodule(model, path), path, OpaqueCall.of(text)))
 
 
@@ -108,7 +104,6 @@ class OpaqueModule:
         drew = counter.count if counter else int(not torch.equal(before, torch.default_generator.get_state()))  # pyright: ignore[reportArgumentType]
         if drew != call.num_draws and not call.is_last_to_draw:
             raise ChangedCallError(
-                self._path,
                 f"{self._name()} draws as often as its values say: {call.num_draws} times at the capture and not in this batch, so later draws cannot be "
                 f"those of one device. {INSTEAD}",
             )
@@ -132,12 +127,10 @@ class OpaqueModule:
         wanted = [each.shape for each in call.results]
         if len(leaves) != call.num_leaves or any(shapes[number] != wanted[number] for number in needed):
             raise ChangedCallError(
-                self._path,
                 f"{self._name()} returned tensors of shapes {shapes} for this batch, and of {wanted} when the loss was captured: they depend on values. {INSTEAD}",
             )
         if plain_text_of(leaves) != call.returned:
             raise ChangedCallError(
-                self._path,
                 f"{self._name()} returned other numbers besides tensors for this batch than when the loss was captured: they depend on values. {INSTEAD}",
             )
         return [
@@ -148,7 +141,7 @@ class OpaqueModule:
         ]
 
     def _name(self) -> str:
-        return f"{self._path or 'the model'} ({type(self._module).__name__}), an opaque part,"
+        return f"{self._path or 'the model'} ({type(self._module).__name__}), a leaf,"
 
     @contextmanager
     def _in_modes(self) -> Iterator[None]:

@@ -62,8 +62,6 @@ class OpaqueCall:
     num_draws: its random ATen calls. draws_alike: whether these were as many for each batch.
     needed: indices of the results that the program uses; None: not known yet. is_last_to_draw: whether nothing after it
         draws, so that it may draw as often as its values say.
-    played, modules: of a loss function's own code (`loss_code.py`): calls whose results are given, as texts, and the
-        modules whose calls are not part of it.
     """
 
     method: str
@@ -78,8 +76,6 @@ class OpaqueCall:
     attributes: tuple[tuple[str, str], ...]
     num_draws: int
     cost: OpaqueCost
-    played: tuple[str, ...] = ()
-    modules: tuple[str, ...] = ()
     draws_alike: bool = True
     needed: tuple[int, ...] | None = None
     is_last_to_draw: bool = False
@@ -125,11 +121,7 @@ class OpaqueCall:
 
 
 class ChangedCallError(TrainingError):
-    """A call of an opaque module that is not like the recorded one. module: its path."""
-
-    def __init__(self, path: str, why: str) -> None:
-        super().__init__(why)
-        self.module = path
+    """A call of an opaque module that is not like the recorded one."""
 
 
 def split_arguments(

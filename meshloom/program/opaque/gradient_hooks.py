@@ -1,47 +1,31 @@
-"""Sees the hooks that code puts on gradients, and on what is saved for them, of which no operator tells.
+"""Sees the hooks that code puts on nodes of autograd's graph, and on what is saved for them, of which no operator tells.
 
-h.register_hook(hook)
 h.grad_fn.register_prehook(hook)                        on a node of autograd's graph
 h.grad_fn.next_functions[0][0].register_hook(hook)
 block.register_full_backward_hook(hook)                 torch puts it on a node when the module is called
 with saved_tensors_hooks(pack, unpack): ...
-weight.register_hook(hook)                              for all forwards
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from meshloom.program.ir.replaced import replaced
-from meshloom.program.ir.sparse_constants import bits_of
 
 _torch: Any = torch  # for private names
 _TORCH = Path(torch.__file__).parent
 _OURS = str(_TORCH), str(Path(__file__).parents[2])
 # where torch puts the backward hooks of modules on nodes
 _OF_MODULES = str(_TORCH / "nn/modules/module.py"), str(_TORCH / "utils/hooks.py")
-
-
-@contextmanager
-def tensor_hooks_seen(note: Callable[[Tensor], None]) -> Iterator[None]:
-    """Tells `note` of each tensor that gets a hook (`Tensor.register_hook`), before it does."""
-    put = Tensor.register_hook
-
-    def register(tensor: Tensor, hook: Any) -> RemovableHandle:
-        note(tensor)
-        return put(tensor, hook)
-
-    with replaced(Tensor, "register_hook", register):
-        yield
 
 
 @contextmanager
@@ -75,29 +59,6 @@ def saving_hooks_seen(note: Callable[[], None]) -> Iterator[None]:
 
     with replaced(_torch._C._autograd, "_push_saved_tensors_default_hooks", pushing):
         yield
-
-
-def changed_by_hooks(model: nn.Module) -> list[str]:
-    """Parameters whose gradients their own hooks change: some gradients, tried with small, large and undefined ones."""
-    return [
-        name
-        for name, each in model.named_parameters()
-        if each._backward_hooks and any(_is_changed(each, largest) for largest in (1.0, 1e-9, 1e9, torch.nan))
-    ]
-
-
-def _is_changed(parameter: Tensor, largest: float) -> bool:
-    hooks: Any = parameter._backward_hooks
-    for hook in list(hooks.values()):
-        gradient = torch.linspace(-largest, largest, parameter.numel(), dtype=torch.float64)
-        gradient = gradient.to(parameter).view_as(parameter)
-        before = gradient.clone()
-        with suppress(Exception), torch.no_grad():  # one that raises lets no step be made
-            made = hook(gradient)
-            made = gradient if made is None else made
-            if not all(torch.equal(bits_of(each), bits_of(before)) for each in (gradient, made)):
-                return True
-    return False
 
 
 def _is_edge(frame: FrameType) -> bool:

@@ -24,15 +24,11 @@ _SLOTS = {"__call__": "_compiled_call_impl", "forward": "forward"}
 
 
 class OpaqueError(CaptureError):
-    """A part that cannot be opaque; the one around it may. module: its path."""
+    """A leaf that cannot be one operator."""
 
     def __init__(self, path: str, why: str) -> None:
-        super().__init__(f"{path or 'the model'} cannot be one operator: {why}. {WAY_OUT}")
-        self.module = path
-
-
-class CalledOtherwiseError(OpaqueError):
-    """A part that is called otherwise while a loss is traced: code around it asks whether it is."""
+        around = "Name the module around it in Job(leaves=[...]). " if path else ""
+        super().__init__(f"{path or 'the model'} cannot be one operator: {why}. {around}{WAY_OUT}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,7 +151,7 @@ def standing_in(model: nn.Module, recorded: Recorded) -> Iterator[None]:
         except CaptureError as error:
             raise OpaqueError(path, str(error)) from error
         if known is None or (known.call.method, known.call.spec, known.call.leaves) != (method, spec, plain):
-            raise CalledOtherwiseError(path, "it is called otherwise when the loss is read")
+            raise OpaqueError(path, "it is called otherwise when the loss is read")
         shapes = [(tuple(each.shape), each.dtype) for each in inputs]
         if shapes != [(each.shape, each.dtype) for each in known.inputs]:
             raise OpaqueError(path, "its inputs have shapes that depend on values")

@@ -23,7 +23,7 @@ from meshloom.core.compiling import MOST_VARIANTS, Compiled
 from meshloom.core.errors import DeviceError, JobError
 
 NOTHING = (
-    "compile=true compiles nothing on rank 0: between collectives, opaque parts and draws there are too few operators in a row for a compiled function to cost less "
+    "compile=true compiles nothing on rank 0: between collectives, leaves and draws there are too few operators in a row for a compiled function to cost less "
     "than it saves."
 )
 Function = Callable[..., Any]

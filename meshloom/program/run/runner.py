@@ -20,7 +20,6 @@ from meshloom.program.ir.contexts import Entered
 from meshloom.program.ir.nodes import Node, Ref, refs_in
 from meshloom.program.ir.program import Program
 from meshloom.program.opaque.bound import OpaqueModule
-from meshloom.program.opaque.loss_code import OpaqueLoss
 from meshloom.program.operators.collectives import Joint
 from meshloom.program.recompute.saved_frame import Elsewhere
 from meshloom.program.run.batch_norms import NORMS, AlignedNorms, aligned
@@ -273,7 +272,7 @@ class Special:
 
     def _around(self, number: int) -> AbstractContextManager[Any]:
         target = self._targets[number]
-        if not isinstance(target, OpaqueModule | OpaqueLoss):
+        if not isinstance(target, OpaqueModule):
             return nullcontext()
         return self._aligning() if target.has_batch_norms else self._around_opaque()
 

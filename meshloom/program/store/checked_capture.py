@@ -17,7 +17,7 @@ from meshloom.machine.cores import cores
 from meshloom.parameters.unfilled_model import comparable
 from meshloom.program.capture.capture import capture_module
 from meshloom.program.capture.check import check_against_module, check_forward
-from meshloom.program.capture.opaque_parts import Parts, asked_for, read_in_parts
+from meshloom.program.capture.leaf_rule import LeafModules, capture_with_leaves, named_leaves
 from meshloom.program.capture.outside import Outside
 from meshloom.program.ir.batch_values import takes_numbers, with_other_numbers
 from meshloom.program.ir.leaves import leaves_of
@@ -63,7 +63,7 @@ class CheckedCapture:
 
     def at_other_sizes(self, known: Program, *batches: Any) -> Program | None:
         """The program for batches of other sizes, captured from shapes alone; None where it differs from
-        `known` in more than sizes, or has opaque parts, whose code needs values."""
+        `known` in more than sizes, or has leaves, whose code needs values."""
         if known.opaque:
             return None
         with default_precision(self._default):
@@ -78,7 +78,7 @@ class CheckedCapture:
     ) -> Program:
         read, fresh = (batches[0], batches[1]), batches[-2:]
         entry: ProgramCacheKey | None = None
-        asked = asked_for(self._job, model)
+        asked = named_leaves(self._job, model)
         if known is not None:
             # What had to run as written does so at every size, also where the comparison would not show why: a teacher
             # that begins as a copy of its student has the same values whether it follows or not.
@@ -90,16 +90,16 @@ class CheckedCapture:
                 program = self._cached(entry, model, fresh[-1], training) if entry else None
             if program is not None:
                 return program
-        program = read_in_parts(lambda parts: self._checked(read, fresh, model, parts), model, asked)
+        program = capture_with_leaves(lambda leaves: self._checked(read, fresh, model, leaves), model, asked)
         if entry is not None and self._stored is not None:
             self._stored.keep(entry, program, self._compared_as.get(program.digest()))
         return program
 
     def _checked(
-        self, read: tuple[Any, Any], fresh: Sequence[Any], model: nn.Module, parts: Parts
+        self, read: tuple[Any, Any], fresh: Sequence[Any], model: nn.Module, leaves: LeafModules
     ) -> Program:
-        """The program with these opaque parts, if it equals eager."""
-        program = self._capture(read, model, parts)
+        """The program with these leaves, if it equals eager."""
+        program = self._capture(read, model, leaves)
         outside = Outside(self._job.loss)  # state that the first forwards set up does no harm
         try:
             program = self._compared(program, read, fresh, model)
@@ -172,7 +172,7 @@ class CheckedCapture:
         self,
         batches: tuple[Any, Any],
         model: nn.Module,
-        parts: Parts,
+        leaves: LeafModules,
         *,
         numbers: bool = True,
         shortcuts: Shortcuts | None = None,
@@ -180,7 +180,7 @@ class CheckedCapture:
     ) -> Program:
         with self._timings.of("reading"):
             program = capture_module(
-                model, self._job.loss, batches, dtype=self._dtype, numbers=numbers, shortcuts=shortcuts, once=once, opaque=parts
+                model, self._job.loss, batches, dtype=self._dtype, numbers=numbers, shortcuts=shortcuts, once=once, opaque=leaves
             )  # fmt: skip
             gc.collect()  # torch.export leaves the model in cycles
             return program

@@ -138,8 +138,8 @@ def _traced(
     """The loss with the gradients that it takes itself, which export does not see."""
     if recorded:
         raise CaptureError(
-            f"{str(taken).removesuffix('.')}, beside the opaque {', '.join(recorded)}, and what is traced with its gradients has no opaque parts. "
-            f"Take the gradient inside of the part, or write the part with torch operators. {WAY_OUT}"
+            f"{str(taken).removesuffix('.')}, beside the leaf {', '.join(recorded)}, and what is traced with its gradients has no leaves. "
+            f"Take the gradient inside of the leaf, or write the leaf with torch operators. {WAY_OUT}"
         )
     seen = _Seen(traced=True)
     wrapper = _Loss(model, loss, seen)

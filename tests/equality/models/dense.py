@@ -372,6 +372,7 @@ DENSE = [
         several=True,
         cut="second",
         late="first",
+        leaves=("plain_norm",),  # its mean over all batches divides by a number that it counts
     ),
     Model(
         name="mixer",
