@@ -28,7 +28,7 @@ QUIET = ml.Listener(started=str, note=str)
 
 def score(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     """It is best after step 2 and not better after 4 and 6, nor after the last step, which is not due."""
-    return torch.tensor(float(ml.step() > 2)) + 0.0 * batch["x"].sum()
+    return torch.as_tensor(ml.step() > 2).float() + 0.0 * batch["x"].sum()
 
 
 def plateau(optimizer: Any) -> ByMetric:

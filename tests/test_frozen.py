@@ -157,9 +157,9 @@ class WritesStrided(Plain):
 
 
 REFUSED: dict[type[Plain], str] = {
-    Python: "draws from random .* Draw with torch",
-    Numpy: "draws from numpy.random .* Draw with torch",
-    LayerDrop: "draws from random .* Draw with torch",
+    Python: "draws from random .* Write torch.rand",
+    Numpy: "draws from numpy.random .* Write torch.rand",
+    LayerDrop: "draws from random .* Write torch.rand",
     Clock: "depends on more than the batch's tensors",
     ClockTensor: "was another one when the loss was captured again",
     Counter: "changes the attribute calls from 1 to 2.*register_buffer",

@@ -56,7 +56,6 @@ ORDER = [
         "exchange",
         "planner.measure",
         "program.cost",
-        "program.python_draws",
         "tensor_parallel.layout",
     ],
     [

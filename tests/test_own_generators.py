@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import meshloom.replica.chunk_scope
+from meshloom.core.errors import CaptureError
 from meshloom.core.job import Evaluate, Job
 from meshloom.core.modules.own_generators import OwnGenerator, drawing_modules, own_generators
 from meshloom.core.plan import Plan
@@ -42,13 +43,22 @@ def model() -> nn.Sequential:
     return nn.Sequential(Scaled(5, 8), Noisy(), nn.Tanh(), Scaled(8, 3))
 
 
-def job() -> Job:
-    return job_of(model, lambda model, x: model(x).square().mean(), list(normal(3, 5)), optimizer=sgd)
+def job(leaves: tuple[type[nn.Module], ...] = (Noisy,)) -> Job:
+    data = list(normal(3, 5))
+    return job_of(model, lambda model, x: model(x).square().mean(), data, optimizer=sgd, leaves=leaves)
 
 
 def test_those_that_a_constructor_alone_draws_with_are_none():
     assert [name for name, _ in own_generators(model())] == ["1.source"]
     assert list(drawing_modules(model())) == ["1"]
+
+
+def test_a_program_draws_with_torchs_own_outside_of_leaves_that_are_named():
+    with pytest.raises(
+        CaptureError, match=r"^1 draws with a generator of its own, source.* write leaves=\[Noisy\]"
+    ) as refused:
+        Trainer(job(leaves=()), "tp=2", devices="simulated")
+    assert refused.value.exit_code == 2
 
 
 def mean_output(model: nn.Module, x: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
-"""`random`, numpy and `meshloom.step()` in forwards, losses and metrics: one device and all ranks draw alike."""
+"""`random`, numpy and `meshloom.step()` in forwards, losses and metrics: one device and all replicas draw alike, and programs in leaves that are
+named; elsewhere they are refused."""
 
 from __future__ import annotations
 
-import math
 import random
 from pathlib import Path
 from typing import Any
@@ -21,9 +21,9 @@ from meshloom.core.plan import Plan
 from meshloom.core.random import chunk_seed, model_seed, sample_order, seed_everything
 from meshloom.replica.replica_state import full_state
 from meshloom.train.trainer import Trainer
+from meshloom.verify.run import verify
 
 STEPS = 4
-PROGRAMS = ["tp=2", "pp=2,microbatches=2", "dp=2,pp=2,tp=2", "dp=2,tp=2,zero=3"]
 EAGER = ["dp=2", "dp=2,zero=1", "dp=2,zero=3"]
 
 
@@ -151,85 +151,77 @@ def test_there_is_no_step_outside_of_one() -> None:
         ml.step()
 
 
-def chunks_of(plan: str) -> int:
-    return Plan.parse(plan).num_chunks
+class Jitter(nn.Module):
+    """Draws twice in a call, and what a condition says."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        noise = torch.from_numpy(numpy.random.standard_normal(7)).to(x)
+        return x + noise if random.random() < 0.7 else x * random.uniform(0.5, 1.5)
 
 
-class Drops(nn.Module):
-    """Two layers, each left out in some chunks."""
+class Jittered(nn.Module):
+    """Two leaves, of which one is called twice, between layers; under dp another draw comes in between."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, also_beside: bool = False) -> None:
         super().__init__()
+        self.one, self.other, self.also_beside = Jitter(), Jitter(), also_beside
         self.first, self.second, self.head = nn.Linear(7, 7), nn.Linear(7, 7), nn.Linear(7, 5)
 
     def forward(self, x: Tensor) -> Tensor:
-        for layer in (self.first, self.second):
-            if random.random() >= 0.4:
-                x = x + layer(x).relu()
-        return self.head(x)
+        x = self.first(self.one(x)).tanh()
+        x = x * random.random() if self.also_beside else x
+        return self.head(self.second(self.one(self.other(x))).tanh())
 
 
-FEW = [(Noisy, "dp=2,pp=2,tp=2"), (Drops, "tp=2")]  # the rest is slow
+def plain(model: nn.Module, batch: Any) -> Tensor:
+    return F.cross_entropy(model(batch["x"]), batch["y"])
 
 
-def annealed(model: nn.Module, batch: Any) -> Tensor:
-    found = model(batch["x"])
-    weight = min(1.0, ml.step() / 2) + math.exp(-ml.step() / 3)
-    loss = F.cross_entropy(found, batch["y"])
-    return loss + weight * found.square().mean() if ml.step() % 2 == 0 else loss
+def leaf_job(model: Any = Jittered, **settings: Any) -> Job:
+    sgd = {"optimizer": lambda named: torch.optim.SGD(named, lr=0.1), "drop_last": True}
+    return job_of(model, plain, **sgd, leaves=[Jitter], **settings)
+
+
+@pytest.mark.parametrize(
+    "plan", ["tp=2,microbatches=2", pytest.param("pp=2,microbatches=2", marks=pytest.mark.long)]
+)
+def test_leaves_draw_in_programs_as_they_do_on_replicas(plan: str) -> None:
+    check_equal(trained(leaf_job(), plan), trained(leaf_job(), "microbatches=2"))
 
 
 @pytest.mark.slow
-@pytest.mark.long
 @pytest.mark.parametrize(
-    ("model", "loss", "plan"),
-    [
-        pytest.param(model, loss, plan, marks=() if (model, plan) in FEW else pytest.mark.slow)
-        for plan in PROGRAMS
-        for model, loss in ((Noisy, mixup), (Drops, annealed))
-    ],
+    ("model", "plan"), [(Jittered, "dp=2,pp=2,tp=2"), (lambda: Jittered(also_beside=True), "dp=2")]
 )
-def test_draws_are_inputs_of_programs(plan: str, model: Any, loss: Any) -> None:
-    job = job_of(model, loss, drop_last=True, optimizer=lambda named: torch.optim.SGD(named, lr=0.1))
-    check_equal(trained(job, plan), one_device(job, chunks_of(plan), drop_last=True))
+def test_leaves_draw_as_on_one_device(model: Any, plan: str) -> None:
+    metric = {"mean": lambda model, batch: model(batch["x"]).mean()}
+    job = leaf_job(model, evaluate=Evaluate(data=Doubles, metrics=metric, every=2))
+    report = verify(job, Plan.parse(plan), devices="simulated", steps=2)
+    assert report is not None and report.passed
 
 
-class Many(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(7, 7) for _ in range(6))
+@pytest.mark.parametrize("model", [Noisy, Jittered], ids=["module", "unnamed"])
+def test_draws_outside_of_leaves_that_are_named_are_refused_in_programs(model: Any) -> None:
+    with pytest.raises(
+        CaptureError, match=r"draws from random at .*test_python_draws.py:\d+ .*torch.rand.*Job\(leaves="
+    ) as refused:
+        Trainer(job_of(model, plain), "tp=2", devices="simulated")
+    assert refused.value.exit_code == 2
+
+
+class Branching(Jitter):
+    """A leaf because of its line, which draws besides."""
 
     def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            if random.random() > 0.5:  # here
-                x = layer(x)
-        return x
+        return super().forward(x) if x.sum() < 1e9 else x
 
 
 @pytest.mark.long
-@pytest.mark.slow
-def test_too_many_ways_are_refused_by_name() -> None:
-    def loss(model: nn.Module, batch: Any) -> Tensor:
-        return model(batch["x"]).mean()
+def test_a_leaf_that_is_not_named_and_draws_is_refused() -> None:
+    class Model(Jittered):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one = self.other = Branching()
 
-    with pytest.raises(CaptureError, match=r"# here.* in more than 16 ways"):
-        trained(job_of(Many, loss), "tp=2,recompute=full")
-
-
-NEEDS_IT = {
-    "the number itself is needed": lambda x: x * float(random.random()),
-    "random.shuffle changes its argument": lambda x: random.shuffle([1, 2]) or x,
-    "NumPy needs the number itself": lambda x: x * numpy.asarray(random.random()).item(),
-    "would keep the one draw": lambda x: x * unbound(),
-}
-unbound = random.random
-
-
-@pytest.mark.parametrize("why", list(NEEDS_IT))
-@pytest.mark.long
-def test_what_cannot_be_an_input_is_refused_by_name(why: str) -> None:
-    def loss(model: nn.Module, batch: Any) -> Tensor:
-        return model(NEEDS_IT[why](batch["x"])).mean()
-
-    with pytest.raises(CaptureError, match=why):
-        trained(job_of(lambda: nn.Linear(7, 7), loss), "tp=2,recompute=full")
+    with pytest.raises(CaptureError, match=r"it draws with random or numpy; name it, leaves=\[Branching\]"):
+        Trainer(job_of(Model, plain), "tp=2", devices="simulated")

@@ -25,7 +25,6 @@ from meshloom.core.random import (
     model_seed,
     preserved_draws,
     python_draws_of,
-    python_generators,
     sample_order,
     sample_seed,
     seed_everything,
@@ -263,11 +262,11 @@ def test_what_python_draws_at_a_moment_leaves_the_draws_outside_as_they_were():
         numpy.random.randn()  # numpy keeps the second of a pair
         if entered:
             with python_draws_of(11):
-                of_python, of_numpy = python_generators(11)
+                of_python, of_numpy = random.Random(11), numpy.random.RandomState(11)
                 drawn = random.random(), *numpy.random.randn(3)
                 assert drawn == (of_python.random(), *of_numpy.randn(3))
                 with python_draws_of(12):
-                    assert random.random() == python_generators(12)[0].random()
+                    assert random.random() == random.Random(12).random()
                     numpy.random.randn()
                 assert (random.random(), *numpy.random.randn(2)) == (of_python.random(), *of_numpy.randn(2))
         return random.random(), *numpy.random.randn(3)

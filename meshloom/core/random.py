@@ -61,11 +61,6 @@ def python_draws_of(seed: int) -> Iterator[None]:
             random.setstate(kept)
 
 
-def python_generators(seed: int) -> tuple[random.Random, numpy.random.RandomState]:
-    """Generators of their own that draw what `random` and numpy draw in `python_draws_of`."""
-    return random.Random(seed), numpy.random.RandomState(seed % 2**32)
-
-
 def _seed_python(value: int) -> None:
     random.seed(value)
     numpy.random.seed(value % 2**32)

@@ -27,7 +27,6 @@ from meshloom.program.ir.leaves import Leaves
 from meshloom.program.ir.program import Program
 from meshloom.program.ir.sparse_constants import empty_like
 from meshloom.program.store.captured_loss import CapturedLoss, attempted, pairs_of
-from meshloom.program.store.drawn_batches import drawn_alone, loss_of
 from meshloom.program.store.program_cache import ProgramCache
 from meshloom.program.store.stored_costs import cached_costs
 from meshloom.replica.open_engine import for_optimizers
@@ -106,10 +105,8 @@ class Readings:
 
     def _with_values(self, samples: int) -> Program:
         """The program captured with values, where modules that need them are leaves."""
-        batches = drawn_alone(self.job, self._unfilled, first_batches(self.job, 2, samples))
-        loss = loss_of(batches[0], self.job.loss)
-        captured = CapturedLoss(replace(self.job, loss=loss), timings=self.timings, stored=self.stored)
-        program = captured.capture_any(pairs_of(batches))
+        captured = CapturedLoss(self.job, timings=self.timings, stored=self.stored)
+        program = captured.capture_any(pairs_of(first_batches(self.job, 2, samples)))
         constants = {name: empty_like(each, "meta") for name, each in program.constants.items()}
         return replace(program, constants=constants, by_shapes=True)
 

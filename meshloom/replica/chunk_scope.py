@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Protocol
 
@@ -14,9 +14,11 @@ from meshloom.comm.steps import Steps
 from meshloom.core.job import Job
 from meshloom.core.losses.turns import LossTurn
 from meshloom.core.modules.compiled import draw_as_written
+from meshloom.core.modules.named_leaves import named_leaves
 from meshloom.core.modules.own_generators import own_generators, seed_own_generators
 from meshloom.core.moments.bilinear import bilinear_unwatched
 from meshloom.core.moments.current_step import Moment
+from meshloom.core.moments.leaf_draws import leaves_in
 from meshloom.core.moments.uncompiled import uncompiled
 from meshloom.core.plan import Plan
 from meshloom.core.random import KeyedDraws, Rows, chunk_seed, evaluation_seed, seed_of_turn, seed_torch
@@ -75,6 +77,8 @@ class ChunkScope:
         self._finished = [0] * len(self.statistics)  # turns of each loss
         self.observer: Observer | None = None
         self._constants, self._generators = list(sparse_attributes(model)), own_generators(model)
+        # programs run leaves themselves
+        self._leaves = [] if plan.captures else named_leaves(job.leaves, model)
         self.turn = LossTurn()
         self._evaluation_writes = set[str]()  # names of what evaluations write
         self._told = set[str]()  # those that are in notes
@@ -111,10 +115,6 @@ class ChunkScope:
         seed = chunk_seed(self._job.seed, chunk.step, self._key_of(chunk)[0])
         return Moment(seed_of_turn(seed, self.turn.draws), chunk.step)
 
-    def moments(self, chunks: Iterable[Chunk]) -> list[tuple[Any, Moment]]:
-        """The batches of chunks on the computing device, with their moments."""
-        return [(self.data(chunk), self.moment(chunk)) for chunk in chunks]
-
     def evaluation(self, chunk: Chunk, updates: int) -> Moment:
         """Of a chunk's metrics after `updates` updates."""
         return Moment(evaluation_seed(self._job.seed, chunk.step, chunk.index), updates)
@@ -132,7 +132,8 @@ class ChunkScope:
         @contextmanager
         def metric() -> Iterator[None]:
             try:
-                yield
+                with leaves_in(self._model, self._leaves):
+                    yield
             finally:
                 state.put_back()
 
@@ -204,6 +205,7 @@ class ChunkScope:
         self.seed(moment)
         draw_as_written()
         around.enter_context(moment.entered())
+        around.enter_context(leaves_in(self._model, self._leaves))
         if observer:
             around.enter_context(observer.watch(chunk, self._model))
         if plan.keyed_draws and not plan.captures:  # programs key their draws themselves

@@ -57,7 +57,6 @@ from meshloom.program.opaque.operator import is_opaque
 from meshloom.program.operators.fused_grad_accumulation import DirectAccumulator
 from meshloom.program.operators.used_rows import UsedRows
 from meshloom.program.run.compiler import Compiler
-from meshloom.program.store.drawn_batches import DrawnBatches
 from meshloom.program.store.program_cache import ProgramCache
 from meshloom.replica.buffers.merged_buffers import RunningStatistics
 from meshloom.replica.buffers.norm_statistics import decays
@@ -91,7 +90,6 @@ class ProgramEngine(Engine):
             self.division = Division(self.tp, timings=timings, stored=stored, **given, **limits)
         self.programs = ProgramStore(job, plan, team, self.division, dtype=dtype, timings=timings, stored=stored)  # fmt: skip
         self.cutter = self.programs.cutter
-        self.drawn = DrawnBatches(job, team, dtype)
         self.team_sums = TeamSums(self.pp, self.tp)
         self.stages: tuple[Stage, ...] = ()  # of this rank, as first cut, of every loss
         self.ownership: PipelineOwnership
@@ -213,7 +211,7 @@ class ProgramEngine(Engine):
         activity = self.context.activity
         activity.follow(self.microbatches.actions(len(chunks), most))
         self._outside[self.programs.losses.loss].check_step()
-        batches = yield from self.drawn.all_drawn(scope.moments(chunks), self.programs.losses.loss)
+        batches = [scope.data(chunk) for chunk in chunks]
         for batch in batches:
             yield from self.programs.ready(batch)
         for parameter in self._parameters.values():
@@ -248,11 +246,11 @@ class ProgramEngine(Engine):
     ) -> Steps[None]:  # fmt: skip
         if metric in self._outside:
             self._outside[metric].check_step()
-        batch = yield from self.drawn.with_draws(batch, moment, metric, training=False)
         yield from self.programs.ready(batch, loss=metric, training=False)
         if metric not in self._outside:
             self._outside[metric] = Outside(metric, self._model, self.programs.opaque)
-        self.team_sums.count(self.microbatches.evaluate(batch, metric, take))
+        with moment.entered():
+            self.team_sums.count(self.microbatches.evaluate(batch, metric, take))
 
     def refresh_borrowed(self) -> Steps[None]:
         yield from self.ownership.lend(self._parameters, self._held.apart(self.lent))
@@ -264,7 +262,7 @@ class ProgramEngine(Engine):
         return self._gathered.weights(self._held.slices)
 
     def locate_nan(self, chunks: Sequence[Chunk], scope: ChunkScope) -> Steps[list[Any] | None]:
-        batches = yield from self.drawn.all_drawn(scope.moments(chunks), self.programs.losses.loss)
+        batches = [scope.data(chunk) for chunk in chunks]
         return (yield from locate_nan(self._held, self._team, chunks, batches, scope, self.microbatches))
 
     def check_replicated(self) -> Steps[str | None]:
@@ -323,14 +321,13 @@ def _captured(
         yield from check_together(world, engine.compiler.check)
     for name, loss in engine.losses.items():
         programs.losses.loss, left = loss, left - 1
-        drawn, alone = yield from engine.drawn.opened(model, [there, batches[:1]], world, loss)
         with own.of(name) if own else nullcontext():
             opened = yield from programs.open(
-                drawn, world, model, own=next(iter(alone), None), losses_left=left
+                there, world, model, own=next(iter(batches), None), losses_left=left
             )
         stages.append(opened)
         if len(stages) == 1:
-            check = partial(_check_values, programs.others, drawn)
+            check = partial(_check_values, programs.others, there)
             yield from on_rank_0(world, check, CaptureError)
     programs.losses.loss = engine.job.loss
     return stages

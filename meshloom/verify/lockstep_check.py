@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from meshloom.comm.pieces import Pieces, place, take
+from meshloom.core.moments.current_step import at_step
 from meshloom.core.random import derive, preserved_draws, seed_everything
 from meshloom.program.ir.lines import describe_line
 from meshloom.program.ir.nodes import Node, users_by_value
@@ -56,7 +57,7 @@ def first_wrong_operator(part: Partition, model: nn.Module, batch: Any) -> Found
         for name, each in _state(model).items()
     }
     reference, ranks = _InnerProducts(part.choice), _InnerProducts(part.choice)
-    with preserved_draws():
+    with preserved_draws(), at_step(0):
         seed_everything(_SEED)
         own = _split(program, state, None, 0)
         _backward([run_program(program, *own, batch, dtype=torch.float64, visit=reference.note_reference)])

@@ -131,17 +131,16 @@ def _values(engine: ProgramEngine, replica: Replica, chunks: Sequence[Chunk], mo
     scope, loss = replica.scope, engine.programs.losses.loss
     along_tp = engine.tp.rank if engine.tp else 0
     with engine.computing("forwards", idle=not chunks):
-        moments = scope.moments(chunks)
-        batches = yield from engine.drawn.all_drawn(moments, loss)
+        batches = [scope.data(chunk) for chunk in chunks]
         sums: list[ModuleSums] = []
         for batch in batches:
             yield from engine.programs.ready(batch)
-            choice = engine.programs.division_of(batch, loss, training=True)
+            choice = engine.programs.division_of(loss, training=True)
             stages = partial(engine.programs.stages, engine.programs.key(batch))
             sums.append(ModuleSums(choice.strategies if choice else {}, stages, along_tp))
         now = 0
 
-        def around(stage: int, microbatch: int, rerun: Callable[[], Any]) -> AbstractContextManager[None]:
+        def around(stage: int, microbatch: int) -> AbstractContextManager[None]:
             nonlocal now
             now = microbatch
             return scope.draws(chunks[microbatch])

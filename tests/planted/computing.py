@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import meshloom.core.modules.built
 import meshloom.program.ir.batch_values
+import meshloom.program.opaque.bound
 import meshloom.program.operators.collectives
 import meshloom.program.operators.partial
 import meshloom.replica.model_state

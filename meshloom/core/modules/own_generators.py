@@ -32,9 +32,9 @@ def seed_own_generators(found: list[OwnGenerator], seed: int) -> None:
 
 
 def drawing_modules(model: nn.Module) -> dict[str, str]:
-    """The modules that draw with such generators -> with which, for people; a program has torch's own alone."""
+    """The modules that draw with such generators -> the name of one; a program has torch's own alone."""
     reading = ((path, list(_read(module))) for path, module in model.named_modules())
-    return {path: f"it draws with a generator of its own, {names[0]}" for path, names in reading if names}
+    return {path: names[0] for path, names in reading if names}
 
 
 def _read(module: nn.Module) -> Iterator[str]:

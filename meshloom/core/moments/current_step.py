@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshloom.core.errors import JobError
+from meshloom.core.moments.leaf_draws import leaves_drawing
 from meshloom.core.random import python_draws_of
 
 # What answers `step()` in this thread: a function, as a loss that is being read is answered by an input of its program.
@@ -62,5 +63,5 @@ class Moment:
     @contextmanager
     def entered(self) -> Iterator[None]:
         """A context in which the user's code runs at this moment."""
-        with at_step(self.step), python_draws_of(self.seed):
+        with at_step(self.step), python_draws_of(self.seed), leaves_drawing(self.seed):
             yield

@@ -30,7 +30,6 @@ from meshloom.program.cost.rates import Rates
 from meshloom.program.ir.batch_values import fits
 from meshloom.program.ir.leaves import leaves_of
 from meshloom.program.ir.program import Program
-from meshloom.program.python_draws.explore import DrawnBatch
 from meshloom.program.sizes.any_size import AnySize, sizes_of_batch, sizes_of_program
 from meshloom.program.sizes.symbolic import Sizes
 from meshloom.program.store.captured_loss import CapturedLoss, pairs_of
@@ -64,23 +63,10 @@ class LossJobs:
     def __init__(self, job: Job) -> None:
         self._job, self.loss = job, job.loss
         self.alone = {each.loss: each for each in jobs_of(job).values()}
-        self._followed: dict[LossFunction, LossFunction] = {}  # what a loss is on one of its ways -> the loss
-
-    def on_the_way(self, batches: Sequence[Any], loss: LossFunction | None = None) -> LossFunction:
-        """`loss`, or the one that is trained, or what it is on the way that these batches go."""
-        loss, first = loss or self.loss, next(iter(batches), None)
-        if not isinstance(first, DrawnBatch):
-            return loss
-        self._followed[first.loss] = loss
-        return first.loss
-
-    def ways_of(self, loss: LossFunction) -> Collection[LossFunction]:
-        """`loss`, and what it is on the ways that batches have gone."""
-        return [loss, *(way for way, followed in self._followed.items() if followed is loss)]
 
     def job_of(self, loss: LossFunction) -> Job:
         """That of a loss alone, with this function; of a metric, the whole job with it."""
-        alone = self.alone.get(self._followed.get(loss, loss))
+        alone = self.alone.get(loss)
         if alone is not None:
             return replace(alone, loss=loss)
         return replace(self._job, loss=loss)
@@ -131,15 +117,14 @@ class ProgramStore:
                 world, {name: str(leaf.dtype) for name, leaf in leaves_of(own).tensors.items()}
             )
             self._own_dtypes = {name: getattr(torch, each.removeprefix("torch.")) for name, each in names.items()}  # fmt: skip
-        loss = self.losses.on_the_way(batches)
-        key = yield from self._capture(loss, True, batches, world, model, losses_left)
+        key = yield from self._capture(self.losses.loss, True, batches, world, model, losses_left)
         return self.stages(key)
 
     def ready(
         self, batch: Any, *, loss: LossFunction | None = None, training: bool = True
     ) -> Steps[ProgramKey]:
         """Makes sure that batches like this one have stages. The replica's ranks all pass the same batch."""
-        loss = self.losses.on_the_way([batch], loss)
+        loss = loss or self.losses.loss
         key = self._key(batch, loss, training)
         if key is not None and key in self._entries:
             return key
@@ -169,7 +154,7 @@ class ProgramStore:
 
     def key(self, batch: Any, *, loss: LossFunction | None = None, training: bool = True) -> ProgramKey:
         """The key of a batch that is ready."""
-        key = self._key(batch, self.losses.on_the_way([batch], loss), training)
+        key = self._key(batch, loss or self.losses.loss, training)
         assert key is not None, "ready() comes first"
         return key
 
@@ -178,10 +163,11 @@ class ProgramStore:
         entry = self._entries[key]
         return entry.stages() if isinstance(entry, _Form) else entry
 
-    def division_of(self, batch: Any, loss: LossFunction, *, training: bool) -> DivisionChoice | None:
+    def division_of(self, loss: LossFunction, *, training: bool) -> DivisionChoice | None:
         """How the newest program of a loss in this mode, or else the other, is divided: for programs of any size. None: one rank along tp."""
-        ways = self.losses.ways_of(self.losses.on_the_way([batch], loss))
-        return next((found for mode in (training, not training) for way in ways if (found := self._divided.get((way, mode)))), None)  # fmt: skip
+        return next(
+            (found for mode in (training, not training) if (found := self._divided.get((loss, mode)))), None
+        )
 
     @property
     def pieces(self) -> Mapping[str, Pieces]:

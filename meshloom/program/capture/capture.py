@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 from meshloom.core.errors import CaptureError
 from meshloom.core.job import Job, LossFunction
 from meshloom.program.capture.causal_masks import with_causal_attention
-from meshloom.program.capture.leaf_rule import named_leaves
+from meshloom.program.capture.leaf_rule import leaves_of_job
 from meshloom.program.capture.opaque_runs import recorded_calls
 from meshloom.program.ir.batch_values import read_values
 from meshloom.program.ir.leaves import Leaves, leaves_of
@@ -61,7 +61,7 @@ def capture(
     with one_thread():
         model = build_model(job, dtype, training=training, beside=batches[0])
         mark_settled(model, settled or {})
-        parts = named_leaves(job, model) if opaque is None else opaque
+        parts = leaves_of_job(job, model) if opaque is None else opaque
         given: Any = {"numbers": numbers, "shortcuts": shortcuts, "opaque": parts}
         return capture_module(model, job.loss, batches, dtype=dtype, **given)
 
@@ -107,9 +107,7 @@ def capture_module(
         return read(leaves, shortcuts) if shortcuts else with_shortcuts(partial(read, leaves))
 
     with capturing(dtype):
-        recorded: Recorded = recorded_calls(
-            model, loss, batches[:1] if once else batches, tuple(opaque or ())
-        )
+        recorded: Recorded = recorded_calls(model, loss, batches[:1] if once else batches, opaque or {})
         parts = {path: why for path, why in (opaque or {}).items() if path in recorded}
         program, others = read_values(given, read_shortly, numbers=numbers)
     return with_needs(replace(with_causal_attention(program), others=others))

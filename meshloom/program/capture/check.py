@@ -16,6 +16,8 @@ from torch.utils._pytree import tree_leaves
 from meshloom.core.errors import CaptureError
 from meshloom.core.job import Job, LossFunction
 from meshloom.core.modules.own_generators import own_generators, seed_own_generators
+from meshloom.core.moments.current_step import Moment
+from meshloom.core.moments.leaf_draws import leaves_in
 from meshloom.core.random import KeyedDraws, derive, preserved_draws, seed_everything
 from meshloom.program.capture.restored import attributes_put_back, cloned, restored
 from meshloom.program.capture.sketch import Sketch, sketch
@@ -30,6 +32,8 @@ from meshloom.program.trace.repeated_export import one_thread
 
 # The same operators run in the same order; only the order in which gradients of one tensor add up may differ.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+
+_STEPS = (1, 998)  # the numbers of the steps that the batches are of
 
 
 @dataclass(frozen=True)
@@ -101,17 +105,23 @@ def check_against_module(
         for number, batch in enumerate(batches):
             batch = in_precision(batch, program.precision)
             seed = derive("check", number)
-            # opaque modules start from the same attributes as eager
-            with attributes_put_back(model) if program.opaque else nullcontext():
+            moment = Moment(seed, _STEPS[number % len(_STEPS)])
+            # leaves start from the same attributes as eager
+            with (
+                attributes_put_back(model) if program.opaque else nullcontext(),
+                moment.entered(),
+                leaves_in(model, program.opaque),
+            ):
                 expected = _eager(model, loss, batch, seed, keyed=draws, single=has_single_samples(program))
             seed_own_generators(own_generators(model), seed)
-            difference = _difference(_program(program, parameters, mirror, batch, seed), expected)
+            with moment.entered():
+                difference = _difference(_program(program, parameters, mirror, batch, seed), expected)
             worst = max(worst, difference, key=lambda each: each.error)
             finite &= all(bool(torch.isfinite(torch.as_tensor(each)).all()) for each in expected.outputs)
             for name, each in expected.gradients.items():
                 moved[name] = moved.get(name, False) or each.norm() > 0
             if not difference.error <= limit:
-                path = _first_difference(program, model, loss, batch, parameters, mirror, seed, limit)
+                path = _first_difference(program, model, loss, batch, parameters, mirror, moment, limit)
                 where = (
                     "every module's output is the same, so the difference is in the backward or in the loss function"
                     if path is None
@@ -131,10 +141,16 @@ def check_forward(program: Program, model: nn.Module, loss: LossFunction, batch:
         mirror = _copies(named_buffers(model))
         batch, seed = in_precision(batch, program.precision), derive("check", 0)
         draws = any(node.num_draws for node in program.nodes)
-        with attributes_put_back(model) if program.opaque else nullcontext():
+        moment = Moment(seed, _STEPS[0])
+        with (
+            attributes_put_back(model) if program.opaque else nullcontext(),
+            moment.entered(),
+            leaves_in(model, program.opaque),
+        ):
             expected = _eager(model, loss, batch, seed, keyed=draws, backward=False)
         seed_own_generators(own_generators(model), seed)
-        found = _program(program, dict(model.named_parameters()), mirror, batch, seed, backward=False)
+        with moment.entered():
+            found = _program(program, dict(model.named_parameters()), mirror, batch, seed, backward=False)
     difference = _difference(found, expected)
     if not difference.error <= limit:
         raise CaptureError(
@@ -271,7 +287,7 @@ def _first_difference(
     batch: Any,
     parameters: Mapping[str, Tensor],
     buffers: Mapping[str, Tensor],
-    seed: int,
+    moment: Moment,
     limit: float,
 ) -> str | None:
     """The first module, in order of execution, whose eager output is none of its values in the program; None: all
@@ -284,10 +300,11 @@ def _first_difference(
         )
 
     outputs: list[tuple[str, Tensor]] = []
-    seed_everything(seed)
-    run_program(program, parameters, _copies(buffers.items()), batch, visit=collect)
-    with _watched(model, outputs):
-        seed_everything(seed)
+    seed_everything(moment.seed)
+    with moment.entered():
+        run_program(program, parameters, _copies(buffers.items()), batch, visit=collect)
+    with _watched(model, outputs), moment.entered(), leaves_in(model, program.opaque):
+        seed_everything(moment.seed)
         with KeyedDraws():
             loss(model, cloned(batch))
     for path, output in outputs:

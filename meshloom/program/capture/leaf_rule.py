@@ -12,12 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from types import CodeType, FunctionType
-from typing import Any
 
 from torch import nn
 
-from meshloom.core.errors import CaptureError, JobError
+from meshloom.core.errors import CaptureError
 from meshloom.core.job import Job
+from meshloom.core.modules.named_leaves import NAMED, named_leaves, outermost
 from meshloom.core.modules.own_generators import drawing_modules
 from meshloom.program.capture.check import DiffersError
 from meshloom.program.capture.outside import ChangedWhileReadError
@@ -38,21 +38,19 @@ MOST_CLASSES = 8
 _NO_LEAF_HELPS = (ChangedWhileReadError, DiffersError, FrozenDrawError, GatherCapturedError, OpaqueError)
 
 
-def named_leaves(job: Job, model: nn.Module) -> dict[str, str]:
-    """The modules that `Job(leaves=...)` names, those that write what is trained, and those that draw with generators of their own, outermost ones.
+def leaves_of_job(job: Job, model: nn.Module) -> dict[str, str]:
+    """The modules that `Job(leaves=...)` names, and those that write what is trained, outermost ones.
 
-    Raises `JobError` for a name without a module."""
-    found: dict[str, str] = {}
-    for asked in job.leaves:
-        paths = [path for path, each in model.named_modules() if _is_asked(asked, path, each)]
-        if not paths:
-            name = asked if isinstance(asked, str) else asked.__name__
-            known = dict.fromkeys(type(each).__name__ for each in model.modules())
-            raise JobError(
-                f"Job(leaves=...) names {name}, and the model has no module of that name or class. Its classes are {', '.join(known)}."
+    Raises `JobError` for a name without a module, and `CaptureError` for another that draws with a generator of its own."""
+    found = dict.fromkeys(named_leaves(job.leaves, model), NAMED)
+    for path, generator in drawing_modules(model).items():
+        if not any(is_within(path, each) for each in found):
+            kind = type(submodule(model, path)).__name__
+            raise CaptureError(
+                f"{path or 'the model'} draws with a generator of its own, {generator}, and draws of programs are torch's. Draw without it, or write "
+                f"leaves=[{kind}] to run the module as written, whole on every rank of tp. {WAY_OUT}"
             )
-        found |= dict.fromkeys(paths, "the job asks for it")
-    return _outermost(found | writing_modules(model) | drawing_modules(model))
+    return _outermost(found | writing_modules(model))
 
 
 def capture_with_leaves(
@@ -101,12 +99,6 @@ def _refused(model: nn.Module, path: str, why: str, share: str, layer: str | Non
         f"{why}, and {where}. Move the line into a module of its own, which then runs as written; "
         f"or write leaves=[{named}] to run {what} as written, whole on every rank of tp. {WAY_OUT}"
     )
-
-
-def _is_asked(asked: Any, path: str, module: nn.Module) -> bool:
-    if not isinstance(asked, str):
-        return isinstance(module, asked)
-    return path == asked or path.rpartition(".")[2] == asked or type(module).__name__ == asked
 
 
 def _share_of_parameters(path: str, model: nn.Module) -> float:
@@ -179,11 +171,7 @@ def _lines(code: CodeType, file: str) -> set[int]:
 
 
 def _outermost(leaves: LeafModules) -> dict[str, str]:
-    return {
-        path: why
-        for path, why in leaves.items()
-        if not any(path != other and is_within(path, other) for other in leaves)
-    }
+    return {path: leaves[path] for path in outermost(leaves)}
 
 
 def _reason(error: CaptureError) -> str:

@@ -15,14 +15,18 @@ from torch.utils._pytree import tree_leaves
 
 from meshloom.core.errors import CaptureError
 from meshloom.core.job import LossFunction
+from meshloom.core.modules.named_leaves import NAMED
 from meshloom.core.moments.branches import branches_as_written
+from meshloom.core.moments.current_step import at_step
 from meshloom.core.random import derive, preserved_draws, seed_everything
 from meshloom.program.capture.restored import cloned, restored
 from meshloom.program.cost.cost_rules import bytes_read_and_written, flops
 from meshloom.program.ir.draws import CountDraws
+from meshloom.program.ir.leaves import leaves_of
 from meshloom.program.ir.nodes import Meta
 from meshloom.program.ir.replaced import seen_as_exported
 from meshloom.program.ir.sparse_constants import memory_of, storage_of
+from meshloom.program.ir.step_input import answered_by_input, step_beside
 from meshloom.program.ir.written_parameters import settled_names
 from meshloom.program.opaque.call import (
     OpaqueCall,
@@ -34,23 +38,23 @@ from meshloom.program.opaque.call import (
 )
 from meshloom.program.opaque.gradient_hooks import node_hooks_seen
 from meshloom.program.opaque.stand_ins import OpaqueError, Recorded, RecordedCall, intercepted, taken_apart
-from meshloom.program.trace.frozen import equal_bits
+from meshloom.program.trace.frozen import equal_bits, python_states
 
 
 def recorded_calls(
     model: nn.Module,
     loss: LossFunction,
     batches: Sequence[Any],
-    paths: Sequence[str],
+    leaves: Mapping[str, str],
 ) -> Recorded:
-    """The calls of the modules at `paths`, which must be alike for all `batches`. The model is unchanged afterwards.
+    """The calls of these modules, which must be alike for all `batches`. The model is unchanged afterwards.
 
     The code around them is told that it is traced, as in the export, and may make masks, say, that eager does without.
     Raises `OpaqueError` for a module whose calls are no operators: their shapes depend on values, say.
     """
     first: dict[str, list[RecordedCall]] | None = None
-    for number, batch in enumerate(batches if paths else ()):
-        found = _calls(model, loss, batch, paths, derive("capture", number))
+    for number, batch in enumerate(batches if leaves else ()):
+        found = _calls(model, loss, batch, leaves, derive("capture", number))
         first = first or found
         for path, calls in first.items():
             _check_number(path, calls, found[path])
@@ -59,25 +63,34 @@ def recorded_calls(
 
 
 def _calls(
-    model: nn.Module, loss: LossFunction, batch: Any, paths: Sequence[str], seed: int
+    model: nn.Module, loss: LossFunction, batch: Any, leaves: Mapping[str, str], seed: int
 ) -> dict[str, list[RecordedCall]]:
-    found: dict[str, list[RecordedCall]] = {path: [] for path in paths}
+    found: dict[str, list[RecordedCall]] = {path: [] for path in leaves}
     settled = {id(model.get_parameter(name)) for name in settled_names(model)}
 
     def handle(
         path: str, module: nn.Module, method: str, run: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
+        before = python_states()
         try:
-            with seen_as_exported(False):
+            with seen_as_exported(False), at_step(0):
                 returned, call = _record(module, method, run, args, kwargs, settled)
         except CaptureError as error:
             raise OpaqueError(path, str(error)) from error
-        found[path].append(call)
+        if leaves[path] != NAMED and python_states() != before:
+            kind = type(module).__name__
+            raise OpaqueError(
+                path,
+                f"it draws with random or numpy; name it, leaves=[{kind}], and each of its calls draws by itself",
+            )
+        found[path].append(replace(call, call=replace(call.call, number=len(found[path]))))
         return returned
 
-    with restored(model), preserved_draws(), intercepted(model, paths, handle), seen_as_exported():
+    with restored(model), preserved_draws(), intercepted(model, list(leaves), handle), seen_as_exported():
         seed_everything(seed)
-        loss(model, cloned(batch))
+        batch = cloned(batch)
+        with answered_by_input(step_beside(list(leaves_of(batch).tensors.values()))):
+            loss(model, batch)
     return {path: calls for path, calls in found.items() if calls}
 
 

@@ -24,7 +24,6 @@ from torch.utils._pytree import tree_leaves
 
 from meshloom.core.errors import CaptureError, MeshloomError
 from meshloom.core.job import Job
-from meshloom.core.modules.module_caches import no_tensors_kept
 from meshloom.data.to_device import lifted
 from meshloom.parameters.unfilled_model import UnfilledModel, record_unfilled
 from meshloom.program.capture.causal_masks import with_causal_attention
@@ -34,8 +33,6 @@ from meshloom.program.ir.nodes import Node
 from meshloom.program.ir.program import Program
 from meshloom.program.ir.replaced import replaced
 from meshloom.program.ir.sparse_constants import empty_like
-from meshloom.program.python_draws.explore import EXAMPLE, DrawnBatch, explore, loss_of_path, may_draw
-from meshloom.program.python_draws.paths import Path
 from meshloom.program.trace.block_calls import Shortcuts
 from meshloom.program.trace.build import build
 from meshloom.program.trace.on_cpu import fake_mode
@@ -81,11 +78,6 @@ def capture_shapes(
 
     with capturing(dtype), on_cpu(where):
         model, mode = built(build_here) if built else build_here()
-        drawn = not isinstance(batch, DrawnBatch) and may_draw(job.loss, model)
-        paths = paths_by_shapes(job, batch, training=training, dtype=dtype) if drawn else []
-        if paths:
-            job = replace(job, loss=loss_of_path(job.loss, paths[0]))
-            leaves = leaves_of(DrawnBatch(job.loss, batch, paths[0].inputs(EXAMPLE, whatever=True) or []))
         shapes = Leaves(
             {name: fake_of(leaf, mode, dtype) for name, leaf in leaves.tensors.items()}, leaves.rebuild
         )
@@ -100,22 +92,6 @@ def capture_shapes(
             return replace(moved_to(program, where), constants=constants, by_shapes=True)
 
         return kept(model, shapes, read) if kept else read()
-
-
-def paths_by_shapes(
-    job: Job, batch: Any, *, training: bool = True, dtype: torch.dtype | None = None
-) -> list[Path]:
-    """The ways that `job.loss` may go by what it draws with `random` and numpy, for the shapes of `batch`."""
-    leaves = leaves_of(batch)
-    with capturing(dtype):
-        model, mode = model_by_shapes(job, dtype, training=training)
-        fakes = leaves.rebuild([fake_of(leaf, mode, dtype) for leaf in leaves.tensors.values()])
-
-        def run() -> None:
-            with mode, no_tensors_kept():
-                job.loss(model, fakes)
-
-        return explore(run)
 
 
 def model_by_shapes(job: Job, dtype: torch.dtype | None, *, training: bool) -> Built:

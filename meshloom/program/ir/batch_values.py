@@ -28,6 +28,7 @@ from meshloom.core.errors import CaptureError
 from meshloom.program.ir.leaves import Leaves
 from meshloom.program.ir.lines import WAY_OUT
 from meshloom.program.ir.nodes import Input
+from meshloom.program.ir.step_input import STEP, step_tensor
 
 T = TypeVar("T")
 # name of a value -> what it must be for a program: `text_of` it, or the kind of an input; None: anything
@@ -47,6 +48,8 @@ def fits(others: Mapping[str, str | None], values: Mapping[str, Any]) -> bool:
 
 def tensor_of(leaves: Leaves, each: Input, dtype: torch.dtype | None = None) -> Tensor:
     """The tensor for an input. dtype: of floating-point numbers in the batch; default: the input's own."""
+    if each.name == STEP:
+        return step_tensor(leaves.device)
     if each.name in leaves.tensors:
         return leaves.tensors[each.name]
     own = each.meta.dtype

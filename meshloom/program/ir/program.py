@@ -19,6 +19,7 @@ from torch.utils._pytree import TreeSpec
 from meshloom.program.ir.contexts import Context
 from meshloom.program.ir.nodes import Input, Node, Ref, Variable, operator_name
 from meshloom.program.ir.sparse_constants import bits_of, dense_parts, strides_of
+from meshloom.program.ir.step_input import STEP
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +28,7 @@ class Program:
 
     parameters, buffers: name -> variable, in the module's order, tied ones once, unused ones included.
     constants: value -> its tensor.
-    inputs: the batch's tensors, in order, then numbers in the batch.
+    inputs: the batch's tensors, in order, then numbers in the batch, then the number of the step where it is used.
     others: what else the batch holds, and what it must be for this program (`batch_values.py`).
     nodes: operators, in eager order.
     outputs: what the loss returns, flat: `Ref`s and plain numbers; `out_spec` is their structure.
@@ -70,7 +71,7 @@ class Program:
     @property
     def tensor_inputs(self) -> tuple[Input, ...]:
         """The inputs that are tensors in the batch."""
-        return tuple(each for each in self.inputs if each.name not in self.others)
+        return tuple(each for each in self.inputs if each.name not in self.others and each.name != STEP)
 
     @property
     def contexts(self) -> tuple[Context, ...]:

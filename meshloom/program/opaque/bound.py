@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from meshloom.core.modules.class_code import has_batch_norms
+from meshloom.core.moments.leaf_draws import call_of_leaf
 from meshloom.program.ir.draws import CountDraws
 from meshloom.program.ir.nodes import Node, Ref, refs_in, submodule
 from meshloom.program.ir.program import Program
@@ -97,6 +98,7 @@ class OpaqueModule:
         with (
             self._tensors.running_on(state, call.written, call.settled),
             self._in_modes(),
+            call_of_leaf(self._path, call.number),
             counter or nullcontext(),
         ):
             returned: Any = self._run(args, kwargs)

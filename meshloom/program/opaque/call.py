@@ -59,7 +59,7 @@ class OpaqueCall:
         values in every call.
     results: its new tensors. places: where each lies among the leaves of what it returns. num_leaves: of these.
     attributes: (module below it, attribute) where it leaves further results.
-    num_draws: its random ATen calls. draws_alike: whether these were as many for each batch.
+    number: of the call among those of its module. num_draws: its random ATen calls. draws_alike: whether these were as many for each batch.
     needed: indices of the results that the program uses; None: not known yet. is_last_to_draw: whether nothing after it
         draws, so that it may draw as often as its values say.
     """
@@ -76,6 +76,7 @@ class OpaqueCall:
     attributes: tuple[tuple[str, str], ...]
     num_draws: int
     cost: OpaqueCost
+    number: int = 0
     draws_alike: bool = True
     needed: tuple[int, ...] | None = None
     is_last_to_draw: bool = False

@@ -15,6 +15,7 @@ from meshloom.program.ir.batch_values import fits, tensor_of
 from meshloom.program.ir.leaves import Leaves, leaves_of
 from meshloom.program.ir.nodes import Node
 from meshloom.program.ir.program import Program
+from meshloom.program.ir.step_input import STEP
 from meshloom.program.recompute.saved_frame import Elsewhere
 from meshloom.program.run.runner import Runner, compile_program
 from meshloom.program.run.segment_runner import RecomputingRunner
@@ -86,7 +87,7 @@ def _runner(
 
 def _check_batch(program: Program, leaves: Leaves) -> None:
     shapes = {name: tuple(leaf.shape) for name, leaf in leaves.tensors.items()}
-    shapes |= dict.fromkeys(leaves.values, ())
+    shapes |= dict.fromkeys([*leaves.values, STEP], ())
     for each in program.inputs:
         shape = shapes.get(each.name)
         if shape != each.meta.shape:

@@ -28,6 +28,7 @@ from meshloom.program.ir.batch_values import stand_ins
 from meshloom.program.ir.leaves import Leaves
 from meshloom.program.ir.program import Program
 from meshloom.program.ir.replaced import seen_as_exported
+from meshloom.program.ir.step_input import answered_by_input
 from meshloom.program.trace.repeated_export import capturing
 
 Dim = tuple[str, int]  # name of a tensor of the batch, index of its dim
@@ -87,7 +88,8 @@ def trace(job: Job, program: Program, leaves: Leaves) -> Trace:
                 name: mode.from_tensor(each, static_shapes=True)
                 for name, each in stand_ins(program.others, leaves).items()
             }
-            with seen_as_exported(), enable_python_dispatcher(), mode, calls:
+            step = mode.from_tensor(torch.ones((), dtype=torch.float64), static_shapes=True)
+            with seen_as_exported(), enable_python_dispatcher(), mode, calls, answered_by_input(step):
                 job.loss(model, leaves.rebuild(tensors, numbers))
         if env.deferred_runtime_asserts:
             raise NotTracedError("what it computes depends on values of the batch")

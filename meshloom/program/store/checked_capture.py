@@ -17,7 +17,7 @@ from meshloom.machine.cores import cores
 from meshloom.parameters.unfilled_model import comparable
 from meshloom.program.capture.capture import capture_module
 from meshloom.program.capture.check import check_against_module, check_forward
-from meshloom.program.capture.leaf_rule import LeafModules, capture_with_leaves, named_leaves
+from meshloom.program.capture.leaf_rule import LeafModules, capture_with_leaves, leaves_of_job
 from meshloom.program.capture.outside import Outside
 from meshloom.program.ir.batch_values import takes_numbers, with_other_numbers
 from meshloom.program.ir.leaves import leaves_of
@@ -78,7 +78,7 @@ class CheckedCapture:
     ) -> Program:
         read, fresh = (batches[0], batches[1]), batches[-2:]
         entry: ProgramCacheKey | None = None
-        asked = named_leaves(self._job, model)
+        asked = leaves_of_job(self._job, model)
         if known is not None:
             # What had to run as written does so at every size, also where the comparison would not show why: a teacher
             # that begins as a copy of its student has the same values whether it follows or not.

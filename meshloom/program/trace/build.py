@@ -11,6 +11,7 @@ from torch import Tensor, fx, nn
 from meshloom.program.ir.early_updates import with_early_updates
 from meshloom.program.ir.nodes import Input, Meta, Node, Ref, Variable
 from meshloom.program.ir.program import Program
+from meshloom.program.ir.step_input import STEP, step_beside
 from meshloom.program.ir.written_parameters import mark_written, named_buffers
 from meshloom.program.trace.export import Exported, context_of, line_of, path_of
 from meshloom.program.trace.export_patches import ALIAS
@@ -27,7 +28,8 @@ def build(
     precision: torch.dtype | None,
     opaque: Mapping[str, str] | None = None,
 ) -> Program:
-    """The program of an exported loss. leaves: the batch's tensors, as exported. opaque: its opaque parts."""
+    """The program of an exported loss. leaves: the batch's tensors, as exported. opaque: its leaves."""
+    leaves = {**leaves, STEP: step_beside(list(leaves.values()))}
     given = {
         **_variables(model.named_parameters(remove_duplicate=False)),
         **_variables(model.named_buffers(remove_duplicate=False)),
@@ -65,6 +67,7 @@ def build(
         inputs=tuple(
             Input(value=value, name=name, meta=_meta(likes[value]))
             for value, name in zip(exported.inputs, leaves, strict=True)
+            if name != STEP or value in used
         ),
         nodes=tuple(_nodes(pure.graph, inferred, names_of)),
         outputs=tuple(_value(each, names_of) for each in output.args[0]),

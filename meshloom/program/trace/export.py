@@ -392,6 +392,7 @@ def _explain(error: Exception) -> str:
     if kind in of_values or "data-dependent" in text:
         return (
             f"What runs depends on the values in the batch at {place}, so no one program computes it: {first[:160]}. "
-            f"Write a choice with torch.where, and leave out what only checks values: training stops at what is not finite. {WAYS_OUT}"
+            "Write a choice with torch.where, and functions of meshloom.step(), which is a tensor here, with torch's (torch.cos, not math.cos); leave out what "
+            f"only checks values: training stops at what is not finite. {WAYS_OUT}"
         )
     return f"The loss could not be captured at {place}: {kind}: {first[:200]}. {WAYS_OUT}"

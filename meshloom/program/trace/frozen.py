@@ -19,28 +19,35 @@ from meshloom.program.ir.sparse_constants import bits_of, dense_parts
 
 
 class FrozenDrawError(CaptureError):
-    """A forward draws where no input of a program can be in the draw's place."""
+    """A forward draws with `random` or numpy."""
 
 
 def check_draws() -> Callable[[Callable[[], Any]], None]:
     """Record the states of Python's and NumPy's generators. The returned function raises `CaptureError` if
     they changed, after repeating the run to find the line."""
-    kinds: dict[str, Callable[[], Any]] = {
-        "random": random.getstate,
-        "numpy.random": lambda: repr(numpy.random.get_state(legacy=False)),
-    }
-    before = {kind: state() for kind, state in kinds.items()}
+    before = python_states()
 
     def check(rerun: Callable[[], Any]) -> None:
-        for kind, state in kinds.items():
-            if state() != before[kind]:
-                line = line_that_changes(rerun, state)
+        for kind, state in python_states().items():
+            if state != before[kind]:
+                line = line_that_changes(rerun, _GENERATORS[kind])
                 raise FrozenDrawError(
-                    f"The forward draws from {kind} at {describe_line(line)}; a program would keep the one draw for ever. "
-                    f"Draw with torch (torch.rand, torch.randint). {WAYS_OUT}"
+                    f"The forward draws from {kind} at {describe_line(line)}, and draws of programs are torch's. Write torch.rand(()), .uniform_ or torch.randint, or "
+                    f"name the module that draws in Job(leaves=[...]), where random and numpy are seeded for each call. {WAY_OUT}"
                 ).at(None, line)
 
     return check
+
+
+def python_states() -> dict[str, Any]:
+    """The states of Python's and NumPy's generators."""
+    return {kind: state() for kind, state in _GENERATORS.items()}
+
+
+_GENERATORS: dict[str, Callable[[], Any]] = {
+    "random": random.getstate,
+    "numpy.random": lambda: repr(numpy.random.get_state(legacy=False)),
+}
 
 
 def check_equal(first: Program, second: Program) -> None:

@@ -19,6 +19,7 @@ from meshloom.core.random import derive, preserved_draws, seed_everything
 from meshloom.program.ir.leaves import Leaves
 from meshloom.program.ir.lines import WAY_OUT, WAYS_OUT, describe_line
 from meshloom.program.ir.nodes import submodule
+from meshloom.program.ir.step_input import answered_by_input, step_beside
 from meshloom.program.opaque.stand_ins import Recorded
 from meshloom.program.trace.attributes import Changed, put_attribute
 from meshloom.program.trace.block_calls import SHORTCUTS, ShortcutError, Shortcuts
@@ -128,6 +129,7 @@ def _export_until_steady(
 ) -> tuple[Exported, Exported | None]:
     def read(number: int) -> Exported:
         tensors = list(leaves[number].tensors.values())
+        tensors.append(step_beside(tensors))
         return export(model, _loss_of(loss, leaves[number]), tensors, shortcuts, recorded)
 
     def read_seeded(number: int) -> Exported:
@@ -155,7 +157,8 @@ def _export_until_steady(
 
 def _loss_of(loss: LossFunction, leaves: Leaves) -> Any:
     def checked(model: nn.Module, tensors: Sequence[Tensor]) -> Any:
-        returned = loss(model, leaves.rebuild(tensors))
+        with answered_by_input(tensors[-1]):
+            returned = loss(model, leaves.rebuild(tensors[:-1]))
         for each in tree_leaves(returned):
             if not isinstance(each, _NUMBERS):
                 raise CaptureError(

@@ -20,6 +20,7 @@ from meshloom.program.ir.contexts import Autocast, Context
 from meshloom.program.ir.nodes import Node, Ref, refs_in, renamed
 from meshloom.program.ir.program import Program
 from meshloom.program.ir.sparse_constants import bits_of, is_sparse
+from meshloom.program.ir.step_input import STEP
 from meshloom.program.trace.block_calls import (
     ENTER,
     LEAVE,
@@ -78,6 +79,7 @@ class _Unfolding:
         self._there = {
             each.value for each in (*program.parameters.values(), *program.buffers.values())
         } | set(program.constants)
+        self._there |= {each.value for each in program.inputs if each.name == STEP}
         # result of a repeat, or an element of one, or a constant -> the value to use instead
         self._instead = dict(instead)
         self._picks: dict[str, tuple[str, ...]] = {}  # repeat with several results -> these

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,11 +13,13 @@ from torch.utils.data import default_collate
 
 from meshloom.core.job import Job
 from meshloom.core.losses.logged import computed_with_logs, taken_apart
+from meshloom.core.modules.named_leaves import named_leaves
 from meshloom.core.modules.own_generators import own_generators
 from meshloom.core.modules.sample_copies import copied_samples
 from meshloom.core.moments.bilinear import bilinear_unwatched
 from meshloom.core.moments.branches import branches_as_written
 from meshloom.core.moments.current_step import at_step
+from meshloom.core.moments.leaf_draws import leaves_drawing, leaves_in
 from meshloom.core.moments.uncompiled import uncompiled
 from meshloom.core.plan import Plan
 from meshloom.core.random import (
@@ -145,6 +147,7 @@ class ChunkRun:
         self.norms = SingleSamples(right=plan.captures or plan.compiles)
         self.draws = 0  # losses whose turn it was before in the step
         self.left, self._generators = LeftTensors(model), own_generators(model)
+        self._leaves = named_leaves(job.leaves, model)
         self.together = ChunksTogether(model)
         # step, key of a forward -> those whose seed it has
         self.place_of_seed: Callable[[int, int], tuple[int, int]] = lambda step, key: (step, key)
@@ -154,6 +157,12 @@ class ChunkRun:
         seed_everything(seed)
         for place, generator in self._generators:
             generator.manual_seed(derive(seed, place))
+
+    @contextmanager
+    def leaves_of(self, seed: int) -> Iterator[None]:
+        """A context in which the leaves that the job names draw for themselves, in a chunk of this seed."""
+        with leaves_drawing(seed), leaves_in(self._model, self._leaves):
+            yield
 
     def run(
         self, forward: ReferenceForward, step: int, casts: CastWatch | None, batch_size: int
@@ -183,6 +192,7 @@ class ChunkRun:
             casts or nullcontext(),
             keyed if is_keyed else nullcontext(),
             at_step(step),
+            self.leaves_of(seed),
             branches_as_written(),
             uncompiled(),
             bilinear_unwatched(),

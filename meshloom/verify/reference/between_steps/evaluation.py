@@ -205,11 +205,13 @@ def _returned(
 ) -> Any:
     """What a metric's function returns for a chunk. draws: gets the metric's name, if it draws."""
     lower, function = reference.autocast, _metrics(reference)[metric]
-    reference.chunk_run.seed(evaluation_seed(reference.job.seed, batch, chunk))
+    seed = evaluation_seed(reference.job.seed, batch, chunk)
+    reference.chunk_run.seed(seed)
     reference.chunk_run.left.put(None)
     generator = torch.get_rng_state()
     with (
         at_step(updates),
+        reference.chunk_run.leaves_of(seed),
         KeyedDraws() if reference.plan.captures else nullcontext(),
         torch.autocast(reference.device.type, lower, enabled=lower is not None),
     ):

@@ -1,0 +1,45 @@
+"""The modules that `Job(leaves=...)` names."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from torch import nn
+
+from meshloom.core.errors import JobError
+
+NAMED = "the job asks for it"  # why such a module is a leaf
+
+
+def named_leaves(asked: Sequence[str | type[nn.Module]], model: nn.Module) -> list[str]:
+    """Their paths, outermost ones. Raises `JobError` for a name without a module.
+
+    >>> named_leaves([nn.ReLU, "1"], nn.Sequential(nn.ReLU(), nn.Sequential(nn.ReLU())))
+    ['0', '1']
+    """
+    found: dict[str, None] = {}
+    for each in asked:
+        paths = [path for path, module in model.named_modules() if _is_asked(each, path, module)]
+        if not paths:
+            name = each if isinstance(each, str) else each.__name__
+            known = dict.fromkeys(type(module).__name__ for module in model.modules())
+            raise JobError(
+                f"Job(leaves=...) names {name}, and the model has no module of that name or class. Its classes are {', '.join(known)}."
+            )
+        found |= dict.fromkeys(paths)
+    return outermost(found)
+
+
+def outermost(paths: Collection[str]) -> list[str]:
+    """Those that are within no other."""
+    return [path for path in paths if not any(path != each and _is_in(path, each) for each in paths)]
+
+
+def _is_asked(asked: str | type[nn.Module], path: str, module: nn.Module) -> bool:
+    if not isinstance(asked, str):
+        return isinstance(module, asked)
+    return path == asked or path.rpartition(".")[2] == asked or type(module).__name__ == asked
+
+
+def _is_in(path: str, module: str) -> bool:
+    return not module or path.startswith(f"{module}.")
