@@ -19,7 +19,6 @@ from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import PythonKeyTracer, make_fx
 
 from meshloom.program.gradients.decompositions import decompositions
-from meshloom.program.gradients.tensor_hooks import TensorHooks
 from meshloom.program.ir.contexts import Context
 from meshloom.program.ir.lines import place_here
 from meshloom.program.ir.replaced import replaced
@@ -53,11 +52,10 @@ def trace_with_gradients(module: nn.Module, inputs: Sequence[Tensor], *, meta: s
     parameters, buffers = dict(module.named_parameters()), dict(module.named_buffers())
     state = [*parameters.values(), *buffers.values()]
     places = _Places(paths={id(vars(each)): path for path, each in module.named_modules()}, meta=meta)
-    hooks = TensorHooks()
 
     def run(*given: Tensor) -> Any:
         fakes = {id(real): fake for real, fake in zip(state, given, strict=False)}
-        with _holding(module, fakes), places.recorded(), hooks.recorded():
+        with _holding(module, fakes), places.recorded():
             return module(*given[len(state) :])
 
     traced = make_fx(
@@ -65,7 +63,6 @@ def trace_with_gradients(module: nn.Module, inputs: Sequence[Tensor], *, meta: s
     )(*state, *inputs)
     graph: fx.Graph = traced.graph
     _without_detaches_of_autograd(graph)
-    hooks.apply()
     given = [node.name for node in graph.nodes if node.op == "placeholder"]
     constants = _constants_as_placeholders(traced)
     first_buffer, first_input = len(parameters), len(state)

@@ -1,26 +1,25 @@
-"""Notices where a loss takes gradients itself, puts hooks on them, or changes what autograd saves for them, which
-`torch.export` loses without an error or a line."""
+"""Notices where a loss takes gradients itself, and refuses hooks on them and on what autograd saves for them: `torch.export` loses
+all of these without an error or a line."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, fx, nn
 from torch._functorch import eager_transforms, vmap
 
 from meshloom.core.errors import CaptureError
-from meshloom.program.ir.lines import WAY_OUT, SourcePlace, place_here
+from meshloom.program.ir.lines import WAY_OUT, WAYS_OUT, SourcePlace, place_here
 from meshloom.program.ir.replaced import replaced
 from meshloom.program.opaque.gradient_hooks import node_hooks_seen, saving_hooks_seen
 
 _torch: Any = torch  # for private names
 _ENTERED = (
     (_torch.autograd, "_engine_run_backward"),
-    (Tensor, "register_hook"),
     (eager_transforms, "grad_increment_nesting"),
     (eager_transforms, "jvp_increment_nesting"),
     (vmap, "vmap_increment_nesting"),
@@ -33,7 +32,7 @@ class InnerGradientError(CaptureError):
 
 @dataclass
 class InnerGradients:
-    """backward: where autograd ran (`grad`, `backward`) or a hook was put on a gradient; transforms: where one of `torch.func` began."""
+    """backward: where autograd ran (`grad`, `backward`); transforms: where one of `torch.func` began."""
 
     backward: list[SourcePlace] = field(default_factory=list[SourcePlace])
     transforms: list[SourcePlace] = field(default_factory=list[SourcePlace])
@@ -103,15 +102,20 @@ def accumulation_refused(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def hooks_of_autograd_refused() -> Iterator[None]:
-    """Raises `CaptureError` where a node of autograd's graph gets a hook, as backward hooks of modules are, and where hooks change what is
-    saved for backward: no trace has either."""
+    """Raises `CaptureError` where a tensor's gradient or a node of autograd's graph gets a hook, as backward hooks of modules are, and where
+    hooks change what is saved for backward: no trace has any of them."""
 
-    def refuse(what: str) -> None:
-        raise CaptureError(f"{what} at {place_here(3)}, and a program has no graph of autograd's. {WAY_OUT}")
+    def refuse(what: str) -> NoReturn:
+        raise CaptureError(
+            f"{what} at {place_here(3)}, and a program computes gradients without hooks. Change the value in the forward, or write an autograd.Function in a module "
+            f"of its own. {WAYS_OUT}"
+        )
 
-    saved = saving_hooks_seen(lambda: refuse("Hooks change the tensors that are saved for backward"))
     with (
-        saved,
+        replaced(
+            Tensor, "register_hook", lambda tensor, hook: refuse("A hook is put on a tensor's gradient")
+        ),
+        saving_hooks_seen(lambda: refuse("Hooks change the tensors that are saved for backward")),
         node_hooks_seen(lambda node: refuse(f"A hook changes gradients where {node.name()} computes them")),
     ):
         yield
