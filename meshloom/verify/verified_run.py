@@ -38,9 +38,7 @@ from meshloom.verify.between_steps.chosen_steps import (
 )
 from meshloom.verify.between_steps.first_rank import of_first_rank
 from meshloom.verify.between_steps.saving_again import (
-    begun_without,
     best_saved,
-    left_out,
     save_in_background,
     saved_after_resuming,
     saved_again,
@@ -117,9 +115,7 @@ class VerifiedRun:
                 if not self._evaluate(trainer, None if lacking else directory, last=True):
                     return
                 path = None if lacking else self._saved(trainer, directory)
-                if path is not None:
-                    lacking = trainer.together(partial(left_out, path=path))[0]
-                if path is None or lacking:
+                if path is None:
                     self.notes.append(lacking)
                     _ = self._take(trainer, after) and self._take(trainer, ends, moment=_NEXT_EPOCH)
                     return
@@ -136,7 +132,7 @@ class VerifiedRun:
                 self.between += saved_after_resuming(trainer, path, compare) if passed else []
             del trainer
             if not resumed:
-                again, _ = saved_again(self._opened(total, resume=path, compares=False), path)
+                again = saved_again(self._opened(total, resume=path, compares=False), path)
                 self.between += [] if again.passed else [again]
             elif passed and self.devices.startswith("simulated") and self.plan.mesh.size > 1:
                 self._resume_elsewhere(path, total)
@@ -251,9 +247,7 @@ class VerifiedRun:
     def _resume_elsewhere(self, path: Path, steps: int) -> None:
         """Resume the checkpoint under dp=1, and save it again."""
         elsewhere = replace(self, plan=Plan(precision=self.plan.precision), shares=(), comparison=None, between=[])  # fmt: skip
-        checked, lost = saved_again(elsewhere._opened(steps, resume=path, compares=False), path, "dp=1")
-        self.between.append(checked)
-        self.notes += [begun_without(lost)] if lost else []
+        self.between.append(saved_again(elsewhere._opened(steps, resume=path, compares=False), path, "dp=1"))
 
 
 def _agrees(trainer: Trainer, one: Comparing | None) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +13,10 @@ from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from meshloom.checkpoint.checkpoint import Checkpoint
-from meshloom.checkpoint.format import AVERAGE, CARRIED, MASTER, STATE
+from meshloom.checkpoint.format import AVERAGE, MASTER, STATE
 from meshloom.checkpoint.json_values import from_json
 from meshloom.core.moments.by_metric import ByMetric
 from meshloom.replica.replica_state import SCALE
-from meshloom.verify.between_steps.attributes_check import check_attributes, differing_attributes
 from meshloom.verify.between_steps.checks import BetweenSteps, TensorError, compared_with, same_bits
 from meshloom.verify.reference.reference import Reference
 
@@ -39,7 +38,6 @@ def check_saved(
     errors = [*_weight_errors(saved, reference, tolerance)]
     state, lost = _state_errors(saved, reference, tolerance, moved)
     shown, missing = _average_errors(saved, reference, averages, tolerance)
-    left, wrong = check_attributes(saved, reference, of_outputs)
     owners = [
         each.name.rpartition(" of ")[2].rpartition(".")[0]
         for each in (*errors, *state, *shown)
@@ -47,15 +45,14 @@ def check_saved(
     ]
     return BetweenSteps(
         what=f"{what} after step {step}",
-        errors=[*errors, *state, *shown, *left],
-        facts=[*facts, *lost, *missing, *wrong],
+        errors=[*errors, *state, *shown],
+        facts=[*facts, *lost, *missing],
         first_module=owners[0] or "the whole model" if owners else None,
     )
 
 
-def same_files(path: Path, other: Path, what: str) -> tuple[BetweenSteps, Sequence[str]]:
-    """Compare two checkpoints of one step, whose values must be the same bits; and the attributes that the other one, of other chunks,
-    rightly begins without."""
+def same_files(path: Path, other: Path, what: str) -> BetweenSteps:
+    """Compare two checkpoints of one step, whose values must be the same bits."""
     one, two = Checkpoint.open(path), Checkpoint.open(other)
     here, there = one.stored_weights(), two.stored_weights()
     wrong = [
@@ -64,23 +61,18 @@ def same_files(path: Path, other: Path, what: str) -> tuple[BetweenSteps, Sequen
         if name not in there.entries or not same_bits(here.tensor(name), there.tensor(name))
     ]
     facts = [f"{name} has other values." for name in wrong]
-    left = differing_attributes(one, two)
     for key in one.keys():  # noqa: SIM118
-        if key.startswith(CARRIED) and not left.same_chunks:
-            continue
         size = math.prod(one.shape(key))
         if key not in two.keys() or one.shape(key) != two.shape(key):  # noqa: SIM118
             facts.append(f"{key} is lost.")
         elif not same_bits(one.read(key, 0, size), two.read(key, 0, size)):
             facts.append(f"{key} has other values.")
-    facts += left.facts
     if one.step != two.step:
         facts.append(f"It is of step {two.step} instead of {one.step}.")
-    owners = [name.rpartition(".")[0] or "the whole model" for name in (*wrong, *left.differing)]
-    checked = BetweenSteps(
+    owners = [name.rpartition(".")[0] or "the whole model" for name in wrong]
+    return BetweenSteps(
         what=f"{what}, after step {one.step - 1}", facts=facts[:_MOST], first_module=next(iter(owners), None)
     )
-    return checked, left.begun_without
 
 
 def _facts(saved: Checkpoint, reference: Reference, of_outputs: float) -> Iterator[str]:

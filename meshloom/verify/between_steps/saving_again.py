@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -52,7 +52,7 @@ def save_in_background(trainer: Trainer, directory: Path, before: Path) -> tuple
     run.finish()
     checked = BetweenSteps(what=_BACKGROUND)
     if trainer.world.main:
-        checked = _with_values(same_files(before, path, _BACKGROUND)[0], before, path)
+        checked = _with_values(same_files(before, path, _BACKGROUND), before, path)
     return checked, path if of_first_rank(trainer, checked.passed) else before
 
 
@@ -64,7 +64,7 @@ def best_saved(directory: Path, path: Path, evaluation: TeamEvaluation) -> list[
         return []
     kept = directory / BEST / path.name
     if kept.exists():
-        return [same_files(path, kept, _BEST)[0]]
+        return [same_files(path, kept, _BEST)]
     return [BetweenSteps(what=_BEST, facts=[f"{BEST}/ does not have it, and no evaluation was before this one."])]  # fmt: skip
 
 
@@ -86,11 +86,9 @@ def saved_after_resuming(
     return [*checked, *kept_checkpoints(trainer, path.parent / "kept")]
 
 
-def saved_again(
-    opened: AbstractContextManager[Trainer], path: Path, elsewhere: str = ""
-) -> tuple[BetweenSteps, Sequence[str]]:
-    """Compare the checkpoint in `path` with what `opened`, a Trainer that has resumed it, saves before any step; and the attributes that it
-    rightly begins without. elsewhere: under which other plan than the one that wrote it. All ranks call it."""
+def saved_again(opened: AbstractContextManager[Trainer], path: Path, elsewhere: str = "") -> BetweenSteps:
+    """Compare the checkpoint in `path` with what `opened`, a Trainer that has resumed it, saves before any step. elsewhere: under which
+    other plan than the one that wrote it. All ranks call it."""
     what = f"the checkpoint resumed{f' under {elsewhere}' if elsewhere else ''} and saved again"
     with opened as trainer, saving_directory(trainer) as directory:
         run = trainer.synchronous
@@ -98,11 +96,11 @@ def saved_again(
         run.save_into(directory)
         again = trainer.save()
         if not trainer.world.main:
-            return BetweenSteps(what=what), ()
-        checked, lost = same_files(path, again, what)
+            return BetweenSteps(what=what)
+        checked = same_files(path, again, what)
         if not elsewhere:
             checked = _with_values(checked, path, again)
-        return checked, lost
+        return checked
 
 
 def saving_directory(trainer: Trainer) -> AbstractContextManager[Path]:
@@ -120,25 +118,6 @@ def why_nothing_is_saved(replica: Replica, directory: Path) -> Steps[str]:
     if not why and directory.is_dir() and (free := shutil.disk_usage(directory).free) < needed:
         why = f"a checkpoint may take {format_bytes(needed)}, and {directory.parent} has {format_bytes(free)} left. TMPDIR names another directory"
     return (yield from share(replica.context.world, f"nothing was saved and resumed: {why}" if why else ""))
-
-
-def left_out(replica: Replica, path: Path) -> Steps[str]:
-    """A sentence, where the checkpoint of the first rank does not hold everything that forwards leave for the next step; else ""."""
-    missing = ""
-    if replica.context.world.rank == 0:
-        left_out = Checkpoint.open(path, checksums=False).values.get("attributes", {}).get("left_out", {})
-        if left_out:
-            name, why = next(iter(left_out.items()))
-            missing = f"nothing was resumed: a checkpoint does not hold what forwards keep in {name}, {why}"
-    return (yield from share(replica.context.world, missing))
-
-
-def begun_without(names: Sequence[str]) -> str:
-    """A run with other chunks begins without what forwards have left in these attributes."""
-    return (
-        f"under dp=1 the checkpoint is resumed without what forwards keep in {', '.join(names)}: which dimension is the batch's is in doubt there, and "
-        "chunks have other sizes"
-    )
 
 
 @contextmanager

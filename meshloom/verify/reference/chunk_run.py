@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import default_collate
 
 from meshloom.core.job import Job
@@ -58,71 +58,6 @@ class ChunkResult:
     logged: Mapping[str, float] = field(default_factory=dict[str, float])
 
 
-class LeftTensors:
-    """Tensors without gradients that forwards leave in plain attributes of a model. A chunk finds what the chunk of the same
-    number left in the step before (docs/buffers.md)."""
-
-    def __init__(self, model: nn.Module) -> None:
-        own = [
-            (path, each)
-            for path, each in model.named_modules()
-            if not type(each).__module__.startswith("torch.")
-        ]
-        self._modules = [
-            (each, {name for name, value in vars(each).items() if not _is_left(value)}) for _, each in own
-        ]
-        self._paths = [path for path, _ in own]
-        self._initial = self.now()
-        self._found: dict[int, list[dict[str, Any]]] = {}
-        self._left: dict[int, list[dict[str, Any]]] = {}
-
-    def begin(self) -> None:
-        """A step."""
-        self._found, self._left = self._found | self._left, {}
-
-    def put(self, key: int | None) -> None:
-        """What a chunk finds; None: what is no chunk of a step."""
-        found = self._initial if key is None else self._found.get(key, self._initial)
-        for (module, _), now, values in zip(self._modules, self.now(), found, strict=True):
-            for name in now.keys() - values.keys():
-                del vars(module)[name]
-            vars(module).update({name: _copied(value) for name, value in values.items()})
-
-    def take(self, key: int) -> None:
-        """What a chunk has left, the first time that it runs in a step: further runs only ask."""
-        self._left.setdefault(key, self.now())
-
-    def by_name(self) -> dict[str, dict[int, Any]]:
-        """After a step: module's path and attribute -> key of a forward -> the newest value that it has left."""
-        found: dict[str, dict[int, Any]] = {}
-        for key, values in (self._found | self._left).items():
-            for path, of_module in zip(self._paths, values, strict=True):
-                for name, value in of_module.items():
-                    found.setdefault(f"{path}.{name}" if path else name, {})[key] = value
-        return found
-
-    def now(self) -> list[dict[str, Any]]:
-        """What is there, module by module."""
-        return [
-            {name: value for name, value in vars(module).items() if name not in others and _is_left(value)}
-            for module, others in self._modules
-        ]
-
-
-def _copied(value: Any) -> Any:
-    """Forwards may write to what they find."""
-    if isinstance(value, Tensor):
-        return value.detach().clone()
-    return type(value)(map(_copied, value)) if type(value) in (tuple, list) else value
-
-
-def _is_left(value: Any) -> bool:
-    if isinstance(value, tuple | list):
-        return all(map(_is_left, value))
-    is_tensor = isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
-    return value is None or (is_tensor and not value.requires_grad)
-
-
 class ChunkRun:
     """Runs chunks of `job` on `model`, in precision `dtype`; None: the job's own precision. autocast: what losses are
     computed under. of_batches: what batches are converted to."""
@@ -146,7 +81,7 @@ class ChunkRun:
         self.loss = job.loss  # of several the one whose turn it is
         self.norms = SingleSamples(right=plan.captures or plan.compiles)
         self.draws = 0  # losses whose turn it was before in the step
-        self.left, self._generators = LeftTensors(model), own_generators(model)
+        self._generators = own_generators(model)
         self._leaves = named_leaves(job.leaves, model)
         self.together = ChunksTogether(model)
         # step, key of a forward -> those whose seed it has
@@ -180,7 +115,6 @@ class ChunkRun:
         initial_seed = torch.initial_seed()
         if casts is not None:
             self._watch.start()
-        self.left.put(forward.key)
         # Includes backward: activation checkpointing repeats forwards there and must draw the same numbers.
         keyed = KeyedDraws(forward.rows, None if casts is None else draws)
         is_keyed = self._keyed or forward.rows is not None
@@ -214,7 +148,6 @@ class ChunkRun:
             # alone, a mode in backward would change what recomputation casts
             with self.norms if self.norms.right or casts else nullcontext():
                 self.together.backward(root)
-        self.left.take(forward.key)
         draws += moved.stop() if moved else ()
         modules = () if casts is None else self._watch.stop()
         total = float(loss_sum.detach())

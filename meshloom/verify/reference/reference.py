@@ -27,7 +27,6 @@ from meshloom.core.job import Job
 from meshloom.core.plan import Plan
 from meshloom.core.random import preserved_draws
 from meshloom.parameters.keyed_init import call_model
-from meshloom.verify.reference.buffer_merging import Numbers, changed_numbers, plain_numbers, put_numbers
 from meshloom.verify.reference.buffer_rules import Buffers, ReferenceBuffers
 from meshloom.verify.reference.chunk_run import ChunkResult, ChunkRun
 from meshloom.verify.reference.chunks_of_plan import ReferenceForward, forwards_of
@@ -37,6 +36,7 @@ from meshloom.verify.reference.loss_scaling import ReferenceScale
 from meshloom.verify.reference.masters import ReferenceMasters
 from meshloom.verify.reference.observers import CastWatch, ModuleWatch
 from meshloom.verify.reference.other_precision import convert_model, default_dtype, most_precise
+from meshloom.verify.reference.plain_attributes import PlainAttributes
 from meshloom.verify.reference.samples_of_epoch import read_batches
 from meshloom.verify.reference.step_records import Cast, ChunkRecord, StepRecord, group_names, right_settings
 from meshloom.verify.reference.trained_losses import (
@@ -83,6 +83,7 @@ class Reference:
             self.turns_left = turns(self.losses, read_batches(job))
         self.parameters: dict[str, nn.Parameter] = dict(self.model.named_parameters())
         self.buffers = ReferenceBuffers(job, self.model)
+        self.attributes = PlainAttributes(self.model)
         self.precision = most_precise(self.model)
         self._watch = ModuleWatch(self.model)
         self.autocast = AUTOCAST.get(plan.precision)  # around losses; float64 tensors are not cast
@@ -96,8 +97,8 @@ class Reference:
         self.samples, self.chunks = list[Any](), list[ChunkRecord]()
         self._loss_sum = self._weight = 0.0
         self._divisor = 1.0  # of `ChunkResult`
-        # at the start of the last step: numbers in attributes; buffers and untrained parameters
-        self.numbers, self._initial = Numbers(), dict[str, Tensor]()
+        # at the start of the last step: what is in attributes; buffers and untrained parameters
+        self._found, self._initial = self.attributes.now(), dict[str, Tensor]()
         self.before: dict[str, Tensor] = {}  # parameters before the last update, until the next step
 
     @property
@@ -123,7 +124,6 @@ class Reference:
         with preserved_draws(), self._watch.attached():
             self.step, self.samples, self.turn, self.chunk_run.draws = next(self.turns_left)
             self.chunk_run.loss = self.turn.loss
-            self.chunk_run.left.begin()
             for module, training in self._modes:
                 module.training = training
             self.before = {}
@@ -137,20 +137,18 @@ class Reference:
         chunks: list[ChunkRecord] = []
         loss = weight = 0.0
         self.model.zero_grad(set_to_none=True)
-        self.numbers, latest = plain_numbers(self.model), Numbers()
+        self._found = self.attributes.now()
         start = self.buffers.snapshot()
         self.chunk_run.together.rows = None
         ends: list[Buffers] = []
         for forward in self.forwards():
             self.buffers.load(start)
             result = self.run_forward(forward, watched=watched)
-            latest |= changed_numbers(self.model, self.numbers)
             ends.append(self.buffers.snapshot(start))
             loss, weight = loss + result.loss_sum, weight + result.weight
             chunks += self.records(forward, result) if watched else ()
         self.divide(weight)
         self.buffers.load(self.buffers.merge(start, ends))
-        put_numbers(self.model, self.numbers | latest)
         return loss, weight, chunks
 
     def replace_gradient(self, name: str, gradient: Tensor | None) -> None:
@@ -198,7 +196,6 @@ class Reference:
         """Forward and backward of the last step's `forward`; gradients accumulate. watched: whether casts are noted."""
 
         def run(each: ReferenceForward, watched: bool) -> ChunkResult:
-            put_numbers(self.model, self.numbers)
             return self.chunk_run.run(each, self.step, self._casts if watched else None, len(self.samples))
 
         forwards = partial(self.forwards, forward.rows is None)
@@ -223,14 +220,14 @@ class Reference:
     def restore(self) -> None:
         """Restore buffers and untrained parameters as they were at the start of the last step."""
         _put(self._initial, _untrained(self.model), self.buffers)
-        put_numbers(self.model, self.numbers)
+        self.attributes.put(self._found)
 
     @contextmanager
     def rerun(self) -> Iterator[Gradients]:
         """A context with the state before the last step's forward, and its gradients set aside; the state
         after the step is restored at the end."""
         after = {name: value.detach().clone() for name, value in _untrained(self.model)}
-        gradients, numbers = self.gradients, plain_numbers(self.model)
+        gradients, attributes = self.gradients, self.attributes.now()
         rows = self.chunk_run.together.rows
         with preserved_draws(), self._watch.attached():
             try:
@@ -239,7 +236,7 @@ class Reference:
                 yield gradients
             finally:
                 _put(after, _untrained(self.model), self.buffers)
-                put_numbers(self.model, numbers)
+                self.attributes.put(attributes)
                 self.chunk_run.together.rows = rows
                 for name, gradient in gradients.items():
                     self.parameters[name].grad = gradient

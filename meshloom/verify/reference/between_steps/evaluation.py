@@ -207,7 +207,6 @@ def _returned(
     lower, function = reference.autocast, _metrics(reference)[metric]
     seed = evaluation_seed(reference.job.seed, batch, chunk)
     reference.chunk_run.seed(seed)
-    reference.chunk_run.left.put(None)
     generator = torch.get_rng_state()
     with (
         at_step(updates),
