@@ -11,7 +11,6 @@ from meshloom.comm.steps import Steps
 from meshloom.data.samples import first_batches
 from meshloom.data.to_device import to_device
 from meshloom.parameters.file_weights import build_filled_model
-from meshloom.program.store.drawn_batches import drawn_alone, loss_of
 from meshloom.replica.program_engine import ProgramEngine
 from meshloom.replica.replica import Replica
 from meshloom.train.contract import Batch
@@ -45,8 +44,8 @@ def place_of(trainer: Trainer, one: Comparing | None, batch: Batch, dtype: torch
     device, job = replica.context.device, replica.job
     batches = first_batches(job, 1, replica.plan.largest_share(job.batch_size)[0])
     model = build_filled_model(job, device, dtype)
-    (example,) = drawn_alone(job, model, [to_device(each, device, dtype) for each in batches], dtype)
-    wrong, sentence, path = first_wrong_operator(division.first, model, loss_of(example, job.loss), example)
+    (example,) = (to_device(each, device, dtype) for each in batches)
+    wrong, sentence, path = first_wrong_operator(division.first, model, example)
     return Place(module=path or ("the model or loss" if wrong else ""), operator=sentence)
 
 
