@@ -194,23 +194,6 @@ def _tensors_per_parameter(optimizer: Optimizer, group: Mapping[str, Any]) -> in
             return 2
 
 
-def _tensors_per_parameter(optimizer: Optimizer, group: Mapping[str, Any]) -> int:
-    """Tensors of state that are as large as their parameter."""
-    match type(optimizer):
-        case torch.optim.SGD:
-            return int(group["momentum"] != 0)
-        case torch.optim.Adam | torch.optim.AdamW:
-            return 2 + int(group["amsgrad"])
-        case torch.optim.RMSprop:
-            return 1 + int(group["momentum"] > 0) + int(group["centered"])
-        case torch.optim.Adagrad | torch.optim.ASGD | torch.optim.Muon:
-            return 1
-        case torch.optim.Adafactor:
-            return 0  # rows and columns
-        case _:
-            return 2
-
-
 def _state_of(optimizer: Optimizer, parameters: Any) -> Iterator[Tensor]:
     """The tensors of these parameters' state, also in lists, tuples and dicts."""
     for parameter in parameters:

@@ -22,7 +22,7 @@ from meshloom.machine.host_memory import free_bytes
 from meshloom.machine.process_memory import regained_bytes, trim
 from meshloom.verify.compared.compare_chunks import add_outputs, output_differs
 from meshloom.verify.reference.chunks_of_plan import ReferenceForward
-from meshloom.verify.reference.float64_blocks import distance, norm, subsample_each
+from meshloom.verify.reference.float64_blocks import Subsampled, distance, norm, subsample_each
 from meshloom.verify.reference.reference import Gradients, Reference
 from meshloom.verify.reference.reruns import chunk_by_chunk
 from meshloom.verify.reference.step_records import ChunkRecord, ModuleOutput, StepRecord
@@ -162,7 +162,7 @@ def _why(
 _IN_THE_MODEL = "samples of a batch interact in the model's own forward"
 
 
-def _is_weighted(whole: Gradients, chunks: Sequence[Gradients], tolerance: float) -> bool:
+def _is_weighted(whole: Subsampled, chunks: Sequence[Subsampled], tolerance: float) -> bool:
     """Whether the whole batch's gradient is a sum of the chunks', each times a weight of its own: as that of a mean over what
     chunks have in other numbers, and not that of samples that interact."""
     names = [name for name, each in whole.items() if each is not None]
@@ -175,7 +175,7 @@ def _is_weighted(whole: Gradients, chunks: Sequence[Gradients], tolerance: float
     return float((parts @ weights - right).norm()) <= tolerance * size
 
 
-def _joined(gradients: Gradients, names: Sequence[str], like: Gradients) -> Tensor:
+def _joined(gradients: Subsampled, names: Sequence[str], like: Subsampled) -> Tensor:
     """In one vector, zeros where there is none. like: for their sizes."""
     flat: list[Tensor] = []
     for name in names:

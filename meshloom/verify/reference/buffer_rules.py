@@ -71,7 +71,7 @@ class ReferenceBuffers:
                 for end in left:
                     moved = ~((end == first) | ((end != end) & (first != first)))
                     value = torch.where(moved, rule.decay * value + (end - rule.decay * first), value)
-            merged[name] = value.to(first.dtype)
+            merged[name] = value.to(first.dtype)  # pyright: ignore[reportAttributeAccessIssue]
         return merged
 
 
