@@ -23,30 +23,32 @@ from meshloom.verify.stage_outputs import values_of_modules
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class OperatorPlace:
     """module: of the operator, or "" if none is wrong. operator: a sentence, or "" if operators were not searched."""
 
     module: str = ""
     operator: str = ""
 
 
-def place_of(trainer: Trainer, one: Comparing | None, batch: Batch, dtype: torch.dtype | None) -> Place:
+def place_of(
+    trainer: Trainer, one: Comparing | None, batch: Batch, dtype: torch.dtype | None
+) -> OperatorPlace:
     """The place in programs, after the step of `batch`, which differs; on rank 0. The first module is noted in the steps of `one`. All ranks call it."""
     values = _values_again(trainer, batch, one)
     if one is None:
-        return Place()
+        return OperatorPlace()
     module = one.place(values) if values is not None else None
     wrong_step, division = first_differing(one.result().steps), trainer.replicas[0].engine.division
     followed = module or (wrong_step and (wrong_step.failed("gradient") or wrong_step.failed("loss")))
     if division is None or not followed:
-        return Place()
+        return OperatorPlace()
     replica = trainer.replicas[0]
     device, job = replica.context.device, replica.job
     batches = first_batches(job, 1, replica.plan.largest_share(job.batch_size)[0])
     model = build_filled_model(job, device, dtype)
     (example,) = (to_device(each, device, dtype) for each in batches)
     wrong, sentence, path = first_wrong_operator(division.first, model, example)
-    return Place(module=path or ("the model or loss" if wrong else ""), operator=sentence)
+    return OperatorPlace(module=path or ("the model or loss" if wrong else ""), operator=sentence)
 
 
 def _values_again(trainer: Trainer, batch: Batch, one: Comparing | None) -> dict[int, list[Values]] | None:

@@ -24,7 +24,7 @@ from meshloom.verify.compared.compare import Comparer
 from meshloom.verify.comparison_run import compare_here
 from meshloom.verify.fewer_blocks import unfilled, with_fewer_blocks
 from meshloom.verify.findings import Report
-from meshloom.verify.place import Place
+from meshloom.verify.place import OperatorPlace
 from meshloom.verify.reference.between_steps.positions import mistakes_on_both_sides
 from meshloom.verify.reference_size import check_processes_fit, check_reference_fits
 from meshloom.verify.tolerances.of_precision import rounds_partial_sums
@@ -91,7 +91,7 @@ def verify(
     )  # fmt: skip
     with working_alone(), collected_once():
         run.quick(steps) if quick else run.whole(max(steps, 3 if job.average is None else 4))
-        apart = replace(run, result=None, between=[], place=Place(), moment="", notes=[])
+        apart = replace(run, result=None, between=[], place=OperatorPlace(), moment="", notes=[])
         if run.one_copy and not quick:
             apart.quick(_STEPS_APART, own_copies=True)
     return _report(run, apart, plan, keyed=keyed) if run.result else None

@@ -47,7 +47,7 @@ from meshloom.verify.between_steps.saving_again import (
 )
 from meshloom.verify.compared.compare import placed
 from meshloom.verify.comparing import Comparing, ComparisonResult, OneDevice
-from meshloom.verify.place import Place, place_of
+from meshloom.verify.place import OperatorPlace, place_of
 from meshloom.verify.plan_evaluation import checked_evaluation, steps_schedulers_apart
 from meshloom.verify.reference.samples_of_epoch import batches_of_first_epoch
 from meshloom.verify.step_observer import StepObserver, Unused
@@ -79,7 +79,7 @@ class VerifiedRun:
     comparison: Comparing | None = None
     result: ComparisonResult | None = None
     between: list[BetweenSteps] = field(default_factory=list[BetweenSteps])
-    place: Place = field(default_factory=Place)
+    place: OperatorPlace = field(default_factory=OperatorPlace)
     moment: str = ""  # in the run, of a step that differs
     owned: Sequence[float] = ()
     digest: str = ""

@@ -5,7 +5,7 @@ samples and the order of an epoch's batches are implemented here a second time. 
 
     read the global batch, split it into dp * m chunks        (with synchronised batch statistics: m forwards, see `chunks_of_plan.py`)
     for each chunk: buffers as at the start of the step, seed, loss of the chunk, backward of its sum
-    buffers = what the chunks wrote, merged in chunk order (`buffer_rules.py`)
+    buffers = what the chunks wrote, merged in chunk order (`reference_buffers.py`)
     gradient = sum / total weight;  clip;  optimizer step;  scheduler step        (with a loss scale: `loss_scaling.py`)
 
 Several losses take turns in a step (`trained_losses.py`): each does all of this but the reading, and what it finds of
@@ -27,7 +27,6 @@ from meshloom.core.job import Job
 from meshloom.core.plan import Plan
 from meshloom.core.random import preserved_draws
 from meshloom.parameters.keyed_init import call_model
-from meshloom.verify.reference.buffer_rules import Buffers, ReferenceBuffers
 from meshloom.verify.reference.chunk_run import ChunkResult, ChunkRun
 from meshloom.verify.reference.chunks_of_plan import ReferenceForward, forwards_of
 from meshloom.verify.reference.float64_blocks import norm_of_all, subsample_each
@@ -37,6 +36,7 @@ from meshloom.verify.reference.masters import ReferenceMasters
 from meshloom.verify.reference.observers import CastWatch, ModuleWatch
 from meshloom.verify.reference.other_precision import convert_model, default_dtype, most_precise
 from meshloom.verify.reference.plain_attributes import PlainAttributes
+from meshloom.verify.reference.reference_buffers import Buffers, ReferenceBuffers
 from meshloom.verify.reference.samples_of_epoch import read_batches
 from meshloom.verify.reference.step_records import Cast, ChunkRecord, StepRecord, group_names, right_settings
 from meshloom.verify.reference.trained_losses import (
