@@ -533,12 +533,18 @@ def test_other_rates_in_the_job_than_in_the_checkpoint_are_said(plan: str, tmp_p
     assert "and gave lr=0.01" in goes_on(0.02, 4)[0]  # whose rates still go on
 
 
-def test_a_checkpoint_that_does_not_say_what_the_function_gave_is_resumed_silently(tmp_path: Path) -> None:
-    with Trainer(rated(0.01), "dp=2", devices="simulated", out=tmp_path, steps=1, listener=QUIET) as trainer:
+def after_one_step(directory: Path) -> tuple[Path, dict[str, Any]]:
+    """A checkpoint, and what its meta file has."""
+    with Trainer(rated(0.01), "dp=2", devices="simulated", out=directory, steps=1, listener=QUIET) as trainer:
         trainer.fit()
-    (path,) = tmp_path.glob("step-*")
+    (path,) = directory.glob("step-*")
     meta = read_meta(path)
     assert meta is not None
+    return path, meta
+
+
+def test_a_checkpoint_that_does_not_say_what_the_function_gave_is_resumed_silently(tmp_path: Path) -> None:
+    path, meta = after_one_step(tmp_path)
     for saved in meta["values"]["updater"]["optimizers"]:
         assert saved.pop("given")
     (path / META).write_text(meta_text(meta))
@@ -550,11 +556,7 @@ def test_a_checkpoint_that_does_not_say_what_the_function_gave_is_resumed_silent
 
 
 def test_what_earlier_versions_kept_of_attributes_is_named(tmp_path: Path) -> None:
-    with Trainer(rated(0.01), "dp=2", devices="simulated", out=tmp_path, steps=1, listener=QUIET) as trainer:
-        trainer.fit()
-    (path,) = tmp_path.glob("step-*")
-    meta = read_meta(path)
-    assert meta is not None
+    path, meta = after_one_step(tmp_path)
     kept = {"rows": [4, 4], "tensors": {"rnn.hidden": {}}, "numbers": {"calls": 3}, "left_out": {}}
     (path / META).write_text(meta_text({**meta, "values": {**meta["values"], "attributes": kept}}))
     notes: list[str] = []

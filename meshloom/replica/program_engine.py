@@ -28,6 +28,7 @@ from meshloom.core.job import Job, LossFunction, NamedParameters
 from meshloom.core.losses.turns import LossTurn, OwnGradients
 from meshloom.core.mesh import Axis
 from meshloom.core.modules.compiled import compiled_notes, without_compilation
+from meshloom.core.modules.named_leaves import is_within
 from meshloom.core.moments.current_step import Moment
 from meshloom.core.plan import Plan
 from meshloom.data.chunks import Chunk
@@ -51,7 +52,6 @@ from meshloom.program.capture.outside import Outside
 from meshloom.program.cost.opaque_shares import NAMED
 from meshloom.program.ir.batch_values import check_following
 from meshloom.program.ir.leaves import leaves_of
-from meshloom.program.ir.nodes import is_within
 from meshloom.program.ir.written_parameters import named_buffers
 from meshloom.program.opaque.operator import is_opaque
 from meshloom.program.operators.fused_grad_accumulation import DirectAccumulator

@@ -30,16 +30,21 @@ def named_leaves(asked: Sequence[str | type[nn.Module]], model: nn.Module) -> li
     return outermost(found)
 
 
+def is_within(path: str, module: str) -> bool:
+    """Whether a path is that of a module, or of something in it.
+
+    >>> is_within("a.b.weight", "a.b"), is_within("a.b", "a.b"), is_within("a.bc", "a.b"), is_within("a", "")
+    (True, True, False, True)
+    """
+    return not module or path == module or path.startswith(f"{module}.")
+
+
 def outermost(paths: Collection[str]) -> list[str]:
     """Those that are within no other."""
-    return [path for path in paths if not any(path != each and _is_in(path, each) for each in paths)]
+    return [path for path in paths if not any(path != each and is_within(path, each) for each in paths)]
 
 
 def _is_asked(asked: str | type[nn.Module], path: str, module: nn.Module) -> bool:
     if not isinstance(asked, str):
         return isinstance(module, asked)
     return path == asked or path.rpartition(".")[2] == asked or type(module).__name__ == asked
-
-
-def _is_in(path: str, module: str) -> bool:
-    return not module or path.startswith(f"{module}.")

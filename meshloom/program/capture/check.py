@@ -106,12 +106,7 @@ def check_against_module(
             batch = in_precision(batch, program.precision)
             seed = derive("check", number)
             moment = Moment(seed, _STEPS[number % len(_STEPS)])
-            # leaves start from the same attributes as eager
-            with (
-                attributes_put_back(model) if program.opaque else nullcontext(),
-                moment.entered(),
-                leaves_in(model, program.opaque),
-            ):
+            with _as_written(program, model, moment):
                 expected = _eager(model, loss, batch, seed, keyed=draws, single=has_single_samples(program))
             seed_own_generators(own_generators(model), seed)
             with moment.entered():
@@ -142,11 +137,7 @@ def check_forward(program: Program, model: nn.Module, loss: LossFunction, batch:
         batch, seed = in_precision(batch, program.precision), derive("check", 0)
         draws = any(node.num_draws for node in program.nodes)
         moment = Moment(seed, _STEPS[0])
-        with (
-            attributes_put_back(model) if program.opaque else nullcontext(),
-            moment.entered(),
-            leaves_in(model, program.opaque),
-        ):
+        with _as_written(program, model, moment):
             expected = _eager(model, loss, batch, seed, keyed=draws, backward=False)
         seed_own_generators(own_generators(model), seed)
         with moment.entered():
@@ -198,6 +189,14 @@ def _program(
         if backward:
             _backward(outputs)
     return _Ran(_detached(outputs), gradients, _copies(buffers.items()))
+
+
+@contextmanager
+def _as_written(program: Program, model: nn.Module, moment: Moment) -> Iterator[None]:
+    """A context in which the model runs eagerly; the program's leaves find its attributes as they were."""
+    put_back = attributes_put_back(model) if program.opaque else nullcontext()
+    with put_back, moment.entered(), leaves_in(model, program.opaque):
+        yield
 
 
 @contextmanager

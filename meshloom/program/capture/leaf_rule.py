@@ -17,7 +17,7 @@ from torch import nn
 
 from meshloom.core.errors import CaptureError
 from meshloom.core.job import Job
-from meshloom.core.modules.named_leaves import NAMED, named_leaves, outermost
+from meshloom.core.modules.named_leaves import NAMED, is_within, named_leaves, outermost
 from meshloom.core.modules.own_generators import drawing_modules
 from meshloom.program.capture.check import DiffersError
 from meshloom.program.capture.outside import ChangedWhileReadError
@@ -25,7 +25,7 @@ from meshloom.program.capture.restored import attributes_put_back
 from meshloom.program.cost.cost import costs
 from meshloom.program.cost.opaque_shares import shares
 from meshloom.program.ir.lines import WAY_OUT, SourceLine, line_of_error
-from meshloom.program.ir.nodes import is_within, submodule, with_parents
+from meshloom.program.ir.nodes import submodule, with_parents
 from meshloom.program.ir.program import Program
 from meshloom.program.ir.written_parameters import writing_modules
 from meshloom.program.opaque.call import ChangedCallError

@@ -175,15 +175,6 @@ def submodule(model: nn.Module, path: str) -> nn.Module:
     return dict(model.named_modules(remove_duplicate=False))[path]
 
 
-def is_within(path: str, module: str) -> bool:
-    """Whether a path is that of a module, or of something in it.
-
-    >>> is_within("a.b.weight", "a.b"), is_within("a.b", "a.b"), is_within("a.bc", "a.b"), is_within("a", "")
-    (True, True, False, True)
-    """
-    return not module or path == module or path.startswith(f"{module}.")
-
-
 def with_parents(path: str) -> Iterator[str]:
     """A module's path and those of the modules around it.
 

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from meshloom.comm.pieces import Pieces
-from meshloom.program.ir.nodes import Node, Ref, is_within
+from meshloom.core.modules.named_leaves import is_within
+from meshloom.program.ir.nodes import Node, Ref
 from meshloom.program.ir.program import Program
 from meshloom.program.operators.collectives import Transition
 from meshloom.program.operators.embedding_bag import BagsOfPart

@@ -19,7 +19,7 @@ from meshloom.comm.steps import Steps
 from meshloom.core.buffer_rules import BufferRule, rule_of
 from meshloom.core.device.readback import Readback, Readbacks, on_device
 from meshloom.core.errors import JobError
-from meshloom.program.ir.nodes import is_within
+from meshloom.core.modules.named_leaves import is_within
 from meshloom.program.ir.written_parameters import named_buffers
 from meshloom.replica.buffers.declared_buffers import Decay, DeclaredBuffers, Rule
 from meshloom.replica.buffers.norm_statistics import BUFFERS, NormStatistics, is_counter, norm_buffers, tracks

@@ -43,8 +43,8 @@ class WrittenBesides:
     """What a loss writes: names.
 
     frozen: parameters that are not trained. limited: trained tables of which embeddings scale the rows that they read.
-    settled: trained parameters that become the same in
-    every forward, before they are read -> the module that writes them (None: the loss). refused: other trained ones -> why.
+    settled: trained parameters that become the same in every forward, before they are read -> the module that writes them
+    (None: the loss). refused: other trained ones -> why.
     """
 
     frozen: Sequence[str] = ()

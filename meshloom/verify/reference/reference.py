@@ -36,7 +36,7 @@ from meshloom.verify.reference.masters import ReferenceMasters
 from meshloom.verify.reference.observers import CastWatch, ModuleWatch
 from meshloom.verify.reference.other_precision import convert_model, default_dtype, most_precise
 from meshloom.verify.reference.plain_attributes import PlainAttributes
-from meshloom.verify.reference.reference_buffers import Buffers, ReferenceBuffers
+from meshloom.verify.reference.reference_buffers import Buffers, ReferenceBuffers, same
 from meshloom.verify.reference.samples_of_epoch import read_batches
 from meshloom.verify.reference.step_records import Cast, ChunkRecord, StepRecord, group_names, right_settings
 from meshloom.verify.reference.trained_losses import (
@@ -283,7 +283,7 @@ def changed_buffers(reference: Reference) -> dict[str, Tensor]:
         name: each.detach().clone()
         for name, each in reference.model.named_buffers()
         if (each.is_floating_point() or each.is_complex())
-        and not (name in before and _same(each, before[name]))
+        and not (name in before and same(each, before[name]))
     }
 
 
@@ -291,11 +291,6 @@ def _untrained(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """All that a forward may change: buffers, and parameters without gradients (a teacher's)."""
     yield from ((name, each) for name, each in model.named_parameters() if not each.requires_grad)
     yield from model.named_buffers()
-
-
-def _same(now: Tensor, before: Tensor) -> bool:
-    """NaN is equal to itself."""
-    return now.shape == before.shape and bool(((now == before) | (now.isnan() & before.isnan())).all())
 
 
 def _put(

@@ -39,7 +39,7 @@ class ReferenceBuffers:
         found = {name: _tensors_with(module, key)[key] for name, (module, key) in self._places.items()}
         known = known or {}
         return {
-            name: known[name] if name in known and _same(known[name], value) else value.detach().clone()
+            name: known[name] if name in known and same(known[name], value) else value.detach().clone()
             for name, value in found.items()
             if value is not None
         }
@@ -84,7 +84,8 @@ def _tensors_with(module: nn.Module, key: str) -> dict[str, Any]:
     return own["_parameters"] if key in own["_parameters"] else own["_buffers"]
 
 
-def _same(a: Tensor, b: Tensor) -> bool:
+def same(a: Tensor, b: Tensor) -> bool:
+    """Whether two values are equal; NaN equals NaN."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     return bool(((a == b) | ((a != a) & (b != b))).all())

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshloom.verify.reference.reference_buffers import same
+
 _TORCHS = {*vars(nn.Module())} - {"training"}
 
 
@@ -66,15 +68,11 @@ def _kept_tensor(tensor: Tensor) -> Callable[[], Tensor]:
     def put() -> Tensor:
         if tensor.shape != before.shape:
             tensor.data = before.clone()
-        elif tensor.layout == torch.strided and not _same(tensor, before):
+        elif tensor.layout == torch.strided and not same(tensor, before):
             tensor.copy_(before)
         return tensor
 
     return put
-
-
-def _same(now: Tensor, before: Tensor) -> bool:
-    return bool(((now == before) | ((now != now) & (before != before))).all())
 
 
 def _is_plain(value: Any) -> bool:
