@@ -381,3 +381,28 @@ def test_with_joined_chunks_the_last_replicas_part_is_kept_and_that_is_said():
     assert note.startswith(
         "Of calls, samples, average and 6 more a step keeps what its last chunk's last replica left."
     )
+
+
+def test_layers_that_count_by_themselves_need_no_rule_with_joined_chunks():
+    """Instance norms were refused for a rule that no job had declared."""
+    world = World(lambda: nn.InstanceNorm1d(2, track_running_stats=True), 2, synchronised=True)
+    world.step([inputs(3, shape=(2, 5)), inputs(2, shape=(2, 5), seed=5)])
+    assert int(world.buffers()["num_batches_tracked"]) == 0
+
+
+def test_a_buffer_that_is_written_and_then_replaced_by_its_old_value_is_as_the_step_found_it():
+    class Replaces(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("level", torch.ones(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            old = self.level.clone()
+            self.level += x.sum()
+            self.level = old
+            return x
+
+    world = World(Replaces, 2)
+    for chunks in schedule()[:2]:
+        world.step(chunks[:2])
+    assert torch.equal(world.buffers()["level"], torch.ones(2, dtype=torch.float64)) and not world.notes()

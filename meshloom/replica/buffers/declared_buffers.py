@@ -81,18 +81,18 @@ class _Buffer:
 
     def take(self, now: Tensor) -> None:
         """What a chunk has left, and put back what the step found."""
-        differs = flat(now) != flat(self.start)
-        differs &= ~((flat(now) != flat(now)) & (flat(self.start) != flat(self.start)))  # NaN equals NaN
+        differs = differ(now, self.start)
         if self.is_sure or bool(differs.any()):
             self.changed = self.moved = True
             self._add(now.detach().clone(), differs)
         else:
-            self._add(self.start, differs)
-        if self.changed:
-            with torch.no_grad():
-                self.original.copy_(self.start)
+            self.leave()
         if now is not self.original:
             tensors_beside(self.module, self.key)[self.key] = self.original
+            differs = differ(self.original, self.start)
+        if bool(differs.any()):
+            with torch.no_grad():
+                self.original.copy_(self.start)
         self.version = self.original._version  # pyright: ignore[reportPrivateUsage]
 
     def leave(self) -> None:
@@ -216,22 +216,19 @@ class DeclaredBuffers:
     @contextmanager
     def collecting(self) -> Iterator[None]:
         """Around a chunk, which sees the buffers as before the step."""
-        look = self._steps % LOOK_EVERY == 0
-        if not self._begun:
-            self._begin(look)
+        self._begin()
         yield
         self._run += 1
         for buffer in self._buffers:
             now = buffer.now()
-            if buffer.may_differ(now, look):
+            if buffer.may_differ(now, self._looks):
                 buffer.take(now)
             else:
                 buffer.leave()
 
     def facts(self) -> list[int]:
         """How many chunks have run here in this step, and of every buffer whether one changed it."""
-        if not self._begun:
-            self._begin(self._steps % LOOK_EVERY == 0)
+        self._begin()
         return [self._run, *(int(each.changed) for each in self._buffers)] if self._buffers else []
 
     def agree(self, facts: Sequence[Sequence[int]]) -> list[str]:
@@ -272,11 +269,15 @@ class DeclaredBuffers:
         self._begun, self._run = False, 0
         self._steps += 1
 
-    def _begin(self, look: bool) -> None:
-        """Take over what was loaded, or put in place, since the last step."""
-        for buffer in self._buffers:
+    @property
+    def _looks(self) -> bool:
+        return self._steps % LOOK_EVERY == 0
+
+    def _begin(self) -> None:
+        """Once a step, take over what was loaded, or put in place, since the last one."""
+        for buffer in () if self._begun else self._buffers:
             now = buffer.now()
-            if buffer.may_differ(now, look):
+            if buffer.may_differ(now, self._looks):
                 buffer.begin(now)
         self._begun = True
 
@@ -285,3 +286,9 @@ def flat(value: Tensor) -> Tensor:
     """Elements as float64 or int64 [n], complex ones as two."""
     value = torch.view_as_real(value.detach().resolve_conj()) if value.is_complex() else value.detach()
     return value.reshape(-1).to(torch.float64 if value.is_floating_point() else torch.int64)
+
+
+def differ(a: Tensor, b: Tensor) -> Tensor:
+    """Where two values differ [n]; NaN equals NaN."""
+    a, b = flat(a), flat(b)
+    return (a != b) & ~((a != a) & (b != b))

@@ -53,10 +53,12 @@ class RunningStatistics:
             return any(rule_of(f"{path}.{key}" if path else key, rules) is not None for key in BUFFERS)
 
         def rule(name: str) -> Rule | None:
-            declared = rule_of(name, rules)
-            if declared is None and name in known:
+            if (declared := rule_of(name, rules)) is not None:
+                return declared
+            if name in known:
                 return Decay(known[name])
-            return "sum" if declared is None and is_counter(model, name) else declared
+            # of joined chunks each replica counts a part
+            return "sum" if is_counter(model, name) and not synchronised else None
 
         layers = [
             (name, module)
