@@ -47,8 +47,8 @@ def live_bytes(
 
 
 def is_followed_from_the_start(plan: Plan) -> bool:
-    """Whether start-up is followed too: captures have modes of their own, and a recorded construction takes memory
-    from tensors behind their backs."""
+    """Whether start-up is followed too: captures have modes of their own, and parameters that are
+    described have memory behind their backs."""
     return not plan.captures and plan.zero < 3
 
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from meshloom.data.samples import first_batches
-from meshloom.parameters.unfilled_model import UnfilledModel, record_unfilled
+from meshloom.parameters.unfilled_model import UnfilledModel, unfilled_model
+from meshloom.parameters.values.building import described
 from meshloom.planner.memory.comparison import compared_program, comparison_bytes
 from meshloom.planner.memory.measured import LiveBytes
 from meshloom.planner.readings import Readings
@@ -39,7 +40,7 @@ def test_a_comparison_takes_what_is_predicted(at_smaller_sizes: bool, monkeypatc
     if at_smaller_sizes:
         shape = compared.inputs[0].meta.shape
         batches = [[each[0][:, : shape[1]]] for each in batches]
-    unfilled = record_unfilled(job.model, torch.device("cpu"))
+    unfilled = unfilled_model(lambda: described(job.model), torch.device("cpu"))
     assert isinstance(unfilled, UnfilledModel)
     with unfilled.standing_in():
         watch = LiveBytes([*unfilled.model.parameters(), *(each[0] for each in batches[:1])])

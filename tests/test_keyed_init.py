@@ -1,5 +1,5 @@
-"""`Job(init="keyed")`: draws are keyed by the names of tensors, so that a rank draws what it holds alone, and one
-device draws the same."""
+"""`Job(init="keyed")`: each module's convention under a seed of its name, so that a rank makes what it holds alone, and one
+device makes the same."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from torch.nn.utils.parametrizations import weight_norm
 
 from meshloom import Trainer
 from meshloom.asynchronous.state.parameters import Parameters
-from meshloom.core.errors import JobError
+from meshloom.core.errors import JobError, MeshloomError
 from meshloom.core.job import Job
 from meshloom.parameters.model import build_model, state_of
 from meshloom.parameters.unfilled_model import build_unfilled
+from meshloom.parameters.values.initial_values import FromConventions
+from meshloom.parameters.values.keyed_init import keyed_values
 from meshloom.telemetry.progress import Listener
-from tests.families import FAMILIES, Family
-from tests.families import family as family_module
 from tests.jobs import make_job
 from tests.test_starting_model import assert_ranks_start_as_one_device
 
@@ -57,15 +57,14 @@ def test_ranks_start_as_one_device(plan: str):
         assert_ranks_start_as_one_device(trainer, job)
 
 
-def wide(extra: bool = False, draws: int = 1) -> Callable[[], nn.Module]:
+def wide(extra: bool = False) -> Callable[[], nn.Module]:
     def build() -> nn.Module:
         made = nn.ModuleDict()
         if extra:
             made["extra"] = nn.Linear(70, 70)
         made["one"] = nn.Linear(70, 70)
-        made["other"] = weight_norm(nn.Linear(70, 70))
-        for _ in range(draws):
-            nn.init.normal_(made.get_parameter("one.weight"), std=0.02)
+        made["other"] = nn.Linear(70, 70)
+        made["attention"] = nn.MultiheadAttention(70, 7)
         made["tied"] = nn.Linear(70, 70, bias=False)
         made["tied"].weight = made["one"].weight
         made.register_buffer("noise", torch.randn(70, 3) @ torch.rand(3, 70))
@@ -75,60 +74,75 @@ def wide(extra: bool = False, draws: int = 1) -> Callable[[], nn.Module]:
 
 
 @pytest.mark.long
-def test_a_tensor_is_drawn_without_the_others():
-    model, unfilled, note = build_unfilled(keyed(wide()), CPU, None)
-    assert unfilled is not None and note is None
-    whole = state(keyed(wide()))
-    slices = torch.empty(100)
-    unfilled.fill_slices([("one.bias", 0, 70, slices[:70])], state_of(model).keys())
-    assert torch.equal(slices[:70], whole["one.bias"])
-    assert unfilled.num_drawn == 70
-
-
-@pytest.mark.long
 def test_values_depend_on_seed_and_name_alone():
     values = state(keyed(wide()))
     longer = state(keyed(wide(extra=True)))
-    assert all(torch.equal(longer[name], each) for name, each in values.items())
-    assert not torch.equal(longer["extra.weight"], longer["other.parametrizations.weight.original1"])
+    parameters = [name for name in values if name != "noise"]
+    assert all(torch.equal(longer[name], values[name]) for name in parameters)
+    assert not torch.equal(longer["extra.weight"], longer["other.weight"])
     elsewhere = state(keyed(wide(), seed=1))
-    drawn = [name for name, each in values.items() if len(each.unique()) > 1]
-    assert len(drawn) == 6 and not any(torch.equal(values[name], elsewhere[name]) for name in drawn)
-    assert float(values["one.weight"].detach().std()) == pytest.approx(0.02, rel=0.05)
+    drawn = [name for name in values if len(values[name].unique()) > 1]
+    assert len(drawn) == 8 and not any(torch.equal(values[name], elsewhere[name]) for name in drawn)
     stream = state(replace(keyed(wide()), init="stream"))
     assert not any(torch.equal(values[name], stream[name]) for name in drawn)
+    assert float(values["one.weight"].detach().std()) == pytest.approx(
+        float(stream["one.weight"].detach().std()), rel=0.05
+    )
 
 
-@pytest.mark.long
-def test_what_is_computed_from_a_drawn_tensor_fits_it():
-    """Also in another dtype, to which it is converted afterwards."""
-    for dtype in (None, torch.float64):
-        values = state(keyed(wide()), dtype)
-        norm, direction = (values[f"other.parametrizations.weight.original{number}"] for number in (0, 1))
-        assert torch.allclose(direction.norm(dim=1, keepdim=True), norm)
-    model, unfilled, _ = build_unfilled(keyed(wide()), CPU, torch.float64)
-    assert unfilled is not None
-    unfilled.fill()
-    assert all(torch.equal(each, values[name]) for name, each in state_of(model).items())
+def test_a_rank_makes_one_module_at_a_time(monkeypatch: pytest.MonkeyPatch):
+    """Of two ranks the one makes the slices that it keeps, with one device's bits."""
+    made: list[str] = []
+    of_module = FromConventions._of_module
+
+    def noted(self: FromConventions, path: str) -> dict[str, Tensor]:
+        made.append(path)
+        return of_module(self, path)
+
+    model, unfilled, note = build_unfilled(keyed(wide()), CPU, torch.float64)
+    assert unfilled is not None and note is None
+    unfilled.values = keyed_values(keyed(wide()), unfilled.had, unfilled.lacking)
+    assert not unfilled.values.is_built
+    whole = state(keyed(wide()))
+    monkeypatch.setattr(FromConventions, "_of_module", noted)
+    slices = torch.empty(100, dtype=torch.float64)
+    unfilled.fill_slices([("one.bias", 10, 70, slices[:60])], state_of(model).keys())
+    unfilled.give_values()
+    assert torch.equal(slices[:60], whole["one.bias"][10:].double()) and made == ["one"]
 
 
-@pytest.mark.long
-def test_other_tensors_and_generators():
+class Scaled(nn.Module):
+    """Its root gives its modules their values, as models of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(40, 50)
+        self.scale = nn.Parameter(torch.empty(50))
+        self.apply(self._init_weights)
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=0.02)
+        elif isinstance(module, Scaled):
+            nn.init.ones_(module.scale)
+
+
+def test_the_model_gives_its_modules_their_values():
+    values = state(keyed(Scaled))
+    assert float(values["up.weight"].detach().std()) == pytest.approx(0.02, rel=0.1)
+    assert values["scale"].eq(1).all() and values["up.bias"].std() > 0  # of Linear's own
+
+
+def test_generators_and_other_tensors():
     def build() -> nn.Module:
         made = nn.Linear(5, 5)
         made.table = torch.randn(7)
-        nn.init.normal_(made.bias, generator=torch.Generator().manual_seed(3))
         return made
 
     one, other = (build_model(keyed(build), CPU, None) for _ in range(2))
     assert torch.equal(one.table, other.table) and float(one.table.std()) > 0.1  # pyright: ignore[reportArgumentType, reportCallIssue]
-    assert torch.equal(one.bias, torch.empty(5).normal_(generator=torch.Generator().manual_seed(3)))  # pyright: ignore[reportArgumentType]
-
-
-@pytest.mark.long
-def test_the_generator_is_left_where_it_was_before_the_construction():
     drawn = []
-    for job in (keyed(wide()), keyed(wide(draws=5))):
+    for job in (keyed(wide()), keyed(wide(extra=True))):
         build_model(job, CPU, None)
         drawn.append(float(torch.rand(())))
     assert drawn[0] == drawn[1]
@@ -147,24 +161,30 @@ def reads_constants() -> nn.Module:
     return made
 
 
-def cannot_be_recorded() -> nn.Module:
-    made = nn.Linear(3, 3)
-    made.register_buffer("count", torch.zeros(3).resize_(2))
+def bare() -> nn.Module:
+    made = nn.Sequential(nn.Linear(3, 3), nn.Module())
+    made[1].gain = nn.Parameter(torch.ones(3))
     return made
 
 
-@pytest.mark.long
-def test_what_cannot_be_keyed_is_refused():
+def kept_copy() -> nn.Module:
+    made = nn.Linear(3, 3)
+    made.register_buffer("before", made.weight.detach().clone())
+    return made
+
+
+def test_what_has_no_convention_is_refused_by_name():
     assert build_model(keyed(reads_constants), CPU, None).rate == 0.5
     for build, why in (
-        (reads_draws, "reads values that it has drawn"),
-        (cannot_be_recorded, "cannot be recorded"),
+        (reads_draws, "model function needs them.*Leave init out"),
+        (bare, "1.gain of Module has no convention.*_init_weights.*Write one"),
+        (lambda: weight_norm(nn.Linear(3, 3)), r"weight.original0 of .*has no convention"),
+        (kept_copy, "the buffer before is computed from values of parameters"),
     ):
-        job = keyed(build)
-        with pytest.raises(JobError, match=f"{why}.*Leave init out"):
-            build_model(job, CPU, None)
-        with pytest.raises(JobError, match=f"{why}.*Leave init out"):
-            build_unfilled(job, CPU, None)
+        with pytest.raises(JobError, match=why):
+            build_model(keyed(build), CPU, None)
+    with pytest.raises(MeshloomError, match="1.gain of Module has no convention"):
+        Trainer(keyed(bare), "dp=2,zero=3", devices="simulated")
     with pytest.raises(JobError, match="'stream' or 'keyed'"):
         replace(keyed(), init="named")
 
@@ -189,22 +209,3 @@ def test_a_checkpoint_goes_on(tmp_path: Path):
         trainer.fit()
         for name, each in state_of(trainer.replicas[0].model).items():
             assert torch.equal(each, expected[name])
-
-
-@pytest.mark.parametrize(
-    "family",
-    [
-        pytest.param(each, id=each.name, marks=() if each.name in ("lstm", "u_net") else pytest.mark.slow)
-        for each in FAMILIES.values()
-    ],
-)
-@pytest.mark.long
-def test_families_can_be_keyed(family: Family, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(family_module, "_fill", lambda model: None)  # it reads what was drawn
-    job = replace(family.make_job(False), init="keyed")
-    one, other = state(job), state(job)
-    model, unfilled, _ = build_unfilled(job, CPU, None)
-    assert unfilled is not None
-    unfilled.fill()
-    for name, each in state_of(model).items():
-        assert torch.equal(each, one[name]) and torch.equal(each, other[name])

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
-from meshloom.parameters.initial_values import FromCheckpoint
-from meshloom.parameters.unfilled_model import UnfilledModel, record_unfilled
+from meshloom.parameters import unfilled_model
+from meshloom.parameters.values.building import described
+from meshloom.parameters.values.building import give_memory as give_memory_to
 from meshloom.replica.program_engine import ProgramEngine
 from meshloom.telemetry.progress import QUIET
 from meshloom.train.trainer import Trainer
@@ -82,16 +83,13 @@ def test_resuming_goes_on_whatever_lies_in_new_memory(
 ):
     losses, whole = trained(plan, 4, tmp_path / "whole")
     before, _ = trained(plan, 2, tmp_path / "half")
-    kind: Any = UnfilledModel
-    allocate = kind._allocate
+    with_garbage: Any = give_memory_to
 
-    def with_garbage(self: UnfilledModel, name: str, tensor: Tensor) -> None:
-        allocate(self, name, tensor)
-        storage = tensor.untyped_storage()
-        if storage.nbytes():
-            torch.tensor([], dtype=torch.uint8).set_(storage).fill_(0x7B)
+    def give_memory(tensor: Tensor) -> None:
+        with_garbage(tensor)
+        torch.tensor([], dtype=torch.uint8).set_(tensor.untyped_storage()).fill_(0x7B)
 
-    monkeypatch.setattr(UnfilledModel, "_allocate", with_garbage)
+    monkeypatch.setattr(unfilled_model, "give_memory", give_memory)
     after, resumed = trained(plan, 4, tmp_path / "half", resume=tmp_path / "half")
     assert [*before, *after] == losses
     assert whole.keys() == resumed.keys()
@@ -100,12 +98,10 @@ def test_resuming_goes_on_whatever_lies_in_new_memory(
 
 def test_standing_in_has_the_buffers_that_the_model_is_built_with():
     torch.manual_seed(4)
-    expected = dict(Indexed().named_buffers())
+    expected = dict(described(Indexed).named_buffers())
     torch.manual_seed(4)
-    found = record_unfilled(Indexed, torch.device("cpu"))
-    assert isinstance(found, UnfilledModel)
-    given = found.values = FromCheckpoint(frozenset(found.model.state_dict()), found.values)
+    found = unfilled_model.unfilled_model(lambda: described(Indexed), torch.device("cpu"))
+    assert isinstance(found, unfilled_model.UnfilledModel)
     with found.standing_in():
         for name, each in found.model.named_buffers():
             assert torch.equal(each, expected[name])
-    assert found.values is given

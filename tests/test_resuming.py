@@ -40,8 +40,8 @@ from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.steps import Steps, run_in_steps
 from meshloom.core.errors import CheckpointError
 from meshloom.core.job import Job, NamedParameters
-from meshloom.core.plan import Plan
-from meshloom.parameters.initial_values import HeldTensor, Recorded
+from meshloom.parameters.values.initial_values import HeldTensor
+from meshloom.parameters.whole_model import WholeModel
 from meshloom.telemetry.progress import QUIET
 from meshloom.train.trainer import Trainer
 from tests.jobs import make_job
@@ -444,10 +444,10 @@ def test_what_a_checkpoint_gives_is_not_drawn_first(
         return torch.optim.AdamW(named, lr=0.01)
 
     drawn = list[str]()
-    fill = Recorded.fill
+    fill = WholeModel.fill
 
-    def counted(self: Recorded, held: Sequence[HeldTensor]) -> None:
-        drawn.extend(each.names[0] for each in held)
+    def counted(self: WholeModel, held: Sequence[HeldTensor]) -> None:
+        drawn.extend(each.name for each in held)
         fill(self, held)
 
     job = Job(
@@ -457,13 +457,11 @@ def test_what_a_checkpoint_gives_is_not_drawn_first(
         expected = trainer.fit().last_loss
     shutil.rmtree(tmp_path / "step-00000004")
     drawn_values = dict(starts)
-    monkeypatch.setattr(Recorded, "fill", counted)
+    monkeypatch.setattr(WholeModel, "fill", counted)
     with Trainer(job, plan, devices="simulated", resume=tmp_path, listener=QUIET) as trainer:
         assert trainer.fit().last_loss == expected
     parameters = {name for name, _ in Phases().named_parameters()}
-    # a loss is read beside the buffers that the model is built with
-    read = {"scale"} if Plan.parse(plan).captures else set[str]()
-    assert set(drawn) == {"features", *read, *(parameters if reads else ())}
+    assert set(drawn) == {"features", *(parameters if reads else ())}
     assert starts.keys() == (parameters if reads else set())
     assert all(torch.equal(each, drawn_values[name]) for name, each in starts.items())
 

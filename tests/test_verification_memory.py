@@ -14,7 +14,7 @@ from meshloom.parameters.model import build_model
 from meshloom.planner.readings import Readings
 from meshloom.verify import reference_size
 from meshloom.verify.compared import whole_batch
-from meshloom.verify.fewer_blocks import unfilled
+from meshloom.verify.fewer_blocks import without_values
 from meshloom.verify.reference.reference import Reference
 from meshloom.verify.reference_size import check_processes_fit, verification_bytes
 from tests.jobs import make_job
@@ -47,7 +47,7 @@ def test_float64_takes_twice_as_much(readings: Readings):
 
 @pytest.mark.slow
 def test_what_does_not_fit_is_refused_with_the_ways_out(readings: Readings, monkeypatch: pytest.MonkeyPatch):
-    plan, model = Plan(dp=2), unfilled(readings.job)
+    plan, model = Plan(dp=2), without_values(readings.job)
     whole, quick = (verification_bytes(readings, plan, 2, quick=each).total for each in (False, True))
     for free, said in (
         (whole - 1, r"predicted to need .* --quick, the steps alone, .* --blocks 2 verifies .* --overcommit"),
@@ -65,7 +65,7 @@ def test_what_does_not_fit_is_refused_with_the_ways_out(readings: Readings, monk
 def test_a_small_model_is_not_read(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(reference_size, "verification_bytes", None)
     job = make_job("mlp", "sgd")
-    check_processes_fit(Readings(job), unfilled(job), Plan(dp=2), None, num_here=2, quick=False)
+    check_processes_fit(Readings(job), without_values(job), Plan(dp=2), None, num_here=2, quick=False)
 
 
 def test_a_whole_batch_that_may_not_fit_is_not_tried(monkeypatch: pytest.MonkeyPatch):

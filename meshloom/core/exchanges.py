@@ -53,8 +53,8 @@ class ExchangeEntry:
     agreement: how replicas agree, as a clause.
     settings: settings of a plan that only this exchange, and others that list them, can have.
     sums: whether every replica gets the sum of all gradients, so that gradients can be compressed.
-    fills: whether what opens it gives parameters their values, as a rank may hold slices of them alone;
-        otherwise they have values before.
+    fills: whether what opens it gives parameters their memory, as a rank may hold slices of them alone;
+        otherwise they have it before.
     only_buckets: whether a rank holds nothing for it but gradients in buckets, as predictions of memory
         assume.
     independent: whether replicas take independent local steps, each from its own parameters.

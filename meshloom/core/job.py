@@ -120,9 +120,9 @@ class Job:
         The partner of each sample is another of the global batch, by a permutation drawn for the step (mixup).
     steps: optimizer steps of the whole run.
     seed: determines initial parameters, sample order and every random draw.
-    init: how the model function's draws are made. "stream": one after another, as it makes them. "keyed": each
-        parameter's and buffer's from a seed of its own, which depends on the job's seed and its name, so that a
-        rank draws what it holds alone. The values are others, on one device, too (docs/weights.md).
+    init: how parameters get their values. "stream": as the model function draws them, one after another. "keyed": by each
+        module's convention (`reset_parameters`, `_init_weights`), from a seed that depends on the job's seed and its name,
+        so that a rank makes what it holds alone. The values are others, on one device, too (docs/weights.md).
     collate: makes a batch from a list of samples; called once per chunk. Default: torch's `default_collate`.
     num_workers: data-loading processes per rank; 0 loads in the rank itself.
     shuffle, drop_last: of map-style data: whether each epoch has a random order, whether a short last batch

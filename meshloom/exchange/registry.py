@@ -101,7 +101,8 @@ class Setup:
         return self._with_sparse(Alone([]), self.group)
 
     def fill_parameters(self) -> None:
-        """Gives values to parameters that have none, for exchanges that keep them whole on every rank."""
+        """Gives memory to parameters that have none, for exchanges that keep them whole on every rank; their values come
+        once all ranks have opened theirs."""
         if self.unfilled and self.unfilled.lacks_parameters:
             self.unfilled.fill_parameters()
 

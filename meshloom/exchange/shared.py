@@ -41,7 +41,7 @@ class OneForAll(ParameterCopies):
 
     group: the replicas, for barriers; `windows` is the same group. frozen: parameters that are not trained,
     by name; they are stored there too. All ranks construct it together, with equal values, and each writes
-    its share of them. unfilled: the model, whose parameters may be without values so far.
+    its share of them; where they are without values so far, rank 0 gives them all. unfilled: the model.
     """
 
     def __init__(
@@ -59,30 +59,25 @@ class OneForAll(ParameterCopies):
         ]
         flats = in_window(windows.window(window_bytes(extents), owner=0), 0, extents)
         lacking = unfilled if unfilled and unfilled.lacks_parameters else None
-        slices: list[tuple[str, int, int, Tensor]] = []  # without values
+        slices: list[tuple[str, int, int, Tensor]] = []
         for bucket, flat in zip(buckets, flats, strict=False):
             share = flat.numel() // group.size
             first, last = group.rank * share, (group.rank + 1) * share
             for entry in bucket.entries:
                 start, stop = max(entry.start, first), min(entry.stop, last)
-                if start < stop:
-                    within = start - entry.start, stop - entry.start
-                    if lacking:
-                        slices.append((entry.name, *within, flat[start:stop]))
-                    else:
-                        flat[start:stop] = entry.parameter.data.reshape(-1)[slice(*within)]
+                if start < stop and not lacking:
+                    values = entry.parameter.data.reshape(-1)
+                    flat[start:stop] = values[start - entry.start : stop - entry.start]
+                slices.append((entry.name, 0, entry.stop - entry.start, flat[entry.start : entry.stop]))
                 entry.parameter.data = flat[entry.start : entry.stop].view(entry.parameter.shape)
         for number, ((name, parameter), flat) in enumerate(zip(frozen, flats[len(buckets) :], strict=True)):
             place = flat.view(parameter.shape)
-            if number % group.size == group.rank:
-                if lacking:
-                    slices.append((name, 0, flat.numel(), flat))
-                else:
-                    place.copy_(parameter.data)
+            if number % group.size == group.rank and not lacking:
+                place.copy_(parameter.data)
+            slices.append((name, 0, flat.numel(), flat))
             parameter.data = place
         if lacking:
-            sliced = {entry.name for bucket in buckets for entry in bucket.entries}
-            lacking.fill_slices(slices, sliced | {name for name, _ in frozen})
+            lacking.fill_slices(slices if group.rank == 0 else [], {each[0] for each in slices})
         self._untouched = WriteDetector(
             [(entry.name, entry.parameter) for bucket in buckets for entry in bucket.entries] + list(frozen)
         )

@@ -20,6 +20,7 @@ from meshloom.core.moments.by_metric import ByMetric, those_by_metric
 from meshloom.core.objectives import EachItsOwn, as_list
 from meshloom.optimizer.reach import PER_PARAMETER, Reach, added_to, is_known, reach
 from meshloom.optimizer.state_pieces import settings
+from meshloom.parameters.values.shape_alone import ShapeAlone, ValueReadError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +69,19 @@ def make_optimizers(job: Job, named_parameters: NamedParameters) -> UserOptimize
         returned=returned, optimizers=optimizers, names=grouped, given=[*map(_given, optimizers)],
         reaches=[reach_for(each, job) for each in optimizers], of_loss=of_loss,
     )  # fmt: skip
+
+
+def make_without_values(job: Job, named_parameters: NamedParameters) -> UserOptimizers | None:
+    """`make_optimizers` for parameters that have no values here; None where the job's function uses some."""
+    shapes = [(name, ShapeAlone.like(each)) for name, each in named_parameters]
+    try:
+        made = make_optimizers(job, [*shapes])
+    except ValueReadError:
+        return None
+    parameters = {id(shape): each for (_, shape), (_, each) in zip(shapes, named_parameters, strict=True)}
+    for group in (group for optimizer in made.optimizers for group in optimizer.param_groups):
+        group["params"][:] = [parameters[id(each)] for each in group["params"]]
+    return made
 
 
 def _given(optimizer: Optimizer) -> list[Any]:

@@ -17,15 +17,17 @@ from meshloom.checkpoint.resuming import check_together
 from meshloom.checkpoint.weights import open_weights
 from meshloom.comm.group import Group
 from meshloom.comm.objects import agree
+from meshloom.comm.rank_context import RankContext
 from meshloom.comm.steps import Steps
 from meshloom.core.errors import JobError, WeightsError
 from meshloom.core.job import Job
 from meshloom.core.random import model_seed, seed_torch
 from meshloom.core.units import format_bytes, format_count
-from meshloom.parameters.initial_values import HeldTensor, InitialValues
-from meshloom.parameters.model import build_model, state_of
+from meshloom.parameters.model import build_model, copy_from_first, state_of
 from meshloom.parameters.shards import Shards
+from meshloom.parameters.values.initial_values import HeldTensor, InitialValues
 from meshloom.parameters.weight_differences import WeightDifferences, short
+from meshloom.telemetry.traffic import Traffic
 
 FileName = Callable[[str], str | None]  # name in the model -> name in the files; None: none
 
@@ -55,7 +57,7 @@ class FileWeights:
         pieces = shards.pieces if shards else {}
         self.give(
             HeldTensor(
-                names=(name,), shape=tuple(each.shape), tensor=each.detach(), pieces=pieces.get(name), rank=shards.rank if shards else 0
+                name=name, tensor=each.detach(), pieces=pieces.get(name), rank=shards.rank if shards else 0
             )
             for name, each in state.items()
             if not each.is_meta
@@ -65,12 +67,12 @@ class FileWeights:
         """Give tensors that are in the files their values. Raises `WeightsError` as `fill` does."""
         self._check_unchanged()
         for each in held:
-            first, *others = self.sources[each.names[0]]
+            first, *others = self.sources[each.name]
             each.take(self.files.tensor(first))
             for other in others:
                 if not torch.equal(each.tensor, each.of(self.files.tensor(other)).to(each.tensor)):
                     raise WeightsError(
-                        f"{first} and {other} differ in {self.path}, and are one tensor of the model, {each.names[0]}. "
+                        f"{first} and {other} differ in {self.path}, and are one tensor of the model, {each.name}. "
                         f"To take {first}, let Job(weight_names=...) give None for {other}."
                     )
         self._check_unchanged()
@@ -87,15 +89,12 @@ class FromFiles(InitialValues):
         self._weights, self._others = weights, others
 
     def fill(self, held: Sequence[HeldTensor]) -> None:
-        self._weights.give(each for each in held if each.names[0] in self._weights.sources)
-        self._others.fill([each for each in held if each.names[0] not in self._weights.sources])
+        self._weights.give(each for each in held if each.name in self._weights.sources)
+        self._others.fill([each for each in held if each.name not in self._weights.sources])
 
     @property
-    def num_drawn(self) -> int:
-        return self._others.num_drawn
-
-    def digest(self) -> str:
-        return self._others.digest()
+    def is_built(self) -> bool:
+        return self._others.is_built
 
 
 def match_weights(job: Job, model: nn.Module) -> FileWeights | None:
@@ -161,6 +160,21 @@ def agree_on_weights(job: Job, model: nn.Module, group: Group) -> Steps[FileWeig
         WeightsError,
     )
     return found[0]
+
+
+def copy_from_first_rank(
+    model: nn.Module, context: RankContext, weights: FileWeights | None
+) -> Steps[Traffic]:
+    """Sets all ranks' parameters and buffers to those of rank 0, except those that are in files. Returns the bytes copied."""
+    skip = weights.sources if weights else {}
+    num_bytes = sum(each.nbytes for name, each in state_of(model).items() if name not in skip)
+    copied = Traffic()
+    for axis in ("tp", "dp", "pp"):
+        group = context.groups.get(axis)
+        if group is not None and group.size > 1:
+            yield from copy_from_first(model, group, skip)
+            copied += Traffic.along(axis, broadcast=num_bytes)
+    return copied
 
 
 def file_facts(job: Job) -> dict[str, str]:

@@ -13,12 +13,14 @@ from meshloom.comm.group import Group
 from meshloom.comm.steps import Steps
 from meshloom.core.errors import JobError
 from meshloom.core.job import Job
+from meshloom.core.modules.built import built
 from meshloom.core.moments.modes import as_trained
 from meshloom.core.moments.numerics import numeric_settings
 from meshloom.core.plan import Plan
 from meshloom.core.random import model_seed, seed_everything
 from meshloom.data.to_device import convert_tensors
-from meshloom.parameters.keyed_init import call_model
+from meshloom.parameters.values.building import described
+from meshloom.parameters.values.keyed_init import call_model
 from meshloom.program.ir.nodes import submodule
 from meshloom.program.ir.sparse_constants import keep_as_constants, sparse_attributes
 
@@ -26,7 +28,16 @@ from meshloom.program.ir.sparse_constants import keep_as_constants, sparse_attri
 def build_model(job: Job, device: torch.device, dtype: torch.dtype | None) -> nn.Module:
     """The job's model, in the mode that it trains in."""
     seed_everything(model_seed(job.seed))
-    model = call_model(job).to(device)
+    return _as_trained(call_model(job).to(device), dtype)
+
+
+def describe_model(job: Job, dtype: torch.dtype | None) -> nn.Module:
+    """The same with parameters on the meta device. Raises `NotDescribableError`."""
+    seed_everything(model_seed(job.seed))
+    return described(lambda: _as_trained(built(job.model), dtype))
+
+
+def _as_trained(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
     convert_tensors(model, dtype)
     return as_trained(keep_as_constants(model))
 

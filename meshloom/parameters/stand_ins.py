@@ -1,8 +1,8 @@
-"""Values for a comparison in which a model's parameters need not all be there at once: parameters that are made
-alike lie at different places of one memory.
+"""Values for a comparison in which a model's parameters need not all be there at once: parameters of equal shape and
+convention lie at different places of one memory.
 
     blocks.0.up.weight   [ 0 1 2 3 4 5 6 7 ]
-    blocks.1.up.weight     [ 1 2 3 4 5 6 7 0 ]      drawn like the first one, and other numbers than it has
+    blocks.1.up.weight     [ 1 2 3 4 5 6 7 0 ]      made like the first one, and other numbers than it has
     blocks.2.up.weight       [ 2 3 4 5 6 7 0 1 ]
 
 So a program that mistakes a parameter for one that is like it computes something else. Trained and frozen ones are
@@ -11,82 +11,97 @@ apart: a loss may write one with the values of the other. Those that it is known
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from meshloom.core.random import derive
-from meshloom.parameters.construction.draw_stream import SeededDraws
-from meshloom.parameters.construction.recording import RecordedTensors
-from meshloom.parameters.construction.replay import Replay
-from meshloom.parameters.construction.tape import Place, Tape
+from meshloom.parameters.model import replace_tensors
+from meshloom.parameters.values.building import READS, swap_memory
+from meshloom.parameters.values.conventions import values_by_convention
 from meshloom.program.ir.written_parameters import settled_names, written_parameters
 
 APART = 16  # elements between the beginnings of two parameters
-# Operators whose results have elements that are independent of each other and of their places, in place or not;
-# without underscores.
-_ELEMENTWISE = {
-    "normal", "uniform", "no_grad_trunc_normal", "randn", "rand", "zero", "fill", "ones", "zeros", "full",
-    "ones_like", "zeros_like", "full_like", "randn_like", "rand_like",
-    "mul", "div", "add", "sub", "neg", "exp", "log", "clamp", "sqrt", "to_copy", "copy", "clone",
-}  # fmt: skip
 
 
 @contextmanager
-def standing_in(model: nn.Module, recorded: RecordedTensors, device: torch.device) -> Iterator[None]:
-    """A context in which the parameters of a recorded model have values on `device`; at its end they are as
-    before. Nothing may write to them."""
-    replay = Replay(recorded.tape, SeededDraws(lambda draw: derive("stand-in", draw)))
+def standing_in(model: nn.Module, like: nn.Module, device: torch.device) -> Iterator[None]:
+    """A context in which the parameters of a model have values on `device`; at its end they are as before. Nothing may
+    write to them. like: the same model with parameters on the meta device."""
     before = [(each, each.data) for each in model.parameters()]
     try:
-        for found in _alike(model, recorded):
-            values = replay.values(found[0][0].storage)
-            if not _overlaps(found):
-                for place, parameter in found:
-                    parameter.data = place.within(values).to(device)
+        alike = {names[0]: [model.get_parameter(name) for name in names] for names in _alike(model)}
+        for name, values in _made(like, alike, derive("stand-in")):
+            first, *others = alike[name]
+            if others:
+                _overlap(values.reshape(-1).to(first.dtype), [first, *others], device)
             else:
-                _overlap(found[0][0].within(values).reshape(-1), [each for _, each in found], device)
+                first.data = values.to(device, first.dtype)
         yield
     finally:
         for parameter, data in before:
             parameter.data = data
 
 
-def stand_in_bytes(model: nn.Module, recorded: RecordedTensors) -> int:
+def stand_in_bytes(model: nn.Module) -> int:
     """Bytes of the values that `standing_in` gives to the parameters."""
-    total = 0
-    for found in _alike(model, recorded):
-        parameter = found[0][1]
-        more = APART * (len(found) - 1) * parameter.itemsize
-        total += parameter.nbytes + more if _overlaps(found) else recorded.tape.num_bytes[found[0][0].storage]
-    return total
+    alike = [[model.get_parameter(name) for name in names] for names in _alike(model)]
+    return sum(each[0].nbytes + APART * (len(each) - 1) * each[0].itemsize for each in alike)
 
 
-def _alike(model: nn.Module, recorded: RecordedTensors) -> list[list[tuple[Place, nn.Parameter]]]:
-    """The parameters that share memory: those that are made alike, or lie in one storage."""
-    together: dict[int, set[Place]] = {}  # what lies in each storage
-    for place in recorded.places.values():
-        together.setdefault(place.storage, set()).add(place)
-    alike: dict[Hashable, list[tuple[Place, nn.Parameter]]] = {}
-    written, settled = written_parameters(model), settled_names(model)
-    for name, parameter in model.named_parameters():
-        if (place := recorded.places.get(name)) is not None and name not in written:
-            is_alone = len(together[place.storage]) == 1
-            apart = not is_alone or name in settled
-            recipe = place.storage if apart else _recipe(recorded.tape, place)
-            if not isinstance(recipe, int):
-                recipe = recipe, parameter.requires_grad
-            alike.setdefault(recipe, []).append((place, parameter))
+def fill_by_convention(model: nn.Module, seed: int) -> None:
+    """Gives values to what is on the meta device of a model: by convention where there is one."""
+    lacking = {name: each for name, each in model.named_parameters() if each.is_meta}
+    for name, values in [*_made(model, lacking, seed)]:
+        swap_memory(lacking[name], values)
+
+    def of_buffer(names: list[str], tensor: Tensor) -> Tensor | None:
+        return drawn(tensor, derive(seed, names[0])) if tensor.is_meta else None
+
+    replace_tensors(model, of_buffer)
+
+
+def drawn(tensor: Tensor, seed: int) -> Tensor:
+    """Values in its shape on the CPU for what has no convention: vectors, of which most are scales, around one."""
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        return torch.zeros_like(tensor, device="cpu")
+    values = torch.empty_like(tensor, device="cpu")
+    generator = torch.Generator().manual_seed(seed)
+    if tensor.ndim > 1:
+        return values.normal_(std=tensor.shape[-1] ** -0.5, generator=generator)
+    return values.normal_(generator=generator).mul_(0.1).add_(1.0)
+
+
+def _alike(model: nn.Module) -> list[list[str]]:
+    """The names of the parameters that share memory, each once."""
+    alike: dict[Hashable, list[str]] = {}
+    apart = {*written_parameters(model), *settled_names(model)}
+    for name, each in model.named_parameters():
+        path, _, attribute = name.rpartition(".")
+        kind = type(model.get_submodule(path)), attribute
+        key = name if name in apart else (*kind, each.shape, each.dtype, each.requires_grad)
+        alike.setdefault(key, []).append(name)
     return list(alike.values())
 
 
-def _overlaps(found: Sequence[tuple[Place, nn.Parameter]]) -> bool:
-    """Whether they are of several storages, and get one memory all the same."""
-    return len({place.storage for place, _ in found}) > 1
+def _made(like: nn.Module, names: Iterable[str], seed: int) -> Iterator[tuple[str, Tensor]]:
+    """Values for the parameters of these names, of which `like` has the shapes: by convention where there is one."""
+    by_module: dict[str, list[str]] = {}
+    for name in names:
+        by_module.setdefault(name.rpartition(".")[0], []).append(name)
+    for path, of_module in by_module.items():
+        own: dict[str, Tensor] = {}
+        with suppress(*READS):  # of a convention that needs other modules
+            own = values_by_convention(like, path, derive(seed, path))
+        for name in of_module:
+            parameter, values = like.get_parameter(name).detach(), own.get(name.rpartition(".")[2])
+            if not parameter.is_meta:
+                values = parameter
+            elif values is None or bool(values.isnan().any()):
+                values = drawn(parameter, derive(seed, name))
+            yield name, values
 
 
 def _overlap(values: Tensor, parameters: Sequence[nn.Parameter], device: torch.device) -> None:
@@ -97,32 +112,3 @@ def _overlap(values: Tensor, parameters: Sequence[nn.Parameter], device: torch.d
     memory[size:] = values[:more] if more <= size else values.repeat(-(-more // max(size, 1)))[:more]
     for number, parameter in enumerate(parameters):
         parameter.data = memory[number * APART :][:size].view(parameter.shape)
-
-
-def _recipe(tape: Tape, place: Place) -> Hashable:
-    """Equal for tensors that are made alike, with elements that may be exchanged; else the storage's number."""
-    numbers: dict[int, int] = {}
-    steps: list[str] = []
-
-    def own(each: Any) -> Any:
-        if not isinstance(each, Place):
-            return each
-        if each.size != place.size or not each.covers(tape.num_bytes[each.storage]):
-            raise LookupError
-        return numbers.setdefault(each.storage, len(numbers)), each.dtype
-
-    try:
-        own(place)
-        for index in tape.needed([place.storage]):
-            operator = tape.operators[index]
-            schema = getattr(operator.function, "_schema", None)
-            name = schema.name.partition("::")[2] if schema else operator.function.__name__
-            if name.strip("_") not in _ELEMENTWISE or operator.generator is not None:
-                return place.storage
-            what = tree_map(own, (operator.args, dict(operator.kwargs), operator.results))
-            steps.append(f"{operator.function} {what} {operator.default_dtype}")
-    except LookupError:
-        return place.storage
-    if numbers.keys() & tape.constants.keys():
-        return place.storage
-    return place.size, place.dtype, tuple(steps)

@@ -17,7 +17,7 @@ from meshloom.core.random import preserved_draws
 from meshloom.data.samples import first_batches
 from meshloom.machine.host_memory import free_bytes
 from meshloom.optimizer.updater import check_stages
-from meshloom.optimizer.user_optimizer import make_optimizers
+from meshloom.optimizer.user_optimizer import make_without_values
 from meshloom.parameters.model import trainable
 from meshloom.parameters.unfilled_model import UnfilledModel, build_unfilled
 from meshloom.planner.memory.comparison import compared_program, comparison_bytes
@@ -120,26 +120,26 @@ class Readings:
         if plan.pp == plan.tp == 1 and not plan.zero:
             return plan, []
         with preserved_draws():
-            made, _ = attempted(lambda: make_optimizers(self.job, trainable(self._unfilled)))
+            made, _ = attempted(lambda: make_without_values(self.job, trainable(self._unfilled)))
         if made is None:  # values may be missing; the run meets it again
             return plan, []
         check_stages(made, plan.pp)
         return for_optimizers(plan, made)
 
     @cached_property
-    def _recorded(self) -> tuple[nn.Module, UnfilledModel | None]:
-        """The model without values, with its hooks, where its construction can be recorded; else with values, and None."""
+    def _described(self) -> tuple[nn.Module, UnfilledModel | None]:
+        """The model without values, with its hooks, where it can be built so; else with values, and None."""
         with preserved_draws():
             return build_unfilled(self.job, torch.device("cpu"), None)[:2]
 
     @property
     def _unfilled(self) -> nn.Module:
-        return self._recorded[0]
+        return self._described[0]
 
     @property
     def _stand_in_bytes(self) -> int:
         """Of the parameters that a program is compared with."""
-        model, unfilled = self._recorded
+        model, unfilled = self._described
         return unfilled.stand_in_bytes if unfilled else sum(each.nbytes for each in model.parameters())
 
     def _model(self, build: Callable[[], Built]) -> Built:

@@ -41,11 +41,12 @@ from meshloom.exchange.exchange import Exchange
 from meshloom.exchange.registry import Setup
 from meshloom.exchange.units.find_units import held_units, units_of
 from meshloom.exchange.units.unit_slices import UnitParameters
-from meshloom.optimizer.bfloat16.lowered import lowered
+from meshloom.launch.transport import host_identity
+from meshloom.optimizer.bfloat16.lowered import lowered, own_model
 from meshloom.optimizer.bfloat16.master_values import master_values
 from meshloom.optimizer.bfloat16.opening import open_updater
 from meshloom.optimizer.updater import Updater
-from meshloom.optimizer.user_optimizer import UserOptimizers, make_optimizers
+from meshloom.optimizer.user_optimizer import UserOptimizers, make_optimizers, make_without_values
 from meshloom.parameters.file_weights import agree_on_weights
 from meshloom.parameters.model import facts, trainable
 from meshloom.parameters.shards import Shards
@@ -116,7 +117,10 @@ class Replica:
         self.windows = windows_of(self.replicas) if context.device.type == "cpu" else None
         self.may_share = share and self.windows is not None and shares_copies(plan)
         with self.timings.of("building the model"):
-            self.start = StartingModel(job, plan, context, dtype, may_share=self.may_share, resumed=resumed)
+            exact = replace(job, model=own_model(job)) if own_model(job) is not job.model else None
+            self.start = StartingModel(
+                job, plan, context, dtype, exact=exact, may_share=self.may_share, resumed=resumed, host=host_identity()
+            )  # fmt: skip
         self.model = self.start.model
         self.modes = Modes(self.model)
         self.tables = sparse_tables(self.model)
@@ -139,7 +143,7 @@ class Replica:
         self.frozen: NamedParameters = []
         self.settled: Mapping[str, str | None] = {}  # trained, written by forwards
         self.copied, self.saved = Traffic(), Traffic()  # at the start; the exchange's state in checkpoints
-        self._notes = list(self.start.notes)
+        self._notes: list[str] = []
         self.units: Sequence[UnitParameters] = ()  # of the full model, where ranks hold different parts of it
         self.exchange: Exchange
         self.updater: Updater
@@ -163,13 +167,12 @@ class Replica:
         self.named = self.engine.parameters
         self.frozen = frozen_parameters(self.model)
         with self.timings.of("optimizer and buffers"):
-            values = yield from master_values(self.job, self.inner, self.context, self.start, self.dtype)
-            made = (
-                (values or self.start).given(whole, partial(make_optimizers, self.job))
-                if self.updates
-                else None
-            )
-            if made:
+            values = yield from master_values(self.context, self.start)
+            made: UserOptimizers | None = None
+            if self.updates:
+                made = yield from (values or self.start).given(
+                    whole, partial(make_optimizers, self.job), partial(make_without_values, self.job)
+                )
                 self.inner, notes = for_optimizers(self.inner, made)
                 self._notes += notes
             yield from check_together(self.context.world, lambda: self._open_exchange(made, whole))
@@ -180,9 +183,10 @@ class Replica:
                 )  # fmt: skip
                 self._undo.callback(self.updater.close)
                 yield from check_together(self.context.world, lambda: self.updater.open(self._files))
-            yield from self.exchange.open()
         self.units = ()  # with parameters that other ranks hold
-        self.start.finish()
+        with self.timings.of("building the model"):
+            yield from self.start.finish()
+        yield from self.exchange.open()
         self._undo.enter_context(self.engine.connect(self.exchange))
 
     def step(self, step: int, chunks: Sequence[Chunk]) -> Steps[StepResult]:
@@ -273,7 +277,13 @@ class Replica:
 
     def notes(self) -> list[str]:
         """Notes for the user before the first step."""
-        return [*self._notes, *self.updater.notes(), *self.engine.notes, *self.exchange.notes()]
+        return [
+            *self.start.notes,
+            *self._notes,
+            *self.updater.notes(),
+            *self.engine.notes,
+            *self.exchange.notes(),
+        ]
 
     def close(self) -> None:
         """Remove the hooks from the model."""

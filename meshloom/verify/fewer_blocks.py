@@ -1,7 +1,8 @@
 """A job with fewer of the repeated blocks of its model, for models too large to be verified as they are.
 
 Blocks are modules of one ModuleList or Sequential, one behind another, of equal type, parts and shapes; also groups
-of several that take turns. The first ones are kept, with the values that they have in the whole model.
+of several that take turns. The first ones are kept; their parameters have values of their own, by convention, so that the
+whole model is never in memory.
 
     embed  [ block block block block block block ]  norm  head       --blocks 2
     embed  [ block block ]                          norm  head
@@ -9,23 +10,19 @@ of several that take turns. The first ones are kept, with the values that they h
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy
 import torch
 from torch import nn
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack  # pyright: ignore[reportPrivateUsage]
 
 from meshloom.core.errors import JobError
 from meshloom.core.job import Job
 from meshloom.core.modules.built import built
 from meshloom.core.random import model_seed, preserved_draws, seed_everything
-from meshloom.parameters.construction.recording import record
-from meshloom.parameters.unfilled_model import UnfilledModel
+from meshloom.parameters.stand_ins import fill_by_convention
+from meshloom.parameters.values.building import NotDescribableError, described
 
 CONTAINERS = (nn.ModuleList, nn.Sequential)
 MIN_SHARE = 20  # runs that hold less than one of so many elements of the model stay, unless no run holds more
@@ -76,13 +73,13 @@ class FewerBlocks:
 
 def with_fewer_blocks(job: Job, kept: int) -> FewerBlocks:
     """`job` with the first `kept` of its model's repeated blocks. The blocks left out never get memory, where
-    the model's construction can be recorded.
+    the model can be built without the values of its parameters.
 
     Raises `JobError` where there are no more than `kept`.
     """
     if kept < 1:
         raise JobError(f"--blocks {kept} must be 1 or more.")
-    model = unfilled(job)
+    model = without_values(job)
     all_runs = find_blocks(model)
     runs = [each for each in all_runs if each.num_blocks > kept]
     if not all_runs:
@@ -133,43 +130,36 @@ def cut(model: nn.Module, runs: Sequence[RepeatedBlocks], kept: int) -> nn.Modul
     return model
 
 
-def unfilled(job: Job) -> nn.Module:
-    """The job's model, whose tensors have no memory where its construction can be recorded."""
+def without_values(job: Job) -> nn.Module:
+    """The job's model, whose parameters have no memory where it can be built so."""
     with preserved_draws():
         seed_everything(model_seed(job.seed))
-        return _recorded(job.model)[0]
+        return _described(job.model) or built(job.model)
 
 
 @dataclass(frozen=True)
 class _ShorterModel:
-    """A job's model function, but that its model has fewer blocks."""
+    """A job's model function, but that its model has fewer blocks: of the whole model's values where that is built with them,
+    else of values by convention."""
 
     whole: Callable[[], nn.Module]
     kept: int
 
     def __call__(self) -> nn.Module:
-        model, rest = _recorded(self.whole)
+        found = _described(self.whole)
+        model = found or built(self.whole)
         runs = [each for each in find_blocks(model) if each.num_blocks > self.kept]
         cut(model, runs, self.kept)
-        if rest:
-            rest.fill()
-            rest.finish()
+        if found:
+            fill_by_convention(found, int(torch.randint(2**62, ())))
         return model
 
 
-def _recorded(build: Callable[[], nn.Module]) -> tuple[nn.Module, UnfilledModel | None]:
-    """What `build` returns, and what fills it; None: it has its values, or whoever records or fakes tensors here
-    already gives it some."""
-    if _get_current_dispatch_mode_stack() or torch.get_default_device().type != "cpu":
-        return built(build), None
-    states = torch.get_rng_state(), random.getstate(), numpy.random.get_state()
-    with suppress(Exception):  # whatever it is, if building as usual fails too that error is the one to see
-        model, recorded = record(lambda: built(build))
-        return model, UnfilledModel(model, recorded, torch.device("cpu"))
-    torch.set_rng_state(states[0])
-    random.setstate(states[1])
-    numpy.random.set_state(states[2])
-    return built(build), None
+def _described(build: Callable[[], nn.Module]) -> nn.Module | None:
+    try:
+        return described(lambda: built(build))
+    except NotDescribableError:
+        return None
 
 
 def _runs_in(path: str, module: nn.Module) -> Iterator[RepeatedBlocks]:

@@ -22,7 +22,7 @@ from meshloom.planner.readings import Readings
 from meshloom.telemetry.timings import Timings
 from meshloom.verify.compared.compare import Comparer
 from meshloom.verify.comparison_run import compare_here
-from meshloom.verify.fewer_blocks import unfilled, with_fewer_blocks
+from meshloom.verify.fewer_blocks import with_fewer_blocks, without_values
 from meshloom.verify.findings import Report
 from meshloom.verify.place import OperatorPlace
 from meshloom.verify.reference.between_steps.positions import mistakes_on_both_sides
@@ -74,7 +74,7 @@ def verify(
     launched = launched_rank()
     if launched is None or launched.rank == 0:  # the one that runs the reference
         on_gpu = devices == "auto" and 0 < plan.mesh.size <= torch.cuda.device_count()
-        on_gpu, model = on_gpu or devices.endswith("cuda"), unfilled(job)
+        on_gpu, model = on_gpu or devices.endswith("cuda"), without_values(job)
         check_reference_fits(job, model, dtype, on_gpu=on_gpu)
         if launched and compare is not compare_here and not overcommit:  # there is a process beside ranks
             readings = Readings(job, opened_cache(cache), timings)

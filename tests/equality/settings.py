@@ -7,9 +7,11 @@ Left out are `exchange=async`, `local_sgd` and `diloco` and compressed gradients
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from meshloom.core.job import Job
@@ -178,7 +180,7 @@ def job_of(model: Model, case: Case) -> Job:
     size = {"uneven": max(1, full - 1), "few": max(1, chunks // 2)}.get(kind, full)
     number = STEPS * size + (max(1, size // 2) if kind == "short" else 0)
     return Job(
-        model=model.build,
+        model=partial(with_convention, model.build) if case["init"] == "keyed" else model.build,
         loss=model.loss,
         optimizer=OPTIMIZERS[case["optimizer"]],
         data=lambda: model.samples(number),
@@ -194,6 +196,19 @@ def job_of(model: Model, case: Case) -> Job:
         leaves=model.leaves,
         frozen={} if case["frozen"] == "none" else {model.late: range(1)},
     )
+
+
+def with_convention(build: Callable[[], nn.Module]) -> nn.Module:
+    """A model whose root gives values to the parameters of modules that have no convention of their own."""
+    model = build()
+    vars(model)["_init_weights"] = _fill_bare
+    return model
+
+
+def _fill_bare(module: nn.Module) -> None:
+    if not any(hasattr(module, name) for name in ("reset_parameters", "_reset_parameters")):
+        for each in module.parameters(recurse=False):
+            nn.init.normal_(each, 0.1, 0.2)
 
 
 def steps_of(case: Case) -> int:

@@ -1,4 +1,4 @@
-"""What the user's Python modules keep between calls must not be tensors of a trace or a recording, which have no values.
+"""What the user's Python modules keep between calls must not be tensors of a trace or a description, which have no values.
 
 @lru_cache
 def causal(n): ...      a function that keeps its results

@@ -1,74 +1,78 @@
-"""The values that a job's parameters start with before they are rounded: each rank fills the copies of what it updates."""
+"""The values that a job's parameters start with before they are rounded: each rank has them of what it updates."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
 from typing import TypeVar
 
 import torch
+from torch import nn
 
 from meshloom.checkpoint.resuming import check_together
 from meshloom.comm.rank_context import RankContext
 from meshloom.comm.steps import Steps
 from meshloom.core.errors import JobError
 from meshloom.core.job import Job, NamedParameters
-from meshloom.core.plan import Plan
-from meshloom.core.precisions import PRECISIONS
 from meshloom.core.random import preserved_draws
 from meshloom.exchange.exchange import Exchange
-from meshloom.optimizer.bfloat16.lowered import master_dtype, own_model
+from meshloom.optimizer.bfloat16.lowered import master_dtype
 from meshloom.optimizer.bfloat16.masters import Masters, WithMasters, num_parts
 from meshloom.optimizer.user_optimizer import UserOptimizers, takes_closure
-from meshloom.parameters.file_weights import agree_on_weights
-from meshloom.parameters.model import state_of, trainable
+from meshloom.parameters.file_weights import agree_on_weights, copy_from_first_rank
+from meshloom.parameters.model import build_model, describe_model, state_of, trainable
 from meshloom.parameters.shards import Shards
 from meshloom.parameters.sparse_parameters import refuse_sparse_adam
 from meshloom.parameters.starting_model import StartingModel
+from meshloom.parameters.values.building import swap_memory, without_memory
 from meshloom.telemetry.traffic import Traffic
 
 T = TypeVar("T")
 
 
-def master_values(
-    job: Job, plan: Plan, context: RankContext, start: StartingModel, dtype: torch.dtype | None
-) -> Steps[MasterValues | None]:
-    """The values of masters, equal on all ranks; None: the plan has none. start: the lowered model. dtype: in which all is
-    computed instead."""
-    if dtype is not None or not PRECISIONS[plan.precision].parameters:
+def master_values(context: RankContext, start: StartingModel) -> Steps[MasterValues | None]:
+    """The values of masters, equal on all ranks; None: the plan has none. start: the lowered model."""
+    if start.exact is None:
         return None
-    values = MasterValues(job, plan, context, is_resumed=start.is_resumed)
+    values = MasterValues(start.exact, context, start)
     yield from values.settle()
     return values
 
 
 class MasterValues:
-    """The job's model once more, in its own precision, without memory where its construction can be recorded.
+    """The values of the job's model in its own precision, which `start` gives to masters with those that are rounded.
 
-    job: as lowered. whole: its trainable parameters, of full shape, which the job's optimizer function gets. is_resumed:
-    whether a checkpoint gives the values before the first step.
+    exact: the job in its own precision. whole: its trainable parameters, of full shape, without memory, which the job's
+    optimizer function gets. Where `start` had to build the lowered model, this one is built, too.
     """
 
-    def __init__(self, job: Job, plan: Plan, context: RankContext, *, is_resumed: bool) -> None:
-        self._job = replace(job, model=own_model(job))
-        self._context, self._is_resumed = context, is_resumed
+    def __init__(self, exact: Job, context: RankContext, start: StartingModel) -> None:
+        self._job, self._context, self._start = exact, context, start
         self._copied = Traffic()
+        self._model: nn.Module | None = None
         with preserved_draws():
-            self._start = StartingModel(self._job, plan, context, None, may_share=True, resumed=is_resumed)
-        self.whole: NamedParameters = trainable(self._start.model)
+            if start.unfilled:
+                model = describe_model(exact, None)
+                for each in model.parameters():
+                    swap_memory(each, without_memory(each, context.device))
+            else:
+                model = self._model = build_model(exact, context.device, None)
+        self.whole: NamedParameters = trainable(model)
 
     def settle(self) -> Steps[None]:
-        """All ranks start with equal values, those of the job's files if it has some."""
-        start = self._start
-        weights = yield from agree_on_weights(self._job, start.model, self._context.world)
-        self._copied = yield from start.settle(weights)
-        if weights and start.unfilled is None:
-            weights.fill(start.model)
+        """What was built here has equal values on all ranks, those of the job's files if it has some."""
+        if self._model is None:
+            return
+        weights = yield from agree_on_weights(self._job, self._model, self._context.world)
+        self._copied = yield from copy_from_first_rank(self._model, self._context, weights)
+        if weights:
+            weights.fill(self._model)
 
-    def given(self, lowered: NamedParameters, function: Callable[[NamedParameters], T]) -> T:
+    def given(
+        self, lowered: NamedParameters, function: Callable[[NamedParameters], T], without_values: Callable[[NamedParameters], T | None],
+    ) -> Steps[T]:  # fmt: skip
         """What `function` returns for `whole`, as `StartingModel.given`; lowered: the parameters themselves."""
         assert [name for name, _ in lowered] == [name for name, _ in self.whole]
-        return self._start.given(self.whole, function)
+        return (yield from self._start.given(self.whole, function, without_values))
 
     def open(
         self, exchange: Exchange, named: NamedParameters, lowered: NamedParameters, shards: Shards, made: UserOptimizers,
@@ -90,8 +94,6 @@ class MasterValues:
         def start() -> None:
             _check({name for name, _ in lowered}, refused, made)
             self._fill(masters, shards)
-            if not self._is_resumed:
-                masters.check_start()
 
         for name, each in self.whole if any(reach != "element" for reach in made.reaches) else ():
             if name in shards.pieces:  # one that keeps all of it has it in memory
@@ -100,15 +102,13 @@ class MasterValues:
         return WithMasters(exchange, masters, context.groups["dp"], context.readers, self._copied)
 
     def _fill(self, masters: Masters, shards: Shards) -> None:
-        if self._is_resumed:
-            return
         copies = [(each.name, each.start, each.stop, each.data()) for each, _ in masters.copies()]
         if unfilled := self._start.unfilled:
-            unfilled.fill_copies(copies, shards)
-            return
-        state = state_of(self._start.model)
-        for name, start, stop, memory in copies:
-            memory.copy_(shards.take(name, state[name].detach()).reshape(-1)[start:stop])
+            unfilled.fill_copies(copies)
+        elif self._model is not None:
+            state = state_of(self._model)
+            for name, start, stop, memory in copies:
+                memory.copy_(shards.take(name, state[name].detach()).reshape(-1)[start:stop])
 
 
 def _check(trained: Collection[str], refused: Sequence[Collection[str]], made: UserOptimizers) -> None:

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from meshloom.comm.group import Group
 from meshloom.comm.objects import collect
 from meshloom.comm.steps import Steps
-from meshloom.core.errors import JobError
 from meshloom.core.job import NamedParameters
 from meshloom.core.losses.loss_scale import Divisor
 from meshloom.exchange.exchange import AroundExchange, Emit, Exchange, Slice
@@ -92,14 +91,6 @@ class Masters:
             if not torch.equal(master.data().to(slice_.parameter.dtype), slice_.read()):
                 return master.name
         return None
-
-    def check_start(self) -> None:
-        """Raises `JobError` if parameters do not start as the rounding of their masters."""
-        if (name := self.wrong()) is not None:
-            raise JobError(
-                f"{name} has other values each time the model function builds the model, and in bfloat16 each rank builds it twice: once rounded, and once for the "
-                "float32 copies that it updates. Let the function's values depend on torch's, numpy's and Python's own generators alone, or on Job(weights=...)."
-            )
 
 
 class WithMasters(AroundExchange):

@@ -1,9 +1,8 @@
 """Captures a job's loss by shapes: for a model of any size, on any machine, for any device.
 
-The model's construction is recorded, as ranks do it (`parameters/construction/`), so it takes no memory and may read
-values. Its parameters and buffers are then replaced by fake tensors, which have none, to export the loss. Where it
-cannot be recorded (a tensor that is larger than the machine's memory) it is built with fake tensors; small ones
-have values meanwhile, because constructors read them: `torch.linspace(0, 0.1, 12)[3].item()`.
+The model is built without the values of its parameters, as ranks do it (`parameters/values/building.py`); buffers and what else
+constructors compute are real: `torch.linspace(0, 0.1, 12)[3].item()`. Where it needs them it is built with them. Its parameters
+and buffers are then replaced by fake tensors, which have no memory, to export the loss.
 """
 
 from __future__ import annotations
@@ -17,18 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor, FakeTensorMode
-from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from meshloom.core.errors import CaptureError, MeshloomError
 from meshloom.core.job import Job
 from meshloom.data.to_device import lifted
-from meshloom.parameters.unfilled_model import UnfilledModel, record_unfilled
+from meshloom.parameters.values.building import NotDescribableError, described
 from meshloom.program.capture.causal_masks import with_causal_attention
 from meshloom.program.ir.leaves import Leaves, leaves_of
-from meshloom.program.ir.lines import describe_line, line_of_error
 from meshloom.program.ir.nodes import Node
 from meshloom.program.ir.program import Program
 from meshloom.program.ir.replaced import replaced
@@ -45,7 +39,6 @@ from meshloom.program.trace.repeated_export import (
     with_shortcuts,
 )
 
-SMALL = 4096  # elements of a fake model's tensors that have values
 Built = tuple[nn.Module, FakeTensorMode]
 
 
@@ -67,7 +60,7 @@ def capture_shapes(
     device: of the program; it need not exist. Code takes its CPU branches, and autocast casts as on the CPU.
     kept: returns the program for the fake model and batch, from a cache or by calling its last argument.
     built: returns the model, unused so far, likewise.
-    Raises `CaptureError` if there is no program, or if a constructor that cannot be recorded needs values of large tensors.
+    Raises `CaptureError` if there is no program.
     """
     leaves = leaves_of(batch)
     check_tensors(leaves)
@@ -100,10 +93,11 @@ def model_by_shapes(job: Job, dtype: torch.dtype | None, *, training: bool) -> B
     dtype: as in `capture_shapes`.
     """
     mode = fake_mode(static_shapes=True, allow_non_fake_inputs=True)
-    found = record_unfilled(partial(build_model, job, None, training=training), torch.device("cpu"))
-    if isinstance(found, UnfilledModel):
-        found.fill_attributes()
-    model = found.model if isinstance(found, UnfilledModel) else _build_fake(job, mode, training=training)
+    build = partial(build_model, job, None, training=training)
+    try:
+        model = described(build)
+    except NotDescribableError:
+        model = build()
     _convert(model, mode, dtype)
     return model, mode
 
@@ -118,63 +112,6 @@ def on_cpu(device: torch.device) -> Iterator[None]:
 def moved_to(program: Program, device: torch.device) -> Program:
     """A program captured on the CPU, as one of `device`."""
     return replace(program, nodes=tuple(_node_on(node, device) for node in program.nodes), device=device)
-
-
-def _build_fake(job: Job, mode: FakeTensorMode, *, training: bool) -> nn.Module:
-    try:
-        with _SmallAreReal(mode), _truncated_in_one_draw():
-            return build_model(job, None, training=training)
-    except MeshloomError:
-        raise
-    except Exception as error:
-        first = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise CaptureError(
-            f"The model cannot be built by shapes alone at {describe_line(line_of_error(error.__traceback__))}: {type(error).__name__}: {first[:160]}. "
-            "Build it without capturing the values of large tensors (.item(), .numpy(), SciPy), or capture it from real batches."
-        ) from error
-
-
-def _truncated_in_one_draw() -> AbstractContextManager[None]:
-    """Makes `trunc_normal_` draw once; it repeats until all values fit, which is unknown of fake values."""
-    init: Any = torch.nn.init
-    draw = init._no_grad_trunc_normal_
-
-    def once(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return tensor if isinstance(tensor, FakeTensor) else draw(tensor, *args, **kwargs)
-
-    return replaced(init, "_no_grad_trunc_normal_", once)
-
-
-class _SmallAreReal(TorchDispatchMode):
-    """Operators return fake tensors, except those with only real inputs and small results: these run."""
-
-    def __init__(self, mode: FakeTensorMode) -> None:
-        super().__init__()
-        self._mode = mode
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        kwargs = dict(kwargs or {})
-        given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
-        real = not any(isinstance(each, FakeTensor) for each in given)
-        if real and given and (func._schema.is_mutable or _LOOKS_AT_VALUES & set(func.tags)):
-            return func(*args, **kwargs)
-        if _LOOKS_AT_VALUES & set(func.tags):
-            if func in _CHECKS:
-                return True
-            raise DataDependentOutputException(func)
-        with self._mode:
-            value = func(*args, **kwargs)
-        results = [each for each in tree_leaves(value) if isinstance(each, Tensor)]
-        if real and all(each.numel() <= SMALL for each in results):
-            return func(*args, **kwargs)
-        return value
-
-
-_LOOKS_AT_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
-# parametrizations call these on their matrices
-_CHECKS = {torch.ops.aten.allclose.default, torch.ops.aten.equal.default}
 
 
 def _convert(model: nn.Module, mode: FakeTensorMode, dtype: torch.dtype | None) -> None:

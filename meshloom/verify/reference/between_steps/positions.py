@@ -25,7 +25,7 @@ from meshloom.core.random import (
     sample_seed,
     seed_torch,
 )
-from meshloom.parameters.keyed_init import call_model
+from meshloom.parameters.values.keyed_init import call_model
 from meshloom.telemetry.best_metric import BestMetric
 from meshloom.verify.reference.reference import Reference
 from meshloom.verify.reference.samples_of_epoch import read_batches
