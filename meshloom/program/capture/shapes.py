@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from meshloom.core.job import Job
 from meshloom.data.to_device import lifted
-from meshloom.parameters.values.building import NotDescribableError, described
+from meshloom.parameters.values.building import READS, NotDescribableError, described
 from meshloom.program.capture.causal_masks import with_causal_attention
 from meshloom.program.ir.leaves import Leaves, leaves_of
 from meshloom.program.ir.nodes import Node
@@ -93,13 +93,23 @@ def model_by_shapes(job: Job, dtype: torch.dtype | None, *, training: bool) -> B
     dtype: as in `capture_shapes`.
     """
     mode = fake_mode(static_shapes=True, allow_non_fake_inputs=True)
-    build = partial(build_model, job, None, training=training)
-    try:
-        model = described(build)
-    except NotDescribableError:
-        model = build()
+    model = _without_values(partial(build_model, job, None, training=training))
     _convert(model, mode, dtype)
     return model, mode
+
+
+def _without_values(build: Callable[[], nn.Module]) -> nn.Module:
+    """With parameters on the meta device; with everything there, where one of them does not fit into the memory; or with the
+    values that constructors read."""
+    try:
+        return described(build)
+    except NotDescribableError:
+        pass
+    try:
+        with torch.device("meta"):
+            return build()
+    except READS:
+        return build()
 
 
 @contextmanager
