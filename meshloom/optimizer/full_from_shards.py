@@ -25,6 +25,7 @@ from meshloom.comm.group import Work
 from meshloom.comm.pieces import Pieces
 from meshloom.comm.steps import Steps
 from meshloom.parameters.shards import Shards
+from meshloom.parameters.values.building import give_memory
 from meshloom.telemetry.traffic import ExpectedBytes, Traffic
 
 _Direction = Literal["to keeper", "back"]
@@ -54,6 +55,9 @@ class FullFromShards:
         self._dtypes = sorted({each.shard.dtype for each in entries}, key=str)
         self._up_to_date = False  # whether the keepers have the shards' values
         self._times_fetched = 0  # the shards' values
+        for each in entries:
+            if each.full is not None:
+                give_memory(each.full)  # its values come with the first gradients
 
     def invalidate(self) -> None:
         """The shards have new values that no update made: the keepers fetch them again."""
