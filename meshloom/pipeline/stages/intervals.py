@@ -124,8 +124,8 @@ class Intervals:
         self._parameters = _Used((self.uses[name], program.parameters[name].meta) for name in trained)
         self._state = self._spans((uses, self._bytes[name]) for name, uses in self.uses.items())
         self._kept = self._spans_of_kept(kept)
-        self._received, self._handed_back = _Spans(self.num_nodes), _Spans(self.num_nodes)
-        self._sent, self._returned = _Spans(self.num_nodes), _Spans(self.num_nodes)
+        self._received, self._handed_back = _Spans(), _Spans()
+        self._sent, self._returned = _Spans(), _Spans()
         self._add_crossings()
         self.places = self._places()
         self.until = lru_cache(128)(self._until)  # searches revisit few of them
@@ -209,7 +209,7 @@ class Intervals:
         return {name: sorted(found) for name, found in users.items()}
 
     def _spans(self, things: Iterable[tuple[Sequence[int], float]]) -> _Spans:
-        spans = _Spans(self.num_nodes)
+        spans = _Spans()
         for uses, size in things:
             spans.add_uses(uses, size)
         return spans
@@ -226,7 +226,7 @@ class Intervals:
                 if each.memory not in given:
                     keepers.setdefault(each.memory, []).append(number)
                     sizes[each.memory] = each.num_bytes
-        spans = _Spans(self.num_nodes)
+        spans = _Spans()
         for memory, numbers in keepers.items():
             owner = memory.partition(":")[0]
             if owner in self._free:
@@ -269,8 +269,7 @@ class Intervals:
 class _Spans:
     """Items that count in stages [start, end) with after < start <= upto and end > when; upto <= when."""
 
-    def __init__(self, num_nodes: int) -> None:
-        self._num_nodes = num_nodes
+    def __init__(self) -> None:
         self._found: list[tuple[int, int, int, float]] = []  # when, after, upto, size
         self._columns: tuple[numpy.ndarray, numpy.ndarray, numpy.ndarray, numpy.ndarray] | None = None
 
