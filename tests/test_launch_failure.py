@@ -82,7 +82,7 @@ def test_a_mode_of_ours_that_calls_the_users_operator_has_no_part_in_its_error()
         return nn.Linear(1, 1)
 
     def called() -> None:
-        with KeyedDraws(0):
+        with KeyedDraws():
             build()
 
     lines = own_lines(_caught(called))
