@@ -77,14 +77,16 @@ class WholeModel(InitialValues):
 
     def _take_attributes(self, model: nn.Module) -> None:
         """Plain values and tensors that modules have as attributes, where they depend on draws or parameters."""
-        owned = {each.untyped_storage()._cdata for each in model.parameters() if each.layout == torch.strided}
+        owned = {
+            each.untyped_storage().data_ptr() for each in model.parameters() if each.layout == torch.strided
+        }
         for path, module in model.named_modules(remove_duplicate=False):
             mine = self._attributes[path]
             for name, value in _attributes_of(module).items():
                 if name not in mine or not _differs(mine[name], value):
                     continue
                 is_computed = isinstance(mine[name], Tensor) and mine[name].is_meta
-                if is_computed and (self._is_program or value.untyped_storage()._cdata in owned):
+                if is_computed and (self._is_program or value.untyped_storage().data_ptr() in owned):
                     continue  # anew before each forward, as by a hook of weight_norm
                 if self._is_program:
                     raise JobError(
@@ -139,4 +141,4 @@ def _differs(mine: Any, other: Any) -> bool:
         if mine.is_meta or mine.shape != other.shape or mine.dtype != other.dtype:
             return True
         return int(digest(mine)) != int(digest(other))
-    return type(mine) is not type(other) or (mine != other and (mine == mine or other == other))
+    return type(mine) is not type(other) or bool(mine != other and (mine == mine or other == other))
