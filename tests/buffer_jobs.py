@@ -1,5 +1,5 @@
 """Jobs whose training forward reads buffers that it writes, and a plain loop that trains them by the rule of
-docs/buffers.md."""
+docs/contract.md."""
 
 from __future__ import annotations
 

@@ -64,24 +64,6 @@ class Bytes(torch.utils.data.Dataset):
 SCENES = {
     "docs/guide.md": (LANGUAGE_MODEL, "assert loss > 0"),
     "docs/asynchronous.md": (TORCH, "assert job.steps == 2"),
-    "docs/buffers.md": (
-        TORCH
-        + """
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-model = nn.Module()
-model.teacher, model.student = nn.Linear(2, 2), nn.Linear(2, 2)
-start = model.teacher.weight.clone()
-job = replace(job, model=lambda: nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3)))
-""",
-        """
-assert torch.allclose(model.teacher.weight, 0.99 * start + 0.01 * model.student.weight)
-masked = MaskedConvolution(1, 1, 3)
-masked.mask = torch.tensor([1.0, 0.0, 0.0]).expand(1, 1, 3, 3)
-masked(torch.ones(1, 1, 4, 4))
-assert not masked.weight[..., 1:].any()
-assert all(average.n_averaged == 2 for average in averages)
-""",
-    ),
     "docs/memory.md": (
         TORCH
         + """

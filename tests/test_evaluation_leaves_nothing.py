@@ -99,7 +99,7 @@ def test_losses_are_those_of_a_run_that_does_not_evaluate(how: str):
         assert losses == right and not silent, plan
         assert all(each["loss"] == each["again"] for each in metrics)  # both found what training has left
         told = [
-            f"Metrics write {NAMES[how]}, which is put back after each of them: training goes on as without an evaluation (docs/buffers.md)."
+            f"Metrics write {NAMES[how]}, which is put back after each of them: training goes on as without an evaluation (docs/contract.md)."
         ]
         assert said == told
 

@@ -1,5 +1,5 @@
 """Trained parameters that a forward or a loss writes: what every forward leaves alike is one device's; the rest is refused
-by name before the first step, with the reason (docs/buffers.md)."""
+by name before the first step, with the reason (docs/contract.md)."""
 
 from __future__ import annotations
 

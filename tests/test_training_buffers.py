@@ -93,7 +93,7 @@ def test_the_rule_is_said_in_one_line_where_a_job_needs_it(capsys: pytest.Captur
     trained("moco", "dp=2")
     assert capsys.readouterr().err.splitlines()[1:] == [
         "meshloom: Of queue, labels, pointer a step keeps what its last chunk left. Another rule is said by the job, like "
-        'Job(buffers={"queue": "sum"}) or ml.ema(0.99) (docs/buffers.md).'
+        'Job(buffers={"queue": "sum"}) or ml.ema(0.99) (docs/contract.md).'
     ]
     trained("moco", "dp=1")
     trained("dino", "dp=2")

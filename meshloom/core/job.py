@@ -151,13 +151,13 @@ class Job:
     buffers: by what rule buffers, and parameters that no gradient trains but a step writes, are merged over the chunks of a step:
         names or patterns of names -> "last" (what the last chunk left), "sum", `ml.ema(decay)`, or a function of (the buffer
         as the step found it, what each chunk left). The first pattern that fits counts. Others keep what the last chunk left;
-        torch's norm layers need no rule (docs/buffers.md).
+        torch's norm layers need no rule (docs/contract.md).
     units: names or types of the modules whose parameters zero=3 gathers together; () gathers all at once. None:
         blocks that repeat, and modules with large parameters.
     rules: sharding rules of custom operators: operator -> its dims, like
         `{"mylib::swiglu": "b* f, b* f -> b* f"}` (docs/rules.md).
     leaves: names or types of modules that tp, pp and recomputation run as written, whole, as one operator each
-        (docs/opaque.md); small modules that cannot be captured are leaves without being named. opaque: its old name.
+        (docs/contract.md); small modules that cannot be captured are leaves without being named. opaque: its old name.
 
     Modules train in the mode in which `model` returned them, in every step and under every plan: a submodule
     in evaluation mode (batch norm with frozen statistics) stays so. A model that is itself in evaluation

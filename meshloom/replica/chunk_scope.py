@@ -29,7 +29,7 @@ from meshloom.replica.buffers.merged_buffers import RunningStatistics
 from meshloom.replica.model_state import ModelState, shown_names
 from meshloom.telemetry.traffic import ExpectedBytes
 
-_UNCHANGED = "Metrics write {}, which is put back after each of them: training goes on as without an evaluation (docs/buffers.md)."
+_UNCHANGED = "Metrics write {}, which is put back after each of them: training goes on as without an evaluation (docs/contract.md)."
 
 
 class Observer(Protocol):

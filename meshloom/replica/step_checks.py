@@ -128,7 +128,7 @@ def frozen_kept(frozen: NamedParameters, *, alone: bool) -> Iterator[None]:
         if _writes(parameter) != writes:
             raise TrainingError(
                 f"{name} is not trained, and the loss wrote it in this step: each replica would write its own. Say by which rule the chunks of a step write it, "
-                f'like Job(buffers={{"{name}": ml.ema(0.99)}}), "last" or "sum" (docs/buffers.md).'
+                f'like Job(buffers={{"{name}": ml.ema(0.99)}}), "last" or "sum" (docs/contract.md).'
             )
 
 

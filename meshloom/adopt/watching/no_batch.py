@@ -34,7 +34,7 @@ def no_batch(script: Script) -> UntranslatedError:
     if (left := _left_for_next(script)) is not None:
         line, name = left
         return line.refuse(
-            f"{name!r} goes from one batch to the next. Keep it, without gradients, in a buffer of the model (docs/buffers.md), train with one chunk a step, "
+            f"{name!r} goes from one batch to the next. Keep it, without gradients, in a buffer of the model (docs/contract.md), train with one chunk a step, "
             "and let batches have one row a sample."
         )
     loops = [

@@ -2,7 +2,7 @@
 
 What each replica's chunks leave is gathered once a step and merged in chunk order on every replica, in the same
 arithmetic, so that the results have the same bits. Of torch's norm layers that is what one device has that runs all
-chunks in order; of other buffers it is what the job declares (docs/buffers.md).
+chunks in order; of other buffers it is what the job declares (docs/contract.md).
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ def _undeclared(names: list[str], *, joined: bool) -> str:
     which = "chunk" if not joined else "chunk's last replica"
     return (
         f"Of {', '.join(names[:3])}{more} a step keeps what its last {which} left. Another rule is said by the job, like "
-        f'Job(buffers={{"{names[0]}": "sum"}}) or ml.ema(0.99) (docs/buffers.md).'
+        f'Job(buffers={{"{names[0]}": "sum"}}) or ml.ema(0.99) (docs/contract.md).'
     )
 
 

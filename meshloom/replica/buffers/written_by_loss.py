@@ -223,7 +223,7 @@ def _check_frozen(names: Sequence[str], job: Job, plan: Plan) -> None:
         more = f" and {len(undeclared) - 1} more" if len(undeclared) > 1 else ""
         raise JobError(
             f"{name}{more} is not trained, and a step writes it. Say by which rule the chunks of a step write it: "
-            f'Job(buffers={{"{pattern}": ml.ema(0.99)}}) with the decay that the loss has, "last" or "sum" (docs/buffers.md).'
+            f'Job(buffers={{"{pattern}": ml.ema(0.99)}}) with the decay that the loss has, "last" or "sum" (docs/contract.md).'
         )
 
 
@@ -263,7 +263,7 @@ def _notes(found: WrittenBesides, plan: Plan) -> list[str]:
     if found.settled:
         more = f" and {len(found.settled) - 1} more" if len(found.settled) > 1 else ""
         notes.append(
-            f"The forward writes {next(iter(found.settled))}{more}, which is trained, the same in every chunk: each replica writes its own copy (docs/buffers.md)."
+            f"The forward writes {next(iter(found.settled))}{more}, which is trained, the same in every chunk: each replica writes its own copy (docs/contract.md)."
         )
     if found.settled and plan.zero == 3:
         notes.append(

@@ -147,7 +147,7 @@ def _evaluating(reference: Reference) -> Iterator[tuple[Any, BeforeMetrics]]:
 @contextmanager
 def _tables_kept(model: nn.Module) -> Iterator[None]:
     """A context at whose end trained tables with max_norm are as they were: torch scales the rows that are looked up in the weight
-    itself, in evaluations too, and a run doesn't (docs/buffers.md)."""
+    itself, in evaluations too, and a run doesn't (docs/contract.md)."""
     functions: Any = torch
     of_torch = functions.embedding_renorm_
     trained = {each.data_ptr(): each for each in model.parameters() if each.requires_grad}

@@ -1,4 +1,4 @@
-"""What metrics write to buffers and attributes, put back: a second implementation of the rule in docs/buffers.md, which waits for no sign of a
+"""What metrics write to buffers and attributes, put back: a second implementation of the rule in docs/contract.md, which waits for no sign of a
 write and compares everything."""
 
 from __future__ import annotations
