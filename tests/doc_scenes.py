@@ -75,18 +75,6 @@ chunks = [batch] * 4
 """,
         "assert predict_memory(program, job.optimizer, microbatches=4).peak > 0",
     ),
-    "docs/messages.md": (
-        """
-import torch
-from meshloom.comm.messaging.endpoint import Endpoint
-from meshloom.comm.messaging.keys import make_keys
-from meshloom.comm.messaging.sockets import Joined, Lost, ReceivedMessage
-from meshloom.comm.messaging.wire_format import FrameLimits, Header
-PUSH, PARAMETERS = 1, 2
-parameters = [torch.zeros(2)]
-""",
-        "assert server.public != worker.public",
-    ),
     "docs/several_losses.md": (
         TORCH
         + """
@@ -101,10 +89,6 @@ def generator_loss(model, batch):
     return -model.critic(model.generator(batch[:, :2])).mean()
 pictures = lambda: torch.ones(64, 4)
 clamp_weights = lambda optimizer, args, kwargs: [p.data.clamp_(-0.01, 0.01) for g in optimizer.param_groups for p in g["params"]]
-model = GAN()
-critic_optimizer = torch.optim.SGD(model.critic.parameters(), lr=0.1)
-generator_optimizer = torch.optim.SGD(model.generator.parameters(), lr=0.1)
-loader = [torch.ones(8, 4)]
 """,
         """
 critic = GAN().critic
