@@ -24,12 +24,11 @@ from meshloom.comm.group import Group, ReduceOp, Work
 from meshloom.comm.moves import Move
 from meshloom.comm.reductions import combine, divide
 
-CHUNK_BYTES = 2**20  # docs/rings.md has what others take
+CHUNK_BYTES = 2**20  # benchmarks/rings has what others take
 _AHEAD = 8  # receives that are posted before they are needed
 
 # an operation of several messages: it yields each work that must have finished before it can continue
 Waits = Generator[Work, None, None]
-
 
 def in_chunks(moves: Sequence[Move], chunk: int) -> list[Move]:
     """The same moves in pieces of at most `chunk` elements, in an order that can be run one by one: each send
@@ -69,7 +68,6 @@ def in_chunks(moves: Sequence[Move], chunk: int) -> list[Move]:
         *(each for piece, then in zip(received, slots[1:], strict=True) for each in (piece, *then)),
     ]
 
-
 def run_moves(group: Group, chunks: Sequence[Move], flat: Tensor, op: ReduceOp) -> Waits:
     """Run the moves of `in_chunks` on `flat` [n], by `send` and `recv` of `group`.
 
@@ -107,7 +105,6 @@ def run_moves(group: Group, chunks: Sequence[Move], flat: Tensor, op: ReduceOp) 
             post(next(expected, None))
     for work in sent:
         yield work
-
 
 @dataclass(frozen=True)
 class _Written:
