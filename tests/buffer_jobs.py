@@ -67,18 +67,6 @@ class Shifted(MoCo):
         self.labels = torch.cat([keys.argmax(1), self.labels])[:11]
 
 
-class Sliced(MoCo):
-    """The published form: the pointer becomes a Python number, and keys go where they fit. Only a module as
-    it is can run it."""
-
-    def enqueue(self, keys: Tensor) -> None:
-        at = int(self.pointer)
-        count = min(len(keys), 11 - at)
-        self.queue[:, at : at + count] = keys[:count].T
-        self.labels[at : at + count] = keys[:count].argmax(1)
-        self.pointer[0] = (at + count) % 11
-
-
 class DINO(nn.Module):
     """The teacher's outputs are centred by a moving average of themselves."""
 

@@ -123,7 +123,7 @@ def compare(
     named = dict(subject.model.named_parameters())
     parameters = [
         {
-            name: _selected(each.detach(), _held(part.parameters[name], rank))
+            name: selected(each.detach(), _held(part.parameters[name], rank))
             .clone()
             .requires_grad_(each.requires_grad)
             for name, each in named.items()
@@ -132,7 +132,7 @@ def compare(
     ]
     buffers = [
         {
-            name: _selected(each.detach(), _held(part.buffers[name], rank)).clone()
+            name: selected(each.detach(), _held(part.buffers[name], rank)).clone()
             for name, each in subject.model.named_buffers()
         }
         for rank in ranks
@@ -174,14 +174,14 @@ def _gradients(
         pieces = part.parameters[name]
         index = [_held(pieces, rank) for rank in range(pieces.num_ranks)]
         found = [
-            each if each is not None else torch.zeros_like(_selected(expected, index[rank]))
+            each if each is not None else torch.zeros_like(selected(expected, index[rank]))
             for rank, each in enumerate(found)
         ]
         holders = torch.zeros(expected.shape)
         total = torch.zeros_like(expected)
         for rank, each in enumerate(found):
-            _add(holders, index[rank], torch.ones(each.shape))
-            _add(total, index[rank], each)
+            add_part(holders, index[rank], torch.ones(each.shape))
+            add_part(total, index[rank], each)
         variable = subject.program.parameters[name]
         if part.choice.input_placements[variable.value] == INVARIANT:
             for rank, each in enumerate(found):
@@ -201,7 +201,7 @@ def _buffers(
     for name, expected in subject.buffers.items():
         for rank, row in enumerate(buffers):
             yield (
-                _error(row[name], _selected(expected, _held(part.buffers[name], rank)), 1e-3),
+                _error(row[name], selected(expected, _held(part.buffers[name], rank)), 1e-3),
                 f"buffer {name} on rank {rank}",
             )
 
@@ -216,13 +216,13 @@ def _held(pieces: Pieces, rank: int) -> list[Tensor]:
     ]
 
 
-def _selected(tensor: Tensor, index: list[Tensor]) -> Tensor:
+def selected(tensor: Tensor, index: list[Tensor]) -> Tensor:
     for dim, each in enumerate(index):
         tensor = tensor.index_select(dim, each)
     return tensor
 
 
-def _add(into: Tensor, index: list[Tensor], part: Tensor) -> None:
+def add_part(into: Tensor, index: list[Tensor], part: Tensor) -> None:
     if index:
         into[torch.meshgrid(*index, indexing="ij")] += part
     else:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import meshloom as ml
 from tests.jobs import MLP, class_loss, make_job, vectors
@@ -16,11 +16,6 @@ job = replace(
     tokens_per_sample=7,
     evaluate=ml.Evaluate(partial(vectors, 10), {"loss": class_loss}, every=2),
 )
-
-
-def unequal(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """A loss that a plan cannot keep: it depends on how many samples a chunk has."""
-    return class_loss(model, batch) * len(batch["x"])
 
 
 SOURCE = torch.Generator().manual_seed(1)

@@ -207,6 +207,11 @@ def class_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return F.cross_entropy(model(batch["x"]), batch["y"])
 
 
+def own_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """The loss that the model computes itself when it is given labels."""
+    return model(**batch).loss
+
+
 def token_loss(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     """Cross-entropy summed over the tokens that count, and how many those are."""
     total = F.cross_entropy(

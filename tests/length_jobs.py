@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from meshloom.core.job import Job
+from tests.jobs import token_loss
 
 WORDS = 97
 
@@ -58,14 +59,6 @@ class Texts(nn.Module):
         )
 
 
-def next_word(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Summed over the words that count, and how many those are."""
-    total = F.cross_entropy(
-        model(batch["x"]).flatten(0, 1), batch["y"].flatten(), ignore_index=-100, reduction="sum"
-    )
-    return total, (batch["y"] != -100).sum()
-
-
 class Lengths(torch.utils.data.Dataset[Tensor]):
     """Texts of random words and lengths, drawn for every sample by its number."""
 
@@ -96,7 +89,7 @@ def lengths_job(
     """AdamW; batches of 9, the last one of an epoch smaller. settings: fields of `Job`."""
     given: dict[str, Any] = {
         "model": lambda: Texts(longest=max(longest, 64), dropout=dropout),
-        "loss": next_word,
+        "loss": token_loss,
         "data": lambda: Lengths(num_samples, shortest, longest),
         "collate": padded,
         "batch_size": 9,

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from meshloom.core.job import Job
+from tests.jobs import own_loss
 
 BATCH = 4
 
@@ -48,11 +49,6 @@ OPTIMIZERS: Mapping[str, Any] = {
     "sgd": lambda named: torch.optim.SGD(named, lr=1e-2, momentum=0.9),
     "adafactor": lambda named: torch.optim.Adafactor(named),
 }
-
-
-def own_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """The one that the model computes itself."""
-    return model(**batch).loss
 
 
 def _transformers(model: str, batch: Callable[[torch.Generator], dict[str, Tensor]], **settings: Any) -> Case:

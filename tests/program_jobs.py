@@ -16,6 +16,17 @@ Batch = Callable[[torch.Generator], Any]
 Model = tuple[Callable[[], nn.Module], Callable[[nn.Module, Any], Any], Batch]
 
 
+class Loss(nn.Module):
+    """A job's loss, to be exported by hand."""
+
+    def __init__(self, model: nn.Module, loss: Any) -> None:
+        super().__init__()
+        self.model, self.loss = model, loss
+
+    def forward(self, batch: Any) -> Any:
+        return self.loss(self.model, batch)
+
+
 def mean_square(model: nn.Module, batch: Any) -> Tensor:
     """Mean square of the output: every element has a gradient."""
     output = model(batch["x"])

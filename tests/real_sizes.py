@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 import meshloom as ml
 from meshloom.core.objectives import Loss
-from tests.jobs import Samples
+from tests.jobs import Samples, own_loss
 
 NUM_SAMPLES = 4
 BATCH = 2
@@ -61,11 +61,6 @@ def built(name: str, **settings: Any) -> nn.Module:
 
     kind: Any = getattr(transformers, name)
     return kind(kind.config_class(**settings))
-
-
-def own_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """The loss that the model computes itself when it is given labels."""
-    return model(**batch).loss
 
 
 def loss_of_labels(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:

@@ -32,6 +32,7 @@ from meshloom.tensor_parallel.partition import partition
 from meshloom.tensor_parallel.rules.table import Rules
 from meshloom.tensor_parallel.search.choose import DivisionChoice
 from meshloom.tensor_parallel.search.strategies import Strategy, strategies_of
+from tests.division import add_part, selected
 from tests.rule_calls import Chance, OneCall
 
 # float64; sums of a few hundred terms in another order, some of them through square roots and logarithms
@@ -319,19 +320,6 @@ def _indices(
     ]
 
 
-def _selected(tensor: Tensor, index: Index) -> Tensor:
-    for dim, each in enumerate(index):
-        tensor = tensor.index_select(dim, each)
-    return tensor
-
-
-def _added(into: Tensor, index: Index, part: Tensor) -> None:
-    if index:
-        into[torch.meshgrid(*index, indexing="ij")] += part
-    else:
-        into += part
-
-
 def _addends(tensor: Tensor, count: int, chance: Chance) -> list[Tensor]:
     made = [chance.normal(*tensor.shape).to(tensor.dtype) for _ in range(count - 1)]
     return [*made, tensor - sum(made)]
@@ -341,7 +329,7 @@ def _given(tensor: Tensor, placement: Placement, held: list[Index], chance: Chan
     """What the ranks hold of a value."""
     if placement == PARTIAL:
         return _addends(tensor, len(held), chance)
-    return [_selected(tensor, index).clone() for index in held]
+    return [selected(tensor, index).clone() for index in held]
 
 
 def _gradients(gradient: Tensor, placement: Placement, held: list[Index], chance: Chance) -> list[Tensor]:
@@ -351,15 +339,15 @@ def _gradients(gradient: Tensor, placement: Placement, held: list[Index], chance
         return [gradient.clone() for _ in held]
     holders = torch.zeros(gradient.shape, dtype=torch.long)
     for index in held:
-        _added(holders, index, torch.ones_like(_selected(holders, index)))
+        add_part(holders, index, torch.ones_like(selected(holders, index)))
     left, remaining = holders.clone(), gradient.clone()
     given: list[Tensor] = []
     for index in held:
-        mine, last = _selected(remaining, index), _selected(left, index) == 1
+        mine, last = selected(remaining, index), selected(left, index) == 1
         each = torch.where(last, mine, chance.normal(*mine.shape).to(mine.dtype))
         given.append(each)
-        _added(remaining, index, -each)
-        _added(left, index, -torch.ones_like(last, dtype=torch.long))
+        add_part(remaining, index, -each)
+        add_part(left, index, -torch.ones_like(last, dtype=torch.long))
     return given
 
 
@@ -370,7 +358,7 @@ def _compare_value(
         _same(sum(each.detach() for each in found), whole, what)
         return
     for rank, (each, index) in enumerate(zip(found, held, strict=True)):
-        _same(each, _selected(whole, index), f"{what} on rank {rank}")
+        _same(each, selected(whole, index), f"{what} on rank {rank}")
 
 
 def _compare_gradient(
@@ -379,7 +367,7 @@ def _compare_gradient(
     if isinstance(placement, Part):
         total = torch.zeros_like(whole)
         for each, index in zip(found, held, strict=True):
-            _added(total, index, each)
+            add_part(total, index, each)
         _same(total, whole, what, bits)
         return
     for rank, each in enumerate(found):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from jobs import MODELS, make_job
-from program_jobs import OWN, TRANSFORMERS, Model
+from program_jobs import OWN, TRANSFORMERS, Loss, Model
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import default_collate
@@ -222,17 +222,6 @@ def test_user_module_is_untouched():
 
 
 # --- The traps of raw exports: each seen there, and gone.
-
-
-class Loss(nn.Module):
-    """What one would export by hand."""
-
-    def __init__(self, model: nn.Module, loss: Any) -> None:
-        super().__init__()
-        self.model, self.loss = model, loss
-
-    def forward(self, batch: Any) -> Any:
-        return self.loss(self.model, batch)
 
 
 def raw(model: nn.Module, loss: Any, batch: Any) -> Any:

@@ -26,8 +26,7 @@ from meshloom.program.operators.linears import GatheredLinears
 from meshloom.tensor_parallel.division import Division
 from meshloom.tensor_parallel.sent_bytes import SentCollective, sent_at_step_end, sent_in_chunk
 from meshloom.train.trainer import Trainer
-from tests.families.family import own_loss
-from tests.jobs import Samples
+from tests.jobs import Samples, own_loss
 
 pytestmark = [
     pytest.mark.long,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import meshloom as ml
@@ -12,7 +11,7 @@ from meshloom.core.plan import Plan
 from meshloom.replica.model_state import ModelState
 from meshloom.verify.findings import lines_of
 from meshloom.verify.run import verify
-from tests.jobs import vectors
+from tests.jobs import class_loss, vectors
 
 
 class Counting(nn.Module):
@@ -61,14 +60,10 @@ NAMES = {
 }
 
 
-def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    return F.cross_entropy(model(batch["x"]), batch["y"])
-
-
 def job(how: str) -> ml.Job:
     return ml.Job(
-        model=lambda: Counting(how), loss=loss, data=vectors, batch_size=12, steps=4, optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
-        evaluate=ml.Evaluate(lambda: vectors(10), {"loss": loss, "again": lambda model, batch: loss(model, batch)}, 2),
+        model=lambda: Counting(how), loss=class_loss, data=vectors, batch_size=12, steps=4, optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
+        evaluate=ml.Evaluate(lambda: vectors(10), {"loss": class_loss, "again": lambda model, batch: class_loss(model, batch)}, 2),
     )  # fmt: skip
 
 
@@ -143,11 +138,11 @@ def test_a_metric_that_toggles_modes_does_so_for_itself():
     def sampled(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         modes.append(model.training)
         model.train()
-        return loss(model, batch)
+        return class_loss(model, batch)
 
     given = job("in place")
     given = ml.Job(
-        model=lambda: nn.Sequential(nn.BatchNorm1d(7), nn.Linear(7, 5)), loss=loss, data=vectors, batch_size=12, steps=1, optimizer=given.optimizer,
+        model=lambda: nn.Sequential(nn.BatchNorm1d(7), nn.Linear(7, 5)), loss=class_loss, data=vectors, batch_size=12, steps=1, optimizer=given.optimizer,
         evaluate=ml.Evaluate(lambda: vectors(10), {"one": sampled, "two": sampled}, 1),
     )  # fmt: skip
     with ml.Trainer(

@@ -13,19 +13,9 @@ from torch.nn import functional as F
 from meshloom.program.capture.capture import capture_module
 from meshloom.program.capture.check import check_against_module
 from meshloom.program.trace.export_patches import ctc_loss_without_values, patched_for_export
+from tests.program_jobs import Loss
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export")]
-
-
-class Loss(nn.Module):
-    """A job's loss, to be exported by hand."""
-
-    def __init__(self, model: nn.Module, loss: Any) -> None:
-        super().__init__()
-        self.model, self.loss = model, loss
-
-    def forward(self, batch: Any) -> Any:
-        return self.loss(self.model, batch)
 
 
 def check(model: nn.Module, loss: Any, batches: list[Any]) -> list[str]:

@@ -16,6 +16,7 @@ from meshloom.exchange.exchange import Exchange
 from meshloom.replica import gradient_completion
 from meshloom.verify.run import verify
 from tests.covering import few
+from tests.jobs import class_loss
 from tests.reports import text_of
 from tests.zoo import integers, job_of, sgd
 
@@ -31,10 +32,6 @@ class Words(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.out(F.relu(self.up(self.norm(self.table(x)).mean(1))))
-
-
-def loss(model: Any, batch: Any) -> Tensor:
-    return F.cross_entropy(model(batch["x"]), batch["y"])
 
 
 @pytest.fixture(params=[False, True])
@@ -63,7 +60,7 @@ def agrees(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> b
 
 def check(model: Any, plan: str, agrees: bool) -> None:
     report = verify(
-        job_of(model, loss, IDS, optimizer=sgd), Plan.parse(plan), devices="simulated", quick=True
+        job_of(model, class_loss, IDS, optimizer=sgd), Plan.parse(plan), devices="simulated", quick=True
     )
     assert report is not None
     said = text_of(report)

@@ -17,7 +17,8 @@ from meshloom.core.job import Evaluate, Job
 from meshloom.replica.replica_state import full_state
 from meshloom.telemetry.progress import Listener
 from meshloom.train.trainer import Trainer
-from tests.length_jobs import Lengths, lengths_job, next_word
+from tests.jobs import token_loss
+from tests.length_jobs import Lengths, lengths_job
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export")]
 
@@ -73,7 +74,7 @@ def test_it_is_evaluated_and_resumed(tmp_path: Path):
     job = lengths_job(
         steps=8,
         checkpoint_every=4,
-        evaluate=Evaluate(data=lambda: Lengths(20, 3, 24), metrics={"loss": next_word}, every=4),
+        evaluate=Evaluate(data=lambda: Lengths(20, 3, 24), metrics={"loss": token_loss}, every=4),
     )
     alone, _ = trained(job, "dp=1")
     plan = "pp=2,microbatches=2,recompute=full"

@@ -22,6 +22,7 @@ from meshloom.core.random import chunk_seed, model_seed, sample_order, seed_ever
 from meshloom.replica.replica_state import full_state
 from meshloom.train.trainer import Trainer
 from meshloom.verify.run import verify
+from tests.jobs import class_loss
 
 STEPS = 4
 EAGER = ["dp=2", "dp=2,zero=1", "dp=2,zero=3"]
@@ -173,13 +174,9 @@ class Jittered(nn.Module):
         return self.head(self.second(self.one(self.other(x))).tanh())
 
 
-def plain(model: nn.Module, batch: Any) -> Tensor:
-    return F.cross_entropy(model(batch["x"]), batch["y"])
-
-
 def leaf_job(model: Any = Jittered, **settings: Any) -> Job:
     sgd = {"optimizer": lambda named: torch.optim.SGD(named, lr=0.1), "drop_last": True}
-    return job_of(model, plain, **sgd, leaves=[Jitter], **settings)
+    return job_of(model, class_loss, **sgd, leaves=[Jitter], **settings)
 
 
 @pytest.mark.parametrize(
@@ -205,7 +202,7 @@ def test_draws_outside_of_leaves_that_are_named_are_refused_in_programs(model: A
     with pytest.raises(
         CaptureError, match=r"draws from random at .*test_python_draws.py:\d+ .*torch.rand.*Job\(leaves="
     ) as refused:
-        Trainer(job_of(model, plain), "tp=2", devices="simulated")
+        Trainer(job_of(model, class_loss), "tp=2", devices="simulated")
     assert refused.value.exit_code == 2
 
 
@@ -224,4 +221,4 @@ def test_a_leaf_that_is_not_named_and_draws_is_refused() -> None:
             self.one = self.other = Branching()
 
     with pytest.raises(CaptureError, match=r"it draws with random or numpy; name it, leaves=\[Branching\]"):
-        Trainer(job_of(Model, plain), "tp=2", devices="simulated")
+        Trainer(job_of(Model, class_loss), "tp=2", devices="simulated")

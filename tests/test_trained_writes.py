@@ -17,6 +17,7 @@ from meshloom.core.job import Job
 from meshloom.core.plan import Plan
 from meshloom.verify.run import verify
 from tests.covering import few
+from tests.jobs import class_loss
 from tests.zoo import integers, job_of, normal
 
 DATA = {"x": normal(1, 7), "y": integers(2, 5)}
@@ -100,15 +101,7 @@ def once(linear: Any, mask: Tensor) -> None:
         linear.bias.data.fill_(0.3)
 
 
-def loss(model: Any, batch: Any) -> Tensor:
-    return F.cross_entropy(model(batch["x"]), batch["y"])
-
-
-def nothing(linear: nn.Linear, mask: Tensor) -> None:
-    pass
-
-
-def between(write: Callable[[nn.Linear, Tensor], None], loss: Any = loss) -> Job:
+def between(write: Callable[[nn.Linear, Tensor], None], loss: Any = class_loss) -> Job:
     return job_of(partial(Between, write), loss, DATA)
 
 

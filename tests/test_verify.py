@@ -3,7 +3,6 @@ should."""
 
 from __future__ import annotations
 
-import io
 import itertools
 import json
 import math
@@ -13,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
@@ -23,23 +21,18 @@ from torch.utils.data import IterableDataset
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
 from meshloom.verify.comparison_run import ComparisonRun
-from meshloom.verify.findings import Report, print_report
+from meshloom.verify.findings import Report
 from meshloom.verify.reference.reference import Reference
 from meshloom.verify.run import verify
 from tests.covering import few
 from tests.jobs import MODELS, OPTIMIZERS, images, make_job, token_loss, vectors
+from tests.reports import text_of
 
 
 def run(job: Job, plan: str, dtype: torch.dtype | None = None, steps: int = 3) -> Report:
     report = verify(job, Plan.parse(plan), devices="simulated", dtype=dtype, steps=steps)
     assert report
     return report
-
-
-def text(report: Report) -> str:
-    stream = io.StringIO()
-    print_report(report, Console(file=stream, width=160))
-    return stream.getvalue()
 
 
 def used_up(report: Report) -> float:
@@ -81,7 +74,7 @@ def test_a_correct_run_passes_with_room_to_spare(model, optimizer, batch_size, d
 def test_without_chunks_that_interact_the_whole_batch_is_the_same():
     report = run(make_job("mlp", "sgd", batch_size=13), "dp=4", torch.float64)
     assert report.whole and report.whole.equal and report.whole.error < 1e-14
-    assert "; on the whole batch: equal (largest error of a gradient " in text(report).splitlines()[0]
+    assert "; on the whole batch: equal (largest error of a gradient " in text_of(report).splitlines()[0]
 
 
 @pytest.mark.long
@@ -93,7 +86,7 @@ def test_why_the_whole_batch_differs_is_said(model, reasons):
     report = run(make_job(model, "sgd"), "dp=2", torch.float64)
     assert report.passed and report.whole and not report.whole.equal
     assert all(reason in report.whole.why for reason in reasons)
-    assert report.whole.why in text(report)
+    assert report.whole.why in text_of(report)
 
 
 class Contrast(nn.Module):
@@ -140,7 +133,7 @@ def test_a_report_is_text_and_json():
         {"place": "Muon", "dtype": "bfloat16", "in_optimizer": True}
     ]
     assert sum(records[-1]["owned"]) == pytest.approx(1.0)
-    shown = text(report)
+    shown = text_of(report)
     assert "EQUAL to one device that runs the same chunks: 3 steps" in shown
     assert "optimizer Muon computes in bfloat16" in shown
     assert "sharded: ranks own 5" in shown
@@ -155,7 +148,7 @@ def test_a_failing_report_names_step_module_and_factor(monkeypatch):
         meshloom.replica.chunk_scope, "chunk_seed", lambda seed, step, chunk: chunk_seed(seed, step, 0)
     )
     report = run(make_job("cnn", "sgd"), "dp=2")
-    shown = text(report)
+    shown = text_of(report)
     assert not report.passed
     first, second, *_ = shown.splitlines()  # above the tables
     assert (
@@ -286,7 +279,7 @@ def test_a_module_that_casts_is_named_and_widens_no_tolerance():
     report = run(replace(make_job("mlp", "sgd"), model=HalfInside), "dp=3", torch.float64)
     assert report.passed
     assert max(error.tolerance for step in report.steps for error in step.errors) < 1e-10
-    assert "module low and the model or loss compute in float32" in text(report)
+    assert "module low and the model or loss compute in float32" in text_of(report)
 
 
 @pytest.mark.long
@@ -329,7 +322,7 @@ def test_all_modules_that_compute_in_bfloat16_are_one_line():
             return token_loss(model, batch)
 
     report = run(replace(make_job("gpt", "adamw", loss=loss)), "dp=2", steps=1)
-    lines = [line for line in text(report).splitlines() if "bfloat16" in line]
+    lines = [line for line in text_of(report).splitlines() if "bfloat16" in line]
     named = [cast.place for cast in report.casts if cast.place]
     assert len(lines) == 1 and len(named) > 3
     assert f"{len(named)} modules ({', '.join(named[:3])} and {len(named) - 3} more)" in lines[0]

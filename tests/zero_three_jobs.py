@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from meshloom.core.job import Job
-from tests.jobs import make_job, vectors
+from tests.jobs import class_loss, make_job, vectors
 
 
 class Part(nn.Module):
@@ -228,13 +228,9 @@ class Recurrent(nn.Module):
         return self.head((x + self.attend(x, x, x)[0]).mean(1))
 
 
-def _plain(model: Any, batch: Any) -> Tensor:
-    return F.cross_entropy(model(batch["x"]), batch["y"])
-
-
 def _decayed(model: Any, batch: Any) -> Tensor:
     squares = [each.square().sum() for name, each in model.named_parameters() if name.endswith("up.weight")]
-    return _plain(model, batch) + 1e-2 * torch.stack(squares).sum()
+    return class_loss(model, batch) + 1e-2 * torch.stack(squares).sum()
 
 
 def _functional(model: Any, batch: Any) -> Tensor:
@@ -250,20 +246,20 @@ def _penalised(model: Any, batch: Any) -> Tensor:
 
 
 KINDS: dict[str, tuple[type[nn.Module], Callable[[Any, Any], Tensor]]] = {
-    "blocks": (Blocks, _plain),
-    "recomputed": (Recomputed, _plain),
-    "recomputed_reentrant": (RecomputedReentrant, _plain),
-    "again": (Again, _plain),
-    "shuffled": (Shuffled, _plain),
-    "inside": (Inside, _plain),
-    "tied": (Tied, _plain),
-    "lending": (Lending, _plain),
-    "frozen": (Frozen, _plain),
-    "adapted": (Adapted, _plain),
-    "read": (Read, _plain),
-    "saved": (Saved, _plain),
-    "writing": (Writing, _plain),
-    "recurrent": (Recurrent, _plain),
+    "blocks": (Blocks, class_loss),
+    "recomputed": (Recomputed, class_loss),
+    "recomputed_reentrant": (RecomputedReentrant, class_loss),
+    "again": (Again, class_loss),
+    "shuffled": (Shuffled, class_loss),
+    "inside": (Inside, class_loss),
+    "tied": (Tied, class_loss),
+    "lending": (Lending, class_loss),
+    "frozen": (Frozen, class_loss),
+    "adapted": (Adapted, class_loss),
+    "read": (Read, class_loss),
+    "saved": (Saved, class_loss),
+    "writing": (Writing, class_loss),
+    "recurrent": (Recurrent, class_loss),
     "decayed": (Blocks, _decayed),
     "functional": (Blocks, _functional),
     "penalised": (Blocks, _penalised),

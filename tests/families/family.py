@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from meshloom.core.job import Job
 from meshloom.core.objectives import Loss
-from tests.jobs import Samples
+from tests.jobs import Samples, own_loss
 
 NUM_SAMPLES = 6
 STEPS = 2
@@ -83,11 +83,6 @@ def from_transformers(
         return built
 
     return family_of(name, kind, notes, build, loss or own_loss, samples)
-
-
-def own_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """The loss that the model computes itself when it is given labels."""
-    return model(**batch).loss
 
 
 def _fill(model: nn.Module) -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import random
-from collections import OrderedDict
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -20,21 +17,6 @@ class Gan(nn.Module):
 
     def fake(self, like: Tensor) -> Tensor:
         return self.generator(torch.randn(len(like), 4, dtype=like.dtype, device=like.device))
-
-
-class Jitter(nn.Module):
-    """[batch, 7], scaled by what Python's generator draws."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * random.uniform(0.3, 1.7)
-
-
-class Jittering(nn.Sequential):
-    """[batch, 7] -> [batch, 5]"""
-
-    def __init__(self) -> None:
-        parts = {"jitter": Jitter(), "first": nn.Linear(7, 11), "tanh": nn.Tanh(), "head": nn.Linear(11, 5)}
-        super().__init__(OrderedDict(parts))
 
 
 class Wordy(nn.Module):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from meshloom.core.job import Job
 from meshloom.core.objectives import Loss
-from tests.jobs import Samples
+from tests.jobs import Samples, own_loss
 
 # number of samples -> their tensors, the first dim of each being the samples
 Make = Callable[[int], dict[str, Tensor]]
@@ -47,11 +47,6 @@ class Published:
             batch_size=num_chunks * self.chunk,
             steps=1,
         )
-
-
-def own_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """The loss that the model computes itself when it is given labels."""
-    return model(**batch).loss
 
 
 def published(
