@@ -17,7 +17,7 @@ from meshloom.verify.findings import Report
 from meshloom.verify.reference_size import reference_bytes
 from meshloom.verify.run import verify
 from tests.jobs import GPT, make_job
-from tests.test_verify import text
+from tests.reports import text_of
 
 CPU = torch.device("cpu")
 
@@ -62,10 +62,12 @@ def test_a_plan_is_verified_with_fewer_blocks_and_the_report_says_so(plan):
     assert report.passed and report.records()[-1]["blocks"] == {"kept": 2, "of": {"blocks": 5}}
     names = {error.name for error in report.steps[0].errors}
     assert "blocks.1.up.weight" in names and "blocks.2.up.weight" not in names
-    assert "NOT the whole model: of repeated blocks it has only the first 2, of 5 in blocks;" in text(report)
+    assert "NOT the whole model: of repeated blocks it has only the first 2, of 5 in blocks;" in text_of(
+        report
+    )
     assert (
         "EQUAL to one device that runs the same chunks: 2 steps, with 2 of the repeated blocks each"
-        in text(report)
+        in text_of(report)
     )
     assert run(make_job("mlp", "sgd"), "dp=2").records()[-1]["blocks"] is None
 

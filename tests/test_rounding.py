@@ -29,7 +29,7 @@ from meshloom.verify.reference.reruns import outputs_effect, rounding_effect
 from meshloom.verify.run import verify
 from tests.held import hold_against, step_of
 from tests.jobs import Samples, make_job
-from tests.test_verify import text
+from tests.reports import text_of
 
 ONE = Plan(keyed_draws=True)
 
@@ -133,7 +133,7 @@ def test_where_rounding_grows_a_right_plan_agrees_and_is_as_near_to_float64_as_o
         size = max(norm(each), 1e-3 * largest)
         plans, ones = distance(seen.ours[name], each) / size, distance(seen.one[name], each) / size
         assert plans <= max(1e-4, 4 * ones), name  # two draws of the same noise
-    assert "use --dtype float64 to detect smaller mistakes in them" in text(report)
+    assert "use --dtype float64 to detect smaller mistakes in them" in text_of(report)
 
 
 @pytest.mark.long

@@ -15,7 +15,8 @@ from meshloom.checkpoint.writing import saving
 from meshloom.core import random as draws
 from meshloom.core.plan import Plan
 from meshloom.optimizer.updater import Updater
-from meshloom.parameters import keyed_init, model
+from meshloom.parameters import model
+from meshloom.parameters.values import keyed_init
 from meshloom.telemetry.best_metric import BestMetric
 from meshloom.train.run_checkpoints import RunCheckpoints
 from meshloom.verify.findings import Report, lines_of
@@ -117,5 +118,5 @@ def test_a_seed_without_effect_on_keyed_values(monkeypatch: pytest.MonkeyPatch):
     given = job(init="keyed", seed=5)
     assert verified(given, quick=True).passed
     right = keyed_init.keyed_values
-    monkeypatch.setattr(keyed_init, "keyed_values", lambda recorded, seed: right(recorded, 0))
+    monkeypatch.setattr(keyed_init, "keyed_values", lambda job, *rest: right(replace(job, seed=0), *rest))
     check_seen(verified(given, quick=True), "Initial values of two seeds are the same, on one device too")

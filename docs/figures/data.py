@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sketch import EVERYBODY, NOTHING, QUIET, RANKS, Page
 
-from meshloom.comm.collectives.ring import ring as steps_of_ring
+from meshloom.comm.collectives.ring import all_reduce
 from meshloom.core.plan import Plan
 from meshloom.data.chunks import share_of, split_batch
 
@@ -48,7 +48,7 @@ def ring() -> Page:
     """Four ranks, each tensor in four parts. What each rank's part is the sum of is computed by running the package's own moves."""
     ranks = 4
     lists = [
-        steps_of_ring(rank, ranks, ranks).moves(mean=False) for rank in range(ranks)
+        all_reduce(rank, ranks, ranks, mean=False) for rank in range(ranks)
     ]  # one element per part: send, take, send, take, ...
     held = [[{rank} for _ in range(ranks)] for rank in range(ranks)]  # [rank][part]: whose numbers are in it
     page, cell, top = Page(12.0, 4.1), 0.37, 2.9

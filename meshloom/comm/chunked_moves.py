@@ -30,6 +30,7 @@ _AHEAD = 8  # receives that are posted before they are needed
 # an operation of several messages: it yields each work that must have finished before it can continue
 Waits = Generator[Work, None, None]
 
+
 def in_chunks(moves: Sequence[Move], chunk: int) -> list[Move]:
     """The same moves in pieces of at most `chunk` elements, in an order that can be run one by one: each send
     comes after what it sends is complete.
@@ -68,6 +69,7 @@ def in_chunks(moves: Sequence[Move], chunk: int) -> list[Move]:
         *(each for piece, then in zip(received, slots[1:], strict=True) for each in (piece, *then)),
     ]
 
+
 def run_moves(group: Group, chunks: Sequence[Move], flat: Tensor, op: ReduceOp) -> Waits:
     """Run the moves of `in_chunks` on `flat` [n], by `send` and `recv` of `group`.
 
@@ -105,6 +107,7 @@ def run_moves(group: Group, chunks: Sequence[Move], flat: Tensor, op: ReduceOp) 
             post(next(expected, None))
     for work in sent:
         yield work
+
 
 @dataclass(frozen=True)
 class _Written:
