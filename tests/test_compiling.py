@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.overrides import BaseTorchFunctionMode, has_torch_function
 
 from meshloom.core.compiling import MOST_VARIANTS, Compiled
-from meshloom.core.errors import DeviceError, PlanError
+from meshloom.core.errors import DeviceError
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
 from meshloom.data.samples import first_batches
@@ -299,21 +299,6 @@ def test_alike_regions_share_code_and_other_sizes_share_one_more():
     assert compiler.given == [None] * first
     compile_program(replace(program, compiler=compiler), device, None)
     assert len(compiler.given) == first
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("compile=yes", "compile=yes is not known"),
-        ("compile=graphs", "CUDA graphs, which is not built.*Use compile=true"),
-        ("dp=2,tp=2,zero=3,compile=true", "Use zero=2, compile=none, or dp alone"),
-        ("dp=2,zero=3,recompute=full,compile=true", "Use zero=2, compile=none, or dp alone"),
-        ("dp=2,exchange=async,compile=true", "Use another exchange, or compile=none"),
-    ],
-)
-def test_what_cannot_be_compiled_is_refused(text: str, words: str):
-    with pytest.raises(PlanError, match=words):
-        Plan.parse(text)
 
 
 def test_the_setting_is_a_word_and_python_may_give_a_bool():

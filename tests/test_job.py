@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from meshloom.core.errors import JobError
-from meshloom.core.job import Evaluate, Job
+from meshloom.core.job import Job
 
 GOOD: dict[str, Any] = {
     "model": lambda: nn.Linear(1, 1),
@@ -53,13 +53,6 @@ def test_a_function_that_takes_something_else_is_said(name: str, function: objec
         Job(**{**GOOD, name: function})
 
 
-def test_a_module_is_not_a_function_that_builds_one():
-    with pytest.raises(
-        JobError, match=r"must be a function that builds the module, like model=lambda: GPT\(\), not a module"
-    ):
-        Job(**{**GOOD, "model": nn.Linear(1, 1)})
-
-
 @pytest.mark.parametrize(
     ("name", "least"),
     [
@@ -100,28 +93,3 @@ def test_the_largest_norm_is_above_zero(clip: object):
         JobError, match=r"^Job\(clip_grad_norm=.*\) must be a number above 0, or None for no clipping\.$"
     ):
         Job(**{**GOOD, "clip_grad_norm": clip})
-
-
-def test_evaluate_says_what_it_takes():
-    metrics = {"loss": GOOD["loss"]}
-    Job(**GOOD, evaluate=Evaluate(GOOD["data"], metrics, 5))
-    with pytest.raises(JobError, match=r"^Evaluate\(data=\.\.\.\) must be a function that builds a dataset"):
-        Evaluate([1, 2], metrics, 5)  # type: ignore[arg-type]
-    for wrong in ({}, {"loss": 3}, [GOOD["loss"]]):
-        with pytest.raises(JobError, match=r"^Evaluate\(metrics=\.\.\.\) must be functions by name"):
-            Evaluate(GOOD["data"], wrong, 5)  # type: ignore[arg-type]
-    with pytest.raises(
-        JobError,
-        match=r"^Evaluate\(metrics={'f': \.\.\.}\) is called with \(model, batch\), and this function takes \(logits\)\.$",
-    ):
-        Evaluate(GOOD["data"], {"f": lambda logits: logits}, 5)  # type: ignore[dict-item]
-    with pytest.raises(JobError, match=r"^Evaluate\(every=0\) must be a whole number of steps, 1 or more\.$"):
-        Evaluate(GOOD["data"], metrics, 0)
-    with pytest.raises(
-        JobError, match=r"Evaluate\(batch_size=0\) must be a whole number of samples, 1 or more"
-    ):
-        Evaluate(GOOD["data"], metrics, 5, batch_size=0)
-    with pytest.raises(
-        JobError, match=r"^Job\(evaluate=\.\.\.\) must be an Evaluate\(data, metrics, every\)\.$"
-    ):
-        Job(**GOOD, evaluate=metrics)

@@ -555,26 +555,6 @@ def test_whole_parameters_travel_to_their_keeper_and_back():
     )
 
 
-@pytest.mark.parametrize(
-    ("build", "words"),
-    [
-        (lambda named: None, "returned a NoneType"),
-        (lambda named: [], "empty list"),
-        (lambda named: [torch.optim.SGD(named), "adam"], "returned a str"),
-        (lambda named: torch.optim.SGD([]), "no parameters"),
-        (lambda named: torch.optim.SGD([{"params": []}]), "no parameters"),
-        (lambda named: torch.optim.SGD([nn.Parameter(torch.zeros(3, 7))]), r"\[3, 7\]"),
-        (
-            lambda named: [torch.optim.SGD(named[:2]), torch.optim.Adam(named[1:])],
-            "first.weight is in two optimizers, SGD and Adam",
-        ),
-    ],
-)
-def test_what_cannot_be_trained_is_refused_in_one_sentence(build: Build, words: str):
-    with pytest.raises(JobError, match=words):
-        World(job(build), "all_reduce", 1)
-
-
 def test_unusable_schedulers_are_refused():
     class Odd(lr_scheduler.StepLR):
         def __init__(self, optimizer: Optimizer) -> None:

@@ -82,27 +82,6 @@ def test_a_plan_writes_shares_in_one_way(text: str, written: str) -> None:
     assert str(Plan(dp=3, shares="even")) == "dp=3"
 
 
-NO_NUMBERS = ["3+x", "fast", "3+-1", "0+0", "3++1", "1.5+1", "²+1"]
-REFUSALS = [
-    *(
-        (f"dp=2,shares={text}", "is not even, measured, or a whole number for each replica")
-        for text in NO_NUMBERS
-    ),
-    ("shares=measured", "splits batches over replicas, and dp=1"),
-    ("dp=3,shares=3+1", "is for 2 replicas, and dp=3"),
-    ("dp=2,shares=3+1,exchange=async", "for steps taken together"),
-    ("dp=2,shares=measured,exchange=local_sgd", "would not keep the mean"),
-    ("dp=2,shares=3+1,exchange=diloco", "would not keep the mean"),
-    ("dp=2,shares=measured,sync_batch_norm=true", "may leave a slow replica without samples"),
-]
-
-
-@pytest.mark.parametrize(("text", "sentence"), REFUSALS)
-def test_what_does_not_go_together_is_refused(text: str, sentence: str) -> None:
-    with pytest.raises(PlanError, match=sentence):
-        Plan.parse(text)
-
-
 def test_batch_statistics_of_all_replicas_need_a_sample_in_every_chunk() -> None:
     plan = Plan.parse("dp=2,microbatches=2,shares=5+1,sync_batch_norm=true")
     plan.check_batch(12)

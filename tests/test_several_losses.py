@@ -278,37 +278,6 @@ def test_a_loss_without_gradients_is_said_under_plans_that_read_it(plan: str):
         trainer.fit()
 
 
-@pytest.mark.parametrize(
-    ("settings", "sentence"),
-    [
-        ({"loss": lambda model, batch: None}, "are of a job of one loss, and losses=... is given"),
-        ({"clip_grad_norm": 1.0}, "are of a job of one loss, and losses=... is given"),
-        ({"losses": {"critic": lambda model, batch: None}}, "Job(losses=...) must be objectives by name"),
-        ({"losses": {}}, "Job(loss=...) is missing."),
-        ({"losses": {"critic": replace(LOSSES["wgan"]["critic"], every=2)}}, "Let one have every=1"),
-    ],
-)
-def test_a_job_that_cannot_be_is_said(settings: dict[str, Any], sentence: str):
-    with pytest.raises(ml.MeshloomError, match=re.escape(sentence)):
-        turns_job("wgan", **settings)
-
-
-@pytest.mark.parametrize(
-    ("settings", "sentence"),
-    [
-        ({"parameters": ()}, "Objective(parameters=...) must be names"),
-        ({"parameters": 3}, "Objective(parameters=...) must be names"),
-        ({"updates": 0}, "Objective(updates=0) must be a whole number"),
-        ({"every": 1.5}, "Objective(every=1.5) must be a whole number"),
-        ({"clip_grad_norm": -1}, "Objective(clip_grad_norm=-1) must be a number above 0"),
-        ({"loss": None}, "Objective(loss=...) must be a function"),
-    ],
-)
-def test_an_objective_that_cannot_be_is_said(settings: dict[str, Any], sentence: str):
-    with pytest.raises(ml.MeshloomError, match=re.escape(sentence)):
-        replace(LOSSES["wgan"]["critic"], **settings)
-
-
 @pytest.mark.parametrize("plan", ["dp=2,exchange=local_sgd,local_steps=2", "dp=2,exchange=diloco,local_steps=2", "dp=2,exchange=async,servers=1"])  # fmt: skip
 def test_exchanges_without_turns_are_refused(plan: str):
     with pytest.raises(ml.MeshloomError, match="is for jobs of one loss, and this one has 2"):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from meshloom.core.errors import CaptureError, PlanError
+from meshloom.core.errors import CaptureError
 from meshloom.core.job import Evaluate, Job
 from meshloom.core.plan import Plan
 from meshloom.train.trainer import Trainer
@@ -177,5 +177,3 @@ def test_what_cannot_be_read_is_refused_with_the_users_line():
         CaptureError, match=r"jobs.py:\d+ .*Plans with dp and zero alone run the module as it is"
     ):
         keyed(make_job("mlp", "sgd", loss=adding_loss), "tp=2,recompute=full")
-    with pytest.raises(PlanError, match="sync_batch_norm=true works on modules, and tp=2"):
-        Plan(tp=2, sync_batch_norm=True)

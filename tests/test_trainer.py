@@ -290,27 +290,6 @@ def test_a_loss_function_that_makes_nan_is_named() -> None:
         losses(job, "dp=2")
 
 
-@pytest.mark.parametrize(
-    ("loss", "sentence"),
-    [
-        (lambda model, batch: model(batch["x"]), "a tensor of shape [6, 5], not a scalar"),
-        (lambda model, batch: None, "The loss function returned a NoneType"),
-        (
-            lambda model, batch: {"g": model(batch["x"]).sum(), "d": model(batch["x"]).sum()},
-            "a dict of 2. Return one scalar tensor",
-        ),
-        (
-            lambda model, batch: (model(batch["x"]).sum(), model(batch["x"]).mean()),
-            "A job of several losses (a GAN) gives them by name, as Job(losses=...)",
-        ),
-        (lambda model, batch: model(batch["x"]).sum().detach(), "does not depend on any trainable parameter"),
-    ],
-)
-def test_what_is_no_loss_is_said(loss: Any, sentence: str) -> None:
-    with pytest.raises(JobError, match=re.escape(sentence)):
-        losses(replace(make_job("mlp", "sgd"), loss=loss), "dp=2")
-
-
 def test_weights_that_sum_to_nothing_are_said() -> None:
     job = replace(make_job("mlp", "sgd"), loss=lambda model, batch: (model(batch["x"]).sum(), 0.0))
     with pytest.raises(DataError, match="The weights of all chunks of step 0 sum to 0"):
