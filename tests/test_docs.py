@@ -84,6 +84,16 @@ def test_the_readme_is_read_in_a_few_minutes():
     assert (ROOT / "README.md").read_text(encoding="utf-8").count("\n") <= 150
 
 
+def test_the_contract_is_one_page_which_the_readme_links_second():
+    text = (ROOT / "docs/contract.md").read_text(encoding="utf-8")
+    assert len(text.split()) <= 900
+    assert re.findall(r"\n\*\*(\d)\. ", text) == list("1234567")
+    assert [int(each) for each in re.findall(r"\n\| (\d+) \|", text)] == list(range(1, 13))
+    readme = blocks_of((ROOT / "README.md").read_text(encoding="utf-8"))
+    links = [link for block in readme for link in block.links if ".zh-CN" not in link]
+    assert links[1] == "docs/contract.md"
+
+
 def test_what_drifts_is_named():
     """Each kind of change to one language alone is found, in the section where it is."""
     text = "# Title\n\nSee `a` and [b](c.md).\n\n    run this\n\n## Second\n\n| x | y |\n|---|---|\n| `1` | z |\n"
