@@ -64,7 +64,7 @@ def described(build: Callable[[], nn.Module]) -> nn.Module:
 def _on_meta(memory: dict[int, int]) -> Iterator[None]:
     register: Any = nn.Module.register_parameter
     alive: list[StorageWeakRef] = []  # addresses are not used again while these exist
-    before: dict[Any, int] = {}  # storage of a parameter on the meta device -> the one that it had
+    before: dict[Any, Any] = {}  # storage of a parameter on the meta device -> the one that it had
 
     def on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
         register(module, name, param)
@@ -74,8 +74,7 @@ def _on_meta(memory: dict[int, int]) -> Iterator[None]:
             raise NotDescribableError(f"{name} of {type(module).__name__} is a {type(param).__name__}")
         storage = StorageWeakRef(param.untyped_storage())
         alive.append(storage)
-        address: Any = storage.cdata
-        memory[id(param)] = before.get(address, address)
+        memory[id(param)] = before.get(storage.cdata, storage.cdata)
         if not param.is_meta:
             swap_memory(param, torch.empty_like(param.detach(), device="meta"))
             placed = StorageWeakRef(param.untyped_storage())
