@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import IterableDataset
 
+from meshloom.core.errors import JobError
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
 from meshloom.verify.comparison_run import ComparisonRun
@@ -137,6 +138,32 @@ def test_a_report_is_text_and_json():
     assert "EQUAL to one device that runs the same chunks: 3 steps" in shown
     assert "optimizer Muon computes in bfloat16" in shown
     assert "sharded: ranks own 5" in shown
+
+
+def normed(inner: nn.Module | None = None) -> nn.Module:
+    return nn.Sequential(nn.Linear(7, 32), inner or nn.Tanh(), nn.Linear(32, 32), nn.BatchNorm1d(32), nn.Tanh(), nn.Linear(32, 5))  # fmt: skip
+
+
+@pytest.mark.long
+def test_what_is_nothing_but_rounding_is_said_and_is_no_error():
+    """A bias before a batch norm: the table said that it was off by 0.9 of itself, beside a tolerance of 7."""
+    job = replace(make_job("mlp", "sgd"), model=normed, batch_size=32)
+    report = run(job, "dp=2,tp=2,microbatches=2")
+    shown = text(report)
+    assert report.passed and max(each.error for each in report.worst(99)) < 1e-4
+    assert "1 gradient (2.bias) is nothing but rounding, on one device too, as the terms of the sum cancel" in shown  # fmt: skip
+
+
+class Narrow(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.float()
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "tp=2"])
+def test_a_job_whose_own_dtypes_make_float64_impossible_is_told_so(plan: str):
+    job = replace(make_job("mlp", "sgd"), model=lambda: normed(Narrow()))
+    with pytest.raises(JobError, match=r"In float64 this job cannot be computed.* without --dtype"):
+        run(job, plan, torch.float64)
 
 
 @pytest.mark.long

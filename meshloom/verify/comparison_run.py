@@ -174,7 +174,7 @@ class ComparisonRun(Comparing):
         if self._edge.settle() and self.passed:
             self._differing = None
         elif self.passed and (wrong := self._wrong["gradient"]):
-            failed = [each for each in self._gradient_errors() if not each.passed]
+            failed = [each for each in self._gradient_errors() if not (each.passed or each.noise)]
             before = self._previous.gradients if self._previous else {}
             if len(failed) == len(wrong):
                 chunks, alike = chunk_by_chunk(reference), with_equal_draws(reference)
@@ -216,7 +216,7 @@ class ComparisonRun(Comparing):
                 name=first.name, kind=first.kind, step=first.step, plan=plan, one_device=other
             )
         error, one, other = errors[-1], subsample(ours), subsample(right)
-        if error.kind == "gradient":
+        if error.kind == "gradient" and not error.noise:
             found = Wrong(name=error.name, ours=one, right=other, tolerance=error.tolerance)
             self._wrong["gradient"].append(found)
         elif before is not None:
@@ -318,11 +318,11 @@ def _rounding_of(reference: Reference, comparer: Comparer, measure: Measure | No
     travels = travels_at(reference.plan, reference.precision)
     in_order = comparer.lowered and reference.plan.pp > 1
     of_outputs = [partial(outputs_effect, reference, times) for times in (1, ENLARGED)]
-    of_backward = [partial(backward_effect, reference)] if rounds_partial_sums(reference.plan) else []
+    of_backward = partial(backward_effect, reference) if rounds_partial_sums(reference.plan) else None
     return Rounding(
         precision=comparer.precision if comparer.lowered else None, partial=_rounds_gradients(reference),
         roundings=sum_roundings(reference.plan.num_chunks) if in_order else 1.0, travels=travels,
-        measures=[measure, *of_outputs, *of_backward] if measure else [], measure_travels=partial(travel_effect, reference, travels),
+        measures=[measure, *of_outputs] if measure else [], of_terms=of_backward if measure else None, measure_travels=partial(travel_effect, reference, travels),
     )  # fmt: skip
 
 

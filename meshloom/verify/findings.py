@@ -74,7 +74,9 @@ class Report:
         differs, or of all steps."""
         wrong = self.first_wrong
         failed = [each for each in self.between if not each.passed]
-        errors = [error for step in ([wrong] if wrong else failed or self.steps) for error in step.errors]
+        errors = [
+            error for step in ([wrong] if wrong else failed or self.steps) for error in _told(step.errors)
+        ]
         worst: dict[tuple[str, str], TensorError] = {}
         for error in sorted(errors, key=_severity, reverse=True):
             worst.setdefault((error.name, error.kind), error)
@@ -169,7 +171,7 @@ def _between_record(checked: BetweenSteps) -> dict[str, Any]:
 def _losses(report: Report) -> Table:
     table = Table("step", "loss", "one device", "largest error", box=None, pad_edge=False)
     for step in report.steps:
-        worst = max(step.errors, key=_severity)
+        worst = max(_told(step.errors), key=_severity)
         ours, reference = (f"{loss:.6f}" for loss in step.loss)
         table.add_row(
             " ".join([str(step.step), step.turn, "skipped" if step.skipped else ""]).strip(),
@@ -259,6 +261,7 @@ def _notes_of(report: Report) -> list[str]:
             lines.append(
                 f"step {step.step}: {which} gradients alone overflow float16, within rounding: {step.edge}. Both sides do as the plan"
             )
+    lines += _noise_lines(report.steps)
     lines += _moved_lines(report.steps)
     lines += [report.autocast] if report.autocast else []
     lines += _cast_lines(report.casts)
@@ -303,6 +306,23 @@ def _between_lines(checked: BetweenSteps) -> list[str]:
     ]
 
 
+def _told(errors: Sequence[TensorError]) -> list[TensorError]:
+    """Without those that are nothing but rounding, as they should be."""
+    return [error for error in errors if not (error.noise and error.passed)]
+
+
+def _noise_lines(steps: Sequence[Comparison]) -> list[str]:
+    """The gradients that are no errors, however far they are off."""
+    names = list(dict.fromkeys(error.name for step in steps for error in step.errors if error.noise and error.passed))  # fmt: skip
+    if not names:
+        return []
+    shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+    return [
+        f"{format_count(len(names), 'gradient')} ({shown}) {'is' if len(names) == 1 else 'are'} nothing but rounding, on one device too, "
+        f"as the terms of the sum cancel: nothing but {'its' if len(names) == 1 else 'their'} size is compared"
+    ]
+
+
 def _moved_lines(steps: Sequence[Comparison]) -> list[str]:
     """A warning that mistakes smaller than the measured effect of rounding cannot be seen in some
     gradients and updates."""
@@ -311,7 +331,9 @@ def _moved_lines(steps: Sequence[Comparison]) -> list[str]:
         ("gradient", "gradients of one device"),
         ("update", "updates of one device, whose optimizer evaluates the loss itself"),
     ):
-        moved = [error for step in steps for error in step.errors if error.moved and error.kind == kind]
+        moved = [
+            error for step in steps for error in _told(step.errors) if error.moved and error.kind == kind
+        ]
         if moved:
             names, widest = {error.name for error in moved}, max(error.tolerance for error in moved)
             lines.append(

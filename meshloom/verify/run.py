@@ -6,16 +6,19 @@ its chunks received and computed. Rank 0 collects the records, runs the same ste
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
 
-from meshloom.core.errors import PlanError
+from meshloom.core.errors import JobError, PlanError
 from meshloom.core.job import Job
 from meshloom.core.moments.numerics import numeric_settings
 from meshloom.core.plan import Plan
 from meshloom.core.precisions import PRECISIONS, Precision
 from meshloom.launch.environment import launched_rank, opened_cache
+from meshloom.launch.failure import own_line
 from meshloom.launch.one_at_a_time import working_alone
 from meshloom.machine.process_memory import collected_once
 from meshloom.planner.readings import Readings
@@ -30,6 +33,10 @@ from meshloom.verify.reference_size import check_processes_fit, check_reference_
 from meshloom.verify.tolerances.of_precision import rounds_partial_sums
 from meshloom.verify.verified_run import Compare, VerifiedRun
 
+_PRECISIONS_IN_ERRORS = {
+    torch.float64: "double",
+    torch.float32: "float",
+}  # what torch's own errors of dtypes call them
 _STEPS_APART = 2  # with a copy of the parameters for each replica
 
 
@@ -89,7 +96,7 @@ def verify(
         },
         compare=compare,
     )  # fmt: skip
-    with working_alone(), collected_once():
+    with working_alone(), collected_once(), _possible_in(dtype):
         run.quick(steps) if quick else run.whole(max(steps, 3 if job.average is None else 4))
         apart = replace(run, result=None, between=[], place=OperatorPlace(), moment="", notes=[])
         if run.one_copy and not quick:
@@ -160,6 +167,23 @@ def _of_precision(plan: Plan, comparer: Comparer, dtype: torch.dtype | None) -> 
         return f"{what}; compiled operators round to it in other places, so gradients may differ as far as rounding moves one device's"
     setting = f"tp={plan.tp}" if plan.tp > 1 else "sync_batch_norm=true"
     return f"{what}; with {setting} partial sums are rounded to it, so gradients may differ as far as rounding moves one device's"
+
+
+@contextmanager
+def _possible_in(dtype: torch.dtype | None) -> Iterator[None]:
+    """A context whose errors say so where a job has dtypes of its own, which `dtype` does not go with. Raises `JobError` then."""
+    try:
+        yield
+    except Exception as error:
+        if dtype is None or not any(
+            _PRECISIONS_IN_ERRORS[dtype] in str(each).lower() for each in (error, error.__cause__)
+        ):
+            raise
+        name, line = _name_of(dtype), own_line(error)
+        raise JobError(
+            f"In {name} this job cannot be computed{f' ({line})' if line else ''}: it has tensors of a dtype that it names itself, and {name} does not go with "
+            f"them. Verify it in its own precision, without --dtype, or write x.to(weight.dtype) in place of what names one."
+        ) from error
 
 
 def check_promised(plan: Plan) -> None:

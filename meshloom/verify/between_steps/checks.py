@@ -21,7 +21,7 @@ Kind = Literal[
 @dataclass(frozen=True, kw_only=True)
 class TensorError:
     """The comparison of one tensor. moved: the tolerance is the measured effect of
-    rounding on the reference."""
+    rounding on the reference. noise: that is as large as the tensor, of which nothing but its size is compared then."""
 
     name: str
     kind: Kind
@@ -29,6 +29,7 @@ class TensorError:
     error: float
     tolerance: float
     moved: bool = False
+    noise: bool = False
 
     @property
     def passed(self) -> bool:

@@ -11,6 +11,10 @@ norm. It passes up to the first of these that suffices, and what costs a rerun i
         might have flipped here in the plan
     the same with a rerun in which outputs of modules are perturbed in place of parameters (`reruns.outputs_effect`), and with one in which
         they are perturbed by more, and the movement is divided by that: a sum of few terms that cancel may not move by rounding
+    8 times what rounding does in backward (`backward_rounding.py`): as it moves the terms of which a gradient is the sum, it is as large as
+        these, and where they cancel the gradient is nothing but rounding. No ReLU flips there, so that is all that it may be
+
+A gradient that is no larger than what it may be off by is noise: its size alone is compared, and no factor is looked for in it.
 """
 
 from __future__ import annotations
@@ -53,7 +57,8 @@ class Rounding:
     precision: that of which some units are rounding; None: of each gradient its own. partial: what the plan rounds partial
     sums to; None: to nothing less. roundings: half units of `partial` that a gradient may be off by. travels: how far
     rounding on the way between replicas moves gradients that do not cancel there, relative to their size.
-    measures, measure_travels: each called at most once; by name how far gradients move.
+    measures, of_terms, measure_travels: each called at most once; by name how far gradients move. of_terms: where the terms are moved of which they
+    are sums.
     """
 
     precision: torch.dtype | None = None
@@ -61,6 +66,7 @@ class Rounding:
     roundings: float = 1.0
     travels: float = 0.0
     measures: Sequence[Measure] = ()
+    of_terms: Measure | None = None
     measure_travels: Measure | None = None
 
     @property
@@ -81,6 +87,7 @@ class GradientErrors:
     ) -> None:  # fmt: skip
         self.norms = {name: norm(each) for name, each in reference.items() if each is not None}
         self._reference, self._step, self._rounding = reference, step, rounding
+        self._measures = [*rounding.measures, *([rounding.of_terms] if rounding.of_terms else [])]
         self._factor, self._known = factor, known or KnownEffects()
         self._largest = max(self.norms.values(), default=0.0)
         self._effects: list[Mapping[str, float]] = []  # of the measures so far
@@ -95,27 +102,24 @@ class GradientErrors:
 
     def compare(self, name: str, ours: Tensor | None) -> TensorError:
         """The error of the plan's next gradient."""
-        right = self._reference.get(name)
+        right, own = self._reference.get(name), self.norms.get(name, 0.0)
         off, allowed = self._distance(name, ours, right), self._unmeasured(name)
         if allowed < off < math.inf:
             most = self._most(name)
             allowed = max(allowed, min(TIMES * self._known.of_largest.get(name, 0.0) * self._largest, most))
             if off > allowed and self._rounding.travels:
                 allowed = max(allowed, self._travel_effect(name))
-            for number in range(len(self._rounding.measures)):
+            for number, measure in enumerate(self._measures):
                 if off > allowed:
                     effect = self._rounding_effect(name, number)
+                    if measure is self._rounding.of_terms and TIMES * effect >= own:
+                        most = math.inf
                     allowed = max(allowed, min(TIMES * effect, most), effect, self._grown * self._size(name))
         moved = off < math.inf and allowed > self._most(name)
-        size = self.norms.get(name, 0.0) or self._largest or 1.0
-        compared = self._tensor_error(name, off / size, allowed / size, moved=moved)
+        size = own or self._largest or 1.0
+        compared = self._tensor_error(name, off / size, allowed / size, moved=moved, noise=0 < off < math.inf and allowed >= own)  # fmt: skip
         self._compared[name] = compared
-        if (
-            self._factor
-            and compared.passed
-            and ours is not None
-            and self.norms.get(name, 0.0) > FLOOR * self._largest
-        ):
+        if self._factor and compared.passed and ours is not None and own > FLOOR * self._largest:
             self._factor.add(ours, right)
         return compared
 
@@ -175,7 +179,7 @@ class GradientErrors:
 
     def _rounding_effect(self, name: str, number: int) -> float:
         if number == len(self._effects):
-            effects = self._rounding.measures[number]()
+            effects = self._measures[number]()
             self._effects.append(effects)
             if not number:
                 self._known.note(effects, self._largest)
@@ -184,7 +188,5 @@ class GradientErrors:
                     self._grown = max(self._grown, effect / self._size(each))
         return self._effects[number].get(name, 0.0)
 
-    def _tensor_error(self, name: str, error: float, tolerance: float, *, moved: bool = False) -> TensorError:
-        return TensorError(
-            name=name, kind="gradient", step=self._step, error=error, tolerance=tolerance, moved=moved
-        )  # fmt: skip
+    def _tensor_error(self, name: str, error: float, tolerance: float, *, moved: bool = False, noise: bool = False) -> TensorError:  # fmt: skip
+        return TensorError(name=name, kind="gradient", step=self._step, error=error, tolerance=tolerance, moved=moved, noise=noise)  # fmt: skip
