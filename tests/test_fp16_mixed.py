@@ -22,7 +22,7 @@ from meshloom.replica import step_checks
 from meshloom.replica.engine import Engine
 from meshloom.replica.loss_sums import LossSums
 from meshloom.replica.program_engine import ProgramEngine
-from meshloom.verify.findings import Report, lines_of
+from meshloom.verify.findings import Report
 from meshloom.verify.run import verify
 from tests.jobs import make_job
 from tests.loss_scale_jobs import BAD, BATCH, Samples, overflowing_job
@@ -79,77 +79,15 @@ def test_in_float64_nothing_is_rounded(plan: str):
     assert report.passed and largest(report) < 1e-10
 
 
-# --- The end of float16's range.
-
-
-def scaled_by(patch: pytest.MonkeyPatch, factor: float) -> None:
-    """The plan's gradients are so many times one device's until they are averaged: what rounding could make of them, or not."""
-    add, divisor = LossSums.add, LossSums.divisor
-
-    def added(self: LossSums, *given: Any) -> Any:
-        root, *rest = add(self, *given)
-        return root * factor, *rest
-
-    patch.setattr(LossSums, "add", added)
-    patch.setattr(LossSums, "divisor", lambda self, batch: divisor(self, batch) * factor)
-
-
-@pytest.mark.parametrize(
-    ("size", "factor", "skips", "plan"),
-    [
-        (65490, 1.0005, True, "tp=2"),  # 65504 on one device, and infinite under the plan
-        (65540, 0.9993, False, "tp=2"),  # the other way round
-        pytest.param(65490, 1.0, False, "tp=2", marks=pytest.mark.slow),
-        pytest.param(65540, 1.0, True, "tp=2", marks=pytest.mark.slow),
-    ],
-)
 @pytest.mark.slow
-def test_a_step_that_one_side_skips_at_the_end_of_the_range_is_rounding(
-    size: float, factor: float, skips: bool, plan: str, monkeypatch: pytest.MonkeyPatch
-):
-    scaled_by(monkeypatch, factor)
-    report = verified(overflowing_job(1, "of_bias", boost=size * BATCH / 65536), plan, steps=4)
-    assert report.passed, [*report.steps[BAD].facts, *map(str, report.worst())]
-    assert [step.skipped for step in report.steps] == [False, skips, False, False]
-    assert bool(report.steps[BAD].edge) == (factor != 1.0)
-    if factor != 1.0:
-        (said,) = [line for line in lines_of(report) if "alone overflow float16, within rounding" in line]
-        whose = "the plan's" if skips else "one device's"
-        assert f"step {BAD}: {whose} gradients alone" in said and "65504" in said and "65536" in said
-
-
-@pytest.mark.parametrize(
-    ("size", "factor", "plan"),
-    [
-        (60000, 1.15, "tp=2"),  # far from the end
-        pytest.param(75000, 0.85, "tp=2", marks=pytest.mark.slow),
-        pytest.param(65490, 1.0005, "dp=2", marks=pytest.mark.slow),  # nothing is rounded otherwise
-        pytest.param(65540, 0.9993, "pp=2,microbatches=2", marks=pytest.mark.slow),
-    ],
-)
-@pytest.mark.slow
-def test_a_step_that_one_side_skips_elsewhere_is_wrong(
-    size: float, factor: float, plan: str, monkeypatch: pytest.MonkeyPatch
-):
-    scaled_by(monkeypatch, factor)
-    report = verified(overflowing_job(1, "of_bias", boost=size * BATCH / 65536), plan, steps=4)
-    assert not report.passed and not any(step.edge for step in report.steps)
-    (fact,) = [each for each in report.steps[BAD].facts if "overflow float16" in each]
-    assert "the largest float16 gradient on one device is" in fact and "float16 ends at 65504" in fact
-
-
-@pytest.mark.parametrize("size", [65490, pytest.param(1000, marks=pytest.mark.slow)])
-@pytest.mark.slow
-def test_a_skip_without_a_reason_is_wrong_at_the_end_of_the_range_as_well(
-    size: float, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_skip_without_a_reason_is_wrong(monkeypatch: pytest.MonkeyPatch):
     found = step_checks.count_overflows
 
     def counted(*given: Any) -> Steps[Tensor]:
         return 1 + (yield from found(*given))
 
     monkeypatch.setattr(step_checks, "count_overflows", counted)
-    report = verified(overflowing_job(1, "of_bias", boost=size * BATCH / 65536), "tp=2", steps=3)
+    report = verified(overflowing_job(1, "of_bias", boost=1000 * BATCH / 65536), "tp=2", steps=3)
     assert not report.passed
     assert any("the gradients of the plan are finite" in each for each in report.steps[0].facts)
 

@@ -22,7 +22,9 @@ from meshloom.core.random import (
     Rows,
     chunk_seed,
     derive,
+    evaluation_seed,
     model_seed,
+    partner_order,
     preserved_draws,
     python_draws_of,
     sample_order,
@@ -211,6 +213,7 @@ def test_derived_seeds_are_63_bit_numbers(parts: list[int]):
 def test_every_purpose_has_seeds_of_its_own():
     seeds = [model_seed(0), *(chunk_seed(0, step, chunk) for step in range(20) for chunk in range(20))]
     seeds += [sample_seed(0, epoch, index) for epoch in range(20) for index in range(20)]
+    seeds += [evaluation_seed(0, batch, chunk) for batch in range(20) for chunk in range(20)]
     assert len(set(seeds)) == len(seeds)
     assert derive(1, 23) != derive(12, 3)
 
@@ -227,6 +230,11 @@ def test_sample_order_is_a_permutation_decided_by_seed_and_epoch():
     assert order != sample_order(3, 2, 100, shuffle=True)
     assert order != sample_order(4, 1, 100, shuffle=True)
     assert sample_order(3, 1, 5, shuffle=False) == [0, 1, 2, 3, 4]
+
+
+def test_every_step_mixes_with_other_partners():
+    first, second = (partner_order(0, step, 64) for step in range(2))
+    assert first != second and sorted(first) == sorted(second) == list(range(64))
 
 
 def test_sample_order_leaves_the_global_generator_alone():

@@ -4,7 +4,7 @@
 
 A GPT of about 50 million parameters in float32 with AdamW. Memory is the kernel's `Pss`, which this process reads of
 every rank while it runs; what a rank has at the end of its imports (`--imported`, in MiB) is in it. `together` is the most that all
-have at one time; `predicted` is what `meshloom verify` expects of tensors, before it begins.
+have at one time.
 """
 
 from __future__ import annotations
@@ -22,8 +22,6 @@ from gpt import GPT, Size, loss, make_data, make_optimizer
 from records import write_records
 
 import meshloom as ml
-from meshloom.planner.readings import Readings
-from meshloom.verify.reference_size import verification_bytes
 
 SIZE = Size(vocabulary=8000, width=640, blocks=8, heads=10, length=128, tied=False)
 BATCH, MIB = 4, 2**20
@@ -58,16 +56,9 @@ def main() -> int:
                 "parameters_mib": round(parameters / MIB),
                 "peak_mib": found,
             }
-            records.append(record | ({"predicted_mib": predicted(plan)} if verb == "verify" else {}))
+            records.append(record)
     write_records(records, arguments.json)
     return 0
-
-
-def predicted(text: str) -> dict[str, int]:
-    """Of the ranks together, of the process of one device, and of all at one time."""
-    plan = ml.Plan.parse(text)
-    needed = verification_bytes(Readings(job), plan, plan.mesh.size, quick=True)
-    return {name: round(size / MIB) for name, size in vars(needed).items()}
 
 
 def watched(command: list[str], every: float) -> dict[str, int]:

@@ -67,11 +67,10 @@ def verify_plan(arguments: argparse.Namespace, job: Job, records: Records) -> in
         return 0
     print_report(report, console)
     is_soon = not is_rank() and time.monotonic() - began <= _SOON
-    differs = not report.passed and not report.general  # what is wrong on both sides is so under all plans
-    if differs and (arguments.bisect or is_soon):
+    if not report.passed and (arguments.bisect or is_soon):
         devices = "simulated" if arguments.devices == "auto" and plan.mesh.size > 1 else arguments.devices
         report = _bisected(report, plan, partial(verified, devices=devices), arguments.quick, console)
-    elif differs:
+    elif not report.passed:
         console.print("--devices simulated --bisect looks for the smallest plan that differs", soft_wrap=True)
     command = shlex.join(["meshloom", *sys.argv[1:]])
     if arguments.report:

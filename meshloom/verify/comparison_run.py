@@ -34,7 +34,6 @@ from meshloom.verify.compared.compare_values import Values
 from meshloom.verify.compared.whole_batch import WholeBatch, compare_whole_batch, may_fit
 from meshloom.verify.comparing import Comparing, ComparisonResult, OneDevice
 from meshloom.verify.factors import Wrong, of_gradients, of_norm, of_updates
-from meshloom.verify.reference.between_steps.positions import go_to
 from meshloom.verify.reference.float64_blocks import subsample
 from meshloom.verify.reference.reference import (
     Reference,
@@ -65,7 +64,6 @@ from meshloom.verify.tolerances.of_precision import (
     unmeasured,
     unmeasured_through,
 )
-from meshloom.verify.tolerances.range_edge import RangeEdge
 from meshloom.verify.tolerances.state_errors import (
     BufferTolerances,
     StateErrors,
@@ -103,12 +101,10 @@ class ComparisonRun(Comparing):
         self._state: StateErrors
         self._reference_record: StepRecord
         self._wrong: dict[Kind, list[Wrong]] = {}  # in this step
-        self._edge = RangeEdge(reference)
 
     def begin(self) -> None:
         reference = self.reference
         reference.run()
-        self._edge.begin()
         self._comparer.note(reference.casts, single=reference.chunk_run.norms.were_wrong)
         if all(step.skipped for step in self._steps) and not reference.scale.overflowed:
             # the first with an update; the whole batch may not fit in memory, which may be why there are microbatches
@@ -158,7 +154,6 @@ class ComparisonRun(Comparing):
         return [] if self.reference.scale.overflowed else self._gradients.errors()
 
     def add_gradient(self, name: str, ours: Tensor | None) -> None:
-        self._edge.look(ours)
         if self.reference.scale.overflowed:
             return
         found = self._gradients.compare(name, ours)
@@ -171,15 +166,13 @@ class ComparisonRun(Comparing):
         """Update the reference after all gradients have arrived. If some differ, look for the factor first,
         while the parameters are still those of the gradients."""
         reference, comparer = self.reference, self._comparer
-        if self._edge.settle() and self.passed:
-            self._differing = None
-        elif self.passed and (wrong := self._wrong["gradient"]):
+        if self.passed and (wrong := self._wrong["gradient"]):
             failed = [each for each in self._gradient_errors() if not (each.passed or each.noise)]
             before = self._previous.gradients if self._previous else {}
             if len(failed) == len(wrong):
                 chunks, alike = chunk_by_chunk(reference), with_equal_draws(reference)
                 self._explained = of_gradients(wrong, reference.plan, chunks, before, alike)
-        self._reference_record = self._edge.noted(self._closures.update())
+        self._reference_record = self._closures.update()
         comparer.note(self._reference_record.casts)
         names = {id(each): name for name, each in reference.updated.all.items()}
         now = update_tolerances(reference.turn.optimizers, comparer.casts, names, comparer.precision)
@@ -225,7 +218,7 @@ class ComparisonRun(Comparing):
             self._wrong["update"].append(found)
 
     def go_to(self, step: int) -> None:
-        go_to(self.reference, step)
+        self.reference.go_to(step)
 
     def check_metrics(self, ours: PlanEvaluation, updates: int) -> BetweenSteps:
         return compare_evaluation(

@@ -30,7 +30,7 @@ class Report:
     owned: the share of the trainable elements that each rank updates. whole: the comparison with the whole
         batch, in the first step. fewer: the blocks of the model that were verified, if not all.
     digest: of what ran. unlike_training: why training may have another; "": it has not. notes: in what both sides are not as
-        in training, a sentence each. between: what was compared between steps. general: mistakes on both sides, a sentence each.
+        in training, a sentence each. between: what was compared between steps.
         apart: of steps in which replicas had copies of their own, where they share one in training.
     explained: by which factor the first difference is. operator: the first that differs in lockstep, if it was looked for. moment: of the step that
         differs, in the run. differing: the first tensor of a step that differs. smallest: if it was looked for.
@@ -53,7 +53,6 @@ class Report:
     unlike_training: str = ""
     notes: Sequence[str] = ()
     between: Sequence[BetweenSteps] = ()
-    general: Sequence[str] = ()
     apart: Report | None = None
     differing: DifferingTensor | None = None
     smallest: SmallestPlan | None = None
@@ -62,7 +61,7 @@ class Report:
     def passed(self) -> bool:
         """Whether the plan computes what one device computes."""
         compared = [*self.steps, *self.between, *([self.apart] if self.apart else [])]
-        return bool(self.steps) and not self.general and all(each.passed for each in compared)
+        return bool(self.steps) and all(each.passed for each in compared)
 
     @property
     def first_wrong(self) -> Comparison | None:
@@ -92,7 +91,6 @@ class Report:
                 "one_device_loss": step.loss[1],
                 "passed": step.passed,
                 "skipped": step.skipped,
-                "edge": step.edge,
                 "first_module": step.first_module,
                 "facts": list(step.facts),
                 "errors": [_error_record(error) for error in step.errors],
@@ -108,7 +106,6 @@ class Report:
             "digest": self.digest,
             "unlike_training": self.unlike_training,
             "notes": list(self.notes),
-            "general": list(self.general),
             "between_steps": [_between_record(each) for each in self.between],
             "own_copies": self.apart.records()[-1] if self.apart else None,
             "explained": self.explained,
@@ -207,8 +204,7 @@ def lines_of(report: Report) -> list[str]:
 
 def _verdict_lines(report: Report) -> list[str]:
     """What differs comes before what is equal."""
-    parts = [(False, _general_lines(report))] if report.general else []
-    parts.append((report.first_wrong is None, _step_lines(report)))
+    parts = [(report.first_wrong is None, _step_lines(report))]
     parts += [(each.passed, _between_lines(each)) for each in report.between]
     if apart := report.apart:
         what = "With a copy of the parameters for each replica, as in a training loop of one's own"
@@ -217,12 +213,6 @@ def _verdict_lines(report: Report) -> list[str]:
         )
         parts.append((apart.passed, [f"{what}: {found[0]}", *found[1:]]))
     return [line for _, lines in sorted(parts, key=lambda part: part[0]) for line in lines]
-
-
-def _general_lines(report: Report) -> list[str]:
-    agree = report.first_wrong is None and all(each.passed for each in report.between)
-    who = "Plan and one device agree, but both are wrong" if agree else "Plan and one device are both wrong"
-    return [f"{who}: {each}" for each in report.general]
 
 
 def _step_lines(report: Report) -> list[str]:
@@ -255,12 +245,6 @@ def _notes_of(report: Report) -> list[str]:
             f"{format_count(skipped, 'update')} of {len(report.steps)} skipped on both sides, as gradients overflow float16: compared are their losses and buffers. "
             "More --steps have more updates"
         )
-    for step in report.steps:
-        if step.edge:
-            which = "the plan's" if step.skipped else "one device's"
-            lines.append(
-                f"step {step.step}: {which} gradients alone overflow float16, within rounding: {step.edge}. Both sides do as the plan"
-            )
     lines += _noise_lines(report.steps)
     lines += _moved_lines(report.steps)
     lines += [report.autocast] if report.autocast else []

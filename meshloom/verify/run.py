@@ -17,19 +17,17 @@ from meshloom.core.job import Job
 from meshloom.core.moments.numerics import numeric_settings
 from meshloom.core.plan import Plan
 from meshloom.core.precisions import PRECISIONS, Precision
-from meshloom.launch.environment import launched_rank, opened_cache
+from meshloom.launch.environment import launched_rank
 from meshloom.launch.failure import own_line
 from meshloom.launch.one_at_a_time import working_alone
 from meshloom.machine.process_memory import collected_once
-from meshloom.planner.readings import Readings
 from meshloom.telemetry.timings import Timings
 from meshloom.verify.compared.compare import Comparer
 from meshloom.verify.comparison_run import compare_here
 from meshloom.verify.fewer_blocks import with_fewer_blocks, without_values
 from meshloom.verify.findings import Report
 from meshloom.verify.place import OperatorPlace
-from meshloom.verify.reference.between_steps.positions import mistakes_on_both_sides
-from meshloom.verify.reference_size import check_processes_fit, check_reference_fits
+from meshloom.verify.reference_size import check_reference_fits
 from meshloom.verify.tolerances.of_precision import rounds_partial_sums
 from meshloom.verify.verified_run import Compare, VerifiedRun
 
@@ -83,9 +81,6 @@ def verify(
         on_gpu = devices == "auto" and 0 < plan.mesh.size <= torch.cuda.device_count()
         on_gpu, model = on_gpu or devices.endswith("cuda"), without_values(job)
         check_reference_fits(job, model, dtype, on_gpu=on_gpu)
-        if launched and compare is not compare_here and not overcommit:  # there is a process beside ranks
-            readings = Readings(job, opened_cache(cache), timings)
-            check_processes_fit(readings, model, plan, dtype, num_here=launched.local_size, quick=quick)
     # Replicas that share a chunk draw for the rows of each, which one device can do only where every draw has a key.
     keyed = plan.sync_batch_norm and plan.dp > 1 and not plan.keyed_draws
     run = VerifiedRun(
@@ -128,7 +123,7 @@ def _report(run: VerifiedRun, apart: VerifiedRun, plan: Plan, *, keyed: bool) ->
         steps=result.steps, explained=result.explained, operator=run.place.operator, moment=run.moment, casts=result.comparer.casts,
         whole=result.whole, autocast=_of_precision(run.plan, result.comparer, run.dtype),
         settings=numeric_settings(), differing=result.differing, digest=run.digest, unlike_training=_why_unlike(run),
-        notes=[*run.notes, *notes], between=run.between, general=[*mistakes_on_both_sides(run.job, run.plan)],
+        notes=[*run.notes, *notes], between=run.between,
         apart=_report(apart, apart, plan, keyed=keyed) if apart is not run and apart.result else None,
     )  # fmt: skip
 

@@ -47,8 +47,7 @@ from meshloom.verify.tolerances.of_precision import (
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
     """One step of both sides. facts: differences other than numbers, a sentence each. turn: the name of its loss, if it is
-    a turn of several. skipped: whether one device skips its update. edge: if gradients of one side alone overflow float16, by rounding: how
-    near to it they are."""
+    a turn of several. skipped: whether one device skips its update."""
 
     step: int
     loss: tuple[float, float]  # the plan's, one device's
@@ -58,7 +57,6 @@ class Comparison:
     first_module: str | None
     turn: str = ""
     skipped: bool = False
-    edge: str = ""
 
     @property
     def passed(self) -> bool:
@@ -175,7 +173,6 @@ class Comparer:
             first_module=module,
             turn=reference.turn,
             skipped=reference.skipped,
-            edge=reference.overflow if ours.skipped == reference.skipped else "",
         )
 
     def _with_moved_loss(

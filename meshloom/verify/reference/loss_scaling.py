@@ -5,8 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 
 from torch import Tensor
 
@@ -18,12 +17,12 @@ INTERVAL = 2000
 
 class ReferenceScale:
     """value: by which the next step's loss is multiplied; 1 under plans without a scale. overflowed: whether the newest step's
-    gradients did. is_lowered: whether they are those of half the scale, for this step alone."""
+    gradients did."""
 
     def __init__(self, plan: Plan) -> None:
         self.is_used = plan.precision in PRECISIONS
         self.value = 65536.0 if self.is_used else 1.0
-        self.overflowed = self.is_lowered = False
+        self.overflowed = False
         self._updates = 0
 
     def look(self, gradients: Iterable[Tensor | None]) -> None:
@@ -32,24 +31,8 @@ class ReferenceScale:
             not bool(each.to_dense().isfinite().all()) for each in gradients if each is not None
         )
 
-    @contextmanager
-    def halved(self) -> Iterator[None]:
-        """A context with half the scale."""
-        self.value /= 2
-        try:
-            yield
-        finally:
-            self.value *= 2
-
-    def lower(self) -> None:
-        """Until the step's end it has half the scale, with which gradients do not overflow."""
-        self.value /= 2
-        self.overflowed, self.is_lowered = False, True
-
     def end(self) -> None:
         """After the update, or where it would have been."""
-        if self.is_lowered:
-            self.value, self.is_lowered = self.value * 2, False
         self._updates = 0 if self.overflowed else self._updates + 1
         if self.overflowed:
             self.value /= 2

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import math
 import pickle
 import random
 from collections.abc import Iterator, Mapping, Sequence
@@ -267,25 +266,6 @@ class CastWatch(TorchDispatchMode):
             in_gradients=self._in_loss and _is_in_backward(), in_products=in_products,
         )  # fmt: skip
         self._seen.setdefault(cast)
-
-
-class LargestHalf(TorchDispatchMode):
-    """Sees what backward computes in float16. size: of the largest element, infinite if one is not finite."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.size = 0.0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        output = func(*args, **(kwargs or {}))
-        if _is_in_backward():
-            for leaf in tree_leaves(output):
-                if isinstance(leaf, Tensor) and leaf.dtype == torch.float16 and leaf.numel():
-                    size = float(leaf.detach().abs().max())
-                    self.size = max(self.size, size) if math.isfinite(size) else math.inf
-        return output
 
 
 class SingleSamples(TorchDispatchMode):

@@ -151,6 +151,10 @@ class Reference:
         self.buffers.load(self.buffers.merge(start, ends))
         return loss, weight, chunks
 
+    def go_to(self, step: int) -> None:
+        """The next step is the one of this number; parameters, optimizers and schedules are as they are."""
+        self.turns_left = turns(self.losses, read_batches(self.job, step), step)
+
     def replace_gradient(self, name: str, gradient: Tensor | None) -> None:
         """Continue with this gradient in place of its own, which it equals up to rounding."""
         parameter = self.parameters[name]

@@ -101,8 +101,7 @@ class StepRecord:
     skipped: whether there was no update, as scaled gradients overflowed. inconsistent: what differs between ranks of a replica
         that hold the same, a sentence each. settings: numbers, switches and words in the groups of optimizers after the step, by what they are, of
     one device or of each rank. groups: of one
-    device's optimizers, "group 0 of optimizer 0" -> names of its parameters. overflow: of one device, where gradients of one side alone overflow
-    float16: how near to it they are.
+    device's optimizers, "group 0 of optimizer 0" -> names of its parameters.
     """
 
     step: int
@@ -120,7 +119,6 @@ class StepRecord:
     inconsistent: Sequence[str] = ()
     settings: Sequence[Mapping[str, Setting]] = ()
     groups: Mapping[str, Sequence[str]] = field(default_factory=dict[str, Sequence[str]])
-    overflow: str = ""
 
 
 def logged_means(chunks: Sequence[ChunkRecord]) -> dict[str, float]:
