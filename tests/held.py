@@ -11,8 +11,7 @@ from torch import Tensor
 
 from meshloom.verify.compared.compare import Comparer, Comparison
 from meshloom.verify.compared.whole_batch import whole_batch
-from meshloom.verify.comparing import ComparisonResult
-from meshloom.verify.comparison_run import ComparisonRun
+from meshloom.verify.comparison_run import ComparisonResult, ComparisonRun
 from meshloom.verify.reference.reference import Reference
 from meshloom.verify.reference.reruns import chunk_by_chunk, with_equal_draws
 from meshloom.verify.reference.step_records import StepRecord

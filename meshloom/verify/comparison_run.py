@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -32,7 +32,6 @@ from meshloom.verify.compared.compare import Comparer, Comparison, placed
 from meshloom.verify.compared.compare_evaluation import PlanEvaluation, compare_evaluation
 from meshloom.verify.compared.compare_values import Values
 from meshloom.verify.compared.whole_batch import WholeBatch, compare_whole_batch, may_fit
-from meshloom.verify.comparing import Comparing, ComparisonResult, OneDevice
 from meshloom.verify.factors import Wrong, of_gradients, of_norm, of_updates
 from meshloom.verify.reference.float64_blocks import subsample
 from meshloom.verify.reference.reference import (
@@ -73,13 +72,35 @@ from meshloom.verify.tolerances.state_errors import (
 )
 
 
+@dataclass(frozen=True, kw_only=True)
+class ComparisonResult:
+    """What came of it. whole: None if the whole batch does not fit in memory. explained: by which factor the first difference is, in a sentence; "": by
+    none. differing: the first tensor that does, if one does."""
+
+    steps: Sequence[Comparison]
+    explained: str
+    whole: WholeBatch | None
+    comparer: Comparer
+    differing: DifferingTensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class OneDevice:
+    """What a plan's run is compared with. dtype, device, shares: of the `Reference`."""
+
+    plan: Plan
+    dtype: torch.dtype | None
+    device: torch.device
+    shares: Sequence[tuple[int, Sequence[int]]]
+
+
 def compare_here(job: Job, other: OneDevice) -> ComparisonRun:
     """In this process."""
     return ComparisonRun(Reference(job, other.plan, other.dtype, other.device, other.shares))
 
 
-class ComparisonRun(Comparing):
-    """Compares a plan's steps with those of `reference`, which it runs."""
+class ComparisonRun:
+    """Compares a plan's steps with those of `reference`, which it runs. Tensors are not kept."""
 
     def __init__(self, reference: Reference) -> None:
         self.reference = reference
@@ -103,6 +124,7 @@ class ComparisonRun(Comparing):
         self._wrong: dict[Kind, list[Wrong]] = {}  # in this step
 
     def begin(self) -> None:
+        """Begin a step: forward and backward of the reference."""
         reference = self.reference
         reference.run()
         self._comparer.note(reference.casts, single=reference.chunk_run.norms.were_wrong)
@@ -112,7 +134,7 @@ class ComparisonRun(Comparing):
                 self._whole = compare_whole_batch(reference, self._comparer.modules)
         self._changed = frozenset(changed_buffers(reference))
         # after a difference the two have different parameters
-        rounding = _rounding_of(reference, self._comparer, self._measured if self.passed else None)
+        rounding = _rounding_of(reference, self._comparer, self._measured if self.agrees() else None)
         exact = not (reference.casts or reference.autocast or reference.updated.dtype or rounding.travels)
         factor = CommonFactor(reference.precision) if exact else None
         self._gradients = GradientErrors(
@@ -130,14 +152,16 @@ class ComparisonRun(Comparing):
             self._buffer_effects = {name: max(effect, before.get(name, 0.0)) for name, effect in now.items()}
         return self._effects
 
-    @property
-    def passed(self) -> bool:
+    def agrees(self) -> bool:
+        """Whether all steps so far agree."""
         return all(step.passed for step in self._steps)
 
     def adopt(self, name: str, ours: Tensor) -> None:
+        """Once something differs: one device has this value of a parameter or buffer."""
         adopt(self.reference, name, ours)
 
     def place(self, of_chunks: Mapping[int, Sequence[Values]]) -> str | None:
+        """Then: the first module whose output differs, which is that of the first step that does; of `stage_outputs.py`."""
         found = first_wrong_module(self.reference, of_chunks, self.of_outputs)
         if found is not None:
             self._steps = placed(self._steps, found)
@@ -154,6 +178,7 @@ class ComparisonRun(Comparing):
         return [] if self.reference.scale.overflowed else self._gradients.errors()
 
     def add_gradient(self, name: str, ours: Tensor | None) -> None:
+        """Compare the plan's next averaged gradient; None: unused."""
         if self.reference.scale.overflowed:
             return
         found = self._gradients.compare(name, ours)
@@ -166,7 +191,7 @@ class ComparisonRun(Comparing):
         """Update the reference after all gradients have arrived. If some differ, look for the factor first,
         while the parameters are still those of the gradients."""
         reference, comparer = self.reference, self._comparer
-        if self.passed and (wrong := self._wrong["gradient"]):
+        if self.agrees() and (wrong := self._wrong["gradient"]):
             failed = [each for each in self._gradient_errors() if not (each.passed or each.noise)]
             before = self._previous.gradients if self._previous else {}
             if len(failed) == len(wrong):
@@ -184,6 +209,7 @@ class ComparisonRun(Comparing):
         self._state = _state_errors(reference, replace(now, effect=self._closures.of), rounding, self._changed)  # fmt: skip
 
     def add_state(self, name: str, ours: Tensor) -> None:
+        """Compare the plan's next parameter or buffer after the step."""
         compared = self._state.compare(name, ours)
         wrong = [error for error in compared if not error.passed]
         if wrong:
@@ -218,32 +244,42 @@ class ComparisonRun(Comparing):
             self._wrong["update"].append(found)
 
     def go_to(self, step: int) -> None:
+        """The next step is the one of this number."""
         self.reference.go_to(step)
 
     def check_metrics(self, ours: PlanEvaluation, updates: int) -> BetweenSteps:
+        """Compare the plan's metrics after so many updates."""
         return compare_evaluation(
             ours, self.reference, updates, self._averages, self._reference_record, unmeasured=unmeasured(self._comparer.precision), lower=self._comparer.partial,
             undivided=max(self._comparer.modules, self.of_outputs) if may_fit(self.reference) else None,
         )  # fmt: skip
 
     def step_schedulers(self, metrics: Mapping[str, float]) -> None:
-        _step_schedulers(self.reference, metrics)
+        """Step one device's schedulers that go by a metric, here and not by what steps the plan's. metrics: the plan's, so that rounding cannot make the
+        two decide differently."""
+        for each in (each for loss in self.reference.losses for each in those_by_metric(loss.schedulers)):
+            value = metrics[each.metric]
+            each.scheduler.step(value if each.of is None else float(each.of(value)))
 
     def check_saved(self, path: Path, what: str) -> BetweenSteps:
+        """Compare the checkpoint in `path`."""
         tolerances = self._updates.of, self.of_outputs, self._closures.of_state
         return check_saved(
             path, what, self.reference, self._averages.values if self._averages else {}, *tolerances
         )
 
     def begin_averages(self) -> None:
+        """After `add_state` of everything."""
         if self._averages and not self.reference.scale.overflowed:
             self._averages.begin(self.reference.parameters)
 
     def add_average(self, name: str, ours: Tensor) -> None:
+        """Compare the plan's average of a parameter, or any other tensor in its place."""
         if self._averages:
             self._averages.compare(name, ours, self._reference_record.step, self._updates.of(name))
 
     def end(self, ours: StepRecord) -> None:
+        """Compare the rest of the step. ours: the plan's record, without gradients."""
         ours = with_equal_losses(ours, self._reference_record, self._comparer.values)
         of_tensors = [*self._gradient_errors(), *self._state.errors()]
         of_tensors += self._averages.errors if self._averages else []
@@ -251,7 +287,7 @@ class ComparisonRun(Comparing):
         comparison = self._comparer.compare(
             ours, self._reference_record, of_tensors, grows=self._gradients.grows, loss_effect=effect
         )
-        if not comparison.passed and self.passed and not comparison.failed("gradient"):
+        if not comparison.passed and self.agrees() and not comparison.failed("gradient"):
             self._explained = self._factor_behind_gradients(comparison, ours.gradient_norm)
         self._steps.append(comparison)
         self._previous = self._reference_record
@@ -268,6 +304,7 @@ class ComparisonRun(Comparing):
         return of_updates(wrong, right / limit if right and limit else 1.0)
 
     def result(self) -> ComparisonResult:
+        """Of all steps so far."""
         return ComparisonResult(
             steps=self._steps, explained=self._explained, whole=self._whole, comparer=self._comparer, differing=self._differing,
         )  # fmt: skip
@@ -289,15 +326,6 @@ def _relative_to(
     """Effects on buffers by the buffers' sizes. changed: of `buffer_sizes`."""
     sizes = buffer_sizes(dict(reference.model.named_buffers()), changed)
     return {name: effect / sizes[name] for name, effect in effects.items() if sizes[name]}
-
-
-def _step_schedulers(reference: Reference, metrics: Mapping[str, float]) -> None:
-    """Those that go by a metric, here and not by what steps the plan's. metrics: the plan's, so that rounding cannot make the two
-    decide differently."""
-    for loss in reference.losses:
-        for each in those_by_metric(loss.schedulers):
-            value = metrics[each.metric]
-            each.scheduler.step(value if each.of is None else float(each.of(value)))
 
 
 def _comparer_of(reference: Reference) -> Comparer:

@@ -17,7 +17,7 @@ from meshloom.train.contract import Batch
 from meshloom.train.trainer import Trainer
 from meshloom.verify.compared.compare import first_differing
 from meshloom.verify.compared.compare_values import Values
-from meshloom.verify.comparing import Comparing
+from meshloom.verify.comparison_run import ComparisonRun
 from meshloom.verify.lockstep_check import first_wrong_operator
 from meshloom.verify.stage_outputs import values_of_modules
 
@@ -31,7 +31,7 @@ class OperatorPlace:
 
 
 def place_of(
-    trainer: Trainer, one: Comparing | None, batch: Batch, dtype: torch.dtype | None
+    trainer: Trainer, one: ComparisonRun | None, batch: Batch, dtype: torch.dtype | None
 ) -> OperatorPlace:
     """The place in programs, after the step of `batch`, which differs; on rank 0. The first module is noted in the steps of `one`. All ranks call it."""
     values = _values_again(trainer, batch, one)
@@ -51,14 +51,16 @@ def place_of(
     return OperatorPlace(module=path or ("the model or loss" if wrong else ""), operator=sentence)
 
 
-def _values_again(trainer: Trainer, batch: Batch, one: Comparing | None) -> dict[int, list[Values]] | None:
+def _values_again(
+    trainer: Trainer, batch: Batch, one: ComparisonRun | None
+) -> dict[int, list[Values]] | None:
     """What modules output in the step's forwards, once more, on parameters that one device gets; None: ranks run no programs."""
     first = trainer.replicas[0]
     if not isinstance(first.engine, ProgramEngine) or first.plan.sync_batch_norm or first.inner.compiles:
         return None
 
     def look(replica: Replica) -> Steps[dict[int, list[Values]]]:
-        own = one if replica is first else None
-        return (yield from values_of_modules(replica, batch.shares[trainer.replicas.index(replica)], own))
+        adopt = one.adopt if one and replica is first else lambda name, ours: None
+        return (yield from values_of_modules(replica, batch.shares[trainer.replicas.index(replica)], adopt))
 
     return trainer.together(look)[0]

@@ -21,7 +21,7 @@ from meshloom.replica.replica_state import replicated_state
 from meshloom.train.trainer import Trainer
 from meshloom.verify.between_steps.checks import BetweenSteps
 from meshloom.verify.compared.compare_evaluation import MODE, TRAINED, PlanEvaluation
-from meshloom.verify.comparing import Comparing
+from meshloom.verify.comparison_run import ComparisonRun
 from meshloom.verify.reference.between_steps.evaluation import EvaluatedChunk
 from meshloom.verify.reference.observers import altered_digest, digest_values
 from meshloom.verify.tolerances.evaluation_errors import metric_error
@@ -57,7 +57,7 @@ def evaluate_plan(trainer: Trainer, *, last: bool = False) -> PlanEvaluation:
 
 
 def checked_evaluation(
-    trainer: Trainer, one: Comparing | None, into: Path | None = None, *, last: bool
+    trainer: Trainer, one: ComparisonRun | None, into: Path | None = None, *, last: bool
 ) -> tuple[list[BetweenSteps], bool]:
     """An evaluation compared with one device, on rank 0, if the job has any; and whether it leaves everything as it is, by what this rank knows.
     Then schedulers that go by a metric are stepped. last: what training does after its last step, which saves, too, into this directory if there

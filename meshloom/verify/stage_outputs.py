@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property, partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,20 +35,12 @@ from meshloom.verify.reference.reference import Reference, watching
 _COPY = re.compile(r"__\d+$")  # at the end of the name of a value that was sent
 
 
-class Adopting(Protocol):
-    """One device, that can take the plan's parameters."""
-
-    def adopt(self, name: str, ours: Tensor) -> None:
-        """Have this value of a parameter or buffer."""
-        ...
-
-
 def values_of_modules(
-    replica: Replica, chunks: Sequence[Chunk], one_device: Adopting | None
+    replica: Replica, chunks: Sequence[Chunk], adopt: Callable[[str, Tensor], None]
 ) -> Steps[dict[int, list[Values]]]:
     """What ranks say of a step's chunks, run once more: number of a chunk -> of each rank that runs it, its modules' values. All ranks call it after a
-    step, with their chunks of that step. one_device: gets the plan's parameters first."""
-    yield from each_of_state(replica, one_device.adopt if one_device else _ignore)
+    step, with their chunks of that step. adopt: what one device does with the plan's parameters first."""
+    yield from each_of_state(replica, adopt)
     engine = replica.engine
     assert isinstance(engine, ProgramEngine)
     filled = [chunk for chunk in chunks if chunk.samples]
@@ -77,10 +69,6 @@ def first_wrong_module(
             if (found := first_wrong_value(outputs, of_chunks[numbers[0]], tolerance)) is not None:
                 return found
     return None
-
-
-def _ignore(*arguments: Any) -> None:
-    """The reference is on another rank."""
 
 
 class ModuleSums:

@@ -24,7 +24,7 @@ from meshloom.parameters.digest import digest
 from meshloom.replica.replica import Gradients, Replica
 from meshloom.replica.replica_state import each_average, each_gradient, each_of_state, replicated_state
 from meshloom.telemetry.step_result import StepResult
-from meshloom.verify.comparing import Comparing
+from meshloom.verify.comparison_run import ComparisonRun
 from meshloom.verify.reference.observers import ModuleWatch, altered_digest, digest_values
 from meshloom.verify.reference.other_precision import default_dtype
 from meshloom.verify.reference.step_records import (
@@ -44,7 +44,7 @@ class StepObserver:
     """An `Observer` of `replica`. comparison: on rank 0, receives each tensor as it is gathered; no rank keeps one. alone: whether the
     rank has a process to itself, which returns freed memory while one device computes, elsewhere."""
 
-    def __init__(self, replica: Replica, comparison: Comparing | None, *, alone: bool = False) -> None:
+    def __init__(self, replica: Replica, comparison: ComparisonRun | None, *, alone: bool = False) -> None:
         self._replica, self._comparison, self._alone = replica, comparison, alone
         self._default = torch.get_default_dtype()  # of one device, around what it computes by itself
         self._modules = ModuleWatch(replica.model)

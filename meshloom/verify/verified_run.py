@@ -46,7 +46,7 @@ from meshloom.verify.between_steps.saving_again import (
     why_nothing_is_saved,
 )
 from meshloom.verify.compared.compare import placed
-from meshloom.verify.comparing import Comparing, ComparisonResult, OneDevice
+from meshloom.verify.comparison_run import ComparisonResult, ComparisonRun, OneDevice
 from meshloom.verify.place import OperatorPlace, place_of
 from meshloom.verify.plan_evaluation import checked_evaluation, steps_schedulers_apart
 from meshloom.verify.reference.samples_of_epoch import batches_of_first_epoch
@@ -54,7 +54,7 @@ from meshloom.verify.step_observer import StepObserver, Unused
 
 _MOST_SAMPLES, _MOST_SECONDS = 4096, 5.0  # of iterable data, to find the end of its first epoch
 Shares = Sequence[tuple[int, tuple[int, ...]]]
-Compare = Callable[[Job, OneDevice], Comparing]  # begins a comparison
+Compare = Callable[[Job, OneDevice], ComparisonRun]  # begins a comparison
 # moments of steps, as what follows "from step 3 on"
 _RESUMED = ", after resuming the checkpoint"
 _NEXT_EPOCH = ", at the end of an epoch, or where batches get another size or something freezes or thaws"
@@ -76,7 +76,7 @@ class VerifiedRun:
     dtype: torch.dtype | None
     settings: dict[str, Any]
     compare: Compare
-    comparison: Comparing | None = None
+    comparison: ComparisonRun | None = None
     result: ComparisonResult | None = None
     between: list[BetweenSteps] = field(default_factory=list[BetweenSteps])
     place: OperatorPlace = field(default_factory=OperatorPlace)
@@ -250,12 +250,12 @@ class VerifiedRun:
         self.between.append(saved_again(elsewhere._opened(steps, resume=path, compares=False), path, "dp=1"))
 
 
-def _agrees(trainer: Trainer, one: Comparing | None) -> bool:
+def _agrees(trainer: Trainer, one: ComparisonRun | None) -> bool:
     """Whether all steps so far agree, on every rank."""
-    return of_first_rank(trainer, one is None or one.passed)
+    return of_first_rank(trainer, one is None or one.agrees())
 
 
-def _has_skipped_all(trainer: Trainer, one: Comparing | None) -> bool:
+def _has_skipped_all(trainer: Trainer, one: ComparisonRun | None) -> bool:
     """Whether no step so far has made an update, on every rank."""
     return of_first_rank(trainer, one is not None and all(each.skipped for each in one.result().steps))
 

@@ -10,11 +10,9 @@ from __future__ import annotations
 
 import signal
 import socket
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
-
-from torch import Tensor
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, cast
 
 from meshloom.core.errors import DeviceError
 from meshloom.core.job import Job
@@ -23,11 +21,7 @@ from meshloom.launch.failure import OUT_OF_MEMORY
 from meshloom.launch.processes.child import start_child
 from meshloom.launch.processes.rank_process import signal_name
 from meshloom.verify.apart.messages import ConnectionEndedError, receive, send
-from meshloom.verify.between_steps.checks import BetweenSteps
-from meshloom.verify.compared.compare_evaluation import PlanEvaluation
-from meshloom.verify.compared.compare_values import Values
-from meshloom.verify.comparing import Comparing, ComparisonResult, OneDevice
-from meshloom.verify.reference.step_records import StepRecord
+from meshloom.verify.comparison_run import ComparisonRun, OneDevice
 
 
 class ReferenceProcess:
@@ -62,10 +56,10 @@ class ReferenceProcess:
         """The process's number."""
         return self._process.pid
 
-    def compare(self, job: Job, other: OneDevice) -> Comparing:
+    def compare(self, job: Job, other: OneDevice) -> ComparisonRun:
         """Begins a comparison there, in place of an earlier one. The job is the one that it has loaded."""
         self.call("open", other)
-        return _Remote(self)
+        return cast(ComparisonRun, _Remote(self))
 
     def call(self, name: str, *arguments: Any) -> Any:
         """What a method of its comparison returns there. Raises what that raises, and `DeviceError` if the process is
@@ -89,54 +83,11 @@ class ReferenceProcess:
         )
 
 
-class _Remote(Comparing):
-    """A comparison in that process."""
+class _Remote:
+    """A `ComparisonRun` in that process: what is called here is called there."""
 
     def __init__(self, process: ReferenceProcess) -> None:
-        self._call = process.call
+        self._process = process
 
-    def begin(self) -> None:
-        self._call("begin")
-
-    def add_gradient(self, name: str, ours: Tensor | None) -> None:
-        self._call("add_gradient", name, ours)
-
-    def update(self) -> None:
-        self._call("update")
-
-    def add_state(self, name: str, ours: Tensor) -> None:
-        self._call("add_state", name, ours)
-
-    def begin_averages(self) -> None:
-        self._call("begin_averages")
-
-    def add_average(self, name: str, ours: Tensor) -> None:
-        self._call("add_average", name, ours)
-
-    def end(self, ours: StepRecord) -> None:
-        self._call("end", ours)
-
-    def go_to(self, step: int) -> None:
-        self._call("go_to", step)
-
-    def check_metrics(self, ours: PlanEvaluation, updates: int) -> BetweenSteps:
-        return self._call("check_metrics", ours, updates)
-
-    def step_schedulers(self, metrics: Mapping[str, float]) -> None:
-        self._call("step_schedulers", metrics)
-
-    def check_saved(self, path: Path, what: str) -> BetweenSteps:
-        return self._call("check_saved", path, what)
-
-    def adopt(self, name: str, ours: Tensor) -> None:
-        self._call("adopt", name, ours)
-
-    def place(self, of_chunks: Mapping[int, Sequence[Values]]) -> str | None:
-        return self._call("place", of_chunks)
-
-    @property
-    def passed(self) -> bool:
-        return self._call("passed")
-
-    def result(self) -> ComparisonResult:
-        return self._call("result")
+    def __getattr__(self, name: str) -> Any:
+        return partial(self._process.call, name)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import pickle
 import socket
-from collections.abc import Sequence
 from typing import Any
 
 from meshloom.core.errors import MeshloomError
@@ -36,7 +35,7 @@ def serve_reference(job: Job, descriptor: int, blocks: int | None = None) -> Non
                         comparison = compare_here(job, *arguments)
                     else:
                         assert comparison is not None
-                        found = _answer(comparison, name, arguments)
+                        found = getattr(comparison, name)(*arguments)
                         if not name.startswith("add_"):  # it has computed, and ranks compute next
                             trim()
                 except Exception as raised:
@@ -44,11 +43,6 @@ def serve_reference(job: Job, descriptor: int, blocks: int | None = None) -> Non
                 send(connection, (error, found))
             except ConnectionEndedError:
                 return
-
-
-def _answer(comparison: ComparisonRun, name: str, arguments: Sequence[Any]) -> Any:
-    found = getattr(comparison, name)
-    return found(*arguments) if callable(found) else found
 
 
 def to_send(error: Exception) -> Exception:
