@@ -137,7 +137,7 @@ def test_ranks_that_do_not_step_it_differ_from_one_device(monkeypatch: pytest.Mo
     found = verify(job(), Plan.parse("dp=2"), devices="simulated", dtype=torch.float64, quick=False)
     assert found is not None and not found.passed
     facts = [fact for each in found.between for fact in each.facts]
-    assert "last_epoch in scheduler 0 is 0 in the checkpoint and 1 on one device." in facts
+    assert "last_epoch of scheduler 0 is 0 in the checkpoint and 1 on one device." in facts
 
 
 @pytest.mark.long

@@ -10,7 +10,7 @@ import torch
 
 from meshloom.verify.compared.compare_evaluation import wrong_data
 from meshloom.verify.compared.compare_values import Values, first_wrong_value
-from meshloom.verify.reference.between_steps.evaluation import EvaluatedChunk
+from meshloom.verify.reference.evaluation import EvaluatedChunk
 from meshloom.verify.reference.step_records import ModuleOutput
 from meshloom.verify.stage_outputs import ModuleSums
 

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
-import torch
 
-from meshloom.core.plan import Plan
-from meshloom.verify.reference.between_steps.evaluation import EvaluatedChunk
-from meshloom.verify.reference.reference import Reference
+from meshloom.verify.reference.evaluation import EvaluatedChunk
 from meshloom.verify.tolerances.evaluation_errors import (
+    OF_METRICS,
     EvaluationTolerances,
     chunk_errors,
     metric_errors,
 )
-from tests.jobs import make_job
 from tests.planted.bugs import verified
 
 UNMEASURED = 3.8e-6
@@ -28,30 +23,23 @@ def chunk(number: int, value: float) -> EvaluatedChunk:
 RIGHT = [chunk(0, 3.0), chunk(1, 6.0)]
 
 
-@pytest.fixture
-def tolerances(monkeypatch: pytest.MonkeyPatch) -> EvaluationTolerances:
+def tolerances_of(calls: list[int]) -> EvaluationTolerances:
     """Perturbations move the first chunk by 1e-5 of it, and the second not at all."""
-    moved = [chunk(0, 3.0 * (1 + 1e-5)), RIGHT[1]]
-    calls: list[int] = []
 
-    def again() -> list[EvaluatedChunk]:
-        calls.append(1)
-        return moved
+    def moved(number: int) -> list[EvaluatedChunk]:
+        calls.append(number)
+        return [chunk(0, 3.0 * (1 + 1e-5)), RIGHT[1]]
 
-    reference: Any = Reference(make_job("mlp", "sgd"), Plan.parse("dp=2"), None, torch.device("cpu"), ())
-    found = EvaluationTolerances(
-        reference=reference, right=RIGHT, unmeasured=UNMEASURED, lower=None, again=again
-    )
-    monkeypatch.setattr(found, "calls", calls, raising=False)
-    return found
+    return EvaluationTolerances(right=RIGHT, unmeasured=UNMEASURED, times=OF_METRICS, moved=moved)
 
 
-def test_what_is_within_some_units_needs_no_measuring(tolerances: Any):
-    errors = metric_errors({"loss": 1.5 * (1 + 3e-6)}, RIGHT, tolerances, 0)
-    assert all(each.passed for each in errors) and not tolerances.calls
+def test_what_is_within_some_units_needs_no_measuring():
+    errors = metric_errors({"loss": 1.5 * (1 + 3e-6)}, RIGHT, tolerances_of(calls := []), 0)
+    assert all(each.passed for each in errors) and not calls
 
 
-def test_a_chunk_may_be_off_by_twice_what_moves_any(tolerances: Any):
+def test_a_chunk_may_be_off_by_twice_what_moves_any():
+    tolerances = tolerances_of(calls := [])
     # errors of two chunks that cancel in the mean
     ours = [chunk(0, 3.0 + 2e-4), chunk(1, 6.0 - 2e-4)]
     mean, of_chunk = metric_errors({"loss": 1.5}, ours, tolerances, 0)
@@ -59,7 +47,7 @@ def test_a_chunk_may_be_off_by_twice_what_moves_any(tolerances: Any):
     assert of_chunk.name == "loss of chunk 0 of batch 0" and not of_chunk.passed
     # 3e-5 of a chunk of 3, where chunks are 4.5 on average
     assert of_chunk.tolerance == pytest.approx(2 * 1e-5 * 3 / 4.5)
-    assert len(tolerances.calls) == 6  # until twelve chunks have moved
+    assert calls == [*range(6)]  # until twelve chunks have moved
     ours = [RIGHT[0], chunk(1, 6.0 * (1 + 1.2e-5))]
     assert all(each.passed for each in metric_errors({"loss": 1.5}, ours, tolerances, 0))
 

@@ -30,7 +30,6 @@ ORDER = [
     ["verify.compared"],
     ["verify.tolerances"],
     ["verify.between_steps"],
-    ["verify.reference.between_steps"],
     ["verify.reference"],
     ["verify.reference.between_chunks"],
     ["train"],

@@ -4,7 +4,6 @@ flagged."""
 from __future__ import annotations
 
 import dataclasses
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,8 +18,6 @@ import meshloom.program.operators.gathered
 import meshloom.tensor_parallel.layout.layout
 from meshloom.comm.pieces import Pieces, place, take, whole
 from meshloom.core.plan import Plan
-from meshloom.program.ir.contexts import Context
-from meshloom.program.ir.nodes import Node, Ref
 from meshloom.program.operators.collectives import Transition
 from meshloom.program.operators.linears import GatheredLinears
 from meshloom.verify import lockstep_check
@@ -163,43 +160,6 @@ def test_layers_that_share_an_input_have_their_own_backward_on_all_ranks(monkeyp
         lambda self, given, *rest: right(self, [given[0], 0 * given[1]], *rest),
     )
     assert not torch.allclose(torch.cat(gradients()[0], 1), known.grad)  # type: ignore[arg-type]
-
-
-def parameters(*gradients: Tensor | None) -> list[dict[str, Tensor]]:
-    found = [{"a.weight": torch.zeros(4 if each is None else len(each), 3)} for each in gradients]
-    for each, gradient in zip(found, gradients, strict=True):
-        each["a.weight"].grad = gradient
-    return found
-
-
-def of_parameters(pieces: Pieces, *gradients: Tensor | None, summed: tuple[str, ...] = ()) -> Any:
-    """The first is one device's."""
-    node = Node(
-        name="y", target="embedding", args=(Ref("w"),), kwargs={}, context=Context(autocast=()), path="a", line=None, draw=None, num_draws=0, outputs=()
-    )  # fmt: skip
-    variable = SimpleNamespace(value="w")
-    program = SimpleNamespace(nodes=[node], parameters={"a.weight": variable})
-    layout = SimpleNamespace(program=program)
-    choice = SimpleNamespace(layout=layout, strategies={"y": SimpleNamespace(output="partial")})
-    part: Any = SimpleNamespace(choice=choice, parameters={"a.weight": pieces}, summed=summed)
-    own, *of_ranks = parameters(*gradients)
-    return lockstep_check._of_parameters(part, own, of_ranks)
-
-
-def test_gradients_of_parameters_are_compared_on_each_rank():
-    """The story: of a padding row that a rank trains every value and its gradient is right."""
-    rows = Pieces((4, 3), ((((0, 2),), None), (((2, 4),), None)))
-    right = torch.arange(12.0).view(4, 3)
-    assert of_parameters(rows, right, right[:2], right[2:]) is None
-    assert of_parameters(rows, None, None, None) is None
-    wrong = right[2:] + torch.tensor([[0.0], [1.0]])
-    found, sentence, module = of_parameters(rows, right, right[:2], wrong)
-    assert found and module == "a" and "whose gradient differs is a.weight, on rank 1" in sentence
-    shared = Pieces((4, 3), ((((0, 3),), None), (((2, 4),), None)))
-    mine = right[:3] * torch.tensor([[1.0], [1.0], [0.25]]), right[2:] * torch.tensor([[0.75], [1.0]])
-    assert of_parameters(shared, right, *mine, summed=("a.weight",)) is None
-    _, sentence, _ = of_parameters(shared, right, *mine)
-    assert "what all ranks add is one device's: it is not summed over them" in sentence
 
 
 @pytest.mark.slow

@@ -31,7 +31,7 @@ from meshloom.verify.between_steps.saved_check import check_saved
 from meshloom.verify.compared.compare import Comparer, Comparison, placed
 from meshloom.verify.compared.compare_evaluation import PlanEvaluation, compare_evaluation
 from meshloom.verify.compared.compare_values import Values
-from meshloom.verify.compared.whole_batch import WholeBatch, compare_whole_batch, may_fit
+from meshloom.verify.compared.whole_batch import WholeBatch, compare_whole_batch
 from meshloom.verify.factors import Wrong, of_gradients, of_norm, of_updates
 from meshloom.verify.reference.float64_blocks import subsample
 from meshloom.verify.reference.reference import (
@@ -50,12 +50,11 @@ from meshloom.verify.reference.reruns import (
     travel_effect,
     with_equal_draws,
 )
-from meshloom.verify.reference.step_records import StepRecord, with_equal_losses
+from meshloom.verify.reference.step_records import StepRecord
 from meshloom.verify.stage_outputs import first_wrong_module
 from meshloom.verify.tolerances.backward_rounding import backward_effect
 from meshloom.verify.tolerances.closure_effects import ClosureEffects
-from meshloom.verify.tolerances.common_factor import CommonFactor
-from meshloom.verify.tolerances.gradient_errors import GradientErrors, KnownEffects, Measure, Rounding
+from meshloom.verify.tolerances.gradient_errors import GradientErrors, Measure, Rounding
 from meshloom.verify.tolerances.of_precision import (
     most_tolerated,
     rounds_partial_sums,
@@ -111,7 +110,6 @@ class ComparisonRun:
         self._whole: WholeBatch | None = None
         self._averages = AverageErrors(reference.job.average) if reference.job.average is not None else None
         self._previous: StepRecord | None = None  # one device's
-        self._known: dict[str, KnownEffects] = {}  # by loss
         self._changed: frozenset[str] = frozenset()  # buffers, in this step
         self._effects: Mapping[str, float] = {}  # of rounding on gradients
         self._measured_in = -1  # number of the step and turn
@@ -127,7 +125,7 @@ class ComparisonRun:
         """Begin a step: forward and backward of the reference."""
         reference = self.reference
         reference.run()
-        self._comparer.note(reference.casts, single=reference.chunk_run.norms.were_wrong)
+        self._comparer.note(reference.casts)
         if all(step.skipped for step in self._steps) and not reference.scale.overflowed:
             # the first with an update; the whole batch may not fit in memory, which may be why there are microbatches
             with suppress(torch.OutOfMemoryError):
@@ -135,11 +133,7 @@ class ComparisonRun:
         self._changed = frozenset(changed_buffers(reference))
         # after a difference the two have different parameters
         rounding = _rounding_of(reference, self._comparer, self._measured if self.agrees() else None)
-        exact = not (reference.casts or reference.autocast or reference.updated.dtype or rounding.travels)
-        factor = CommonFactor(reference.precision) if exact else None
-        self._gradients = GradientErrors(
-            reference.gradients, reference.step, rounding, factor, self._known.setdefault(reference.turn.name, KnownEffects())
-        )  # fmt: skip
+        self._gradients = GradientErrors(reference.gradients, reference.step, rounding)
         self._wrong = {"gradient": [], "update": []}
 
     def _measured(self) -> Mapping[str, float]:
@@ -251,7 +245,6 @@ class ComparisonRun:
         """Compare the plan's metrics after so many updates."""
         return compare_evaluation(
             ours, self.reference, updates, self._averages, self._reference_record, unmeasured=unmeasured(self._comparer.precision), lower=self._comparer.partial,
-            undivided=max(self._comparer.modules, self.of_outputs) if may_fit(self.reference) else None,
         )  # fmt: skip
 
     def step_schedulers(self, metrics: Mapping[str, float]) -> None:
@@ -280,7 +273,6 @@ class ComparisonRun:
 
     def end(self, ours: StepRecord) -> None:
         """Compare the rest of the step. ours: the plan's record, without gradients."""
-        ours = with_equal_losses(ours, self._reference_record, self._comparer.values)
         of_tensors = [*self._gradient_errors(), *self._state.errors()]
         of_tensors += self._averages.errors if self._averages else []
         effect = partial(loss_effect, self.reference)

@@ -50,20 +50,22 @@ class RepeatedBlocks:
 
 @dataclass(frozen=True, kw_only=True)
 class FewerBlocks:
-    """`job` as given, but that its model has the first `kept` blocks of every run. sentence: what was done,
-    for the user."""
+    """`job` as given, but that its model has the first `kept` blocks of every run. from_files: whether the job given has values in files. sentence:
+    what was done, for the user."""
 
     job: Job
     kept: int
     runs: Sequence[RepeatedBlocks]
+    from_files: bool
 
     @property
     def sentence(self) -> str:
         """How many blocks of how many, and where."""
         shown = [f"{each.num_blocks} in {each.path or 'the model'}" for each in self.runs[:4]]
         more = f" and {len(self.runs) - 4} more runs" if len(self.runs) > 4 else ""
+        files = ", but the values of its files" if self.from_files else ""
         return (
-            f"NOT the whole model: of repeated blocks it has only the first {self.kept}, of {', '.join(shown)}{more}; all else is the job's own."
+            f"NOT the whole model: of repeated blocks it has only the first {self.kept}, of {', '.join(shown)}{more}; all else is the job's own{files}."
         )  # fmt: skip
 
     def to_dict(self) -> dict[str, Any]:
@@ -73,7 +75,7 @@ class FewerBlocks:
 
 def with_fewer_blocks(job: Job, kept: int) -> FewerBlocks:
     """`job` with the first `kept` of its model's repeated blocks. The blocks left out never get memory, where
-    the model can be built without the values of its parameters.
+    the model can be built without the values of its parameters; values of files are left out.
 
     Raises `JobError` where there are no more than `kept`.
     """
@@ -93,14 +95,8 @@ def with_fewer_blocks(job: Job, kept: int) -> FewerBlocks:
             f"--blocks {kept} leaves nothing out: {most.path or 'the model'} has {most.num_blocks} repeated blocks. Use --blocks {most.num_blocks - 1} or "
             "less, or leave it out."
         )
-    names = dict.fromkeys(model.state_dict())
-    new_names = {
-        old: new
-        for new, old in zip(cut(model, runs, kept).state_dict(), _kept_names(names, runs, kept), strict=True)
-    }
-    weight_names = _weight_names(job, names, new_names) if job.weights is not None else job.weight_names
-    shorter = replace(job, model=_ShorterModel(job.model, kept), weight_names=weight_names)
-    return FewerBlocks(job=shorter, kept=kept, runs=runs)
+    shorter = replace(job, model=_ShorterModel(job.model, kept), weights=None, weight_names=None)
+    return FewerBlocks(job=shorter, kept=kept, runs=runs, from_files=job.weights is not None)
 
 
 def find_blocks(model: nn.Module) -> list[RepeatedBlocks]:
@@ -201,36 +197,3 @@ def _kind(module: nn.Module) -> Any:
         *module.named_buffers(remove_duplicate=False),
     )
     return parts, tuple((name, tuple(each.shape), each.dtype, each.requires_grad) for name, each in tensors)
-
-
-def _kept_names(names: Mapping[str, None], runs: Sequence[RepeatedBlocks], kept: int) -> list[str]:
-    """Those of the tensors that stay, as they are called in the whole model."""
-    gone = tuple(f"{run.path}.{name}." if run.path else f"{name}." for run in runs for name in run.but(kept))
-    return [name for name in names if not name.startswith(gone)]
-
-
-def _weight_names(
-    job: Job, names: Mapping[str, None], new_names: Mapping[str, str]
-) -> Callable[[str], str | None]:
-    """`job.weight_names` for the shorter model: tensors keep their files' names, and those of blocks left out
-    are not used. new_names: of those that stay, by their names in the whole model."""
-    old_names = {new: old for old, new in new_names.items()}
-    moved = [new for new, old in old_names.items() if new != old]
-    if moved:
-        raise JobError(
-            f"--blocks numbers modules behind the blocks anew ({old_names[moved[0]]} would be {moved[0]}), so they cannot be found in {job.weights}. "
-            "Verify without Job(weights=...)."
-        )
-    given = job.weight_names
-
-    def in_files(name: str) -> str | None:
-        if callable(given):
-            return given(name)
-        return given.get(name, name) if given else name
-
-    unused = {in_files(name) for name in names if name not in new_names}
-
-    def name_in_files(name: str) -> str | None:
-        return in_files(name) if name in old_names or name not in unused else None
-
-    return name_in_files

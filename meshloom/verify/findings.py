@@ -161,7 +161,6 @@ def _between_record(checked: BetweenSteps) -> dict[str, Any]:
         "first_module": checked.first_module,
         "facts": list(checked.facts),
         "errors": errors,
-        "notes": list(checked.notes),
     }
 
 
@@ -275,7 +274,7 @@ def _between_lines(checked: BetweenSteps) -> list[str]:
     worst = max(checked.errors, key=_severity, default=None)
     if checked.passed:
         size = f" (largest error {worst.error:.1e}, of {worst.name})" if worst else ""
-        return [f"{what}: equal{size}", *checked.notes]
+        return [f"{what}: equal{size}"]
     wrong = sorted((error for error in checked.errors if not error.passed), key=_severity, reverse=True)
     shown = [
         f"  {each.name} differs by {each.error:.1e}, and {each.tolerance:.1e} is tolerated"
@@ -286,7 +285,6 @@ def _between_lines(checked: BetweenSteps) -> list[str]:
         f"DIFFERS: {checked.what}{module}",
         *(f"  {fact}" for fact in checked.facts[:ROWS]),
         *shown,
-        *checked.notes,
     ]
 
 

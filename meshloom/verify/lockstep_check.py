@@ -22,13 +22,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from meshloom.comm.pieces import Pieces, place, take
+from meshloom.comm.pieces import Pieces, take
 from meshloom.core.moments.current_step import at_step
 from meshloom.core.random import derive, preserved_draws, seed_everything
 from meshloom.program.ir.lines import describe_line
 from meshloom.program.ir.nodes import Node, users_by_value
 from meshloom.program.opaque.bound import bound
-from meshloom.program.operators.collectives import total_of
 from meshloom.program.run.execute import run_program
 from meshloom.tensor_parallel.layout.cuts import pieces_of, route_of
 from meshloom.tensor_parallel.layout.placement import PARTIAL, Part, cut_of
@@ -40,8 +39,8 @@ TOLERANCE = 1e-9  # both run in float64; rounding of the deepest models stays be
 Found = tuple[bool, str, str]  # of `first_wrong_operator`
 Parameters = Mapping[str, Tensor]  # by name
 AGREE = (
-    "In lockstep, on the initial values and a chunk of the first batch, every operator's shards agree with one device, forward and backward, and so do the "
-    "gradients of parameters: what differs shows with other values or data, in how ranks run their programs, or in what they send each other."
+    "In lockstep, on the initial values and a chunk of the first batch, every operator's shards agree with one device, forward and backward: what differs shows "
+    "with other values or data, in gradients of parameters and their sums over ranks, in how ranks run their programs, or in what they send each other."
 )
 _DRAWS = " It draws: its random numbers, or their seed, are others than one device's."
 _SEED = 7
@@ -69,12 +68,7 @@ def first_wrong_operator(part: Partition, model: nn.Module, batch: Any) -> Found
                 dtype=torch.float64, visit=ranks.note_ranks,
             )
         )  # fmt: skip
-    return (
-        _of_values(reference, ranks, part)
-        or _of_gradients(reference, ranks, part)
-        or _of_parameters(part, own[0], [each[0] for each in split])
-        or (False, AGREE, "")
-    )
+    return _of_values(reference, ranks, part) or _of_gradients(reference, ranks, part) or (False, AGREE, "")
 
 
 def _of_values(reference: _InnerProducts, ranks: _InnerProducts, part: Partition) -> Found | None:
@@ -106,50 +100,6 @@ def _of_gradients(reference: _InnerProducts, ranks: _InnerProducts, part: Partit
     back = f" It is what the backward of {by} returns." if readers else ""
     sentence = f"In lockstep all values agree; backward, the first gradient that differs is that of {_named(reference.nodes[first], part)}: by {wrong[first]:.1e}.{back}"
     return True, sentence, next((path for name in wrong if (path := reference.nodes[name].path)), "")
-
-
-def _of_parameters(part: Partition, own: Parameters, of_ranks: Sequence[Parameters]) -> Found | None:
-    """The first parameter, in the order of the program, that has another gradient on some rank."""
-    program = part.choice.layout.program
-    readers = users_by_value(program.nodes)
-    order = {node.name: number for number, node in enumerate(program.nodes)}
-    read = {
-        name: readers[each.value][0] for name, each in program.parameters.items() if each.value in readers
-    }
-    for name in sorted(read, key=lambda name: order[read[name].name]):
-        right, pieces = own[name].grad, part.parameters[name]
-        mine = [each[name].grad for each in of_ranks]
-        if right is None and not any(each is not None for each in mine):
-            continue
-        expected = torch.zeros_like(own[name]) if right is None else right.to_dense()
-        found = [
-            torch.zeros_like(each[name]) if gradient is None else gradient.to_dense()
-            for each, gradient in zip(of_ranks, mine, strict=True)
-        ]
-        total = total_of([place(pieces, rank, each) for rank, each in enumerate(found)])
-        if name in part.summed:
-            found = [take(pieces, rank, total) for rank in range(len(found))]
-        scale = _scale(expected)
-        errors = [
-            float((each.nan_to_num() - take(pieces, rank, expected).nan_to_num()).abs().max()) / scale
-            if each.numel()
-            else 0.0
-            for rank, each in enumerate(found)
-        ]
-        if not max(errors) <= TOLERANCE:
-            rank = errors.index(max(errors))
-            what = f"the first parameter whose gradient differs is {name}, on rank {rank} along tp: by {errors[rank]:.1e}"
-            back = f"It is what the backward of {_named(read[name], part)} adds to it"
-            if name in part.summed:
-                back += ", summed over the ranks that use a part of it"
-            elif pieces.is_shared and bool(((total - expected).abs() <= TOLERANCE * scale).all()):
-                back += ", and what all ranks add is one device's: it is not summed over them"
-            return (
-                True,
-                f"In lockstep all values agree, and so do their gradients; {what}. {back}.",
-                name.rpartition(".")[0],
-            )
-    return None
 
 
 @dataclass(frozen=True)

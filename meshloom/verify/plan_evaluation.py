@@ -22,7 +22,7 @@ from meshloom.train.trainer import Trainer
 from meshloom.verify.between_steps.checks import BetweenSteps
 from meshloom.verify.compared.compare_evaluation import MODE, TRAINED, PlanEvaluation
 from meshloom.verify.comparison_run import ComparisonRun
-from meshloom.verify.reference.between_steps.evaluation import EvaluatedChunk
+from meshloom.verify.reference.evaluation import EvaluatedChunk
 from meshloom.verify.reference.observers import altered_digest, digest_values
 from meshloom.verify.tolerances.evaluation_errors import metric_error
 

@@ -108,16 +108,6 @@ def _report(run: VerifiedRun, apart: VerifiedRun, plan: Plan, *, keyed: bool) ->
         if keyed
         else []
     )
-    if result.comparer.single_samples:
-        have = (
-            "what the plan runs has right ones, and is compared with such"
-            if run.plan.captures or run.plan.compiles
-            else "both sides have these"
-        )
-        notes.append(
-            "batch norm of a chunk of one sample has wrong gradients in torch on CPUs, where the sample and its gradient lie in memory in other orders: "
-            f"{have}. Chunks of two samples have right ones in torch, too"
-        )
     return Report(
         plan=str(plan), devices=run.devices, precision=_name_of(result.comparer.precision), owned=run.owned,
         steps=result.steps, explained=result.explained, operator=run.place.operator, moment=run.moment, casts=result.comparer.casts,

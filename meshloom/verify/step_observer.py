@@ -36,9 +36,6 @@ from meshloom.verify.reference.step_records import (
     settings_of,
 )
 
-# rank, turn, and which of the slices that the rank owns have no gradient in a step
-Unused = tuple[int, str, tuple[int, ...]]
-
 
 class StepObserver:
     """An `Observer` of `replica`. comparison: on rank 0, receives each tensor as it is gathered; no rank keeps one. alone: whether the
@@ -52,7 +49,6 @@ class StepObserver:
         self._computed: list[ChunkRecord] = []  # in the first half of the step
         self._outputs, self._told = tuple[ModuleOutput, ...](), -1
         self._altered: dict[int, str] = {}  # chunk -> digest of its batch on the device, if that is another
-        self.unused: set[Unused] = set()
 
     @contextmanager
     def attached(self) -> Iterator[None]:
@@ -91,8 +87,6 @@ class StepObserver:
 
     def computed(self, gradients: Gradients) -> Steps[None]:
         """Compare the averaged gradients."""
-        missing = tuple(number for number, each in enumerate(gradients.of_owned) if each is None)
-        self.unused.add((self._replica.context.rank, self._replica.scope.turn.loss, missing))
         yield  # until all ranks of this process have computed theirs
         if self._alone:
             trim()

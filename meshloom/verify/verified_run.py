@@ -12,7 +12,7 @@ own, as in a training loop of one's own.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -50,7 +50,7 @@ from meshloom.verify.comparison_run import ComparisonResult, ComparisonRun, OneD
 from meshloom.verify.place import OperatorPlace, place_of
 from meshloom.verify.plan_evaluation import checked_evaluation, steps_schedulers_apart
 from meshloom.verify.reference.samples_of_epoch import batches_of_first_epoch
-from meshloom.verify.step_observer import StepObserver, Unused
+from meshloom.verify.step_observer import StepObserver
 
 _MOST_SAMPLES, _MOST_SECONDS = 4096, 5.0  # of iterable data, to find the end of its first epoch
 Shares = Sequence[tuple[int, tuple[int, ...]]]
@@ -88,7 +88,6 @@ class VerifiedRun:
     one_copy: bool = False
     notes: list[str] = field(default_factory=list[str])
     _steps_per_epoch: int | None = None
-    _unused: set[Unused] = field(default_factory=set[Unused], init=False)  # what steps had no gradients of
 
     def quick(self, steps: int, *, own_copies: bool = False) -> None:
         """So many steps. own_copies: each replica has its own parameters."""
@@ -125,9 +124,6 @@ class VerifiedRun:
                 if passed and self.job.average is not None:  # in the first step averages are the parameters
                     passed = self._evaluate(trainer)
                 passed = passed and self._take(trainer, ends, moment=_NEXT_EPOCH)
-                # what a step leaves shows in one that does not use it
-                if passed and _varies(trainer, self._unused):
-                    passed = self._take(trainer, range(trainer.next_step, min(trainer.next_step + 2, total)))
                 compare = self.comparison and self.comparison.check_saved
                 self.between += saved_after_resuming(trainer, path, compare) if passed else []
             del trainer
@@ -194,7 +190,6 @@ class VerifiedRun:
                 if isinstance(first.engine, ProgramEngine) and not _agrees(trainer, comparison):
                     break
             self._steps_per_epoch = run.data.steps_per_epoch
-            self._unused.update(*(each.unused for each in observers))
         run.observe([None] * len(observers))
         passed = _agrees(trainer, comparison)
         if not passed and batch:
@@ -258,13 +253,6 @@ def _agrees(trainer: Trainer, one: ComparisonRun | None) -> bool:
 def _has_skipped_all(trainer: Trainer, one: ComparisonRun | None) -> bool:
     """Whether no step so far has made an update, on every rank."""
     return of_first_rank(trainer, one is not None and all(each.skipped for each in one.result().steps))
-
-
-def _varies(trainer: Trainer, unused: Iterable[Unused]) -> bool:
-    """Whether some steps of one turn leave parameters without gradients that others do not, on any rank."""
-    places = [(rank, turn) for rank, turn, _ in unused]
-    mine = len(set(places)) < len(places)
-    return _on_any_rank(trainer, lambda replica: mine)
 
 
 def _on_any_rank(trainer: Trainer, holds: Callable[[Replica], bool]) -> bool:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -36,19 +35,6 @@ class AverageErrors:
                     continue
                 # in place, as an embedding may be the largest tensor by far
                 known.mul_(self._decay).add_(each.detach(), alpha=1 - self._decay)
-
-    @contextmanager
-    def in_place_of(self, parameters: Mapping[str, Tensor]) -> Iterator[None]:
-        """A context in which one device's parameters are the averages, as in evaluations."""
-        values = {name: parameters[name].detach().clone() for name in self._averages}
-        with torch.no_grad():
-            try:
-                for name, average in self._averages.items():
-                    parameters[name].copy_(average)
-                yield
-            finally:
-                for name, value in values.items():
-                    parameters[name].copy_(value)
 
     def compare(self, name: str, ours: Tensor, step: int, tolerance: float) -> None:
         """The plan's average of a parameter; buffers and frozen parameters have none."""

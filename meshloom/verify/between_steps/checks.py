@@ -11,11 +11,9 @@ import torch
 from torch import Tensor
 
 from meshloom.core.device.flat_bytes import flat_bytes
-from meshloom.verify.reference.float64_blocks import distance, norm
+from meshloom.verify.reference.float64_blocks import distance, norm, relative
 
-Kind = Literal[
-    "loss", "norm", "gradient", "buffer", "parameter", "update", "average", "scale", "metric", "saved"
-]
+Kind = Literal["loss", "norm", "gradient", "buffer", "parameter", "update", "average", "metric", "saved"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,13 +49,12 @@ class DifferingTensor:
 @dataclass(frozen=True, kw_only=True)
 class BetweenSteps:
     """What was compared, such as "the evaluation after 2 steps". facts: differences other than numbers, a sentence each. first_module: where
-    something differs, the first one in the order of the program that is wrong, if there is one. notes: on the job, which are no differences."""
+    something differs, the first one in the order of the program that is wrong, if there is one."""
 
     what: str
     errors: Sequence[TensorError] = ()
     facts: Sequence[str] = ()
     first_module: str | None = None
-    notes: Sequence[str] = ()
 
     @property
     def passed(self) -> bool:
@@ -77,10 +74,7 @@ def compared_with(name: str, ours: Tensor | None, right: Tensor, step: int, tole
     if ours is None or ours.numel() != right.numel():
         error = math.inf
     elif right.is_floating_point() or right.is_complex():
-        difference, size = distance(ours.to(right.dtype).view(right.shape), right), norm(right)
-        error = (
-            0.0 if difference == 0 else difference / size if size and math.isfinite(difference) else math.inf
-        )
+        error = relative(distance(ours.to(right.dtype).view(right.shape), right), norm(right))
     else:
         error = 0.0 if torch.equal(ours.view(right.shape).to(right.dtype), right) else math.inf
     return TensorError(name=name, kind="saved", step=step, error=error, tolerance=tolerance)

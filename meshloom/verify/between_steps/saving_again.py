@@ -7,12 +7,10 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from threading import Event
 from typing import Any, cast
 
-from meshloom.checkpoint.checkpoint import Checkpoint
 from meshloom.comm.objects import share
 from meshloom.comm.steps import Steps
 from meshloom.core.units import format_bytes
@@ -51,7 +49,7 @@ def save_in_background(trainer: Trainer, directory: Path, before: Path) -> tuple
     run.finish()
     checked = BetweenSteps(what=_BACKGROUND)
     if trainer.world.main:
-        checked = _with_values(same_files(before, path, _BACKGROUND), before, path)
+        checked = same_files(before, path, _BACKGROUND, with_values=True)
     return checked, path if of_first_rank(trainer, checked.passed) else before
 
 
@@ -93,10 +91,7 @@ def saved_again(opened: AbstractContextManager[Trainer], path: Path, elsewhere: 
         again = trainer.save()
         if not trainer.world.main:
             return BetweenSteps(what=what)
-        checked = same_files(path, again, what)
-        if not elsewhere:
-            checked = _with_values(checked, path, again)
-        return checked
+        return same_files(path, again, what, with_values=not elsewhere)
 
 
 def saving_directory(trainer: Trainer) -> AbstractContextManager[Path]:
@@ -124,34 +119,3 @@ def _removed_at_end(directory: Path, made: str) -> Iterator[Path]:
     finally:
         if made:
             shutil.rmtree(made, ignore_errors=True)
-
-
-def _with_values(checked: BetweenSteps, one: Path, other: Path) -> BetweenSteps:
-    """With the values that both checkpoints have beside tensors."""
-    right, found = (Checkpoint.open(each, checksums=False).values for each in (one, other))
-    facts = [*_differing("", {key: each for key, each in right.items() if key != "attributes"}, found)]
-    return replace(checked, facts=[*checked.facts, *facts])
-
-
-def _differing(where: str, right: Any, found: Any) -> Iterator[str]:
-    right, found = _plain(right), _plain(found)
-    if isinstance(right, dict) and isinstance(found, dict):
-        for key, value in cast(dict[str, Any], right).items():
-            yield from _differing(
-                f"{where}{'.' if where else ''}{key}", value, cast(dict[str, Any], found).get(key)
-            )
-    elif isinstance(right, list) and isinstance(found, list) and len(right) == len(found):
-        for number, pair in enumerate(zip(cast(list[Any], right), cast(list[Any], found), strict=True)):
-            yield from _differing(f"{where}[{number}]", *pair)
-    elif str(right) != str(found):
-        yield f"{where} is {found} instead of {right}."
-
-
-def _plain(value: Any) -> Any:
-    """A dict that is kept as its pairs (`checkpoint/json_values.py`), by the names of its keys."""
-    pairs = (
-        cast(dict[str, Any], value).get("dict")
-        if isinstance(value, dict) and len(cast(Any, value)) == 1
-        else None
-    )
-    return {str(key): each for key, each in pairs} if isinstance(pairs, list) else value

@@ -6,7 +6,6 @@
     buffer      after the step; integers must be equal
     parameter   after the step
     update      the parameter's change in this step, which reveals what a small learning rate hides in the parameter
-    scale       the factor that all gradients have in common, if they do (`verify/tolerances/common_factor.py`)
 
 Optimizers that divide by the gradient's size turn rounding into a full step wherever a gradient is pure rounding (a bias before
 batch norm, the bias of attention keys), and the effect spreads. So the reference updates with each of the plan's gradients that
@@ -31,8 +30,8 @@ from meshloom.verify.compared.compare_chunks import (
     first_module,
     first_output,
     module_of_names,
-    module_of_settings,
 )
+from meshloom.verify.reference.float64_blocks import relative
 from meshloom.verify.reference.step_records import Cast, StepRecord, logged_means
 from meshloom.verify.tolerances.evaluation_errors import metric_error
 from meshloom.verify.tolerances.gradient_errors import TIMES
@@ -82,14 +81,12 @@ def placed(steps: Sequence[Comparison], module: str) -> list[Comparison]:
 @dataclass(kw_only=True)
 class Comparer:
     """Compares step after step. precision: of the parameters. autocast: what the plan computes losses under.
-    lowered: what the plan rounds parameters to, of which copies in `precision` are updated. single_samples: whether torch's own gradients
-    of batch norms of single samples were wrong."""
+    lowered: what the plan rounds parameters to, of which copies in `precision` are updated."""
 
     plan: Plan
     precision: torch.dtype
     autocast: torch.dtype | None = None
     lowered: torch.dtype | None = None
-    single_samples: bool = False
     _casts: set[Cast] = field(default_factory=set[Cast])
 
     @property
@@ -102,10 +99,9 @@ class Comparer:
         ]
         return tuple(sorted(own, key=lambda cast: (cast.in_optimizer, cast.place, cast.dtype)))
 
-    def note(self, casts: Sequence[Cast], *, single: bool = False) -> None:
-        """Casts in the reference's newest step. single: as `single_samples`."""
+    def note(self, casts: Sequence[Cast]) -> None:
+        """Casts in the reference's newest step."""
         self._casts |= set(casts)
-        self.single_samples |= single
 
     @property
     def partial(self) -> torch.dtype | None:
@@ -153,7 +149,7 @@ class Comparer:
         tolerance = max(self.values, most_tolerated(self.precision) if grows else 0.0)
         of_norm = unmeasured_through(self.precision)
         errors = [*_loss_errors(ours, reference, tolerance, of_norm), *tensor_errors]
-        facts = [*facts_of(ours, reference, self.plan)]
+        facts = [*facts_of(ours, reference, self.plan, self.values)]
         if not facts:
             errors = self._with_moved_loss(errors, abs(reference.loss), loss_effect)
         module = None
@@ -163,7 +159,6 @@ class Comparer:
             # both begin with a name
             apart = [*ours.apart, *(each.split(" ", 1)[0] for each in ours.inconsistent)]
             module = module or module_of_names(apart, reference, self.plan)
-            module = module or module_of_settings(ours, reference, self.plan)
         losses = ours.loss, reference.loss
         return Comparison(
             step=reference.step,
@@ -183,7 +178,7 @@ class Comparer:
         is_loss = [each.name for each in wrong] == ["loss"] and wrong[0].error < math.inf
         if not is_loss or effect is None or not rounds_partial_sums(self.plan):
             return errors
-        allowed = min(_ratio(TIMES * effect(), size), most_tolerated(self.precision))
+        allowed = min(relative(TIMES * effect(), size), most_tolerated(self.precision))
         moved = replace(wrong[0], tolerance=max(wrong[0].tolerance, allowed))
         return [moved if each is wrong[0] else each for each in errors]
 
@@ -194,12 +189,12 @@ def _loss_errors(
     size = abs(reference.loss)
     if reference.weight:
         size = max(size, sum(abs(chunk.loss_sum) for chunk in reference.chunks) / reference.weight)
-    error = _ratio(abs(ours.loss - reference.loss), size)
+    error = relative(abs(ours.loss - reference.loss), size)
     if reference.skipped and not math.isfinite(reference.loss):
         error = math.inf if math.isfinite(ours.loss) else 0.0
     yield TensorError(name="loss", kind="loss", step=reference.step, error=error, tolerance=tolerance)
     if ours.gradient_norm is not None and reference.gradient_norm is not None:
-        error = _ratio(abs(ours.gradient_norm - reference.gradient_norm), reference.gradient_norm)
+        error = relative(abs(ours.gradient_norm - reference.gradient_norm), reference.gradient_norm)
         yield TensorError(
             name="gradient norm", kind="norm", step=reference.step, error=error, tolerance=of_norm
         )
@@ -208,9 +203,3 @@ def _loss_errors(
         yield TensorError(
             name=f"logged {name}", kind="loss", step=reference.step, error=error, tolerance=tolerance
         )
-
-
-def _ratio(difference: float, size: float) -> float:
-    if difference == 0:
-        return 0.0
-    return difference / size if size and math.isfinite(difference) and math.isfinite(size) else math.inf

@@ -8,14 +8,20 @@ from dataclasses import dataclass
 
 from meshloom.core.plan import Plan
 from meshloom.verify.between_steps.checks import TensorError
-from meshloom.verify.reference.step_records import ChunkRecord, ModuleOutput, Setting, StepRecord
+from meshloom.verify.reference.step_records import (
+    ChunkRecord,
+    ModuleOutput,
+    StepRecord,
+    same_setting,
+    shown_setting,
+)
 
 _MOST = 8  # facts of one kind
 _SUDDEN, _SMALL = 16, 25  # times the errors before; of a tolerance, below which nothing is sudden
 
 
-def facts_of(ours: StepRecord, reference: StepRecord, plan: Plan) -> Iterator[str]:
-    """Differences that may occur although every tensor agrees, a sentence each."""
+def facts_of(ours: StepRecord, reference: StepRecord, plan: Plan, of_losses: float) -> Iterator[str]:
+    """Differences that may occur although every tensor agrees, a sentence each. of_losses: the tolerance of losses."""
     if len(set(ours.replicas)) > 1:
         odd = next(replica for replica, digest in enumerate(ours.replicas) if digest != ours.replicas[0])
         which = f", first {ours.apart[0]}" if ours.apart else ""
@@ -27,7 +33,7 @@ def facts_of(ours: StepRecord, reference: StepRecord, plan: Plan) -> Iterator[st
         yield f"Of step {ours.step} gradients overflow float16 and {which[0]} skips the update, but {which[1]} does not: {how}."
     if (turn := other_turn(ours, reference)) is not None:
         yield turn
-    yield from list(dict.fromkeys(wrong_settings(ours, reference)))[:_MOST]
+    yield from list(dict.fromkeys(_wrong_settings(ours, reference, of_losses)))[:_MOST]
     if (told := wrong_number(ours)) is not None:
         yield told
     if len(ours.chunks) == len(reference.chunks) or not plan.sync_batch_norm:
@@ -53,36 +59,14 @@ def wrong_number(ours: StepRecord) -> str | None:
     return None
 
 
-def wrong_settings(ours: StepRecord, reference: StepRecord) -> Iterator[str]:
-    """Settings in the optimizers' groups after the step that are others than on one device, on any rank."""
-    for what, here, value in _differing_settings(ours, reference):
-        yield f"{what} is {_shown(here)} after step {ours.step}, and {_shown(value)} on one device."
-
-
-def _differing_settings(ours: StepRecord, reference: StepRecord) -> Iterator[tuple[str, Setting, Setting]]:
-    """What it is, on a rank, and on one device."""
-    right = reference.settings[0] if reference.settings else {}
-    for of_rank in ours.settings:
-        for what, value in right.items():
-            if not _same_setting(here := of_rank.get(what, value), value):
-                yield what, here, value
-
-
-def _same_setting(a: Setting, b: Setting) -> bool:
-    if isinstance(a, bool | str) or isinstance(b, bool | str):
-        return a == b
-    return math.isclose(a, b, rel_tol=1e-6) or (math.isnan(a) and math.isnan(b))
-
-
-def _shown(value: Setting) -> str:
-    return str(value) if isinstance(value, bool | str) else f"{value:g}"
-
-
-def module_of_settings(ours: StepRecord, reference: StepRecord, plan: Plan) -> str | None:
-    """The first module in order of execution that has a parameter in a group whose settings differ."""
-    groups = {what.partition(" of ")[2] for what, *_ in _differing_settings(ours, reference)}
-    names = [name for group in groups for name in reference.groups.get(group, ())]
-    return module_of_names(names, reference, plan)
+def _wrong_settings(ours: StepRecord, reference: StepRecord, of_losses: float) -> Iterator[str]:
+    """Settings in the optimizers' groups after the step that are others than on one device, on any rank. of_losses: tolerance of a loss that a scheduler
+    keeps."""
+    for what, value in (reference.settings[0] if reference.settings else {}).items():
+        allowed = of_losses if what.startswith("best of scheduler ") else 1e-6
+        for here in (each.get(what, value) for each in ours.settings):
+            if not same_setting(here, value, allowed):
+                yield f"{what} is {shown_setting(here)} after step {ours.step}, and {shown_setting(value)} on one device."
 
 
 def module_of_names(names: Sequence[str], reference: StepRecord, plan: Plan) -> str | None:

@@ -11,14 +11,20 @@ import torch
 from meshloom.verify.between_steps.averages import AverageErrors
 from meshloom.verify.between_steps.checks import BetweenSteps
 from meshloom.verify.compared.compare_chunks import order_of_modules, place_of_owner
-from meshloom.verify.reference.between_steps.evaluation import EvaluatedChunk, evaluated_chunks, means_of
+from meshloom.verify.reference.evaluation import EvaluatedChunk, evaluated_chunks
 from meshloom.verify.reference.reference import Reference
+from meshloom.verify.reference.reruns import having, perturbed_parameters
 from meshloom.verify.reference.step_records import StepRecord
-from meshloom.verify.tolerances.evaluation_errors import EvaluationTolerances, metric_error, metric_errors
+from meshloom.verify.tolerances.evaluation_errors import (
+    OF_LOWERED,
+    OF_METRICS,
+    EvaluationTolerances,
+    metric_errors,
+)
+from meshloom.verify.tolerances.of_precision import rounds_partial_sums
 
 MODE = "the mode of "  # before a module's name, in what changes
 TRAINED = "whether something trains "  # before a parameter's
-_METRIC = "ml.Metric(update, compute) computes it of all samples, alike under every plan"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,24 +42,24 @@ class PlanEvaluation:
 
 def compare_evaluation(
     ours: PlanEvaluation, reference: Reference, updates: int, averages: AverageErrors | None, record: StepRecord,
-    *, unmeasured: float, lower: torch.dtype | None, undivided: float | None,
+    *, unmeasured: float, lower: torch.dtype | None,
 ) -> BetweenSteps:  # fmt: skip
     """After `updates` updates. averages: what evaluations see in place of parameters. record: of one device's last step. unmeasured, lower: of the
-    tolerances. undivided: tolerance of means on batches that are not divided; None: they may not fit in memory."""
+    tolerances."""
 
-    def evaluated() -> list[EvaluatedChunk]:
-        return evaluated_chunks(reference, updates, ours.batches, digests=True)
+    def moved(number: int) -> list[EvaluatedChunk]:
+        whole = not rounds_partial_sums(reference.plan)
+        with torch.no_grad(), perturbed_parameters(reference, number, whole=whole):
+            return evaluated_chunks(reference, updates, ours.batches)
 
-    with averages.in_place_of(reference.parameters) if averages else nullcontext():
-        right = evaluated()
-        tolerances = EvaluationTolerances(reference=reference, right=right, unmeasured=unmeasured, lower=lower, again=evaluated)  # fmt: skip
+    with having(reference, averages.values) if averages else nullcontext():
+        right = evaluated_chunks(reference, updates, ours.batches, digests=True)
+        times = OF_METRICS if lower is None else OF_LOWERED
+        tolerances = EvaluationTolerances(right=right, unmeasured=unmeasured, times=times, moved=moved)
         errors = metric_errors(ours.metrics, ours.chunks, tolerances, updates - 1)
-        notes = [] if undivided is None else _undivided(ours, reference, updates, right, undivided)
     facts = [f"The evaluation changes {name}." for name in ours.changed]
     facts += [*ours.disagree, *list(wrong_data(ours.chunks, right))[:1]]
-    return BetweenSteps(
-        what=ours.what, errors=errors, facts=facts, first_module=_first_changed(ours, reference, record), notes=notes,
-    )  # fmt: skip
+    return BetweenSteps(what=ours.what, errors=errors, facts=facts, first_module=_first_changed(ours, reference, record))  # fmt: skip
 
 
 def wrong_data(ours: Sequence[EvaluatedChunk], right: Sequence[EvaluatedChunk]) -> Iterator[str]:
@@ -69,31 +75,6 @@ def wrong_data(ours: Sequence[EvaluatedChunk], right: Sequence[EvaluatedChunk]) 
             yield f"{what} has other data than on one device."
         elif one.seed != other.seed:
             yield f"{what} draws from another seed than on one device."
-
-
-def _undivided(
-    ours: PlanEvaluation,
-    reference: Reference,
-    updates: int,
-    right: Sequence[EvaluatedChunk],
-    tolerance: float,
-) -> list[str]:
-    """Whether one device has the same means of plain functions on batches that are not divided; a line each, or one."""
-    means, plain = means_of(right), [name for name in right[0].sums if name not in right[0].returned]
-    if reference.plan.num_chunks == 1 or not plain:
-        return []
-    try:
-        found = evaluated_chunks(reference, updates, ours.batches, undivided=True)
-    except Exception as error:  # of the job's own code, which gets no such batch under the plan, or of memory
-        said = str(error).splitlines()[0] if str(error) else ""
-        return [f"metrics on whole batches: not compared, {type(error).__name__}: {said}"]
-    whole, draws = means_of(found), {name for each in (*found, *right) for name in each.draws}
-    others = [name for name in plain if not metric_error(whole[name], means[name]) <= tolerance]
-    return [
-        f"{name} is {means[name]:.6g} in the mean over chunks and {whole[name]:.6g} in that over whole batches, "
-        + ("because it draws" if name in draws else f"because it is no mean over samples. {_METRIC}")
-        for name in others
-    ] or [f"metrics on whole batches: one device has the same of {', '.join(plain)}"]
 
 
 def _first_changed(ours: PlanEvaluation, reference: Reference, record: StepRecord) -> str | None:

@@ -10,21 +10,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import reduce
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from meshloom.core.random import Rows
 from meshloom.machine.host_memory import free_bytes
 from meshloom.machine.process_memory import regained_bytes, trim
 from meshloom.verify.compared.compare_chunks import add_outputs, output_differs
 from meshloom.verify.reference.chunks_of_plan import ReferenceForward
-from meshloom.verify.reference.float64_blocks import Subsampled, distance, norm, subsample_each
+from meshloom.verify.reference.float64_blocks import distance, norm
 from meshloom.verify.reference.reference import Gradients, Reference
-from meshloom.verify.reference.reruns import chunk_by_chunk
 from meshloom.verify.reference.step_records import ChunkRecord, ModuleOutput, StepRecord
 from meshloom.verify.tolerances.gradient_errors import FLOOR
 
@@ -71,7 +70,6 @@ def compare_whole_batch(reference: Reference, tolerance: float) -> WholeBatch | 
     try:
         with whole_batch(reference) as (chunked, whole):
             error = _error(reference.gradients, chunked, whole.loss, reference.loss)
-            gradients = subsample_each(reference.gradients)
         found = WholeBatch(error=error[0], loss=whole.loss, why="")
         if max(error) <= tolerance:
             return found
@@ -83,7 +81,7 @@ def compare_whole_batch(reference: Reference, tolerance: float) -> WholeBatch | 
             why = (
                 _why_with_equal_draws(reference, tolerance)
                 if draws
-                else _why(reference, whole, gradients, reference.chunks, tolerance)
+                else _why(whole, reference.chunks, tolerance)
             )
             reasons, interacts = [*([why] if why else []), *reasons], bool(why)
         return WholeBatch(error=error[0], loss=whole.loss, why=" and ".join(reasons), interacts=interacts)
@@ -143,48 +141,16 @@ def _why_with_equal_draws(reference: Reference, tolerance: float) -> str:
         error = _error(gradients, reference.gradients, whole.loss, chunked.loss)
     if max(error) <= tolerance:
         return ""
-    return _why(reference, whole, subsample_each(gradients), chunked.chunks, tolerance, keyed=True)
+    return _why(whole, chunked.chunks, tolerance)
 
 
-def _why(
-    reference: Reference, whole: StepRecord, gradients: Gradients, chunks: Sequence[ChunkRecord], tolerance: float, *, keyed: bool = False
-) -> str:  # fmt: skip
-    """gradients: of the whole batch, subsampled. keyed: chunks have the draws of the whole batch."""
+def _why(whole: StepRecord, chunks: Sequence[ChunkRecord], tolerance: float) -> str:
     if (module := _first_that_mixes(whole, chunks, tolerance)) is not None:
         return f"samples of a batch interact in {module}" if module else _IN_THE_MODEL
-    with _seeded_as_one(reference) if keyed else nullcontext():
-        parts = chunk_by_chunk(reference, _rows_of_whole(reference) if keyed else None)
-    if _is_weighted(gradients, [each.gradients for each in parts], tolerance):
-        return "the loss of a batch is not the mean of its samples' losses, but averages over something else, such as tokens: return (sum, weight)"
-    return "samples of a batch interact in the loss"
+    return "samples of a batch interact in the loss, or it averages over something else than samples, such as tokens: return (sum, weight)"
 
 
 _IN_THE_MODEL = "samples of a batch interact in the model's own forward"
-
-
-def _is_weighted(whole: Subsampled, chunks: Sequence[Subsampled], tolerance: float) -> bool:
-    """Whether the whole batch's gradient is a sum of the chunks', each times a weight of its own: as that of a mean over what
-    chunks have in other numbers, and not that of samples that interact."""
-    names = [name for name, each in whole.items() if each is not None]
-    right = _joined(whole, names, whole)
-    parts = torch.stack([_joined(each, names, whole) for each in chunks], dim=1)
-    if len(right) <= len(chunks):
-        return False
-    weights = torch.linalg.lstsq(parts, right[:, None], driver="gelsd").solution[:, 0]
-    size = float(right.norm()) + float((parts.norm(dim=0) * weights.abs()).sum())
-    return float((parts @ weights - right).norm()) <= tolerance * size
-
-
-def _joined(gradients: Subsampled, names: Sequence[str], like: Subsampled) -> Tensor:
-    """In one vector, zeros where there is none. like: for their sizes."""
-    flat: list[Tensor] = []
-    for name in names:
-        each, there = gradients.get(name), like[name]
-        assert there is not None
-        each = torch.zeros_like(there) if each is None else each
-        each = torch.view_as_real(each) if each.is_complex() else each
-        flat.append(each.detach().to("cpu", torch.float64).reshape(-1))
-    return torch.cat(flat) if flat else torch.zeros(0, dtype=torch.float64)
 
 
 def _uses_batch(module: nn.Module) -> bool:

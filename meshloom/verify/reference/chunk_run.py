@@ -32,13 +32,13 @@ from meshloom.core.random import (
 )
 from meshloom.verify.reference.between_chunks.chunks_together import ChunksTogether
 from meshloom.verify.reference.chunks_of_plan import ReferenceForward, as_sum
-from meshloom.verify.reference.loss_scaling import ReferenceScale
+from meshloom.verify.reference.masters import ReferenceScale
 from meshloom.verify.reference.observers import (
     CastWatch,
-    DrawWatch,
     ModuleWatch,
     SingleSamples,
     digest_values,
+    generators_now,
 )
 from meshloom.verify.reference.other_precision import convert, default_dtype
 from meshloom.verify.reference.step_records import ChunkRecord, ModuleOutput
@@ -79,7 +79,7 @@ class ChunkRun:
         self.autocast, self._of_batches = autocast, of_batches
         self._job, self._model, self._device, self._dtype, self._watch = job, model, device, dtype, watch
         self.loss = job.loss  # of several the one whose turn it is
-        self.norms = SingleSamples(right=plan.captures or plan.compiles)
+        self._aligns = plan.captures or plan.compiles
         self.draws = 0  # losses whose turn it was before in the step
         self._generators = own_generators(model)
         self._leaves = named_leaves(job.leaves, model)
@@ -118,9 +118,7 @@ class ChunkRun:
         # Includes backward: activation checkpointing repeats forwards there and must draw the same numbers.
         keyed = KeyedDraws(forward.rows, None if casts is None else draws)
         is_keyed = self._keyed or forward.rows is not None
-        moved = DrawWatch(self._device) if casts is not None and not is_keyed else None
-        if moved:
-            moved.start()
+        start = "" if casts is None or is_keyed else generators_now(self._device)
         with (
             default_dtype(self._dtype),
             casts or nullcontext(),
@@ -145,10 +143,10 @@ class ChunkRun:
             else:
                 divisor = 1.0 if isinstance(returned, tuple) else float(batch_size)
                 root = loss_sum / divisor
-            # alone, a mode in backward would change what recomputation casts
-            with self.norms if self.norms.right or casts else nullcontext():
+            with SingleSamples() if self._aligns else nullcontext():
                 self.together.backward(root)
-        draws += moved.stop() if moved else ()
+        if start and (end := generators_now(self._device)) != start:
+            draws.append(end)
         modules = () if casts is None else self._watch.stop()
         total = float(loss_sum.detach())
         return ChunkResult(

@@ -58,6 +58,13 @@ def distance(a: Tensor, b: Tensor) -> float:
     return math.sqrt(square)
 
 
+def relative(difference: float, size: float) -> float:
+    """A difference as a share of a size; infinite where either is not finite, or only the size is 0."""
+    if difference == 0:
+        return 0.0
+    return difference / size if size and math.isfinite(difference) and math.isfinite(size) else math.inf
+
+
 def rerun_distance(there: Tensor, here: Tensor) -> float:
     """||there - here||; 0 for sparse gradients with different rows, which rounding cannot cause."""
     if there.is_sparse and here.is_sparse:

@@ -1,13 +1,16 @@
-"""The parameters of a model in lower precision, and the copies that a plain loop updates in their place."""
+"""What a plain loop in lower precision has: copies of parameters that are updated in their place, and a loss scale."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
 
+from meshloom.core.plan import Plan
+
 LOWERED = {"bf16": torch.bfloat16}  # precisions of plans -> of parameters
+INTERVAL = 2000  # updates after which a loss scale doubles
 
 
 class ReferenceMasters:
@@ -71,3 +74,31 @@ class ReferenceMasters:
 def _copy(parameter: nn.Parameter) -> nn.Parameter:
     dtype = torch.promote_types(parameter.dtype, torch.float32)
     return nn.Parameter(parameter.detach().to(dtype, copy=True), requires_grad=parameter.requires_grad)
+
+
+class ReferenceScale:
+    """One device's own loss scale: a plain loop's, as in torch's recipe of automatic mixed precision.
+
+    (loss * scale).backward();  gradients /= scale;  some not finite: no update, scale /= 2;  2,000 updates in a row: scale *= 2
+
+    value: by which the next step's loss is multiplied; 1 under plans without a scale. overflowed: whether the newest step's gradients did."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.is_used = plan.precision == "fp16-mixed"
+        self.value = 65536.0 if self.is_used else 1.0
+        self.overflowed = False
+        self._updates = 0
+
+    def look(self, gradients: Iterable[Tensor | None]) -> None:
+        """Before an update: whether it is to be skipped."""
+        self.overflowed = self.is_used and any(
+            not bool(each.to_dense().isfinite().all()) for each in gradients if each is not None
+        )
+
+    def end(self) -> None:
+        """After the update, or where it would have been."""
+        self._updates = 0 if self.overflowed else self._updates + 1
+        if self.overflowed:
+            self.value /= 2
+        elif self.is_used and self._updates == INTERVAL:
+            self.value, self._updates = self.value * 2, 0

@@ -14,7 +14,7 @@ others' gradients is thrown away.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -27,18 +27,17 @@ from meshloom.core.job import Job
 from meshloom.core.plan import Plan
 from meshloom.core.random import preserved_draws
 from meshloom.parameters.values.keyed_init import call_model
+from meshloom.verify.reference.between_chunks.state_before import StateBefore, same
 from meshloom.verify.reference.chunk_run import ChunkResult, ChunkRun
 from meshloom.verify.reference.chunks_of_plan import ReferenceForward, forwards_of
 from meshloom.verify.reference.float64_blocks import norm_of_all, subsample_each
 from meshloom.verify.reference.from_files import seed_model, with_hooks, with_values
-from meshloom.verify.reference.loss_scaling import ReferenceScale
-from meshloom.verify.reference.masters import ReferenceMasters
+from meshloom.verify.reference.masters import ReferenceMasters, ReferenceScale
 from meshloom.verify.reference.observers import CastWatch, ModuleWatch
 from meshloom.verify.reference.other_precision import convert_model, default_dtype, most_precise
-from meshloom.verify.reference.plain_attributes import PlainAttributes
-from meshloom.verify.reference.reference_buffers import Buffers, ReferenceBuffers, same
+from meshloom.verify.reference.reference_buffers import Buffers, ReferenceBuffers
 from meshloom.verify.reference.samples_of_epoch import read_batches
-from meshloom.verify.reference.step_records import Cast, ChunkRecord, StepRecord, group_names, right_settings
+from meshloom.verify.reference.step_records import Cast, ChunkRecord, StepRecord, right_settings
 from meshloom.verify.reference.trained_losses import (
     densify_gradients,
     is_meant,
@@ -83,7 +82,6 @@ class Reference:
             self.turns_left = turns(self.losses, read_batches(job))
         self.parameters: dict[str, nn.Parameter] = dict(self.model.named_parameters())
         self.buffers = ReferenceBuffers(job, self.model)
-        self.attributes = PlainAttributes(self.model)
         self.precision = most_precise(self.model)
         self._watch = ModuleWatch(self.model)
         self.autocast = AUTOCAST.get(plan.precision)  # around losses; float64 tensors are not cast
@@ -97,8 +95,7 @@ class Reference:
         self.samples, self.chunks = list[Any](), list[ChunkRecord]()
         self._loss_sum = self._weight = 0.0
         self._divisor = 1.0  # of `ChunkResult`
-        # at the start of the last step: what is in attributes; buffers and untrained parameters
-        self._found, self._initial = self.attributes.now(), dict[str, Tensor]()
+        self._start = StateBefore(self.model)  # of the last step
         self.before: dict[str, Tensor] = {}  # parameters before the last update, until the next step
 
     @property
@@ -127,7 +124,7 @@ class Reference:
             for module, training in self._modes:
                 module.training = training
             self.before = {}
-            self._initial = {name: value.detach().clone() for name, value in _untrained(self.model)}
+            self._start = StateBefore(self.model)
             self._casts = CastWatch(self.precision, self._watch, device=self.device)
             self._loss_sum, self._weight, self.chunks = self.evaluate()
             self.scale.look(self.gradients.values())
@@ -137,7 +134,6 @@ class Reference:
         chunks: list[ChunkRecord] = []
         loss = weight = 0.0
         self.model.zero_grad(set_to_none=True)
-        self._found = self.attributes.now()
         start = self.buffers.snapshot()
         self.chunk_run.together.rows = None
         ends: list[Buffers] = []
@@ -167,7 +163,7 @@ class Reference:
     def update(self) -> StepRecord:
         """The second half: clip, optimizer, scheduler. Returns the record of the whole step."""
         gradients = subsample_each(self.gradients)
-        self.before = self.updated.values_before(self._initial)
+        self.before = self.updated.values_before(self._start.tensors)
         # Of the replaced gradients: this compares the norms alone, not the gradients a second time.
         norm = None if self.scale.overflowed else norm_of_all(self.gradients)
         self.updated.take_gradients()
@@ -184,7 +180,6 @@ class Reference:
             step=self.step, loss=self.loss, weight=self._weight, gradient_norm=norm, gradients=gradients, chunks=self.chunks,
             casts=tuple(dict.fromkeys(casts)), turn=self.turn.name, skipped=self.scale.overflowed,
             settings=[right_settings(optimizers, [each for loss in self.losses for each in loss.schedulers])],
-            groups=group_names(optimizers, {id(each): name for name, each in self.updated.all.items()}),
         )  # fmt: skip
 
     def forwards(self, synchronised: bool = True) -> Iterator[ReferenceForward]:
@@ -222,16 +217,14 @@ class Reference:
                 parameter.grad = average.coalesce() if average.is_sparse else average  # each row once
 
     def restore(self) -> None:
-        """Restore buffers and untrained parameters as they were at the start of the last step."""
-        _put(self._initial, _untrained(self.model), self.buffers)
-        self.attributes.put(self._found)
+        """Restore buffers, untrained parameters and attributes as they were at the start of the last step."""
+        self._start.put_back()
 
     @contextmanager
     def rerun(self) -> Iterator[Gradients]:
         """A context with the state before the last step's forward, and its gradients set aside; the state
         after the step is restored at the end."""
-        after = {name: value.detach().clone() for name, value in _untrained(self.model)}
-        gradients, attributes = self.gradients, self.attributes.now()
+        after, gradients = StateBefore(self.model), self.gradients
         rows = self.chunk_run.together.rows
         with preserved_draws(), self._watch.attached():
             try:
@@ -239,8 +232,7 @@ class Reference:
                 self.model.zero_grad(set_to_none=True)
                 yield gradients
             finally:
-                _put(after, _untrained(self.model), self.buffers)
-                self.attributes.put(attributes)
+                after.put_back()
                 self.chunk_run.together.rows = rows
                 for name, gradient in gradients.items():
                     self.parameters[name].grad = gradient
@@ -282,31 +274,13 @@ def watching(reference: Reference) -> Iterator[None]:
 
 def changed_buffers(reference: Reference) -> dict[str, Tensor]:
     """Copies of the floating-point buffers that the last step has changed."""
-    before = reference._initial  # pyright: ignore[reportPrivateUsage]
+    before = reference._start.tensors  # pyright: ignore[reportPrivateUsage]
     return {
         name: each.detach().clone()
         for name, each in reference.model.named_buffers()
         if (each.is_floating_point() or each.is_complex())
         and not (name in before and same(each, before[name]))
     }
-
-
-def _untrained(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """All that a forward may change: buffers, and parameters without gradients (a teacher's)."""
-    yield from ((name, each) for name, each in model.named_parameters() if not each.requires_grad)
-    yield from model.named_buffers()
-
-
-def _put(
-    values: Mapping[str, Tensor], tensors: Iterator[tuple[str, Tensor]], buffers: ReferenceBuffers
-) -> None:
-    """Give tensors earlier values, and buffers that were resized another tensor."""
-    with torch.no_grad():
-        for name, now in list(tensors):
-            if now.shape == values[name].shape:
-                now.copy_(values[name])
-            else:
-                buffers.load({name: values[name]})
 
 
 def clip(model: nn.Module | ReferenceMasters, limit: float, norm: float) -> None:

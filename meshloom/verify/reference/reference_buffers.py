@@ -16,6 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPriva
 from torch.nn.modules.instancenorm import _InstanceNorm  # pyright: ignore[reportPrivateUsage]
 
 from meshloom.core.job import Job
+from meshloom.verify.reference.between_chunks.state_before import same
 
 Buffers = dict[str, Tensor]
 
@@ -82,10 +83,3 @@ def _first(job: Job, name: str) -> list[Any]:
 def _tensors_with(module: nn.Module, key: str) -> dict[str, Any]:
     own = vars(module)
     return own["_parameters"] if key in own["_parameters"] else own["_buffers"]
-
-
-def same(a: Tensor, b: Tensor) -> bool:
-    """Whether two values are equal; NaN equals NaN."""
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    return bool(((a == b) | ((a != a) & (b != b))).all())

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from meshloom.core.plan import Plan
 from meshloom.core.random import derive
-from meshloom.verify.reference.chunks_of_plan import ReferenceForward
 from meshloom.verify.reference.float64_blocks import Subsampled, norm, rerun_distance, subsample_each
 from meshloom.verify.reference.reference import Gradients, Reference, changed_buffers
 
@@ -246,13 +245,11 @@ class ChunkGradients:
     gradients: Subsampled
 
 
-def chunk_by_chunk(
-    reference: Reference, forwards: Iterator[ReferenceForward] | None = None
-) -> list[ChunkGradients]:
-    """Each forward by itself, from the start of the step. forwards: None: the step's."""
+def chunk_by_chunk(reference: Reference) -> list[ChunkGradients]:
+    """Each forward by itself, from the start of the step."""
     found: list[ChunkGradients] = []
     with reference.rerun():
-        for forward in reference.forwards() if forwards is None else forwards:
+        for forward in reference.forwards():
             reference.restore()
             reference.model.zero_grad(set_to_none=True)
             weight = reference.run_forward(forward, watched=False).weight

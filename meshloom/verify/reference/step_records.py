@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -100,8 +100,7 @@ class StepRecord:
     casts: the reductions of precision in the step. turn: the name of its loss, if it is a turn of several.
     skipped: whether there was no update, as scaled gradients overflowed. inconsistent: what differs between ranks of a replica
         that hold the same, a sentence each. settings: numbers, switches and words in the groups of optimizers after the step, by what they are, of
-    one device or of each rank. groups: of one
-    device's optimizers, "group 0 of optimizer 0" -> names of its parameters.
+    one device or of each rank.
     """
 
     step: int
@@ -118,7 +117,6 @@ class StepRecord:
     skipped: bool = False
     inconsistent: Sequence[str] = ()
     settings: Sequence[Mapping[str, Setting]] = ()
-    groups: Mapping[str, Sequence[str]] = field(default_factory=dict[str, Sequence[str]])
 
 
 def logged_means(chunks: Sequence[ChunkRecord]) -> dict[str, float]:
@@ -132,16 +130,39 @@ def logged_means(chunks: Sequence[ChunkRecord]) -> dict[str, float]:
 
 
 def settings_of(optimizers: Sequence[Optimizer], schedulers: Sequence[Any]) -> dict[str, Setting]:
-    """The numbers, switches and words in groups of optimizers, and those that torch's schedulers keep, by what they are: "lr of group 0 of
-    optimizer 0", "last_epoch of scheduler 0"."""
-    kept = {
-        f"{key} of scheduler {number}": value if isinstance(value, bool | str) else float(value)
-        for number, scheduler in enumerate(schedulers)
-        if isinstance(scheduler, LRScheduler | ByMetric)
-        for key, value in _single_values(scheduler.state_dict())
-        if isinstance(value, bool | int | float | str)
+    """The numbers, switches and words in groups of optimizers, and those that torch's schedulers keep."""
+    states = [each.state_dict() if isinstance(each, LRScheduler | ByMetric) else {} for each in schedulers]
+    return named_settings([each.param_groups for each in optimizers], states)
+
+
+def named_settings(
+    optimizers: Sequence[Sequence[Mapping[str, Any]]], schedulers: Sequence[Any]
+) -> dict[str, Setting]:
+    """Of the groups of each optimizer and the state of each scheduler, by what they are: "lr of group 0 of optimizer 0", "last_epoch of scheduler 0"."""
+    found: dict[str, Mapping[str, Any]] = {
+        f"group {place} of optimizer {number}": group
+        for number, groups in enumerate(optimizers)
+        for place, group in enumerate(groups)
     }
-    return _group_settings(optimizers) | kept
+    found |= {f"scheduler {number}": each for number, each in enumerate(schedulers) if isinstance(each, Mapping)}  # fmt: skip
+    return {
+        f"{key} of {what}": value if isinstance(value, bool | str) else float(value)
+        for what, values in found.items()
+        for key, value in _single_values(values)
+        if isinstance(value, bool | int | float | str | Tensor)
+    }
+
+
+def same_setting(a: Setting, b: Setting, allowed: float = 1e-6) -> bool:
+    """Whether two settings are equal, numbers to `allowed` of their size."""
+    if isinstance(a, bool | str) or isinstance(b, bool | str):
+        return a == b
+    return math.isclose(a, b, rel_tol=allowed) or (math.isnan(a) and math.isnan(b))
+
+
+def shown_setting(value: Setting) -> str:
+    """As text."""
+    return str(value) if isinstance(value, bool | str) else f"{value:g}"
 
 
 def reported_rates(rates: Sequence[float]) -> dict[str, Setting]:
@@ -154,48 +175,6 @@ def right_settings(optimizers: Sequence[Optimizer], schedulers: Sequence[Any]) -
     groups = [group for each in optimizers for group in each.param_groups]
     rates = [float(group["lr"]) for group in groups if "lr" in group]
     return settings_of(optimizers, schedulers) | reported_rates(rates)
-
-
-def _group_settings(optimizers: Sequence[Optimizer]) -> dict[str, Setting]:
-    return {
-        f"{key} of group {place} of optimizer {number}": value
-        if isinstance(value, bool | str)
-        else float(value)
-        for number, optimizer in enumerate(optimizers)
-        for place, group in enumerate(optimizer.param_groups)
-        for key, value in _single_values(group)
-        if isinstance(value, bool | int | float | str | Tensor)
-    }
-
-
-def with_equal_losses(ours: StepRecord, reference: StepRecord, tolerance: float) -> StepRecord:
-    """The plan's record, in which a loss that a scheduler keeps is one device's where the two agree."""
-    right = reference.settings[0] if reference.settings else {}
-    kept = {what: value for what, value in right.items() if what.startswith("best of scheduler ")}
-
-    def settled(what: str, value: Setting) -> Setting:
-        known = kept.get(what)
-        if (
-            isinstance(known, float)
-            and isinstance(value, float)
-            and math.isclose(value, known, rel_tol=tolerance)
-        ):
-            return known
-        return value
-
-    settings = [{what: settled(what, value) for what, value in each.items()} for each in ours.settings]
-    return replace(ours, settings=settings)
-
-
-def group_names(optimizers: Sequence[Optimizer], names: Mapping[int, str]) -> dict[str, Sequence[str]]:
-    """The parameters in their groups: "group 0 of optimizer 0" -> names. names: by identity."""
-    return {
-        f"group {place} of optimizer {number}": [
-            names[id(each)] for each in group["params"] if id(each) in names
-        ]
-        for number, optimizer in enumerate(optimizers)
-        for place, group in enumerate(optimizer.param_groups)
-    }
 
 
 def _single_values(group: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

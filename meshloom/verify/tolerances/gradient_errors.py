@@ -4,7 +4,6 @@ The error of a gradient is ||a - b|| / ||b||, where a is the plan's and b the re
 norm. It passes up to the first of these that suffices, and what costs a rerun is only asked where the others do not:
 
     32 units in the last place
-    what rounding did to it in an earlier step, as below, relative to the largest gradient
     8 times what rounding does to it: how far it moves when one device is rerun with its parameters perturbed by a few
         units (`reruns.rounding_effect`), up to the most that is put down to rounding in its precision
     that movement itself, or that of another gradient which moves beyond the most: where a ReLU flips in the rerun, it
@@ -21,14 +20,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from meshloom.verify.between_steps.checks import TensorError
 from meshloom.verify.reference.float64_blocks import distance, float64_blocks, norm, same_rows
-from meshloom.verify.tolerances.common_factor import CommonFactor
 from meshloom.verify.tolerances.of_precision import most_tolerated, unmeasured
 
 Gradients = Mapping[str, Tensor | None]
@@ -36,18 +34,6 @@ Measure = Callable[[], Mapping[str, float]]
 FLOOR = 1e-3  # of the largest gradient: below it what moves says nothing of other gradients
 TIMES = 8  # the measured effect is one draw of the plan's rounding, and some norms are of few elements
 _CANCELLED_UNITS = 16  # of the largest gradient, by which one that is small as large terms cancel may be off
-
-
-@dataclass
-class KnownEffects:
-    """What rounding did to gradients in earlier steps, relative to the largest."""
-
-    of_largest: dict[str, float] = field(default_factory=dict[str, float])
-
-    def note(self, effects: Mapping[str, float], largest: float) -> None:
-        """Of a step that was measured."""
-        if largest:
-            self.of_largest = {name: effect / largest for name, effect in effects.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,17 +64,13 @@ class Rounding:
 class GradientErrors:
     """The errors of one step's averaged gradients, which arrive one by one.
 
-    reference: its gradients by name; one may be changed after it was compared. factor: finds what all have in common,
-    where nothing is rounded to a lower precision. known: of earlier steps, and of this one for later ones.
+    reference: its gradients by name; one may be changed after it was compared.
     """
 
-    def __init__(
-        self, reference: Gradients, step: int, rounding: Rounding, factor: CommonFactor | None = None, known: KnownEffects | None = None
-    ) -> None:  # fmt: skip
+    def __init__(self, reference: Gradients, step: int, rounding: Rounding) -> None:
         self.norms = {name: norm(each) for name, each in reference.items() if each is not None}
         self._reference, self._step, self._rounding = reference, step, rounding
         self._measures = [*rounding.measures, *([rounding.of_terms] if rounding.of_terms else [])]
-        self._factor, self._known = factor, known or KnownEffects()
         self._largest = max(self.norms.values(), default=0.0)
         self._effects: list[Mapping[str, float]] = []  # of the measures so far
         self._of_travels: Mapping[str, float] | None = None
@@ -106,7 +88,6 @@ class GradientErrors:
         off, allowed = self._distance(name, ours, right), self._unmeasured(name)
         if allowed < off < math.inf:
             most = self._most(name)
-            allowed = max(allowed, min(TIMES * self._known.of_largest.get(name, 0.0) * self._largest, most))
             if off > allowed and self._rounding.travels:
                 allowed = max(allowed, self._travel_effect(name))
             for number, measure in enumerate(self._measures):
@@ -119,19 +100,14 @@ class GradientErrors:
         size = own or self._largest or 1.0
         compared = self._tensor_error(name, off / size, allowed / size, moved=moved, noise=0 < off < math.inf and allowed >= own)  # fmt: skip
         self._compared[name] = compared
-        if self._factor and compared.passed and ours is not None and own > FLOOR * self._largest:
-            self._factor.add(ours, right)
         return compared
 
     def errors(self) -> list[TensorError]:
-        """The errors of all gradients; infinite for those that did not arrive. If all pass, the factor that they have in common."""
-        found = [
+        """The errors of all gradients; infinite for those that did not arrive."""
+        return [
             self._compared.get(name) or self._tensor_error(name, math.inf, 0.0)
             for name in dict.fromkeys([*self._reference, *self._compared])
         ]
-        if self._factor and all(error.passed for error in found):
-            found += self._factor.errors(self._step)
-        return found
 
     def _distance(self, name: str, ours: Tensor | None, reference: Tensor | None) -> float:
         if name not in self._reference:
@@ -181,8 +157,6 @@ class GradientErrors:
         if number == len(self._effects):
             effects = self._measures[number]()
             self._effects.append(effects)
-            if not number:
-                self._known.note(effects, self._largest)
             for each, effect in effects.items():
                 if self._most(each) < effect < math.inf:
                     self._grown = max(self._grown, effect / self._size(each))

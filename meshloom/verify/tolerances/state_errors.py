@@ -33,7 +33,7 @@ from torch.optim import (
 )
 
 from meshloom.verify.between_steps.checks import Kind, TensorError
-from meshloom.verify.reference.float64_blocks import distance, float64_blocks, norm
+from meshloom.verify.reference.float64_blocks import distance, float64_blocks, norm, relative
 from meshloom.verify.reference.step_records import Cast
 from meshloom.verify.tolerances.gradient_errors import FLOOR, TIMES
 from meshloom.verify.tolerances.of_precision import most_tolerated, unmeasured_through
@@ -147,9 +147,9 @@ class StateErrors:
         effect = self._updates_allowed.effect(name)
         grown, most = effect > most, max(most, effect)  # beyond what is tolerated unmeasured
         parameter = self._tensor_error(
-            name, "parameter", _ratio(off, of_value), (allowed * size + most) / of_value
+            name, "parameter", relative(off, of_value), (allowed * size + most) / of_value
         )
-        update = self._tensor_error(name, "update", _ratio(off, of_update), most / of_update)
+        update = self._tensor_error(name, "update", relative(off, of_update), most / of_update)
         return [parameter, replace(update, moved=grown)]
 
     def _buffer_error(self, name: str, ours: Tensor) -> TensorError:
@@ -168,7 +168,7 @@ class StateErrors:
             allowed = max(allowed, min(TIMES * effect, most), effect)
         if precision == rounding.merged:
             allowed = max(allowed, most_tolerated(precision))
-        return self._tensor_error(name, "buffer", _ratio(off, size), allowed)
+        return self._tensor_error(name, "buffer", relative(off, size), allowed)
 
     def _tensor_error(self, name: str, kind: Kind, error: float, tolerance: float) -> TensorError:
         return TensorError(name=name, kind=kind, step=self._step, error=error, tolerance=tolerance)
@@ -193,12 +193,6 @@ def _norm_of_difference(after: Tensor, before: Tensor) -> float:
     """||after - before|| over the finite elements."""
     blocks = zip(float64_blocks(after), float64_blocks(before), strict=True)
     return math.sqrt(sum(float(torch.nan_to_num(a - b, 0.0, 0.0, 0.0).square().sum()) for a, b in blocks))
-
-
-def _ratio(difference: float, size: float) -> float:
-    if difference == 0:
-        return 0.0
-    return difference / size if size and math.isfinite(difference) and math.isfinite(size) else math.inf
 
 
 def _is_inexact(tensor: Tensor) -> bool:

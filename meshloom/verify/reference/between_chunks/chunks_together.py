@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from meshloom.core.errors import JobError
 from meshloom.core.moments.gather import gathered_by
+from meshloom.verify.reference.between_chunks.state_before import StateBefore
 
 
 class Forward(Protocol):
@@ -73,17 +74,17 @@ class ChunksTogether:
         again, apart from buffers. forwards: all of the step. turn: whose loss it is."""
         if self.rows is not None or not self._gathers.get(turn, True):
             return run(forward, watched)
-        put_back = _untrained_now(self._model)
+        before = StateBefore(self._model)
 
         def run_again(each: F) -> None:
-            put_back()
+            before.put_back()
             run(each, False)
 
         try:
             result = run(forward, watched)
         except RowsMissingError:
             self._find(run_again, list(forwards()))
-            put_back()
+            before.put_back()
             result = run(forward, watched)
         self._gathers[turn] = bool(self.rows)
         return result
@@ -183,24 +184,3 @@ class _Joined(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         return ctx.gradient, None, None
-
-
-def _untrained_now(model: nn.Module) -> Callable[[], None]:
-    """What puts buffers, and parameters that are not trained, back to their values of now."""
-    values = [
-        (own, name, each, each.detach().clone())
-        for module in model.modules()
-        for own in (vars(module)["_buffers"], vars(module)["_parameters"])
-        for name, each in own.items()
-        if each is not None and not each.requires_grad
-    ]
-
-    def put_back() -> None:
-        for own, name, tensor, value in values:
-            if tensor.shape == value.shape:
-                tensor.detach().copy_(value)
-                own[name] = tensor
-            else:  # it was resized
-                own[name] = value.clone()
-
-    return put_back

@@ -1,27 +1,28 @@
-"""What metrics write to buffers and attributes, put back: a second implementation of the rule in docs/contract.md, which waits for no sign of a
-write and compares everything."""
+"""What forwards and metrics write to buffers and attributes, put back: a second implementation of the rule in docs/contract.md, which waits for no
+sign of a write and compares everything."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from meshloom.verify.reference.reference_buffers import same
-
 _TORCHS = {*vars(nn.Module())} - {"training"}
 
 
-class BeforeMetrics:
-    """Buffers, untrained parameters, and plain values in attributes of `model`, as they are now."""
+class StateBefore:
+    """Buffers, untrained parameters, and plain values in attributes of `model`, as they are now. tensors: copies of the first two, by name."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._parameters = [_kept(each) for each in model.parameters() if not each.requires_grad]
+        named = [*untrained(model)]
+        self.tensors = {name: each.detach().clone() for name, each in named}
+        known = {id(each): _kept_tensor(each, self.tensors[name]) for name, each in named}
+        self._parameters = [known[id(each)] for _, each in named if isinstance(each, nn.Parameter)]
         self._modules = [
-            (module, {name: _kept(each) for name, each in vars(module)["_buffers"].items()},
-             {name: _kept(each) for name, each in vars(module).items() if name not in _TORCHS and _is_plain(each)})
+            (module, {name: _kept(each, known) for name, each in vars(module)["_buffers"].items()},
+             {name: _kept(each, known) for name, each in vars(module).items() if name not in _TORCHS and _is_plain(each)})
             for module in model.modules()
         ]  # fmt: skip
 
@@ -39,13 +40,19 @@ class BeforeMetrics:
                 vars(module).update({name: put() for name, put in attributes.items() if name not in others})
 
 
-def _kept(value: Any) -> Callable[[], Any]:
-    """What gives the same object, holding what it holds now."""
+def untrained(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """All that a forward may change: parameters without gradients (a teacher's), and buffers."""
+    yield from ((name, each) for name, each in model.named_parameters() if not each.requires_grad)
+    yield from model.named_buffers()
+
+
+def _kept(value: Any, known: Mapping[int, Callable[[], Tensor]]) -> Callable[[], Any]:
+    """What gives the same object, holding what it holds now. known: of tensors, by identity."""
     if isinstance(value, Tensor):
-        return _kept_tensor(value)
+        return known.get(id(value)) or _kept_tensor(value, value.detach().clone())
     if not isinstance(value, dict | list | set | tuple):
         return lambda: value
-    parts = [_kept(each) for each in (value.values() if isinstance(value, dict) else value)]
+    parts = [_kept(each, known) for each in (value.values() if isinstance(value, dict) else value)]
     names = list(value) if isinstance(value, dict) else []
 
     def put() -> Any:
@@ -62,13 +69,11 @@ def _kept(value: Any) -> Callable[[], Any]:
     return put
 
 
-def _kept_tensor(tensor: Tensor) -> Callable[[], Tensor]:
-    before = tensor.detach().clone()
-
+def _kept_tensor(tensor: Tensor, before: Tensor) -> Callable[[], Tensor]:
     def put() -> Tensor:
         if tensor.shape != before.shape:
             tensor.data = before.clone()
-        elif tensor.layout == torch.strided and not same(tensor, before):
+        elif tensor.layout == torch.strided and not tensor.is_nested and not same(tensor, before):
             tensor.copy_(before)
         return tensor
 
@@ -83,3 +88,10 @@ def _is_plain(value: Any) -> bool:
     if isinstance(value, Tensor):
         return not isinstance(value, nn.Parameter)
     return value is None or type(value) in (bool, int, float, complex, str, bytes, torch.dtype, torch.device)
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    """Whether two values are equal; NaN equals NaN."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    return bool(((a == b) | ((a != a) & (b != b))).all())

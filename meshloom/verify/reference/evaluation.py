@@ -10,12 +10,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from meshloom.core.modules.held_generators import held_generators
 from meshloom.core.moments.current_step import at_step
 from meshloom.core.objectives import Metric
-from meshloom.core.plan import Plan
 from meshloom.core.random import (
     KeyedDraws,
     derive,
@@ -24,7 +23,7 @@ from meshloom.core.random import (
     sample_seed,
     seed_everything,
 )
-from meshloom.verify.reference.between_steps.put_back import BeforeMetrics
+from meshloom.verify.reference.between_chunks.state_before import StateBefore
 from meshloom.verify.reference.chunk_run import collated
 from meshloom.verify.reference.chunks_of_plan import forwards_of
 from meshloom.verify.reference.observers import digest_values
@@ -37,7 +36,7 @@ from meshloom.verify.reference.samples_of_epoch import seed_reading
 class EvaluatedChunk:
     """The sum and weight of every metric of one chunk of one batch; of a `Metric` a number in which every element counts, and samples. data: digest
     of its batch; "": not asked for. seed: from which metrics draw. returned: by
-    `Metric`, on one device, what computes it of all samples and what its `update` returned. draws: names of metrics that draw, on one device."""
+    `Metric`, on one device, what computes it of all samples and what its `update` returned."""
 
     batch: int
     chunk: int
@@ -45,7 +44,6 @@ class EvaluatedChunk:
     data: str = ""
     seed: int = 0
     returned: Mapping[str, tuple[Callable[..., float], Any]] = field(default_factory=dict[str, tuple[Callable[..., float], Any]])  # fmt: skip
-    draws: Sequence[str] = ()
 
 
 def evaluate(reference: Reference, updates: int, batches: int | None = None) -> dict[str, float]:
@@ -92,80 +90,53 @@ def _compute(function: Any, dtype: torch.dtype | None, *arguments: Tensor, **nam
 
 
 def evaluated_chunks(
-    reference: Reference,
-    updates: int,
-    batches: int | None = None,
-    *,
-    digests: bool = False,
-    undivided: bool = False,
+    reference: Reference, updates: int, batches: int | None = None, *, digests: bool = False
 ) -> list[EvaluatedChunk]:
-    """Every chunk after `updates` updates. batches: so many of the data alone. digests: whether those of the data are wanted. undivided: whether each
-    batch is one chunk.
+    """Every chunk after `updates` updates. batches: so many of the data alone. digests: whether those of the data are wanted.
 
     Nothing of the reference changes: modules are put into evaluation mode and back, and metrics run without gradients.
     """
     found: list[EvaluatedChunk] = []
     metrics = _metrics(reference)
     with _evaluating(reference) as (dataset, before):
-        plan = Plan() if undivided else reference.plan
-        for batch, chunk, samples in _chunks(reference, dataset, batches, plan):
+        for batch, chunk, samples in _chunks(reference, dataset, batches):
             given = _collated(reference, batch, chunk, samples)
             data, digest = _converted(reference, given), digest_values(given) if digests else ""
             sums: dict[str, tuple[float, float]] = {}
             returned: dict[str, tuple[Callable[..., float], Any]] = {}
-            draws: list[str] = []
             for name, metric in metrics.items():
-                value = _returned(reference, batch, chunk, data, name, updates, draws)
+                value = _returned(reference, batch, chunk, data, name, updates)
                 sums[name] = _sums(value, len(samples), metric)
                 if isinstance(metric, Metric):
                     returned[name] = partial(_compute, metric.compute, reference.dtype), value
                 before.put_back()
             seed = evaluation_seed(reference.job.seed, batch, chunk)
-            found.append(EvaluatedChunk(batch=batch, chunk=chunk, sums=sums, data=digest, seed=seed, returned=returned, draws=draws))  # fmt: skip
+            found.append(EvaluatedChunk(batch=batch, chunk=chunk, sums=sums, data=digest, seed=seed, returned=returned))  # fmt: skip
     return found
 
 
 @contextmanager
-def _evaluating(reference: Reference) -> Iterator[tuple[Any, BeforeMetrics]]:
+def _evaluating(reference: Reference) -> Iterator[tuple[Any, StateBefore]]:
     """A context of metrics, at whose end nothing has changed; yields the evaluation data, and what is to be put back after each metric."""
     assert reference.job.evaluate is not None
     modes = [(module, module.training) for module in reference.model.modules()]
-    with preserved_draws(), torch.no_grad(), _tables_kept(reference.model):
+    with preserved_draws(), torch.no_grad():
         seed_everything(derive(reference.job.seed, "data"))
         dataset = reference.job.evaluate.data()
         reference.model.eval()
-        before = BeforeMetrics(reference.model)
+        before = StateBefore(reference.model)
+        # torch scales the rows that are looked up in the weight itself, in evaluations too, and a run does not
+        scaled = [each for each in reference.model.modules() if getattr(each, "max_norm", None) is not None]
+        tables = [(each.weight, each.weight.clone()) for each in scaled if isinstance(each.weight, Tensor)]
         try:
             with default_dtype(reference.dtype):
                 yield dataset, before
         finally:
             before.put_back()
+            for table, value in tables:
+                table.copy_(value)
             for module, was in modes:
                 module.training = was
-
-
-@contextmanager
-def _tables_kept(model: nn.Module) -> Iterator[None]:
-    """A context at whose end trained tables with max_norm are as they were: torch scales the rows that are looked up in the weight
-    itself, in evaluations too, and a run doesn't (docs/contract.md)."""
-    functions: Any = torch
-    of_torch = functions.embedding_renorm_
-    trained = {each.data_ptr(): each for each in model.parameters() if each.requires_grad}
-    before: dict[int, Tensor] = {}
-
-    def scaled(weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        place = weight.data_ptr()
-        if place in trained and place not in before:
-            before[place] = trained[place].detach().clone()
-        return of_torch(weight, *args, **kwargs)
-
-    functions.embedding_renorm_ = scaled
-    try:
-        yield
-    finally:
-        functions.embedding_renorm_ = of_torch
-        for place, value in before.items():
-            trained[place].copy_(value)
 
 
 def _metrics(reference: Reference) -> Mapping[str, Any]:
@@ -174,7 +145,7 @@ def _metrics(reference: Reference) -> Mapping[str, Any]:
 
 
 def _chunks(
-    reference: Reference, dataset: Any, batches: int | None, plan: Plan
+    reference: Reference, dataset: Any, batches: int | None
 ) -> Iterator[tuple[int, int, Sequence[Any]]]:
     """Number of the batch, of the chunk, and its samples. batches: of so many alone; None: of all."""
     job = reference.job
@@ -186,8 +157,7 @@ def _chunks(
         for index in range(start, min(start + size, len(dataset))):
             seed_reading(held, sample_seed(job.seed, -1, index))  # -1: the epoch of evaluations
             samples.append(dataset[index])
-        shares = reference.shares_now if plan is reference.plan else None
-        for chunk in forwards_of(plan, samples, shares, synchronised=False):
+        for chunk in forwards_of(reference.plan, samples, reference.shares_now, synchronised=False):
             yield batch, chunk.members[0][0], chunk.samples
 
 
@@ -200,24 +170,18 @@ def _converted(reference: Reference, collated: Any) -> Any:
     return convert(collated, reference.device, reference.dtype or reference.updated.dtype)
 
 
-def _returned(
-    reference: Reference, batch: int, chunk: int, data: Any, metric: str, updates: int, draws: list[str]
-) -> Any:
-    """What a metric's function returns for a chunk. draws: gets the metric's name, if it draws."""
+def _returned(reference: Reference, batch: int, chunk: int, data: Any, metric: str, updates: int) -> Any:
+    """What a metric's function returns for a chunk."""
     lower, function = reference.autocast, _metrics(reference)[metric]
     seed = evaluation_seed(reference.job.seed, batch, chunk)
     reference.chunk_run.seed(seed)
-    generator = torch.get_rng_state()
     with (
         at_step(updates),
         reference.chunk_run.leaves_of(seed),
         KeyedDraws() if reference.plan.captures else nullcontext(),
         torch.autocast(reference.device.type, lower, enabled=lower is not None),
     ):
-        returned = (function.update if isinstance(function, Metric) else function)(reference.model, data)
-    if not torch.equal(generator, torch.get_rng_state()):
-        draws.append(metric)
-    return returned
+        return (function.update if isinstance(function, Metric) else function)(reference.model, data)
 
 
 def _sums(returned: Any, num_samples: int, metric: Any) -> tuple[float, float]:
