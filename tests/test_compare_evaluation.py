@@ -2,38 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from meshloom.verify.compared.compare_evaluation import wrong_data
-from meshloom.verify.compared.compare_values import Values, first_wrong_value
-from meshloom.verify.reference.evaluation import EvaluatedChunk
 from meshloom.verify.reference.step_records import ModuleOutput
-from meshloom.verify.stage_outputs import ModuleSums
-
-
-def chunks() -> list[EvaluatedChunk]:
-    """Two batches of two chunks."""
-    places = [(batch, chunk) for batch in range(2) for chunk in range(2)]
-    return [
-        EvaluatedChunk(batch=batch, chunk=chunk, sums={}, data=f"{batch}{chunk}") for batch, chunk in places
-    ]
-
-
-def test_other_data_and_seeds_of_chunks_are_named():
-    ours = chunks()
-    assert not [*wrong_data(ours, chunks())]
-    ours[1], ours[2] = replace(ours[1], data="10"), replace(ours[2], seed=5)
-    assert [*wrong_data(ours, chunks())] == [
-        "Chunk 1 of batch 0 of the evaluation has other data than on one device.",
-        "Chunk 0 of batch 1 of the evaluation draws from another seed than on one device.",
-    ]
-    what = "Chunk 1 of batch 1 of the evaluation is evaluated"
-    assert [*wrong_data(chunks()[:3], chunks())] == [f"{what} on one device alone."]
-    assert [*wrong_data(chunks(), chunks()[:3])] == [f"{what} under the plan alone."]
+from meshloom.verify.stage_outputs import ModuleSums, Values, first_wrong_value
 
 
 def test_programs_are_placed_by_their_values():

@@ -4,10 +4,10 @@ are gathered on rank 0."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -16,7 +16,7 @@ from meshloom.comm.objects import gather_objects, on_rank_0, share
 from meshloom.comm.steps import Steps
 from meshloom.core.errors import CaptureError, JobError, MeshloomError
 from meshloom.core.job import LossFunction
-from meshloom.core.losses.all_samples import ComputeError, Whole, checked_samples, computed, summary_of
+from meshloom.core.losses.all_samples import ComputeError, Whole, checked_samples, computed
 from meshloom.core.losses.loss_sum import as_sum
 from meshloom.core.objectives import Metric
 from meshloom.data.chunks import Chunk
@@ -25,19 +25,8 @@ from meshloom.replica.replica_state import show_averages
 from meshloom.telemetry.traffic import ExpectedBytes, Traffic
 
 
-class EvaluationObserver(Protocol):
-    """Observes an evaluation on one rank, for verification: it adds to it, and takes the place of nothing."""
-
-    def metric(
-        self, chunk: Chunk, name: str, data: Any, so_far: Callable[[], Sequence[float]]
-    ) -> AbstractContextManager[None]:
-        """Context around a metric of a chunk. data: its batch on the computing device. so_far: the metric's value and weight on this rank so far,
-        to which this chunk's are added within."""
-        ...
-
-
 def evaluate(
-    replica: Replica, chunks: Iterable[Chunk], updates: int, observer: EvaluationObserver | None = None, *, trial: bool = False,
+    replica: Replica, chunks: Iterable[Chunk], updates: int, *, trial: bool = False
 ) -> Steps[dict[str, float]]:  # fmt: skip
     """Every metric over all replicas' chunks, in evaluation mode, after `updates` updates. If the job keeps averages
     of its parameters, these are evaluated. trial: on less than all data, on which a `Metric` may not be defined: what its `compute` raises is a note.
@@ -51,7 +40,7 @@ def evaluate(
         replica.updating = replica.plan.dp > 1  # until what this rank does not own is back, too
         try:
             yield from replica.engine.refresh_borrowed()
-            values = yield from _evaluate(replica, chunks, updates, observer, trial=trial)
+            values = yield from _evaluate(replica, chunks, updates, trial=trial)
         finally:
             put_back()
         yield from averages.publish()
@@ -59,11 +48,11 @@ def evaluate(
         replica.updating = False
         return values
     if replica.exchange.settled:
-        return (yield from _evaluate(replica, chunks, updates, observer, trial=trial))
+        return (yield from _evaluate(replica, chunks, updates, trial=trial))
     put_back = yield from replica.exchange.show_mean()
     try:
         yield from replica.engine.refresh_borrowed()
-        values = yield from _evaluate(replica, chunks, updates, observer, trial=trial)
+        values = yield from _evaluate(replica, chunks, updates, trial=trial)
     finally:
         put_back()
     yield from replica.engine.refresh_borrowed()
@@ -74,7 +63,6 @@ def _evaluate(
     replica: Replica,
     chunks: Iterable[Chunk],
     updates: int,
-    observer: EvaluationObserver | None,
     *,
     trial: bool,
 ) -> Steps[dict[str, float]]:
@@ -96,9 +84,7 @@ def _evaluate(
             for name, metric in metrics.items():
                 replica.scope.seed(moment)
                 of_all = samples.get(name)
-                so_far = of_all.so_far if of_all else partial(sums.of, name)
-                around = observer.metric(chunk, name, data, so_far) if observer else nullcontext()
-                with naming(name), untouched(), around:
+                with naming(name), untouched():
                     take = partial(of_all.add, chunk) if of_all else partial(sums.add, name, chunk)
                     yield from replica.engine.evaluate(data, metric, moment, take)
     if sums.sums.numel():
@@ -127,10 +113,6 @@ class MetricSums:
         for place, each in zip(self._rows[name], (value, weight), strict=True):
             place += each  # of a device, or a plain number, for which nobody waits
 
-    def of(self, name: str) -> list[float]:
-        """The sums of one metric: value, weight."""
-        return self._rows[name].tolist()
-
     def means(self) -> dict[str, float]:
         """By name; nan where there is no weight."""
         return {
@@ -145,18 +127,10 @@ class AllSamples:
     def __init__(self, name: str, metric: Metric) -> None:
         self._name, self._metric = name, metric
         self._chunks: list[tuple[int, int, Whole]] = []  # batch, number of the chunk
-        self._summed, self._sums = 0, [0.0, 0.0]
 
     def add(self, chunk: Chunk, returned: Any) -> None:
         """Add what `update` returned for a chunk."""
         self._chunks.append((chunk.step, chunk.index, checked_samples(returned, chunk.samples)))
-
-    def so_far(self) -> list[float]:
-        """In place of a mean's sums: what tells chunks with other elements apart, and samples."""
-        for _, _, whole in self._chunks[self._summed :]:
-            self._sums = [a + b for a, b in zip(self._sums, summary_of(whole), strict=True)]
-        self._summed = len(self._chunks)
-        return self._sums
 
     def computed(self, world: Group, *, speaks: bool, trial: bool) -> Steps[tuple[float, str]]:
         """Its value, on every rank, and a note; collective. speaks: whether this rank's chunks count, which others have, too."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -17,7 +17,7 @@ from meshloom.core.random import preserved_draws_of_devices
 from meshloom.data.chunks import Chunk
 from meshloom.data.job_data import build_dataset, evaluation_chunks
 from meshloom.data.shares import Shares
-from meshloom.replica.metrics import EvaluationObserver, evaluate
+from meshloom.replica.metrics import evaluate
 from meshloom.replica.replica import Replica
 from meshloom.telemetry.best_metric import BestMetric
 from meshloom.telemetry.timings import Timings
@@ -40,17 +40,16 @@ class TeamEvaluation:
         self.best = BestMetric.of(given.best, given.patience) if given and given.best else None
         self._tried = False
         self.newest: list[dict[str, float]] = []
-        self._observers: Sequence[EvaluationObserver] = ()
         self._most: int | None = None
 
     @contextmanager
-    def watched(self, observers: Sequence[EvaluationObserver], most: int | None = None) -> Iterator[None]:
-        """A context in which `evaluate` is observed, by one for each replica of this process, and is of so many batches at most."""
-        self._observers, self._most = observers, most
+    def of_first(self, most: int | None) -> Iterator[None]:
+        """A context in which `evaluate` is of so many batches at most; None: of all."""
+        self._most = most
         try:
             yield
         finally:
-            self._observers, self._most = (), None
+            self._most = None
 
     @property
     def num_batches(self) -> int:
@@ -62,15 +61,13 @@ class TeamEvaluation:
     ) -> dict[str, float]:
         """Every metric, averaged over all of its data or its first batches. next_step: steps done. due: whether schedulers that go by one are
         stepped."""
-        self.newest = self.evaluate_each(next_step, num_batches or self._most, self._observers)
+        self.newest = self.evaluate_each(next_step, num_batches or self._most)
         if due:
             self.step_schedulers(self.newest[0])
         return self.newest[0]
 
-    def evaluate_each(
-        self, next_step: int, num_batches: int | None = None, observers: Sequence[EvaluationObserver] = ()
-    ) -> list[dict[str, float]]:
-        """The same, as each replica of this process has it. observers: one for each, or none."""
+    def evaluate_each(self, next_step: int, num_batches: int | None = None) -> list[dict[str, float]]:
+        """The same, as each replica of this process has it."""
         if self._job.evaluate is None:
             raise JobError(
                 "This job has nothing to evaluate. Give it evaluate=Evaluate(data, metrics, every)."
@@ -87,13 +84,11 @@ class TeamEvaluation:
         chunks[0] = self._counted(chunks[0], num_batches)
         self._meter.evaluations += 1
         with replicas.computing():
-            seen = dict(zip(map(id, replicas.all), observers, strict=False))
             values = replicas.together(
                 lambda each: evaluate(
                     each,
                     chunks[replicas.all.index(each)],
                     next_step,
-                    seen.get(id(each)),
                     trial=num_batches is not None,
                 )
             )

@@ -30,7 +30,6 @@ from meshloom.verify.between_steps.checks import BetweenSteps, DifferingTensor, 
 from meshloom.verify.between_steps.saved_check import check_saved
 from meshloom.verify.compared.compare import Comparer, Comparison, placed
 from meshloom.verify.compared.compare_evaluation import PlanEvaluation, compare_evaluation
-from meshloom.verify.compared.compare_values import Values
 from meshloom.verify.compared.whole_batch import WholeBatch, compare_whole_batch
 from meshloom.verify.factors import Wrong, of_gradients, of_norm, of_updates
 from meshloom.verify.reference.float64_blocks import subsample
@@ -51,7 +50,7 @@ from meshloom.verify.reference.reruns import (
     with_equal_draws,
 )
 from meshloom.verify.reference.step_records import StepRecord
-from meshloom.verify.stage_outputs import first_wrong_module
+from meshloom.verify.stage_outputs import Values, first_wrong_module
 from meshloom.verify.tolerances.backward_rounding import backward_effect
 from meshloom.verify.tolerances.closure_effects import ClosureEffects
 from meshloom.verify.tolerances.gradient_errors import GradientErrors, Measure, Rounding

@@ -16,10 +16,9 @@ from meshloom.replica.replica import Replica
 from meshloom.train.contract import Batch
 from meshloom.train.trainer import Trainer
 from meshloom.verify.compared.compare import first_differing
-from meshloom.verify.compared.compare_values import Values
 from meshloom.verify.comparison_run import ComparisonRun
 from meshloom.verify.lockstep_check import first_wrong_operator
-from meshloom.verify.stage_outputs import values_of_modules
+from meshloom.verify.stage_outputs import Values, values_of_modules
 
 
 @dataclass(frozen=True, kw_only=True)

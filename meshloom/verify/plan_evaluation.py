@@ -1,30 +1,21 @@
-"""An evaluation of the plan: every metric, what each chunk adds to it, and what the evaluation changes."""
+"""An evaluation of the plan: every metric, and what the evaluation changes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from meshloom.comm.objects import collect
 from meshloom.comm.steps import Steps
 from meshloom.core.moments.by_metric import those_by_metric
-from meshloom.data.chunks import Chunk
 from meshloom.parameters.digest import digest
-from meshloom.replica.program_engine import ProgramEngine
 from meshloom.replica.replica import Replica
 from meshloom.replica.replica_state import replicated_state
 from meshloom.train.trainer import Trainer
-from meshloom.verify.between_steps.checks import BetweenSteps
+from meshloom.verify.between_steps.checks import BetweenSteps, metric_error
 from meshloom.verify.compared.compare_evaluation import MODE, TRAINED, PlanEvaluation
 from meshloom.verify.comparison_run import ComparisonRun
-from meshloom.verify.reference.evaluation import EvaluatedChunk
-from meshloom.verify.reference.observers import altered_digest, digest_values
-from meshloom.verify.tolerances.evaluation_errors import metric_error
 
 _ALIKE = 1e-6  # how far ranks' metrics may be apart
 _MOST_BATCHES = 8  # of an evaluation, which may be of many
@@ -38,8 +29,7 @@ def evaluate_plan(trainer: Trainer, *, last: bool = False) -> PlanEvaluation:
     assert run is not None
     whole = run.evaluation.num_batches <= _MOST_BATCHES
     batches = None if whole else _MOST_BATCHES
-    observers = [_Chunks(each) for each in trainer.replicas]
-    with run.evaluation.watched(observers, batches):
+    with run.evaluation.of_first(batches):
         if last:
             run.after_step(last=True)
         else:
@@ -47,10 +37,9 @@ def evaluate_plan(trainer: Trainer, *, last: bool = False) -> PlanEvaluation:
     ours = run.evaluation.newest
     changed = [_changes(old, _state(each)) for old, each in zip(before, trainer.replicas, strict=True)]
     of_ranks = _collected(trainer, [[each] for each in zip(changed, ours, strict=True)])
-    chunks = _collected(trainer, [[asdict(each) for each in observer.chunks()] for observer in observers])
     what = "" if whole else f" of the first {_MOST_BATCHES} batches"
     return PlanEvaluation(
-        what=f"the evaluation{what} after step {trainer.next_step - 1}", metrics=ours[0], batches=batches, chunks=_added(chunks),
+        what=f"the evaluation{what} after step {trainer.next_step - 1}", metrics=ours[0], batches=batches,
         changed=list(dict.fromkeys(name for names, _ in of_ranks for name in names)),
         disagree=list(_disagreements([metrics for _, metrics in of_ranks])),
     )  # fmt: skip
@@ -131,53 +120,3 @@ def _collected(trainer: Trainer, of_replicas: Sequence[Sequence[Any]]) -> list[A
         return (yield from collect(replica.context.world, list(of_replicas[trainer.replicas.index(replica)])))
 
     return [each for of_rank in trainer.together(everyone)[0] for each in of_rank]
-
-
-def _added(said: Sequence[Any]) -> list[EvaluatedChunk]:
-    """Chunks, of which several ranks along pp may have parts: zeros on all but the last."""
-    found: dict[tuple[int, int], EvaluatedChunk] = {}
-    for each in said:
-        key = each["batch"], each["chunk"]
-        before = found[key].sums if key in found else {}
-        sums = {
-            name: (value + before.get(name, (0.0, 0.0))[0], weight + before.get(name, (0.0, 0.0))[1])
-            for name, (value, weight) in each["sums"].items()
-        }
-        found[key] = EvaluatedChunk(
-            batch=key[0], chunk=key[1], sums=sums, data=each["data"], seed=each["seed"]
-        )
-    return list(found.values())
-
-
-class _Chunks:
-    """An `EvaluationObserver` of what each chunk of a rank gives."""
-
-    def __init__(self, replica: Replica) -> None:
-        place = replica.context.place
-        # the other ranks along tp have the same, and those along pp, where they do not run stages
-        self._speaks = not place.tp and (not place.pp or isinstance(replica.engine, ProgramEngine))
-        self._data: dict[tuple[int, int], str] = {}
-        self._seeds: dict[tuple[int, int], int] = {}
-        self._sums: dict[tuple[int, int], dict[str, tuple[float, float]]] = {}
-
-    @contextmanager
-    def metric(
-        self, chunk: Chunk, name: str, data: Any, so_far: Callable[[], Sequence[float]]
-    ) -> Iterator[None]:
-        """Around each metric."""
-        key = chunk.step, chunk.index
-        if key not in self._data:
-            self._data[key] = altered_digest(chunk.data, data) or digest_values(chunk.data)
-            self._seeds[key] = torch.initial_seed()
-        before = so_far()
-        yield
-        value, weight = (after - old for after, old in zip(so_far(), before, strict=True))
-        self._sums.setdefault(key, {})[name] = value, weight
-
-    def chunks(self) -> list[EvaluatedChunk]:
-        """Those of this rank, for which it speaks."""
-        return [
-            EvaluatedChunk(batch=key[0], chunk=key[1], sums=sums, data=self._data[key], seed=self._seeds[key])
-            for key, sums in self._sums.items()
-            if self._speaks
-        ]

@@ -36,9 +36,9 @@ from meshloom.verify.between_steps.chosen_steps import (
     steps_at_epoch_end,
     steps_of_changes,
 )
-from meshloom.verify.between_steps.first_rank import of_first_rank
 from meshloom.verify.between_steps.saving_again import (
     best_saved,
+    of_first_rank,
     save_in_background,
     saved_after_resuming,
     saved_again,

@@ -54,21 +54,6 @@ def computed(metric: Metric, chunks: Sequence[Whole]) -> float:
     return _number(_called(metric.compute, _joined(chunks)))
 
 
-def summary_of(whole: Whole) -> tuple[float, float]:
-    """A number in which every element counts, those of later samples more, and how many samples there are.
-
-    >>> summary_of(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
-    (6.75, 2.0)
-    """
-    total, samples = 0.0, len(_parts(whole)[0])
-    weights = 1 + torch.arange(samples, dtype=torch.float64) / samples
-    for number, each in enumerate(_parts(whole)):
-        each = torch.view_as_real(each) if each.is_complex() else each
-        means = each.to(torch.float64).reshape(samples, -1).mean(1) if each.numel() else weights * 0
-        total += (number + 1) * float((means * weights).sum())
-    return total, float(samples)
-
-
 _LARGER = dict.fromkeys((torch.bfloat16, torch.float16), torch.float32)
 _GIVE = "Return a tensor [samples, ...], or a tuple or dict of them; what is a mean over the samples, or (sum, weight), is given without ml.Metric."
 

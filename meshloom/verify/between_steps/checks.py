@@ -62,6 +62,13 @@ class BetweenSteps:
         return not self.facts and all(error.passed for error in self.errors)
 
 
+def metric_error(ours: float, right: float) -> float:
+    """How far a number is off, relative to one device's."""
+    if ours == right or (math.isnan(ours) and math.isnan(right)):
+        return 0.0
+    return abs(ours - right) / abs(right) if right and math.isfinite(ours - right) else math.inf
+
+
 def same_bits(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors have equal shapes, dtypes and bytes."""
     same = one.shape == other.shape and one.dtype == other.dtype

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager
 from pathlib import Path
 from threading import Event
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from meshloom.comm.objects import share
 from meshloom.comm.steps import Steps
@@ -21,13 +21,15 @@ from meshloom.train.evaluation import TeamEvaluation
 from meshloom.train.run_checkpoints import BEST
 from meshloom.train.trainer import Trainer
 from meshloom.verify.between_steps.checks import BetweenSteps
-from meshloom.verify.between_steps.first_rank import of_first_rank
 from meshloom.verify.between_steps.saved_check import same_files
 
 _QUICKLY_WRITTEN = 1 << 28  # bytes
 _STATE = 4  # times the parameters: themselves, two moments, copies
 _BACKGROUND = "the checkpoint written in the background while the next step ran"
 _BEST = "the checkpoint of the best evaluation"
+
+
+T = TypeVar("T")
 
 
 def save_in_background(trainer: Trainer, directory: Path, before: Path) -> tuple[BetweenSteps, Path]:
@@ -98,6 +100,11 @@ def saving_directory(trainer: Trainer) -> AbstractContextManager[Path]:
     """A directory for checkpoints, of one name on all ranks; the first one removes it. The trainer is not held until then."""
     made = tempfile.mkdtemp(prefix="meshloom-verify-", dir=scratch_directory()) if trainer.world.main else ""
     return _removed_at_end(Path(of_first_rank(trainer, made)), made)
+
+
+def of_first_rank(trainer: Trainer, value: T) -> T:
+    """What rank 0 gives. All ranks call it."""
+    return trainer.together(lambda replica: share(replica.context.world, value))[0]
 
 
 def why_nothing_is_saved(replica: Replica, directory: Path) -> Steps[str]:

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from meshloom.core.plan import Plan
-from meshloom.verify.between_steps.checks import Kind, TensorError
+from meshloom.verify.between_steps.checks import Kind, TensorError, metric_error
 from meshloom.verify.compared.compare_chunks import (
     facts_of,
     first_module,
@@ -33,7 +33,6 @@ from meshloom.verify.compared.compare_chunks import (
 )
 from meshloom.verify.reference.float64_blocks import relative
 from meshloom.verify.reference.step_records import Cast, StepRecord, logged_means
-from meshloom.verify.tolerances.evaluation_errors import metric_error
 from meshloom.verify.tolerances.gradient_errors import TIMES
 from meshloom.verify.tolerances.of_precision import (
     most_tolerated,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -26,53 +25,47 @@ from meshloom.core.random import (
 from meshloom.verify.reference.between_chunks.state_before import StateBefore
 from meshloom.verify.reference.chunk_run import collated
 from meshloom.verify.reference.chunks_of_plan import forwards_of
-from meshloom.verify.reference.observers import digest_values
 from meshloom.verify.reference.other_precision import convert, default_dtype
 from meshloom.verify.reference.reference import Reference
 from meshloom.verify.reference.samples_of_epoch import seed_reading
 
 
-@dataclass(frozen=True, kw_only=True)
-class EvaluatedChunk:
-    """The sum and weight of every metric of one chunk of one batch; of a `Metric` a number in which every element counts, and samples. data: digest
-    of its batch; "": not asked for. seed: from which metrics draw. returned: by
-    `Metric`, on one device, what computes it of all samples and what its `update` returned."""
-
-    batch: int
-    chunk: int
-    sums: Mapping[str, tuple[float, float]]
-    data: str = ""
-    seed: int = 0
-    returned: Mapping[str, tuple[Callable[..., float], Any]] = field(default_factory=dict[str, tuple[Callable[..., float], Any]])  # fmt: skip
-
-
 def evaluate(reference: Reference, updates: int, batches: int | None = None) -> dict[str, float]:
-    """The mean of every metric after `updates` updates; nan where there is no weight. batches: so many of the data alone."""
-    return means_of(evaluated_chunks(reference, updates, batches))
+    """The mean of every metric after `updates` updates, and of a `Metric` what it computes of all samples; nan where there is no weight, or it cannot.
+    batches: so many of the data alone.
+
+    Nothing of the reference changes: modules are put into evaluation mode and back, and metrics run without gradients.
+    """
+    metrics = _metrics(reference)
+    found: dict[str, list[Any]] = {name: [] for name in metrics}
+    with _evaluating(reference) as (dataset, before):
+        for batch, chunk, samples in _chunks(reference, dataset, batches):
+            data = _converted(reference, _collated(reference, batch, chunk, samples))
+            for name, metric in metrics.items():
+                value = _returned(reference, batch, chunk, data, name, updates)
+                found[name].append(value if isinstance(metric, Metric) else _sum(value, len(samples)))
+                before.put_back()
+    return {name: _of_all(metric, found[name], reference.dtype) for name, metric in metrics.items()}
 
 
-def means_of(chunks: Sequence[EvaluatedChunk]) -> dict[str, float]:
-    """Of every metric; nan where there is no weight. Of a `Metric` what it computes of all samples; nan if it cannot."""
-    found: dict[str, float] = {}
-    for name in chunks[0].sums if chunks else ():
-        if name in chunks[0].returned:
-            found[name] = math.nan
-            with suppress(Exception):
-                found[name] = _computed([each.returned[name] for each in chunks])
-            continue
-        total, weight = map(sum, zip(*(each.sums[name] for each in chunks), strict=True))
-        found[name] = total / weight if weight else math.nan
-    return found
+def _of_all(metric: Any, found: Sequence[Any], dtype: torch.dtype | None) -> float:
+    """Of what a metric has given for all chunks."""
+    if isinstance(metric, Metric):
+        with suppress(Exception):
+            return _computed(partial(_compute, metric.compute, dtype), found)
+        return math.nan
+    total, weight = map(sum, zip(*found, strict=True))
+    return total / weight if weight else math.nan
 
 
-def _computed(returned: Sequence[tuple[Callable[..., float], Any]]) -> float:
+def _computed(compute: Callable[..., float], returned: Sequence[Any]) -> float:
     """Of all samples."""
-    compute, first = returned[0]
+    first = returned[0]
     if isinstance(first, dict):
-        return compute(**{name: _joined(each[name] for _, each in returned) for name in first})
+        return compute(**{name: _joined(each[name] for each in returned) for name in first})
     if isinstance(first, tuple | list):
-        return compute(*(_joined(each[number] for _, each in returned) for number in range(len(first))))
-    return compute(_joined(each for _, each in returned))
+        return compute(*(_joined(each[number] for each in returned) for number in range(len(first))))
+    return compute(_joined(returned))
 
 
 def _joined(parts: Iterable[Tensor]) -> Tensor:
@@ -87,32 +80,6 @@ def _compute(function: Any, dtype: torch.dtype | None, *arguments: Tensor, **nam
     if hasattr(function, "reset"):
         function.reset()
     return value
-
-
-def evaluated_chunks(
-    reference: Reference, updates: int, batches: int | None = None, *, digests: bool = False
-) -> list[EvaluatedChunk]:
-    """Every chunk after `updates` updates. batches: so many of the data alone. digests: whether those of the data are wanted.
-
-    Nothing of the reference changes: modules are put into evaluation mode and back, and metrics run without gradients.
-    """
-    found: list[EvaluatedChunk] = []
-    metrics = _metrics(reference)
-    with _evaluating(reference) as (dataset, before):
-        for batch, chunk, samples in _chunks(reference, dataset, batches):
-            given = _collated(reference, batch, chunk, samples)
-            data, digest = _converted(reference, given), digest_values(given) if digests else ""
-            sums: dict[str, tuple[float, float]] = {}
-            returned: dict[str, tuple[Callable[..., float], Any]] = {}
-            for name, metric in metrics.items():
-                value = _returned(reference, batch, chunk, data, name, updates)
-                sums[name] = _sums(value, len(samples), metric)
-                if isinstance(metric, Metric):
-                    returned[name] = partial(_compute, metric.compute, reference.dtype), value
-                before.put_back()
-            seed = evaluation_seed(reference.job.seed, batch, chunk)
-            found.append(EvaluatedChunk(batch=batch, chunk=chunk, sums=sums, data=digest, seed=seed, returned=returned))  # fmt: skip
-    return found
 
 
 @contextmanager
@@ -184,24 +151,10 @@ def _returned(reference: Reference, batch: int, chunk: int, data: Any, metric: s
         return (function.update if isinstance(function, Metric) else function)(reference.model, data)
 
 
-def _sums(returned: Any, num_samples: int, metric: Any) -> tuple[float, float]:
-    """The sum and weight that it adds."""
-    if isinstance(metric, Metric):
-        tensors = list(returned.values()) if isinstance(returned, dict) else returned
-        tensors = list(tensors) if isinstance(tensors, tuple | list) else [tensors]
-        return sum((1 + number) * _weighted(each) for number, each in enumerate(tensors)), float(num_samples)
+def _sum(returned: Any, num_samples: int) -> tuple[float, float]:
+    """The sum and weight that a chunk adds to a mean."""
     value, weight = returned if isinstance(returned, tuple) else (returned, None)
     if isinstance(value, Tensor) and value.dtype == torch.float16:
         value = value.float()  # whose largest number is 65504
     total = float(value if weight is not None else value * num_samples)
     return total, float(weight) if weight is not None else float(num_samples)
-
-
-def _weighted(tensor: Tensor) -> float:
-    """Means of samples, added up with weights that rise from 1 to 2."""
-    flat = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).double().flatten()
-    if not flat.numel():
-        return 0.0
-    of_sample = flat.numel() // len(tensor)
-    places = torch.arange(flat.numel(), device=flat.device) // of_sample
-    return float((flat * (1 + places / len(tensor))).sum() / of_sample)
