@@ -45,6 +45,12 @@ def test_the_first_blocks_stay_with_values_by_convention():
     assert all(torch.equal(again[name], each) and each.isfinite().all() for name, each in kept.items())
 
 
+def test_values_of_files_are_left_out_and_the_sentence_says_so(tmp_path):
+    fewer = with_fewer_blocks(replace(gpt_job(), weights=tmp_path, weight_names=str.upper), 2)
+    assert fewer.job.weights is None and fewer.job.weight_names is None
+    assert fewer.sentence.endswith("all else is the job's own, but the values of its files.")
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
     "plan",

@@ -30,16 +30,10 @@ from meshloom.verify.between_steps.checks import BetweenSteps, DifferingTensor, 
 from meshloom.verify.between_steps.saved_check import check_saved
 from meshloom.verify.compared.compare import Comparer, Comparison, placed
 from meshloom.verify.compared.compare_evaluation import PlanEvaluation, compare_evaluation
-from meshloom.verify.compared.whole_batch import WholeBatch, compare_whole_batch
+from meshloom.verify.compared.whole_batch import WholeBatch, compare_whole_batch, may_fit
 from meshloom.verify.factors import Wrong, of_gradients, of_norm, of_updates
 from meshloom.verify.reference.float64_blocks import subsample
-from meshloom.verify.reference.reference import (
-    Reference,
-    adopt,
-    changed_buffers,
-    held_by,
-    replace_value,
-)
+from meshloom.verify.reference.reference import Reference, adopt, changed_buffers, held_by, replace_value
 from meshloom.verify.reference.reruns import (
     ENLARGED,
     chunk_by_chunk,
@@ -197,7 +191,7 @@ class ComparisonRun:
         self._updates = replace(now, by_name={**self._updates.by_name, **now.by_name})
         rounding = BufferTolerances(
             effects=self._buffer_effects, partial=comparer.partial,
-            merged=comparer.lowered if reference.plan.num_chunks > 1 else None,
+            merged=comparer.lowered if reference.plan.num_chunks > 1 else None
         )  # fmt: skip
         self._state = _state_errors(reference, replace(now, effect=self._closures.of), rounding, self._changed)  # fmt: skip
 
@@ -242,8 +236,10 @@ class ComparisonRun:
 
     def check_metrics(self, ours: PlanEvaluation, updates: int) -> BetweenSteps:
         """Compare the plan's metrics after so many updates."""
+        whole = max(self._comparer.modules, self.of_outputs) if may_fit(self.reference) else None
         return compare_evaluation(
             ours, self.reference, updates, self._averages, self._reference_record, unmeasured=unmeasured(self._comparer.precision), lower=self._comparer.partial,
+            whole=whole,
         )  # fmt: skip
 
     def step_schedulers(self, metrics: Mapping[str, float]) -> None:
@@ -297,7 +293,7 @@ class ComparisonRun:
     def result(self) -> ComparisonResult:
         """Of all steps so far."""
         return ComparisonResult(
-            steps=self._steps, explained=self._explained, whole=self._whole, comparer=self._comparer, differing=self._differing,
+            steps=self._steps, explained=self._explained, whole=self._whole, comparer=self._comparer, differing=self._differing
         )  # fmt: skip
 
 
@@ -307,7 +303,7 @@ def _state_errors(
     """Those of the step whose update the reference has made."""
     return StateErrors(
         reference.updated.all, reference.before, dict(reference.model.named_buffers()), changed=changed, step=reference.step, updates=updates,
-        rounding=rounding,
+        rounding=rounding
     )  # fmt: skip
 
 
@@ -334,7 +330,7 @@ def _rounding_of(reference: Reference, comparer: Comparer, measure: Measure | No
     return Rounding(
         precision=comparer.precision if comparer.lowered else None, partial=_rounds_gradients(reference),
         roundings=sum_roundings(reference.plan.num_chunks) if in_order else 1.0, travels=travels,
-        measures=[measure, *of_outputs] if measure else [], of_terms=of_backward if measure else None, measure_travels=partial(travel_effect, reference, travels),
+        measures=[measure, *of_outputs] if measure else [], of_terms=of_backward if measure else None, measure_travels=partial(travel_effect, reference, travels)
     )  # fmt: skip
 
 

@@ -80,7 +80,7 @@ def _of_gradients(
     dp, m, total = plan.dp, plan.microbatches, sum(each.weight for each in chunks)
     numbers: dict[float, list[str]] = {}
     for number, what in (
-        (dp, "dp"), (m, "microbatches"), (dp * m, "dp * microbatches"), (plan.tp, "tp"), (total, "the weight of the batch"),
+        (dp, "dp"), (m, "microbatches"), (dp * m, "dp * microbatches"), (plan.tp, "tp"), (total, "the weight of the batch")
     ):  # fmt: skip
         if number not in (0, 1):
             numbers.setdefault(number, []).append(what)

@@ -274,18 +274,14 @@ def _between_lines(checked: BetweenSteps) -> list[str]:
     worst = max(checked.errors, key=_severity, default=None)
     if checked.passed:
         size = f" (largest error {worst.error:.1e}, of {worst.name})" if worst else ""
-        return [f"{what}: equal{size}"]
+        return [f"{what}: equal{size}", *checked.notes]
     wrong = sorted((error for error in checked.errors if not error.passed), key=_severity, reverse=True)
     shown = [
         f"  {each.name} differs by {each.error:.1e}, and {each.tolerance:.1e} is tolerated"
         for each in wrong[:ROWS]
     ]
     module = f"; first module: {checked.first_module}" if checked.first_module else ""
-    return [
-        f"DIFFERS: {checked.what}{module}",
-        *(f"  {fact}" for fact in checked.facts[:ROWS]),
-        *shown,
-    ]
+    return [f"DIFFERS: {checked.what}{module}", *(f"  {fact}" for fact in checked.facts[:ROWS]), *shown]
 
 
 def _told(errors: Sequence[TensorError]) -> list[TensorError]:

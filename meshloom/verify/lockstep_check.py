@@ -65,7 +65,7 @@ def first_wrong_operator(part: Partition, model: nn.Module, batch: Any) -> Found
         _backward(
             run_in_lockstep(
                 programs, [each[0] for each in split], [each[1] for each in split], batch,
-                dtype=torch.float64, visit=ranks.note_ranks,
+                dtype=torch.float64, visit=ranks.note_ranks
             )
         )  # fmt: skip
     return _of_values(reference, ranks, part) or _of_gradients(reference, ranks, part) or (False, AGREE, "")

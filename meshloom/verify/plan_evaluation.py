@@ -41,7 +41,7 @@ def evaluate_plan(trainer: Trainer, *, last: bool = False) -> PlanEvaluation:
     return PlanEvaluation(
         what=f"the evaluation{what} after step {trainer.next_step - 1}", metrics=ours[0], batches=batches,
         changed=list(dict.fromkeys(name for names, _ in of_ranks for name in names)),
-        disagree=list(_disagreements([metrics for _, metrics in of_ranks])),
+        disagree=list(_disagreements([metrics for _, metrics in of_ranks]))
     )  # fmt: skip
 
 

@@ -24,17 +24,15 @@ from meshloom.machine.process_memory import collected_once
 from meshloom.telemetry.timings import Timings
 from meshloom.verify.compared.compare import Comparer
 from meshloom.verify.comparison_run import compare_here
-from meshloom.verify.fewer_blocks import with_fewer_blocks, without_values
+from meshloom.verify.fewer_blocks import FewerBlocks, with_fewer_blocks, without_values
 from meshloom.verify.findings import Report
 from meshloom.verify.place import OperatorPlace
 from meshloom.verify.reference_size import check_reference_fits
 from meshloom.verify.tolerances.of_precision import rounds_partial_sums
 from meshloom.verify.verified_run import Compare, VerifiedRun
 
-_PRECISIONS_IN_ERRORS = {
-    torch.float64: "double",
-    torch.float32: "float",
-}  # what torch's own errors of dtypes call them
+# what torch's own errors of dtypes call them
+_PRECISIONS_IN_ERRORS = {torch.float64: "double", torch.float32: "float"}
 _STEPS_APART = 2  # with a copy of the parameters for each replica
 
 
@@ -65,17 +63,8 @@ def verify(
     hold what the plan is compared with.
     """
     check_promised(plan)
-    if blocks is not None:
-        fewer = with_fewer_blocks(job, blocks)
-        try:
-            report = verify(
-                fewer.job, plan, devices=devices, steps=steps, dtype=dtype, timeout_seconds=timeout_seconds, transport=transport,
-                oversubscribe=oversubscribe, overcommit=overcommit, quick=quick, cache=cache, timings=timings, compare=compare,
-            )  # fmt: skip
-        except Exception as error:
-            error.add_note(fewer.sentence)  # it may be why
-            raise
-        return replace(report, fewer=fewer) if report else None
+    fewer = None if blocks is None else with_fewer_blocks(job, blocks)
+    job = fewer.job if fewer else job
     launched = launched_rank()
     if launched is None or launched.rank == 0:  # the one that runs the reference
         on_gpu = devices == "auto" and 0 < plan.mesh.size <= torch.cuda.device_count()
@@ -87,16 +76,16 @@ def verify(
         job=job, plan=replace(plan, keyed_draws=True) if keyed else plan, shares=_varying_shares(plan, steps), dtype=dtype,
         settings={
             "devices": devices, "timeout_seconds": timeout_seconds, "transport": transport, "oversubscribe": oversubscribe, "overcommit": overcommit,
-            "cache": cache, "timings": timings,
+            "cache": cache, "timings": timings
         },
-        compare=compare,
+        compare=compare
     )  # fmt: skip
-    with working_alone(), collected_once(), _possible_in(dtype):
+    with working_alone(), collected_once(), _explained(dtype, fewer):
         run.quick(steps) if quick else run.whole(max(steps, 3 if job.average is None else 4))
         apart = replace(run, result=None, between=[], place=OperatorPlace(), moment="", notes=[])
         if run.one_copy and not quick:
             apart.quick(_STEPS_APART, own_copies=True)
-    return _report(run, apart, plan, keyed=keyed) if run.result else None
+    return replace(_report(run, apart, plan, keyed=keyed), fewer=fewer) if run.result else None
 
 
 def _report(run: VerifiedRun, apart: VerifiedRun, plan: Plan, *, keyed: bool) -> Report:
@@ -114,7 +103,7 @@ def _report(run: VerifiedRun, apart: VerifiedRun, plan: Plan, *, keyed: bool) ->
         whole=result.whole, autocast=_of_precision(run.plan, result.comparer, run.dtype),
         settings=numeric_settings(), differing=result.differing, digest=run.digest, unlike_training=_why_unlike(run),
         notes=[*run.notes, *notes], between=run.between,
-        apart=_report(apart, apart, plan, keyed=keyed) if apart is not run and apart.result else None,
+        apart=_report(apart, apart, plan, keyed=keyed) if apart is not run and apart.result else None
     )  # fmt: skip
 
 
@@ -155,14 +144,17 @@ def _of_precision(plan: Plan, comparer: Comparer, dtype: torch.dtype | None) -> 
 
 
 @contextmanager
-def _possible_in(dtype: torch.dtype | None) -> Iterator[None]:
-    """A context whose errors say so where a job has dtypes of its own, which `dtype` does not go with. Raises `JobError` then."""
+def _explained(dtype: torch.dtype | None, fewer: FewerBlocks | None) -> Iterator[None]:
+    """A context whose errors say so where a job has dtypes of its own, which `dtype` does not go with, and that its model has fewer blocks, which may be
+    why. Raises `JobError` for the first."""
     try:
         yield
     except Exception as error:
-        if dtype is None or not any(
-            _PRECISIONS_IN_ERRORS[dtype] in str(each).lower() for each in (error, error.__cause__)
-        ):
+        if fewer:
+            error.add_note(fewer.sentence)
+        said = " ".join(f"{type(each).__name__}: {each}" for each in (error, error.__cause__))
+        is_torchs = "RuntimeError" in said or "NotImplementedError" in said
+        if dtype not in _PRECISIONS_IN_ERRORS or not is_torchs or _PRECISIONS_IN_ERRORS[dtype] not in said.lower():  # fmt: skip
             raise
         name, line = _name_of(dtype), own_line(error)
         raise JobError(

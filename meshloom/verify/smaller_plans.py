@@ -50,7 +50,7 @@ def smallest_plan(plan: Plan, differs: Callable[[Plan], bool | None]) -> Smalles
     below = [*plans_below(plan)]
     return SmallestPlan(
         plan=str(plan), equal=tuple(str(each) for each in below if known(each) is False),
-        failed=tuple(str(each) for each in below if known(each) is None), runs=known.cache_info().currsize,
+        failed=tuple(str(each) for each in below if known(each) is None), runs=known.cache_info().currsize
     )  # fmt: skip
 
 

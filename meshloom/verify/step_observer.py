@@ -6,7 +6,7 @@ It adds to the steps that the Trainer takes, and takes the place of nothing in t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -81,7 +81,7 @@ class StepObserver:
             ChunkRecord(
                 index=chunk.index, samples=chunk.samples, weight=weight, loss_sum=loss_sum,
                 data=self._altered.pop(chunk.index, None) or digest_values(chunk.data),
-                modules=self._outputs, told=self._told,
+                modules=self._outputs, told=self._told
             )
         )  # fmt: skip
 
@@ -92,39 +92,43 @@ class StepObserver:
             trim()
         self._computed, self._chunks = self._chunks, []
         self._replica.context.activity.enter("comparing", gradients.step)
-        compared = self._comparison
-        self._apart(compared.begin if compared else _ignore)
-        take = compared.add_gradient if compared else _ignore
-        yield from each_gradient(self._replica, gradients, partial(self._apart, take))
-        self._apart(compared.update if compared else _ignore)
+        self._tell("begin")
+        yield from each_gradient(self._replica, gradients, partial(self._tell, "add_gradient"))
+        self._tell("update")
 
     def updated(self, result: StepResult) -> Steps[None]:
         """Compare the state, and the rest of the step."""
         self._chunks = []  # those of further evaluations, which LBFGS makes
         self._replica.context.activity.enter("comparing", result.step)
-        compared = self._comparison
-        take = compared.add_state if compared else _ignore
-        yield from each_of_state(self._replica, partial(self._apart, take))
+        yield from each_of_state(self._replica, partial(self._tell, "add_state"))
         if self._replica.job.average is not None:
-            self._apart(compared.begin_averages if compared else _ignore)
-            take = compared.add_average if compared else _ignore
-            yield from each_average(self._replica, partial(self._apart, take))
+            self._tell("begin_averages")
+            yield from each_average(self._replica, partial(self._tell, "add_average"))
         record = yield from self._record(result)
-        self._apart(compared.end if compared else _ignore, record)
+        self._tell("end", record)
 
-    def _apart(self, call: Callable[..., None], *arguments: Any) -> None:
-        """Calls what belongs to one device, in the precision of new tensors that it has."""
-        with default_dtype(self._default):
-            call(*arguments)
+    def _tell(self, call: str, *arguments: Any) -> None:
+        """Calls what belongs to one device on rank 0, in the precision of new tensors that it has."""
+        if self._comparison is not None:
+            with default_dtype(self._default):
+                getattr(self._comparison, call)(*arguments)
 
     def _record(self, result: StepResult) -> Steps[StepRecord]:
         world = self._replica.context.world
         # recorded on the ranks with tp=0 and, in a pipeline, of the last stage
         mine = [each.to_dict() for each in self._computed] if self._replica.context.place.tp == 0 else []
         chunks: list[list[dict[str, Any]]] = yield from collect(world, mine)
-        held = {name: int(digest(each)) for name, each in replicated_state(self._replica).items()}
-        digests = yield from _digests(self._replica, held.values())
-        apart = (yield from _apart_of(self._replica, held, digests)) if _differ(digests) else []
+        held = [(name, int(digest(each))) for name, each in replicated_state(self._replica).items()]
+        of_ranks: list[list[tuple[str, int]]] = yield from collect(world, held)
+        # of every replica, what its ranks hold: equal for equal replicas
+        replicas = [
+            [each for rank in ranks for each in of_ranks[rank]] for ranks in self._replica.plan.mesh.teams()
+        ]
+        apart = [
+            name
+            for number, (name, _) in enumerate(replicas[0])
+            if any(each[number : number + 1] != replicas[0][number : number + 1] for each in replicas)
+        ]
         inconsistent = yield from _inconsistencies(self._replica)
         updater = self._replica.updater
         mine_set = settings_of(updater.state.optimizers, updater.schedulers) | reported_rates(updater.learning_rates())  # fmt: skip
@@ -133,34 +137,9 @@ class StepObserver:
         return StepRecord(
             step=result.step, turn=self._replica.scope.turn.loss, loss=result.loss, weight=result.weight, gradient_norm=result.gradient_norm,
             gradients={}, chunks=sorted(records, key=lambda chunk: chunk.index),
-            replicas=[*map(digest_values, digests)], apart=apart, logged=result.logged, inconsistent=inconsistent, skipped=result.skipped,
-            settings=settings,
+            replicas=[*map(digest_values, replicas)], apart=list(dict.fromkeys(apart)), logged=result.logged, inconsistent=inconsistent, skipped=result.skipped,
+            settings=settings
         )  # fmt: skip
-
-
-def _ignore(*arguments: Any) -> None:
-    """What arrives is compared on rank 0 alone."""
-
-
-def _digests(replica: Replica, mine: Iterable[Any]) -> Steps[list[list[Any]]]:
-    """For every replica, hashes of all state on its ranks, or their names: equal for equal replicas. mine: of this rank."""
-    of_ranks = yield from collect(replica.context.world, list(mine))
-    return [[each for rank in ranks for each in of_ranks[rank]] for ranks in replica.plan.mesh.teams()]
-
-
-def _differ(digests: Sequence[Sequence[int]]) -> bool:
-    return any(each != digests[0] for each in digests)
-
-
-def _apart_of(replica: Replica, mine: Iterable[str], digests: Sequence[Sequence[int]]) -> Steps[list[str]]:
-    """Names of what replicas have others of. digests: of all replicas."""
-    names = yield from _digests(replica, mine)
-    odd = [
-        name
-        for number, name in enumerate(names[0])
-        if any(each[number : number + 1] != digests[0][number : number + 1] for each in digests)
-    ]
-    return list(dict.fromkeys(odd))
 
 
 def _inconsistencies(replica: Replica) -> Steps[list[str]]:

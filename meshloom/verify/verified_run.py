@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -28,14 +28,9 @@ from meshloom.core.plan import Plan
 from meshloom.replica.program_engine import ProgramEngine
 from meshloom.replica.replica import Replica
 from meshloom.telemetry.progress import Listener
-from meshloom.train.contract import Batch
 from meshloom.train.trainer import Trainer
 from meshloom.verify.between_steps.checks import BetweenSteps
-from meshloom.verify.between_steps.chosen_steps import (
-    MOST_SKIPPED,
-    steps_at_epoch_end,
-    steps_of_changes,
-)
+from meshloom.verify.between_steps.chosen_steps import MOST_SKIPPED, steps_at_epoch_end, steps_of_changes
 from meshloom.verify.between_steps.saving_again import (
     best_saved,
     of_first_rank,
@@ -155,12 +150,14 @@ class VerifiedRun:
         quiet = Listener(started=lambda text: None)  # the report describes the run
         with Trainer(
             self.job, self.plan, steps=steps, dtype=self.dtype, share=share, listener=quiet, recorded_shares=self.shares, resume=resume,
-            **self.settings,
+            **self.settings
         ) as trainer:  # fmt: skip
             first = trainer.replicas[0]
             self.owned, self.devices = trainer.together(_owned)[0], trainer.world.why
             self.digest = trainer.synchronous.digest if trainer.synchronous else ""
-            self.one_copy = _on_any_rank(trainer, lambda each: each.exchange.one_copy)
+            self.one_copy = any(
+                trainer.together(lambda each: collect(each.context.world, each.exchange.one_copy))[0]
+            )
             self.is_unlike_training = first.engine.is_unlike_training
             if compares and trainer.world.main and self.comparison is None:
                 other = OneDevice(plan=first.inner, dtype=self.dtype, device=first.context.device, shares=self.shares)  # fmt: skip
@@ -178,7 +175,7 @@ class VerifiedRun:
         with ExitStack() as attached:
             for observer in observers:
                 attached.enter_context(observer.attached())
-            batches = attached.enter_context(_closing(trainer.batches()))
+            batches = attached.enter_context(closing(cast(Any, trainer.batches())))
             batch = None
             for number in numbers:
                 if moment == _NEXT_EPOCH and number != run.next_step:
@@ -253,20 +250,6 @@ def _agrees(trainer: Trainer, one: ComparisonRun | None) -> bool:
 def _has_skipped_all(trainer: Trainer, one: ComparisonRun | None) -> bool:
     """Whether no step so far has made an update, on every rank."""
     return of_first_rank(trainer, one is not None and all(each.skipped for each in one.result().steps))
-
-
-def _on_any_rank(trainer: Trainer, holds: Callable[[Replica], bool]) -> bool:
-    """The same on every rank."""
-    return any(trainer.together(lambda replica: collect(replica.context.world, holds(replica)))[0])
-
-
-@contextmanager
-def _closing(batches: Any) -> Iterator[Iterator[Batch]]:
-    """Ends the readers of `Trainer.batches()` at the end of the context."""
-    try:
-        yield batches
-    finally:
-        batches.close()
 
 
 def _owned(replica: Replica) -> Steps[list[float]]:

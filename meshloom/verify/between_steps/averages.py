@@ -43,11 +43,5 @@ class AverageErrors:
         expected = self._averages[name]
         error = distance(ours, expected) / max(norm(expected), torch.finfo(torch.float32).tiny)
         self.errors.append(
-            TensorError(
-                name=name,
-                kind="average",
-                step=step,
-                error=error,
-                tolerance=tolerance,
-            )
+            TensorError(name=name, kind="average", step=step, error=error, tolerance=tolerance)
         )

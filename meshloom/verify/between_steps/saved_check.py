@@ -26,7 +26,7 @@ _MOST = 8  # facts
 
 def check_saved(
     path: Path, what: str, reference: Reference, averages: Mapping[str, Tensor], tolerance: Callable[[str], float], of_outputs: float,
-    moved: Callable[[Tensor, str], float],
+    moved: Callable[[Tensor, str], float]
 ) -> BetweenSteps:  # fmt: skip
     """Compare the checkpoint in `path` with the reference. averages: one device's, of parameters by name. tolerance: of what a parameter's
     optimizer computes, by name. of_outputs: of what forwards compute. moved: how far rounding was measured to move what it keeps of a

@@ -25,12 +25,7 @@ import torch
 
 from meshloom.core.plan import Plan
 from meshloom.verify.between_steps.checks import Kind, TensorError, metric_error
-from meshloom.verify.compared.compare_chunks import (
-    facts_of,
-    first_module,
-    first_output,
-    module_of_names,
-)
+from meshloom.verify.compared.compare_chunks import facts_of, first_module, first_output, module_of_names
 from meshloom.verify.reference.float64_blocks import relative
 from meshloom.verify.reference.step_records import Cast, StepRecord, logged_means
 from meshloom.verify.tolerances.gradient_errors import TIMES

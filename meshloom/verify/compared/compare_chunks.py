@@ -178,7 +178,7 @@ def _outputs(record: StepRecord, plan: Plan) -> list[ModuleOutput]:
 def add_outputs(a: ModuleOutput, b: ModuleOutput) -> ModuleOutput:
     """The output of one module on the rows of both."""
     return ModuleOutput(
-        name=a.name, call=a.call, total=a.total + b.total, square=a.square + b.square, count=a.count + b.count,
+        name=a.name, call=a.call, total=a.total + b.total, square=a.square + b.square, count=a.count + b.count
     )  # fmt: skip
 
 

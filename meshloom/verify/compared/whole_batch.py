@@ -185,55 +185,41 @@ def _first_that_mixes(whole: StepRecord, chunked: Sequence[ChunkRecord], toleran
 def whole_batch(reference: Reference, *, keyed: bool = False) -> Iterator[tuple[Gradients, StepRecord]]:
     """Run the step's batch as one chunk: yields the chunked gradients and the record of the rerun, while
     the reference's gradients are those of the whole batch. keyed: each draw has a key, as in `whole_batch_in_chunks`."""
-    with reference.rerun() as chunked:
-        total = len(reference.samples)
-        forward = ReferenceForward(
-            key=0, samples=reference.samples, members=[(0, reference.samples)], rows=Rows(0, total, total) if keyed else None
-        )  # fmt: skip
-        result = reference.run_forward(forward)
-        reference.divide(result.weight)
-        yield (
-            chunked,
-            _record(reference, result.loss_sum, result.weight, list(reference.records(forward, result))),
-        )
+    samples = reference.samples
+    rows = Rows(0, len(samples), len(samples)) if keyed else None
+    with _rerun(reference, [ReferenceForward(key=0, samples=samples, members=[(0, samples)], rows=rows)]) as found:  # fmt: skip
+        yield found
 
 
 @contextmanager
 def whole_batch_in_chunks(reference: Reference) -> Iterator[StepRecord]:
-    """Run the step's chunks with the draws of the whole batch, of which each has its rows: yields the record of the rerun, while the
+    """Run the step's chunks with the draws of the whole batch, of which each has its rows and the seed: yields the record of the rerun, while the
     reference's gradients are those of it."""
-    with reference.rerun():
-        chunks: list[ChunkRecord] = []
-        loss = weight = 0.0
-        with _seeded_as_one(reference):
-            for forward in _rows_of_whole(reference):
-                reference.restore()
-                result = reference.run_forward(forward)
-                loss, weight = loss + result.loss_sum, weight + result.weight
-                chunks += reference.records(forward, result)
-        reference.divide(weight)
-        yield _record(reference, loss, weight, chunks)
-
-
-def _record(reference: Reference, loss: float, weight: float, chunks: Sequence[ChunkRecord]) -> StepRecord:
-    return StepRecord(step=reference.step, loss=loss / weight, weight=weight, gradient_norm=None, gradients={}, chunks=chunks)  # fmt: skip
-
-
-def _rows_of_whole(reference: Reference) -> Iterator[ReferenceForward]:
-    """The forwards of the chunks, in which each draws its rows of what the whole batch does."""
-    start, total = 0, len(reference.samples)
+    start, total, forwards = 0, len(reference.samples), list[ReferenceForward]()
     for forward in reference.forwards(synchronised=False):
-        size = len(forward.samples)
-        yield replace(forward, rows=Rows(start, size, total))
-        start += size
-
-
-@contextmanager
-def _seeded_as_one(reference: Reference) -> Iterator[None]:
-    """A context in which all chunks have the seed of the first."""
+        forwards.append(replace(forward, rows=Rows(start, len(forward.samples), total)))
+        start += len(forward.samples)
     run = reference.chunk_run
     kept, run.place_of_seed = run.place_of_seed, lambda step, key: (step, 0)
     try:
-        yield
+        with _rerun(reference, forwards) as (_, record):
+            yield record
     finally:
         run.place_of_seed = kept
+
+
+@contextmanager
+def _rerun(
+    reference: Reference, forwards: Sequence[ReferenceForward]
+) -> Iterator[tuple[Gradients, StepRecord]]:
+    """These forwards in place of the step's: yields the step's gradients, which are set aside, and the record of the rerun."""
+    with reference.rerun() as gradients:
+        chunks: list[ChunkRecord] = []
+        loss = weight = 0.0
+        for forward in forwards:
+            reference.restore()
+            result = reference.run_forward(forward)
+            loss, weight = loss + result.loss_sum, weight + result.weight
+            chunks += reference.records(forward, result)
+        reference.divide(weight)
+        yield gradients, StepRecord(step=reference.step, loss=loss / weight, weight=weight, gradient_norm=None, gradients={}, chunks=chunks)  # fmt: skip

@@ -22,14 +22,7 @@ from meshloom.core.moments.current_step import at_step
 from meshloom.core.moments.leaf_draws import leaves_drawing, leaves_in
 from meshloom.core.moments.uncompiled import uncompiled
 from meshloom.core.plan import Plan
-from meshloom.core.random import (
-    KeyedDraws,
-    chunk_seed,
-    derive,
-    mix_seed,
-    preserved_draws,
-    seed_everything,
-)
+from meshloom.core.random import KeyedDraws, chunk_seed, derive, mix_seed, preserved_draws, seed_everything
 from meshloom.verify.reference.between_chunks.chunks_together import ChunksTogether
 from meshloom.verify.reference.chunks_of_plan import ReferenceForward, as_sum
 from meshloom.verify.reference.masters import ReferenceScale
@@ -151,7 +144,7 @@ class ChunkRun:
         total = float(loss_sum.detach())
         return ChunkResult(
             loss_sum=total, weight=float(weight), seed=initial_seed, draws=tuple(draws), modules=modules, divisor=divisor,
-            logged={name: float(value) for name, value in logged.items()},
+            logged={name: float(value) for name, value in logged.items()}
         )  # fmt: skip
 
     def records(self, forward: ReferenceForward, result: ChunkResult, step: int) -> Iterator[ChunkRecord]:
@@ -162,7 +155,7 @@ class ChunkRun:
             data = digest_values(self.collate(samples, step, index))
             yield ChunkRecord(
                 index=index, samples=len(samples), weight=computed.weight, loss_sum=computed.loss_sum, data=data, seed=result.seed,
-                draws=computed.draws, modules=computed.modules, logged=computed.logged, told=step,
+                draws=computed.draws, modules=computed.modules, logged=computed.logged, told=step
             )  # fmt: skip
             computed = replace(result, loss_sum=0.0, weight=0.0, draws=(), modules=(), logged={})
 

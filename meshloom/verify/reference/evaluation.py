@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any
@@ -14,6 +14,7 @@ from torch import Tensor
 from meshloom.core.modules.held_generators import held_generators
 from meshloom.core.moments.current_step import at_step
 from meshloom.core.objectives import Metric
+from meshloom.core.plan import Plan
 from meshloom.core.random import (
     KeyedDraws,
     derive,
@@ -30,19 +31,24 @@ from meshloom.verify.reference.reference import Reference
 from meshloom.verify.reference.samples_of_epoch import seed_reading
 
 
-def evaluate(reference: Reference, updates: int, batches: int | None = None) -> dict[str, float]:
+def evaluate(
+    reference: Reference, updates: int, batches: int | None = None, *, undivided: bool = False
+) -> dict[str, float]:
     """The mean of every metric after `updates` updates, and of a `Metric` what it computes of all samples; nan where there is no weight, or it cannot.
-    batches: so many of the data alone.
+    batches: so many of the data alone. undivided: each batch is one chunk.
 
     Nothing of the reference changes: modules are put into evaluation mode and back, and metrics run without gradients.
     """
-    metrics = _metrics(reference)
+    job = reference.job
+    assert job.evaluate is not None
+    metrics = job.evaluate.metrics
     found: dict[str, list[Any]] = {name: [] for name in metrics}
     with _evaluating(reference) as (dataset, before):
-        for batch, chunk, samples in _chunks(reference, dataset, batches):
-            data = _converted(reference, _collated(reference, batch, chunk, samples))
+        for batch, chunk, samples in _chunks(reference, dataset, batches, undivided):
+            seed_everything(derive(job.seed, "collate", batch, chunk))
+            data = convert(collated(job, samples), reference.device, reference.dtype or reference.updated.dtype)  # fmt: skip
             for name, metric in metrics.items():
-                value = _returned(reference, batch, chunk, data, name, updates)
+                value = _returned(reference, batch, chunk, data, metric, updates)
                 found[name].append(value if isinstance(metric, Metric) else _sum(value, len(samples)))
                 before.put_back()
     return {name: _of_all(metric, found[name], reference.dtype) for name, metric in metrics.items()}
@@ -54,7 +60,7 @@ def _of_all(metric: Any, found: Sequence[Any], dtype: torch.dtype | None) -> flo
         with suppress(Exception):
             return _computed(partial(_compute, metric.compute, dtype), found)
         return math.nan
-    total, weight = map(sum, zip(*found, strict=True))
+    total, weight = (sum(each[place] for each in found) for place in (0, 1))
     return total / weight if weight else math.nan
 
 
@@ -106,13 +112,8 @@ def _evaluating(reference: Reference) -> Iterator[tuple[Any, StateBefore]]:
                 module.training = was
 
 
-def _metrics(reference: Reference) -> Mapping[str, Any]:
-    assert reference.job.evaluate is not None
-    return reference.job.evaluate.metrics
-
-
 def _chunks(
-    reference: Reference, dataset: Any, batches: int | None
+    reference: Reference, dataset: Any, batches: int | None, undivided: bool
 ) -> Iterator[tuple[int, int, Sequence[Any]]]:
     """Number of the batch, of the chunk, and its samples. batches: of so many alone; None: of all."""
     job = reference.job
@@ -124,22 +125,14 @@ def _chunks(
         for index in range(start, min(start + size, len(dataset))):
             seed_reading(held, sample_seed(job.seed, -1, index))  # -1: the epoch of evaluations
             samples.append(dataset[index])
-        for chunk in forwards_of(reference.plan, samples, reference.shares_now, synchronised=False):
+        plan, shares = (Plan(), None) if undivided else (reference.plan, reference.shares_now)
+        for chunk in forwards_of(plan, samples, shares, synchronised=False):
             yield batch, chunk.members[0][0], chunk.samples
 
 
-def _collated(reference: Reference, batch: int, chunk: int, samples: Sequence[Any]) -> Any:
-    seed_everything(derive(reference.job.seed, "collate", batch, chunk))
-    return collated(reference.job, samples)
-
-
-def _converted(reference: Reference, collated: Any) -> Any:
-    return convert(collated, reference.device, reference.dtype or reference.updated.dtype)
-
-
-def _returned(reference: Reference, batch: int, chunk: int, data: Any, metric: str, updates: int) -> Any:
+def _returned(reference: Reference, batch: int, chunk: int, data: Any, metric: Any, updates: int) -> Any:
     """What a metric's function returns for a chunk."""
-    lower, function = reference.autocast, _metrics(reference)[metric]
+    lower = reference.autocast
     seed = evaluation_seed(reference.job.seed, batch, chunk)
     reference.chunk_run.seed(seed)
     with (
@@ -148,7 +141,7 @@ def _returned(reference: Reference, batch: int, chunk: int, data: Any, metric: s
         KeyedDraws() if reference.plan.captures else nullcontext(),
         torch.autocast(reference.device.type, lower, enabled=lower is not None),
     ):
-        return (function.update if isinstance(function, Metric) else function)(reference.model, data)
+        return (metric.update if isinstance(metric, Metric) else metric)(reference.model, data)
 
 
 def _sum(returned: Any, num_samples: int) -> tuple[float, float]:

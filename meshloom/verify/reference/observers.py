@@ -242,7 +242,7 @@ class CastWatch(TorchDispatchMode):
         place = self._optimizer or (self._modules.place if self._modules else "")
         cast = Cast(
             place=place, dtype=str(dtype).removeprefix("torch."), in_optimizer=self._optimizer is not None,
-            in_gradients=self._in_loss and _is_in_backward(), in_products=in_products,
+            in_gradients=self._in_loss and _is_in_backward(), in_products=in_products
         )  # fmt: skip
         self._seen.setdefault(cast)
 

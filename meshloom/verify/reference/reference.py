@@ -6,7 +6,7 @@ samples and the order of an epoch's batches are implemented here a second time. 
     read the global batch, split it into dp * m chunks        (with synchronised batch statistics: m forwards, see `chunks_of_plan.py`)
     for each chunk: buffers as at the start of the step, seed, loss of the chunk, backward of its sum
     buffers = what the chunks wrote, merged in chunk order (`reference_buffers.py`)
-    gradient = sum / total weight;  clip;  optimizer step;  scheduler step        (with a loss scale: `loss_scaling.py`)
+    gradient = sum / total weight;  clip;  optimizer step;  scheduler step        (with a loss scale: `masters.py`)
 
 Several losses take turns in a step (`trained_losses.py`): each does all of this but the reading, and what it finds of
 others' gradients is thrown away.
@@ -179,7 +179,7 @@ class Reference:
         return StepRecord(
             step=self.step, loss=self.loss, weight=self._weight, gradient_norm=norm, gradients=gradients, chunks=self.chunks,
             casts=tuple(dict.fromkeys(casts)), turn=self.turn.name, skipped=self.scale.overflowed,
-            settings=[right_settings(optimizers, [each for loss in self.losses for each in loss.schedulers])],
+            settings=[right_settings(optimizers, [each for loss in self.losses for each in loss.schedulers])]
         )  # fmt: skip
 
     def forwards(self, synchronised: bool = True) -> Iterator[ReferenceForward]:

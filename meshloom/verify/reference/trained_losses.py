@@ -36,20 +36,11 @@ class TrainedLoss:
 def trained_losses(job: Job, model: nn.Module | ReferenceMasters) -> list[TrainedLoss]:
     """Those of a job, of its model, or of what is updated in place of its parameters."""
     named = [(name, each) for name, each in model.named_parameters() if each.requires_grad]
-    if not job.losses:
-        made = job.optimizer(named)
-        return [
-            TrainedLoss(
-                name="",
-                loss=job.loss,
-                names=frozenset(name for name, _ in named),
-                optimizers=_list_of(made),
-                schedulers=_schedulers(job.scheduler, made),
-                clip_grad_norm=job.clip_grad_norm,
-            )
-        ]
+    alone = Objective(
+        loss=job.loss, optimizer=job.optimizer, parameters=lambda name: True, scheduler=job.scheduler, clip_grad_norm=job.clip_grad_norm
+    )  # fmt: skip
     found: list[TrainedLoss] = []
-    for loss, each in job.losses.items():
+    for loss, each in (job.losses or {"": alone}).items():
         own = [(name, parameter) for name, parameter in named if _trains(each, name)]
         made = each.optimizer(own)
         found.append(

@@ -17,21 +17,9 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
-from torch.optim import (
-    ASGD,
-    SGD,
-    Adadelta,
-    Adagrad,
-    Adam,
-    Adamax,
-    AdamW,
-    NAdam,
-    Optimizer,
-    RAdam,
-    RMSprop,
-    Rprop,
-)
+from torch.optim import Optimizer, SparseAdam
 
+from meshloom.optimizer.reach import ELEMENTWISE
 from meshloom.verify.between_steps.checks import Kind, TensorError
 from meshloom.verify.reference.float64_blocks import distance, float64_blocks, norm, relative
 from meshloom.verify.reference.step_records import Cast
@@ -39,7 +27,6 @@ from meshloom.verify.tolerances.gradient_errors import FLOOR, TIMES
 from meshloom.verify.tolerances.of_precision import most_tolerated, unmeasured_through
 
 _ALONE = 0.1  # of a buffer's norm: what rounding moves more is rounding alone
-_ELEMENTWISE = {ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +60,11 @@ def update_tolerances(
             for cast in casts
             if cast.in_optimizer and cast.place == kind.__name__
         ]
-        own = unmeasured_through(precision) if kind in _ELEMENTWISE else most_tolerated(precision)
+        own = (
+            unmeasured_through(precision)
+            if kind in ELEMENTWISE and kind is not SparseAdam
+            else most_tolerated(precision)
+        )
         for group in optimizer.param_groups:
             found |= {names[id(each)]: max([own, *lower]) for each in group["params"] if id(each) in names}
     return UpdateTolerances(by_name=found, other=unmeasured_through(precision))
@@ -104,7 +95,7 @@ class StateErrors:
     def __init__(
         self, parameters: Mapping[str, Tensor], before: Mapping[str, Tensor], buffers: Mapping[str, Tensor], *,
         changed: Collection[str],
-        step: int, updates: UpdateTolerances, rounding: BufferTolerances,
+        step: int, updates: UpdateTolerances, rounding: BufferTolerances
     ) -> None:  # fmt: skip
         self._parameters, self._before = parameters, before
         self._buffers, self._step = buffers, step
