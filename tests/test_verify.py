@@ -149,7 +149,7 @@ def test_what_is_nothing_but_rounding_is_said_and_is_no_error():
     """A bias before a batch norm: the table said that it was off by 0.9 of itself, beside a tolerance of 7."""
     job = replace(make_job("mlp", "sgd"), model=normed, batch_size=32)
     report = run(job, "dp=2,tp=2,microbatches=2")
-    shown = text(report)
+    shown = text_of(report)
     assert report.passed and max(each.error for each in report.worst(99)) < 1e-4
     assert "1 gradient (2.bias) is nothing but rounding, on one device too, as the terms of the sum cancel" in shown  # fmt: skip
 
