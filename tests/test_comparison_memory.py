@@ -17,7 +17,7 @@ from meshloom.planner.readings import Readings
 from meshloom.program.capture.capture import capture
 from meshloom.program.capture.check import check_against_module
 from meshloom.program.capture.shapes import capture_shapes
-from meshloom.program.sizes import smaller as rules
+from meshloom.program.sizes import any_size as rules
 from tests.live_bytes import Blocks, blocks_job
 
 pytestmark = [pytest.mark.usefixtures("silent_export")]

@@ -1,5 +1,5 @@
 """A job that pads each batch to its longest sample, so that almost every step has another length, costs three
-readings and is trained as on one device.
+captures and is trained as on one device.
 
 Every length used to be read for itself: 200 steps of lengths 32 to 512 were 200 readings.
 """
@@ -18,7 +18,7 @@ from meshloom.replica.replica_state import full_state
 from meshloom.telemetry.progress import Listener
 from meshloom.train.trainer import Trainer
 from tests.jobs import token_loss
-from tests.length_jobs import Lengths, lengths_job
+from tests.length_jobs import Lengths, Texts, lengths_job
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export")]
 
@@ -28,6 +28,7 @@ PLANS = [
     ("pp=2,microbatches=2", 0.0, "dp=1"),
     ("tp=2,keyed_draws=true", 0.1, "dp=1,keyed_draws=true"),
 ]
+SAID = "The loss was captured 3 times: one program serves batches of any size."
 
 
 def trained(job: Job, plan: str, **settings: Any) -> tuple[dict[str, Tensor], list[str]]:
@@ -56,7 +57,7 @@ def check_same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
 )
 @pytest.mark.parametrize(("plan", "dropout", "alone"), PLANS)
 @pytest.mark.long
-def test_three_readings_serve_a_job_that_pads_to_its_longest(
+def test_three_captures_serve_a_job_that_pads_to_its_longest(
     lengths: tuple[int, int], steps: int, plan: str, dropout: float, alone: str
 ):
     """Whatever the lengths are; also the smaller batch at the end of an epoch, and microbatches of 5 and 4
@@ -64,8 +65,25 @@ def test_three_readings_serve_a_job_that_pads_to_its_longest(
     job = lengths_job(shortest=lengths[0], longest=lengths[1], steps=steps, dropout=dropout)
     found, notes = trained(job, plan)
     check_same(found, trained(job, alone)[0])
-    said = "The loss was captured 3 times: one program serves batches of any size of x (dims 0 and 1), y (dims 0 and 1)."
-    assert notes == ([] if plan == "dp=2" else [said])
+    assert notes == ([] if plan == "dp=2" else [SAID])
+
+
+class Growing(Lengths):
+    """Six samples each of length 3, 4, ..., every second one shorter by one."""
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.full((4 + index // 6 - index % 2,), index % 90 + 1)
+
+
+@pytest.mark.parametrize("plan", ["tp=2", "pp=2,microbatches=2"])
+def test_forty_lengths_take_three_captures(plan: str):
+    """And the smaller batch at the end."""
+    job = lengths_job(
+        data=lambda: Growing(6 * 39 + 4, 3, 42), model=lambda: Texts(8, 2, 2), batch_size=6, steps=40, shuffle=False
+    )  # fmt: skip
+    found, notes = trained(job, plan)
+    check_same(found, trained(job, "dp=1")[0])
+    assert notes == [SAID]
 
 
 @pytest.mark.slow

@@ -22,7 +22,7 @@ from meshloom.cli.main import main
 from meshloom.core.cache import Cache
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
-from meshloom.program.sizes import smaller as rules
+from meshloom.program.sizes import any_size as rules
 from meshloom.program.store import checked_capture as module
 from meshloom.program.store import program_cache as cache_module
 from meshloom.program.store.captured_loss import CapturedLoss

@@ -19,7 +19,7 @@ from meshloom.program.cost.rates import Rates
 from meshloom.program.ir.nodes import refs_in
 from meshloom.program.ir.program import Program
 from meshloom.program.run.runner import used_variables
-from meshloom.program.sizes.forms import alike
+from meshloom.program.sizes.alike import alike
 from meshloom.program.store.program_cache import ProgramCache
 from meshloom.telemetry.timings import Timings
 from meshloom.tensor_parallel.layout.layout import Layout, layout_of
@@ -74,6 +74,7 @@ class Division:
         self._used: set[str] = set()  # parameters and buffers, by the losses so far
         self._summed: dict[str, None] = {}
         self._choices: list[DivisionChoice] = []  # of programs that differ in more than sizes
+        self._choices_in_held: dict[int, DivisionChoice | None] = {}  # by number of the choice
         self.newest: DivisionChoice | None = None  # of the last program that was divided
 
     @property
@@ -207,16 +208,22 @@ class Division:
                 self._held[name] = each
         self._used |= used
         self._summed |= dict.fromkeys(divided.summed)
+        self._choices_in_held.clear()
 
     def _resized_choice(self, layout: Layout, held: Held | None) -> DivisionChoice | None:
         """The choice for this program at other sizes, found equally on every rank."""
         if held is None:
             return None
-        known = (each for each in self._choices if alike(each.layout.program, layout.program))
-        return next(
-            (resized for each in known if (resized := choice_resized(layout, each, held=held)) is not None),
-            None,
-        )
+        for number, each in enumerate(self._choices):
+            if not alike(each.layout.program, layout.program):
+                continue
+            if number not in self._choices_in_held:
+                self._choices_in_held[number] = choice_in(each.layout, each, held=held)
+            known = self._choices_in_held[number]
+            resized = choice_resized(layout, known, held=held) if known is not None else None
+            if resized is not None:
+                return resized
+        return None
 
 
 def _without_unused_shards(program: Program, held: Held) -> Program:

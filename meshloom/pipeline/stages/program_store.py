@@ -1,20 +1,20 @@
 """The programs that a rank runs: its stages of its shard, for every loss or metric, mode and shape of batch.
 
 captured on one rank -> sharded over tp -> cut into stages over pp     once per `ProgramKey`
-sizes that a loss is indifferent to: built from a form instead (stage_forms.py)
+sizes that a loss is indifferent to: computed from other sizes instead of captured (`sizes/any_size.py`)
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from meshloom.comm.group import Group
-from meshloom.comm.objects import collect, on_rank_0, share
+from meshloom.comm.objects import on_rank_0, share
 from meshloom.comm.pieces import Pieces
 from meshloom.comm.steps import Steps
 from meshloom.core.errors import CaptureError
@@ -22,7 +22,6 @@ from meshloom.core.job import Job, LossFunction
 from meshloom.core.losses.turns import jobs_of
 from meshloom.core.plan import Plan
 from meshloom.pipeline.stages.stage_cutter import StageCutter
-from meshloom.pipeline.stages.stage_forms import StageForms
 from meshloom.pipeline.stages.stages import Stage, with_places_behind_parts
 from meshloom.program.cost.cost import costs
 from meshloom.program.cost.opaque_shares import opaque_notes
@@ -30,9 +29,9 @@ from meshloom.program.cost.rates import Rates
 from meshloom.program.ir.batch_values import fits
 from meshloom.program.ir.leaves import leaves_of
 from meshloom.program.ir.program import Program
-from meshloom.program.sizes.any_size import AnySize, sizes_of_batch, sizes_of_program
-from meshloom.program.sizes.symbolic import Sizes
+from meshloom.program.sizes.alike import alike
 from meshloom.program.store.captured_loss import CapturedLoss, pairs_of
+from meshloom.program.store.fifo_cache import FifoCache
 from meshloom.program.store.program_cache import ProgramCache
 from meshloom.program.store.program_key import ProgramKey, shapes_of
 from meshloom.program.store.stored_costs import cached_costs
@@ -42,18 +41,7 @@ from meshloom.telemetry.timings import Timings
 from meshloom.tensor_parallel.division import Division
 from meshloom.tensor_parallel.search.choose import DivisionChoice
 
-
-@dataclass(frozen=True, kw_only=True)
-class _Form:
-    """Stages that are built on demand."""
-
-    forms: StageForms
-    sizes: Sizes
-
-    def stages(self) -> tuple[Stage, ...]:
-        stages = self.forms.stages(self.sizes)
-        assert stages is not None, "stages were built for these sizes before"
-        return stages
+MOST_KEPT = 64  # programs whose stages are kept, besides those of a step
 
 
 class LossJobs:
@@ -94,12 +82,12 @@ class ProgramStore:
         # dtypes of a batch's tensors in the job's own precision, if it is lifted to another
         self._own_dtypes: dict[str, torch.dtype] = {}
         self._captured: dict[LossFunction, CapturedLoss] = {}
-        self._entries: dict[ProgramKey, tuple[Stage, ...] | _Form] = {}
+        self._entries: dict[ProgramKey, tuple[Stage, ...]] = FifoCache(MOST_KEPT + plan.microbatches)
+        self._sharers: list[tuple[Stage, ...]] = []  # stages whose functions others share
         # by loss, and whether it is trained
         self._divided: dict[tuple[LossFunction, bool], DivisionChoice] = {}
         # key of the tensors' shapes alone -> other values of batches that have programs
         self._others: dict[ProgramKey, list[Mapping[str, str | None]]] = {}
-        self._forms: dict[int, StageForms] = {}  # by id of what was proved of a loss
 
     def open(
         self, batches: Sequence[Any], world: Group, model: nn.Module, *, own: Any = None, losses_left: int = 0
@@ -127,29 +115,13 @@ class ProgramStore:
         loss = loss or self.losses.loss
         key = self._key(batch, loss, training)
         if key is not None and key in self._entries:
+            self._entries[key] = self._entries.pop(key)  # the last to be evicted
             return key
-        leaves = leaves_of(batch)
-        sizes = sizes_of_batch(leaves)
-        captured = self._of(loss)
-        proved = captured.of_any_size(batch, training=training)
-        forms = self._forms_of(proved) if proved else None
-        if forms is not None and key is not None and forms.trusts(sizes):
-            stages = forms.stages(sizes)
-            if all((yield from collect(self._team, stages is not None))):
-                self._entries[key] = _Form(forms=forms, sizes=sizes)
-                return key
-        if proved is None:
-            proved = yield from captured.prove_together(self._team, batch, training=training)
-        program = proved.program(leaves) if proved else None
-        if proved is None or program is None:
-            key = yield from self._capture(loss, training, [batch], self._team)
-        else:
-            for point in proved.points:
-                yield from self._add(point, loss, self._team)
-            key = yield from self._add(program, loss, self._team)
-        proved = captured.of_any_size(batch, training=training)
-        if proved is not None:
-            yield from self._learn(self._forms_of(proved), loss, sizes, self.stages(key))
+        program = yield from self._of(loss).at_any_size(self._team, batch, training=training)
+        if program is None:
+            return (yield from self._capture(loss, training, [batch], self._team))
+        key = yield from self._add(program, loss, self._team)
+        self._entries[key] = self._sharing(self._entries[key])
         return key
 
     def key(self, batch: Any, *, loss: LossFunction | None = None, training: bool = True) -> ProgramKey:
@@ -160,8 +132,7 @@ class ProgramStore:
 
     def stages(self, key: ProgramKey) -> tuple[Stage, ...]:
         """All stages of this rank's shard, for batches that are ready."""
-        entry = self._entries[key]
-        return entry.stages() if isinstance(entry, _Form) else entry
+        return self._entries[key]
 
     def division_of(self, loss: LossFunction, *, training: bool) -> DivisionChoice | None:
         """How the newest program of a loss in this mode, or else the other, is divided: for programs of any size. None: one rank along tp."""
@@ -205,9 +176,6 @@ class ProgramStore:
         if not leaves.values:
             return key
         found = next((others for others in self._others.get(key, ()) if fits(others, leaves.values)), None)
-        if found is None:
-            proved = self._of(loss).of_any_size(batch, training=training)  # for values like these
-            found = proved.points[0].others if proved else None
         return None if found is None else replace(key, shapes=(*key.shapes, *found.items()))
 
     def _of(self, loss: LossFunction) -> CapturedLoss:
@@ -215,17 +183,16 @@ class ProgramStore:
             self._captured[loss] = CapturedLoss(self.losses.job_of(loss), dtype=self._dtype, timings=self._timings, stored=self._stored)  # fmt: skip
         return self._captured[loss]
 
-    def _forms_of(self, proved: AnySize) -> StageForms:
-        return self._forms.setdefault(id(proved), StageForms(proved, self._plan.tp))
-
-    def _learn(
-        self, forms: StageForms, loss: LossFunction, sizes: Sizes, stages: tuple[Stage, ...]
-    ) -> Steps[None]:
-        for point in forms.proved.points if forms.is_new else ():
-            key = yield from self._add(point, loss, self._team)
-            forms.learn(sizes_of_program(point), self.stages(key))
-        if all((yield from collect(self._team, forms.learn(sizes, stages)))):
-            forms.trust(sizes)
+    def _sharing(self, stages: tuple[Stage, ...]) -> tuple[Stage, ...]:
+        """These stages, with the compiled functions of those that are equal except for sizes."""
+        known = next((each for each in self._sharers if alike(each, stages)), None)
+        if known is None:
+            known = tuple(replace(each, program=replace(each.program, shared={})) for each in stages)
+            self._sharers.append(known)
+        return tuple(
+            replace(each, program=replace(each.program, shared=other.program.shared))
+            for each, other in zip(stages, known, strict=True)
+        )
 
     def _capture(
         self, loss: LossFunction, training: bool, batches: Sequence[Any], group: Group, model: nn.Module | None = None,

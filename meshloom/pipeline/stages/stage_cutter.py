@@ -30,7 +30,7 @@ from meshloom.program.operators.experts import place_rows, rows_here, take_rows
 from meshloom.program.operators.gathered import GatheredLayers
 from meshloom.program.recompute.recompute import kept_values
 from meshloom.program.run.runner import used_variables
-from meshloom.program.sizes.forms import alike
+from meshloom.program.sizes.alike import alike
 from meshloom.program.store.program_cache import ProgramCache
 from meshloom.program.store.stored_costs import cached_saved_values
 from meshloom.telemetry.timings import Timings

@@ -8,7 +8,7 @@ from typing import Any
 from meshloom.core.job import Job
 from meshloom.planner.memory.fake_step import FakeStep
 from meshloom.program.ir.program import Program
-from meshloom.program.sizes.smaller import smaller
+from meshloom.program.sizes.any_size import smaller
 
 
 def compared_program(program: Program, job: Job, batch: Any, read: Callable[[Any], Program]) -> Program:

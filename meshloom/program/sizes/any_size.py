@@ -1,158 +1,115 @@
-"""One program for all sizes of a batch's dims on which a loss does not depend, proved from three captures.
+"""Programs for batches of other sizes than those that a loss was captured for.
 
-    a first size      captured, compared with eager
-    a second size     captured by shapes: equal to the first program except for sizes
-    a third size      the loss runs with symbolic sizes (`symbolic.py`), which yields guards and expressions of
-                      sizes. A third program is captured by shapes, at sizes that differ in every dim that
-                      may, and every integer of the three must be one of those expressions (`forms.py`)
-    further sizes     computed from that form, where its guards hold
-
-One rank proves and sends the result; all ranks compute their programs from it, and compare the first's hash.
+two sizes         captured as they come, the second by shapes alone
+a third size      the loss runs with symbolic sizes (`symbolic.py`), which yields guards and expressions of sizes.
+                  A third program is captured by shapes, at sizes that differ in every dim that may, and every
+                  integer that differs among the three must be one of those expressions
+further sizes     computed from these, where the guards hold
+smaller sizes     of a large program, by the same rule: compared with eager in a second instead of minutes
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 
-from meshloom.comm.group import Group
-from meshloom.comm.objects import collect, share, share_bytes
-from meshloom.comm.steps import Steps
-from meshloom.core.errors import CaptureError
+from meshloom.core.errors import CaptureError, MeshloomError
 from meshloom.core.job import Job
+from meshloom.program.capture.shapes import fake_of, model_by_shapes, moved_to, on_cpu
 from meshloom.program.ir.batch_values import fits
 from meshloom.program.ir.leaves import Leaves, leaves_of
 from meshloom.program.ir.program import Program
-from meshloom.program.ir.transfer import pack, unpack
-from meshloom.program.sizes.forms import Form, UnlikeError, alike, fitted
-from meshloom.program.sizes.symbolic import Dim, NotTracedError, Sizes, Trace, dims_by_sizes, sizes_of, trace
+from meshloom.program.sizes.alike import UnlikeError, alike, merged
+from meshloom.program.sizes.symbolic import Dim, Expression, Sizes, Trace, holds, trace, value_of
+from meshloom.program.trace.repeated_export import capturing
 
-MAX_TRIES = 4  # proofs of a loss, before programs are captured size by size
+# elements of all values of a program, below which comparing it in full takes no longer than at smaller sizes
+MIN_ELEMENTS = 2**24
+SMALLEST = 32  # smallest size of a reduced dim
 _STEPS = (3, 5, 7, 11, 13, 17, 2, 1, -1, -3, -5, -7, -11, -2)  # from known sizes to a new one
-
-Read = Callable[[Any, Program], Program | None]
+# by the job's code, at sizes or on parts of batches that the job never had
+FAILURES = (MeshloomError, ArithmeticError, AssertionError, LookupError, RuntimeError, TypeError, ValueError)
 
 
 @dataclass(frozen=True, kw_only=True)
 class AnySize:
-    """Programs of all sizes that `form` covers. points: those it was fitted to. trace: of their loss."""
+    """Programs of all sizes that meet `conditions`. points: those at known sizes. follows: integers at these ->
+    the expression that they are."""
 
-    form: Form[Program]
     points: tuple[Program, ...]
-    trace: Trace
-
-    def covers(self, leaves: Leaves) -> bool:
-        """Whether there is a program for batches like this one."""
-        return _like(self.points[0], leaves) and self.form.covers(sizes_of_batch(leaves))
-
-    @property
-    def dims(self) -> list[Dim]:
-        """Dims whose sizes may differ."""
-        points = [sizes_of_program(each) for each in self.points]
-        return [dim for dim in points[0] if len({each[dim] for each in points}) > 1]
+    conditions: tuple[Expression, ...]
+    follows: Mapping[tuple[int, ...], Expression]
 
     def program(self, leaves: Leaves) -> Program | None:
-        """The program for batches like this one, which it covers; None: an integer in it would not be one."""
+        """The program for batches like this one, if they meet the conditions."""
+        sizes = sizes_of_batch(leaves)
+        if not is_like(self.points[0], leaves) or not all(holds(each, sizes) for each in self.conditions):
+            return None
+        known: dict[tuple[int, ...], int] = {}
+
+        def number(numbers: tuple[int, ...]) -> int:
+            if numbers not in known:
+                is_fixed = len(set(numbers)) == 1
+                known[numbers] = numbers[0] if is_fixed else int(value_of(self.follows[numbers], sizes))
+            return known[numbers]
+
+        return merged(self.points, number)
+
+
+def fitted(found: Trace, points: Sequence[Program]) -> AnySize:
+    """Programs of any size, from some at known sizes and the trace of their loss. Raises `UnlikeError`.
+
+    What is equal at all points stays equal, and so do expressions that cannot be told apart there.
+    """
+    at = [sizes_of_program(each) for each in points]
+    dims: list[Expression] = [["size", *dim] for dim in at[0]]
+    groups: dict[tuple[Any, ...], list[Expression]] = {}
+    for each in {repr(each): each for each in (*dims, *found.expressions)}.values():
         try:
-            return self.form.at(sizes_of_batch(leaves))
-        except UnlikeError:
-            return None
+            groups.setdefault(tuple(value_of(each, sizes) for sizes in at), []).append(each)
+        except ZeroDivisionError:
+            continue
+    conditions = list(found.guards)
+    for values, group in groups.items():
+        wanted = values[0] if len(set(values)) == 1 else group[0]
+        conditions += [["Equality", each, wanted] for each in group if each is not wanted]
+
+    def check(numbers: tuple[int, ...]) -> int:
+        if len(set(numbers)) > 1 and numbers not in groups:
+            raise UnlikeError(f"{list(numbers)} match no expression of sizes")
+        return numbers[0]
+
+    merged(points, check)
+    same = tuple(replace(each, constants=points[0].constants) for each in points)
+    follows = {values: group[0] for values, group in groups.items()}
+    return AnySize(points=same, conditions=tuple(conditions), follows=follows)
 
 
-class Proofs:
-    """Proofs about the sizes of one loss in one mode. found: proofs, the same on all ranks. why: reason for
-    the last failure, on the rank that tried."""
+def is_like(program: Program, leaves: Leaves) -> bool:
+    """Whether a program is for batches like this one, except for sizes above 1."""
 
-    def __init__(self, job: Job) -> None:
-        self._job = job
-        self._tries = 0
-        self.found: list[AnySize] = []
-        self.why = ""
+    def small(shape: Sequence[int]) -> list[int]:
+        return [min(int(size), 2) for size in shape]
 
-    def get(self, leaves: Leaves) -> AnySize | None:
-        """The proof that covers batches like this one."""
-        return next((each for each in self.found if each.covers(leaves)), None)
+    mine = [(each.name, each.meta.dtype, small(each.meta.shape)) for each in program.tensor_inputs]
+    theirs = [(name, leaf.dtype, small(leaf.shape)) for name, leaf in leaves.tensors.items()]
+    return mine == theirs and fits(program.others, leaves.values)
 
-    def prove_together(
-        self, group: Group, batch: Any, known: Sequence[Program], read: Read
-    ) -> Steps[AnySize | None]:
-        """A proof that covers batches like this one, which none does so far, if possible. Collective.
 
-        known: captured programs, in order, the same on all ranks. read: on rank 0, captures a program by
-            shapes for a batch, if it equals the given one except for sizes.
-        """
-        leaves = leaves_of(batch)
-        family = [each for each in known if _like(each, leaves)]
-        if len(family) < 2 or self._tries >= MAX_TRIES:
-            return None
-        proved = self._proved(leaves, family, read) if group.rank == 0 else None
-        shared: list[Any] | None = yield from share(
-            group, [asdict(proved[0].trace), proved[1]] if proved else None
-        )
-        if shared is None:
-            self._tries += 1
-            return None
-        packed = yield from share_bytes(group, pack(proved[0].points[-1]) if proved else b"")
-        if proved:
-            mine = proved[0]
-        else:
-            trace_of_first = Trace(**{name: tuple(each) for name, each in shared[0].items()})
-            mine = _any_size(trace_of_first, [*(family[number] for number in shared[1]), unpack(packed)])
-        program = mine.program(leaves)
-        hashes = yield from collect(group, program.digest() if program else "")
-        if len(set(hashes)) > 1:
-            raise CaptureError(
-                "Ranks computed different programs from the same form. Use one version of meshloom and torch on all ranks."
-            )
-        self.found.append(mine)
-        return mine
-
-    def _proved(
-        self, leaves: Leaves, family: Sequence[Program], read: Read
-    ) -> tuple[AnySize, list[int]] | None:
-        """The proof, and which programs of the family are its points, besides the last point."""
-        try:
-            found = trace(self._job, family[0], leaves)
-        except NotTracedError as error:
-            self.why = error.why
-            return None
-        kept: list[int] = []
-        for number, program in enumerate(family):
-            broken = found.broken(sizes_of_program(program))
-            if broken is not None:
-                self.why = f"it asks for sizes at {found.lines[broken].strip('()')}"
-            elif not kept or alike(program, family[kept[0]]):
-                kept.append(number)
-        if len(kept) < 2:
-            return None
-        seen = [*(sizes_of_program(family[number]) for number in kept), sizes_of_batch(leaves)]
-        sizes = further_sizes(found, seen)
-        zeros: list[Tensor] = []
-        for name, leaf in leaves.tensors.items():
-            shape = [sizes[name, dim] for dim in range(leaf.ndim)]
-            zeros.append(torch.zeros(shape, dtype=leaf.dtype, device=leaf.device))
-        batch = leaves.rebuild(zeros)
-        try:
-            program = read(batch, family[kept[0]])
-            if program is None:
-                raise UnlikeError("other operators or constants")
-            proved = _any_size(found, [*(family[number] for number in kept), program])
-        except UnlikeError as error:
-            self.why = f"it is another program at other sizes: {str(error)[:160]}"
-            return None
-        except Exception as error:  # of the job's code, at sizes that the job never had
-            self.why = f"{type(error).__name__}: {str(error)[:160]}"
-            return None
-        return (proved, kept) if proved.covers(leaves) and proved.program(leaves) is not None else None
+def sizes_of(shapes: Mapping[str, Sequence[int]]) -> dict[Dim, int]:
+    """Sizes of all dims of a batch's tensors."""
+    return {(name, dim): int(size) for name, shape in shapes.items() for dim, size in enumerate(shape)}
 
 
 def sizes_of_batch(leaves: Leaves) -> dict[Dim, int]:
     """Sizes of the dims of a batch's tensors."""
-    return sizes_of({name: tuple(leaf.shape) for name, leaf in leaves.tensors.items()})
+    return sizes_of({name: leaf.shape for name, leaf in leaves.tensors.items()})
 
 
 def sizes_of_program(program: Program) -> dict[Dim, int]:
@@ -160,34 +117,119 @@ def sizes_of_program(program: Program) -> dict[Dim, int]:
     return sizes_of({each.name: each.meta.shape for each in program.tensor_inputs})
 
 
-def further_sizes(found: Trace, seen: Sequence[Sizes]) -> dict[Dim, int]:
-    """As many new sizes as possible at which the loss makes the same calls. seen: the last meet the guards.
+def further_batch(found: Trace, programs: Sequence[Program], leaves: Leaves) -> Any:
+    """A batch of zeros with as many new sizes as possible at which the loss makes the same calls.
 
-    Dims that always had equal sizes get equal sizes.
+    programs: at known sizes. leaves: of a batch at whose sizes it makes these calls. Dims that always had equal sizes
+    get equal sizes.
     """
-    chosen = dict(seen[-1])
-    for known, dims in dims_by_sizes(seen).items():
+    seen = [*map(sizes_of_program, programs), sizes_of_batch(leaves)]
+    together: dict[tuple[int, ...], list[Dim]] = {}
+    for dim in seen[-1]:
+        together.setdefault(tuple(each[dim] for each in seen), []).append(dim)
+    sizes = dict(seen[-1])
+    for known, dims in together.items():
         for step in _STEPS if min(known) > 1 else ():
             size = (min(known) if step < 0 else max(known)) + step
-            trial = {**chosen, **dict.fromkeys(dims, size)}
-            if size > 1 and size not in chosen.values() and found.broken(trial) is None:
-                chosen = trial
+            trial = {**sizes, **dict.fromkeys(dims, size)}
+            if size > 1 and size not in sizes.values() and found.broken(trial) is None:
+                sizes = trial
                 break
-    return chosen
+    return leaves.rebuild(
+        [
+            torch.zeros([sizes[name, dim] for dim in range(leaf.ndim)], dtype=leaf.dtype, device=leaf.device)
+            for name, leaf in leaves.tensors.items()
+        ]
+    )
 
 
-def _like(program: Program, leaves: Leaves) -> bool:
-    """Whether a program is for batches like this one, except for sizes above 1."""
-    mine = [(each.name, each.meta.dtype, _small(each.meta.shape)) for each in program.tensor_inputs]
-    theirs = [(name, leaf.dtype, _small(leaf.shape)) for name, leaf in leaves.tensors.items()]
-    return mine == theirs and fits(program.others, leaves.values)
+def captured_by_shapes(
+    known: Program,
+    job: Job,
+    batches: tuple[Any, Any],
+    capture: Callable[[nn.Module, tuple[Any, Any]], Program],
+) -> Program | None:
+    """The program for batches like these two, captured from shapes alone, with `known`'s constants; None if it
+    differs in more than sizes, or if the capture needs values.
+
+    known: a compared program of the same loss and mode. capture: captures a model and two batches.
+    """
+    try:
+        with capturing(known.precision), on_cpu(known.device):
+            model, mode = model_by_shapes(job, known.precision, training=known.training)
+            first, second = (
+                leaves.rebuild([fake_of(each, mode) for each in leaves.tensors.values()])
+                for leaves in map(leaves_of, batches)
+            )
+            found = moved_to(capture(model, (first, second)), known.device)
+    except CaptureError:
+        return None
+    # for example, a constructor draws nothing
+    values_are_known = not any(isinstance(each, FakeTensor) for each in found.constants.values())
+    return (
+        replace(found, constants=dict(known.constants)) if values_are_known and alike(found, known) else None
+    )
 
 
-def _small(shape: Sequence[int]) -> list[int]:
-    """Sizes with 2 for anything above 1."""
-    return [min(int(size), 2) for size in shape]
+@dataclass(frozen=True, kw_only=True)
+class Smaller:
+    """program: for batches of `sizes`."""
+
+    program: Program
+    sizes: Sizes
+
+    def batch(self, batch: Any) -> Any:
+        """The batch reduced to these sizes."""
+        return shrunk(leaves_of(batch), self.sizes)
 
 
-def _any_size(found: Trace, points: Sequence[Program]) -> AnySize:
-    form = fitted([(sizes_of_program(each), each) for each in points], found)
-    return AnySize(form=form, points=tuple(points), trace=found)
+def smaller(program: Program, job: Job, batch: Any, read: Callable[[Any], Program]) -> Smaller | None:
+    """The program at smaller sizes, if it is large and is proved to be the same there. batch: one that it is for.
+
+    read: captures the program for a batch.
+    """
+    if not is_large(program):
+        return None
+    leaves = leaves_of(batch)
+    try:
+        found = trace(job, program, leaves)
+        sizes = _smallest(sizes_of_batch(leaves), found)
+        if sizes is None:
+            return None
+        there = read(shrunk(leaves, sizes))
+        fitted(found, (program, there))
+    except FAILURES:
+        return None
+    return Smaller(program=there, sizes=sizes)
+
+
+def is_large(program: Program) -> bool:
+    """Whether comparing it in full takes long."""
+    return sum(math.prod(each.shape) for node in program.nodes for each in node.outputs) > MIN_ELEMENTS
+
+
+def shrunk(leaves: Leaves, sizes: Sizes) -> Any:
+    """A batch with evenly spaced indices of every dim, the same in dims of equal size."""
+
+    def part(name: str, leaf: Tensor) -> Tensor:
+        for dim, size in enumerate(leaf.shape):
+            if sizes[name, dim] < size:
+                spaced = torch.linspace(0, size - 1, sizes[name, dim], device=leaf.device)
+                leaf = leaf.index_select(dim, spaced.long())
+        return leaf
+
+    return leaves.rebuild([part(name, leaf) for name, leaf in leaves.tensors.items()])
+
+
+def _smallest(whole: Sizes, found: Trace) -> dict[Dim, int] | None:
+    """Sizes as small as the guards allow, the largest first; None: no smaller ones. Dims of equal sizes get equal sizes."""
+    sizes = dict(whole)
+    for size in sorted({each for each in whole.values() if each >= 4 * SMALLEST}, reverse=True):
+        dims = [dim for dim, each in whole.items() if each == size]
+        shifts = range(size.bit_length())
+        tried = {each for n in shifts for each in (size >> n, SMALLEST << n, 3 * SMALLEST // 2 << n)}
+        for less in sorted(each for each in tried if SMALLEST <= each <= size // 2):
+            if found.broken(trial := {**sizes, **dict.fromkeys(dims, less)}) is None:
+                sizes = trial
+                break
+    return sizes if sizes != whole else None

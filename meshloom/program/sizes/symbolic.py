@@ -1,8 +1,7 @@
 """Finds the sizes of a batch at which a loss makes the same calls, in one run by shapes with symbolic sizes.
 
-Python's questions about a size (`if length > 512`, `range(length)`, whether two dims broadcast) are recorded
-as guards, and sizes of operands and results as expressions. Where all guards hold, the loss makes the same
-calls, with these expressions as their sizes:
+Python's questions about a size (`if length > 512`, `range(length)`, whether two dims broadcast) are recorded as guards,
+sizes of operands and results as expressions. Where all guards hold, the calls are the same, with these sizes:
 
     x [s0, s1], labels [s2, s3]      guards: s0 * s1 == s2 * s3, s1 <= 1024      expressions: s1, 64 * s1, s0 * s1
 
@@ -13,7 +12,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +21,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from meshloom.core.errors import CaptureError
 from meshloom.core.job import Job
 from meshloom.program.capture.shapes import model_by_shapes, on_cpu
 from meshloom.program.ir.batch_values import stand_ins
@@ -49,28 +49,8 @@ class Trace:
         return next((number for number, guard in enumerate(self.guards) if not holds(guard, sizes)), None)
 
 
-@dataclass(frozen=True)
-class NotTracedError(Exception):
-    """The loss cannot run with symbolic sizes. why: the reason, for messages."""
-
-    why: str
-
-
-def sizes_of(shapes: Mapping[str, Sequence[int]]) -> dict[Dim, int]:
-    """Sizes of all dims of a batch's tensors.
-
-    >>> sizes_of({"x": (8, 32)})
-    {('x', 0): 8, ('x', 1): 32}
-    """
-    return {(name, dim): int(size) for name, shape in shapes.items() for dim, size in enumerate(shape)}
-
-
-def dims_by_sizes(points: Sequence[Sizes]) -> dict[tuple[int, ...], list[Dim]]:
-    """Dims that have equal sizes at all points, by those sizes, in the order of the last point."""
-    groups: dict[tuple[int, ...], list[Dim]] = {}
-    for dim in points[-1]:
-        groups.setdefault(tuple(each[dim] for each in points), []).append(dim)
-    return groups
+class NotTracedError(CaptureError):
+    """The loss cannot run with symbolic sizes."""
 
 
 def trace(job: Job, program: Program, leaves: Leaves) -> Trace:
@@ -93,26 +73,23 @@ def trace(job: Job, program: Program, leaves: Leaves) -> Trace:
                 job.loss(model, leaves.rebuild(tensors, numbers))
         if env.deferred_runtime_asserts:
             raise NotTracedError("what it computes depends on values of the batch")
-        translate = _Translation(symbols)
-        guards = [(translate(guard.expr), str(guard.sloc)) for guard in env.guards]
-        guards = list({repr(each): (each, line) for each, line in guards}.values())
-        expressions = {repr(each): each for each in map(translate, calls.expressions)}
+        guards = {guard.expr: str(guard.sloc) for guard in env.guards}
+        return Trace(
+            guards=tuple(_translated(each, symbols) for each in guards),
+            expressions=tuple(_translated(each, symbols) for each in calls.expressions),
+            lines=tuple(guards.values()),
+        )
     except NotTracedError:
         raise
     except Exception as error:  # some operators of torch do not support symbols, nor may the job's code
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise NotTracedError(f"{type(error).__name__}: {first[:160]}") from error
-    return Trace(
-        guards=tuple(each for each, _ in guards),
-        expressions=tuple(expressions.values()),
-        lines=tuple(line for _, line in guards),
-    )
 
 
 def value_of(expression: Expression, sizes: Sizes) -> Any:
     """The value of an expression or a condition.
 
-    >>> value_of(["add", ["mul", 2, ["size", "x", 1]], -1], {("x", 1): 7})
+    >>> value_of(["Add", ["Mul", 2, ["size", "x", 1]], -1], {("x", 1): 7})
     13
     """
     if not isinstance(expression, list):
@@ -131,77 +108,48 @@ def holds(condition: Expression, sizes: Sizes) -> bool:
         return False
 
 
-def parts_of(expression: Expression) -> Iterator[Expression]:
-    """The expression and all its subexpressions."""
-    yield expression
-    if isinstance(expression, list) and expression[0] != "size":
-        for each in expression[1:]:
-            yield from parts_of(each)
-
-
-_OPERATORS: Mapping[str, Callable[..., Any]] = {
-    **{
-        name: getattr(operator, name)
-        for name in ("pow", "floordiv", "mod", "eq", "ne", "lt", "le", "gt", "ge")
-    },
-    "add": lambda *terms: sum(terms),
-    "mul": lambda *factors: math.prod(factors),
-    "min": min,
-    "max": max,
-    "and": lambda *all_of: all(all_of),
-    "or": lambda *any_of: any(any_of),
-    "not": operator.not_,
-}
-_NAMES = {  # of sympy's and torch's classes
-    "Add": "add", "Mul": "mul", "FloorDiv": "floordiv", "CleanDiv": "floordiv", "Mod": "mod", "PythonMod": "mod", "Min": "min", "Max": "max",
-    "Equality": "eq", "Unequality": "ne", "StrictLessThan": "lt", "LessThan": "le", "StrictGreaterThan": "gt", "GreaterThan": "ge",
-    "And": "and", "Or": "or", "Not": "not",
+_OPERATORS: Mapping[str, Callable[..., Any]] = {  # by sympy's and torch's classes
+    "Add": lambda *terms: sum(terms), "Mul": lambda *factors: math.prod(factors), "Min": min, "Max": max,
+    "Pow": operator.pow, "PowByNatural": operator.pow, "FloorDiv": operator.floordiv, "CleanDiv": operator.floordiv,
+    "Mod": operator.mod, "PythonMod": operator.mod, "Equality": operator.eq, "Unequality": operator.ne,
+    "StrictLessThan": operator.lt, "LessThan": operator.le, "StrictGreaterThan": operator.gt, "GreaterThan": operator.ge,
+    "And": lambda *all_of: all(all_of), "Or": lambda *any_of: any(any_of), "Not": operator.not_,
 }  # fmt: skip
 
 
-class _Translation:
-    """Translates sympy's expressions of symbols into expressions of dims."""
-
-    def __init__(self, symbols: Mapping[Any, Dim]) -> None:
-        self._symbols = symbols
-
-    def __call__(self, value: Any) -> Expression:
-        if value in self._symbols:
-            return ["size", *self._symbols[value]]
-        name = type(value).__name__
-        if name in ("BooleanTrue", "BooleanFalse"):
-            return name == "BooleanTrue"
-        if getattr(value, "is_Integer", False):
-            return int(value)
-        if name == "PowByNatural" or (name == "Pow" and value.args[1].is_Integer and int(value.args[1]) > 0):
-            return ["pow", *map(self, value.args)]
-        if name not in _NAMES:
-            raise NotTracedError(
-                f"it computes {str(value)[:80]}, which is no integer expression of the sizes of the batch"
-            )
-        return [_NAMES[name], *map(self, value.args)]
+def _translated(value: Any, symbols: Mapping[Any, Dim]) -> Expression:
+    """Sympy's expression of symbols as one of dims."""
+    if value in symbols:
+        return ["size", *symbols[value]]
+    name = type(value).__name__
+    if name in ("BooleanTrue", "BooleanFalse"):
+        return name == "BooleanTrue"
+    if getattr(value, "is_Integer", False):
+        return int(value)
+    is_root = name == "Pow" and not (value.args[1].is_Integer and int(value.args[1]) > 0)
+    if is_root or name not in _OPERATORS:
+        raise NotTracedError(
+            f"it computes {str(value)[:80]}, which is no integer expression of the sizes of the batch"
+        )
+    return [name, *(_translated(each, symbols) for each in value.args)]
 
 
 class _Calls(TorchDispatchMode):
-    """Records the symbolic numbers among operands and results."""
+    """Records the symbolic numbers among operands and results, and the sizes and strides of tensors."""
 
     def __init__(self) -> None:
         super().__init__()
         self.expressions: dict[Any, None] = {}
 
-    def _record(self, values: Any) -> None:
-        """Record sizes and strides of tensors, and numbers."""
-        for each in values:
-            is_strided = isinstance(each, Tensor) and each.layout is torch.strided
-            for size in (*each.shape, *each.stride()) if is_strided else (each,):
-                if isinstance(size, torch.SymInt | torch.SymFloat | torch.SymBool):
-                    self.expressions.setdefault(size.node.expr)
-
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         value = func(*args, **(kwargs or {}))
-        self._record(tree_leaves((args, kwargs, value)))
+        for each in tree_leaves((args, kwargs, value)):
+            is_strided = isinstance(each, Tensor) and each.layout is torch.strided
+            for size in (*each.shape, *each.stride()) if is_strided else (each,):
+                if isinstance(size, torch.SymInt | torch.SymFloat | torch.SymBool):
+                    self.expressions.setdefault(size.node.expr)
         return value
 
 

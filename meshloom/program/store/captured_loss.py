@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any, TypeVar
 
 import torch
@@ -14,14 +15,21 @@ from meshloom.comm.objects import collect, share, share_bytes
 from meshloom.comm.steps import Steps
 from meshloom.core.errors import CaptureError, MeshloomError
 from meshloom.core.job import Job
-from meshloom.core.units import plural
 from meshloom.program.ir.batch_values import fits, refused_value
-from meshloom.program.ir.leaves import leaves_of
+from meshloom.program.ir.leaves import Leaves, leaves_of
 from meshloom.program.ir.lines import WAY_OUT, describe_line, line_of_error
 from meshloom.program.ir.program import Program
 from meshloom.program.ir.transfer import pack, unpack
-from meshloom.program.sizes.any_size import AnySize, Proofs
-from meshloom.program.sizes.symbolic import Dim, sizes_of
+from meshloom.program.sizes.alike import alike
+from meshloom.program.sizes.any_size import (
+    AnySize,
+    fitted,
+    further_batch,
+    is_like,
+    sizes_of,
+    sizes_of_program,
+)
+from meshloom.program.sizes.symbolic import Dim, Trace, trace
 from meshloom.program.store.checked_capture import CheckedCapture
 from meshloom.program.store.program_cache import ProgramCache
 from meshloom.program.store.program_key import shapes_of
@@ -32,6 +40,8 @@ T = TypeVar("T")
 Key = tuple[bool, tuple[tuple[str, tuple[int, ...], str], ...]]
 MAX_VALUES = 16  # programs for batches of equal shapes that differ in other values
 MAX_SHAPES = 64  # of batches for which the loss is captured, in each mode
+MAX_TRIES = 4  # to find one program for all sizes, in each mode
+ANOTHER = "it is another program at other sizes"
 
 
 class CapturedLoss:
@@ -49,7 +59,10 @@ class CapturedLoss:
         self._timings = timings or Timings()
         self._checked = CheckedCapture(job, dtype=dtype, timings=self._timings, stored=stored)
         self._known: dict[Key, list[Program]] = {}
-        self._proofs = {training: Proofs(job) for training in (True, False)}
+        self._job = job
+        # by mode: programs of any size, and why there are no more of them
+        self._any_size: dict[bool, list[AnySize]] = {True: [], False: []}
+        self._refused: dict[bool, list[str]] = {True: [], False: []}
         self.num_captured = 0  # programs that were captured, here or on rank 0
 
     def get(self, batch: Any, *, training: bool = True) -> Program | None:
@@ -115,10 +128,18 @@ class CapturedLoss:
         if all((yield from collect(group, local is not None))):
             assert local is not None
             return local
+
+        def capture() -> Program:
+            return self.capture_any(choices, training=training, model=model)
+
+        return (yield from self._handed_on(group, key, capture))
+
+    def _handed_on(self, group: Group, key: Key, capture: Callable[[], Program]) -> Steps[Program]:
+        """The program that rank 0 captures, on all ranks. Collective."""
         captured: list[Program] = []
 
         def make() -> bytes:
-            captured.append(self.capture_any(choices, training=training, model=model))
+            captured.append(capture())
             with self._timings.of("handing on"):
                 return pack(captured[0])
 
@@ -138,26 +159,60 @@ class CapturedLoss:
                     "Use one version of meshloom and torch on all ranks."
                 )
         assert program is not None
-        if local is None and group.rank:
-            self._known.setdefault(key, []).append(program)
+        known = self._known.setdefault(key, [])
+        local = next((each for each in known if each.digest() == program.digest()), None)
+        if local is None:
+            known.append(program)
             self.num_captured += 1
         return local or program
 
-    def of_any_size(self, batch: Any, *, training: bool = True) -> AnySize | None:
-        """The proof that one program serves all sizes like those of `batch`, if there is one."""
-        return self._proofs[training].get(leaves_of(batch))
+    def at_any_size(self, group: Group, batch: Any, *, training: bool = True) -> Steps[Program | None]:
+        """The program for batches like `batch`, computed from those for other sizes, if possible. Collective."""
+        if self.get(batch, training=training) is not None:
+            return None  # captured itself
+        leaves = leaves_of(batch)
+        found = (each.program(leaves) for each in self._any_size[training])
+        program = next((each for each in found if each is not None), None)
+        family = [each for each in self._captured(training) if is_like(each, leaves)]
+        if program is None and len(family) > 1 and len(self._refused[training]) < MAX_TRIES:
+            try:
+                programs = yield from self._fitted(group, leaves, family)
+                program = programs.program(leaves)
+                if program is None:
+                    raise CaptureError("its sizes cannot be told apart")
+                self._any_size[training].append(programs)
+            except MeshloomError as error:
+                self._refused[training].append(str(error)[:240])
+        return program
 
-    def prove_together(self, group: Group, batch: Any, *, training: bool = True) -> Steps[AnySize | None]:
-        """Try to prove that one program serves all sizes like those of `batch`. Collective."""
+    def _fitted(self, group: Group, leaves: Leaves, family: Sequence[Program]) -> Steps[AnySize]:
+        """Programs for all sizes at which the loss makes the same calls as for this batch. family: captured programs, in
+        order, the same on all ranks."""
 
-        def capture(other: Any, known: Program) -> Program | None:
-            self.num_captured += 1
-            return self._checked.at_other_sizes(known, other)
+        def traced() -> bytes:
+            return json.dumps(asdict(trace(self._job, family[0], leaves))).encode()
 
-        known = self._captured(training)
-        proved = yield from self._proofs[training].prove_together(group, batch, known, capture)
-        self.num_captured += 1 if proved and group.rank else 0
-        return proved
+        parts = json.loads((yield from _broadcast_from_rank_0(group, traced)))
+        found = Trace(**{name: tuple(each) for name, each in parts.items()})
+        asked = [found.broken(sizes_of_program(each)) for each in family]
+        points = [each for each, line in zip(family, asked, strict=True) if line is None]
+        points = [each for each in points if alike(each, points[0])]
+        if len(points) < 2:
+            lines = [
+                f"it asks for sizes at {found.lines[each].strip('()')}" for each in asked if each is not None
+            ]
+            raise CaptureError(lines[-1] if lines else ANOTHER)
+        batch = further_batch(found, points, leaves)
+
+        def capture() -> Program:
+            program = self._checked.at_other_sizes(points[0], batch)
+            if program is None:
+                raise CaptureError(ANOTHER)
+            return program
+
+        key = _key(batch, points[0].training)
+        points.append((yield from self._handed_on(group, key, capture)))
+        return fitted(found, points)
 
     def _captured(self, training: bool) -> list[Program]:
         """All programs of a mode, in the order of their capture."""
@@ -176,23 +231,16 @@ class CapturedLoss:
     def size_notes(self) -> list[str]:
         """For users: which captures served which sizes, in each mode that saw batches of several shapes."""
         found: list[str] = []
-        for training, proofs in self._proofs.items():
+        for training, programs in self._any_size.items():
             captured = self._captured_shapes(training)
             if len(captured) < 2:
                 continue
-            for each in proofs.found:
-                names: dict[str, list[str]] = {}
-                for name, dim in each.dims:
-                    names.setdefault(name, []).append(str(dim))
-                parts = (
-                    f"{name} ({plural('dim', len(dims))} {' and '.join(dims)})"
-                    for name, dims in names.items()
-                )
-                found.append(f"one program serves batches of any size of {', '.join(parts)}")
-            if not proofs.found and proofs.why:
+            if programs:
+                found.append("one program serves batches of any size")
+            elif self._refused[training]:
                 name, dim, seen = _most_varied(captured)
                 found.append(
-                    f"each of {len(captured)} shapes needed its own capture, because {proofs.why}: dim {dim} of {name} has had {len(seen)} sizes, "
+                    f"each of {len(captured)} shapes needed its own capture, because {self._refused[training][-1]}: dim {dim} of {name} has had {len(seen)} sizes, "
                     "and padding it in collate to one size would need one capture"
                 )
         return found
@@ -210,9 +258,10 @@ class CapturedLoss:
             return
         own = {name: tuple(leaf.shape) for name, leaf in leaves_of(batch).tensors.items()}
         name, dim, seen = _most_varied([*captured, own])
+        why = (self._refused[training] or ["no one program serves them all"])[-1]
         raise CaptureError(
             f"The loss was captured for batches of {MAX_SHAPES} shapes, and here is another one: dim {dim} of {name} has had {len(seen)} sizes "
-            f"({', '.join(map(str, seen[:8]))}, ...). Each needs its own capture, because {self._proofs[training].why or 'no one program serves them all'}. "
+            f"({', '.join(map(str, seen[:8]))}, ...). Each needs its own capture, because {why}. "
             f"Pad {name} in collate to one size, or to a few (multiples of 64), or write the loss so that it does not depend on sizes. {WAY_OUT}"
         )
 

@@ -22,8 +22,7 @@ from meshloom.program.capture.outside import Outside
 from meshloom.program.ir.batch_values import takes_numbers, with_other_numbers
 from meshloom.program.ir.leaves import leaves_of
 from meshloom.program.ir.program import Program
-from meshloom.program.sizes.resized import resized
-from meshloom.program.sizes.smaller import Smaller, is_large, smaller
+from meshloom.program.sizes.any_size import FAILURES, Smaller, captured_by_shapes, is_large, smaller
 from meshloom.program.store.program_cache import ProgramCache, ProgramCacheKey
 from meshloom.program.trace.block_calls import SHORTCUTS, Shortcuts
 from meshloom.program.trace.precision import build_model, default_precision
@@ -69,7 +68,7 @@ class CheckedCapture:
         with default_precision(self._default):
             ends = batches[0], batches[-1]
             # `known` freezes nothing, and this one differs from it in sizes only
-            return resized(
+            return captured_by_shapes(
                 known, self._job, ends, lambda model, pair: self._capture(pair, model, {}, once=True)
             )
 
@@ -223,7 +222,7 @@ class CheckedCapture:
         try:
             small = [found.batch(each) for each in batches]
             telling = check_against_module(found.program, model, self._job.loss, small).telling
-        except Exception:
+        except FAILURES:
             return False
         if telling:
             self._compared_as[program.digest()] = found

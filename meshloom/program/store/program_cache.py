@@ -21,7 +21,7 @@ from meshloom.program.ir.nodes import Variable
 from meshloom.program.ir.program import Program
 from meshloom.program.ir.transfer import pack, unpack
 from meshloom.program.ir.written_parameters import named_buffers
-from meshloom.program.sizes.smaller import Smaller
+from meshloom.program.sizes.any_size import Smaller
 from meshloom.program.store.fingerprint import NoDigestError, capture_fingerprint, versions
 from meshloom.program.store.program_key import shapes_of
 from meshloom.program.store.typed_json import plain, typed

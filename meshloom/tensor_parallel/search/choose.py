@@ -20,7 +20,7 @@ from meshloom.comm.pieces import Pieces
 from meshloom.program.cost.cost import Cost, costs
 from meshloom.program.cost.rates import Rates, default_rates, rates_here
 from meshloom.program.ir.program import Program
-from meshloom.program.sizes.forms import alike
+from meshloom.program.sizes.alike import alike
 from meshloom.tensor_parallel.layout.cuts import StripNumbers, pieces_of
 from meshloom.tensor_parallel.layout.layout import Layout
 from meshloom.tensor_parallel.layout.placement import Placement, cut_of
@@ -192,17 +192,13 @@ def choice_in(
 
 
 def choice_resized(layout: Layout, choice: DivisionChoice, *, held: Held) -> DivisionChoice | None:
-    """The same choice for the same program at other sizes, with the same shards of parameters. None: its
-    options differ there."""
-    there = choice_in(choice.layout, choice, held=held)
-    if there is None:
-        return None
+    """The same choice, made with these `held`, for the same program at other sizes. None: its options differ there."""
     try:
-        resized = choice_of_numbers(layout, choice.num_ranks, list(there.chosen), held=held)
+        resized = choice_of_numbers(layout, choice.num_ranks, list(choice.chosen), held=held)
     except (IndexError, ValueError):  # a dim became too small or large enough to be sharded
         return None
-    same = alike(there.strategies, resized.strategies) and alike(
-        there.input_placements, resized.input_placements
+    same = alike(choice.strategies, resized.strategies) and alike(
+        choice.input_placements, resized.input_placements
     )
     return resized if same else None
 
