@@ -25,6 +25,7 @@ from meshloom.core.errors import CaptureError
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
 from meshloom.core.random import KeyedDraws, seed_everything
+from meshloom.pipeline.stages import program_store
 from meshloom.pipeline.stages.program_store import ProgramStore
 from meshloom.program.capture.capture import capture, capture_module
 from meshloom.program.ir.leaves import leaves_of
@@ -165,8 +166,11 @@ def test_three_captures_serve_all_sizes(kind: str):
     assert captures == [1, 2, *[3] * (len(SIZES) - 2)]
 
 
-def test_a_constant_stays_at_further_sizes():
-    assert follow(lambda model, x: x * model.scale, SIZES[:5]) == [1, 2, 3, 3, 3]
+def test_stages_that_are_not_kept_are_built_again_without_captures(monkeypatch: pytest.MonkeyPatch):
+    """Of a model with a constant, also of sizes that were captured themselves."""
+    monkeypatch.setattr(program_store, "MOST_KEPT", 1)
+    found = follow(lambda model, x: x * model.scale, [*SIZES[:5], *SIZES[:4]])
+    assert found == [1, 2, *[3] * 7]
 
 
 @pytest.mark.slow

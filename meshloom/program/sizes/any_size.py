@@ -29,8 +29,7 @@ from meshloom.program.sizes.alike import UnlikeError, alike, merged
 from meshloom.program.sizes.symbolic import Dim, Expression, Sizes, Trace, holds, trace, value_of
 from meshloom.program.trace.repeated_export import capturing
 
-# elements of all values of a program, below which comparing it in full takes no longer than at smaller sizes
-MIN_ELEMENTS = 2**24
+MIN_ELEMENTS = 2**24  # of all values of a program; fewer are compared in full in less time
 SMALLEST = 32  # smallest size of a reduced dim
 _STEPS = (3, 5, 7, 11, 13, 17, 2, 1, -1, -3, -5, -7, -11, -2)  # from known sizes to a new one
 # by the job's code, at sizes or on parts of batches that the job never had
@@ -78,7 +77,7 @@ def fitted(found: Trace, points: Sequence[Program]) -> AnySize:
     conditions = list(found.guards)
     for values, group in groups.items():
         wanted = values[0] if len(set(values)) == 1 else group[0]
-        conditions += [["Equality", each, wanted] for each in group if each is not wanted]
+        conditions += [["Equality", each, wanted] for each in group]  # none divides by zero then
 
     def check(numbers: tuple[int, ...]) -> int:
         if len(set(numbers)) > 1 and numbers not in groups:
@@ -222,7 +221,7 @@ def shrunk(leaves: Leaves, sizes: Sizes) -> Any:
 
 
 def _smallest(whole: Sizes, found: Trace) -> dict[Dim, int] | None:
-    """Sizes as small as the guards allow, the largest first; None: no smaller ones. Dims of equal sizes get equal sizes."""
+    """Sizes as small as the guards allow, equal ones alike, the largest first; None: no smaller ones."""
     sizes = dict(whole)
     for size in sorted({each for each in whole.values() if each >= 4 * SMALLEST}, reverse=True):
         dims = [dim for dim, each in whole.items() if each == size]
