@@ -50,6 +50,7 @@ class Model(nn.Module):
         super().__init__()
         self.layer, self.places = nn.Linear(WIDTH, WIDTH), nn.Embedding(TOKENS, WIDTH)
         self.dropout = nn.Dropout(0.3)
+        self.causal: Tensor
         self.register_buffer("causal", torch.ones(64, 64).tril().bool())
         self.scale = torch.arange(1.0, WIDTH + 1)  # neither parameter nor buffer: a constant of programs
         self._forward = forward
@@ -91,7 +92,7 @@ def follow(forward: Forward, sizes: Sequence[tuple[int, int]]) -> list[int]:
         tensors = dict(model.named_parameters()), dict(model.named_buffers())
 
         def run(given: Any, stage: Any = stage, tensors: Any = tensors) -> Any:
-            return tree_unflatten(run_program(stage.program, *tensors, given), stage.returned)
+            return tree_unflatten(run_program(stage.program, tensors[0], tensors[1], given), stage.returned)
 
         with KeyedDraws():
             wanted = gradients(model, partial(job.loss, model), batch)

@@ -63,9 +63,11 @@ def merged(values: Sequence[Any], number: Number) -> Any:
         parts = [merged([getattr(each, name) for each in values], number) for name in names]
         same = _is_same(parts, (getattr(first, name) for name in names))
         return first if same else _record(first, dict(zip(names, parts, strict=True)))
-    is_tensor = isinstance(first, Tensor)
-    if not all(_same_tensor(first, each) if is_tensor else each == first for each in values):
-        raise UnlikeError("constants" if is_tensor else f"{first} and {values[1]}")
+    if isinstance(first, Tensor):
+        if not all(_same_tensor(first, each) for each in values):
+            raise UnlikeError("constants")
+    elif any(each != first for each in values):
+        raise UnlikeError(f"{first} and {values[1]}")
     return first
 
 
@@ -79,8 +81,8 @@ def _record(like: Any, parts: Mapping[str, Any]) -> Any:
     record: Any = object.__new__(type(like))
     for each in dataclasses.fields(like):
         if not each.compare:
-            is_made = each.default_factory is not dataclasses.MISSING
-            record.__dict__[each.name] = each.default_factory() if is_made else each.default
+            make = each.default_factory
+            record.__dict__[each.name] = each.default if make is dataclasses.MISSING else make()
     record.__dict__.update(parts)
     return record
 
