@@ -33,8 +33,8 @@ def alike(one: Any, other: Any) -> bool:
 
 
 def merged(values: Sequence[Any], number: Number) -> Any:
-    """Return the first of these values, which are equal except for integers, with `number` of the integers that
-    they have at a place there. Raises `UnlikeError` where they differ in more, and what `number` raises.
+    """Return the first of these values with `number` of the integers that all have at a place in each place.
+    Raises `UnlikeError` where they differ in more than integers, and what `number` raises.
 
     >>> merged([("view", [4, 32]), ("view", [4, 47])], max)
     ('view', [4, 47])
@@ -53,11 +53,10 @@ def merged(values: Sequence[Any], number: Number) -> Any:
         parts = [merged(each, number) for each in zip(*values, strict=True)]
         return first if _is_same(parts, first) else kind(parts)
     if isinstance(first, Mapping):
-        keys: list[Any] = list(first)
-        if any(list(each) != keys for each in values):
-            raise UnlikeError(f"{keys[:3]} and others")
-        parts = [merged([each[key] for each in values], number) for key in keys]
-        return first if _is_same(parts, first.values()) else dict(zip(keys, parts, strict=True))
+        if any(list(each) != list(first) for each in values):
+            raise UnlikeError(f"{list(first)[:3]} and others")
+        parts = [merged([each[key] for each in values], number) for key in first]
+        return first if _is_same(parts, first.values()) else dict(zip(first, parts, strict=True))
     if dataclasses.is_dataclass(first) and not isinstance(first, type):
         names = [each.name for each in dataclasses.fields(first) if each.compare]
         parts = [merged([getattr(each, name) for each in values], number) for name in names]
@@ -76,8 +75,7 @@ def _is_same(parts: Iterable[Any], those: Iterable[Any]) -> bool:
 
 
 def _record(like: Any, parts: Mapping[str, Any]) -> Any:
-    """A dataclass with these parts. Fields that it does not compare (compiled code, say) belong to one size, and are
-    reset."""
+    """A dataclass with these parts. Fields that it does not compare (compiled code, say) are reset."""
     record: Any = object.__new__(type(like))
     for each in dataclasses.fields(like):
         if not each.compare:
