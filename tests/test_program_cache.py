@@ -3,6 +3,7 @@ differs, it is read anew, and says what."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
@@ -10,6 +11,7 @@ import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +24,13 @@ from meshloom.cli.main import main
 from meshloom.core.cache import Cache
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
+from meshloom.program.ir.leaves import leaves_of
 from meshloom.program.sizes import any_size as rules
 from meshloom.program.store import checked_capture as module
 from meshloom.program.store import program_cache as cache_module
+from meshloom.program.store.capture_key import capture_key, versions
 from meshloom.program.store.captured_loss import CapturedLoss
+from meshloom.program.store.object_text import NoTextError
 from meshloom.program.store.program_cache import ProgramCache
 from meshloom.telemetry.timings import Timings
 from meshloom.train.trainer import Trainer
@@ -67,6 +72,10 @@ def other_loss_of(factor: float) -> Any:
 
     loss.__qualname__ = "loss_of.<locals>.loss"
     return loss
+
+
+def either(one: Any, other: Any, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return one(model, batch) - 2 * other(model, batch)
 
 
 class Samples:
@@ -120,9 +129,21 @@ def runs(tmp_path: Path) -> Runs:
 
 
 @pytest.mark.slow
-def test_the_same_job_is_read_once(runs: Runs):
+def test_the_same_job_is_read_once_and_another_says_what_differs(runs: Runs):
     assert not runs.read()
     assert runs.notes == ["The captured loss is taken from an earlier run."]
+    assert runs.read(job_of(scaled))
+    assert runs.notes == ["The loss was captured anew: changed since an earlier run: model."]
+    assert not runs.read(job_of(scaled)) and not runs.read()  # both are kept
+
+
+def key_of(job: Job, samples: int = 4) -> dict[str, str]:
+    return capture_key(job, job.model(), leaves_of(batches(samples)[0]), known={})
+
+
+def differing(one: dict[str, str], other: dict[str, str]) -> set[str]:
+    assert one.keys() == other.keys()
+    return {name for name in one if one[name] != other[name]}
 
 
 def scaled() -> nn.Module:
@@ -162,23 +183,8 @@ def patched() -> nn.Module:
     return made
 
 
-@pytest.mark.covering("hooked")
-@pytest.mark.parametrize(
-    "make",
-    [
-        tied,
-        hooked,
-        patched,
-        *(pytest.param(each, marks=pytest.mark.slow) for each in (scaled, shifted, frozen)),
-    ],
-)
-@pytest.mark.slow
-def test_another_model_is_read_anew(make: Callable[[], nn.Module], runs: Runs):
-    assert runs.read(job_of(make))
-    assert runs.notes == [
-        f"The loss was captured anew: changed since an earlier run: {'values of buffers' if make is shifted else 'model'}."
-    ]
-    assert not runs.read(job_of(make)) and not runs.read()  # both are kept
+def wider() -> nn.Module:
+    return nn.Sequential(Block(), Block(), nn.Linear(WIDTH, 4))
 
 
 @dataclass(frozen=True)
@@ -189,79 +195,102 @@ class Setting:
     names: list[str] = field(default_factory=list)
 
 
-@pytest.mark.slow
-def test_a_model_that_keeps_its_setting_as_a_data_class_is_kept(runs: Runs):
-    def of(setting: Setting) -> Callable[[], nn.Module]:
-        def make() -> nn.Module:
-            made: Any = model()
-            made[1].setting = setting
-            return made
+def set_to(setting: Setting) -> Callable[[], nn.Module]:
+    def make() -> nn.Module:
+        made: Any = model()
+        made[1].setting = setting
+        return made
 
-        return make
-
-    assert runs.read(job_of(of(Setting()))) and not runs.read(job_of(of(Setting())))
-    assert runs.read(job_of(of(Setting(names=["x"]))))
+    return make
 
 
-@pytest.mark.slow
-def test_another_loss_is_read_anew(runs: Runs, monkeypatch: pytest.MonkeyPatch):
-    """Another source, another value in its closure, and one in a global list that is too long to be compared
-    in every step."""
-    assert runs.read(job_of(loss=other_loss_of(1.0)))
-    assert runs.notes == ["The loss was captured anew: changed since an earlier run: loss."]
-    assert runs.read(job_of(loss=loss_of(2.0)))
-    monkeypatch.setitem(WEIGHTS, "main", [1.0] * 99 + [5.0])
-    assert runs.read()
-    assert runs.notes == ["The loss was captured anew: changed since an earlier run: loss."]
+@pytest.mark.parametrize("make", [scaled, shifted, frozen, tied, hooked, patched, wider, set_to(Setting())])
+def test_the_key_of_another_model_is_another(make: Callable[[], nn.Module]):
+    assert key_of(job_of(make)) == key_of(job_of(make))
+    assert differing(key_of(job_of()), key_of(job_of(make))) - {"what code reads"} == {"model"}
 
 
-@pytest.mark.slow
-def test_other_versions_settings_and_shapes_are_read_anew(runs: Runs, monkeypatch: pytest.MonkeyPatch):
+def test_a_key_is_read_by_people():
+    key = key_of(job_of(set_to(Setting(names=["x"])), loss_of(0.5)))
+    lines = key["model"].splitlines()
+    assert "1.scale = 1.0" in lines
+    assert f"1.setting = {__name__}:Setting {{'scale': 1.0, 'names': ['x']}}" in lines
+    assert any(each.startswith("2.weight: parameter torch.float32 [3, 6]") for each in lines)
+    assert "loss_of.<locals>.loss (test_program_cache.py" in key["loss"]
+    read = key["what code reads"].splitlines()
+    assert any("loss_of.<locals>.loss" in each and each.endswith(" reads factor = 0.5") for each in read)
+    assert any(each.endswith(" reads WIDTH = 6") for each in read)  # by the constructor of `Block`
+
+
+def test_the_key_of_another_loss_is_another(monkeypatch: pytest.MonkeyPatch):
+    """Another place, another value in its closure, in a global list that is too long to be compared in every step, and in
+    an attribute of a class."""
+    before = key_of(job_of())
+    assert key_of(job_of()) == before
+    assert "loss" in differing(before, key_of(job_of(loss=other_loss_of(1.0))))
+    assert differing(before, key_of(job_of(loss=loss_of(2.0)))) == {"what code reads"}
+    with monkeypatch.context() as patched:
+        patched.setitem(WEIGHTS, "main", [1.0] * 99 + [5.0])
+        assert differing(before, key_of(job_of())) == {"what code reads"}
+    with monkeypatch.context() as patched:
+        patched.setattr(Block, "rate", 2.0, raising=False)
+        assert differing(before, key_of(job_of())) == {"what code reads"}
+    two = loss_of(2.0), loss_of(3.0)
+    both = [key_of(job_of(loss=partial(either, one, other))) for one in two for other in two]
+    assert len({each["loss"] + each["what code reads"] for each in both}) == 4
+    lambdas = [(lambda model, batch: 1.0), (lambda model, batch: 2.0)]
+    assert len({key_of(job_of(loss=each))["loss"] for each in lambdas}) == 2  # of one line
+
+
+def test_other_versions_settings_arguments_and_shapes_are_in_the_key(monkeypatch: pytest.MonkeyPatch):
+    before = key_of(job_of())
+    kept = versions()
     with monkeypatch.context() as patched:
         patched.setattr("torch.__version__", "9.9.9")
-        assert runs.read()
-        assert runs.notes == ["The loss was captured anew: changed since an earlier run: versions."]
+        assert differing(versions(), kept) == {"torch"}
     torch.use_deterministic_algorithms(True)
     try:
-        assert runs.read()
-        assert runs.notes[0].endswith("settings of torch.")
+        assert differing(before, key_of(job_of())) == {"settings of torch"}
     finally:
         torch.use_deterministic_algorithms(False)
-    assert runs.read(given=batches(samples=3))
+    assert differing(before, key_of(replace(job_of(), seed=1))) == {"job"}
+    assert differing(before, key_of(replace(job_of(), leaves=[Block]))) == {"job"}
+    assert differing(before, key_of(job_of(), samples=3)) == {"batch"}
 
 
-@pytest.mark.slow
-def test_source_of_a_module_of_the_users_counts(runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    (tmp_path / "helpers_of_mine.py").write_text("RATE = 1\n")
+def test_a_file_of_the_users_counts_by_its_contents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """One that was written after this process began may be another than was imported."""
+    file = tmp_path / "helpers_of_mine.py"
+    file.write_text("RATE = 1\n")
+    os.utime(file, (0, 0))
     monkeypatch.syspath_prepend(tmp_path)
-    import importlib
-
-    importlib.import_module("helpers_of_mine")
+    before = key_of(job_of())
+    importlib.import_module(file.stem)
     try:
-        assert runs.read() and runs.notes == [
-            "The loss was captured anew: changed since an earlier run: source files."
-        ]
-        assert not runs.read()
-        (tmp_path / "helpers_of_mine.py").write_text("RATE = 2\n")
-        assert runs.read() and runs.notes == [
-            "The loss was captured anew: changed since an earlier run: source files."
-        ]
+        there = key_of(job_of())
+        assert differing(before, there) == {"source files"} and f"{file.stem}: " in there["source files"]
+        file.write_text("RATE = 2\n")
+        with pytest.raises(NoTextError, match="helpers_of_mine, whose file was changed since"):
+            key_of(job_of())
+        os.utime(file, (0, 0))
+        assert differing(there, key_of(job_of())) == {"source files"}
     finally:
-        del sys.modules["helpers_of_mine"]
+        del sys.modules[file.stem]
 
 
-@pytest.mark.slow
-def test_what_has_no_digest_is_not_kept(runs: Runs):
-    """A lock in the model: nobody can tell whether another run's is the same."""
+def test_what_has_no_text_is_not_stored(runs: Runs):
+    """A lock in the model: nobody can tell whether another run's is the same. Code that is in no file."""
 
     def locked() -> nn.Module:
         made: Any = model()
         made[1].lock = threading.Lock()
         return made
 
-    for _ in range(2):
-        assert runs.read(job_of(locked))
-        assert runs.notes == ["The captured loss is not cached: 1.lock, a lock, has no digest."]
+    with pytest.raises(NoTextError, match="the loss, whose code is in no file,"):
+        key_of(job_of(loss=eval("lambda model, batch: model(batch['x']).sum()")))  # noqa: S307
+    cache, timings = Cache(runs.directory), Timings()
+    assert ProgramCache(cache, timings).entry(job_of(), locked(), leaves_of(batches()[0]), kind="") is None
+    assert timings.notes == ["The captured loss is not cached: 1.lock, a lock, cannot be written as text."]
 
 
 @pytest.mark.slow
@@ -274,16 +303,15 @@ def test_a_file_that_is_damaged_is_read_anew_with_one_sentence(runs: Runs):
 
 
 @pytest.mark.slow
-def test_a_reading_that_is_not_eagers_is_refused_even_if_its_digests_are_equal(
+def test_a_reading_that_is_not_eagers_is_refused_even_if_its_key_is_equal(
     runs: Runs, monkeypatch: pytest.MonkeyPatch
 ):
     """The fault is planted in what tells readings apart: it sees no difference. Other numbers show in a
     forward, other parameters before that."""
-    monkeypatch.setattr(cache_module, "capture_fingerprint", lambda *_, **__: {"nothing": ""})
+    monkeypatch.setattr(cache_module, "capture_key", lambda *_, **__: {"nothing": ""})
     assert runs.read()
     assert runs.read(job_of(loss=loss_of(2.0)))
-    assert "A cached program is not used: the loss of its forward differs from eager's" in runs.notes[0]
-    wider: Callable[[], nn.Module] = lambda: nn.Sequential(Block(), Block(), nn.Linear(WIDTH, 4))  # noqa: E731
+    assert "A cached program is not used: The captured program differs from the model" in runs.notes[0]
     assert runs.read(job_of(wider))
     assert "2.weight has another shape or dtype in the model" in runs.notes[0]
 
@@ -293,20 +321,20 @@ def test_a_large_program_is_looked_at_as_small_as_it_was_compared(
     runs: Runs, monkeypatch: pytest.MonkeyPatch
 ):
     sizes: list[int] = []
-    check = module.check_forward
+    check = module.check_against_module
 
-    def noted(program: Any, model: Any, loss: Any, batch: Any) -> None:
-        sizes.append(len(batch["x"]))
-        check(program, model, loss, batch)
+    def noted(program: Any, model: Any, loss: Any, given: Any) -> Any:
+        sizes.extend(len(each["x"]) for each in given)
+        return check(program, model, loss, given)
 
-    monkeypatch.setattr(module, "check_forward", noted)
     monkeypatch.setattr(rules, "MIN_ELEMENTS", 0)
     many = [
         {name: each.repeat(40, *[1] * (each.ndim - 1)) for name, each in batch.items()} for batch in batches()
     ]
     assert runs.read(given=many)
+    monkeypatch.setattr(module, "check_against_module", noted)
     assert not runs.read(given=many)
-    assert sizes == [32] and len(many[0]["x"]) == 160
+    assert sizes[:2] == [32, 32] and len(many[0]["x"]) == 160
 
 
 @pytest.mark.covering("pp=2,tp=2")
@@ -467,34 +495,74 @@ def test_a_second_description_reads_and_chooses_nothing_and_says_the_same(
     )
 
 
-PARTS_OF_FAMILIES = """
+KEYS_OF_FAMILIES = """
 import json
-import os
-import subprocess
-import sys
 from torch.utils.data import default_collate
-from meshloom.program.store.fingerprint import capture_fingerprint
+from meshloom.program.store.capture_key import capture_key
 from meshloom.program.ir.leaves import leaves_of
 from tests.families import FAMILIES
 
 for name in ("gpt2", "llama", "t5"):
     job = FAMILIES[name].make_job(True)
-    data = job.data()
-    print(json.dumps(capture_fingerprint(job.model(), job.loss, leaves_of((job.collate or default_collate)([data[0], data[1]])))))
+    data, collate = job.data(), job.collate or default_collate
+    print(json.dumps(capture_key(job, job.model(), leaves_of(collate([data[0], data[1]])), values=False)))
 """
 
 
 @pytest.mark.slow
-def test_digests_are_the_same_in_every_process():
+def test_keys_are_the_same_in_every_process():
     """Python draws the hashes of texts anew in every process, and with them the order of sets and numbers
     that classes keep as their hashes."""
     found = [
         subprocess.run(
-            [sys.executable, "-c", PARTS_OF_FAMILIES], env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(Path(__file__).parents[1])},
+            [sys.executable, "-c", KEYS_OF_FAMILIES], env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(Path(__file__).parents[1])},
             check=True, capture_output=True, text=True,
         ).stdout.splitlines()
         for seed in ("1", "2")
     ]  # fmt: skip
-    # which seeds decide
-    parts = [[{**json.loads(line), "values of buffers": ""} for line in lines] for lines in found]
-    assert len(parts[0]) == 3 and parts[0] == parts[1]
+    assert len(found[0]) == 3 and found[0] == found[1]
+
+
+JOB = """
+import torch
+import meshloom as ml
+from helper import scale
+
+def data():
+    return [{"x": torch.ones(3)} for _ in range(8)]
+
+def sgd(named):
+    return torch.optim.SGD([each for _, each in named], lr=0.1)
+
+job = ml.Job(model=lambda: torch.nn.Linear(3, 2), loss=lambda model, batch: scale(model(batch["x"])).square().mean(), optimizer=sgd, data=data, batch_size=4, steps=1)
+"""
+
+
+@pytest.mark.slow
+def test_a_new_process_takes_the_program_until_a_helper_changes(tmp_path: Path):
+    (tmp_path / "job.py").write_text(JOB)
+
+    def notes(factor: int) -> str:
+        (tmp_path / "helper.py").write_text(f"def scale(x):\n    return x * {factor}\n")
+        words = [
+            "train",
+            "job.py",
+            "--plan",
+            "tp=2",
+            "--devices",
+            "simulated",
+            "--timings",
+            "--cache",
+            "kept",
+        ]
+        ran = subprocess.run(
+            [sys.executable, "-m", "meshloom", *words], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
+            check=True, capture_output=True, text=True,
+        )  # fmt: skip
+        return ran.stdout + ran.stderr
+
+    assert "no earlier run has stored it" in notes(2)
+    assert "The captured loss is taken from an earlier run." in notes(2)
+    assert "changed since an earlier run: source files." in notes(3)
+    (kept, *_) = (tmp_path / "kept").glob("reading-*")
+    assert b"helper: " in kept.read_bytes() and b'"default dtype: torch.float32"' in kept.read_bytes()

@@ -332,7 +332,7 @@ def test_draws_are_those_of_the_sample_and_what_cannot_be_read_is_left_to_traini
 
 
 class Opened:
-    """A sample that holds what has no digest."""
+    """A sample that holds what has no text."""
 
     def __init__(self) -> None:
         self.by = (each for each in ())
@@ -351,7 +351,8 @@ def test_what_cannot_be_compared_is_said():
     )
     (note,) = start(job, "dp=2", data)
     assert (
-        note == "Job(data=...): samples were not compared between ranks: a sample.by, a generator cannot be."
+        note
+        == "Job(data=...): samples were not compared between ranks: a sample['by'], a generator cannot be."
     )
 
 

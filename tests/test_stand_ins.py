@@ -10,7 +10,7 @@ from torch.nn.utils import spectral_norm
 from meshloom.parameters.stand_ins import APART
 from meshloom.parameters.unfilled_model import UnfilledModel, comparable, unfilled_model
 from meshloom.parameters.values.building import described
-from meshloom.program.store.object_digest import ObjectDigest
+from meshloom.program.store.object_text import ObjectText
 
 CPU = torch.device("cpu")
 
@@ -97,9 +97,9 @@ def test_what_needs_values_is_built():
         assert model.weight.untyped_storage().nbytes()
 
 
-def test_a_digest_leaves_memory_that_is_to_come_as_it_is():
+def test_a_text_leaves_memory_that_is_to_come_as_it_is():
     """Spectral norm as a hook keeps an attribute that is computed from its parameter."""
-    digests: list[str] = []
+    texts: list[str] = []
     for _ in range(2):
         torch.manual_seed(1)
         found = unfilled_model(
@@ -107,7 +107,7 @@ def test_a_digest_leaves_memory_that_is_to_come_as_it_is():
         )
         assert isinstance(found, UnfilledModel)
         with found.standing_in():
-            digests.append(ObjectDigest().module(found.model).text())
+            texts.append(ObjectText().module(found.model))
         found.fill_parameters()
         assert all(each.untyped_storage().nbytes() for each in found.model.parameters())
-    assert digests[0] == digests[1]
+    assert texts[0] == texts[1]

@@ -1,10 +1,10 @@
-"""A cache on disk, between runs: each entry is keyed by digests of everything that it depends on.
+"""A cache on disk, between runs: the key of an entry is the text of everything that it depends on.
 
     DIRECTORY/reading-PLACE-DIGEST      magic | hash of all that follows | length of the header | header | content
 
-PLACE identifies what the entry is of; DIGEST is that of all its dependencies, which the header repeats. A
-file is not trusted for its name: its hash and every dependency are compared, and only this user may be able
-to write the file and the directory. A failed read or write is not an error.
+PLACE identifies what the entry is of; DIGEST is a hash of its key, which the header has line by line, for
+people to read. A file is not trusted for its name: its hash and the whole key are compared, and only this user may be able to write
+the file and the directory. A failed read or write is not an error.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 MAX_BYTES = 2**30  # of all entries together
-_MAGIC = b"meshloom kept 1\n"
+_MAGIC = b"meshloom kept 2\n"
 _HASH_BYTES, _LENGTH_BYTES = 32, 8
 _STALE_SECONDS = 3600.0  # age of an incomplete file that is removed
 
@@ -46,7 +46,7 @@ class Cache:
         self._max_bytes = max_bytes
 
     def get(self, kind: str, place: str, parts: Mapping[str, str]) -> CacheEntry:
-        """The entry with equal dependencies. place: what it is of, as text. parts: their digests by name."""
+        """The entry with equal dependencies. place: what it is of, as text. parts: their texts by name."""
         path = self._path(kind, place, parts)
         try:
             if why := self._why_not_ours():
@@ -64,7 +64,8 @@ class Cache:
 
     def put(self, kind: str, place: str, parts: Mapping[str, str], content: bytes) -> str | None:
         """Store an entry; the reason if that fails."""
-        header = json.dumps({"parts": dict(parts)}).encode()
+        lines = {name: text.split("\n") for name, text in parts.items()}
+        header = f"{json.dumps({'parts': lines}, indent=1)}\n".encode()
         body = len(header).to_bytes(_LENGTH_BYTES, "little") + header + content
         data = _MAGIC + _hash(body) + body
         if len(data) > self._max_bytes:
@@ -150,7 +151,8 @@ def _read(path: Path) -> bytes:
 
 def _parts(body: bytes) -> dict[str, str]:
     try:
-        return json.loads(body[_LENGTH_BYTES : _content_start(body)])["parts"]
+        parts = json.loads(body[_LENGTH_BYTES : _content_start(body)])["parts"]
+        return {name: "\n".join(lines) for name, lines in parts.items()}
     except (ValueError, KeyError, TypeError) as error:
         raise _ForeignError(str(error)) from error
 

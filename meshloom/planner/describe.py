@@ -21,7 +21,8 @@ from meshloom.program.cost.opaque_shares import opaque_notes
 from meshloom.program.ir.nodes import Node
 from meshloom.program.ir.program import Program
 from meshloom.program.opaque.operator import is_opaque
-from meshloom.program.store.fingerprint import function_fingerprint
+from meshloom.program.store.capture_key import function_key
+from meshloom.program.store.object_text import NoTextError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,10 +99,9 @@ def _memory_of(program: Program, readings: Readings) -> tuple[Memory | None, str
     job, stored = readings.job, readings.stored
     parts: Mapping[str, str] = {}
     try:
-        parts = function_fingerprint(job.optimizer, "optimizer") if stored else {}
+        parts = function_key(job.optimizer, "optimizer") if stored else {}
         parts = {**parts, "checkpoint": job.checkpoint}
-    except Exception:
-        # of the job's objects, when they are inspected, or because one of them has no digest
+    except NoTextError:
         stored = None
     predict = partial(predict_memory, program, job.optimizer, copies=job.checkpoint == "background")
     try:

@@ -35,7 +35,8 @@ from meshloom.planner.memory.unit_bytes import unit_bytes
 from meshloom.planner.readings import Readings
 from meshloom.planner.staged_plan import StagePlan
 from meshloom.program.ir.program import Program
-from meshloom.program.store.fingerprint import function_fingerprint
+from meshloom.program.store.capture_key import function_key
+from meshloom.program.store.object_text import NoTextError
 from meshloom.replica.exchanges.sharing import shares_copies
 from meshloom.tensor_parallel.partition import Partition
 from meshloom.tensor_parallel.sent_bytes import sent_at_step_end
@@ -248,8 +249,8 @@ def step_facts(readings: Readings, plan: Plan, *, batch_size: int | None = None)
     make = partial(facts_of, reading.program, job.optimizer, reading.costs, **settings)
     with readings.timings.of("memory of a step"):
         try:
-            parts = function_fingerprint(job.optimizer, "optimizer") if readings.stored else {}
-        except Exception:  # of the job's objects, when they are inspected
+            parts = function_key(job.optimizer, "optimizer") if readings.stored else {}
+        except NoTextError:
             return _of_job(make(), readings, plan, sizes[0])
         depends = {**parts, **settings}
         facts = (

@@ -164,4 +164,4 @@ class Readings:
             self._built = None
             return read()
 
-        return self.stored.by_shapes(model, self.job.loss, leaves, read_it) if self.stored else read_it()
+        return self.stored.by_shapes(self.job, model, leaves, read_it) if self.stored else read_it()

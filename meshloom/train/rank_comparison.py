@@ -10,6 +10,7 @@ from typing import Any
 
 from meshloom.comm.objects import collect
 from meshloom.comm.steps import Steps
+from meshloom.core.cache import digest_of
 from meshloom.core.errors import JobError
 from meshloom.core.job import Job
 from meshloom.core.mesh import Mesh
@@ -17,7 +18,7 @@ from meshloom.core.plan import Plan
 from meshloom.data.map_data import EVALUATION
 from meshloom.data.samples import SomeSamples, some_samples
 from meshloom.launch.names import rank_name
-from meshloom.program.store.object_digest import NoDigestError, ObjectDigest
+from meshloom.program.store.object_text import NoTextError, ObjectText
 from meshloom.replica.replica import Replica
 from meshloom.replica.replica_state import check_identical, check_team, settle
 from meshloom.replica.step_checks import check_groups
@@ -129,8 +130,8 @@ def _difference(one: SomeSamples, other: SomeSamples, unstable: Set[str]) -> tup
 
 def _digest(sample: Any) -> str:
     try:
-        return ObjectDigest().add(sample, "a sample").text()
-    except NoDigestError as error:
+        return digest_of(ObjectText().of(sample, "a sample"))
+    except NoTextError as error:
         return f"{_UNKNOWN}{error.what.rstrip(',')}"
 
 

@@ -128,37 +128,7 @@ def check_against_module(
     return replace(worst, telling=finite and all(moved.values()))
 
 
-def check_forward(program: Program, model: nn.Module, loss: LossFunction, batch: Any) -> None:
-    """Compare one forward: outputs of the loss, and buffers. For programs that were fully compared before."""
-    program = bound(program, model)
-    limit = _tolerance(program)
-    with one_thread(), restored(model), preserved_draws(), default_precision(program.precision):
-        mirror = _copies(named_buffers(model))
-        batch, seed = in_precision(batch, program.precision), derive("check", 0)
-        draws = any(node.num_draws for node in program.nodes)
-        moment = Moment(seed, _STEPS[0])
-        with _as_written(program, model, moment):
-            expected = _eager(model, loss, batch, seed, keyed=draws, backward=False)
-        seed_own_generators(own_generators(model), seed)
-        with moment.entered():
-            found = _program(program, dict(model.named_parameters()), mirror, batch, seed, backward=False)
-    difference = _difference(found, expected)
-    if not difference.error <= limit:
-        raise CaptureError(
-            f"{difference.what} of its forward differs from eager's by {difference.error:.1e} (limit {limit:.0e})."
-        )
-
-
-def _eager(
-    model: nn.Module,
-    loss: LossFunction,
-    batch: Any,
-    seed: int,
-    *,
-    keyed: bool,
-    single: bool = False,
-    backward: bool = True,
-) -> _Ran:
+def _eager(model: nn.Module, loss: LossFunction, batch: Any, seed: int, *, keyed: bool, single: bool) -> _Ran:
     """A run in eager. Draws are keyed, and gradients of single samples aligned (`batch_norms.py`), only if there are any:
     under autocast, composite operators cast less when a mode sees the operators inside."""
     seed_everything(seed)
@@ -168,9 +138,8 @@ def _eager(
         KeyedDraws() if keyed else nullcontext(),
     ):
         outputs = tree_leaves(loss(model, cloned(batch)))
-        if backward:
-            with AlignedGradients() if single else nullcontext():
-                _backward(outputs)  # inside the modes: checkpointed blocks draw again
+        with AlignedGradients() if single else nullcontext():
+            _backward(outputs)  # inside the modes: checkpointed blocks draw again
     return _Ran(_detached(outputs), gradients, _copies(named_buffers(model)))
 
 
@@ -180,14 +149,11 @@ def _program(
     buffers: Mapping[str, Tensor],
     batch: Any,
     seed: int,
-    *,
-    backward: bool = True,
 ) -> _Ran:
     seed_everything(seed)
     with _taking_gradients(parameters) as gradients:
         outputs = tree_leaves(run_program(program, parameters, buffers, batch))
-        if backward:
-            _backward(outputs)
+        _backward(outputs)
     return _Ran(_detached(outputs), gradients, _copies(buffers.items()))
 
 

@@ -16,7 +16,7 @@ from meshloom.core.job import Job
 from meshloom.machine.cores import cores
 from meshloom.parameters.unfilled_model import comparable
 from meshloom.program.capture.capture import capture_module
-from meshloom.program.capture.check import check_against_module, check_forward
+from meshloom.program.capture.check import check_against_module
 from meshloom.program.capture.leaf_rule import LeafModules, capture_with_leaves, leaves_of_job
 from meshloom.program.capture.outside import Outside
 from meshloom.program.ir.batch_values import takes_numbers, with_other_numbers
@@ -85,8 +85,8 @@ class CheckedCapture:
         if known is None and self._stored is not None:
             with self._timings.of("looking at what was kept"), one_thread():
                 kind = f"{training} {self._dtype} {self._default} {sorted(asked)}"
-                entry = self._stored.entry(model, self._job.loss, leaves_of(read[0]), kind=kind)
-                program = self._cached(entry, model, fresh[-1], training) if entry else None
+                entry = self._stored.entry(self._job, model, leaves_of(read[0]), kind=kind)
+                program = self._cached(entry, model, fresh, read[0], training) if entry else None
             if program is not None:
                 return program
         program = capture_with_leaves(lambda leaves: self._checked(read, fresh, model, leaves), model, asked)
@@ -129,17 +129,20 @@ class CheckedCapture:
                 error = other
         raise error
 
-    def _cached(self, entry: ProgramCacheKey, model: nn.Module, batch: Any, training: bool) -> Program | None:
-        """The cached program of an earlier run, if its forward still equals eager's, at the smaller sizes
-        at which it was compared then, if it was."""
+    def _cached(
+        self, entry: ProgramCacheKey, model: nn.Module, fresh: Sequence[Any], first: Any, training: bool
+    ) -> Program | None:
+        """The cached program of an earlier run, if it still equals eager, at the smaller sizes at which it was
+        compared then, if it was."""
         assert self._stored is not None
 
         def check(program: Program, small: Smaller | None) -> None:
-            at = small.batch(batch) if small else batch
+            batches = _moved(program, fresh, first, vary_numbers=takes_numbers(program.others))
+            at = [small.batch(each) for each in batches] if small else batches
             with _all_cores() if not small and is_large(program) else nullcontext():
-                check_forward(small.program if small else program, model, self._job.loss, at)
+                check_against_module(small.program if small else program, model, self._job.loss, at)
 
-        return self._stored.take(entry, model, leaves_of(batch), training=training, check=check)
+        return self._stored.take(entry, model, leaves_of(fresh[-1]), training=training, check=check)
 
     def _model_for(self, training: bool, batch: Any) -> AbstractContextManager[nn.Module]:
         """A context with a model to capture from and to compare with, beside `batch`."""
@@ -195,12 +198,7 @@ class CheckedCapture:
     ) -> None:
         """Compare with eager on batches with the values that the program is for; if it takes numbers as
         inputs, one batch gets other numbers."""
-        values = leaves_of(first).values
-        if values:
-            batches = [
-                with_other_numbers(leaves_of(each), program.others, values, moved=vary_numbers and number > 0)
-                for number, each in enumerate(batches)
-            ]
+        batches = _moved(program, batches, first, vary_numbers=vary_numbers)
         with self._timings.of("comparing with eager"), one_thread():
             if not self._compare_smaller(program, batches, model):
                 with _all_cores() if is_large(program) else nullcontext():
@@ -227,6 +225,17 @@ class CheckedCapture:
         if telling:
             self._compared_as[program.digest()] = found
         return telling
+
+
+def _moved(program: Program, batches: Sequence[Any], first: Any, *, vary_numbers: bool) -> Sequence[Any]:
+    """The batches with the values of `first`, other numbers in all but one if they vary."""
+    values = leaves_of(first).values
+    if not values:
+        return batches
+    return [
+        with_other_numbers(leaves_of(each), program.others, values, moved=vary_numbers and number > 0)
+        for number, each in enumerate(batches)
+    ]
 
 
 @contextmanager

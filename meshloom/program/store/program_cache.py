@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from meshloom.core.cache import Cache, digest_of
-from meshloom.core.errors import CaptureError
-from meshloom.core.job import LossFunction
+from meshloom.core.cache import Cache
+from meshloom.core.errors import CaptureError, MeshloomError
+from meshloom.core.job import Job
 from meshloom.program.ir.batch_values import fits
 from meshloom.program.ir.leaves import Leaves
 from meshloom.program.ir.nodes import Variable
@@ -22,7 +22,8 @@ from meshloom.program.ir.program import Program
 from meshloom.program.ir.transfer import pack, unpack
 from meshloom.program.ir.written_parameters import named_buffers
 from meshloom.program.sizes.any_size import Smaller
-from meshloom.program.store.fingerprint import NoDigestError, capture_fingerprint, versions
+from meshloom.program.store.capture_key import capture_key, versions
+from meshloom.program.store.object_text import NoTextError
 from meshloom.program.store.program_key import shapes_of
 from meshloom.program.store.typed_json import plain, typed
 from meshloom.telemetry.timings import Timings
@@ -33,7 +34,7 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True, kw_only=True)
 class ProgramCacheKey:
-    """The cache key of a captured program. place: what it is for; parts: digests of what it depends on."""
+    """The cache key of a captured program. place: what it is for; parts: texts of what it depends on."""
 
     place: str
     parts: Mapping[str, str]
@@ -48,22 +49,18 @@ class ProgramCache:
         self._note = (timings or Timings()).note
 
     def entry(
-        self, model: nn.Module, loss: LossFunction, leaves: Leaves, *, kind: str, values: bool = True
+        self, job: Job, model: nn.Module, leaves: Leaves, *, kind: str, values: bool = True
     ) -> ProgramCacheKey | None:
-        """The key of capturing `loss` for such batches; None where the job has no digest.
+        """The key of capturing the job's loss for such batches; None where something has no text.
 
         kind: mode and precision. values: whether the model's tensors have values.
         """
         try:
-            parts = capture_fingerprint(model, loss, leaves, values=values, known=self._versions)
-        except NoDigestError as error:
-            self._note(f"The captured loss is not cached: {error.what} has no digest.")
+            parts = capture_key(job, model, leaves, values=values, known=self._versions)
+        except NoTextError as error:
+            self._note(f"The captured loss is not cached: {error.what} cannot be written as text.")
             return None
-        except Exception as error:  # raised by the job's objects when inspected
-            self._note(
-                f"The captured loss is not cached: inspecting the job raised {type(error).__name__}: {str(error)[:160]}."
-            )
-            return None
+        loss: Any = job.loss
         shapes = list(shapes_of(leaves))
         named = [getattr(loss, "__module__", ""), getattr(loss, "__qualname__", type(loss).__qualname__)]
         place = repr([named, type(model).__qualname__, shapes, kind])
@@ -87,7 +84,13 @@ class ProgramCache:
             program, small = _unpacked(found.content)
             _check_fits(program, model, leaves, training)
             check(program, small)
-        except Exception as error:
+        except (
+            MeshloomError,
+            ValueError,
+            KeyError,
+            TypeError,
+            RuntimeError,
+        ) as error:  # of a damaged file, or of another program
             self._cache.drop("reading", entry.place, entry.parts)
             self._warn(f"A cached program is not used: {str(error)[:300]}")
             return None
@@ -100,12 +103,12 @@ class ProgramCache:
             self._warn(f"The captured loss is not cached: {why}.")
 
     def by_shapes(
-        self, model: nn.Module, loss: LossFunction, leaves: Leaves, read: Callable[[], Program], *,
+        self, job: Job, model: nn.Module, leaves: Leaves, read: Callable[[], Program], *,
         training: bool = True, device: torch.device = CPU,
     ) -> Program:  # fmt: skip
         """The cached result of `read`, which captures the loss by shapes, for programs on `device`; else captured and saved."""
         kind = f"by shapes {training} {device}"
-        entry = self.entry(model, loss, leaves, kind=kind, values=False)
+        entry = self.entry(job, model, leaves, kind=kind, values=False)
         program = self.take(entry, model, leaves, training=training) if entry else None
         if program is None:
             program = read()
@@ -139,14 +142,11 @@ class ProgramCache:
         return value
 
     def _dependencies(self, program: Program, parts: Mapping[str, Any]) -> dict[str, str]:
-        return {
-            "versions": self._versions,
-            "program": program.digest(),
-            **{name: digest_of(repr(each)) for name, each in parts.items()},
-        }
+        texts = {name: each if isinstance(each, str) else repr(each) for name, each in parts.items()}
+        return {**self._versions, "program": program.digest(), **texts}
 
     @cached_property
-    def _versions(self) -> str:
+    def _versions(self) -> dict[str, str]:
         return versions()
 
     def _warn(self, sentence: str) -> None:

@@ -51,9 +51,7 @@ def unlifted(
     def kept(model: nn.Module, shapes: Leaves, read: Callable[[], Program]) -> Program:
         if stored is None:
             return read()
-        return stored.by_shapes(
-            model, job.loss, shapes, read, training=program.training, device=program.device
-        )
+        return stored.by_shapes(job, model, shapes, read, training=program.training, device=program.device)
 
     try:
         found = (
