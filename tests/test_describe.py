@@ -160,11 +160,20 @@ def test_the_memory_of_a_step_is_there_unless_the_optimizer_needs_values():
     # Two moments of every parameter that has a gradient (not the spare layer's 12), and a count of steps for
     # each of them.
     assert adam is not None and 2 * 4 * (1764 - 12) <= adam.optimizer < 2 * 4 * (1764 - 12) + 8 * 40
-    closure = describe(
+    unknown = describe(
         job_of(Stack, optimizer=lambda named: torch.optim.LBFGS([parameter for _, parameter in named]))
     )
-    assert closure.memory is None
-    assert "the optimizer cannot be stepped without values (TypeError: " in closure.no_memory
+    assert unknown.memory is not None and unknown.memory.guessed == ("LBFGS",)
+    assert unknown.memory.optimizer == 2 * unknown.memory.parameters  # where nothing is known of a state
+    console = Console(file=io.StringIO(), width=200)
+    print_description(unknown, console)
+    assert "state of LBFGS: not known" in console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
+
+    def reads(named: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD([each for _, each in named], lr=float(named[0][1].abs().sum()))
+
+    found = describe(job_of(Stack, optimizer=reads))
+    assert found.memory is None and "cannot be made or stepped without values (" in found.no_memory
 
 
 @pytest.mark.slow

@@ -9,6 +9,12 @@ class MeshloomError(Exception):
     exit_code = 1
 
 
+# What Python, torch and meshloom raise in a job's code, where another error of its is none of ours to keep.
+CODE_ERRORS = (
+    MeshloomError, ArithmeticError, AssertionError, AttributeError, LookupError, OSError, RuntimeError, TypeError, ValueError,
+)  # fmt: skip
+
+
 class PlanError(MeshloomError):
     """A plan that is invalid, or does not fit the job or the devices."""
 

@@ -33,6 +33,12 @@ Reach = Literal["element", "parameter", "optimizer"]
 
 ELEMENTWISE = (ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop, SparseAdam)
 PER_PARAMETER = (Adafactor, Muon)  # the norm of a matrix, its rows and columns
+# Bytes of state per byte of parameters: two averages, if an optimizer is not on the lists. Momentum adds one, as do other settings.
+OPTIMIZER_FACTOR = 2.0
+_FACTORS: dict[type[Optimizer], int] = {
+    ASGD: 1, SGD: 0, Adadelta: 2, Adafactor: 0, Adagrad: 1, Adam: 2, Adamax: 2, AdamW: 2, Muon: 0, NAdam: 2, RAdam: 2, RMSprop: 1, Rprop: 2,
+    SparseAdam: 2,
+}  # fmt: skip
 
 
 def reach(optimizer: Optimizer, *, elementwise: bool | None = None, per_parameter: bool = False) -> Reach:
@@ -53,6 +59,24 @@ def reach(optimizer: Optimizer, *, elementwise: bool | None = None, per_paramete
 def is_known(optimizer: Optimizer) -> bool:
     """Whether its class is on one of the lists, and its step is the class's."""
     return type(optimizer) in (*ELEMENTWISE, *PER_PARAMETER) and not added_to(optimizer)
+
+
+def expected_state_bytes(optimizer: Optimizer) -> int:
+    """Bytes of its state, without counts of steps and Adafactor's rows and columns.
+
+    >>> from torch import nn, ones
+    >>> parameter = nn.Parameter(ones(4, 4))
+    >>> expected_state_bytes(AdamW([parameter])), expected_state_bytes(SGD([parameter], lr=0.1, momentum=0.9))
+    (128, 64)
+    """
+    total = 0.0
+    for group in optimizer.param_groups:
+        factor = OPTIMIZER_FACTOR
+        if is_known(optimizer):
+            more = (bool(group.get(setting)) for setting in ("momentum", "amsgrad", "centered"))
+            factor = _FACTORS[type(optimizer)] + sum(more)
+        total += factor * sum(each.nbytes for each in group["params"])
+    return round(total)
 
 
 def added_to(optimizer: Any) -> str:

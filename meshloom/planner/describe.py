@@ -11,11 +11,12 @@ import torch
 from meshloom.core.job import Job
 from meshloom.core.random import preserved_draws
 from meshloom.machine.machine import Machine
+from meshloom.optimizer.reach import OPTIMIZER_FACTOR
 from meshloom.parameters.file_weights import match_weights
 from meshloom.parameters.unfilled_model import build_unfilled
 from meshloom.planner.blocks import Block, blocks_of
+from meshloom.planner.memory.fake_step import NeedsValuesError
 from meshloom.planner.memory.memory import Memory, predict_memory
-from meshloom.planner.memory.step_facts import OPTIMIZER_FACTOR
 from meshloom.planner.readings import Readings
 from meshloom.program.cost.opaque_shares import opaque_notes
 from meshloom.program.ir.nodes import Node
@@ -106,9 +107,8 @@ def _memory_of(program: Program, readings: Readings) -> tuple[Memory | None, str
     predict = partial(predict_memory, program, job.optimizer, copies=job.checkpoint == "background")
     try:
         return stored.value("memory", program, parts, Memory, predict) if stored else predict(), ""
-    except Exception as error:  # the user's optimizer may raise anything, and only the memory is lost
-        first = (str(error).strip() or "no message").splitlines()[0]
-        return None, f"the optimizer cannot be stepped without values ({type(error).__name__}: {first})"
+    except NeedsValuesError as error:
+        return None, str(error)
 
 
 def _with_averages(memory: Memory, program: Program) -> Memory:

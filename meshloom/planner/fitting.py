@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from meshloom.core.cache import Cache
 from meshloom.core.errors import MeshloomError
 from meshloom.core.job import Job, NamedParameters
-from meshloom.core.objectives import as_list
 from meshloom.core.plan import Plan
 from meshloom.core.random import preserved_draws
 from meshloom.core.units import format_bytes, format_count
 from meshloom.optimizer.bfloat16.lowered import has_masters
-from meshloom.optimizer.user_optimizer import parameters_of, reach_for
+from meshloom.optimizer.reach import expected_state_bytes
+from meshloom.optimizer.user_optimizer import make_without_values, parameters_of
 from meshloom.planner.divided import divided
 from meshloom.planner.memory.rank_memory import RankMemory
 from meshloom.planner.ranks import ranks_of
@@ -74,30 +74,27 @@ def least_bytes(plan: Plan, named: NamedParameters, state: StateBytes, *, one_co
 
 
 def state_bytes(job: Job, named: NamedParameters) -> StateBytes | None:
-    """Of the state that the job's optimizers make for these parameters, found by a step without values; None
-    if they need values."""
+    """Of the state that the job's optimizers make for these parameters, by their classes (`reach.py`); None if the job's function
+    needs values."""
     trainable = [(name, _without_values(each)) for name, each in named if each.requires_grad]
-    try:
-        with preserved_draws():
-            masters: list[Tensor] = []
-            if has_masters(job.optimizer):
-                own = dict(trainable)
-                trainable = [(name, _master_of(each)) for name, each in trainable]
-                masters = [each for name, each in trainable if each is not own[name]]
-            made: Any = job.optimizer(list(trainable))
-            optimizers = as_list(made)
-            for _, each in trainable:
-                each.grad = each.detach().clone()
-            for optimizer in optimizers:
-                optimizer.step()
-    except Exception:  # the user's optimizer may do anything
+    masters: list[Tensor] = []
+    if has_masters(job.optimizer):
+        own = dict(trainable)
+        trainable = [(name, _master_of(each)) for name, each in trainable]
+        masters = [each for name, each in trainable if each is not own[name]]
+    with preserved_draws():
+        made = make_without_values(job, trainable)
+    if made is None:
         return None
     averages = [each for _, each in trainable] if job.average is not None else []
-    at_once = [each for each in optimizers if reach_for(each, job) == "optimizer"]
+    at_once = [
+        each for each, reach in zip(made.optimizers, made.reaches, strict=True) if reach == "optimizer"
+    ]
     return StateBytes(
-        total=sum(map(_held_by, optimizers)) + sum(each.nbytes for each in [*masters, *averages]),
+        total=sum(map(expected_state_bytes, made.optimizers))
+        + sum(each.nbytes for each in [*masters, *averages]),
         gathered=sum(each.nbytes for optimizer in at_once for each in parameters_of(optimizer)),
-        of_gathered=sum(map(_held_by, at_once)),
+        of_gathered=sum(map(expected_state_bytes, at_once)),
     )
 
 
@@ -192,11 +189,6 @@ def nearby(plan: Plan) -> Iterator[Plan]:
             yield replace(plan, **change)
         except MeshloomError:  # settings that exclude each other
             continue
-
-
-def _held_by(optimizer: Any) -> int:
-    values = [value for state in optimizer.state.values() for value in state.values()]
-    return sum(each.nbytes for each in values if isinstance(each, Tensor))
 
 
 def _master_of(parameter: nn.Parameter) -> nn.Parameter:

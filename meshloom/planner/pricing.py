@@ -17,6 +17,7 @@ from meshloom.core.plan_shares import chunk_sizes
 from meshloom.data.samples import first_batches
 from meshloom.machine.machine import Machine
 from meshloom.planner.amdahl import AmdahlWork, bound, with_communication
+from meshloom.planner.memory.fake_step import NeedsValuesError
 from meshloom.planner.memory.measured import measure_memory
 from meshloom.planner.memory.memory import Memory, in_turn, predict_memory
 from meshloom.planner.memory.rank_memory import HeldBytes, copied_by, window_bytes
@@ -244,7 +245,7 @@ class Pricer:
 
         try:
             return in_turn([of_loss(each) for each in self._readings], bucketed=plan.dp > 1)
-        except Exception:  # the user's optimizer may do anything; then memory is measured
+        except NeedsValuesError:  # then memory is measured
             return None
 
     def _relative_speed(self) -> float:

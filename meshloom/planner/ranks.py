@@ -15,6 +15,7 @@ from meshloom.core.exchanges import holds_only_buckets
 from meshloom.core.mesh import Axis
 from meshloom.core.plan import Plan
 from meshloom.exchange.buckets.gradient_bytes import held_gradients
+from meshloom.optimizer.reach import OPTIMIZER_FACTOR
 from meshloom.pipeline.schedules.check import held_by_stage
 from meshloom.pipeline.stages.choose_cuts import CutChoice
 from meshloom.pipeline.stages.plan_cuts import schedule_of
@@ -30,7 +31,7 @@ from meshloom.planner.memory.rank_memory import (
     state_by_place,
 )
 from meshloom.planner.memory.stage_kept import kept_bytes_of
-from meshloom.planner.memory.step_facts import OPTIMIZER_FACTOR, StepFacts, facts_of
+from meshloom.planner.memory.step_facts import StepFacts, facts_of
 from meshloom.planner.memory.unit_bytes import unit_bytes
 from meshloom.planner.readings import Readings
 from meshloom.planner.staged_plan import StagePlan

@@ -21,12 +21,13 @@ from meshloom.optimizer.user_optimizer import make_without_values
 from meshloom.parameters.model import trainable
 from meshloom.parameters.unfilled_model import UnfilledModel, build_unfilled
 from meshloom.planner.memory.comparison import compared_program, comparison_bytes
+from meshloom.program.capture.attempted import attempted
 from meshloom.program.capture.shapes import Built, capture_shapes
 from meshloom.program.cost.cost import Cost, costs
 from meshloom.program.ir.leaves import Leaves
 from meshloom.program.ir.program import Program
 from meshloom.program.ir.sparse_constants import empty_like
-from meshloom.program.store.captured_loss import CapturedLoss, attempted, pairs_of
+from meshloom.program.store.captured_loss import CapturedLoss, pairs_of
 from meshloom.program.store.program_cache import ProgramCache
 from meshloom.program.store.stored_costs import cached_costs
 from meshloom.replica.open_engine import for_optimizers

@@ -143,6 +143,10 @@ def _remarks(description: Description) -> list[str]:
         lines.append(
             f"memory of a step on one device: {format_bytes(memory.peak)} at its peak, in the {memory.phase}: {of_kinds}"
         )
+        if memory.guessed:
+            lines.append(
+                f"state of {_some(memory.guessed, ', ')}: not known, as meshloom knows torch's optimizers; taken as twice the bytes of its parameters"
+            )
     else:
         lines.append(f"memory of a step is not known: {description.no_memory}")
     if machine and whole.seconds:

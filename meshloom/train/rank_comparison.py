@@ -11,7 +11,7 @@ from typing import Any
 from meshloom.comm.objects import collect
 from meshloom.comm.steps import Steps
 from meshloom.core.cache import digest_of
-from meshloom.core.errors import JobError
+from meshloom.core.errors import CODE_ERRORS, JobError
 from meshloom.core.job import Job
 from meshloom.core.mesh import Mesh
 from meshloom.core.plan import Plan
@@ -80,7 +80,7 @@ def _read_alike(replica: Replica, read: Callable[[], SomeSamples | None], where:
     if team is None or team.rank == 0:
         mine = read()
     elif replica.plan.dp == 1 and team.rank == 1:
-        with suppress(Exception):  # it need not be able to read
+        with suppress(*CODE_ERRORS):  # it need not be able to read
             mine = read()
     everyone = yield from collect(replica.context.world, None if mine is None else vars(mine))
     have = {rank: SomeSamples(**theirs) for rank, theirs in enumerate(everyone) if theirs is not None}

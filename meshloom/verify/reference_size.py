@@ -10,8 +10,8 @@ from meshloom.core.job import Job
 from meshloom.core.units import format_bytes
 from meshloom.data.to_device import lifted
 from meshloom.machine.host_memory import free_bytes
+from meshloom.optimizer.reach import OPTIMIZER_FACTOR
 from meshloom.planner.fitting import state_bytes
-from meshloom.planner.memory.step_facts import OPTIMIZER_FACTOR
 from meshloom.verify.fewer_blocks import find_blocks
 
 

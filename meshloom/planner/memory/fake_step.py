@@ -8,11 +8,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import SparseAdam
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from meshloom.core.errors import MeshloomError
 from meshloom.core.job import NamedParameters
 from meshloom.core.objectives import as_list
 from meshloom.optimizer.bfloat16.lowered import has_masters
+from meshloom.optimizer.reach import expected_state_bytes, is_known
 from meshloom.planner.memory.fake_chunks import Gradient, chunks_of, worst, worst_of
 from meshloom.planner.memory.tensor_lifetimes import Life
 from meshloom.program.cost.cost_fake import (
@@ -26,13 +29,18 @@ from meshloom.program.ir.program import Program
 from meshloom.program.ir.sparse_constants import memory_of, storage_of
 
 
+class NeedsValuesError(MeshloomError):
+    """The job's optimizer needs the values of parameters."""
+
+
 class FakeStep:
     """Bytes of a step in which the optimizer already has its state. Peaks are without parameters, buffers,
     batch and optimizer state.
 
     optimizer: the job's function; None: no update is made. microbatches: chunks, one after another. bucketed: a
     gradient is copied into an existing bucket as soon as it is computed. master_gradients: bytes of gradients in the precision of
-    masters during an update; masters count as the optimizer's state. peaks, temporaries: phase -> most bytes
+    masters during an update; masters count as the optimizer's state. guessed: classes of optimizers that are not on the lists
+    (`reach.py`), which are not stepped: their state is taken as `OPTIMIZER_FACTOR` times their parameters. peaks, temporaries: phase -> most bytes
     at one time, and how many of them are neither saved activations nor gradients.
     """
 
@@ -46,6 +54,7 @@ class FakeStep:
     ) -> None:
         self._bucketed = bucketed
         self.master_gradients = 0
+        self.guessed: list[str] = []
         self.peaks: dict[str, int] = {}
         self.temporaries: dict[str, int] = {}
         with fake_tensors():
@@ -65,7 +74,13 @@ class FakeStep:
             gradients = [gradient for each in lives for gradient in each.gradients]
             self.gradient_bytes = sum({each.memory: each.num_bytes for each in gradients}.values())
             _give({program.parameters[name].value: each for name, each in trainable}, gradients)
-            self.optimizer_bytes = self._update(optimizer, trainable) if optimizer else 0
+            try:
+                self.optimizer_bytes = self._update(optimizer, trainable) if optimizer else 0
+            except Exception as error:
+                first = (str(error).strip() or "no message").splitlines()[0]
+                raise NeedsValuesError(
+                    f"the optimizer cannot be made or stepped without values ({type(error).__name__}: {first})"
+                ) from error
 
     def _update(
         self, optimizer: Callable[[NamedParameters], Any], trainable: list[tuple[str, Tensor]]
@@ -73,8 +88,12 @@ class FakeStep:
         """Runs two steps, of which the first creates the state. Returns the state's bytes."""
         masters = _masters_of(trainable) if has_masters(optimizer) else {}
         given: Any = [(name, masters.get(name, each)) for name, each in trainable]
-        made = optimizer(list(given))
-        optimizers = as_list(made)
+        made = as_list(optimizer(list(given)))
+        optimizers = [
+            each for each in made if is_known(each) and type(each) is not SparseAdam
+        ]  # gradients are dense here
+        others = [each for each in made if each not in optimizers]
+        self.guessed = [type(each).__name__ for each in others if not is_known(each)]
         gradients = [each.grad for _, each in trainable if each.grad is not None]
         with _Numbers():
             _take_gradients(masters, trainable)
@@ -97,7 +116,7 @@ class FakeStep:
                     each.step()
         there = 0 if self._bucketed else self.gradient_bytes
         self._note("update", *worst((there, 0), (life.event(piece, set()) for _, piece in noted.log)))
-        return _bytes_of(states.values())
+        return _bytes_of(states.values()) + sum(map(expected_state_bytes, others))
 
     def _note(self, phase: str, peak: int, temporaries: int) -> None:
         if peak >= self.peaks.get(phase, 0):

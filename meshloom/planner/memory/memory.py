@@ -21,9 +21,9 @@ from meshloom.core.errors import PlanError
 from meshloom.core.job import NamedParameters
 from meshloom.core.plan import DEFAULTS
 from meshloom.exchange.buckets.gradient_bytes import gradient_bytes
+from meshloom.optimizer.reach import OPTIMIZER_FACTOR
 from meshloom.planner.memory.fake_step import FakeStep
 from meshloom.planner.memory.rank_memory import window_bytes
-from meshloom.planner.memory.step_facts import OPTIMIZER_FACTOR
 from meshloom.planner.memory.unit_bytes import unit_bytes
 from meshloom.program.ir.program import Program
 
@@ -40,6 +40,7 @@ class Memory:
     kept: what a chunk's forward leaves behind: activations for its backward.
     copied: of the state, for a checkpoint that is written in the background. offloaded: of the optimizer's state,
         elsewhere; what an update needs of it at one time is part of the peak.
+    guessed: optimizers that are not on the lists of `optimizer/reach.py`, whose state is guessed.
     temporaries: everything else at the peak, including the program's constants.
     peaks: phase -> most bytes at one time in it. publish: sending updated parameters, where each rank updates
         a part.
@@ -55,6 +56,7 @@ class Memory:
     peaks: Mapping[str, int]
     copied: int = 0
     offloaded: int = 0
+    guessed: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "peaks", MappingProxyType(dict(self.peaks)))
@@ -171,6 +173,7 @@ def predict_memory(
         peaks=peaks,
         copied=copied,
         offloaded=offloaded,
+        guessed=tuple(step.guessed),
     )
 
 

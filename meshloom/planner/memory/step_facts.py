@@ -10,14 +10,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshloom.core.job import NamedParameters
-from meshloom.planner.memory.fake_step import FakeStep
+from meshloom.optimizer.reach import OPTIMIZER_FACTOR
+from meshloom.planner.memory.fake_step import FakeStep, NeedsValuesError
 from meshloom.program.cost.cost import Cost
 from meshloom.program.ir.program import Program
 from meshloom.program.recompute.recompute import recomputed
 from meshloom.program.recompute.segments import is_view
-
-# bytes of optimizer state per byte of parameters, if the optimizer cannot be run: two averages
-OPTIMIZER_FACTOR = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +64,7 @@ def facts_of(
     try:
         step = FakeStep(program, optimizer, **settings)
         factor = step.optimizer_bytes / sum(step.trainable_bytes) if step.trainable_bytes else 0.0
-    except Exception:  # the user's optimizer needs values, or raises anything else
+    except NeedsValuesError:
         step, factor = FakeStep(program, None, **settings), OPTIMIZER_FACTOR
     phase = max(("forward", "backward"), key=lambda each: step.peaks.get(each, 0))
     kept_share, again = 1.0, 0

@@ -31,9 +31,9 @@ from meshloom.data.team_data import open_team_reader
 from meshloom.launch.one_process import simulated_ranks
 from meshloom.launch.world import ALONG_DP, CARRIES_TENSORS, LocalRank, Use
 from meshloom.machine.host_memory import free_bytes
+from meshloom.optimizer.reach import OPTIMIZER_FACTOR
 from meshloom.pipeline.runtime.recorder import Recorder
 from meshloom.planner.memory.saved_bytes import SavedBytes
-from meshloom.planner.memory.step_facts import OPTIMIZER_FACTOR
 from meshloom.planner.rehearsal.held import held_by
 from meshloom.planner.rehearsal.own_clock import CommonMemory, OwnClock, RehearsedGroup
 from meshloom.planner.rehearsal.rehearsal import RankStep, Rehearsal

@@ -174,7 +174,12 @@ def encoded_structure(spec: TreeSpec) -> str | None:
     try:
         text = treespec_dumps(spec)
         return text if treespec_loads(text) == spec else None
-    except Exception:  # a type registered without a name, or keys that are not texts
+    except (
+        NotImplementedError,
+        KeyError,
+        TypeError,
+        ValueError,
+    ):  # a type registered without a name, or keys that are not texts
         return None
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 
-from meshloom.core.errors import CaptureError, MeshloomError
+from meshloom.core.errors import CODE_ERRORS, CaptureError
 from meshloom.core.job import Job
 from meshloom.program.capture.shapes import fake_of, model_by_shapes, moved_to, on_cpu
 from meshloom.program.ir.batch_values import fits
@@ -32,8 +32,6 @@ from meshloom.program.trace.repeated_export import capturing
 MIN_ELEMENTS = 2**24  # of all values of a program; fewer are compared in full in less time
 SMALLEST = 32  # smallest size of a reduced dim
 _STEPS = (3, 5, 7, 11, 13, 17, 2, 1, -1, -3, -5, -7, -11, -2)  # from known sizes to a new one
-# by the job's code, at sizes or on parts of batches that the job never had
-FAILURES = (MeshloomError, ArithmeticError, AssertionError, LookupError, RuntimeError, TypeError, ValueError)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,7 +195,7 @@ def smaller(program: Program, job: Job, batch: Any, read: Callable[[Any], Progra
             return None
         there = read(shrunk(leaves, sizes))
         fitted(found, (program, there))
-    except FAILURES:
+    except CODE_ERRORS:
         return None
     return Smaller(program=there, sizes=sizes)
 

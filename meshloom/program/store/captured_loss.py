@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,9 +15,10 @@ from meshloom.comm.objects import collect, share, share_bytes
 from meshloom.comm.steps import Steps
 from meshloom.core.errors import CaptureError, MeshloomError
 from meshloom.core.job import Job
+from meshloom.program.capture.attempted import CodeFailedError, attempted
 from meshloom.program.ir.batch_values import fits, refused_value
 from meshloom.program.ir.leaves import Leaves, leaves_of
-from meshloom.program.ir.lines import WAY_OUT, describe_line, line_of_error
+from meshloom.program.ir.lines import WAY_OUT
 from meshloom.program.ir.program import Program
 from meshloom.program.ir.transfer import pack, unpack
 from meshloom.program.sizes.alike import alike
@@ -35,7 +36,6 @@ from meshloom.program.store.program_cache import ProgramCache
 from meshloom.program.store.program_key import shapes_of
 from meshloom.telemetry.timings import Timings
 
-T = TypeVar("T")
 # training, and each tensor's name, shape and dtype
 Key = tuple[bool, tuple[tuple[str, tuple[int, ...], str], ...]]
 MAX_VALUES = 16  # programs for batches of equal shapes that differ in other values
@@ -100,12 +100,13 @@ class CapturedLoss:
         """As `capture`, with the first of these choices of batches that the loss accepts: failing on
         synthetic batches is no error of the job."""
         for batches in choices[:-1]:
-            try:
-                return self.capture(batches, training=training, model=model)
-            except MeshloomError:
-                raise
-            except Exception:  # raised by the job's code
-                continue
+            found, refused = attempted(
+                lambda batches=batches: self.capture(batches, training=training, model=model)
+            )
+            if found is not None:
+                return found
+            if refused is not None and not isinstance(refused, CodeFailedError):
+                raise refused
         return self.capture(choices[-1], training=training, model=model)
 
     def capture_together(
@@ -304,21 +305,6 @@ def _broadcast_from_rank_0(group: Group, make: Callable[[], bytes]) -> Steps[byt
     if error is not None:
         raise refused or CaptureError(error)
     return (yield from share_bytes(group, captured or b""))
-
-
-def attempted(make: Callable[[], T]) -> tuple[T | None, MeshloomError | None]:
-    """The result of `make`, or its error; one of the job's code as a `CaptureError` with the user's line."""
-    try:
-        return make(), None
-    except MeshloomError as error:
-        return None, error
-    except Exception as error:  # raised by the job's code: the other ranks must not wait forever
-        first = (str(error).strip() or type(error).__name__).splitlines()[0]
-        refused = CaptureError(
-            f"Capturing the loss failed at {describe_line(line_of_error(error.__traceback__))}: {type(error).__name__}: {first}"
-        )
-        refused.__cause__ = error
-        return None, refused
 
 
 def _check_num_batches(batches: Sequence[Any]) -> None:

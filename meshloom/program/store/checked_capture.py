@@ -15,6 +15,7 @@ from meshloom.core.errors import CaptureError
 from meshloom.core.job import Job
 from meshloom.machine.cores import cores
 from meshloom.parameters.unfilled_model import comparable
+from meshloom.program.capture.attempted import attempted
 from meshloom.program.capture.capture import capture_module
 from meshloom.program.capture.check import check_against_module
 from meshloom.program.capture.leaf_rule import LeafModules, capture_with_leaves, leaves_of_job
@@ -22,7 +23,7 @@ from meshloom.program.capture.outside import Outside
 from meshloom.program.ir.batch_values import takes_numbers, with_other_numbers
 from meshloom.program.ir.leaves import leaves_of
 from meshloom.program.ir.program import Program
-from meshloom.program.sizes.any_size import FAILURES, Smaller, captured_by_shapes, is_large, smaller
+from meshloom.program.sizes.any_size import Smaller, captured_by_shapes, is_large, smaller
 from meshloom.program.store.program_cache import ProgramCache, ProgramCacheKey
 from meshloom.program.trace.block_calls import SHORTCUTS, Shortcuts
 from meshloom.program.trace.precision import build_model, default_precision
@@ -160,13 +161,12 @@ class CheckedCapture:
     ) -> Program:
         """The program if it takes numbers and equals eager, else one specialized for these numbers."""
         if takes_numbers(program.others):
-            try:
-                self._compare(program, fresh, read[0], model, vary_numbers=True)
-            except Exception:
-                # Given a tensor in place of the number, the loss computes something else, or fails.
-                program = self._capture(read, model, program.opaque, numbers=False)
-            else:
+            compare = partial(self._compare, program, fresh, read[0], model, vary_numbers=True)
+            _, refused = attempted(compare)
+            if refused is None:
                 return program
+            # Given a tensor in place of the number, the loss computes something else, or fails.
+            program = self._capture(read, model, program.opaque, numbers=False)
         self._compare(program, fresh, read[0], model, vary_numbers=False)
         return program
 
@@ -217,14 +217,12 @@ class CheckedCapture:
         found = smaller(program, self._job, batches[0], read)
         if found is None:
             return False
-        try:
-            small = [found.batch(each) for each in batches]
-            telling = check_against_module(found.program, model, self._job.loss, small).telling
-        except FAILURES:
+        small = [found.batch(each) for each in batches]
+        difference, _ = attempted(lambda: check_against_module(found.program, model, self._job.loss, small))
+        if difference is None or not difference.telling:
             return False
-        if telling:
-            self._compared_as[program.digest()] = found
-        return telling
+        self._compared_as[program.digest()] = found
+        return True
 
 
 def _moved(program: Program, batches: Sequence[Any], first: Any, *, vary_numbers: bool) -> Sequence[Any]:

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from meshloom.core.job import Job
+from meshloom.program.capture.attempted import attempted
 from meshloom.program.capture.capture import capture
 from meshloom.program.capture.shapes import capture_shapes
 from meshloom.program.ir.batch_values import takes_numbers
@@ -53,14 +54,11 @@ def unlifted(
             return read()
         return stored.by_shapes(job, model, shapes, read, training=program.training, device=program.device)
 
-    try:
-        found = (
-            None
-            if program.opaque
-            else capture_shapes(job, own, training=program.training, device=program.device, kept=kept)
+    found = None
+    if not program.opaque:  # None where the constructor needs values, for example
+        found, _ = attempted(
+            lambda: capture_shapes(job, own, training=program.training, device=program.device, kept=kept)
         )
-    except Exception:
-        found = None  # the constructor needs values, for example
     # a capture by shapes has no numbers of the batch as inputs
     if found is None or _facts(found) != _facts(program):
         numbers = takes_numbers(program.others)

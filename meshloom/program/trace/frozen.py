@@ -103,8 +103,6 @@ def line_that_changes(run: Callable[[], Any], observe: Callable[[], Any]) -> Sou
     sys.settrace(look)
     try:
         run()
-    except Exception:  # the run has succeeded before; only the line matters
-        pass
     finally:
         sys.settrace(previous)
     return found[0] if found else None

@@ -19,7 +19,7 @@ from meshloom.comm.objects import on_rank_0, share
 from meshloom.comm.rank_context import RankContext
 from meshloom.comm.steps import Steps
 from meshloom.core.buffer_rules import rule_of
-from meshloom.core.errors import DataError, JobError
+from meshloom.core.errors import CODE_ERRORS, DataError, JobError
 from meshloom.core.job import Job
 from meshloom.core.moments.current_step import Moment
 from meshloom.core.moments.uncompiled import uncompiled
@@ -122,7 +122,7 @@ def written_by_loss(
                 why = "another parameter is put in its place"
             else:
                 why = _why_not_settled(model, loss, trained) if trained else ""
-        except Exception:  # whatever it is, training meets it again
+        except CODE_ERRORS:  # training meets it again
             return WrittenBesides()
     return WrittenBesides(
         frozen=[

@@ -51,7 +51,15 @@ def to_send(error: Exception) -> Exception:
         error.add_note(f"In the process of one device:\n{lines}")
     try:
         copy = pickle.loads(pickle.dumps(error))
-    except Exception:
+    except (
+        pickle.PickleError,
+        TypeError,
+        AttributeError,
+        ImportError,
+        LookupError,
+        RuntimeError,
+        ValueError,
+    ):
         copy = None
     if type(copy) is type(error) and str(copy) == str(error):
         return error

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
+from meshloom.core.errors import CODE_ERRORS
 from meshloom.core.objectives import Metric
 from meshloom.verify.between_steps.averages import AverageErrors
 from meshloom.verify.between_steps.checks import BetweenSteps, TensorError, metric_error
@@ -82,7 +83,9 @@ def _on_whole_batches(
         return []
     try:
         found = evaluate(reference, updates, ours.batches, undivided=True)
-    except Exception as error:  # of the job's own code, which gets no such batch under the plan, or of memory
+    except (
+        CODE_ERRORS
+    ) as error:  # of the job's own code, which gets no such batch under the plan, or of memory
         return [f"metrics on whole batches: not compared, {type(error).__name__}: {error}".splitlines()[0]]
     return [
         f"{name} is {right[name]:.6g} in the mean over chunks and {found[name]:.6g} in that over whole batches: where it does not draw, it is no mean over "

@@ -17,6 +17,7 @@ from functools import reduce
 import torch
 from torch import nn
 
+from meshloom.core.errors import CODE_ERRORS
 from meshloom.core.random import Rows
 from meshloom.machine.host_memory import free_bytes
 from meshloom.machine.process_memory import regained_bytes, trim
@@ -87,7 +88,7 @@ def compare_whole_batch(reference: Reference, tolerance: float) -> WholeBatch | 
         return WholeBatch(error=error[0], loss=whole.loss, why=" and ".join(reasons), interacts=interacts)
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:
+    except CODE_ERRORS as error:
         # Raised by the job's own code, which never gets so large a batch under the plan (a shorter queue).
         said = (str(error).strip() or type(error).__name__).splitlines()[0]
         return WholeBatch(

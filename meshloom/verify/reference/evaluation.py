@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshloom.core.errors import CODE_ERRORS
 from meshloom.core.modules.held_generators import held_generators
 from meshloom.core.moments.current_step import at_step
 from meshloom.core.objectives import Metric
@@ -57,7 +58,7 @@ def evaluate(
 def _of_all(metric: Any, found: Sequence[Any], dtype: torch.dtype | None) -> float:
     """Of what a metric has given for all chunks."""
     if isinstance(metric, Metric):
-        with suppress(Exception):
+        with suppress(*CODE_ERRORS):
             return _computed(partial(_compute, metric.compute, dtype), found)
         return math.nan
     total, weight = (sum(each[place] for each in found) for place in (0, 1))

@@ -70,7 +70,13 @@ def _bytes_of(value: Any) -> bytes:
         return f"{type(value)} {digest_values(dict(attributes))}".encode()
     try:
         return pickle.dumps(value)
-    except Exception:  # what cannot be pickled (a lambda, a file) has at least a type
+    except (
+        pickle.PickleError,
+        TypeError,
+        AttributeError,
+        RuntimeError,
+        ValueError,
+    ):  # what cannot be pickled (a lambda, a file) has at least a type
         return str(type(value)).encode()
 
 

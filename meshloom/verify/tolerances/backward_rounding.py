@@ -45,7 +45,10 @@ class _OtherRounding(TorchDispatchMode):
         if not in_backward or not _computes(func):
             return func(*args, **kwargs)
         if (apart := self._apart.get(func)) is not None:
-            with suppress(Exception), self:  # what is not for every layout or dtype
+            with (
+                suppress(RuntimeError, TypeError, ValueError, LookupError),
+                self,
+            ):  # what is not for every layout or dtype
                 if (found := apart(*args, **kwargs)) is not NotImplemented:
                     return found
         self._number += 1
