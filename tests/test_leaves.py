@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 import pytest
@@ -12,6 +13,8 @@ from meshloom.core.errors import CaptureError, JobError
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
 from meshloom.data.samples import first_batches
+from meshloom.planner.divided import divided
+from meshloom.planner.readings import Readings
 from meshloom.program.ir.program import Program
 from meshloom.program.ir.transfer import pack, unpack
 from meshloom.program.opaque.bound import OpaqueModule
@@ -232,11 +235,24 @@ def test_a_named_leaf_may_be_most_of_the_model() -> None:
 
 @pytest.mark.parametrize("plan", ["tp=2", pytest.param("pp=2,tp=2", marks=pytest.mark.long)])
 def test_a_plan_under_which_nothing_is_divided_is_refused(plan: str) -> None:
-    with pytest.raises(
-        CaptureError,
-        match=f"{plan} divides nothing of this model: all of its parameters are in leaves .the model.,",
-    ):
-        Trainer(job_of(lambda: Net([], "rr"), leaves=[Net]), plan, devices="simulated")
+    job = job_of(lambda: Net([], "rr"), leaves=[Net])
+    sentence = f"{plan} divides nothing of this model: leaves .the model. run whole on every rank"
+    with pytest.raises(CaptureError, match=sentence):
+        Trainer(job, plan, devices="simulated")
+    if plan == "tp=2":
+        with pytest.raises(CaptureError, match=sentence):
+            divided(Readings(job), Plan.parse(plan))
+
+
+@pytest.mark.long
+def test_how_little_is_divided_beside_leaves_is_said() -> None:
+    with Trainer(
+        job_of(lambda: nn.Sequential(Clamps([], "rr"), nn.Linear(2, 64), nn.Linear(64, 2)), leaves=[Clamps]),
+        "tp=2",
+        devices="simulated",
+    ) as trainer:
+        found = trainer.replicas[0].engine.notes
+    assert any(re.fullmatch(r"tp=2 divides \d+% of the parameters\.", each) for each in found)
 
 
 @pytest.mark.long

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from meshloom.core.plan import Plan
 from meshloom.planner.fitting import predicted_ranks
 from meshloom.planner.memory.rank_memory import PHASES, RankMemory
 from meshloom.planner.readings import Readings
+from meshloom.planner.rehearsal.held import held_by
+from meshloom.train.trainer import Trainer
 from tests.live_bytes import blocks_job, is_followed_from_the_start, live_bytes
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export")]
@@ -72,6 +76,37 @@ def test_the_peak_of_a_step_is_what_each_rank_had(text: str, tolerance: float):
         if plan.zero == 3:  # slices of gradients have gone with the update
             stays = mine.parameters + mine.buffers + mine.optimizer
             assert live["between"] <= (1 + tolerance) * stays, f"rank {rank}"
+
+
+class Unknown(torch.optim.AdamW):
+    """Not on the lists."""
+
+
+@pytest.mark.parametrize(
+    "text", ["tp=2", "dp=2,zero=3", slow("dp=2,zero=1"), slow("dp=2,zero=2"), slow("dp=2,tp=2")]
+)
+@pytest.mark.slow
+def test_what_an_unknown_optimizer_gathers_is_on_every_rank(text: str):
+    """Whole parameters and gradients beside the rank's parts, and all of the state: for AdamW's the guess is right. What it
+    computes with in an update is not known."""
+    plan, job = (
+        Plan.parse(text),
+        replace(blocks_job(), optimizer=lambda named: Unknown([each for _, each in named])),
+    )
+    (mine,), (alone,) = (predicted_ranks(Readings(job), each, one_copy=False) for each in (plan, Plan()))
+    (known,) = predicted(text)
+    whole = alone.parameters
+    assert mine.parameters == known.parameters + (whole if plan.tp > 1 or plan.zero == 3 else 0)
+    assert mine.gradients == known.gradients + (whole if plan.tp > 1 or plan.zero > 1 else 0)
+    assert mine.optimizer == pytest.approx(2 * whole, rel=CLOSE)
+    live = max(each["step"] for each in live_bytes(job, plan))
+    assert 0.75 * live < mine.phases["step"] < 1.01 * live
+    with Trainer(job, plan, devices="simulated") as trainer:
+        trainer.fit()
+        held = held_by(trainer.replicas[0], 0, 2.0)
+    assert (held.parameters, held.gradients, held.optimizer) == pytest.approx(
+        (mine.parameters, mine.gradients, mine.optimizer), rel=CLOSE
+    )
 
 
 @pytest.mark.slow

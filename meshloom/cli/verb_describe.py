@@ -115,7 +115,7 @@ def _describe_one(
         print("", *lines_of(stages), sep="\n", file=stream)
         records.write("stages", **stages_record(stages))
     if asked != Plan() and plan.synchronous:
-        one_copy = shares_one_copy(asked, arguments.transport)
+        one_copy = shares_one_copy(asked, arguments.transport) and not readings.gathered
         shares, memories = ranks_of(
             readings, plan, division, stages, batch_size=arguments.batch, one_copy=one_copy
         )

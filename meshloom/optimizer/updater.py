@@ -101,14 +101,14 @@ class Updater:
         self.takes_closures = any(each.takes_closure for each in self._losses)
         _check_closures(user, exchange, offload=offload, scaled=scaled)
         self.schedulers = [scheduler for each in self._losses for scheduler in each.schedulers]
-        self._assignment = (
+        self.updated = (
             assign_parts(
                 user, named_parameters, named_parameters if local is None else local, exchange, shards
             )
             if is_divided
             else assign_everything(user, named_parameters, exchange)
         )
-        self._theirs, self._own = _by_whose_gradients(self._assignment, exchange)
+        self._theirs, self._own = _by_whose_gradients(self.updated, exchange)
         clips = any(each.clip_grad_norm is not None for each in self._losses)
         self._counted = (
             _counted_here(exchange.owned, shards, self._device) if shards.size > 1 and clips else None
@@ -119,11 +119,11 @@ class Updater:
             self._offloaded = offloaded = offload_state(user.optimizers, user.in_windows, self._device)
             held = [
                 [replace(each, tensor=offloaded.updated(each.tensor)) for each in parts]
-                for parts in self._assignment.held
+                for parts in self.updated.held
             ]
-            self._assignment = replace(self._assignment, held=held)
+            self.updated = replace(self.updated, held=held)
         self.state = OptimizerState(
-            user, self.schedulers, self._assignment, shards, exchange.owners, self._device, names, self._offloaded,
+            user, self.schedulers, self.updated, shards, exchange.owners, self._device, names, self._offloaded,
         )  # fmt: skip
 
     def open(self, files: Path | None) -> None:
@@ -156,7 +156,7 @@ class Updater:
             multiplied by in this update. evaluate: for optimizers that take a closure. skip: neither optimizers nor
             schedulers step, and there is no norm; the ranks meet as in any update.
         """
-        parts, turn = self._assignment, self._turn
+        parts, turn = self.updated, self._turn
         Shortage.trim()  # of activations
         before = [(target, target.grad) for target in self._theirs]
         norm = yield from self._take(gradients)
@@ -181,7 +181,7 @@ class Updater:
 
     def _take(self, gradients: Sequence[Tensor | None]) -> Steps[Tensor | None]:
         """Clip, and give the optimizers of this turn their gradients; the norm."""
-        norm, turn, parts = None, self._turn, self._assignment
+        norm, turn, parts = None, self._turn, self.updated
         turn.evaluations += 1
         if turn.clip_grad_norm is not None:
             over_tp = self._shards.group if self._counted is not None else None
@@ -210,16 +210,16 @@ class Updater:
 
     def _evaluated(self, evaluate: Evaluate) -> Steps[float]:
         """The loss where an optimizer has moved the parameters; the gradients there are set."""
-        if self._assignment.from_shards:
-            yield from self._assignment.from_shards.give_back()
+        if self.updated.from_shards:
+            yield from self.updated.from_shards.give_back()
         gradients, loss = yield from evaluate()
         yield from self._take(gradients)
         return loss
 
     def parameters_changed(self) -> None:
         """Parameters have new values that no update made."""
-        if self._assignment.from_shards:
-            self._assignment.from_shards.invalidate()
+        if self.updated.from_shards:
+            self.updated.from_shards.invalidate()
 
     def learning_rates(self) -> list[float]:
         """Of every group of every optimizer that has one."""
@@ -242,7 +242,7 @@ class Updater:
 
     def expected_bytes(self) -> ExpectedBytes:
         """Of updates, for the norm and for full parameters, and of saved state."""
-        parts, expected, norm = self._assignment, self.state.expected_bytes(), Traffic()
+        parts, expected, norm = self.updated, self.state.expected_bytes(), Traffic()
         groups = {"dp": self._exchange.owners, "tp": self._counted, "pp": self._stages}
         for axis, over in groups.items():
             norm += Traffic.along(axis, all_reduce=8) if over is not None else Traffic()

@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any
 
+from meshloom.core.errors import CaptureError
 from meshloom.core.plan import Plan
 from meshloom.machine.machine import Machine
 from meshloom.planner.readings import Readings
+from meshloom.program.cost.opaque_shares import divides_nothing
 from meshloom.program.cost.rates import rates_of
 from meshloom.tensor_parallel.division import stored_choice
 from meshloom.tensor_parallel.explain import DivisionAccount, account_of
@@ -98,4 +100,6 @@ def divided(
     }  # fmt: skip
     with timings.of("choosing a division"):
         found = stored.value("account", program, depends, DivisionAccount, account) if stored else account()
+    if plan.pp == 1 and program.opaque and not found.parameters_divided:
+        raise CaptureError(divides_nothing(plan, list(program.opaque)))
     return Divided(account=found, depends=depends, make=make)

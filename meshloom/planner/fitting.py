@@ -20,7 +20,7 @@ from meshloom.optimizer.bfloat16.lowered import has_masters
 from meshloom.optimizer.reach import expected_state_bytes
 from meshloom.optimizer.user_optimizer import make_without_values, parameters_of
 from meshloom.planner.divided import divided
-from meshloom.planner.memory.rank_memory import RankMemory
+from meshloom.planner.memory.rank_memory import RankMemory, gathered_bytes
 from meshloom.planner.ranks import ranks_of
 from meshloom.planner.readings import Readings
 from meshloom.planner.staged_plan import staged
@@ -66,10 +66,9 @@ def least_bytes(plan: Plan, named: NamedParameters, state: StateBytes, *, one_co
         "gradients": trained // split // (plan.mesh.num_slices if plan.zero >= 2 else 1),
         "optimizer": (state.total - state.of_gathered) // split // of_state + state.of_gathered,
     }
-    if plan.tp > 1 or plan.zero == 3:
-        needs["parameters"] += state.gathered
-    if plan.tp > 1 or plan.zero >= 2:
-        needs["gradients"] += state.gathered
+    values, gradients = gathered_bytes(plan, state.gathered)
+    needs["parameters"] += values
+    needs["gradients"] += gradients
     return needs if plan.offload == "none" else {**needs, "optimizer": 0}
 
 

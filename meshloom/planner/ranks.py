@@ -29,6 +29,7 @@ from meshloom.planner.memory.rank_memory import (
     has_buckets,
     memory_of_rank,
     state_by_place,
+    with_gathered,
 )
 from meshloom.planner.memory.stage_kept import kept_bytes_of
 from meshloom.planner.memory.step_facts import StepFacts, facts_of
@@ -226,6 +227,11 @@ def ranks_of(
     shares = shares_of(
         readings, plan, division, stages, batch_size=batch_size, optimizer_factor=facts.optimizer_factor, one_copy=one_copy
     )  # fmt: skip
+    if readings.gathered:
+        shares = tuple(
+            replace(each, held=with_gathered(each.held, plan, readings.gathered, facts.optimizer_factor))
+            for each in shares
+        )
     count = len(plan.largest_share(batch_size or readings.job.batch_size))
     memories = tuple(
         memory_of_rank(

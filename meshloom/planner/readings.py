@@ -17,7 +17,7 @@ from meshloom.core.random import preserved_draws
 from meshloom.data.samples import first_batches
 from meshloom.machine.host_memory import free_bytes
 from meshloom.optimizer.updater import check_stages
-from meshloom.optimizer.user_optimizer import make_without_values
+from meshloom.optimizer.user_optimizer import UserOptimizers, make_without_values, parameters_of
 from meshloom.parameters.model import trainable
 from meshloom.parameters.unfilled_model import UnfilledModel, build_unfilled
 from meshloom.planner.memory.comparison import compared_program, comparison_bytes
@@ -120,12 +120,24 @@ class Readings:
             check_readable(self._unfilled, plan)
         if plan.pp == plan.tp == 1 and not plan.zero:
             return plan, []
-        with preserved_draws():
-            made, _ = attempted(lambda: make_without_values(self.job, trainable(self._unfilled)))
-        if made is None:  # values may be missing; the run meets it again
+        if self._optimizers is None:
             return plan, []
-        check_stages(made, plan.pp)
-        return for_optimizers(plan, made)
+        check_stages(self._optimizers, plan.pp)
+        return for_optimizers(plan, self._optimizers)
+
+    @property
+    def gathered(self) -> int:
+        """Bytes of the parameters that optimizers get on every rank, as they look at all of them."""
+        made = self._optimizers
+        pairs = zip(made.optimizers, made.reaches, strict=True) if made else ()
+        at_once = [each for each, reach in pairs if reach == "optimizer"]
+        return sum(each.nbytes for optimizer in at_once for each in parameters_of(optimizer))
+
+    @cached_property
+    def _optimizers(self) -> UserOptimizers | None:
+        """None where they cannot be made without values; the run meets it again."""
+        with preserved_draws():
+            return attempted(lambda: make_without_values(self.job, trainable(self._unfilled)))[0]
 
     @cached_property
     def _described(self) -> tuple[nn.Module, UnfilledModel | None]:

@@ -7,6 +7,7 @@ its stages' shard of the model.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
@@ -28,7 +29,6 @@ from meshloom.core.job import Job, LossFunction, NamedParameters
 from meshloom.core.losses.turns import LossTurn, OwnGradients
 from meshloom.core.mesh import Axis
 from meshloom.core.modules.compiled import compiled_notes, without_compilation
-from meshloom.core.modules.named_leaves import is_within
 from meshloom.core.moments.current_step import Moment
 from meshloom.core.plan import Plan
 from meshloom.data.chunks import Chunk
@@ -49,7 +49,7 @@ from meshloom.pipeline.schedules.schedule import Schedule
 from meshloom.pipeline.stages.program_store import ProgramStore
 from meshloom.pipeline.stages.stages import Stage
 from meshloom.program.capture.outside import Outside
-from meshloom.program.cost.opaque_shares import NAMED
+from meshloom.program.cost.opaque_shares import divides_nothing
 from meshloom.program.ir.batch_values import check_following
 from meshloom.program.ir.leaves import leaves_of
 from meshloom.program.ir.written_parameters import named_buffers
@@ -142,19 +142,19 @@ class ProgramEngine(Engine):
         )
 
     def _check_divided(self, model: nn.Module) -> None:
-        """Raise `CaptureError` where all parameters are in leaves, and no two stages have some."""
-        leaves, names = list(self.programs.opaque), [name for name, _ in model.named_parameters()]
-        if self.plan.tp == self.plan.pp == 1 or not all(
-            any(is_within(name, path) for path in leaves) for name in names
-        ):
-            return
-        if len({self.cutter.holders.get(name) for name in names} - {None}) <= 1:
-            named = ", ".join(path or "the model" for path in leaves[:NAMED])
-            more = f" and {len(leaves) - NAMED} more" if len(leaves) > NAMED else ""
-            raise CaptureError(
-                f"{self.plan} divides nothing of this model: all of its parameters are in leaves ({named}{more}), which run whole on every rank. "
-                "Use dp, with zero=3 if the model is large."
-            )
+        """Raise `CaptureError` where leaves leave nothing to divide over tp, and no two stages have parameters."""
+        names = [name for name, _ in model.named_parameters()]
+        stages = {self.cutter.holders.get(name) for name in names} - {None}
+        if self.programs.opaque and not self._share_divided() and len(stages) <= 1:
+            raise CaptureError(divides_nothing(self.plan, list(self.programs.opaque)))
+
+    def _share_divided(self) -> float:
+        """Of the parameters' elements, those of parameters that are divided over tp."""
+        parts = self.division.first.parameters if self.division else {}
+        sizes = {name: math.prod(each.shape) for name, each in parts.items()}
+        return sum(sizes[name] for name, each in parts.items() if not each.is_whole) / max(
+            1, sum(sizes.values())
+        )
 
     @property
     def parameters(self) -> NamedParameters:
@@ -278,7 +278,11 @@ class ProgramEngine(Engine):
 
     @property
     def notes(self) -> list[str]:
-        return [*compiled_notes([] if self.compiler else self._compiled), *self.programs.opaque_notes()]
+        leaves = self.programs.opaque_notes()
+        share = self._share_divided()
+        if leaves and self.plan.tp > 1 and share < 0.5:
+            leaves.append(f"tp={self.plan.tp} divides {share:.0%} of the parameters.")
+        return [*compiled_notes([] if self.compiler else self._compiled), *leaves]
 
     @property
     def holders(self) -> Mapping[str, tuple[int, ...]] | None:

@@ -10,7 +10,7 @@ verification   the step, with one device's reference on rank 0
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from meshloom.core.exchanges import EXCHANGES, compression_of
@@ -159,6 +159,25 @@ def window_bytes(offloaded: int, largest: int, factor: float) -> int:
     """Of offloaded state, bytes that are in memory at one time in an update. largest: bytes of a parameter. factor:
     bytes of state per byte of parameters."""
     return min(offloaded, round(max(WINDOW_BYTES, largest) * factor))
+
+
+def gathered_bytes(plan: Plan, gathered: int) -> tuple[int, int]:
+    """What a rank holds besides its parts for an optimizer that looks at all of its parameters, `gathered` bytes: values and
+    gradients."""
+    values = gathered if plan.tp > 1 or plan.zero == 3 else 0
+    return values, gathered if plan.tp > 1 or plan.zero >= 2 else 0
+
+
+def with_gathered(held: HeldBytes, plan: Plan, gathered: int, factor: float) -> HeldBytes:
+    """The same with `gathered_bytes`, and all of such an optimizer's state. factor: its bytes per byte of parameters."""
+    values, gradients = gathered_bytes(plan, gathered)
+    parts = plan.tp * (plan.mesh.num_slices if plan.zero else 1)
+    return replace(
+        held,
+        parameters=held.parameters + values,
+        gradients=held.gradients + gradients,
+        optimizer=held.optimizer + round(factor * (gathered - gathered // parts)),
+    )
 
 
 def has_buckets(plan: Plan) -> bool:

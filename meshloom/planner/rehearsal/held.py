@@ -17,7 +17,9 @@ def held_by(replica: Replica, kept: int, optimizer_factor: float) -> HeldBytes:
     there = {name: each for name, each in replica.model.named_parameters() if not each.is_meta}
     trained = {name: each.nbytes for name, each in there.items() if each.requires_grad}
     owned_names = {name for name, _ in replica.named}
-    owned = sum((each.stop - each.start) * each.parameter.itemsize for each in exchange.owned)
+    updated = replica.updater.updated
+    itemsizes = {name: each.itemsize for name, each in replica.model.named_parameters()}
+    owned = sum((each.stop - each.start) * itemsizes[each.name] for parts in updated.held for each in parts)
     whole = sum(each.nbytes for each in there.values())
     gradients, on_the_way = held_gradients(
         plan, trained, owned_names, replica.engine.late, one_copy=exchange.one_copy
@@ -28,6 +30,11 @@ def held_by(replica: Replica, kept: int, optimizer_factor: float) -> HeldBytes:
         full = _at_one_time([(unit.module is None, unit.parts) for unit in sliced.units])
         gradients = sum(part.kept.nbytes for unit in sliced.units for part in unit.trainable_parts)
         on_the_way = _at_one_time([(unit.module is None, unit.trainable_parts) for unit in sliced.units])
+    # what this rank updates as a whole, beside its slices and shards of it
+    local = set(map(id, there.values())) if sliced is None else set[int]()
+    whole += sum(each.nbytes for each in updated.full if id(each) not in local)
+    if plan.tp > 1 or plan.zero >= 2:
+        gradients += sum(each.nbytes for each in updated.full)
     return HeldBytes(
         parameters=-(-whole // plan.dp) if exchange.one_copy else whole,
         gradients=gradients,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
+from meshloom.core.plan import Plan
 from meshloom.program.cost.cost import Cost
 from meshloom.program.ir.program import Program
 from meshloom.program.opaque.operator import is_opaque
@@ -18,6 +19,16 @@ def opaque_notes(program: Program, costs: Mapping[str, Cost]) -> list[str]:
     for path, why in program.opaque.items():
         named.setdefault(why, []).append(path)
     return [_note(program, costs, paths, why) for why, paths in named.items()]
+
+
+def divides_nothing(plan: Plan, leaves: Sequence[str]) -> str:
+    """The sentence that refuses a plan for a model whose parameters are in leaves."""
+    named = ", ".join(path or "the model" for path in leaves[:NAMED])
+    more = f" and {len(leaves) - NAMED} more" if len(leaves) > NAMED else ""
+    return (
+        f"{plan} divides nothing of this model: leaves ({named}{more}) run whole on every rank, and no other parameter is divided. "
+        "Use dp, with zero=3 if the model is large."
+    )
 
 
 def _note(program: Program, costs: Mapping[str, Cost], paths: Sequence[str], why: str) -> str:
