@@ -2,7 +2,7 @@
 (Graves et al., 2006).
 
     meshloom train  examples/16_speech.py --plan dp=2
-    meshloom verify examples/16_speech.py --plan dp=2,microbatches=2
+    meshloom verify examples/16_speech.py --plan dp=2,pp=2,tp=2
 
 The words are those of Python's own library. Each of their letters sounds for 2 to 4 frames, with the energies of a few bands, some noise, and
 some of its neighbours' energies, as in speech. No file of sound is needed.
@@ -58,6 +58,13 @@ def collate(samples: list[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
     }
 
 
+@ml.leaf
+def read(layers: nn.Module, frames: Tensor, lengths: Tensor) -> Tensor:
+    """What recurrent layers make of frames as far as their lengths: packing needs these as numbers, so it is one operator under tp and pp."""
+    packed = pack_padded_sequence(frames, lengths.cpu(), batch_first=True, enforce_sorted=False)
+    return pad_packed_sequence(layers(packed)[0], batch_first=True, total_length=frames.shape[1])[0]
+
+
 class Reader(nn.Module):
     """Frames [batch, length, BANDS] and their lengths -> logarithms of probabilities [batch, length, letters + 1], 0 for no letter."""
 
@@ -67,9 +74,7 @@ class Reader(nn.Module):
         self.head = nn.Linear(2 * HIDDEN, len(LETTERS) + 1)
 
     def forward(self, frames: Tensor, lengths: Tensor) -> Tensor:
-        packed = pack_padded_sequence(frames, lengths.cpu(), batch_first=True, enforce_sorted=False)
-        read, _ = pad_packed_sequence(self.layers(packed)[0], batch_first=True, total_length=frames.shape[1])
-        return self.head(read).log_softmax(2)
+        return self.head(read(self.layers, frames, lengths)).log_softmax(2)
 
 
 def loss(model: Reader, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -79,14 +84,19 @@ def loss(model: Reader, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     return total, batch["num_letters"].sum()
 
 
-def words_right(model: Reader, batch: dict[str, Tensor]) -> Tensor:
-    """The share of words of which every letter is right, by the likeliest letter of each frame."""
-    best = model(batch["frames"], batch["lengths"]).argmax(2)
-    right = 0
+@ml.leaf
+def is_right(best: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    """Whether every letter of a word is right: [batch], of the likeliest letter of each frame [batch, length]."""
+    right: list[bool] = []
     for row, length, letters, count in zip(best, batch["lengths"], batch["letters"], batch["num_letters"], strict=True):  # fmt: skip
         merged = row[:length].unique_consecutive()
-        right += int(torch.equal(merged[merged > 0], letters[:count]))
-    return torch.tensor(right / len(best))
+        right.append(torch.equal(merged[merged > 0], letters[:count]))
+    return torch.tensor(right)
+
+
+def words_right(model: Reader, batch: dict[str, Tensor]) -> Tensor:
+    """The share of words that are right."""
+    return is_right(model(batch["frames"], batch["lengths"]).argmax(2), batch).float().mean()
 
 
 job = ml.Job(

@@ -12,6 +12,7 @@ from meshloom.core.mesh import Mesh
 from meshloom.core.moments.by_metric import ByMetric
 from meshloom.core.moments.current_step import step
 from meshloom.core.moments.gather import gather
+from meshloom.core.moments.leaf import leaf
 from meshloom.core.objectives import Metric, Objective
 from meshloom.core.plan import Plan
 from meshloom.telemetry.progress import Listener, Progress
@@ -38,6 +39,7 @@ __all__ = [
     "from_lightning",
     "from_transformers",
     "gather",
+    "leaf",
     "log",
     "step",
 ]

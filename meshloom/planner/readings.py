@@ -22,7 +22,7 @@ from meshloom.parameters.model import trainable
 from meshloom.parameters.unfilled_model import UnfilledModel, build_unfilled
 from meshloom.planner.memory.comparison import compared_program, comparison_bytes
 from meshloom.program.capture.attempted import attempted
-from meshloom.program.capture.shapes import Built, capture_shapes
+from meshloom.program.capture.shapes import NEEDS_VALUES, Built, capture_shapes
 from meshloom.program.cost.cost import Cost, costs
 from meshloom.program.ir.leaves import Leaves
 from meshloom.program.ir.program import Program
@@ -169,9 +169,7 @@ class Readings:
 
     def _kept(self, model: nn.Module, leaves: Leaves, read: Callable[[], Program]) -> Program:
         if self.job.leaves:
-            raise CaptureError(
-                "Leaves run once, on values, and the model does not fit into the memory of this host with them."
-            )
+            raise CaptureError(NEEDS_VALUES)
 
         def read_it() -> Program:
             self._built = None

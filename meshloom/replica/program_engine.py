@@ -133,7 +133,9 @@ class ProgramEngine(Engine):
         make_row_major(model)
         self._model, self.runs_modules = model, bool(self.programs.opaque)
         self.is_unlike_training = self.programs.is_unlike_training
-        self._outside = {each: Outside(each, model, self.programs.opaque) for each in self.losses.values()}
+        self._outside = {
+            each: Outside(each, model, self.programs.leaf_modules) for each in self.losses.values()
+        }
         self._parameters = {name: each for name, each in model.named_parameters() if not each.is_meta}
         for by_stage, of_loss in zip(scope.statistics, here, strict=True):
             by_stage |= {each.number: _statistics_of(each, model, self) for each in of_loss}
@@ -248,7 +250,7 @@ class ProgramEngine(Engine):
             self._outside[metric].check_step()
         yield from self.programs.ready(batch, loss=metric, training=False)
         if metric not in self._outside:
-            self._outside[metric] = Outside(metric, self._model, self.programs.opaque)
+            self._outside[metric] = Outside(metric, self._model, self.programs.leaf_modules)
         with moment.entered():
             self.team_sums.count(self.microbatches.evaluate(batch, metric, take))
 

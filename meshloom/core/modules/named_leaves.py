@@ -1,14 +1,55 @@
-"""The modules that `Job(leaves=...)` names."""
+"""Which leaves are modules, named by `Job(leaves=...)`, and which are calls of functions.
+
+layers.0                      a module
+@train:read;layers.0,head     a call of the function `read` of train.py with these modules among its arguments, "." for the model
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from torch import nn
 
 from meshloom.core.errors import JobError
 
 NAMED = "the job asks for it"  # why such a module is a leaf
+
+
+def is_function(path: str) -> bool:
+    """Whether a leaf is a call of a function."""
+    return path.startswith("@")
+
+
+def function_name(path: str) -> str:
+    """The name of the function of such a leaf.
+
+    >>> function_name("@train:Net.read;head")
+    'train:Net.read'
+    """
+    return path[1:].rpartition(";")[0]
+
+
+def shown(path: str) -> str:
+    """A leaf for a sentence.
+
+    >>> shown(""), shown("head"), shown("@train:Net.read;head")
+    ('the model', 'head', 'Net.read()')
+    """
+    return f"{function_name(path).partition(':')[2]}()" if is_function(path) else path or "the model"
+
+
+def modules_of(paths: Iterable[str]) -> list[str]:
+    """The modules of leaves: themselves, and those that functions are given.
+
+    >>> modules_of(["layers.0", "@train:read;head,.", "@train:count;"])
+    ['layers.0', 'head', '']
+    """
+    found: dict[str, None] = {}
+    for path in paths:
+        given = path.rpartition(";")[2].split(",") if is_function(path) else []
+        found |= dict.fromkeys(each.removeprefix(".") for each in given if each)
+        found |= {} if is_function(path) else {path: None}
+    return list(found)
 
 
 def named_leaves(asked: Sequence[str | type[nn.Module]], model: nn.Module) -> list[str]:

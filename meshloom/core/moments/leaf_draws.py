@@ -2,6 +2,7 @@
 the same wherever, and beside whatever else, the leaf runs.
 
     Job(leaves=["router"])          a call of the router draws alike on one device, on replicas and in programs
+    @ml.leaf                  and so does one of a marked function
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 
 from torch import nn
 
+from meshloom.core.modules.named_leaves import is_function
 from meshloom.core.random import derive, python_draws_of
 
 # The seed of the chunk that this thread computes, and the calls of its leaves so far.
@@ -30,10 +32,30 @@ def leaves_drawing(seed: int) -> Iterator[None]:
         _CHUNK.reset(before)
 
 
-def call_of_leaf(path: str, number: int) -> AbstractContextManager[None]:
-    """The context of a leaf's call of this number in a chunk; outside of a chunk nothing."""
+def call_of_leaf(name: str, number: int) -> AbstractContextManager[None]:
+    """The context of a leaf's call of this number in a chunk; outside of a chunk, and inside of a leaf, nothing."""
     chunk = _CHUNK.get()
-    return python_draws_of(derive(chunk[0], "leaf", path, number)) if chunk else nullcontext()
+    return _alone(derive(chunk[0], "leaf", name, number)) if chunk else nullcontext()
+
+
+def next_call_of(name: str) -> AbstractContextManager[None]:
+    """The context of a leaf's next call in a chunk."""
+    chunk = _CHUNK.get()
+    if chunk is None:
+        return nullcontext()
+    number = chunk[1][name]
+    chunk[1][name] += 1
+    return call_of_leaf(name, number)
+
+
+@contextmanager
+def _alone(seed: int) -> Iterator[None]:
+    before = _CHUNK.set(None)
+    try:
+        with python_draws_of(seed):
+            yield
+    finally:
+        _CHUNK.reset(before)
 
 
 @contextmanager
@@ -41,6 +63,8 @@ def leaves_in(model: nn.Module, leaves: Collection[str]) -> Iterator[None]:
     """A context in which calls of these modules of `model`, which runs as written, draw as leaves do."""
     with ExitStack() as around:
         for path in leaves:
+            if is_function(path):
+                continue
             around.enter_context(_calls_of(path, model.get_submodule(path)))
         yield
 
@@ -50,11 +74,8 @@ def _calls_of(path: str, module: nn.Module) -> Iterator[None]:
     entered: list[ExitStack] = []
 
     def begin(module: nn.Module, args: Any) -> None:
-        call, chunk = ExitStack(), _CHUNK.get()
-        if chunk:
-            number = chunk[1][path]
-            chunk[1][path] += 1
-            call.enter_context(call_of_leaf(path, number))
+        call = ExitStack()
+        call.enter_context(next_call_of(path))
         entered.append(call)
 
     def end(module: nn.Module, args: Any, result: Any) -> None:

@@ -21,6 +21,8 @@ from meshloom.program.ir.program import Program
 from meshloom.program.ir.sparse_constants import strides_of
 from meshloom.program.ir.written_parameters import mark_settled
 from meshloom.program.opaque.bound import with_needs
+from meshloom.program.opaque.call import UnrecordedLeafError
+from meshloom.program.opaque.functions import MARKED
 from meshloom.program.opaque.stand_ins import Recorded
 from meshloom.program.trace.block_calls import Shortcuts
 from meshloom.program.trace.build import build
@@ -81,7 +83,7 @@ def capture_module(
     included.
 
     once: export it with the first batch alone, where the loss is known to freeze nothing.
-    opaque: modules that become operators, and why; those that are not called are left out.
+    opaque: modules that become operators, and why; those that are not called are left out. Leaf functions are besides.
     """
     batches = in_precision(batches[0], dtype), in_precision(batches[1], dtype)
     given = leaves_of(batches[0]), leaves_of(batches[1])
@@ -90,6 +92,7 @@ def capture_module(
     def read(leaves: Sequence[Leaves], shortcuts: Shortcuts) -> Program:
         def built(exported: Exported, number: int) -> Program:
             device = device_of(model, leaves[0])
+            parts = {path: asked.get(path, MARKED) for path in recorded}
             return build(exported, model, leaves[number].tensors, device, dtype, parts)
 
         if once:
@@ -107,9 +110,13 @@ def capture_module(
         return read(leaves, shortcuts) if shortcuts else with_shortcuts(partial(read, leaves))
 
     with capturing(dtype):
-        recorded: Recorded = recorded_calls(model, loss, batches[:1] if once else batches, opaque or {})
-        parts = {path: why for path, why in (opaque or {}).items() if path in recorded}
-        program, others = read_values(given, read_shortly, numbers=numbers)
+        asked, run = opaque or {}, batches[:1] if once else batches
+        recorded: Recorded = recorded_calls(model, loss, run, asked) if asked else {}
+        try:
+            program, others = read_values(given, read_shortly, numbers=numbers)
+        except UnrecordedLeafError:
+            recorded = recorded_calls(model, loss, run, asked)
+            program, others = read_values(given, read_shortly, numbers=numbers)
     return with_needs(replace(with_causal_attention(program), others=others))
 
 

@@ -28,8 +28,7 @@ from meshloom.program.ir.lines import WAY_OUT, SourceLine, line_of_error
 from meshloom.program.ir.nodes import submodule, with_parents
 from meshloom.program.ir.program import Program
 from meshloom.program.ir.written_parameters import writing_modules
-from meshloom.program.opaque.call import ChangedCallError
-from meshloom.program.opaque.stand_ins import OpaqueError
+from meshloom.program.opaque.call import ChangedCallError, OpaqueError
 from meshloom.program.trace.frozen import FrozenDrawError
 from meshloom.program.trace.repeated_export import GatherCapturedError
 
@@ -96,7 +95,7 @@ def _refused(model: nn.Module, path: str, why: str, share: str, layer: str | Non
     where = f"{path} ({kind}) is {share}" if path else f"that is outside of all modules but the model, {kind}"
     named, what = (repr(layer), layer) if layer else (kind, path or "the model")
     return CaptureError(
-        f"{why}, and {where}. Move the line into a module of its own, which then runs as written; "
+        f"{why}, and {where}. Move the line into a function marked with @ml.leaf, or into a module of its own, which then runs as written; "
         f"or write leaves=[{named}] to run {what} as written, whole on every rank of tp. {WAY_OUT}"
     )
 

@@ -1,7 +1,8 @@
-"""Runs a loss in eager to record the calls of its opaque modules: layouts, draws, buffers written, costs."""
+"""Runs a loss in eager to record the calls of its opaque modules and of leaf functions: layouts, draws, buffers written, costs."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
@@ -15,10 +16,11 @@ from torch.utils._pytree import tree_leaves
 
 from meshloom.core.errors import CaptureError
 from meshloom.core.job import LossFunction
-from meshloom.core.modules.named_leaves import NAMED
+from meshloom.core.modules.named_leaves import NAMED, function_name, is_function
 from meshloom.core.moments.branches import branches_as_written
 from meshloom.core.moments.current_step import at_step
 from meshloom.core.random import derive, preserved_draws, seed_everything
+from meshloom.program.capture.reached import KeptTensors, check_arguments, order, order_now
 from meshloom.program.capture.restored import cloned, restored
 from meshloom.program.cost.cost_rules import bytes_read_and_written, flops
 from meshloom.program.ir.draws import CountDraws
@@ -29,15 +31,18 @@ from meshloom.program.ir.sparse_constants import memory_of, storage_of
 from meshloom.program.ir.step_input import answered_by_input, step_beside
 from meshloom.program.ir.written_parameters import settled_names
 from meshloom.program.opaque.call import (
+    FUNCTION,
     OpaqueCall,
     OpaqueCost,
+    OpaqueError,
     meta_of,
     plain_text_of,
     split_arguments,
     state_of,
 )
+from meshloom.program.opaque.functions import closed_over
 from meshloom.program.opaque.gradient_hooks import node_hooks_seen
-from meshloom.program.opaque.stand_ins import OpaqueError, Recorded, RecordedCall, intercepted, taken_apart
+from meshloom.program.opaque.stand_ins import Recorded, RecordedCall, intercepted, taken_apart
 from meshloom.program.trace.frozen import equal_bits, python_states
 
 
@@ -49,23 +54,33 @@ def recorded_calls(
 ) -> Recorded:
     """The calls of these modules, which must be alike for all `batches`. The model is unchanged afterwards.
 
-    The code around them is told that it is traced, as in the export, and may make masks, say, that eager does without.
-    Raises `OpaqueError` for a module whose calls are no operators: their shapes depend on values, say.
+    Leaf functions are recorded, too. The code around is told that it is traced, as in the export, and may make masks, say, that eager does without.
+    Raises `OpaqueError` for what are no operators: their shapes depend on values, say.
     """
     first: dict[str, list[RecordedCall]] | None = None
-    for number, batch in enumerate(batches if leaves else ()):
-        found = _calls(model, loss, batch, leaves, derive("capture", number))
-        first = first or found
-        for path, calls in first.items():
-            _check_number(path, calls, found[path])
-            first[path] = [_merged(path, one, other) for one, other in zip(calls, found[path], strict=True)]
+    functions: dict[str, Any] = {}
+    for number, batch in enumerate(batches):
+        found = _calls(model, loss, batch, leaves, derive("capture", number), functions)
+        first = found if first is None else first
+        for path in first | found:
+            calls, others = first.get(path, []), found.get(path, [])
+            _check_number(path, calls, others)
+            first[path] = [_merged(path, one, other) for one, other in zip(calls, others, strict=True)]
     return first or {}
 
 
 def _calls(
-    model: nn.Module, loss: LossFunction, batch: Any, leaves: Mapping[str, str], seed: int
+    model: nn.Module,
+    loss: LossFunction,
+    batch: Any,
+    leaves: Mapping[str, str],
+    seed: int,
+    functions: dict[str, Any],
 ) -> dict[str, list[RecordedCall]]:
-    found: dict[str, list[RecordedCall]] = {path: [] for path in leaves}
+    """functions: by name and closure, which later batches' are the same as."""
+    paths = [path for path in leaves if not is_function(path)]
+    found: dict[str, list[RecordedCall]] = {path: [] for path in paths}
+    numbers, kept = Counter[str](), KeptTensors()
     settled = {id(model.get_parameter(name)) for name in settled_names(model)}
 
     def handle(
@@ -74,27 +89,40 @@ def _calls(
         before = python_states()
         try:
             with seen_as_exported(False), at_step(0):
-                returned, call = _record(module, method, run, args, kwargs, settled)
+                if method == FUNCTION:
+                    known = functions.setdefault(f"{run.name} {closed_over(run)}", run)
+                    if known is not run:
+                        raise CaptureError(
+                            "each call of the loss defines it anew, so another rank cannot find it; define it at the top of its file"
+                        )
+                    kept.call((args, kwargs))
+                returned, call = _record(model, module, method, run, args, kwargs, settled)
         except CaptureError as error:
             raise OpaqueError(path, str(error)) from error
-        if leaves[path] != NAMED and python_states() != before:
+        if method == FUNCTION:
+            kept.returned(path, returned)
+            call = replace(call, call=replace(call.call, closed_over=closed_over(run)))
+        elif leaves[path] != NAMED and python_states() != before:
             kind = type(module).__name__
             raise OpaqueError(
                 path,
                 f"it draws with random or numpy; name it, leaves=[{kind}], and each of its calls draws by itself",
             )
-        found[path].append(replace(call, call=replace(call.call, number=len(found[path]))))
+        name = function_name(path) if method == FUNCTION else path
+        found.setdefault(path, []).append(replace(call, call=replace(call.call, number=numbers[name])))
+        numbers[name] += 1
         return returned
 
-    with restored(model), preserved_draws(), intercepted(model, list(leaves), handle), seen_as_exported():
+    with restored(model), preserved_draws(), intercepted(model, paths, handle), seen_as_exported():
         seed_everything(seed)
         batch = cloned(batch)
         with answered_by_input(step_beside(list(leaves_of(batch).tensors.values()))):
-            loss(model, batch)
+            kept.check(loss(model, batch))
     return {path: calls for path, calls in found.items() if calls}
 
 
 def _record(
+    model: nn.Module,
     module: nn.Module,
     method: str,
     run: Any,
@@ -103,7 +131,8 @@ def _record(
     settled: Collection[int],
 ) -> tuple[Any, RecordedCall]:
     """What the call returned, and its record. settled: identities of trained parameters that forwards write."""
-    spec, plain, inputs = split_arguments(args, kwargs)
+    is_marked = method == FUNCTION
+    spec, plain, inputs = split_arguments(args, kwargs, module.children() if is_marked else ())
     names, state = state_of(module)
     modes = tuple(each.training for each in module.modules())
     before = [each._version for each in (*inputs, *state)]  # pyright: ignore[reportPrivateUsage]
@@ -122,11 +151,15 @@ def _record(
     with CountDraws() as counter, keeping, meter, branches_as_written(), hooks.seen():
         returned = run(*args, **kwargs)
     hooks.check()
+    if is_marked:
+        check_arguments(model, returned, [*inputs, *state], meter.used, hooks.since)
     now = [each._version for each in (*inputs, *state)]  # pyright: ignore[reportPrivateUsage]
     replaced = {id(each) for each in state} - {id(each) for each in state_of(module)[1]}
     changed = [number for number, (was, each) in enumerate(zip(before, now, strict=True)) if was != each]
     if any(number < len(inputs) for number in changed):
-        raise CaptureError("it writes to its input in place")
+        raise CaptureError(
+            f"it writes to its input in place{'; write to a copy, x.clone()' if is_marked else ''}"
+        )
     # batch normalization writes its running statistics without counting it as a write
     written = {number - len(inputs) for number in changed} | {
         number
@@ -140,7 +173,7 @@ def _record(
             raise CaptureError(
                 f"it gives its buffer {names[number][0]} another shape, {list(state[number].shape)} in place of {list(value.shape)}"
             )
-    masked = {number for number, each in enumerate(state) if id(each) in settled}
+    masked = {number for number, each in enumerate(state) if id(each) in settled and not is_marked}
     written -= masked
     if any(isinstance(state[number], nn.Parameter) and state[number].requires_grad for number in written):
         raise CaptureError("it writes to parameters in the forward that are trained")
@@ -149,6 +182,8 @@ def _record(
         for place, each in _tensor_attributes(module).items()
         if attributes.get(place) is not each
     ]
+    if left and is_marked:
+        raise CaptureError(f"it keeps a tensor in the attribute {left[0][0][1]}; return it")
     made, leaf_places, recalled, structure = taken_apart(returned)
     results = [*made, *(each for _, each in left)]
     cost = replace(
@@ -181,10 +216,7 @@ class _Hooks:
 
     def __init__(self, given: Sequence[Tensor]) -> None:
         self._given, self._before = given, _num_hooks(given)
-        with torch.enable_grad():
-            self._first = _order(
-                torch.ones((), requires_grad=True).clone().grad_fn
-            )  # of what the call computes
+        self.since = order_now()  # of what the call computes
         self._nodes: list[Any] = []
 
     def seen(self) -> AbstractContextManager[None]:
@@ -193,7 +225,7 @@ class _Hooks:
 
     def check(self) -> None:
         """Raise `CaptureError` for one that sees more than the call's own part of a gradient."""
-        on_earlier = (hasattr(each, "variable") or _order(each) < self._first for each in self._nodes)
+        on_earlier = (hasattr(each, "variable") or order(each) < self.since for each in self._nodes)
         if _num_hooks(self._given) != self._before or any(on_earlier):
             raise CaptureError(
                 "it hooks the gradient of what it is given, or of a parameter, to which others may add"
@@ -202,11 +234,6 @@ class _Hooks:
 
 def _num_hooks(tensors: Sequence[Tensor]) -> list[int]:
     return [len(each._backward_hooks or ()) for each in tensors]
-
-
-def _order(node: Any) -> int:
-    """The later an operator ran, the larger."""
-    return node._sequence_nr()
 
 
 def _input_meta(tensor: Tensor) -> Any:
@@ -291,10 +318,11 @@ def is_plain(tensor: Tensor) -> bool:
 
 
 class WorkMeter(TorchDispatchMode):
-    """Adds up FLOPs and bytes."""
+    """Adds up FLOPs and bytes. used: the memory of what operators were given."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.used: set[int] = set()
         self._flops = self._read = self._written = 0
 
     def cost(self) -> OpaqueCost:
@@ -303,6 +331,9 @@ class WorkMeter(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional"):
+            raise CaptureError(f"it waits for other ranks, in {func.name()}; leave that out of it")
+        self.used |= {memory_of(each) for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)}
         value = func(*args, **(kwargs or {}))
         if func.namespace != "prim" and all(
             is_plain(each) for each in tree_leaves((args, value)) if isinstance(each, Tensor)

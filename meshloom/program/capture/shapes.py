@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
+from meshloom.core.errors import CaptureError
 from meshloom.core.job import Job
 from meshloom.data.to_device import lifted
 from meshloom.parameters.values.building import READS, NotDescribableError, described
@@ -27,6 +28,7 @@ from meshloom.program.ir.nodes import Node
 from meshloom.program.ir.program import Program
 from meshloom.program.ir.replaced import replaced
 from meshloom.program.ir.sparse_constants import empty_like
+from meshloom.program.opaque.call import UnrecordedLeafError
 from meshloom.program.trace.block_calls import Shortcuts
 from meshloom.program.trace.build import build
 from meshloom.program.trace.on_cpu import fake_mode
@@ -40,6 +42,9 @@ from meshloom.program.trace.repeated_export import (
 )
 
 Built = tuple[nn.Module, FakeTensorMode]
+NEEDS_VALUES = (
+    "Leaves run once, on values, and the model does not fit into the memory of this host with them."
+)
 
 
 def capture_shapes(
@@ -80,7 +85,10 @@ def capture_shapes(
                 exported = export_once(model, job.loss, shapes, shortcuts)
                 return build(exported, model, shapes.tensors, device_of(model, shapes), dtype)
 
-            program = with_causal_attention(with_shortcuts(built))
+            try:
+                program = with_causal_attention(with_shortcuts(built))
+            except UnrecordedLeafError as error:
+                raise CaptureError(NEEDS_VALUES) from error
             constants = {name: empty_like(each, "meta") for name, each in program.constants.items()}
             return replace(moved_to(program, where), constants=constants, by_shapes=True)
 

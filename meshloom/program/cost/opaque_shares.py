@@ -1,10 +1,11 @@
-"""Which parts of a program are opaque, why, and how much of its parameters and FLOPs they are."""
+"""Which parts of a program are leaves, why, and how much of its parameters and FLOPs they are."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 
+from meshloom.core.modules.named_leaves import shown
 from meshloom.core.plan import Plan
 from meshloom.program.cost.cost import Cost
 from meshloom.program.ir.program import Program
@@ -23,7 +24,7 @@ def opaque_notes(program: Program, costs: Mapping[str, Cost]) -> list[str]:
 
 def divides_nothing(plan: Plan, leaves: Sequence[str]) -> str:
     """The sentence that refuses a plan for a model whose parameters are in leaves."""
-    named = ", ".join(path or "the model" for path in leaves[:NAMED])
+    named = ", ".join(map(shown, leaves[:NAMED]))
     more = f" and {len(leaves) - NAMED} more" if len(leaves) > NAMED else ""
     return (
         f"{plan} divides nothing of this model: leaves ({named}{more}) run whole on every rank, and no other parameter is divided. "
@@ -32,7 +33,7 @@ def divides_nothing(plan: Plan, leaves: Sequence[str]) -> str:
 
 
 def _note(program: Program, costs: Mapping[str, Cost], paths: Sequence[str], why: str) -> str:
-    names = ", ".join(path or "the model" for path in paths[:NAMED])
+    names = ", ".join(map(shown, paths[:NAMED]))
     more = f" and {len(paths) - NAMED} more" if len(paths) > NAMED else ""
     parameters, flops = shares(program, costs, paths)
     several = len(paths) > 1

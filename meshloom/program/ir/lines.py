@@ -14,9 +14,7 @@ import torch
 from meshloom.core.modules.packages import is_of_package
 
 WAY_OUT = "Plans with dp and zero alone run the module as it is and need no program."  # ends every refusal
-WAYS_OUT = (
-    f"Or move it into a module of its own and name that in Job(leaves=[...]). {WAY_OUT}"  # of a line of code
-)
+WAYS_OUT = f"Or move it into a function marked with @ml.leaf, or name its module in Job(leaves=[...]). {WAY_OUT}"  # of a line of code
 _MESHLOOM = str(Path(__file__).parents[2])
 _TORCH = str(Path(torch.__file__).parent)
 _LIBRARY = sysconfig.get_paths()["stdlib"]

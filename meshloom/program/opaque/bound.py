@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -13,16 +13,24 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from meshloom.core.modules.class_code import has_batch_norms
+from meshloom.core.modules.named_leaves import function_name, is_function
 from meshloom.core.moments.leaf_draws import call_of_leaf
 from meshloom.program.ir.draws import CountDraws
 from meshloom.program.ir.nodes import Node, Ref, refs_in, submodule
 from meshloom.program.ir.program import Program
-from meshloom.program.opaque.call import ChangedCallError, OpaqueCall, plain_text_of
+from meshloom.program.ir.sparse_constants import memory_of
+from meshloom.program.opaque.call import (
+    FUNCTION,
+    ChangedCallError,
+    OpaqueCall,
+    OpaqueError,
+    instead_of,
+    place_of,
+    plain_text_of,
+)
+from meshloom.program.opaque.functions import function_of, modules_of_call
 from meshloom.program.opaque.module_tensors import ModuleTensors
 from meshloom.program.opaque.operator import OPAQUE, is_opaque
-from meshloom.program.opaque.stand_ins import OpaqueError
-
-INSTEAD = "Name the module around it in Job(leaves=[...])."
 
 
 def bound(program: Program, model: nn.Module) -> Program:
@@ -36,7 +44,8 @@ def _bound(node: Node, model: nn.Module) -> Node:
     if not is_opaque(node):
         return node
     path, text = node.args[2:]
-    return replace(node, target=OpaqueModule(submodule(model, path), path, OpaqueCall.of(text)))
+    module = modules_of_call(path, model) if is_function(path) else submodule(model, path)
+    return replace(node, target=OpaqueModule(module, path, OpaqueCall.of(text)))
 
 
 def with_needs(program: Program) -> Program:
@@ -73,7 +82,7 @@ def with_needs(program: Program) -> Program:
 
 
 class OpaqueModule:
-    """A module's call as the target of a node."""
+    """A call of a module, or of a function with modules, as the target of a node."""
 
     _schema = OPAQUE._schema
 
@@ -82,6 +91,8 @@ class OpaqueModule:
         self._module, self._path = module, path
         self._modules = list(module.modules())
         self._tensors = ModuleTensors(module, call.state)
+        self._function = function_of(path, call.closed_over) if call.method == FUNCTION else None
+        self._drawing = function_name(path) if self._function else path
         self.has_batch_norms = has_batch_norms(self._modules)
 
     def __str__(self) -> str:
@@ -92,13 +103,13 @@ class OpaqueModule:
     ) -> list[Tensor]:
         """The results of the call."""
         call = self.opaque_call
-        args, kwargs = call.arguments(inputs)
+        args, kwargs = call.arguments(inputs, list(self._module.children()) if self._function else ())
         counter = CountDraws() if call.num_draws else None
         before = torch.default_generator.get_state() if counter is None else None
         with (
             self._tensors.running_on(state, call.written, call.settled),
             self._in_modes(),
-            call_of_leaf(self._path, call.number),
+            call_of_leaf(self._drawing, call.number),
             counter or nullcontext(),
         ):
             returned: Any = self._run(args, kwargs)
@@ -107,20 +118,23 @@ class OpaqueModule:
         if drew != call.num_draws and not call.is_last_to_draw:
             raise ChangedCallError(
                 f"{self._name()} draws as often as its values say: {call.num_draws} times at the capture and not in this batch, so later draws cannot be "
-                f"those of one device. {INSTEAD}",
+                f"those of one device. {instead_of(self._path)}".strip(),
             )
-        return self._results(returned, left)
+        return self._results(returned, left, {memory_of(each) for each in inputs})
 
     def _left(self) -> list[Any]:
         """What it has left in attributes."""
         return [vars(submodule(self._module, below)).get(name) for below, name in self.opaque_call.attributes]
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._function:
+            return self._function(*args, **kwargs)
         if self.opaque_call.method == "forward":
             return self._module.forward(*args, **kwargs)
         return self._module(*args, **kwargs)
 
-    def _results(self, returned: Any, left: Sequence[Any]) -> list[Tensor]:
+    def _results(self, returned: Any, left: Sequence[Any], given: Collection[int]) -> list[Tensor]:
+        """given: the memory of what the call was given, of which results are no views."""
         call = self.opaque_call
         leaves = tree_leaves(returned)
         found = [leaves[place] for place in call.places if place < len(leaves)] + list(left)
@@ -129,21 +143,26 @@ class OpaqueModule:
         wanted = [each.shape for each in call.results]
         if len(leaves) != call.num_leaves or any(shapes[number] != wanted[number] for number in needed):
             raise ChangedCallError(
-                f"{self._name()} returned tensors of shapes {shapes} for this batch, and of {wanted} when the loss was captured: they depend on values. {INSTEAD}",
+                f"{self._name()} returned tensors of shapes {shapes} for this batch, and of {wanted} when the loss was captured: they depend on values. "
+                f"{instead_of(self._path)}".strip(),
             )
         if plain_text_of(leaves) != call.returned:
             raise ChangedCallError(
-                f"{self._name()} returned other numbers besides tensors for this batch than when the loss was captured: they depend on values. {INSTEAD}",
+                f"{self._name()} returned other numbers besides tensors for this batch than when the loss was captured: they depend on values. "
+                f"{instead_of(self._path)}".strip(),
             )
         return [
-            value
+            value.clone()
+            if isinstance(value, Tensor) and memory_of(value) in given
+            else value
             if isinstance(value, Tensor)
             else torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype)
             for value, meta in zip(found, call.results, strict=True)
         ]
 
     def _name(self) -> str:
-        return f"{self._path or 'the model'} ({type(self._module).__name__}), a leaf,"
+        kind = "" if self._function else f" ({type(self._module).__name__})"
+        return f"{place_of(self._path)}{kind}, a leaf,"
 
     @contextmanager
     def _in_modes(self) -> Iterator[None]:

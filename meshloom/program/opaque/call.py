@@ -7,7 +7,7 @@ holds no path: equal calls of equal modules are equal.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, treespec_loads
 
 from meshloom.core.errors import CaptureError, TrainingError
+from meshloom.core.modules.named_leaves import function_name, is_function, shown
+from meshloom.core.moments.leaf import leaf_functions
 from meshloom.program.ir.encoding import (
     decoded,
     decoded_meta,
@@ -25,9 +27,11 @@ from meshloom.program.ir.encoding import (
     encoded_structure,
 )
 from meshloom.program.ir.leaves import ArrayStandIn, is_array
+from meshloom.program.ir.lines import WAY_OUT
 from meshloom.program.ir.nodes import Meta
 
 METHODS = ("__call__", "forward")
+FUNCTION = "function"  # the method of a leaf function's call
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +53,8 @@ class OpaqueCost:
 class OpaqueCall:
     """One call.
 
-    method: `__call__`, with the module's hooks, or `forward`.
+    method: `__call__`, with the module's hooks, `forward`, or FUNCTION.
+    closed_over: the values that a function closes over, encoded, by name.
     spec: structure of (args, kwargs), as text. leaves: the plain arguments among their leaves, encoded; None where
         a tensor is, in a list of its own: `[]`.
     state: names of the module's parameters and buffers, below it, in the order of the operator's operands; tied ones
@@ -82,6 +87,7 @@ class OpaqueCall:
     is_last_to_draw: bool = False
     settled: tuple[int, ...] = ()
     returned: str = ""
+    closed_over: tuple[tuple[str, Any], ...] = ()
 
     def text(self) -> str:
         """The call as text, equal for equal calls."""
@@ -100,24 +106,32 @@ class OpaqueCall:
         found = json.loads(text)
         cost = found.pop("cost")
         return OpaqueCall(
-            **{name: _tuples(value) for name, value in found.items() if name not in ("results", "leaves")},
+            **{
+                name: _tuples(value)
+                for name, value in found.items()
+                if name not in ("results", "leaves", "closed_over")
+            },
+            closed_over=tuple((name, value) for name, value in found["closed_over"]),
             leaves=tuple(found["leaves"]),
             results=tuple(map(decoded_meta, found["results"])),
             cost=OpaqueCost(**{name: _tuples(value) for name, value in cost.items()}),
         )
 
-    def arguments(self, inputs: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """(args, kwargs) with these tensors."""
+    def arguments(
+        self, inputs: Sequence[Tensor], modules: Sequence[nn.Module] = ()
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """(args, kwargs) with these tensors, and these modules of a function."""
         tensors = iter(inputs)
-        leaves = [
-            next(tensors)
-            if each is None
-            else _array(next(tensors))
-            if each[0] == _ARRAY
-            else decoded(each[0])
-            for each in self.leaves
-        ]
-        args, kwargs = _spec(self.spec).unflatten(leaves)
+
+        def argument(leaf: Any) -> Any:
+            if leaf is None:
+                return next(tensors)
+            if leaf[0] == _ARRAY:
+                return _array(next(tensors))
+            is_module = isinstance(leaf[0], dict) and _MODULE in leaf[0]
+            return modules[leaf[0][_MODULE]] if is_module else decoded(leaf[0])
+
+        args, kwargs = _spec(self.spec).unflatten([argument(each) for each in self.leaves])
         return tuple(args), dict(kwargs)
 
 
@@ -125,15 +139,47 @@ class ChangedCallError(TrainingError):
     """A call of an opaque module that is not like the recorded one."""
 
 
+class OpaqueError(CaptureError):
+    """A leaf that cannot be one operator."""
+
+    def __init__(self, path: str, why: str) -> None:
+        super().__init__(f"{place_of(path)} cannot be one operator: {why}. {instead_of(path)}{WAY_OUT}")
+
+
+class UnrecordedLeafError(BaseException):
+    """A leaf function is called in an export, and its calls were not recorded. No error: whoever exports records them."""
+
+
+def place_of(path: str) -> str:
+    """A leaf and the line of its function, for a sentence."""
+    functions = leaf_functions(function_name(path)) if is_function(path) else []
+    return functions[0].place if functions else shown(path)
+
+
+def instead_of(path: str) -> str:
+    """What to write in place of a leaf that cannot be one, if anything."""
+    if is_function(path):
+        return "Or mark the function around it with @ml.leaf. "
+    return "Name the module around it in Job(leaves=[...]). " if path else ""
+
+
 def split_arguments(
-    args: tuple[Any, ...], kwargs: dict[str, Any]
+    args: tuple[Any, ...], kwargs: dict[str, Any], modules: Iterable[nn.Module] = ()
 ) -> tuple[str, tuple[Any, ...], list[Tensor]]:
-    """The structure of arguments, their plain leaves and their tensors. Raises `CaptureError` for other objects."""
+    """The structure of arguments, their plain leaves and their tensors. modules: those that may be among them. Raises `CaptureError` for other
+    objects."""
+    numbers = {id(vars(each)): number for number, each in enumerate(modules)}
     leaves, spec = tree_flatten((args, kwargs))
     leaves = [_Array(each.tensor) if isinstance(each, ArrayStandIn) else each for each in leaves]
     leaves = [_Array(torch.from_numpy(each)) if is_array(each) else each for each in leaves]
     plain = tuple(
-        None if isinstance(each, Tensor) else [_ARRAY if isinstance(each, _Array) else encoded(each)]
+        None
+        if isinstance(each, Tensor)
+        else [_ARRAY]
+        if isinstance(each, _Array)
+        else [{_MODULE: numbers[id(vars(each))]}]
+        if isinstance(each, nn.Module) and id(vars(each)) in numbers
+        else [encoded(each)]
         for each in leaves
     )
     text = encoded_structure(spec)
@@ -155,6 +201,7 @@ class _Array(NamedTuple):
 
 
 _ARRAY = {"array": True}
+_MODULE = "module"
 
 
 def _array(tensor: Tensor) -> Any:

@@ -1,4 +1,4 @@
-"""Calls of opaque modules intercepted: watched while they run in eager, and replaced by the operator in an export."""
+"""Calls of opaque modules and of leaf functions intercepted: watched while they run in eager, and replaced by the operator in an export."""
 
 from __future__ import annotations
 
@@ -12,23 +12,25 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from meshloom.core.errors import CaptureError
+from meshloom.core.modules.named_leaves import is_function
+from meshloom.core.moments.leaf import LeafFunction, leaf_calls_to
 from meshloom.program.ir.encoding import encoded
-from meshloom.program.ir.lines import WAY_OUT
 from meshloom.program.ir.nodes import Meta, submodule
-from meshloom.program.opaque.call import METHODS, OpaqueCall, split_arguments, state_of
+from meshloom.program.opaque.call import (
+    FUNCTION,
+    METHODS,
+    OpaqueCall,
+    OpaqueError,
+    UnrecordedLeafError,
+    split_arguments,
+    state_of,
+)
+from meshloom.program.opaque.functions import closed_over, modules_of_call, path_of_call
 from meshloom.program.opaque.operator import OPAQUE
 
 # path, module, method, run, args, kwargs
 Handle = Callable[[str, nn.Module, str, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 _SLOTS = {"__call__": "_compiled_call_impl", "forward": "forward"}
-
-
-class OpaqueError(CaptureError):
-    """A leaf that cannot be one operator."""
-
-    def __init__(self, path: str, why: str) -> None:
-        around = "Name the module around it in Job(leaves=[...]). " if path else ""
-        super().__init__(f"{path or 'the model'} cannot be one operator: {why}. {around}{WAY_OUT}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +98,10 @@ def operated(call: OpaqueCall, inputs: Sequence[Tensor], state: Sequence[Tensor]
 
 @contextmanager
 def intercepted(model: nn.Module, paths: Sequence[str], handle: Handle) -> Iterator[None]:
-    """Calls of these modules go to `handle`, except inside of one another."""
+    """Calls of these modules, and of leaf functions, go to `handle`, except inside of one another.
+
+    A function's is that of a module that holds its modules; what is no call of an operator raises `OpaqueError`.
+    """
     inside = False
     before: list[tuple[dict[str, Any], str, Any]] = []
 
@@ -112,6 +117,15 @@ def intercepted(model: nn.Module, paths: Sequence[str], handle: Handle) -> Itera
         finally:
             inside = False
 
+    def call_function(function: LeafFunction[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if inside:
+            return function.__wrapped__(*args, **kwargs)
+        try:
+            path = path_of_call(function, args, kwargs, model)
+        except CaptureError as error:
+            raise OpaqueError(f"@{function.name};", str(error)) from error
+        return call(path, modules_of_call(path, model), FUNCTION, function, *args, **kwargs)
+
     for path in paths:
         module: Any = submodule(model, path)
         held = vars(module)
@@ -122,7 +136,8 @@ def intercepted(model: nn.Module, paths: Sequence[str], handle: Handle) -> Itera
             run = (held.get(slot) or module._call_impl) if method == "__call__" else module.forward
             held[slot] = partial(call, path, module, method, run)
     try:
-        yield
+        with leaf_calls_to(call_function):
+            yield
     finally:
         for held, slot, was in reversed(before):
             if was is _NOTHING:
@@ -136,21 +151,27 @@ _NOTHING = object()
 
 @contextmanager
 def standing_in(model: nn.Module, recorded: Recorded) -> Iterator[None]:
-    """Calls of opaque modules are operators, one after another as they were recorded."""
-    if not recorded:
-        yield
-        return
+    """Calls of leaves are operators, one after another as they were recorded. Raises `UnrecordedLeafError` for functions that were not."""
     following = {path: iter(calls) for path, calls in recorded.items()}
 
     def handle(
         path: str, module: nn.Module, method: str, run: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        known = next(following[path], None)
+        if path not in following and not any(map(is_function, following)):
+            raise UnrecordedLeafError
+        known = next(following.get(path, iter(())), None)
         try:
-            spec, plain, inputs = split_arguments(args, kwargs)
+            spec, plain, inputs = split_arguments(
+                args, kwargs, module.children() if method == FUNCTION else ()
+            )
         except CaptureError as error:
             raise OpaqueError(path, str(error)) from error
-        if known is None or (known.call.method, known.call.spec, known.call.leaves) != (method, spec, plain):
+        values = closed_over(run) if method == FUNCTION else ()
+        asked = (method, spec, plain, values)
+        if (
+            known is None
+            or (known.call.method, known.call.spec, known.call.leaves, known.call.closed_over) != asked
+        ):
             raise OpaqueError(path, "it is called otherwise when the loss is read")
         shapes = [(tuple(each.shape), each.dtype) for each in inputs]
         if shapes != [(each.shape, each.dtype) for each in known.inputs]:
@@ -162,7 +183,7 @@ def standing_in(model: nn.Module, recorded: Recorded) -> Iterator[None]:
             vars(submodule(module, below))[name] = value
         return put_together(known.leaves, known.spec, made, inputs)
 
-    with intercepted(model, list(recorded), handle):
+    with intercepted(model, [path for path in recorded if not is_function(path)], handle):
         yield
 
 

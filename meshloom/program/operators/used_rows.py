@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from meshloom.comm.pieces import Pieces
-from meshloom.core.modules.named_leaves import is_within
+from meshloom.core.modules.named_leaves import is_within, modules_of
 from meshloom.program.ir.nodes import Node, Ref
 from meshloom.program.ir.program import Program
 from meshloom.program.operators.collectives import Transition
@@ -83,7 +83,7 @@ class UsedRows:
                 continue
             # as registered: a parametrized weight is computed where it is read, and its parametrization may write buffers
             table = id(dict(module.named_parameters(recurse=False)).get("weight"))
-            if table in names and any(is_within(path, each) for each in paths):
+            if table in names and any(is_within(path, each) for each in modules_of(paths)):
                 before = self._before(names[table])
                 undo.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
         return undo

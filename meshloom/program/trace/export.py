@@ -25,6 +25,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten
 
 from meshloom.core.errors import CaptureError
 from meshloom.core.modules.module_caches import no_tensors_kept
+from meshloom.core.modules.named_leaves import is_function, shown
 from meshloom.program.gradients.gradient_trace import trace_with_gradients
 from meshloom.program.ir.contexts import Autocast, Context
 from meshloom.program.ir.lines import WAY_OUT, WAYS_OUT, SourceLine, SourcePlace, place_here, place_of_error
@@ -94,7 +95,9 @@ def export(
 
     Raises `CaptureError`; `ShortcutError` if a shortcut was taken, as that may be the cause.
     """
-    folding = Folding() if shortcuts.fold else None
+    # a call is traced by itself where functions may be leaves inside
+    fold = shortcuts.fold and not any(map(is_function, recorded or ()))
+    folding = Folding() if fold else None
     with without_cache(model) if shortcuts.no_cache else nullcontext(False) as switched:
         try:
             return _exported(model, loss, leaves, folding, recorded or {})
@@ -138,7 +141,7 @@ def _traced(
     """The loss with the gradients that it takes itself, which export does not see."""
     if recorded:
         raise CaptureError(
-            f"{str(taken).removesuffix('.')}, beside the leaf {', '.join(recorded)}, and what is traced with its gradients has no leaves. "
+            f"{str(taken).removesuffix('.')}, beside the leaf {', '.join(map(shown, recorded))}, and what is traced with its gradients has no leaves. "
             f"Take the gradient inside of the leaf, or write the leaf with torch operators. {WAY_OUT}"
         )
     seen = _Seen(traced=True)

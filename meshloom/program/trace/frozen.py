@@ -33,7 +33,7 @@ def check_draws() -> Callable[[Callable[[], Any]], None]:
                 line = line_that_changes(rerun, _GENERATORS[kind])
                 raise FrozenDrawError(
                     f"The forward draws from {kind} at {describe_line(line)}, and draws of programs are torch's. Write torch.rand(()), .uniform_ or torch.randint, or "
-                    f"name the module that draws in Job(leaves=[...]), where random and numpy are seeded for each call. {WAY_OUT}"
+                    f"mark the function that draws with @ml.leaf, or name its module in Job(leaves=[...]), where random and numpy are seeded for each call. {WAY_OUT}"
                 ).at(None, line)
 
     return check

@@ -19,7 +19,7 @@ from meshloom.comm.steps import Steps
 from meshloom.core.buffer_rules import BufferRule, rule_of
 from meshloom.core.device.readback import Readback, Readbacks, on_device
 from meshloom.core.errors import JobError
-from meshloom.core.modules.named_leaves import is_within
+from meshloom.core.modules.named_leaves import is_within, modules_of
 from meshloom.program.ir.written_parameters import named_buffers
 from meshloom.replica.buffers.declared_buffers import Decay, DeclaredBuffers, Rule
 from meshloom.replica.buffers.norm_statistics import BUFFERS, NormStatistics, is_counter, norm_buffers, tracks
@@ -47,7 +47,7 @@ class RunningStatistics:
         known = decays or {}
 
         def is_opaque(name: str) -> bool:
-            return any(is_within(name, path) for path in opaque)
+            return any(is_within(name, path) for path in modules_of(opaque))
 
         def is_declared(path: str) -> bool:
             return any(rule_of(f"{path}.{key}" if path else key, rules) is not None for key in BUFFERS)

@@ -1,15 +1,18 @@
-"""`@meshloom.leaf`: a function that is never looked into, as each of its calls is one operator of a captured program."""
+"""`@ml.leaf`: a function that is never looked into, as each of its calls is one operator of a captured program."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import inspect
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import update_wrapper
 from types import FunctionType, MethodType
 from typing import Any, Generic, ParamSpec, TypeVar
+from weakref import WeakSet
 
 from meshloom.core.errors import JobError
+from meshloom.core.moments.leaf_draws import next_call_of
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -17,6 +20,8 @@ Answer = Callable[["LeafFunction[..., Any]", tuple[Any, ...], dict[str, Any]], A
 
 # What takes calls of leaf functions in this thread, while a loss is recorded or exported; None: they are the functions.
 _ANSWER: ContextVar[Answer | None] = ContextVar("leaf", default=None)
+# Those that live: a rank finds the functions of a program by their names.
+_MADE: WeakSet[LeafFunction[..., Any]] = WeakSet()
 
 
 class LeafFunction(Generic[P, R]):
@@ -28,15 +33,32 @@ class LeafFunction(Generic[P, R]):
     def __init__(self, function: Callable[P, R]) -> None:
         if not isinstance(function, FunctionType):
             raise JobError(
-                f"@meshloom.leaf marks a function, not a {type(function).__name__}. Write it below @staticmethod, @classmethod or @property; name a module "
+                f"@ml.leaf marks a function, not a {type(function).__name__}. Write it below @staticmethod, @classmethod or @property; name a module "
                 "in Job(leaves=[...])."
             )
         update_wrapper(self, function)
         self.name = f"{function.__module__}:{function.__qualname__}"
+        self._function = function
+        _MADE.add(self)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         answer = _ANSWER.get()
-        return self.__wrapped__(*args, **kwargs) if answer is None else answer(self, args, kwargs)
+        if answer is not None:
+            return answer(self, args, kwargs)
+        with next_call_of(self.name):
+            return self.__wrapped__(*args, **kwargs)
+
+    def closure(self) -> Mapping[str, Any]:
+        """What it closes over, if it is defined inside of another function."""
+        if "<locals>" not in self.name:
+            return {}
+        return inspect.getclosurevars(self._function).nonlocals
+
+    @property
+    def place(self) -> str:
+        """Its name and line."""
+        code = self._function.__code__
+        return f"{self.__qualname__} ({code.co_filename}:{code.co_firstlineno})"
 
     def __get__(self, owner: Any, kind: type | None = None) -> Any:
         return self if owner is None else MethodType(self, owner)
@@ -61,6 +83,11 @@ def leaf(function: Callable[P, R]) -> LeafFunction[P, R]:
     6.0
     """
     return LeafFunction(function)
+
+
+def leaf_functions(name: str) -> list[LeafFunction[..., Any]]:
+    """The leaf functions of this name."""
+    return [each for each in _MADE if each.name == name]
 
 
 @contextmanager
