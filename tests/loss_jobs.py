@@ -119,14 +119,15 @@ EQUAL: dict[str, tuple[Extra, Any]] = {
         of_scaled(lambda b: 1),
     ),
     "tensors in an object": (lambda x: {"n": Opaque(x)}, of_scaled(lambda b: b["n"].value)),  # type: ignore[arg-type]
-    "an array": (
-        lambda x: {"n": x.numpy().copy(), "m": [x.abs().numpy().copy()]},
-        of_scaled(lambda b: torch.from_numpy(b["n"]).abs() + torch.as_tensor(b["m"][0])),
-    ),
     "a name beside a number": (lambda x: {"n": f"{number(x)}", "m": number(x)}, of_scaled(lambda b: b["m"])),
 }
 
 REFUSED: dict[str, tuple[Extra, Any, str]] = {
+    "an array": (
+        lambda x: {"n": x.numpy().copy()},
+        of_scaled(lambda b: torch.from_numpy(b["n"]).abs()),
+        r"n of the batch is a NumPy array, and a program computes with tensors. Make it a tensor in collate, torch.from_numpy\(n\)",
+    ),
     "words": (
         lambda x: {"n": [f"w{int(each * 100)}" for each in x[:, 0].tolist()]},
         of_scaled(lambda b: torch.tensor([[int(word[1:]) / 100] for word in b["n"]])),

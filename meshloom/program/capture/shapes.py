@@ -8,7 +8,7 @@ and buffers are then replaced by fake tensors, which have no memory, to export t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -123,7 +123,7 @@ def _without_values(build: Callable[[], nn.Module]) -> nn.Module:
 @contextmanager
 def on_cpu(device: torch.device) -> Iterator[None]:
     """A context in which tensors for `device` are created on the CPU."""
-    with _OnCPU(), _autocast_of(device):
+    with _OnCPU(), _autocast_of(device) if device.type != "cpu" else nullcontext():
         yield
 
 
@@ -185,7 +185,7 @@ def _autocast_of(device: torch.device) -> AbstractContextManager[None]:
     def on_cpu(
         self: Any, device_type: str, dtype: torch.dtype | None = None, *args: Any, **kwargs: Any
     ) -> None:
-        if device_type == device.type != "cpu":
+        if device_type == device.type:
             device_type, dtype = "cpu", dtype or torch.get_autocast_dtype(device_type)
         begin(self, device_type, dtype, *args, **kwargs)
 

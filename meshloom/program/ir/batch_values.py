@@ -71,6 +71,11 @@ def read_values(
     values = batches[0].values
     if not values:
         return read(batches), {}
+    for name, value in values.items():
+        if any(isinstance(each, numpy.ndarray) for each in tree_leaves(value)):
+            raise CaptureError(
+                f"{name} of the batch is a NumPy array, and a program computes with tensors. Make it a tensor in collate, torch.from_numpy({name}). {WAY_OUT}"
+            )
     touched: dict[str, None] = {}
     fixed = {
         name for name, value in values.items() if _is_always_fixed(value) or (not numbers and _kind(value))

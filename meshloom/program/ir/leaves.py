@@ -1,8 +1,4 @@
-"""A batch as a list of tensors and other values, and back, whatever containers it is built of.
-
-Arrays of numpy count as tensors. While a loss is read, which works with tensors alone, an `ArrayStandIn` is in the place
-of an array; functions that make tensors of arrays take it.
-"""
+"""A batch as a list of tensors and other values, and back, whatever containers it is built of."""
 
 from __future__ import annotations
 
@@ -11,12 +7,10 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
-import numpy
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-_torch: Any = torch  # for private names
 Rebuild = Callable[[Iterator[Tensor], Mapping[str, Any]], Any]
 
 
@@ -40,7 +34,7 @@ class Leaves:
 
 def leaves_of(batch: Any) -> Leaves:
     """The leaves of mappings, lists, tuples, named tuples, dataclasses, packed sequences, and objects with tensors as
-    attributes. Arrays of numpy are tensors among them, and arrays again in what is rebuilt.
+    attributes.
 
     >>> import torch
     >>> leaves = leaves_of({"x": torch.ones(2), "more": [torch.zeros(1), "a"]})
@@ -60,51 +54,18 @@ def leaves_of(batch: Any) -> Leaves:
     return dataclasses.replace(found, rebuild=rebuilt)
 
 
-class ArrayStandIn:
-    """A tensor that is traced, where the batch has an array. Only functions that make tensors of arrays read it."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
-        self.shape, self.ndim, self.size = tuple(tensor.shape), tensor.ndim, tensor.numel()
-
-    def __len__(self) -> int:
-        return self.shape[0]
-
-
-def is_array(value: Any) -> bool:
-    """Whether a value is an array with a dtype that torch has."""
-    return isinstance(value, numpy.ndarray) and value.dtype in _DTYPES
-
-
-_DTYPES = [numpy.dtype(each) for each in (bool, "u1", "i1", "i2", "i4", "i8", "f2", "f4", "f8", "c8", "c16")]
-
-
-def as_array(tensor: Tensor) -> Any:
-    """The array of a tensor with values, a stand-in for others."""
-    if (
-        type(tensor) is Tensor
-        and not tensor.is_meta
-        and not _torch._C._functorch.is_functorch_wrapped_tensor(tensor)
-    ):
-        return tensor.detach().cpu().numpy()
-    return ArrayStandIn(tensor)
-
-
 def holds_tensors_itself(value: Any) -> bool:
     """Whether a value is an object of the user's with tensors among its attributes, and no `to` that moves them."""
     attributes = getattr(value, "__dict__", None)
     if not isinstance(attributes, dict) or isinstance(value, type | nn.Module) or hasattr(value, "to"):
         return False
-    return any(isinstance(each, Tensor) or is_array(each) for each in vars(value).values())
+    return any(isinstance(each, Tensor) for each in vars(value).values())
 
 
 def _take_apart(tree: Any, name: str, found: Leaves) -> Rebuild:
     if isinstance(tree, Tensor):
         found.tensors[name or "batch"] = tree
         return lambda tensors, values: next(tensors)
-    if is_array(tree):
-        found.tensors[name or "batch"] = torch.from_numpy(numpy.ascontiguousarray(tree))
-        return lambda tensors, values: as_array(next(tensors))
     if isinstance(tree, PackedSequence):
         packed: Any = tree
         data = _take_apart(packed.data, _join(name, "data"), found)
@@ -157,7 +118,7 @@ def _holds_tensors(tree: Any) -> bool:
         return any(map(_holds_tensors, tree))
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
         return any(map(_holds_tensors, _fields(tree).values()))
-    return isinstance(tree, Tensor) or is_array(tree)
+    return isinstance(tree, Tensor)
 
 
 def _join(name: str, key: object) -> str:

@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,6 @@ from meshloom.program.ir.encoding import (
     encoded_meta,
     encoded_structure,
 )
-from meshloom.program.ir.leaves import ArrayStandIn, is_array
 from meshloom.program.ir.lines import WAY_OUT
 from meshloom.program.ir.nodes import Meta
 
@@ -126,8 +125,6 @@ class OpaqueCall:
         def argument(leaf: Any) -> Any:
             if leaf is None:
                 return next(tensors)
-            if leaf[0] == _ARRAY:
-                return _array(next(tensors))
             is_module = isinstance(leaf[0], dict) and _MODULE in leaf[0]
             return modules[leaf[0][_MODULE]] if is_module else decoded(leaf[0])
 
@@ -170,13 +167,9 @@ def split_arguments(
     objects."""
     numbers = {id(vars(each)): number for number, each in enumerate(modules)}
     leaves, spec = tree_flatten((args, kwargs))
-    leaves = [_Array(each.tensor) if isinstance(each, ArrayStandIn) else each for each in leaves]
-    leaves = [_Array(torch.from_numpy(each)) if is_array(each) else each for each in leaves]
     plain = tuple(
         None
         if isinstance(each, Tensor)
-        else [_ARRAY]
-        if isinstance(each, _Array)
         else [{_MODULE: numbers[id(vars(each))]}]
         if isinstance(each, nn.Module) and id(vars(each)) in numbers
         else [encoded(each)]
@@ -187,8 +180,7 @@ def split_arguments(
         raise CaptureError(
             f"its arguments are {' '.join(str(spec).split())[:160]}, which have no name on another rank"
         )
-    tensors = (each.tensor if isinstance(each, _Array) else each for each in leaves)
-    return text, plain, [each for each in tensors if isinstance(each, Tensor)]
+    return text, plain, [each for each in leaves if isinstance(each, Tensor)]
 
 
 def plain_text_of(leaves: Sequence[Any]) -> str:
@@ -196,16 +188,7 @@ def plain_text_of(leaves: Sequence[Any]) -> str:
     return json.dumps([None if isinstance(each, Tensor) else [encoded(each)] for each in leaves])
 
 
-class _Array(NamedTuple):
-    tensor: Tensor
-
-
-_ARRAY = {"array": True}
 _MODULE = "module"
-
-
-def _array(tensor: Tensor) -> Any:
-    return tensor.detach().cpu().numpy()
 
 
 def state_of(module: nn.Module) -> tuple[tuple[tuple[str, ...], ...], list[Tensor]]:

@@ -2,25 +2,24 @@
 
 Checkpointed blocks are traced through, and count their batches twice, autograd functions become operators, distributions
 do not check their arguments, the CTC loss has a shape, caches for generating text are not filled, `.data` is a
-detached tensor, what stands in for an array becomes a tensor, calls that failed are taken out, and what is cast is another tensor than
-what it is cast from.
+detached tensor, calls that failed are taken out, and what is cast is another tensor than what it is cast from.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._subclasses import FakeTensor, fake_impls
+from torch._subclasses import fake_impls
 from torch.distributions import Distribution
+from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 from torch.utils import checkpoint
 
-from meshloom.program.ir.leaves import ArrayStandIn
 from meshloom.program.ir.lines import place_here
 from meshloom.program.ir.replaced import replaced
 from meshloom.program.operators.autograd_functions import Applied, check_products, refusal, with_operators
@@ -46,15 +45,20 @@ def patched_for_export() -> Iterator[None]:
         replaced(_torch.autograd.function._SingleLevelFunction, "apply", _apply(applied, repeated)),
         replaced(checkpoint, generator, repeated.around(getattr(checkpoint, generator))),
         replaced(_BatchNorm, "forward", repeated.forward(_BatchNorm.forward)),
-        replaced(Distribution, "_validate_args", False),
-        replaced(torch, "ctc_loss", _ctc_loss(torch.ctc_loss)),
-        replaced(Tensor, "data", property(_detached, _torch._C.TensorBase.data.__set__)),
-        ExitStack() as arrays,
+        _unchecked_distributions(),
     ):
-        for name in ("from_numpy", "as_tensor", "asarray", "tensor"):
-            arrays.enter_context(replaced(torch, name, _of_array(name)))
         yield
     check_products(applied)
+
+
+@contextmanager
+def _unchecked_distributions() -> Iterator[None]:
+    before = Distribution._validate_args  # pyright: ignore[reportPrivateUsage]
+    Distribution.set_default_validate_args(False)
+    try:
+        yield
+    finally:
+        Distribution.set_default_validate_args(before)
 
 
 @contextmanager
@@ -104,11 +108,13 @@ def casts(function: Any, args: Sequence[Any]) -> bool:
 
 
 def untraced(function: Any) -> Callable[..., Any] | None:
-    """What is traced in place of a function that export does not see: `tensor.data`, and functions of lists."""
+    """What is traced in place of a function that export does not see: `tensor.data`, the CTC loss, and functions of lists."""
     if function == _DATA.__get__:
         return Tensor.detach
     if function == _DATA.__set__:
         return _set_data
+    if function in (torch.ctc_loss, F.ctc_loss):
+        return partial(_ctc_loss, function)
     name = getattr(function, "__name__", "")
     method = getattr(Tensor, name.removeprefix("_foreach_"), None) if name.startswith("_foreach_") else None
     return partial(_each, method, name) if method is not None else None
@@ -148,11 +154,6 @@ def _apply(applied: list[Applied], repeated: RepeatedStatistics) -> Any:
         return with_operators(here)
 
     return classmethod(read)
-
-
-def _detached(tensor: Tensor) -> Tensor:
-    """`tensor.data`, which a trace would lose: the same memory, without a gradient."""
-    return tensor.detach() if isinstance(tensor, FakeTensor) else _torch._C.TensorBase.data.__get__(tensor)
 
 
 class RepeatedStatistics:
@@ -201,33 +202,20 @@ class RepeatedStatistics:
         return generated
 
 
-def _of_array(name: str) -> Any:
-    """A function that makes a tensor of an array, which takes what stands in for one."""
-    make = getattr(torch, name)
-
-    def read(value: Any, *args: Any, **kwargs: Any) -> Tensor:
-        if not isinstance(value, ArrayStandIn):
-            return make(value, *args, **kwargs)
-        known = {key: each for key, each in kwargs.items() if key in ("dtype", "device") and each is not None}
-        tensor = value.tensor.to(**known) if known else value.tensor
-        return tensor.clone() if name == "tensor" else tensor
-
-    return read
-
-
-def _ctc_loss(ctc_loss: Any) -> Any:
+def _ctc_loss(
+    function: Callable[..., Tensor],
+    scores: Tensor,
+    targets: Tensor,
+    scores_lengths: Any,
+    target_lengths: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Tensor:
     """Converts lengths in lists to tensors, which the CTC loss would do where they cannot be traced."""
-
-    def read(
-        scores: Tensor, targets: Tensor, scores_lengths: Any, target_lengths: Any, *args: Any, **kwargs: Any
-    ) -> Tensor:
-        lengths = (
-            each if isinstance(each, Tensor) else torch.tensor(each)
-            for each in (scores_lengths, target_lengths)
-        )
-        return ctc_loss(scores, targets, *lengths, *args, **kwargs)
-
-    return read
+    lengths = (
+        each if isinstance(each, Tensor) else torch.tensor(each) for each in (scores_lengths, target_lengths)
+    )
+    return function(scores, targets, *lengths, *args, **kwargs)
 
 
 def _fake_ctc_loss(mode: Any, operator: Any, *args: Any, **named: Any) -> tuple[Tensor, Tensor]:

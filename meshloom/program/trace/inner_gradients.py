@@ -4,7 +4,7 @@ all of these without an error or a line."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -13,17 +13,12 @@ from torch import Tensor, fx, nn
 from torch._functorch import eager_transforms, vmap
 
 from meshloom.core.errors import CaptureError
-from meshloom.program.ir.lines import WAY_OUT, WAYS_OUT, SourcePlace, place_here
+from meshloom.program.ir.lines import WAY_OUT, WAYS_OUT, SourcePlace, place_here, place_of_error
 from meshloom.program.ir.replaced import replaced
 from meshloom.program.opaque.gradient_hooks import node_hooks_seen, saving_hooks_seen
 
 _torch: Any = torch  # for private names
-_ENTERED = (
-    (_torch.autograd, "_engine_run_backward"),
-    (eager_transforms, "grad_increment_nesting"),
-    (eager_transforms, "jvp_increment_nesting"),
-    (vmap, "vmap_increment_nesting"),
-)
+_TRANSFORMS = tuple(each.__file__ for each in (eager_transforms, vmap))
 
 
 class InnerGradientError(CaptureError):
@@ -32,17 +27,23 @@ class InnerGradientError(CaptureError):
 
 @dataclass
 class InnerGradients:
-    """backward: where autograd ran (`grad`, `backward`); transforms: where one of `torch.func` began."""
+    """backward: where autograd ran (`grad`, `backward`)."""
 
     backward: list[SourcePlace] = field(default_factory=list[SourcePlace])
-    transforms: list[SourcePlace] = field(default_factory=list[SourcePlace])
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
-        """Records calls inside, and ends with the first gradient."""
-        with ExitStack() as around:
-            for module, name in _ENTERED:
-                around.enter_context(replaced(module, name, self._recording(module, name)))
+        """Ends what is inside with the first gradient."""
+        run = _torch.autograd._engine_run_backward
+
+        def running(*args: Any, **kwargs: Any) -> Any:
+            # otherwise it is a part of a transform
+            if not _torch._C._functorch.get_dynamic_layer_stack_depth():
+                self.backward.append(place_here(2))
+                self.check()
+            return run(*args, **kwargs)
+
+        with replaced(_torch.autograd, "_engine_run_backward", running):
             yield
 
     def check(self, graph: fx.Graph | None = None) -> None:
@@ -50,34 +51,22 @@ class InnerGradients:
         steps."""
         if self.backward:
             raise InnerGradientError(f"The loss takes a gradient itself at {self.backward[0]}.")
-        nodes = graph.nodes if graph is not None and self.transforms else ()
-        if any("_functorch" in (getattr(node.target, "__module__", None) or "") for node in nodes):
-            raise InnerGradientError(f"The loss uses a transform of torch.func at {self.transforms[0]}.")
+        for node in graph.nodes if graph is not None else ():
+            if "_functorch" in (getattr(node.target, "__module__", None) or ""):
+                raise InnerGradientError(
+                    f"The loss uses a transform of torch.func at {node.meta.get('custom', {}).get('place')}."
+                )
 
     def check_error(self, error: Exception) -> None:
         """Raise `InnerGradientError` if `error` comes from `torch.func`."""
         trace, inside = error.__traceback__, False
         while trace:
-            inside |= "_functorch" in trace.tb_frame.f_code.co_filename
+            inside |= trace.tb_frame.f_code.co_filename in _TRANSFORMS
             trace = trace.tb_next
-        if self.transforms and (inside or "functorch" in str(error) or "vmap" in str(error)):
+        if inside or "functorch" in str(error) or "vmap" in str(error):
             raise InnerGradientError(
-                f"The loss uses a transform of torch.func at {self.transforms[0]}."
+                f"The loss uses a transform of torch.func at {place_of_error(error.__traceback__)}."
             ) from error
-
-    def _recording(self, module: Any, name: str) -> Any:
-        function = getattr(module, name)
-
-        def recording(*args: Any, **kwargs: Any) -> Any:
-            # otherwise it is a part of a transform that is already recorded
-            if not _torch._C._functorch.get_dynamic_layer_stack_depth():
-                (self.transforms if module in (eager_transforms, vmap) else self.backward).append(
-                    place_here(2)
-                )
-                self.check()
-            return function(*args, **kwargs)
-
-        return recording
 
 
 @contextmanager
