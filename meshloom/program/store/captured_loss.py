@@ -177,6 +177,8 @@ class CapturedLoss:
         family = [each for each in self._captured(training) if is_like(each, leaves)]
         if program is None and len(family) > 1 and len(self._refused[training]) < MAX_TRIES:
             try:
+                if family[0].opaque:
+                    raise CaptureError("what a leaf returns is recorded at each shape")
                 programs = yield from self._fitted(group, leaves, family)
                 program = programs.program(leaves)
                 if program is None:
