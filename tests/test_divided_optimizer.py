@@ -105,7 +105,7 @@ def test_state_of_divided_parameters_is_divided(name: str, plan: tuple[int, int,
     grid = Grid(job_of(name), dp, tp, zero, seed=2)
     divided = {each: pieces for each, pieces in pieces_of_net(tp, 2).items() if not pieces.is_whole}
     held = [
-        sum(each.tensor.numel() for held in updater._assignment.held for each in held if each.name in divided)
+        sum(each.tensor.numel() for held in updater.updated.held for each in held if each.name in divided)
         for updater in grid.updaters
     ]
     total = sum(math.prod(pieces.shape) for pieces in divided.values())
@@ -143,7 +143,7 @@ def test_whole_parameters_are_let_go(name: str):
     for refs, updater in zip(wholes, grid.updaters, strict=True):
         kept = {
             held.name
-            for per_optimizer in updater._assignment.held
+            for per_optimizer in updater.updated.held
             for held in per_optimizer
             if held.shards is None
         }

@@ -257,7 +257,7 @@ def test_state_is_divided_among_the_ranks():
     for name in ("AdamW", "Adafactor", "trust ratio", "muon and adamw"):
         world, _ = trained(job_of(name), "zero")
         held = [
-            sum(each.tensor.numel() for held in updater._assignment.held for each in held)
+            sum(each.tensor.numel() for held in updater.updated.held for each in held)
             for _, _, updater in world.members
         ]
         total = sum(each.numel() for each in world.members[0][0].parameters())
@@ -287,7 +287,7 @@ def test_gradients_belong_to_the_exchange_afterwards():
             kept = {id(each): each.grad for each in model.parameters()}
             assert all(
                 target is None or id(target) in kept or target.grad is None
-                for target in updater._assignment.targets
+                for target in updater.updated.targets
             )
 
 
@@ -520,7 +520,7 @@ def test_the_users_answer_decides():
         return {
             each.tensor.numel() == torch.Size(each.shape).numel()
             for _, _, updater in world.members
-            for held in updater._assignment.held
+            for held in updater.updated.held
             for each in held
         }
 
@@ -536,9 +536,9 @@ def test_whole_parameters_travel_to_their_keeper_and_back():
     world, _ = trained(job(matrices_and_rest, clip_grad_norm=1.0), "zero", steps=1)
     whole = sum(each.numel() for each in world.members[0][0].parameters() if each.ndim == 2)
     back = sum(
-        updater._assignment.from_slices.expected_bytes().per_step.total("dp")
+        updater.updated.from_slices.expected_bytes().per_step.total("dp")
         for _, _, updater in world.members
-        if updater._assignment.from_slices
+        if updater.updated.from_slices
     )
     slices = sum(
         1 for _, exchange, _ in world.members for slice_ in exchange.owned if slice_.parameter.ndim == 2
@@ -547,7 +547,7 @@ def test_whole_parameters_travel_to_their_keeper_and_back():
         slice_.stop - slice_.start
         for _, exchange, updater in world.members
         for slice_ in exchange.owned
-        if slice_.parameter.ndim == 2 and any(each is slice_.parameter for each in updater._assignment.full)
+        if slice_.parameter.ndim == 2 and any(each is slice_.parameter for each in updater.updated.full)
     )
     assert back == 8 * (whole + slices + whole - own)
     assert all(

@@ -84,7 +84,7 @@ def test_an_optimizer_that_looks_at_everything_runs_on_every_server() -> None:
 
     assert equal("mlp", optimizer, THREE)
     with Trainer(replace(make_job("mlp", "sgd"), optimizer=optimizer), THREE, devices="simulated") as trainer:
-        held = [len(replica.updater._assignment.held[0]) for replica in trainer.replicas]
+        held = [len(replica.updater.updated.held[0]) for replica in trainer.replicas]
     assert held == [6, 6, 6, 0]
 
 
