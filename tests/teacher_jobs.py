@@ -54,25 +54,17 @@ def new_data(teacher: nn.Module, student: nn.Module) -> None:
 
 
 @torch.no_grad()
-def lerp(teacher: nn.Module, student: nn.Module) -> None:
-    for name, value in teacher.state_dict().items():
-        value.copy_(torch.lerp(value, student.state_dict()[name], 0.1))
-
-
-@torch.no_grad()
-def foreach(teacher: nn.Module, student: nn.Module) -> None:
-    torch._foreach_lerp_(list(teacher.parameters()), list(student.parameters()), 0.1)
-
-
-@torch.no_grad()
 def copied(teacher: nn.Module, student: nn.Module) -> None:
     for p, q in zip(teacher.parameters(), student.parameters(), strict=True):
         p.copy_(q)
 
 
 UPDATES: dict[str, Update] = {
-    "in place": in_place, "in data": in_data, "new data": new_data, "lerp": lerp, "foreach": foreach, "copied": copied,
-}  # fmt: skip
+    "in place": in_place,
+    "in data": in_data,
+    "new data": new_data,
+    "copied": copied,
+}
 
 
 def _distance(student: Tensor, teacher: Tensor, y: Tensor) -> Tensor:
@@ -143,6 +135,3 @@ JOBS: dict[str, Callable[[], Job]] = {
     **{f"last, {name}": (lambda update=each: teacher_job(updated_last(update), buffers=rules(update))) for name, each in UPDATES.items()},
     "in the forward": lambda: teacher_job(in_forward, InForward),
 }  # fmt: skip
-
-
-# --- As they are published, with batch norm, queues and centres.

@@ -125,7 +125,7 @@ def normalising() -> Job:
 @pytest.mark.parametrize(("plan", "compiles"), [("dp=2", True), ("tp=2", False)])
 @pytest.mark.long
 def test_functions_that_are_compiled_by_themselves(plan: str, compiles: bool):
-    """They stay compiled where the loss is not read; looking at what the loss writes once made torch give up on them."""
+    """They stay compiled where the loss is not read."""
     torch.compiler.reset()
     made.clear()
     with Trainer(normalising(), plan, devices="simulated") as trainer:

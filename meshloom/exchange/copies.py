@@ -35,13 +35,6 @@ class ParameterCopies(ABC):
         return
         yield
 
-    def begin_step(self) -> None:  # noqa: B027
-        """Called before chunks are computed, here or on other ranks."""
-
-    def computed(self) -> None:  # noqa: B027
-        """This rank has computed its chunks; no rank has updated parameters yet. Raises `TrainingError` if
-        parameters have changed since `begin_step`."""
-
     @abstractmethod
     def publish(self) -> Steps[None]:
         """Returns when the updates of all owners can be read here."""

@@ -65,7 +65,6 @@ class Sharded(Exchange):
     def begin_step(self) -> None:
         self._works.clear()
         self._buckets.begin_step()
-        self._copies.begin_step()
 
     def begin_last_chunk(self) -> None:
         self._buckets.begin_last_chunk()
@@ -81,7 +80,6 @@ class Sharded(Exchange):
 
     def finish(self, weight: Divisor) -> Steps[list[Tensor | None]]:
         self._buckets.start_rest()
-        self._copies.computed()
         # Not started earlier: a rank that has waited for it knows that no rank computes with the old
         # parameters any more.
         self._works.append(self._used.start())

@@ -11,29 +11,22 @@ computed their chunks (the end of `Exchange.finish`, where flags are all-reduced
 all have updated (`publish`).
 
 With separate copies, a training forward that writes a parameter does so once on every replica. With one copy
-the write would happen once per replica to the same memory, so it is an error.
+the write would happen once per replica to the same memory, so it is an error (`replica/chunk_writes.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import attrgetter
 
-import torch
 from torch import Tensor, nn
 
 from meshloom.comm.group import Group
 from meshloom.comm.steps import Steps
 from meshloom.comm.windows import Extent, Windows, in_window, window_bytes
-from meshloom.core.errors import TrainingError
 from meshloom.exchange.buckets.buckets import BucketLayout
 from meshloom.exchange.copies import ParameterCopies
 from meshloom.parameters.unfilled_model import UnfilledModel
 from meshloom.telemetry.traffic import ExpectedBytes
-
-BITS_EVERY = 100  # steps between comparisons of all bits before and after a step's chunks
-_VERSION = attrgetter("_version")
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class OneForAll(ParameterCopies):
@@ -78,9 +71,6 @@ class OneForAll(ParameterCopies):
             parameter.data = place
         if lacking:
             lacking.fill_slices(slices if group.rank == 0 else [], {each[0] for each in slices})
-        self._untouched = WriteDetector(
-            [(entry.name, entry.parameter) for bucket in buckets for entry in bucket.entries] + list(frozen)
-        )
 
     @property
     def is_shared(self) -> bool:
@@ -89,15 +79,8 @@ class OneForAll(ParameterCopies):
     def open(self) -> Steps[None]:
         yield from self._meet()
 
-    def begin_step(self) -> None:
-        self._untouched.begin_step()
-
-    def computed(self) -> None:
-        self._untouched.check()
-
     def publish(self) -> Steps[None]:
         yield from self._meet()
-        self._untouched.note()
 
     def expected_bytes(self) -> ExpectedBytes:
         return ExpectedBytes()
@@ -106,58 +89,3 @@ class OneForAll(ParameterCopies):
         work = self._group.barrier()
         yield
         work.wait()
-
-
-class WriteDetector:
-    """Detects writes to parameters by anything but the owners' updates.
-
-    In-place writes that torch sees count in a tensor's version, which is checked in every step. Others
-    (`.data`) are found by comparing bits before and after the chunks of every hundredth step. No rank updates
-    in between, so every change seen there is an error.
-    """
-
-    def __init__(self, named: Sequence[tuple[str, nn.Parameter]]) -> None:
-        self._named = list(named)
-        self._parameters = [each for _, each in self._named]
-        self._versions: list[int] = []  # after the last update
-        self._bits: list[int] = []  # before the chunks, in steps in which they are compared
-        self._steps = 0
-
-    def begin_step(self) -> None:
-        """Writes before the first step (loading a checkpoint) are allowed."""
-        if not self._versions:
-            self.note()
-        self._bits = [_sum_of_bits(each) for _, each in self._named] if self._steps % BITS_EVERY == 0 else []
-        self._steps += 1
-
-    def check(self) -> None:
-        """Raises `TrainingError` with the first parameter that was written since."""
-        now = list(map(_VERSION, self._parameters))
-        if now != self._versions:
-            raise _written(
-                next(name for (name, _), a, b in zip(self._named, now, self._versions, strict=True) if a != b)
-            )
-        for (name, parameter), bits in zip(self._named if self._bits else (), self._bits, strict=True):
-            if _sum_of_bits(parameter) != bits:
-                raise _written(name)
-
-    def note(self) -> None:
-        """Accepts the owners' updates."""
-        self._versions = list(map(_VERSION, self._parameters))
-
-
-def _written(name: str) -> TrainingError:
-    return TrainingError(
-        f"{name} was changed outside the optimizer (in a forward, a hook or between steps), and all replicas of this host have one copy of it: the change "
-        "would be made once by each. Leave it to the optimizer, compute the changed value anew in forward, or let ranks communicate over Gloo (--transport gloo), "
-        "where every replica has a copy of its own."
-    )
-
-
-def _sum_of_bits(tensor: Tensor) -> int:
-    flat = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
-    return (
-        int(flat.view(_INTEGERS[flat.element_size()]).sum(dtype=torch.int64))
-        if flat.ndim
-        else int(flat.view(1).view(_INTEGERS[flat.element_size()]))
-    )

@@ -6,7 +6,7 @@ convention lie at different places of one memory.
     blocks.2.up.weight       [ 2 3 4 5 6 7 0 1 ]
 
 So a program that mistakes a parameter for one that is like it computes something else. Trained and frozen ones are
-apart: a loss may write one with the values of the other. Those that it is known to write have memory of their own.
+apart: a loss may write one with the values of the other. Those that count as buffers have memory of their own.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from meshloom.core.random import derive
 from meshloom.parameters.model import replace_tensors
 from meshloom.parameters.values.building import READS, swap_memory
 from meshloom.parameters.values.conventions import values_by_convention
-from meshloom.program.ir.written_parameters import settled_names, written_parameters
+from meshloom.program.ir.written_parameters import written_parameters
 
 APART = 16  # elements between the beginnings of two parameters
 
@@ -77,7 +77,7 @@ def drawn(tensor: Tensor, seed: int) -> Tensor:
 def _alike(model: nn.Module) -> list[list[str]]:
     """The names of the parameters that share memory, each once."""
     alike: dict[Hashable, list[str]] = {}
-    apart = {*written_parameters(model), *settled_names(model)}
+    apart = written_parameters(model)
     for name, each in model.named_parameters():
         path, _, attribute = name.rpartition(".")
         kind = type(model.get_submodule(path)), attribute

@@ -45,12 +45,14 @@ class Engine(ABC):
     same order.
 
     runs_modules: whether it runs modules of the user's as they are written, which may change what they see; once it is open.
+    writes_trained: whether these are known to write trained parameters.
     shards: this rank's shards along tp. division: how the model was sharded; None: it is not. compiler: compiles what
     is computed; None: nothing is. is_unlike_training: whether it was divided or cut in another precision than training is.
     """
 
     runs_modules: bool = True
     is_unlike_training: bool = False
+    writes_trained: bool = False
     shards: Shards
     division: Division | None = None
     compiler: Compiler | None = None

@@ -53,7 +53,7 @@ from meshloom.program.cost.opaque_shares import divides_nothing
 from meshloom.program.ir.batch_values import check_following
 from meshloom.program.ir.leaves import leaves_of
 from meshloom.program.ir.written_parameters import named_buffers
-from meshloom.program.opaque.operator import is_opaque
+from meshloom.program.opaque.operator import is_opaque, trained_writes
 from meshloom.program.operators.fused_grad_accumulation import DirectAccumulator
 from meshloom.program.operators.used_rows import UsedRows
 from meshloom.program.run.compiler import Compiler
@@ -126,6 +126,7 @@ class ProgramEngine(Engine):
         ]
         self.stages = tuple(each for of_loss in here for each in of_loss)
         self._check_divided(model)
+        self.writes_trained = any(trained_writes(each.program) for each in self.stages)
         self.ownership = PipelineOwnership(self.cutter.holders, self.pp)
         self.ownership.release(model)
         self.shards = Shards(self.programs.pieces, self.tp)

@@ -54,11 +54,11 @@ from meshloom.parameters.sparse_parameters import sparse_parameters, sparse_tabl
 from meshloom.parameters.starting_model import StartingModel
 from meshloom.pipeline.runtime.recorder import Recorder
 from meshloom.pipeline.schedules.spans import SpanKind
-from meshloom.program.ir.written_parameters import frozen_parameters, limited_tables
+from meshloom.program.ir.written_parameters import frozen_parameters, limited_tables, mark_declared
 from meshloom.program.store.program_cache import ProgramCache
 from meshloom.replica import step_checks
-from meshloom.replica.buffers.written_by_loss import check_limited, mark_what_is_written
 from meshloom.replica.chunk_scope import ChunkScope
+from meshloom.replica.chunk_writes import ChunkWrites
 from meshloom.replica.engine import Engine
 from meshloom.replica.exchanges.opening import open_exchange
 from meshloom.replica.exchanges.sharing import shares_copies, why_separate
@@ -124,7 +124,8 @@ class Replica:
         self.model = self.start.model
         self.modes = Modes(self.model)
         self.tables = sparse_tables(self.model)
-        check_limited(limited_tables(self.model), plan)
+        step_checks.check_limited(self.model, plan)
+        mark_declared(self.model, job.buffers)
         self.named = trainable(self.model)
         step_checks.check_built(job, self.model, self.named, plan)
         self.own = OwnGradients(job, self.model) if job.losses else None
@@ -141,7 +142,7 @@ class Replica:
         self.engine: Engine
         self.scope: ChunkScope
         self.frozen: NamedParameters = []
-        self.settled: Mapping[str, str | None] = {}  # trained, written by forwards
+        self.writes: ChunkWrites
         self.copied, self.saved = Traffic(), Traffic()  # at the start; the exchange's state in checkpoints
         self._notes: list[str] = []
         self.units: Sequence[UnitParameters] = ()  # of the full model, where ranks hold different parts of it
@@ -155,7 +156,6 @@ class Replica:
             yield from agree(self.context.world, facts(self.job, self.plan, self.model))
             weights = yield from agree_on_weights(self.job, self.model, self.context.world)
             self.copied += yield from self.start.settle(weights)
-        self._notes += yield from _find_written(self)
         whole = self.named
         yield from _open_engine(self)
         if weights:
@@ -179,11 +179,12 @@ class Replica:
             if made:
                 self.exchange, self.updater = yield from open_updater(
                     self.job, self.inner, self.context, self.exchange, self.shards, made=made, whole=whole, local=self.named,
-                    stages=self.stage_group, values=values, refused=[self.tables, limited_tables(self.model), self.settled], scaled=self.sums.scale is not None,
+                    stages=self.stage_group, values=values, refused=[self.tables, limited_tables(self.model)], scaled=self.sums.scale is not None,
                 )  # fmt: skip
                 self._undo.callback(self.updater.close)
                 yield from check_together(self.context.world, lambda: self.updater.open(self._files))
         self.units = ()  # with parameters that other ranks hold
+        self.writes = _writes_of(self)
         with self.timings.of("building the model"):
             yield from self.start.finish()
         yield from self.exchange.open()
@@ -226,6 +227,9 @@ class Replica:
         yield
         self.sums.wait()
         gradients = yield from _exchanged(self, step, chunks[0].batch)
+        yield from self.writes.check_copy(
+            self.context.world, first=self.evaluations == 1 and not self.inner.captures
+        )
         total, weight = self.sums.result()
         if self.sums.are_unlike:
             yield from step_checks.check_groups(self.updater, self.context.world, self.plan.mesh, f"In step {step}")  # fmt: skip
@@ -252,6 +256,7 @@ class Replica:
             yield from self.exchange.publish()
             if (yield from self.exchange.settle(early=False)):
                 self.updater.parameters_changed()
+            self.writes.updated()
             with self._own_gradients():
                 yield from self.engine.refresh_borrowed()
         self.updater.state.average_parameters(skipped=found.overflowed)
@@ -351,29 +356,24 @@ def _in_turn(replica: Replica, step: int, chunks: Sequence[Chunk]) -> Steps[Step
     )
 
 
-def _find_written(replica: Replica) -> Steps[list[str]]:
-    """What the loss writes besides buffers; returns notes for the user."""
-    job, plan, context, start = replica.job, replica.plan, replica.context, replica.start
-    with replica.timings.of("what the loss writes"):
-        found, notes = yield from mark_what_is_written(job, plan, context, start, replica.dtype)
-    replica.settled = found.settled
-    if found.settled and plan.zero == 3:  # a forward writes to copies that stay
-        replica.inner = replace(plan, zero=2, zero_within=0)
-    return notes
+def _writes_of(replica: Replica) -> ChunkWrites:
+    # values of units (zero=3) are looked at where ranks let go of them
+    in_units, one_copy = replica.exchange.only_slices, replica.exchange.one_copy
+    return ChunkWrites(
+        replica.frozen, replica.named, alone=in_units or replica.plan.num_chunks == 1, one_copy=one_copy,
+        moving=not (in_units or one_copy or replica.inner.captures),
+    )  # fmt: skip
 
 
 @contextmanager
 def _around_chunks(replica: Replica, step: int) -> Iterator[None]:
     """The context of a step's chunks: what trains does, what is frozen stays, and parameters stay where they lie."""
     captures = replica.inner.captures  # programs compute all that they were captured with
-    alone = replica.plan.num_chunks == 1 or replica.exchange.only_slices or captures
-    settled = [each for name, each in replica.named if name in replica.settled]
     with (
         least_squares_alike() if captures else nullcontext(),
         replica.freezing.without_gradients(step, [] if captures else replica.named),
         replica.modes.training(),
-        step_checks.frozen_kept(replica.frozen, alone=alone),
-        step_checks.memory_kept(settled),
+        replica.writes.chunks(),
     ):
         yield
 
@@ -391,7 +391,7 @@ def _setup_of(replica: Replica, made: UserOptimizers, whole: NamedParameters) ->
     return Setup(
         plan=plan, named=named, frozen=replica.frozen, group=replica.replicas, replicated=engine.replicated, late=engine.late, lent=engine.lent,
         windows=replica.windows, unfilled=replica.start.unfilled,
-        may_share=lambda: replica.share and not here and not replica.settled and not why_separate(made, named),
+        may_share=lambda: replica.share and not here and not engine.writes_trained and not why_separate(made, named),
         units=units, slices=context.slices, control=context.readers, sparse=here, kept=sparse.kept, sparse_only=sparse.sparse_only,
         used_rows=engine.used_rows,
     )  # fmt: skip

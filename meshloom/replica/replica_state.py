@@ -133,7 +133,7 @@ def updated_weights(replica: Replica) -> frozenset[str]:
     hidden = {name for name, each in state.items() if sliced is not None and sliced.keeps(each)}
     if replica.engine.runs_modules and not replica.exchange.one_copy:
         return frozenset(hidden)
-    trained = {id(each) for name, each in replica.named if name not in replica.settled}
+    trained = {id(each) for _, each in replica.named}
     return frozenset({name for name, each in state.items() if id(each) in trained} | hidden)
 
 

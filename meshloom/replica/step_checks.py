@@ -1,4 +1,4 @@
-"""Checks of a step: its loss and gradients are finite, frozen parameters have stayed frozen, no hooks see parts of gradients, ranks
+"""Checks of a step: its loss and gradients are finite, no hooks see parts of gradients, no forward scales rows, ranks
 have the same settings of their optimizers' groups."""
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from meshloom.launch.names import rank_name
 from meshloom.optimizer.updater import Updater
 from meshloom.program.capture.outside import Outside
 from meshloom.program.ir.lines import WAY_OUT
+from meshloom.program.ir.written_parameters import limited_tables
 from meshloom.replica.chunk_scope import ChunkScope
 from meshloom.replica.engine import Engine
 
@@ -84,6 +85,17 @@ def _check_accumulation_hooks(named: NamedParameters, plan: Plan) -> None:
         )
 
 
+def check_limited(model: nn.Module, plan: Plan) -> None:
+    """Raise `JobError` for a table with `max_norm` where a forward cannot scale its rows as one device does."""
+    for name in limited_tables(model):
+        what = f"{name} has max_norm, which scales its rows in the forward, and"
+        instead = "or scale in the optimizer step; or leave max_norm out."
+        if plan.num_chunks > 1:
+            raise JobError(f"{what} a step of {plan} has {plan.num_chunks} chunks. Use one chunk, {instead}")
+        if plan.captures or plan.mesh.size > 1:
+            raise JobError(f"{what} under {plan} updates alone write what is trained. Use dp=1, {instead}")
+
+
 def check_readable(model: nn.Module, plan: Plan) -> None:
     """Raise `CaptureError` for what no program of the loss does: hooks on gradients of parameters, and an observer whose
     histogram a chunk may spread over a wider range, with several chunks a step: neither of two chunks' histograms is
@@ -114,25 +126,6 @@ def _hooked(named: NamedParameters) -> list[str]:
 
 
 @contextmanager
-def frozen_kept(frozen: NamedParameters, *, alone: bool) -> Iterator[None]:
-    """A context for a step's chunks, which raises `TrainingError` naming a parameter that was frozen when the replica was
-    built and is not now, or is written. alone: whether a chunk may write it, as there is no other."""
-    for name, parameter in frozen:
-        if parameter.requires_grad:
-            raise TrainingError(
-                f"{name} was frozen when the Trainer was built and now has requires_grad=True. Build a new Trainer after unfreezing."
-            )
-    before = [] if alone else [_writes(each) for _, each in frozen]
-    yield
-    for (name, parameter), writes in zip(frozen if before else (), before, strict=True):
-        if _writes(parameter) != writes:
-            raise TrainingError(
-                f"{name} is not trained, and the loss wrote it in this step: each replica would write its own. Say by which rule the chunks of a step write it, "
-                f'like Job(buffers={{"{name}": ml.ema(0.99)}}), "last" or "sum" (docs/contract.md).'
-            )
-
-
-@contextmanager
 def hooks_kept(named: NamedParameters, plan: Plan) -> Iterator[None]:
     """A context for the chunks of a step of several, which raises `JobError` naming a parameter on which they leave more hooks than they
     found: with each chunk on one device there would be another one, and replicas have but those of their own chunks."""
@@ -150,22 +143,6 @@ def hooks_kept(named: NamedParameters, plan: Plan) -> Iterator[None]:
 def _num_hooks(parameter: Tensor) -> int:
     after: Any = getattr(parameter, "_post_accumulate_grad_hooks", None)
     return len(parameter._backward_hooks or ()) + len(after or ())
-
-
-@contextmanager
-def memory_kept(parameters: Sequence[Tensor]) -> Iterator[None]:
-    """A context for a step's chunks, after which parameters lie where they lay, with the values that forwards have given
-    them (`.data = ...`): buckets and optimizers refer to their memory."""
-    before = [each.data for each in parameters]
-    yield
-    for parameter, memory in zip(parameters, before, strict=True):
-        if parameter.data_ptr() != memory.data_ptr():
-            memory.copy_(parameter.data)
-            parameter.data = memory
-
-
-def _writes(parameter: Tensor) -> tuple[int, int]:
-    return parameter._version, parameter.data_ptr()  # pyright: ignore[reportPrivateUsage]
 
 
 def count_overflows(

@@ -4,8 +4,9 @@ asynchronous."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeVar
@@ -26,6 +27,7 @@ from meshloom.launch.environment import launched_plan
 from meshloom.launch.one_at_a_time import working_alone
 from meshloom.launch.opening import open_world
 from meshloom.launch.world import World
+from meshloom.replica.chunk_writes import SharedWriteError
 from meshloom.replica.replica import Replica
 from meshloom.telemetry.metrics_file import metrics_listener
 from meshloom.telemetry.progress import Listener, all_of
@@ -143,10 +145,11 @@ class Trainer:
                 )  # fmt: skip
                 self._run: TrainingRun = AsynchronousRun(job, self.plan, self.world, settings, self.listener)
             else:
-                self._run = SynchronousRun(
-                    job, self.plan, self.world, self.listener, self.shares, self.timings, steps=self.steps, out=self.out, resume=earlier,
-                    overwrite=overwrite, dtype=dtype, share=share, cache=str(cache), overcommit=overcommit, leave=self.close,
+                self._opened = partial(
+                    SynchronousRun, job, self.plan, self.world, shares=self.shares, timings=self.timings, steps=self.steps, out=self.out,
+                    resume=earlier, overwrite=overwrite, dtype=dtype, cache=str(cache), overcommit=overcommit, leave=self.close,
                 )  # fmt: skip
+                self._run = self._opened(listener=self.listener, share=share)
             building.callback(self._run.close)
             log.start(job, self.plan, WhereItRuns(self.world.kind, self.world.why), self.replicas, steps=self.steps, step=self.next_step)  # fmt: skip
             self._stack = building.pop_all()
@@ -207,6 +210,13 @@ class Trainer:
     def fit(self) -> Summary:
         """Train to the last step, evaluating and saving when due."""
         self._check_open("fit()")
+        with suppress(SharedWriteError):
+            return self._run.fit()
+        self._run.close()
+        own = "Forwards write parameters, so every replica gets a copy of its own"
+        listener = replace(self.listener, started=lambda line: self.listener.note(f"{own}: {line}"))
+        self._run = self._opened(listener=listener, share=False)
+        self._stack.callback(self._run.close)
         return self._run.fit()
 
     def summary(self, seconds: float, evaluation: dict[str, float], checkpoint: Path | None) -> Summary:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -21,6 +22,7 @@ from meshloom.launch.environment import launched_rank
 from meshloom.launch.failure import own_line
 from meshloom.launch.one_at_a_time import working_alone
 from meshloom.machine.process_memory import collected_once
+from meshloom.replica.chunk_writes import SharedWriteError
 from meshloom.telemetry.timings import Timings
 from meshloom.verify.compared.compare import Comparer
 from meshloom.verify.comparison_run import compare_here
@@ -81,11 +83,21 @@ def verify(
         compare=compare
     )  # fmt: skip
     with working_alone(), collected_once(), _explained(dtype, fewer):
-        run.quick(steps) if quick else run.whole(max(steps, 3 if job.average is None else 4))
-        apart = replace(run, result=None, between=[], place=OperatorPlace(), moment="", notes=[])
+        take = partial(_take, steps=steps, quick=quick)
+        try:
+            take(run)
+        except SharedWriteError:
+            run = replace(run, share=False, comparison=None)
+        if not run.share:
+            take(run)
+        apart = replace(run, share=False, result=None, between=[], place=OperatorPlace(), moment="", notes=[])
         if run.one_copy and not quick:
-            apart.quick(_STEPS_APART, own_copies=True)
+            apart.quick(_STEPS_APART)
     return replace(_report(run, apart, plan, keyed=keyed), fewer=fewer) if run.result else None
+
+
+def _take(run: VerifiedRun, *, steps: int, quick: bool) -> None:
+    run.quick(steps) if quick else run.whole(max(steps, 3 if run.job.average is None else 4))
 
 
 def _report(run: VerifiedRun, apart: VerifiedRun, plan: Plan, *, keyed: bool) -> Report:

@@ -58,7 +58,7 @@ _NEXT_EPOCH = ", at the end of an epoch, or where batches get another size or so
 @dataclass(kw_only=True)
 class VerifiedRun:
     """Of `job` under `plan`. dtype: of both sides; None: the job's own.
-    settings: of every Trainer. compare: where one device is.
+    settings: of every Trainer. compare: where one device is. share: whether replicas may have one copy of the parameters.
 
     result, between, place, moment: on rank 0, what came of it. digest: of what ran. is_unlike_training: whether training may be divided
     or cut otherwise. devices: one line about them. owned: the share of the trainable elements that each rank updates. one_copy:
@@ -71,6 +71,7 @@ class VerifiedRun:
     dtype: torch.dtype | None
     settings: dict[str, Any]
     compare: Compare
+    share: bool = True
     comparison: ComparisonRun | None = None
     result: ComparisonResult | None = None
     between: list[BetweenSteps] = field(default_factory=list[BetweenSteps])
@@ -84,9 +85,9 @@ class VerifiedRun:
     notes: list[str] = field(default_factory=list[str])
     _steps_per_epoch: int | None = None
 
-    def quick(self, steps: int, *, own_copies: bool = False) -> None:
-        """So many steps. own_copies: each replica has its own parameters."""
-        with self._opened(steps, share=not own_copies) as trainer:
+    def quick(self, steps: int) -> None:
+        """So many steps."""
+        with self._opened(steps) as trainer:
             self._take(trainer, range(steps))
         self._end()
 
@@ -143,13 +144,11 @@ class VerifiedRun:
         self.comparison = None
 
     @contextmanager
-    def _opened(
-        self, steps: int, *, resume: Path | None = None, share: bool = True, compares: bool = True
-    ) -> Iterator[Trainer]:
+    def _opened(self, steps: int, *, resume: Path | None = None, compares: bool = True) -> Iterator[Trainer]:
         gc.collect()  # a Trainer before this one, which lies in cycles
         quiet = Listener(started=lambda text: None)  # the report describes the run
         with Trainer(
-            self.job, self.plan, steps=steps, dtype=self.dtype, share=share, listener=quiet, recorded_shares=self.shares, resume=resume,
+            self.job, self.plan, steps=steps, dtype=self.dtype, share=self.share, listener=quiet, recorded_shares=self.shares, resume=resume,
             **self.settings
         ) as trainer:  # fmt: skip
             first = trainer.replicas[0]

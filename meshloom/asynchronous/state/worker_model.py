@@ -16,8 +16,7 @@ from meshloom.data.chunks import Chunk
 from meshloom.exchange.exchange import Slice
 from meshloom.optimizer.clipping import sum_of_squares
 from meshloom.parameters.model import trainable
-from meshloom.program.ir.written_parameters import limited_tables
-from meshloom.replica.buffers.written_by_loss import check_limited
+from meshloom.replica.step_checks import check_limited
 
 
 class WorkerModel:
@@ -25,7 +24,7 @@ class WorkerModel:
 
     def __init__(self, job: Job, plan: Plan, model: nn.Module) -> None:
         self.model = model
-        check_limited(limited_tables(model), plan)
+        check_limited(model, plan)
         named = trainable(model)
         self.whole = needs_whole(job, named, plan.servers)
         self.division = divide_over_servers(named, plan.servers, whole=self.whole)

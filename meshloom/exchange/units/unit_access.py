@@ -28,12 +28,13 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
-from meshloom.core.errors import TrainingError
+from meshloom.core.errors import JobError, TrainingError
 from meshloom.core.modules.casts import FrozenCasts, cast_of
 from meshloom.core.moments.uncompiled import left_out
 from meshloom.exchange.units.unit_casts import UnitCasts
-from meshloom.exchange.units.unit_gathering import UnitGathering
-from meshloom.exchange.units.unit_slices import Layout, Unit
+from meshloom.exchange.units.unit_gathering import STEP, UnitGathering
+from meshloom.exchange.units.unit_slices import Layout, Unit, UnitEntry
+from meshloom.program.ir.parameter_writes import LOOK_EVERY, untrained_write
 
 _torch: Any = torch  # for private names
 
@@ -54,7 +55,9 @@ class UnitAccess:
             for number, part in enumerate(unit.parts)
             for entry in part.entries
         }
-        self._written: str | None = None
+        self._written: UnitEntry | None = None
+        self._num_steps = 0
+        self._looks = False  # in this pass: whether what is written is seen by values
         self._casts = UnitCasts()
         self._frozen = FrozenCasts()
 
@@ -75,6 +78,8 @@ class UnitAccess:
         is like others of its kind. idle: this rank will not compute."""
         self._gathering.begin_pass(kind)
         self._computing, self._written = True, None
+        self._looks = kind == STEP and self._num_steps % LOOK_EVERY == 0
+        self._num_steps += kind == STEP
         try:
             with (
                 torch.autograd.graph.saved_tensors_hooks(left_out(self.pack), left_out(unpack)),
@@ -97,8 +102,10 @@ class UnitAccess:
                 unit.stays, unit.num_running = False, 0
                 self._drop(unit)
         if self._written is not None:
-            raise TrainingError(
-                f"{self._written} was changed in a forward or backward. With zero=3 its values are a copy that is let go of, so the change would be lost. "
+            if not self._written.parameter.requires_grad:
+                raise untrained_write([self._written.name])
+            raise JobError(
+                f"{self._written.name} was changed in a forward or backward. With zero=3 its values are a copy that is let go of, so the change would be lost. "
                 "Leave it to the optimizer, compute the changed value anew in forward, or use zero=2."
             )
 
@@ -158,7 +165,7 @@ class UnitAccess:
         if unit.values is not None:
             self._casts.let_go(unit)
             self._here = {key: each for key, each in self._here.items() if not each[2].expired()}
-        self._written = unit.empty() or self._written
+        self._written = unit.empty(looks=self._looks) or self._written
 
     def _use(self, parameters: Iterable[Tensor]) -> None:
         """Some parameters are used."""

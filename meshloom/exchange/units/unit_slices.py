@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from meshloom.comm.windows import next_start
+from meshloom.core.device.flat_bytes import flat_bytes
 from meshloom.program.operators.fused_grad_accumulation import GradBuffer
 
 Layout = tuple[Sequence[int], Sequence[int], int]  # sizes, strides and offset in a flat tensor
@@ -123,6 +124,14 @@ class UnitFlat:
             values = whole.detach().reshape(-1)[start:stop]
             self.kept[self._at(entry, start) : self._at(entry, stop)] = values
 
+    def written(self, values: Tensor) -> UnitEntry | None:
+        """A parameter of whose full `values` this rank's slice is not what it keeps."""
+        for each in self.slices():
+            here = values[each.entry.start :][each.start : each.stop]
+            if not torch.equal(flat_bytes(here), flat_bytes(each.of(self.kept))):
+                return each.entry
+        return None
+
     def slices(self) -> Iterator[UnitSlice]:
         """What this rank keeps of each parameter."""
         for entry in self.entries:
@@ -207,13 +216,14 @@ class Unit:
                 for entry in part.entries:
                     entry.fill(flat)
 
-    def empty(self) -> str | None:
-        """The parameters let go of their values; the name of one that something has written to."""
+    def empty(self, *, looks: bool) -> UnitEntry | None:
+        """The parameters let go of their values; one that something has written to. looks: also around torch's count."""
         if self.values is None:
             return None
-        self.values, written = None, None
+        values, self.values, written = self.values, None, None
         with torch._C.DisableTorchFunction():  # pyright: ignore[reportPrivateUsage]
-            for part in self.parts:
+            for part, flat in zip(self.parts, values, strict=True):
+                written = written or (part.written(flat) if looks else None)
                 for entry in part.entries:
-                    written = entry.name if entry.empty() and not written else written
+                    written = entry if entry.empty() and not written else written
         return written

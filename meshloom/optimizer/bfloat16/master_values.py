@@ -113,11 +113,10 @@ class MasterValues:
 
 def _check(trained: Collection[str], refused: Sequence[Collection[str]], made: UserOptimizers) -> None:
     """Raises `JobError` for what masters could not follow. refused: names of parameters with sparse gradients; with
-    max_norm; written by forwards."""
+    max_norm."""
     reasons = (
         ("has sparse gradients (sparse=True)", "Use sparse=False"),
         ("has max_norm, by which forwards scale its rows", "Leave max_norm out"),
-        ("is written by forwards, too", "Leave it to the optimizer"),
     )
     for names, (what, instead) in zip(refused, reasons, strict=True):
         for name in names:

@@ -38,6 +38,7 @@ from meshloom.planner.rehearsal.held import held_by
 from meshloom.planner.rehearsal.own_clock import CommonMemory, OwnClock, RehearsedGroup
 from meshloom.planner.rehearsal.rehearsal import RankStep, Rehearsal
 from meshloom.program.store.program_cache import ProgramCache
+from meshloom.replica.chunk_writes import SharedWriteError
 from meshloom.replica.replica import Replica
 from meshloom.telemetry.timings import Timings
 
@@ -67,12 +68,13 @@ def rehearse(
     optimizer_factor: float = OPTIMIZER_FACTOR,
     cache: Cache | None = None,
     timings: Timings | None = None,
+    share: bool = True,
 ) -> Rehearsal:
     """Steps of `plan` on CPUs, each rank with so many threads.
 
     common_memory: ranks along dp are processes of one host that share memory. optimizer_factor: bytes of
     optimizer state per byte of parameters. cache: of captured losses and choices, from earlier plans and runs. timings: of the first
-    rank's start.
+    rank's start. share: whether replicas may have one copy of the parameters, unless forwards write them.
 
     Raises `PlanError` if the plan cannot run this job or the ranks do not fit into this process, and the
     job's own errors.
@@ -81,7 +83,7 @@ def rehearse(
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        with preserved_draws(), _ranks(job, plan, common_memory, cache, timings) as ranks:
+        with preserved_draws(), _ranks(job, plan, common_memory, cache, timings, share) as ranks:
             period = math.lcm(*(each.every for each in job.losses.values()))
             cycle = sum(len(turns_of(job, step)) for step in range(period))
             timed = [_Timed(cycle=cycle * plan.local_steps) for _ in ranks.all]
@@ -103,8 +105,13 @@ def rehearse(
                 turns=cycle / period,
                 ran=replicas[0].inner,
             )
+    except SharedWriteError:
+        pass
     finally:
         torch.set_num_threads(before)
+    return rehearse(
+        job, plan, threads=threads, common_memory=common_memory, optimizer_factor=optimizer_factor, cache=cache, timings=timings, share=False
+    )  # fmt: skip
 
 
 @dataclass(kw_only=True)
@@ -148,7 +155,7 @@ class _Ranks:
 
 @contextmanager
 def _ranks(
-    job: Job, plan: Plan, common_memory: bool, cache: Cache | None, timings: Timings | None
+    job: Job, plan: Plan, common_memory: bool, cache: Cache | None, timings: Timings | None, share: bool
 ) -> Iterator[_Ranks]:
     turns = Turns()
     ranks = _Ranks(rehearsed_ranks(plan.mesh, turns, common_memory), turns)
@@ -156,7 +163,7 @@ def _ranks(
         for rank in ranks.all:
             stored = ProgramCache(cache) if cache is not None and rank.context.rank == 0 else None
             first = timings if rank.context.rank == 0 else None
-            rank.replica = Replica(job, plan, rank.context, share=True, stored=stored, timings=first)
+            rank.replica = Replica(job, plan, rank.context, share=share, stored=stored, timings=first)
             rank.replica.sums.num_ranks = 1  # what is added up stays this rank's own
             _check_room(rank.replica, plan.mesh.size - rank.context.rank)
         ranks.run(lambda rank: rank.replica.prepare())

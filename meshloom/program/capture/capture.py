@@ -19,7 +19,6 @@ from meshloom.program.ir.batch_values import read_values
 from meshloom.program.ir.leaves import Leaves, leaves_of
 from meshloom.program.ir.program import Program
 from meshloom.program.ir.sparse_constants import strides_of
-from meshloom.program.ir.written_parameters import mark_settled
 from meshloom.program.opaque.bound import with_needs
 from meshloom.program.opaque.call import UnrecordedLeafError
 from meshloom.program.opaque.functions import MARKED
@@ -49,7 +48,6 @@ def capture(
     numbers: bool = True,
     shortcuts: Shortcuts | None = None,
     opaque: Mapping[str, str] | None = None,
-    settled: Mapping[str, str] | None = None,
 ) -> Program:
     """The program of `job.loss` for batches of the shapes of these two. Raises `CaptureError` if none exists.
 
@@ -58,11 +56,9 @@ def capture(
     dtype: convert the model and the batches to it first. shortcuts: those to take; None: as many as possible.
     numbers: whether numbers in a batch may be inputs; else the program is specialized to them.
     opaque: as in `capture_module`; default: the leaves that the job names.
-    settled: as in `mark_settled`.
     """
     with one_thread():
         model = build_model(job, dtype, training=training, beside=batches[0])
-        mark_settled(model, settled or {})
         parts = leaves_of_job(job, model) if opaque is None else opaque
         given: Any = {"numbers": numbers, "shortcuts": shortcuts, "opaque": parts}
         return capture_module(model, job.loss, batches, dtype=dtype, **given)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,6 +25,7 @@ from meshloom.program.ir.lines import WAYS_OUT
 from meshloom.program.ir.program import Program
 from meshloom.program.ir.written_parameters import named_buffers
 from meshloom.program.opaque.bound import bound
+from meshloom.program.opaque.operator import trained_writes
 from meshloom.program.run.batch_norms import AlignedGradients, has_single_samples
 from meshloom.program.run.execute import run_program
 from meshloom.program.trace.precision import build_model, default_precision, in_precision
@@ -90,15 +91,13 @@ def check_against_module(
     besides activations no memory of the model's size is needed. For gradients larger than `sketch.SMALL`
     norms are estimated from sketches, within a few percent, and equal gradients have a distance of zero.
     """
+    written = trained_writes(program)
     program = bound(program, model)
     limit = tolerance if tolerance is not None else _tolerance(program)
     worst = Difference(0.0, "the loss")
-    with one_thread(), restored(model), preserved_draws(), default_precision(program.precision):
+    with one_thread(), restored(model, written), preserved_draws(), default_precision(program.precision):
         mirror = _copies(named_buffers(model))
-        parameters = {
-            name: parameter.detach().requires_grad_(parameter.requires_grad)
-            for name, parameter in model.named_parameters()
-        }
+        parameters = _parameters(model, written)
         draws = any(node.num_draws for node in program.nodes)
         moved: dict[str, bool] = {}
         finite = True
@@ -126,6 +125,14 @@ def check_against_module(
                     f"The captured program differs from the model: {difference.what} differs by {difference.error:.1e} (limit {limit:.0e}); {where}. {WAYS_OUT}"
                 ).at(path)
     return replace(worst, telling=finite and all(moved.values()))
+
+
+def _parameters(model: nn.Module, written: Collection[str]) -> dict[str, Tensor]:
+    """The model's, for the program. written: by leaves, of which it has copies, as eager writes the model's own."""
+    return {
+        name: (each.detach().clone() if name in written else each.detach()).requires_grad_(each.requires_grad)
+        for name, each in model.named_parameters()
+    }
 
 
 def _eager(model: nn.Module, loss: LossFunction, batch: Any, seed: int, *, keyed: bool, single: bool) -> _Ran:

@@ -27,7 +27,6 @@ from meshloom.program.cost.opaque_shares import shares
 from meshloom.program.ir.lines import WAY_OUT, SourceLine, line_of_error
 from meshloom.program.ir.nodes import submodule, with_parents
 from meshloom.program.ir.program import Program
-from meshloom.program.ir.written_parameters import writing_modules
 from meshloom.program.opaque.call import ChangedCallError, OpaqueError
 from meshloom.program.trace.frozen import FrozenDrawError
 from meshloom.program.trace.repeated_export import GatherCapturedError
@@ -38,7 +37,7 @@ _NO_LEAF_HELPS = (ChangedWhileReadError, DiffersError, FrozenDrawError, GatherCa
 
 
 def leaves_of_job(job: Job, model: nn.Module) -> dict[str, str]:
-    """The modules that `Job(leaves=...)` names, and those that write what is trained, outermost ones.
+    """The modules that `Job(leaves=...)` names, outermost ones.
 
     Raises `JobError` for a name without a module, and `CaptureError` for another that draws with a generator of its own."""
     found = dict.fromkeys(named_leaves(job.leaves, model), NAMED)
@@ -49,7 +48,7 @@ def leaves_of_job(job: Job, model: nn.Module) -> dict[str, str]:
                 f"{path or 'the model'} draws with a generator of its own, {generator}, and draws of programs are torch's. Draw without it, or write "
                 f"leaves=[{kind}] to run the module as written, whole on every rank of tp. {WAY_OUT}"
             )
-    return _outermost(found | writing_modules(model))
+    return _outermost(found)
 
 
 def capture_with_leaves(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from typing import Any
@@ -21,7 +21,7 @@ from meshloom.core.moments.branches import branches_as_written
 from meshloom.core.moments.current_step import at_step
 from meshloom.core.random import derive, preserved_draws, seed_everything
 from meshloom.program.capture.reached import KeptTensors, check_arguments, order, order_now
-from meshloom.program.capture.restored import cloned, restored
+from meshloom.program.capture.restored import cloned, own_memory, restored
 from meshloom.program.cost.cost_rules import bytes_read_and_written, flops
 from meshloom.program.ir.draws import CountDraws
 from meshloom.program.ir.leaves import leaves_of
@@ -29,7 +29,6 @@ from meshloom.program.ir.nodes import Meta
 from meshloom.program.ir.replaced import seen_as_exported
 from meshloom.program.ir.sparse_constants import memory_of, storage_of
 from meshloom.program.ir.step_input import answered_by_input, step_beside
-from meshloom.program.ir.written_parameters import settled_names
 from meshloom.program.opaque.call import (
     FUNCTION,
     OpaqueCall,
@@ -81,14 +80,14 @@ def _calls(
     paths = [path for path in leaves if not is_function(path)]
     found: dict[str, list[RecordedCall]] = {path: [] for path in paths}
     numbers, kept = Counter[str](), KeptTensors()
-    settled = {id(model.get_parameter(name)) for name in settled_names(model)}
 
     def handle(
         path: str, module: nn.Module, method: str, run: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         before = python_states()
         try:
-            with seen_as_exported(False), at_step(0):
+            trained = [each for each in module.parameters() if each.requires_grad]
+            with seen_as_exported(False), at_step(0), own_memory(trained):
                 if method == FUNCTION:
                     known = functions.setdefault(f"{run.name} {closed_over(run)}", run)
                     if known is not run:
@@ -96,7 +95,7 @@ def _calls(
                             "each call of the loss defines it anew, so another rank cannot find it; define it at the top of its file"
                         )
                     kept.call((args, kwargs))
-                returned, call = _record(model, module, method, run, args, kwargs, settled)
+                returned, call = _record(model, module, method, run, args, kwargs)
         except CaptureError as error:
             raise OpaqueError(path, str(error)) from error
         if method == FUNCTION:
@@ -128,16 +127,16 @@ def _record(
     run: Any,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    settled: Collection[int],
 ) -> tuple[Any, RecordedCall]:
-    """What the call returned, and its record. settled: identities of trained parameters that forwards write."""
+    """What the call returned, and its record."""
     is_marked = method == FUNCTION
     spec, plain, inputs = split_arguments(args, kwargs, module.children() if is_marked else ())
     names, state = state_of(module)
     modes = tuple(each.training for each in module.modules())
     before = [each._version for each in (*inputs, *state)]  # pyright: ignore[reportPrivateUsage]
-    # parameters that are not trained count as buffers, and may be given other data without a write that is counted
-    values = [None if each.requires_grad else each.detach().clone() for each in state]
+    # parameters may be given other data without a write that is counted
+    trained = [number for number, each in enumerate(state) if each.requires_grad]
+    values = [each.detach().clone() for each in state]
     places = [each.data_ptr() for each in state]
     attributes = _tensor_attributes(module)
     saved: list[Tensor] = []
@@ -164,18 +163,16 @@ def _record(
     written = {number - len(inputs) for number in changed} | {
         number
         for number, (value, each, place) in enumerate(zip(values, state, places, strict=True))
-        if id(each) in replaced
-        or each.data_ptr() != place
-        or (value is not None and not equal_bits(value, each))
+        if id(each) in replaced or each.data_ptr() != place or not equal_bits(value, each)
     }
+    if anew := [number for number in trained if id(state[number]) in replaced]:
+        raise CaptureError(f"it puts another parameter in the place of {names[anew[0]][0]}")
     for number, value in enumerate(values):
-        if value is not None and value.shape != state[number].shape:
+        if value.shape != state[number].shape:
             raise CaptureError(
                 f"it gives its buffer {names[number][0]} another shape, {list(state[number].shape)} in place of {list(value.shape)}"
             )
-    masked = {number for number, each in enumerate(state) if id(each) in settled and not is_marked}
-    written -= masked
-    if any(isinstance(state[number], nn.Parameter) and state[number].requires_grad for number in written):
+    if is_marked and written.intersection(trained):
         raise CaptureError("it writes to parameters in the forward that are trained")
     left = [
         (place, each)
@@ -197,8 +194,8 @@ def _record(
         leaves=plain,
         state=names,
         modes=modes,
-        written=tuple(sorted(written)),
-        settled=tuple(sorted(masked)),
+        written=tuple(sorted(written.difference(trained))),
+        trained_writes=tuple(sorted(written.intersection(trained))),
         results=tuple(map(meta_of, results)),
         places=tuple(leaf_places),
         num_leaves=len(recalled),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,8 +15,10 @@ from meshloom.program.trace.attributes import attributes_restored, plain_values,
 
 
 @contextmanager
-def restored(model: nn.Module) -> Iterator[None]:
-    """Clears gradients, and restores gradients, buffers, parameters that count as buffers, hooks of parameters, and plain attributes on exit."""
+def restored(model: nn.Module, written: Collection[str] = ()) -> Iterator[None]:
+    """Clears gradients, and restores gradients, buffers, parameters that count as buffers, hooks of parameters, and plain attributes on exit.
+
+    written: names of trained parameters, which have copies of their values meanwhile."""
     hooks = [set(each) for each in _hooks(model)]
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     buffers = [
@@ -28,7 +30,7 @@ def restored(model: nn.Module) -> Iterator[None]:
     for parameter, _ in gradients:
         parameter.grad = None
     try:
-        with attributes_put_back(model):
+        with own_memory(map(model.get_parameter, written)), attributes_put_back(model):
             yield
     finally:
         for module, own in buffers:
@@ -43,6 +45,19 @@ def restored(model: nn.Module) -> Iterator[None]:
         for now, known in zip(_hooks(model), hooks, strict=True):
             for number in now.keys() - known:
                 del now[number]
+
+
+@contextmanager
+def own_memory(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """These have copies of their values meanwhile."""
+    memory = [(each, each.data) for each in parameters]
+    for parameter, value in memory:
+        parameter.data = value.clone()
+    try:
+        yield
+    finally:
+        for parameter, value in memory:
+            parameter.data = value
 
 
 def _hooks(model: nn.Module) -> list[dict[int, Any]]:

@@ -1,7 +1,6 @@
 """Parameters without gradient that a loss writes, such as a teacher's moving average: they are treated as buffers.
 
-They stay parameters of the user's modules. Only their names are kept, with the model that they belong to; so are those of
-modules that write what is trained.
+They stay parameters of the user's modules. Only their names are kept, with the model that they belong to.
 """
 
 from __future__ import annotations
@@ -11,9 +10,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from meshloom.core.buffer_rules import BufferRule, rule_of
+
 _KEY = "_written_by_its_loss"
-_LIMITED = "_tables_whose_rows_its_loss_scales"
-_SETTLED = "_trained_parameters_that_forwards_write"
 
 
 def mark_written(model: nn.Module, names: Collection[str]) -> None:
@@ -23,21 +22,10 @@ def mark_written(model: nn.Module, names: Collection[str]) -> None:
         vars(model)[_KEY] = tuple(sorted({*names, *_marked(model)}))
 
 
-def mark_settled(model: nn.Module, paths: Mapping[str, str]) -> None:
-    """Trained parameters to which every forward gives the same values -> the module that writes each, which runs as
-    written."""
-    if paths:
-        vars(model)[_SETTLED] = dict(paths)
-
-
-def writing_modules(model: nn.Module) -> dict[str, str]:
-    """The modules that write marked parameters -> which, for people."""
-    return {path: f"it writes {name}" for name, path in vars(model).get(_SETTLED, {}).items()}
-
-
-def settled_names(model: nn.Module) -> list[str]:
-    """The trained parameters that are marked."""
-    return list(vars(model).get(_SETTLED, ()))
+def mark_declared(model: nn.Module, rules: Mapping[str, BufferRule]) -> None:
+    """Mark the parameters without gradient for which the job has a rule."""
+    untrained = (name for name, each in model.named_parameters() if not each.requires_grad)
+    mark_written(model, [name for name in untrained if rule_of(name, rules) is not None])
 
 
 def written_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -52,21 +40,14 @@ def written_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: each for name, each in model.named_parameters() if name in marked} if marked else {}
 
 
-def mark_limited(model: nn.Module, names: Collection[str]) -> None:
-    """Rows of the trained tables of these names are scaled where functions read them (`F.embedding(..., max_norm=...)`)."""
-    if names:
-        vars(model)[_LIMITED] = tuple(names)
-
-
 def limited_tables(model: nn.Module) -> dict[str, nn.Parameter]:
     """The trained tables of embeddings with `max_norm`, whose forwards scale the rows that they read, by the first of
-    their names; and those that are marked."""
+    their names."""
     embeddings = [each for each in model.modules() if isinstance(each, nn.Embedding | nn.EmbeddingBag)]
     tables = {
         id(each.weight) for each in embeddings if each.max_norm is not None and each.weight.requires_grad
     }
-    marked = vars(model).get(_LIMITED, ())
-    return {name: each for name, each in model.named_parameters() if id(each) in tables or name in marked}
+    return {name: each for name, each in model.named_parameters() if id(each) in tables}
 
 
 def frozen_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:

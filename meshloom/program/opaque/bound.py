@@ -107,7 +107,7 @@ class OpaqueModule:
         counter = CountDraws() if call.num_draws else None
         before = torch.default_generator.get_state() if counter is None else None
         with (
-            self._tensors.running_on(state, call.written, call.settled),
+            self._tensors.running_on(state, call.written, call.trained_writes),
             self._in_modes(),
             call_of_leaf(self._drawing, call.number),
             counter or nullcontext(),

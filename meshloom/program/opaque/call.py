@@ -59,8 +59,7 @@ class OpaqueCall:
     state: names of the module's parameters and buffers, below it, in the order of the operator's operands; tied ones
         together.
     modes: whether each of its modules trains, in the order of `modules()`.
-    written: indices in `state` of the buffers that it writes. settled: of the trained parameters that it gives the same
-        values in every call.
+    written: indices in `state` of the buffers that it writes. trained_writes: of the trained parameters.
     results: its new tensors. places: where each lies among the leaves of what it returns. num_leaves: of these.
     attributes: (module below it, attribute) where it leaves further results.
     number: of the call among those of its module. num_draws: its random ATen calls. draws_alike: whether these were as many for each batch.
@@ -84,7 +83,7 @@ class OpaqueCall:
     draws_alike: bool = True
     needed: tuple[int, ...] | None = None
     is_last_to_draw: bool = False
-    settled: tuple[int, ...] = ()
+    trained_writes: tuple[int, ...] = ()
     returned: str = ""
     closed_over: tuple[tuple[str, Any], ...] = ()
 

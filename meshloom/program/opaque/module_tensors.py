@@ -51,14 +51,14 @@ class ModuleTensors:
 
     @contextmanager
     def running_on(
-        self, state: Sequence[Tensor], written: Collection[int], settled: Collection[int] = ()
+        self, state: Sequence[Tensor], written: Collection[int], trained: Collection[int] = ()
     ) -> Iterator[None]:
-        """The module has `state` inside, of the tensors numbered in `written` and `settled` copies: its backward may save
+        """The module has `state` inside, of the tensors numbered in `written` and `trained` copies: its backward may save
         these, and others write the tensors before it. Then the tensors get what the module made of the copies.
 
-        settled: trained ones, to which every call gives the same values: autograd need not know of it.
+        trained: parameters that are, to which it writes around autograd.
         """
-        copied = {*written, *settled}
+        copied = {*written, *trained}
         own = [each.clone() if number in copied else each for number, each in enumerate(state)]
         left = {number: own[number] for number in written}
         with self._replaced_by(own, left):
@@ -66,7 +66,7 @@ class ModuleTensors:
         with torch.no_grad():
             for number in written:
                 state[number].copy_(left[number])
-            for number in settled:
+            for number in trained:
                 state[number].data.copy_(own[number])
 
     def _list_weights(self) -> None:

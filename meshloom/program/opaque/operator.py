@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from meshloom.program.ir.nodes import Node
+from meshloom.program.ir.program import Program
 from meshloom.program.opaque.call import OpaqueCall
 
 _library = torch.library.Library("meshloom", "FRAGMENT")
@@ -33,6 +34,16 @@ def is_opaque(node: Node) -> bool:
 def call_of_node(node: Node) -> OpaqueCall:
     """The call of an opaque node."""
     return OpaqueCall.of(node.args[3])
+
+
+def trained_writes(program: Program) -> list[str]:
+    """The trained parameters that opaque modules of a program write."""
+    found: dict[str, None] = {}
+    for node in filter(is_opaque, program.nodes):
+        path, call = node.args[2], call_of_node(node)
+        names = (call.state[number][0] for number in call.trained_writes)
+        found |= dict.fromkeys(f"{path}.{name}" if path else name for name in names)
+    return list(found)
 
 
 def _device(*tensors: Sequence[Tensor]) -> torch.device:

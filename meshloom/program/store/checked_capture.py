@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -11,18 +11,23 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshloom.core.errors import CaptureError
+from meshloom.core.buffer_rules import rule_of
+from meshloom.core.errors import CaptureError, JobError
 from meshloom.core.job import Job
 from meshloom.machine.cores import cores
 from meshloom.parameters.unfilled_model import comparable
 from meshloom.program.capture.attempted import attempted
 from meshloom.program.capture.capture import capture_module
-from meshloom.program.capture.check import check_against_module
+from meshloom.program.capture.check import DiffersError, check_against_module
 from meshloom.program.capture.leaf_rule import LeafModules, capture_with_leaves, leaves_of_job
 from meshloom.program.capture.outside import Outside
 from meshloom.program.ir.batch_values import takes_numbers, with_other_numbers
 from meshloom.program.ir.leaves import leaves_of
+from meshloom.program.ir.lines import WAY_OUT
+from meshloom.program.ir.nodes import with_parents
+from meshloom.program.ir.parameter_writes import ParameterWrites, untrained_write
 from meshloom.program.ir.program import Program
+from meshloom.program.opaque.operator import trained_writes
 from meshloom.program.sizes.any_size import Smaller, captured_by_shapes, is_large, smaller
 from meshloom.program.store.program_cache import ProgramCache, ProgramCacheKey
 from meshloom.program.trace.block_calls import SHORTCUTS, Shortcuts
@@ -74,6 +79,19 @@ class CheckedCapture:
             )
 
     def _program(
+        self, batches: Sequence[Any], training: bool, model: nn.Module, known: Program | None
+    ) -> Program:
+        writes = ParameterWrites(model.named_parameters(), by_values=True)
+        try:
+            program = self._found(batches, training, model, known)
+        except DiffersError:  # it may be why
+            _check_writes(writes.names(), [], model, self._job)
+            raise
+        written = [*writes.names(), *program.buffers.keys() & dict(model.named_parameters()).keys()]
+        _check_writes(written, trained_writes(program), model, self._job)
+        return program
+
+    def _found(
         self, batches: Sequence[Any], training: bool, model: nn.Module, known: Program | None
     ) -> Program:
         read, fresh = (batches[0], batches[1]), batches[-2:]
@@ -234,6 +252,24 @@ def _moved(program: Program, batches: Sequence[Any], first: Any, *, vary_numbers
         with_other_numbers(leaves_of(each), program.others, values, moved=vary_numbers and number > 0)
         for number, each in enumerate(batches)
     ]
+
+
+def _check_writes(written: Collection[str], by_leaves: Collection[str], model: nn.Module, job: Job) -> None:
+    """Raise `JobError` for parameters that forwards write: untrained ones for which the job has no rule, and trained ones outside of
+    leaves."""
+    named = [(name, each.requires_grad) for name, each in model.named_parameters() if name in written]
+    untrained = [name for name, trains in named if not trains and rule_of(name, job.buffers) is None]
+    if untrained:
+        raise untrained_write(untrained)
+    for name in (name for name, trains in named if trains and name not in by_leaves):
+        around = (model.get_submodule(path) for path in with_parents(name.rpartition(".")[0]))
+        kind = next(
+            (type(each).__name__ for each in around if not type(each).__module__.startswith("torch.")), "..."
+        )
+        raise JobError(
+            f"{name} is trained, and a forward writes it, which is no part of a program. Write leaves=[{kind}] to run the module that writes it as "
+            f"written, or compute the changed value anew in the forward, as torch.nn.utils.parametrize does. {WAY_OUT}"
+        )
 
 
 @contextmanager

@@ -22,7 +22,6 @@ from meshloom.program.capture.shapes import capture_shapes
 from meshloom.program.ir.batch_values import takes_numbers
 from meshloom.program.ir.leaves import Leaves, leaves_of
 from meshloom.program.ir.program import Program
-from meshloom.program.opaque.operator import call_of_node, is_opaque
 from meshloom.program.store.program_cache import ProgramCache
 
 
@@ -62,22 +61,8 @@ def unlifted(
     # a capture by shapes has no numbers of the batch as inputs
     if found is None or _facts(found) != _facts(program):
         numbers = takes_numbers(program.others)
-        found = capture(
-            job, (own, own), training=program.training, numbers=numbers, opaque=program.opaque, settled=_settled(program)
-        )  # fmt: skip
+        found = capture(job, (own, own), training=program.training, numbers=numbers, opaque=program.opaque)
     return found if _facts(found) == _facts(program) else None
-
-
-def _settled(program: Program) -> dict[str, str]:
-    """The trained parameters that opaque modules write -> which module."""
-    return {
-        f"{path}.{names[0]}" if path else names[0]: path
-        for node in program.nodes
-        if is_opaque(node)
-        for path, call in [(str(node.args[2]), call_of_node(node))]
-        for number, names in enumerate(call.state)
-        if number in call.settled
-    }
 
 
 def _facts(program: Program) -> list[Any]:
