@@ -11,7 +11,7 @@ computed their chunks (the end of `Exchange.finish`, where flags are all-reduced
 all have updated (`publish`).
 
 With separate copies, a training forward that writes a parameter does so once on every replica. With one copy
-the write would happen once per replica to the same memory, so it is an error (`replica/chunk_writes.py`).
+the write would happen once per replica to the same memory, so it is an error (`replica/step_checks.py`).
 """
 
 from __future__ import annotations

@@ -58,7 +58,6 @@ from meshloom.program.ir.written_parameters import frozen_parameters, limited_ta
 from meshloom.program.store.program_cache import ProgramCache
 from meshloom.replica import step_checks
 from meshloom.replica.chunk_scope import ChunkScope
-from meshloom.replica.chunk_writes import ChunkWrites
 from meshloom.replica.engine import Engine
 from meshloom.replica.exchanges.opening import open_exchange
 from meshloom.replica.exchanges.sharing import shares_copies, why_separate
@@ -142,7 +141,7 @@ class Replica:
         self.engine: Engine
         self.scope: ChunkScope
         self.frozen: NamedParameters = []
-        self.writes: ChunkWrites
+        self.writes: step_checks.ChunkWrites | None = None  # where chunks may write parameters
         self.copied, self.saved = Traffic(), Traffic()  # at the start; the exchange's state in checkpoints
         self._notes: list[str] = []
         self.units: Sequence[UnitParameters] = ()  # of the full model, where ranks hold different parts of it
@@ -184,7 +183,7 @@ class Replica:
                 self._undo.callback(self.updater.close)
                 yield from check_together(self.context.world, lambda: self.updater.open(self._files))
         self.units = ()  # with parameters that other ranks hold
-        self.writes = _writes_of(self)
+        self.writes = step_checks.chunk_writes(self.frozen, self.named, self.exchange, self.inner)
         with self.timings.of("building the model"):
             yield from self.start.finish()
         yield from self.exchange.open()
@@ -227,9 +226,9 @@ class Replica:
         yield
         self.sums.wait()
         gradients = yield from _exchanged(self, step, chunks[0].batch)
-        yield from self.writes.check_copy(
-            self.context.world, first=self.evaluations == 1 and not self.inner.captures
-        )
+        if self.exchange.one_copy and self.writes:
+            first = self.evaluations == 1 and not self.inner.captures
+            yield from self.writes.check_copy(self.context.world, first=first)
         total, weight = self.sums.result()
         if self.sums.are_unlike:
             yield from step_checks.check_groups(self.updater, self.context.world, self.plan.mesh, f"In step {step}")  # fmt: skip
@@ -256,7 +255,8 @@ class Replica:
             yield from self.exchange.publish()
             if (yield from self.exchange.settle(early=False)):
                 self.updater.parameters_changed()
-            self.writes.updated()
+            if self.exchange.one_copy and self.writes:
+                self.writes.updated()
             with self._own_gradients():
                 yield from self.engine.refresh_borrowed()
         self.updater.state.average_parameters(skipped=found.overflowed)
@@ -356,15 +356,6 @@ def _in_turn(replica: Replica, step: int, chunks: Sequence[Chunk]) -> Steps[Step
     )
 
 
-def _writes_of(replica: Replica) -> ChunkWrites:
-    # values of units (zero=3) are looked at where ranks let go of them
-    in_units, one_copy = replica.exchange.only_slices, replica.exchange.one_copy
-    return ChunkWrites(
-        replica.frozen, replica.named, alone=in_units or replica.plan.num_chunks == 1, one_copy=one_copy,
-        moving=not (in_units or one_copy or replica.inner.captures),
-    )  # fmt: skip
-
-
 @contextmanager
 def _around_chunks(replica: Replica, step: int) -> Iterator[None]:
     """The context of a step's chunks: what trains does, what is frozen stays, and parameters stay where they lie."""
@@ -373,7 +364,7 @@ def _around_chunks(replica: Replica, step: int) -> Iterator[None]:
         least_squares_alike() if captures else nullcontext(),
         replica.freezing.without_gradients(step, [] if captures else replica.named),
         replica.modes.training(),
-        replica.writes.chunks(),
+        replica.writes.chunks() if replica.writes else nullcontext(),
     ):
         yield
 

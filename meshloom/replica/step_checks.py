@@ -1,4 +1,4 @@
-"""Checks of a step: its loss and gradients are finite, no hooks see parts of gradients, no forward scales rows, ranks
+"""Checks of a step: its loss and gradients are finite, no hooks see parts of gradients, no chunk writes parameters, ranks
 have the same settings of their optimizers' groups."""
 
 from __future__ import annotations
@@ -27,10 +27,12 @@ from meshloom.core.modules.built import originals
 from meshloom.core.plan import Plan
 from meshloom.core.units import format_count
 from meshloom.data.chunks import Chunk
+from meshloom.exchange.exchange import Exchange
 from meshloom.launch.names import rank_name
 from meshloom.optimizer.updater import Updater
 from meshloom.program.capture.outside import Outside
 from meshloom.program.ir.lines import WAY_OUT
+from meshloom.program.ir.parameter_writes import LOOK_EVERY, ParameterWrites, untrained_write
 from meshloom.program.ir.written_parameters import limited_tables
 from meshloom.replica.chunk_scope import ChunkScope
 from meshloom.replica.engine import Engine
@@ -143,6 +145,94 @@ def hooks_kept(named: NamedParameters, plan: Plan) -> Iterator[None]:
 def _num_hooks(parameter: Tensor) -> int:
     after: Any = getattr(parameter, "_post_accumulate_grad_hooks", None)
     return len(parameter._backward_hooks or ()) + len(after or ())
+
+
+class SharedWriteError(TrainingError):
+    """Raised on all ranks in the first step, before any update: forwards write the one copy of the parameters that replicas
+    of a host have, and with copies of their own each replica writes its own."""
+
+
+def chunk_writes(
+    frozen: NamedParameters, trained: NamedParameters, exchange: Exchange, plan: Plan
+) -> ChunkWrites | None:
+    """Of one rank; None: nothing that runs under the plan can write parameters of it."""
+    # values of units (zero=3) are looked at where ranks let go of them
+    in_units, one_copy = exchange.only_slices, exchange.one_copy
+    moving = not (in_units or one_copy or plan.captures)
+    if not (frozen or one_copy or moving):
+        return None
+    alone = in_units or plan.num_chunks == 1
+    return ChunkWrites(frozen, trained, alone=alone, one_copy=one_copy, moving=moving)
+
+
+class ChunkWrites:
+    """Of one rank.
+
+    frozen: parameters that nothing trains and that count as no buffers. alone: whether a chunk may write them, as there is no other.
+    one_copy: whether replicas have one copy of all. moving: trained parameters to which forwards may give other memory.
+    """
+
+    def __init__(
+        self, frozen: NamedParameters, trained: NamedParameters, *, alone: bool, one_copy: bool, moving: bool
+    ) -> None:
+        self._frozen = frozen
+        self._watched = [*([] if alone else frozen), *(trained if one_copy else [])]
+        self._moving = [each for _, each in trained] if moving else []
+        self._places, self._memory = list[int](), list[Tensor]()  # of these, as the step found them
+        self._since_update: list[tuple[int, int]] = []  # of the one copy
+        self._steps = 0
+        self._written: str | None = None  # in the one copy
+
+    @contextmanager
+    def chunks(self) -> Iterator[None]:
+        """A context for a step's chunks. Raises `TrainingError` for a parameter that was frozen when the replica was built and
+        is not now, and `JobError` for one that is, and is written."""
+        for name, parameter in self._frozen:
+            if parameter.requires_grad:
+                raise TrainingError(
+                    f"{name} was frozen when the Trainer was built and now has requires_grad=True. Build a new Trainer after unfreezing."
+                )
+        before = self._since_update or list(map(_counted, self._watched))
+        seen = ParameterWrites(self._watched) if self._watched and self._steps % LOOK_EVERY == 0 else None
+        places = [each.data_ptr() for each in self._moving]
+        if places != self._places:
+            self._places, self._memory = places, [each.data for each in self._moving]
+        self._steps += 1
+        yield
+        for parameter, memory, place in zip(self._moving, self._memory, places, strict=True):
+            if parameter.data_ptr() != place:  # `.data = ...`
+                memory.copy_(parameter.data)
+                parameter.data = memory
+        now = list(map(_counted, self._watched))
+        pairs = zip(self._watched, before, now, strict=True)
+        written = [name for (name, _), was, is_now in pairs if was != is_now]
+        written += seen.names() if seen else []
+        frozen = {name for name, _ in self._frozen}
+        if untrained := [name for name in dict.fromkeys(written) if name in frozen]:
+            raise untrained_write(untrained)
+        self._written = next(iter(written), None)
+
+    def check_copy(self, world: Group, *, first: bool) -> Steps[None]:
+        """Raise an error if the one copy was written: in the `first` step, before any update, `SharedWriteError` on all ranks."""
+        everyone: list[str | None] = [self._written]
+        if first:
+            everyone = yield from collect(world, self._written)
+        name = next(filter(None, everyone), None)
+        if name is not None:
+            raise (SharedWriteError if first else TrainingError)(
+                f"{name} was changed outside the optimizer (in a forward, a hook or between steps), and all replicas of this host have one copy of it: the change "
+                "would be made once by each. Leave it to the optimizer, compute the changed value anew in forward, or let ranks communicate over Gloo "
+                "(--transport gloo), where every replica has a copy of its own."
+            )
+
+    def updated(self) -> None:
+        """All ranks have updated the one copy."""
+        self._since_update = list(map(_counted, self._watched))
+
+
+def _counted(named: tuple[str, nn.Parameter]) -> tuple[int, int]:
+    """By these a parameter's writes show that torch counts, and other memory."""
+    return named[1]._version, named[1].data_ptr()
 
 
 def count_overflows(

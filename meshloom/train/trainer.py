@@ -27,8 +27,8 @@ from meshloom.launch.environment import launched_plan
 from meshloom.launch.one_at_a_time import working_alone
 from meshloom.launch.opening import open_world
 from meshloom.launch.world import World
-from meshloom.replica.chunk_writes import SharedWriteError
 from meshloom.replica.replica import Replica
+from meshloom.replica.step_checks import SharedWriteError
 from meshloom.telemetry.metrics_file import metrics_listener
 from meshloom.telemetry.progress import Listener, all_of
 from meshloom.telemetry.summary import Summary

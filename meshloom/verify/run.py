@@ -22,7 +22,7 @@ from meshloom.launch.environment import launched_rank
 from meshloom.launch.failure import own_line
 from meshloom.launch.one_at_a_time import working_alone
 from meshloom.machine.process_memory import collected_once
-from meshloom.replica.chunk_writes import SharedWriteError
+from meshloom.replica.step_checks import SharedWriteError
 from meshloom.telemetry.timings import Timings
 from meshloom.verify.compared.compare import Comparer
 from meshloom.verify.comparison_run import compare_here

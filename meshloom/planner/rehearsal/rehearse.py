@@ -38,8 +38,8 @@ from meshloom.planner.rehearsal.held import held_by
 from meshloom.planner.rehearsal.own_clock import CommonMemory, OwnClock, RehearsedGroup
 from meshloom.planner.rehearsal.rehearsal import RankStep, Rehearsal
 from meshloom.program.store.program_cache import ProgramCache
-from meshloom.replica.chunk_writes import SharedWriteError
 from meshloom.replica.replica import Replica
+from meshloom.replica.step_checks import SharedWriteError
 from meshloom.telemetry.timings import Timings
 
 T = TypeVar("T")

@@ -11,36 +11,34 @@ from torch import Tensor, nn
 
 from meshloom.core.errors import JobError
 
-LOOK_EVERY = 100  # steps between looks at values
+LOOK_EVERY = 100  # steps between looks at values, as torch counts most writes
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class ParameterWrites:
-    """Of these parameters, from now on. by_values: also what is written around torch's count.
+    """Of these parameters, from now on.
 
     >>> layer = nn.Linear(2, 3)
-    >>> counted, seen = (ParameterWrites(layer.named_parameters(), by_values=each) for each in (False, True))
+    >>> writes = ParameterWrites(layer.named_parameters())
     >>> _ = layer.weight.data.mul_(2)
-    >>> counted.names(), seen.names()
-    ([], ['weight'])
+    >>> writes.names()
+    ['weight']
     """
 
-    def __init__(self, named: Iterable[tuple[str, nn.Parameter]], *, by_values: bool) -> None:
+    def __init__(self, named: Iterable[tuple[str, nn.Parameter]]) -> None:
         self._named = [(name, each) for name, each in named if not each.is_meta]
-        self._places = [_place(each) for _, each in self._named]
-        self._sums = [_sum_of_bits(each) for _, each in self._named] if by_values else []
+        self._before = [(_place(each), _sum_of_bits(each)) for _, each in self._named]
 
     def names(self) -> list[str]:
-        """Those that have been written. The host waits once for a device, if values are looked at."""
-        places = [_place(each) for _, each in self._named]
-        if places == self._places and not self._sums:
+        """Those that have been written. The host waits once for a device."""
+        if not self._named:
             return []
-        differ = [_sum_of_bits(each) != was for (_, each), was in zip(self._named, self._sums, strict=False)]
-        written = torch.stack(differ).tolist() if differ else [False] * len(places)
+        pairs = list(zip(self._named, self._before, strict=True))
+        differ = torch.stack([_sum_of_bits(each) != bits for (_, each), (_, bits) in pairs]).tolist()
         return [
             name
-            for (name, _), was, now, differs in zip(self._named, self._places, places, written, strict=True)
-            if was != now or differs
+            for ((name, each), (place, _)), differs in zip(pairs, differ, strict=True)
+            if differs or _place(each) != place
         ]
 
 

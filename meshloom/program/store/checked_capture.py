@@ -81,7 +81,7 @@ class CheckedCapture:
     def _program(
         self, batches: Sequence[Any], training: bool, model: nn.Module, known: Program | None
     ) -> Program:
-        writes = ParameterWrites(model.named_parameters(), by_values=True)
+        writes = ParameterWrites(model.named_parameters())
         try:
             program = self._found(batches, training, model, known)
         except DiffersError:  # it may be why

@@ -53,31 +53,6 @@ def synchronise_batch_norm(
             vars(module).pop("forward", None)
 
 
-@contextmanager
-def unsynchronised(model: nn.Module) -> Iterator[None]:
-    """While entered, synchronised batch norm layers wait for nobody: they scale by weight and bias only."""
-    changed = [
-        (module, vars(module)["forward"])
-        for module in model.modules()
-        if isinstance(module, _BatchNorm) and "forward" in vars(module)
-    ]
-
-    def scale(module: Any) -> Any:
-        def forward(x: Tensor) -> Tensor:
-            mean = torch.zeros(x.shape[1], dtype=x.dtype, device=x.device)
-            return F.batch_norm(x, mean, mean + 1.0, module.weight, module.bias)
-
-        return forward
-
-    try:
-        for module, _ in changed:
-            module.forward = scale(module)
-        yield
-    finally:
-        for module, forward in changed:
-            module.forward = forward
-
-
 def expected_bytes(model: nn.Module, num_chunks: int) -> ExpectedBytes:
     """Of a step's chunks, if every layer runs once in each and its input needs a gradient."""
     channels = [module.num_features for module in model.modules() if isinstance(module, _BatchNorm)]

@@ -12,11 +12,8 @@ from torch import Tensor, nn
 
 from meshloom.core.buffer_rules import BufferRule, Ema
 from meshloom.core.errors import JobError, TrainingError
+from meshloom.program.ir.parameter_writes import LOOK_EVERY
 from meshloom.program.ir.written_parameters import named_buffers, tensors_beside
-
-LOOK_EVERY = (
-    100  # steps between looks at the values of buffers that have never changed; torch counts most writes
-)
 
 
 @dataclass(frozen=True)
