@@ -104,6 +104,27 @@ def table() -> nn.Module:
     return nn.Sequential(nn.Embedding(7, 3, max_norm=1.0), nn.Linear(3, 2))
 
 
+def taught() -> nn.Module:
+    """Of which the first layer is not trained."""
+    model = Two()
+    model.first.requires_grad_(False)
+    return model
+
+
+def teaching(model: Any, batch: Sequence[Tensor]) -> Tensor:
+    with torch.no_grad():
+        model.first.weight.mul_(0.5)
+    return loss(model, batch)
+
+
+class Masked(Two):
+    """Writes what is trained."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.head.weight.data = self.head.weight.data * 0.5
+        return super().forward(x)
+
+
 def accuracy(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
     return (model(batch[0]) > 0).double().mean()
 
