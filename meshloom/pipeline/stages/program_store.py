@@ -1,7 +1,7 @@
 """The programs that a rank runs: its stages of its shard, for every loss or metric, mode and shape of batch.
 
 captured on one rank -> sharded over tp -> cut into stages over pp     once per `ProgramKey`
-sizes that a loss is indifferent to: computed from other sizes instead of captured (`sizes/any_size.py`)
+sizes that a loss is indifferent to: computed from other sizes instead of captured (`program/sizes/any_size.py`)
 """
 
 from __future__ import annotations
