@@ -41,6 +41,12 @@ def loss(model: Any, b: dict[str, Tensor]) -> Tensor:
     return F.cross_entropy(model(b["x"]), b["y"])
 
 
+def by_numpy(model: Any, b: dict[str, Tensor]) -> Tensor:
+    scores = model(b["x"])
+    worst = torch.as_tensor(scores.detach().numpy().argmin(1))
+    return F.cross_entropy(scores, b["y"]) - scores[:, worst].mean()
+
+
 def job(model: Any = Cut, **settings: Any) -> ml.Job:
     x, y = normal(1, 7), integers(2, 5)
     return job_of(model, loss, [{"x": x[row], "y": y[row]} for row in range(len(x))], **settings)
@@ -70,6 +76,12 @@ def test_a_loss_that_cannot_be_captured_is_refused_with_its_line_and_the_ways_ou
     assert refused.value.exit_code == 2 and re.search(LINE, said), said
     assert "name the module that draws in Job(leaves=[...])" in said
     assert said.endswith("Plans with dp and zero alone run the module as it is and need no program.")
+
+
+def test_a_loss_that_reads_a_tensor_as_an_array_is_one_whose_values_decide() -> None:
+    by_values = r"depends on the values in the batch at .*:\d+ \(worst = torch.as_tensor\(scores.detach\(\).numpy\(\).*\), so no one program computes it"
+    with pytest.raises(ml.MeshloomError, match=by_values):
+        ml.Trainer(replace(job(readable), loss=by_numpy), "tp=2", devices="simulated", listener=QUIET)
 
 
 @pytest.mark.parametrize(

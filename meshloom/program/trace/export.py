@@ -392,10 +392,10 @@ def _explain(error: Exception) -> str:
     text = str(error).strip()
     first = text.splitlines()[0].rstrip(".") if text else kind
     of_values = "GuardOnDataDependentSymNode", "UserError", "DataDependentOutputException", "UserErrorType"
-    if kind in of_values or "data-dependent" in text:
+    if kind in of_values or "data-dependent" in text or text.startswith(".numpy()"):
         return (
             f"What runs depends on the values in the batch at {place}, so no one program computes it: {first[:160]}. "
             "Write a choice with torch.where, and functions of meshloom.step(), which is a tensor here, with torch's (torch.cos, not math.cos); leave out what "
             f"only checks values: training stops at what is not finite. {WAYS_OUT}"
         )
-    return f"The loss could not be captured at {place}: {kind}: {first[:200]}. {WAYS_OUT}"
+    return f"The loss could not be captured at {place}: {kind}: {first[:200]}. Write it with torch operators. {WAYS_OUT}"
