@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -158,6 +161,33 @@ def test_a_metric_that_toggles_modes_does_so_for_itself():
         assert not any(modes) and len(modes) == 8  # two metrics of a chunk of each replica, twice
         for name, each in trainer.replicas[0].model.named_buffers():  # batch norm in training mode writes
             assert torch.equal(each, before[name])
+
+
+def scripted() -> nn.Module:
+    """Of modules in TorchScript, whose tensors lie in no dict: a class of it, and a norm whose statistics metrics write in training mode."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it is deprecated, and used
+
+        class Cell(torch.jit.ScriptModule):
+            def __init__(self) -> None:
+                super().__init__()
+                self.weight = nn.Parameter(torch.randn(5, 7) * 0.3)
+
+            @torch.jit.script_method
+            def forward(self, x: Tensor) -> Tensor:
+                return x @ self.weight.t()
+
+        return nn.Sequential(Cell(), torch.jit.script(nn.BatchNorm1d(5)))
+
+
+def test_modules_in_torchscript_are_put_back_too():
+    def sampled(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        return class_loss(model.train(), batch)
+
+    given = replace(job("in place"), model=scripted, evaluate=ml.Evaluate(lambda: vectors(10), {"loss": sampled}, 2))  # fmt: skip
+    report = verify(given, Plan.parse("dp=2,zero=3"), devices="simulated", dtype=torch.float64, quick=False)
+    assert report is not None
+    assert report.passed, lines_of(report)
 
 
 def test_what_is_built_once_stays_built():

@@ -39,10 +39,12 @@ class ModelState:
         self._tensors: list[_CopiedTensor] = []
         known: set[int] = set()
         for path, module in model.named_modules():
-            prefix, buffers = f"{path}." if path else "", vars(module).get("_buffers", {})
+            prefix = f"{path}." if path else ""
             own = {name: each for name, each in vars(module).items() if name not in _OF_TORCH}
-            self._places += [(prefix, buffers, dict(buffers)), (prefix, vars(module), own)]
-            for name, value in (*buffers.items(), *own.items()):
+            self._places.append((prefix, vars(module), own))
+            if not isinstance(module, torch.jit.ScriptModule):  # whose buffers are never replaced
+                self._places.append((prefix, vars(module)["_buffers"], dict(vars(module)["_buffers"])))
+            for name, value in (*module.named_buffers(recurse=False), *own.items()):
                 if type(value) not in _SCALARS and _is_plain(value):
                     self._copy(prefix + name, value, known)
         for name, parameter in {**written_parameters(model), **limited_tables(model)}.items():

@@ -32,7 +32,9 @@ def values_by_convention(model: nn.Module, path: str, seed: int) -> dict[str, Te
     {'weight': tensor([1., 1.]), 'bias': tensor([0., 0.])}
     """
     module = model.get_submodule(path)
-    own: dict[str, nn.Parameter | None] = vars(module)["_parameters"]
+    own: dict[str, nn.Parameter | None] = vars(module).get(
+        "_parameters", {}
+    )  # none are those of a scripted one
     before = {name: each for name, each in own.items() if each is not None and _has_none(each)}
     real = {
         name: nn.Parameter(torch.full_like(each, torch.nan, device="cpu"), requires_grad=each.requires_grad)

@@ -26,7 +26,7 @@ from meshloom.pipeline.stages.stage_traffic import sent_by_rank, sent_over_tp, t
 from meshloom.pipeline.stages.stages import Crossing, Stage
 from meshloom.program.ir.leaves import Leaves, leaves_of
 from meshloom.program.ir.nodes import Node
-from meshloom.program.ir.written_parameters import named_buffers, tensors_beside
+from meshloom.program.ir.written_parameters import named_buffers
 from meshloom.program.opaque.bound import bound
 from meshloom.program.operators.fused_grad_accumulation import GradAccumulator
 from meshloom.program.operators.used_rows import UsedRows
@@ -274,7 +274,7 @@ class LiveBuffers(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         module, key = self._places[name]
-        tensor: Tensor = tensors_beside(module, key)[key]
+        tensor: Tensor = getattr(module, key)
         return tensor
 
     def __iter__(self) -> Iterator[str]:

@@ -6,7 +6,6 @@ They stay parameters of the user's modules. Only their names are kept, with the 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -68,12 +67,6 @@ def named_buffers(model: nn.Module, *, remove_duplicate: bool = True) -> Iterato
         for name, each in model.named_parameters(remove_duplicate=remove_duplicate):
             if id(each) in marked:
                 yield name, each
-
-
-def tensors_beside(module: nn.Module, key: str) -> dict[str, Any]:
-    """The dict of a module's own tensors that has `key`: its parameters or its buffers."""
-    own = vars(module)
-    return own["_parameters"] if key in own["_parameters"] else own["_buffers"]
 
 
 def _marked(model: nn.Module) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from meshloom.core.buffer_rules import BufferRule, Ema
 from meshloom.core.errors import JobError, TrainingError
 from meshloom.program.ir.parameter_writes import LOOK_EVERY
-from meshloom.program.ir.written_parameters import named_buffers, tensors_beside
+from meshloom.program.ir.written_parameters import named_buffers
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class _Buffer:
 
     def now(self) -> Tensor:
         """Raises `TrainingError` if a forward has changed its shape or dtype."""
-        found = tensors_beside(self.module, self.key).get(self.key)
+        found = getattr(self.module, self.key, None)
         if found is None or found.shape != self.start.shape or found.dtype != self.start.dtype:
             now = "None" if found is None else f"{list(found.shape)} of {found.dtype}"
             raise TrainingError(
@@ -85,7 +85,7 @@ class _Buffer:
         else:
             self.leave()
         if now is not self.original:
-            tensors_beside(self.module, self.key)[self.key] = self.original
+            setattr(self.module, self.key, self.original)
             differs = differ(self.original, self.start)
         if bool(differs.any()):
             with torch.no_grad():

@@ -37,7 +37,7 @@ class ReferenceBuffers:
 
     def snapshot(self, known: Mapping[str, Tensor] | None = None) -> Buffers:
         """Copies of the buffers. known: earlier copies, reused for buffers that did not change."""
-        found = {name: _tensors_with(module, key)[key] for name, (module, key) in self._places.items()}
+        found = {name: getattr(module, key) for name, (module, key) in self._places.items()}
         known = known or {}
         return {
             name: known[name] if name in known and same(known[name], value) else value.detach().clone()
@@ -49,11 +49,11 @@ class ReferenceBuffers:
         """Set the buffers to these values; a buffer of another shape is replaced by a new tensor."""
         for name, value in values.items():
             module, key = self._places[name]
-            buffer = _tensors_with(module, key)[key]
+            buffer = getattr(module, key)
             if buffer is not None and buffer.shape == value.shape and buffer.dtype == value.dtype:
                 buffer.detach().copy_(value)
             else:
-                vars(module)["_buffers"][key] = value.clone()
+                setattr(module, key, value.clone())
 
     def merge(self, start: Buffers, ends: Sequence[Buffers]) -> Buffers:
         """The buffers after a step that found `start`, and whose chunks left `ends`, in their order."""
@@ -78,8 +78,3 @@ class ReferenceBuffers:
 
 def _first(job: Job, name: str) -> list[Any]:
     return [rule for pattern, rule in job.buffers.items() if fnmatchcase(name, pattern)][:1]
-
-
-def _tensors_with(module: nn.Module, key: str) -> dict[str, Any]:
-    own = vars(module)
-    return own["_parameters"] if key in own["_parameters"] else own["_buffers"]

@@ -19,9 +19,9 @@ class StateBefore:
         named = [*untrained(model)]
         self.tensors = {name: each.detach().clone() for name, each in named}
         known = {id(each): _kept_tensor(each, self.tensors[name]) for name, each in named}
-        self._parameters = [known[id(each)] for _, each in named if isinstance(each, nn.Parameter)]
+        self._tensors = [*known.values()]
         self._modules = [
-            (module, {name: _kept(each, known) for name, each in vars(module)["_buffers"].items()},
+            (module, {name: _kept(each, known) for name, each in _buffers(module).items()},
              {name: _kept(each, known) for name, each in vars(module).items() if name not in _TORCHS and _is_plain(each)})
             for module in model.modules()
         ]  # fmt: skip
@@ -29,11 +29,11 @@ class StateBefore:
     def put_back(self) -> None:
         """Other objects in attributes stay."""
         with torch.no_grad():
-            for put in self._parameters:
+            for put in self._tensors:
                 put()
             for module, buffers, attributes in self._modules:
-                vars(module)["_buffers"].clear()
-                vars(module)["_buffers"].update({name: put() for name, put in buffers.items()})
+                _buffers(module).clear()
+                _buffers(module).update({name: put() for name, put in buffers.items()})
                 others = {name for name, each in vars(module).items() if not _is_plain(each)}
                 for name in vars(module).keys() - others - attributes.keys() - _TORCHS:
                     del vars(module)[name]
@@ -44,6 +44,11 @@ def untrained(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """All that a forward may change: parameters without gradients (a teacher's), and buffers."""
     yield from ((name, each) for name, each in model.named_parameters() if not each.requires_grad)
     yield from model.named_buffers()
+
+
+def _buffers(module: nn.Module) -> dict[str, Tensor | None]:
+    """Those that a forward may replace, which are no scripted module's."""
+    return {} if isinstance(module, torch.jit.ScriptModule) else vars(module)["_buffers"]
 
 
 def _kept(value: Any, known: Mapping[int, Callable[[], Tensor]]) -> Callable[[], Any]:
