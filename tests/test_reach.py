@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from meshloom.core.errors import JobError
 from meshloom.core.job import Job
-from meshloom.optimizer.reach import ELEMENTWISE, PER_PARAMETER, reach
+from meshloom.optimizer.reach import ELEMENTWISE, PER_PARAMETER, added_to, reach
 from meshloom.optimizer.user_optimizer import make_optimizers
 
 REFUSED = {"LBFGS", "SparseAdam"}
@@ -160,3 +160,18 @@ def test_what_the_job_says_is_checked_as_far_as_it_is_known():
 def job_of(optimizer: Any, **settings: Any) -> Job:
     unused: Any = lambda *_: None  # noqa: E731
     return Job(model=unused, loss=unused, optimizer=optimizer, data=unused, batch_size=4, steps=1, **settings)
+
+
+class Around(Optimizer):
+    """A wrapper that has what its base has, and calls no `__init__`."""
+
+    def __init__(self, base: Optimizer) -> None:
+        self.base, self.param_groups, self.state = base, base.param_groups, base.state
+
+    def step(self, closure: Any = None) -> None:
+        self.base.step(closure)
+
+
+def test_a_wrapper_that_calls_no_init_is_one_whose_rule_is_unknown() -> None:
+    optimizer = Around(torch.optim.AdamW(parameters()))
+    assert reach(optimizer) == "optimizer" and not added_to(optimizer)

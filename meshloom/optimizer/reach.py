@@ -81,7 +81,10 @@ def expected_state_bytes(optimizer: Optimizer) -> int:
 
 def added_to(optimizer: Any) -> str:
     """What the user has added to the step of the optimizer's class, in words; "": nothing."""
-    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+    hooks = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+    if any(
+        getattr(optimizer, each, None) for each in hooks
+    ):  # none of a wrapper that calls no `__init__` of torch's
         return "step hooks"
     return "another step in its place" if _own_step(optimizer) is not None else ""
 
