@@ -87,12 +87,26 @@ def read() -> nn.Module:
     return made if made.weight.sum() > 0 else nn.Linear(4, 4)
 
 
+def scaled() -> nn.Module:
+    made: Any = nn.Linear(3, 4)
+    made.scale = made.weight.detach().abs().mean()
+    return nn.Sequential(made)
+
+
+def beside() -> nn.Module:
+    made: Any = nn.Linear(3, 4)
+    made.teachers = [nn.Linear(3, 4)]
+    return made
+
+
 @pytest.mark.parametrize(
     ("build", "why"),
     [
         (shared, "part lies in the memory of whole"),
         (turned, "back lies in the memory of weight"),
         (read, "meta"),
+        (scaled, "scale of 0 is made of them"),
+        (beside, "teachers of the model is made of them"),
     ],
 )
 def test_what_needs_values_cannot_be_described(build: Callable[[], nn.Module], why: str):

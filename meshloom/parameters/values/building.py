@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parameter import is_lazy
+from torch.utils._pytree import tree_leaves
 
 from meshloom.checkpoint.resuming import check_together
 from meshloom.comm.group import Group
@@ -27,6 +28,7 @@ from meshloom.program.ir.replaced import replaced
 
 # what code raises that reads a tensor without values, or goes on with what it has read
 READS = (RuntimeError, TypeError, ValueError, AssertionError, AttributeError)
+_REGISTERED = {"_parameters", "_buffers", "_modules"}
 _HOOKS = {
     "_backward_hooks": "register_hook",
     "_post_accumulate_grad_hooks": "register_post_accumulate_grad_hook",
@@ -57,7 +59,24 @@ def described(build: Callable[[], nn.Module]) -> nn.Module:
         owner = owners.setdefault(memory.get(id(each), id(each)), name)
         if owner != name:
             raise NotDescribableError(f"{name} lies in the memory of {owner}")
+    for name in _computed(model):
+        raise NotDescribableError(f"{name} is made of them")
     return model
+
+
+def _computed(model: nn.Module) -> Iterator[str]:
+    """What modules hold beside parameters and buffers that has no values, so that a forward cannot read it. Where a pre-hook
+    runs before each forward, as that of `weight_norm`, it computes its tensor anew."""
+    own = {id(each) for each in (*model.parameters(), *model.buffers())}
+    for path, module in model.named_modules():
+        hooked = bool(vars(module).get("_forward_pre_hooks"))
+        for name, value in vars(module).items():
+            if name in _REGISTERED or (hooked and isinstance(value, Tensor)):
+                continue
+            for leaf in tree_leaves(value):
+                tensors = (*leaf.parameters(), *leaf.buffers()) if isinstance(leaf, nn.Module) else (leaf,)
+                if any(isinstance(each, Tensor) and each.is_meta and id(each) not in own for each in tensors):
+                    yield f"{name} of {path or 'the model'}"
 
 
 @contextmanager
