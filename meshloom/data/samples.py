@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from itertools import count, cycle, islice
 from typing import Any, TypeVar
@@ -29,16 +30,18 @@ def first_batches(job: Job, number: int, size: int | None = None) -> list[Any]:
     step of training has a batch, the data cannot be read, or is an iterator that `data` returns each time, which can be
     read only once.
     """
-    size = size or job.batch_size
-    dataset = build_dataset(job.data, job.seed)
+    with closing(reading_first(job, build_dataset(job.data, job.seed), size or job.batch_size)) as batches:
+        return list(islice(batches, number))
+
+
+def reading_first(job: Job, dataset: Any, size: int) -> Generator[Any]:
+    """The same batches as they are read of `dataset`, one after another; generators are restored as it is closed."""
     with preserved_draws():
         read = _from_stream if is_iterable(dataset, "Job(data=...)") else _from_map
-        batches: list[Any] = []
-        for batch in islice(read(dataset, job, size), number):
+        for batch in read(dataset, job, size):
             if isinstance(batch, ReadFailure):
                 raise batch.to_error()
-            batches.append(batch)
-        return batches
+            yield batch
 
 
 @dataclass(frozen=True, kw_only=True)

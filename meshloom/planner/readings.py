@@ -27,7 +27,7 @@ from meshloom.program.cost.cost import Cost, costs
 from meshloom.program.ir.leaves import Leaves
 from meshloom.program.ir.program import Program
 from meshloom.program.ir.sparse_constants import empty_like
-from meshloom.program.store.captured_loss import CapturedLoss, pairs_of
+from meshloom.program.store.captured_loss import CapturedLoss, choices_of
 from meshloom.program.store.program_cache import ProgramCache
 from meshloom.program.store.stored_costs import cached_costs
 from meshloom.replica.open_engine import for_optimizers
@@ -107,7 +107,7 @@ class Readings:
     def _with_values(self, samples: int) -> Program:
         """The program captured with values, where modules that need them are leaves."""
         captured = CapturedLoss(self.job, timings=self.timings, stored=self.stored)
-        program = captured.capture_any(pairs_of(first_batches(self.job, 2, samples)))
+        program = captured.capture_any(choices_of(first_batches(self.job, 2, samples)))
         constants = {name: empty_like(each, "meta") for name, each in program.constants.items()}
         return replace(program, constants=constants, by_shapes=True)
 

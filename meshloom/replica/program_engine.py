@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -29,10 +30,12 @@ from meshloom.core.job import Job, LossFunction, NamedParameters
 from meshloom.core.losses.turns import LossTurn, OwnGradients
 from meshloom.core.mesh import Axis
 from meshloom.core.modules.compiled import compiled_notes, without_compilation
+from meshloom.core.modules.named_leaves import named_leaves
 from meshloom.core.moments.current_step import Moment
 from meshloom.core.plan import Plan
 from meshloom.data.chunks import Chunk
-from meshloom.data.samples import first_batches
+from meshloom.data.job_data import build_dataset
+from meshloom.data.samples import reading_first
 from meshloom.data.to_device import to_device
 from meshloom.exchange.exchange import Emit, Exchange
 from meshloom.exchange.units.unit_gathering import STEP
@@ -48,7 +51,7 @@ from meshloom.pipeline.runtime.run import BothListeners
 from meshloom.pipeline.schedules.schedule import Schedule
 from meshloom.pipeline.stages.program_store import ProgramStore
 from meshloom.pipeline.stages.stages import Stage
-from meshloom.program.capture.outside import Outside
+from meshloom.program.capture.guards import Guards
 from meshloom.program.cost.opaque_shares import divides_nothing
 from meshloom.program.ir.batch_values import check_following
 from meshloom.program.ir.leaves import leaves_of
@@ -99,7 +102,7 @@ class ProgramEngine(Engine):
         self.compiler = Compiler(context.device) if plan.compiles else None
         self._team = team
         self._model: nn.Module
-        self._outside: dict[LossFunction, Outside] = {}
+        self._guards: dict[LossFunction, Guards] = {}
         self._parameters: dict[str, nn.Parameter] = {}
         self._held: HeldParameters
         self.rows = UsedRows({}, context.device)  # which rows of tables with sparse gradients a step uses
@@ -116,7 +119,7 @@ class ProgramEngine(Engine):
         self._compiled = without_compilation(model)
         world, size = self.context.world, self.plan.largest_share(self.job.batch_size)[0]
         with self._timings.of("first batches"):
-            first = yield from on_rank_0(world, lambda: first_batches(self.job, 2, size), DataError)
+            first = yield from on_rank_0(world, lambda: self._first_batches(model, size), DataError)
         batches = first or []
         there = [to_device(each, self.context.device, self.dtype) for each in batches]
         with unfilled.standing_in() if unfilled and world.rank == 0 else nullcontext():
@@ -134,8 +137,8 @@ class ProgramEngine(Engine):
         make_row_major(model)
         self._model, self.runs_modules = model, bool(self.programs.opaque)
         self.is_unlike_training = self.programs.is_unlike_training
-        self._outside = {
-            each: Outside(each, model, self.programs.leaf_modules) for each in self.losses.values()
+        self._guards = {
+            each: Guards(each, model, self.programs.leaf_modules) for each in self.losses.values()
         }
         self._parameters = {name: each for name, each in model.named_parameters() if not each.is_meta}
         for by_stage, of_loss in zip(scope.statistics, here, strict=True):
@@ -143,6 +146,18 @@ class ProgramEngine(Engine):
         self._gathered = GatheredTensors(
             model, self.ownership, self.shards, self.pp, self.tp, self.context.device
         )
+
+    def _first_batches(self, model: nn.Module, size: int) -> list[Any]:
+        """One to capture the losses with, and two to compare with. Raises `CaptureError` for what changes as these are read."""
+        dataset = build_dataset(self.job.data, self.job.seed)
+        with closing(reading_first(self.job, dataset, size)) as reading:
+            batches = list(islice(reading, 1))
+            leaves = named_leaves(self.job.leaves, model)
+            guards = [Guards(each, model, leaves) for each in self.losses.values()]
+            batches += islice(reading, 2)
+        for each in guards:
+            each.check_reading(dataset, self.job.collate)
+        return batches
 
     def _check_divided(self, model: nn.Module) -> None:
         """Raise `CaptureError` where leaves leave nothing to divide over tp, and no two stages have parameters."""
@@ -213,7 +228,7 @@ class ProgramEngine(Engine):
             self._exchange.wait_for_nothing()
         activity = self.context.activity
         activity.follow(self.microbatches.actions(len(chunks), most))
-        self._outside[self.programs.losses.loss].check_step()
+        self._guards[self.programs.losses.loss].check_step()
         batches = [scope.data(chunk) for chunk in chunks]
         for batch in batches:
             yield from self.programs.ready(batch)
@@ -247,11 +262,11 @@ class ProgramEngine(Engine):
     def evaluate(
         self, batch: Any, metric: LossFunction, moment: Moment, take: Callable[[Any], None]
     ) -> Steps[None]:  # fmt: skip
-        if metric in self._outside:
-            self._outside[metric].check_step()
+        if metric in self._guards:
+            self._guards[metric].check_step()
         yield from self.programs.ready(batch, loss=metric, training=False)
-        if metric not in self._outside:
-            self._outside[metric] = Outside(metric, self._model, self.programs.leaf_modules)
+        if metric not in self._guards:
+            self._guards[metric] = Guards(metric, self._model, self.programs.leaf_modules)
         with moment.entered():
             self.team_sums.count(self.microbatches.evaluate(batch, metric, take))
 

@@ -30,7 +30,7 @@ from meshloom.data.chunks import Chunk
 from meshloom.exchange.exchange import Exchange
 from meshloom.launch.names import rank_name
 from meshloom.optimizer.updater import Updater
-from meshloom.program.capture.outside import Outside
+from meshloom.program.capture.guards import Guards
 from meshloom.program.ir.lines import WAY_OUT
 from meshloom.program.ir.parameter_writes import LOOK_EVERY, ParameterWrites, untrained_write
 from meshloom.program.ir.written_parameters import limited_tables
@@ -72,7 +72,7 @@ def _read_outside(job: Job, model: nn.Module) -> dict[str, Tensor]:
         return {}
     functions = [each.loss for each in job.losses.values()] or [job.loss]
     functions += job.evaluate.functions.values() if job.evaluate else ()
-    read = {id(each) for function in functions for each in Outside(function, model).tensors()}
+    read = {id(each) for function in functions for each in Guards(function, model).tensors()}
     return {name: each.value for name, each in copied.items() if id(each.outside) in read}
 
 

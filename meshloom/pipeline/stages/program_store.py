@@ -31,7 +31,7 @@ from meshloom.program.ir.batch_values import fits
 from meshloom.program.ir.leaves import leaves_of
 from meshloom.program.ir.program import Program
 from meshloom.program.sizes.alike import alike
-from meshloom.program.store.captured_loss import CapturedLoss, pairs_of
+from meshloom.program.store.captured_loss import CapturedLoss, choices_of
 from meshloom.program.store.fifo_cache import FifoCache
 from meshloom.program.store.program_cache import ProgramCache
 from meshloom.program.store.program_key import ProgramKey, shapes_of
@@ -204,9 +204,9 @@ class ProgramStore:
         self, loss: LossFunction, training: bool, batches: Sequence[Any], group: Group, model: nn.Module | None = None,
         losses_left: int | None = None,
     ) -> Steps[ProgramKey]:  # fmt: skip
-        pairs = (yield from on_rank_0(group, lambda: pairs_of(batches), CaptureError)) or []
+        choices = (yield from on_rank_0(group, lambda: choices_of(batches), CaptureError)) or []
         captured = self._of(loss)
-        program = yield from captured.capture_together(group, pairs, training=training, model=model)
+        program = yield from captured.capture_together(group, choices, training=training, model=model)
         own: Program | None = None
         if self._dtype is not None and not self.cutter.has_cut(program):
             job = self.losses.job_of(loss)

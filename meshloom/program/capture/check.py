@@ -105,11 +105,12 @@ def check_against_module(
             batch = in_precision(batch, program.precision)
             seed = derive("check", number)
             moment = Moment(seed, _STEPS[number % len(_STEPS)])
-            with _as_written(program, model, moment):
-                expected = _eager(model, loss, batch, seed, keyed=draws, single=has_single_samples(program))
             seed_own_generators(own_generators(model), seed)
-            with moment.entered():
-                difference = _difference(_program(program, parameters, mirror, batch, seed), expected)
+            with attributes_put_back(model) if program.opaque else nullcontext(), moment.entered():
+                found = _program(program, parameters, mirror, batch, seed)
+            with moment.entered(), leaves_in(model, program.opaque):
+                expected = _eager(model, loss, batch, seed, keyed=draws, single=has_single_samples(program))
+            difference = _difference(found, expected)
             worst = max(worst, difference, key=lambda each: each.error)
             finite &= all(bool(torch.isfinite(torch.as_tensor(each)).all()) for each in expected.outputs)
             for name, each in expected.gradients.items():
@@ -162,14 +163,6 @@ def _program(
         outputs = tree_leaves(run_program(program, parameters, buffers, batch))
         _backward(outputs)
     return _Ran(_detached(outputs), gradients, _copies(buffers.items()))
-
-
-@contextmanager
-def _as_written(program: Program, model: nn.Module, moment: Moment) -> Iterator[None]:
-    """A context in which the model runs eagerly; the program's leaves find its attributes as they were."""
-    put_back = attributes_put_back(model) if program.opaque else nullcontext()
-    with put_back, moment.entered(), leaves_in(model, program.opaque):
-        yield
 
 
 @contextmanager

@@ -20,8 +20,7 @@ from meshloom.core.job import Job
 from meshloom.core.modules.named_leaves import NAMED, is_within, named_leaves, outermost
 from meshloom.core.modules.own_generators import drawing_modules
 from meshloom.program.capture.check import DiffersError
-from meshloom.program.capture.outside import ChangedWhileReadError
-from meshloom.program.capture.restored import attributes_put_back
+from meshloom.program.capture.guards import ChangedWhileReadError
 from meshloom.program.cost.cost import costs
 from meshloom.program.cost.opaque_shares import shares
 from meshloom.program.ir.lines import WAY_OUT, SourceLine, line_of_error
@@ -58,8 +57,7 @@ def capture_with_leaves(
     leaves, found = named, dict[type, str]()  # class -> the module at which it became one
     while True:
         try:
-            with attributes_put_back(model):
-                program = read(leaves)
+            program = read(leaves)
             break
         except ChangedCallError as error:
             raise CaptureError(str(error)) from error

@@ -23,6 +23,7 @@ from meshloom.core.job import Job
 from meshloom.data.to_device import lifted
 from meshloom.parameters.values.building import READS, NotDescribableError, described
 from meshloom.program.capture.causal_masks import with_causal_attention
+from meshloom.program.capture.guards import Guards
 from meshloom.program.ir.leaves import Leaves, leaves_of
 from meshloom.program.ir.nodes import Node
 from meshloom.program.ir.program import Program
@@ -60,7 +61,7 @@ def capture_shapes(
     """The program of `job.loss` for the shapes of `batch`, like `capture`, but without values: for analysis
     only.
 
-    The loss is exported once, so what only differs in a second export is not refused.
+    What only the comparison with eager shows is not refused.
     dtype: convert the model and the batch to it first.
     device: of the program; it need not exist. Code takes its CPU branches, and autocast casts as on the CPU.
     kept: returns the program for the fake model and batch, from a cache or by calling its last argument.
@@ -81,8 +82,12 @@ def capture_shapes(
         )
 
         def read() -> Program:
+            guards = Guards(job.loss, model)
+            guards.check_code()
+
             def built(shortcuts: Shortcuts) -> Program:
-                exported = export_once(model, job.loss, shapes, shortcuts)
+                with guards.following(job.loss) as loss:
+                    exported = export_once(model, loss, shapes, shortcuts)
                 return build(exported, model, shapes.tensors, device_of(model, shapes), dtype)
 
             try:

@@ -8,14 +8,14 @@ specialized to, or not at all.
 
 This is determined by capturing. At first every number is a tensor without dims, and everything else an object
 that reports when it is read. A number that Python needs (`range(n)`, `math.sqrt(sigma)`) makes a capture
-fail, and is a constant like the text from then on.
+fail: then ints are constants like the text from then on, and if it still fails floats are, too.
 """
 
 from __future__ import annotations
 
 import enum
 import hashlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import is_dataclass
 from typing import Any, NoReturn, TypeVar
 
@@ -33,7 +33,6 @@ from meshloom.program.ir.step_input import STEP, step_tensor
 T = TypeVar("T")
 # name of a value -> what it must be for a program: `text_of` it, or the kind of an input; None: anything
 Others = dict[str, str | None]
-NUM_TRIED = 4  # numbers that are tried one by one when a capture fails without naming one
 
 
 def fits(others: Mapping[str, str | None], values: Mapping[str, Any]) -> bool:
@@ -57,20 +56,17 @@ def tensor_of(leaves: Leaves, each: Input, dtype: torch.dtype | None = None) -> 
     return torch.tensor(leaves.values[each.name], dtype=wanted, device=leaves.device)
 
 
-def read_values(
-    leaves: Iterable[Leaves], read: Callable[[list[Leaves]], T], *, numbers: bool = True
-) -> tuple[T, Others]:
-    """The result of `read` for these batches, and how it treats the first one's values besides tensors.
+def read_values(leaves: Leaves, read: Callable[[Leaves], T], *, numbers: bool = True) -> tuple[T, Others]:
+    """The result of `read` for a batch, and how it treats its values besides tensors.
 
-    read: called once or more, with batches whose tensors include numbers. numbers: whether these may be
+    read: called once or more, with a batch whose tensors include numbers. numbers: whether these may be
         inputs.
     Raises what `read` raises with all values as they are, and `CaptureError` where the loss reads an object
     whose equality cannot be decided.
     """
-    batches = list(leaves)
-    values = batches[0].values
+    values = leaves.values
     if not values:
-        return read(batches), {}
+        return read(leaves), {}
     for name, value in values.items():
         if any(isinstance(each, numpy.ndarray) for each in tree_leaves(value)):
             raise CaptureError(
@@ -84,7 +80,7 @@ def read_values(
     def attempt(fixed: set[str]) -> tuple[T | None, Exception | None]:
         touched.clear()
         try:
-            return read([_view(each, values, fixed, touched) for each in batches]), None
+            return read(_view(leaves, fixed, touched)), None
         except Exception as error:  # whatever a tensor in the place of a number causes
             return None, error
 
@@ -103,18 +99,17 @@ def read_values(
             continue
         if failed is None:
             return result(found)
-        inputs = [name for name, value in values.items() if name not in fixed and _kind(value)]
-        rest = [name for name in values if name not in fixed]
+        rest = {name: _kind(value) for name, value in values.items() if name not in fixed}
         if not rest:
             raise failed
-        for name in inputs[:NUM_TRIED] if len(inputs) > 1 else ():
-            found, why = attempt({*fixed, name})
-            if why is None and not touched:
-                fixed.add(name)
-                return result(found)
-        for name in inputs or rest:
+        # an int more often says how large or how often something is
+        tried = next(
+            filter(None, ([name for name in rest if rest[name] == kind] for kind in ("an int", "a float"))),
+            [*rest],
+        )
+        for name in tried:
             _check_stable(name, values[name])
-        fixed |= {*(inputs or rest)}
+        fixed.update(tried)
 
 
 def text_of(value: Any) -> str | None:
@@ -270,23 +265,15 @@ def _check_stable(name: str, value: Any) -> None:
         )
 
 
-def _view(leaves: Leaves, values: Mapping[str, Any], fixed: set[str], touched: dict[str, None]) -> Leaves:
+def _view(leaves: Leaves, fixed: set[str], touched: dict[str, None]) -> Leaves:
     """The batch with its numbers as tensors, the fixed values, and unreadable stand-ins for the rest."""
-    missing = [name for name in values if name not in leaves.values]
-    if missing or len(values) != len(leaves.values):
-        raise CaptureError(
-            f"The two batches to capture the loss with must have the same structure, and one holds {', '.join(values)} and the other {', '.join(leaves.values)}."
-        )
     numbers: dict[str, Tensor] = {}
     rest: dict[str, Any] = {}
-    for name, value in values.items():
+    for name, value in leaves.values.items():
         if name in fixed:
             rest[name] = value
         elif kind := _kind(value):
-            own = leaves.values[name]
-            numbers[name] = torch.tensor(
-                own if _kind(own) else value, dtype=_dtype(kind), device=leaves.device
-            )
+            numbers[name] = torch.tensor(value, dtype=_dtype(kind), device=leaves.device)
         else:
             rest[name] = _Unread(name, touched)
 

@@ -73,10 +73,9 @@ class CapturedLoss:
     def capture(
         self, batches: Sequence[Any], *, training: bool = True, model: nn.Module | None = None
     ) -> Program:
-        """The program for batches of these equal shapes: captured from the first two, compared on the last
-        two.
+        """The program for batches of these equal shapes: captured from the first, compared on the last two.
 
-        With four batches, the comparison uses batches that the program was not captured from.
+        With three batches, the comparison uses batches that the program was not captured from.
 
         model: the job's freshly built model in this precision and mode, if any; it is left unchanged.
             Otherwise one is built for the capture, unless a program was captured for other sizes and this one
@@ -275,11 +274,11 @@ class CapturedLoss:
         return json.dumps([_key(batches[0], training), program.digest() if program else ""]).encode()
 
 
-def pairs_of(batches: Sequence[Any]) -> list[tuple[Any, Any]]:
-    """Pairs of batches with the first one's shapes to capture with; each replaces one that the loss cannot
-    compute.
+def choices_of(batches: Sequence[Any]) -> list[list[Any]]:
+    """Two or three batches with the first one's shapes to capture and compare with; each choice replaces one that the loss
+    cannot compute.
 
-    Another batch of the job if there is one. Otherwise the first with its samples rotated by one. But
+    Further batches of the job if there are some. Otherwise the first with its samples rotated by one. But
     integers have meanings (offsets into other tensors, lengths), so the loss may fail on rotated ones: then
     they stay unchanged.
     """
@@ -291,13 +290,13 @@ def pairs_of(batches: Sequence[Any]) -> list[tuple[Any, Any]]:
                 f"Pad it in collate, or nest a padded tensor in the model. {WAY_OUT}"
             )
     others = [each for each in map(leaves_of, batches[1:]) if shapes_of(each) == shapes_of(leaves)]
-    real = [(first, leaves.rebuild(list(each.tensors.values()))) for each in others[:1]]
+    real = [leaves.rebuild(list(each.tensors.values())) for each in others[:2]]
 
     def rotated(leaf: Tensor, every: bool) -> Tensor:
         return leaf.roll(1, 0) if leaf.ndim and (leaf.is_floating_point() or every) else leaf
 
     moved = ([rotated(leaf, every) for leaf in leaves.tensors.values()] for every in (True, False))
-    return [*real, *((first, leaves.rebuild(tensors)) for tensors in moved)]
+    return [*([[first, *real]] if real else []), *([first, leaves.rebuild(each)] for each in moved)]
 
 
 def _broadcast_from_rank_0(group: Group, make: Callable[[], bytes]) -> Steps[bytes]:

@@ -12,15 +12,15 @@ import torch
 from torch import nn
 
 from meshloom.core.buffer_rules import rule_of
-from meshloom.core.errors import CaptureError, JobError
+from meshloom.core.errors import JobError
 from meshloom.core.job import Job
 from meshloom.machine.cores import cores
 from meshloom.parameters.unfilled_model import comparable
 from meshloom.program.capture.attempted import attempted
 from meshloom.program.capture.capture import capture_module
 from meshloom.program.capture.check import DiffersError, check_against_module
+from meshloom.program.capture.guards import Guards
 from meshloom.program.capture.leaf_rule import LeafModules, capture_with_leaves, leaves_of_job
-from meshloom.program.capture.outside import Outside
 from meshloom.program.ir.batch_values import takes_numbers, with_other_numbers
 from meshloom.program.ir.leaves import leaves_of
 from meshloom.program.ir.lines import WAY_OUT
@@ -30,7 +30,6 @@ from meshloom.program.ir.program import Program
 from meshloom.program.opaque.operator import trained_writes
 from meshloom.program.sizes.any_size import Smaller, captured_by_shapes, is_large, smaller
 from meshloom.program.store.program_cache import ProgramCache, ProgramCacheKey
-from meshloom.program.trace.block_calls import SHORTCUTS, Shortcuts
 from meshloom.program.trace.precision import build_model, default_precision
 from meshloom.program.trace.repeated_export import one_thread
 from meshloom.telemetry.timings import Timings
@@ -54,7 +53,7 @@ class CheckedCapture:
     def program(
         self, batches: Sequence[Any], known: Program | None, *, training: bool, model: nn.Module | None
     ) -> Program:
-        """The program captured from the first two of `batches` and compared with eager on the last two.
+        """The program captured from the first of `batches` and compared with eager on the last two.
 
         known: a program of this mode that was compared. If the new one differs from it in sizes only, and no
             `model` is given, it is captured from shapes alone.
@@ -75,7 +74,7 @@ class CheckedCapture:
             ends = batches[0], batches[-1]
             # `known` freezes nothing, and this one differs from it in sizes only
             return captured_by_shapes(
-                known, self._job, ends, lambda model, pair: self._capture(pair, model, {}, once=True)
+                known, self._job, ends, lambda model, pair: self._capture(pair[:1], model, {})
             )
 
     def _program(
@@ -114,39 +113,21 @@ class CheckedCapture:
         return program
 
     def _checked(
-        self, read: tuple[Any, Any], fresh: Sequence[Any], model: nn.Module, leaves: LeafModules
+        self, read: Sequence[Any], fresh: Sequence[Any], model: nn.Module, leaves: LeafModules
     ) -> Program:
         """The program with these leaves, if it equals eager."""
-        program = self._capture(read, model, leaves)
-        outside = Outside(self._job.loss)  # state that the first forwards set up does no harm
-        try:
-            program = self._compared(program, read, fresh, model)
-        except CaptureError as error:
-            program = self._with_fewer_shortcuts(program, read, fresh, model, error)
-        outside.check_read()
+        guards = Guards(self._job.loss, model, leaves)
+        guards.check_code()
+        program = self._capture(read, model, leaves, guards=guards)
+        if takes_numbers(program.others):
+            compare = partial(self._compare, program, fresh, read[0], model, guards, vary_numbers=True)
+            _, refused = attempted(compare)
+            if refused is None:
+                return program
+            # Given a tensor in place of the number, the loss computes something else, or fails.
+            program = self._capture(read, model, program.opaque, numbers=False, guards=guards)
+        self._compare(program, fresh, read[0], model, guards, vary_numbers=False)
         return program
-
-    def _with_fewer_shortcuts(
-        self,
-        refused: Program,
-        read: tuple[Any, Any],
-        fresh: Sequence[Any],
-        model: nn.Module,
-        error: CaptureError,
-    ) -> Program:
-        """The program where a shortcut made another one: calls that were folded may differ, as where code
-        outside of the model counts calls, or a cache may matter. error: of the one with all of them."""
-        tried = {refused.digest()}
-        for shortcuts in SHORTCUTS[1:]:
-            program = self._capture(read, model, refused.opaque, shortcuts=shortcuts)
-            if program.digest() in tried:
-                continue
-            tried.add(program.digest())
-            try:
-                return self._compared(program, read, fresh, model)
-            except CaptureError as other:
-                error = other
-        raise error
 
     def _cached(
         self, entry: ProgramCacheKey, model: nn.Module, fresh: Sequence[Any], first: Any, training: bool
@@ -158,8 +139,13 @@ class CheckedCapture:
         def check(program: Program, small: Smaller | None) -> None:
             batches = _moved(program, fresh, first, vary_numbers=takes_numbers(program.others))
             at = [small.batch(each) for each in batches] if small else batches
-            with _all_cores() if not small and is_large(program) else nullcontext():
-                check_against_module(small.program if small else program, model, self._job.loss, at)
+            guards = Guards(self._job.loss, model, program.opaque)
+            guards.check_code()
+            with (
+                _all_cores() if not small and is_large(program) else nullcontext(),
+                guards.following(self._job.loss) as loss,
+            ):
+                check_against_module(small.program if small else program, model, loss, at)
 
         return self._stored.take(entry, model, leaves_of(fresh[-1]), training=training, check=check)
 
@@ -170,38 +156,21 @@ class CheckedCapture:
             leaves_of(batch).device or torch.device("cpu"),
         )
 
-    def _compared(
-        self,
-        program: Program,
-        read: tuple[Any, Any],
-        fresh: Sequence[Any],
-        model: nn.Module,
-    ) -> Program:
-        """The program if it takes numbers and equals eager, else one specialized for these numbers."""
-        if takes_numbers(program.others):
-            compare = partial(self._compare, program, fresh, read[0], model, vary_numbers=True)
-            _, refused = attempted(compare)
-            if refused is None:
-                return program
-            # Given a tensor in place of the number, the loss computes something else, or fails.
-            program = self._capture(read, model, program.opaque, numbers=False)
-        self._compare(program, fresh, read[0], model, vary_numbers=False)
-        return program
-
     def _capture(
         self,
-        batches: tuple[Any, Any],
+        batches: Sequence[Any],
         model: nn.Module,
         leaves: LeafModules,
         *,
         numbers: bool = True,
-        shortcuts: Shortcuts | None = None,
-        once: bool = False,
+        guards: Guards | None = None,
     ) -> Program:
-        with self._timings.of("reading"):
-            program = capture_module(
-                model, self._job.loss, batches, dtype=self._dtype, numbers=numbers, shortcuts=shortcuts, once=once, opaque=leaves
-            )  # fmt: skip
+        """guards: which look at what the capture's runs of the loss change."""
+        with (
+            self._timings.of("reading"),
+            guards.following(self._job.loss) if guards else nullcontext(self._job.loss) as loss,
+        ):
+            program = capture_module(model, loss, batches, dtype=self._dtype, numbers=numbers, opaque=leaves)
             gc.collect()  # torch.export leaves the model in cycles
             return program
 
@@ -211,6 +180,7 @@ class CheckedCapture:
         batches: Sequence[Any],
         first: Any,
         model: nn.Module,
+        guards: Guards,
         *,
         vary_numbers: bool,
     ) -> None:
@@ -218,25 +188,31 @@ class CheckedCapture:
         inputs, one batch gets other numbers."""
         batches = _moved(program, batches, first, vary_numbers=vary_numbers)
         with self._timings.of("comparing with eager"), one_thread():
-            if not self._compare_smaller(program, batches, model):
-                with _all_cores() if is_large(program) else nullcontext():
-                    check_against_module(program, model, self._job.loss, batches)
+            if not self._compare_smaller(program, batches, model, guards):
+                with (
+                    _all_cores() if is_large(program) else nullcontext(),
+                    guards.following(self._job.loss) as loss,
+                ):
+                    check_against_module(program, model, loss, batches)
 
-    def _compare_smaller(self, program: Program, batches: Sequence[Any], model: nn.Module) -> bool:
+    def _compare_smaller(
+        self, program: Program, batches: Sequence[Any], model: nn.Module, guards: Guards
+    ) -> bool:
         """Whether a comparison at smaller sizes shows that the program equals eager. A failure there may
         be due to the sizes, so it decides nothing."""
 
         def read(batch: Any) -> Program:
             numbers = takes_numbers(program.others)
             return capture_module(
-                model, self._job.loss, (batch, batch), dtype=self._dtype, numbers=numbers, once=True, opaque=program.opaque
-            )  # fmt: skip
+                model, self._job.loss, [batch], dtype=self._dtype, numbers=numbers, opaque=program.opaque
+            )
 
         found = smaller(program, self._job, batches[0], read)
         if found is None:
             return False
         small = [found.batch(each) for each in batches]
-        difference, _ = attempted(lambda: check_against_module(found.program, model, self._job.loss, small))
+        with guards.following(self._job.loss) as loss:
+            difference, _ = attempted(lambda: check_against_module(found.program, model, loss, small))
         if difference is None or not difference.telling:
             return False
         self._compared_as[program.digest()] = found

@@ -14,33 +14,17 @@ from torch.utils._pytree import tree_leaves
 
 from meshloom.program.ir.nodes import submodule
 
-Changed = tuple[str, str, str, str]  # module, attribute, before, after
-
 TORCHS_OWN = set(vars(nn.Module())) - {"training"}
 
 
-def plain_attributes(model: nn.Module) -> dict[tuple[str, str], str]:
-    """(module, attribute) -> text of its value, for all plain values."""
+def plain_values(model: nn.Module) -> dict[tuple[str, str], Any]:
+    """(module, attribute) -> its value, for all plain values; containers are copied."""
     return {
-        (name, attribute): text
+        (name, attribute): copy.copy(value)
         for name, module in model.named_modules()
         for attribute, value in list(vars(module).items())
-        if attribute not in TORCHS_OWN and (text := plain_text(value)) is not None
+        if attribute not in TORCHS_OWN and plain_text(value) is not None
     }
-
-
-def plain_values(model: nn.Module) -> dict[tuple[str, str], Any]:
-    """(module, attribute) -> its value; containers are copied."""
-    return {
-        (name, attribute): copy.copy(vars(submodule(model, name))[attribute])
-        for name, attribute in plain_attributes(model)
-    }
-
-
-def other_value(model: nn.Module, place: tuple[str, str]) -> str:
-    """What an attribute has become that had a plain value."""
-    path, name = place
-    return "a value that is not plain" if name in vars(submodule(model, path)) else "nothing"
 
 
 def put_attribute(model: nn.Module, path: str, name: str, value: Any) -> None:

@@ -30,14 +30,7 @@ from meshloom.program.gradients.gradient_trace import trace_with_gradients
 from meshloom.program.ir.contexts import Autocast, Context
 from meshloom.program.ir.lines import WAY_OUT, WAYS_OUT, SourceLine, SourcePlace, place_here, place_of_error
 from meshloom.program.opaque.stand_ins import Recorded, standing_in
-from meshloom.program.trace.attributes import (
-    Changed,
-    attributes_restored,
-    containers_kept,
-    other_value,
-    plain_attributes,
-    plain_values,
-)
+from meshloom.program.trace.attributes import attributes_restored, containers_kept
 from meshloom.program.trace.block_calls import SHORTCUTS, ShortcutError, Shortcuts
 from meshloom.program.trace.export_patches import (
     ALIAS,
@@ -70,8 +63,7 @@ class Exported:
     constants: placeholder -> its tensor.
     inputs: placeholders of the batch's leaves, in order.
     out_spec: structure of the outputs.
-    changed: plain attributes that the forward changed, as texts: (module, attribute, before, after).
-    left: their values: (module, attribute, before, after). Export restores only some of them.
+    switched: a module that the forward switched between training and evaluation; None: it did not.
     """
 
     graph: fx.Graph
@@ -80,8 +72,7 @@ class Exported:
     constants: dict[str, Tensor]
     inputs: list[str]
     out_spec: TreeSpec
-    changed: list[Changed]
-    left: list[tuple[str, str, Any, Any]]
+    switched: str | None
 
 
 def export(
@@ -101,6 +92,8 @@ def export(
     with without_cache(model) if shortcuts.no_cache else nullcontext(False) as switched:
         try:
             return _exported(model, loss, leaves, folding, recorded or {})
+        except ValuesDecideError:
+            raise  # with fewer shortcuts they would, too
         except InnerGradientError as error:
             return _traced(model, loss, leaves, recorded or {}, error)
         except CaptureError as error:
@@ -126,7 +119,7 @@ def _exported(
         except Exception as error:
             seen.gradients.check()
             seen.gradients.check_error(error)
-            raise CaptureError(_explain(error)) from error
+            raise _explained(error) from error
     seen.gradients.check(exported.graph_module.graph)
     return _from_exported(exported, seen)
 
@@ -152,7 +145,7 @@ def _traced(
         except CaptureError:
             raise
         except Exception as error:
-            raise CaptureError(_explain(error)) from error
+            raise _explained(error) from error
     assert seen.out_spec is not None
     take_out_failed_calls(found.graph)
     names = (
@@ -162,7 +155,7 @@ def _traced(
     parameters, buffers = names
     return Exported(
         graph=found.graph, parameters=parameters, buffers=buffers, constants=found.constants, inputs=found.inputs,
-        out_spec=seen.out_spec, changed=seen.changed, left=seen.left,
+        out_spec=seen.out_spec, switched=seen.switched,
     )  # fmt: skip
 
 
@@ -212,8 +205,7 @@ class _Seen:
     """Findings of the forward besides the graph, outside of modules, whose attributes export restores."""
 
     out_spec: TreeSpec | None = None
-    changed: list[Changed] = field(default_factory=list)
-    left: list[tuple[str, str, Any, Any]] = field(default_factory=list)
+    switched: str | None = None
     gradients: InnerGradients = field(default_factory=InnerGradients)
     traced: bool = False  # with the gradients that the loss takes
     folding: Folding | None = None
@@ -231,7 +223,7 @@ class _Loss(nn.Module):
         self._seen = seen
 
     def forward(self, *leaves: Tensor) -> tuple[Any, ...]:
-        before, values = plain_attributes(self.model), plain_values(self.model)
+        before = [(path, each, each.training) for path, each in self.model.named_modules()]
         with (
             _recorded(self.model, self._seen.folding),
             attributes_restored(self.model),
@@ -241,13 +233,7 @@ class _Loss(nn.Module):
             accumulation_refused(self.model) if self._seen.traced else self._seen.gradients.recorded(),
         ):
             value = self._loss(self.model, leaves)
-        after, now = plain_attributes(self.model), plain_values(self.model)
-        # a new attribute is no change, as nothing can have read it
-        changed = {place: text for place, text in before.items() if after.get(place, "nothing") != text}
-        now_text = {place: after.get(place) or other_value(self.model, place) for place in changed}
-        self._seen.changed = [(*place, text, now_text[place]) for place, text in changed.items()]
-        # what is no plain value any more, as a number that depends on the batch, cannot be left
-        self._seen.left = [(*place, values[place], now.get(place, values[place])) for place in changed]
+        self._seen.switched = next((path for path, each, mode in before if each.training != mode), None)
         flat, self._seen.out_spec = tree_flatten(value)
         return tuple(flat)
 
@@ -360,7 +346,7 @@ def _from_exported(exported: ExportedProgram, seen: _Seen) -> Exported:
     take_out_failed_calls(graph)
     result = Exported(
         graph=graph, parameters={}, buffers={}, constants={}, inputs=[],
-        out_spec=seen.out_spec, changed=seen.changed, left=seen.left,
+        out_spec=seen.out_spec, switched=seen.switched,
     )  # fmt: skip
     for spec in exported.graph_signature.input_specs:
         name = spec.arg.name
@@ -386,16 +372,22 @@ def _from_exported(exported: ExportedProgram, seen: _Seen) -> Exported:
     return result
 
 
-def _explain(error: Exception) -> str:
+class ValuesDecideError(CaptureError):
+    """A loss of which values in the batch decide what runs."""
+
+
+def _explained(error: Exception) -> CaptureError:
     place = place_of_error(error.__traceback__)
     kind = type(error).__name__
     text = str(error).strip()
     first = text.splitlines()[0].rstrip(".") if text else kind
     of_values = "GuardOnDataDependentSymNode", "UserError", "DataDependentOutputException", "UserErrorType"
     if kind in of_values or "data-dependent" in text or text.startswith(".numpy()"):
-        return (
+        return ValuesDecideError(
             f"What runs depends on the values in the batch at {place}, so no one program computes it: {first[:160]}. "
             "Write a choice with torch.where, and functions of meshloom.step(), which is a tensor here, with torch's (torch.cos, not math.cos); leave out what "
             f"only checks values: training stops at what is not finite. {WAYS_OUT}"
         )
-    return f"The loss could not be captured at {place}: {kind}: {first[:200]}. Write it with torch operators. {WAYS_OUT}"
+    return CaptureError(
+        f"The loss could not be captured at {place}: {kind}: {first[:200]}. Write it with torch operators. {WAYS_OUT}"
+    )

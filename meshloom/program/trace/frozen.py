@@ -1,4 +1,4 @@
-"""Refuses what a program would freeze: draws of Python and NumPy, and differences between two exports."""
+"""Refuses draws of Python and NumPy, which a program would freeze."""
 
 from __future__ import annotations
 
@@ -12,9 +12,7 @@ import numpy
 import torch
 
 from meshloom.core.errors import CaptureError
-from meshloom.program.ir.lines import WAY_OUT, WAYS_OUT, SourceLine, describe_line, is_users, line_of_frame
-from meshloom.program.ir.nodes import Node
-from meshloom.program.ir.program import Program
+from meshloom.program.ir.lines import WAY_OUT, SourceLine, describe_line, is_users, line_of_frame
 from meshloom.program.ir.sparse_constants import bits_of, dense_parts
 
 
@@ -50,31 +48,6 @@ _GENERATORS: dict[str, Callable[[], Any]] = {
 }
 
 
-def check_equal(first: Program, second: Program) -> None:
-    """Raise `CaptureError` at the first difference of two exports."""
-    for one, other in zip(first.nodes, second.nodes, strict=False):
-        if _fact(one) != _fact(other):
-            raise CaptureError(
-                f"What runs at {describe_line(one.line or other.line)} depends on more than the batch's tensors and torch's draws: "
-                f"read twice it was {_shown(one, other)} and {_shown(other, one)}. Compute it from tensors. {WAYS_OUT}"
-            ).at(one.path)
-    for name, constant in first.constants.items():
-        other = second.constants.get(name)
-        if other is None or not equal_bits(constant, other):
-            user = next(
-                (node for node in first.nodes if any(ref.name == name for ref in node.operands())), None
-            )
-            line = user.line if user else None
-            raise CaptureError(
-                f"A tensor made outside of torch's operators is used at {describe_line(line)}, and was another one when the loss was captured again. "
-                f"Make it with torch from the batch, or make it a buffer. {WAYS_OUT}"
-            ).at(user.path if user else None)
-    if first.describe() != second.describe():
-        raise CaptureError(
-            f"Reading the loss twice gave two programs, of {len(first.nodes)} and {len(second.nodes)} operators. {WAY_OUT}"
-        )
-
-
 def line_that_changes(run: Callable[[], Any], observe: Callable[[], Any]) -> SourceLine | None:
     """The user's line in `run` during which the value of `observe` first changed; None: it was not found.
 
@@ -106,20 +79,6 @@ def line_that_changes(run: Callable[[], Any], observe: Callable[[], Any]) -> Sou
     finally:
         sys.settrace(previous)
     return found[0] if found else None
-
-
-def _fact(node: Node) -> str:
-    return f"{node.name} {node.operator} {node.args} {dict(node.kwargs)} {node.context} {node.outputs}"
-
-
-def _shown(node: Node, other: Node) -> str:
-    if node.operator != other.operator:
-        return node.operator
-    arguments = ((*each.args, *each.kwargs.values()) for each in (node, other))
-    for mine, theirs in zip(*arguments, strict=False):
-        if mine != theirs:
-            return f"{node.operator} of {mine}"
-    return f"{node.operator} in {node.context}"
 
 
 def equal_bits(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""Exports a loss as often as needed to know that its program freezes nothing."""
+"""Exports a loss, alone among threads, and refuses what it draws with `random` or numpy."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from meshloom.program.ir.lines import WAY_OUT, WAYS_OUT, describe_line
 from meshloom.program.ir.nodes import submodule
 from meshloom.program.ir.step_input import answered_by_input, step_beside
 from meshloom.program.opaque.stand_ins import Recorded
-from meshloom.program.trace.attributes import Changed, put_attribute
+from meshloom.program.trace.attributes import plain_values, put_attribute
 from meshloom.program.trace.block_calls import SHORTCUTS, ShortcutError, Shortcuts
 from meshloom.program.trace.export import Exported, export
 from meshloom.program.trace.frozen import check_draws, line_that_changes
@@ -67,24 +67,6 @@ def with_shortcuts(read: Callable[[Shortcuts], T]) -> T:
     return read(SHORTCUTS[-1])
 
 
-def export_twice(
-    model: nn.Module,
-    loss: LossFunction,
-    leaves: tuple[Leaves, Leaves],
-    shortcuts: Shortcuts,
-    recorded: Recorded | None = None,
-) -> tuple[Exported, Exported]:
-    """Both exports, the first with plain attributes as a forward leaves them: it may set something up.
-
-    recorded: as in `export`.
-    """
-    steady, second = _export_until_steady(
-        model, loss, leaves, always=True, shortcuts=shortcuts, recorded=recorded
-    )
-    assert second is not None
-    return steady, second
-
-
 def export_once(
     model: nn.Module,
     loss: LossFunction,
@@ -92,11 +74,25 @@ def export_once(
     shortcuts: Shortcuts,
     recorded: Recorded | None = None,
 ) -> Exported:
-    """One export, and more only if the first forward changes attributes."""
-    found = _export_until_steady(
-        model, loss, (leaves, leaves), always=False, shortcuts=shortcuts, recorded=recorded
-    )
-    return found[0]
+    """One export, after which plain attributes are as before. recorded: as in `export`."""
+
+    def read() -> Exported:
+        tensors = list(leaves.tensors.values())
+        tensors.append(step_beside(tensors))
+        return export(model, _loss_of(loss, leaves), tensors, shortcuts, recorded)
+
+    plain = plain_values(model)
+    try:
+        seed_everything(derive("capture", 0))
+        check = check_draws()
+        exported = read()
+        check(read)
+        if exported.switched is not None:
+            raise _refuse_switch(model, exported.switched, read)
+    finally:
+        for (path, name), value in plain.items():
+            put_attribute(model, path, name, value)
+    return exported
 
 
 def device_of(model: nn.Module, leaves: Leaves) -> torch.device:
@@ -118,43 +114,6 @@ def check_tensors(leaves: Leaves) -> None:
         )
 
 
-def _export_until_steady(
-    model: nn.Module,
-    loss: LossFunction,
-    leaves: tuple[Leaves, Leaves],
-    *,
-    always: bool,
-    shortcuts: Shortcuts,
-    recorded: Recorded | None,
-) -> tuple[Exported, Exported | None]:
-    def read(number: int) -> Exported:
-        tensors = list(leaves[number].tensors.values())
-        tensors.append(step_beside(tensors))
-        return export(model, _loss_of(loss, leaves[number]), tensors, shortcuts, recorded)
-
-    def read_seeded(number: int) -> Exported:
-        seed_everything(derive("capture", number))
-        check = check_draws()
-        exported = read(number)
-        check(lambda: read(number))
-        return exported
-
-    first = read_seeded(0)
-    try:
-        for path, name, _, after in first.left:
-            put_attribute(model, path, name, after)
-        second = read_seeded(1) if always or first.left else None
-        steady = read_seeded(0) if first.left and second and not second.changed else first
-    finally:
-        for path, name, before, _ in first.left:
-            put_attribute(model, path, name, before)
-    refused = [each for each in first.changed if each[1] == "training"]
-    refused += second.changed if second else []
-    if refused:
-        raise _refuse_attribute(model, refused[0], lambda: read(1))
-    return steady, second
-
-
 def _loss_of(loss: LossFunction, leaves: Leaves) -> Any:
     def checked(model: nn.Module, tensors: Sequence[Tensor]) -> Any:
         with answered_by_input(tensors[-1]):
@@ -169,17 +128,10 @@ def _loss_of(loss: LossFunction, leaves: Leaves) -> Any:
     return checked
 
 
-def _refuse_attribute(model: nn.Module, changed: Changed, rerun: Callable[[], Any]) -> CaptureError:
-    path, attribute, before, after = changed
+def _refuse_switch(model: nn.Module, path: str, rerun: Callable[[], Any]) -> CaptureError:
     module = submodule(model, path)
-    line = describe_line(line_that_changes(rerun, lambda: repr(vars(module).get(attribute))))
-    if attribute == "training":
-        return CaptureError(
-            f"The forward switches {path or 'the model'} between training and evaluation at {line}, and a program has one mode. "
-            f"Switch it where the model is built. {WAYS_OUT}"
-        ).at(path)
-    name = f"{path}.{attribute}" if path else attribute
+    line = describe_line(line_that_changes(rerun, lambda: module.training))
     return CaptureError(
-        f"The forward changes the attribute {name} from {before} to {after} at {line}, which a program would not do. "
-        f"Make it a buffer (register_buffer) that is updated with torch. {WAYS_OUT}"
+        f"The forward switches {path or 'the model'} between training and evaluation at {line}, and a program has one mode. "
+        f"Switch it where the model is built. {WAYS_OUT}"
     ).at(path)
