@@ -564,14 +564,6 @@ def test_under_dp_everything_is_as_it_is_in_eager():
     assert expected[1] == pytest.approx(expected[2], rel=1e-6)
 
 
-def test_texts_of_what_is_read_are_for_people():
-    texts = Guards(of_model, Net()).texts()
-    assert {name.partition(" at ")[0]: text for name, text in texts.items()} == {
-        "SCALE": "1.0",
-        "temperature": "1.0",
-    }
-
-
 def test_looking_costs_little():
     """Places, not their walk, are what a step looks at: a transformer of the tests has a few dozen."""
     guards: Any = Guards(token_loss, GPT(layers=4))

@@ -7,7 +7,6 @@ its stages' shard of the model.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from functools import partial
@@ -163,16 +162,8 @@ class ProgramEngine(Engine):
         """Raise `CaptureError` where leaves leave nothing to divide over tp, and no two stages have parameters."""
         names = [name for name, _ in model.named_parameters()]
         stages = {self.cutter.holders.get(name) for name in names} - {None}
-        if self.programs.opaque and not self._share_divided() and len(stages) <= 1:
+        if self.programs.opaque and not (self.division and self.division.share_divided) and len(stages) <= 1:
             raise CaptureError(divides_nothing(self.plan, list(self.programs.opaque)))
-
-    def _share_divided(self) -> float:
-        """Of the parameters' elements, those of parameters that are divided over tp."""
-        parts = self.division.first.parameters if self.division else {}
-        sizes = {name: math.prod(each.shape) for name, each in parts.items()}
-        return sum(sizes[name] for name, each in parts.items() if not each.is_whole) / max(
-            1, sum(sizes.values())
-        )
 
     @property
     def parameters(self) -> NamedParameters:
@@ -297,8 +288,7 @@ class ProgramEngine(Engine):
     @property
     def notes(self) -> list[str]:
         leaves = self.programs.opaque_notes()
-        share = self._share_divided()
-        if leaves and self.plan.tp > 1 and share < 0.5:
+        if leaves and self.division and (share := self.division.share_divided) < 0.5:
             leaves.append(f"tp={self.plan.tp} divides {share:.0%} of the parameters.")
         return [*compiled_notes([] if self.compiler else self._compiled), *leaves]
 

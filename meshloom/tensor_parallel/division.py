@@ -7,6 +7,7 @@ parameter fixes its shards. One rank chooses, and sends its choice to the others
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
@@ -76,6 +77,14 @@ class Division:
         self._choices: list[DivisionChoice] = []  # of programs that differ in more than sizes
         self._choices_in_held: dict[int, DivisionChoice | None] = {}  # by number of the choice
         self.newest: DivisionChoice | None = None  # of the last program that was divided
+
+    @property
+    def share_divided(self) -> float:
+        """Of the parameters' elements, those of parameters that are divided."""
+        parts = self.first.parameters
+        sizes = {name: math.prod(each.shape) for name, each in parts.items()}
+        divided = sum(sizes[name] for name, each in parts.items() if not each.is_whole)
+        return divided / max(1, sum(sizes.values()))
 
     @property
     def first(self) -> Partition:

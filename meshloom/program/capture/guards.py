@@ -19,10 +19,8 @@ from functools import partial
 from types import BuiltinFunctionType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any
 
-import numpy
 from torch import Tensor, nn
 
-from meshloom.core.cache import digest_of
 from meshloom.core.errors import CaptureError, TrainingError
 from meshloom.core.job import LossFunction
 from meshloom.core.modules.class_code import Reads, reads_of
@@ -124,14 +122,6 @@ class Guards:
                 "was, so the step was not made. Use meshloom.step() for what goes by the number of the step; other values belong into the batch (in collate), "
                 f"where they may change, or into a buffer of the model. {WAY_OUT}"
             )
-
-    def texts(self) -> dict[str, str]:
-        """Name and line of each plain value or small array -> its text, or a digest."""
-        return {
-            f"{each.name} at {each.line}": each.facts if each.is_plain else digest_of(repr(each.facts))
-            for each in self._places.values()
-            if each.is_plain or isinstance(each.value, numpy.ndarray)
-        }
 
     def tensors(self) -> list[Tensor]:
         """Those among the values."""
