@@ -74,7 +74,7 @@ def test_a_loss_that_cannot_be_captured_is_refused_with_its_line_and_the_ways_ou
         ml.Trainer(job(), plan, devices="simulated", listener=QUIET)
     said = str(refused.value)
     assert refused.value.exit_code == 2 and re.search(LINE, said), said
-    assert "name the module that draws in Job(leaves=[...])" in said
+    assert "Job(leaves=[...])" in said and "@ml.leaf" in said
     assert said.endswith("Plans with dp and zero alone run the module as it is and need no program.")
 
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any
 
-from meshloom.core.errors import CaptureError
 from meshloom.core.plan import Plan
 from meshloom.machine.machine import Machine
 from meshloom.planner.readings import Readings
-from meshloom.program.cost.opaque_shares import divides_nothing
+from meshloom.program.cost.opaque_shares import check_divided
 from meshloom.program.cost.rates import rates_of
 from meshloom.tensor_parallel.division import stored_choice
 from meshloom.tensor_parallel.explain import DivisionAccount, account_of
@@ -100,6 +100,10 @@ def divided(
     }  # fmt: skip
     with timings.of("choosing a division"):
         found = stored.value("account", program, depends, DivisionAccount, account) if stored else account()
-    if plan.pp == 1 and program.opaque and not found.parameters_divided:
-        raise CaptureError(divides_nothing(plan, list(program.opaque)))
+    if plan.pp == 1 and not found.parameters_divided:
+        check_divided(
+            plan,
+            list(program.opaque),
+            {name: math.prod(each.meta.shape) for name, each in program.parameters.items()},
+        )
     return Divided(account=found, depends=depends, make=make)

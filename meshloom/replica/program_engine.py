@@ -51,7 +51,7 @@ from meshloom.pipeline.schedules.schedule import Schedule
 from meshloom.pipeline.stages.program_store import ProgramStore
 from meshloom.pipeline.stages.stages import Stage
 from meshloom.program.capture.guards import Guards
-from meshloom.program.cost.opaque_shares import divides_nothing
+from meshloom.program.cost.opaque_shares import check_divided
 from meshloom.program.ir.batch_values import check_following
 from meshloom.program.ir.leaves import leaves_of
 from meshloom.program.ir.written_parameters import named_buffers
@@ -160,10 +160,10 @@ class ProgramEngine(Engine):
 
     def _check_divided(self, model: nn.Module) -> None:
         """Raise `CaptureError` where leaves leave nothing to divide over tp, and no two stages have parameters."""
-        names = [name for name, _ in model.named_parameters()]
-        stages = {self.cutter.holders.get(name) for name in names} - {None}
-        if self.programs.opaque and not (self.division and self.division.share_divided) and len(stages) <= 1:
-            raise CaptureError(divides_nothing(self.plan, list(self.programs.opaque)))
+        sizes = {name: each.numel() for name, each in model.named_parameters()}
+        stages = {self.cutter.holders.get(name) for name in sizes} - {None}
+        if not (self.division and self.division.share_divided) and len(stages) <= 1:
+            check_divided(self.plan, list(self.programs.opaque), sizes)
 
     @property
     def parameters(self) -> NamedParameters:

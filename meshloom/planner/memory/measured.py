@@ -109,7 +109,7 @@ def measure_memory(job: Job, chunks: Sequence[Any], *, device: torch.device | st
     gradients = [each.grad for each in parameters if each.grad is not None]
     known = all_activations | {watch.number_of(each) for each in gradients}
     return Memory(
-        **{kind: _bytes(tensors) for kind, tensors in standing.items()},
+        **{kind: _bytes(tensors) for kind, tensors in standing.items()},  # pyright: ignore[reportArgumentType]
         gradients=_bytes(gradients),
         kept=kept,
         temporaries=sum(size for number, size in watch.at_peak.items() if number not in known),

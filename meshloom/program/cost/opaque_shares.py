@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from meshloom.core.modules.named_leaves import shown
+from meshloom.core.errors import CaptureError
+from meshloom.core.modules.named_leaves import is_within, modules_of, shown
 from meshloom.core.plan import Plan
 from meshloom.program.cost.cost import Cost
 from meshloom.program.ir.program import Program
@@ -22,14 +23,18 @@ def opaque_notes(program: Program, costs: Mapping[str, Cost]) -> list[str]:
     return [_note(program, costs, paths, why) for why, paths in named.items()]
 
 
-def divides_nothing(plan: Plan, leaves: Sequence[str]) -> str:
-    """The sentence that refuses a plan for a model whose parameters are in leaves."""
-    named = ", ".join(map(shown, leaves[:NAMED]))
-    more = f" and {len(leaves) - NAMED} more" if len(leaves) > NAMED else ""
-    return (
-        f"{plan} divides nothing of this model: leaves ({named}{more}) run whole on every rank, and no other parameter is divided. "
-        "Use dp, with zero=3 if the model is large."
-    )
+def check_divided(plan: Plan, leaves: Sequence[str], sizes: Mapping[str, int]) -> None:
+    """Raise `CaptureError` where leaves hold half of the parameters or more, as nothing is divided beside them. sizes: of
+    parameters, by name."""
+    modules = modules_of(leaves)
+    held = sum(size for name, size in sizes.items() if any(is_within(name, path) for path in modules))
+    if leaves and 2 * held >= sum(sizes.values()):
+        named = ", ".join(map(shown, leaves[:NAMED]))
+        more = f" and {len(leaves) - NAMED} more" if len(leaves) > NAMED else ""
+        raise CaptureError(
+            f"{plan} divides nothing of this model: leaves ({named}{more}) run whole on every rank, and no other parameter is divided. "
+            "Use dp, with zero=3 if the model is large."
+        )
 
 
 def _note(program: Program, costs: Mapping[str, Cost], paths: Sequence[str], why: str) -> str:

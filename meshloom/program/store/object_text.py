@@ -114,7 +114,7 @@ class ObjectText:
         if isinstance(value, weakref.ref):
             return self.of(value(), where)
         if kind is dict:
-            entries: dict[Any, Any] = value
+            entries: Any = value
             texts = (
                 f"{self.of(key, where)}: {self.of(each, f'{where}[{key!r}]')}"
                 for key, each in entries.items()
