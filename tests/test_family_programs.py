@@ -88,7 +88,9 @@ def test_refused_with_the_reason_and_the_line(name: str):
         read(FAMILIES[name], WAYS["float32"])
     message = str(refused.value)
     assert re.search(NOT_READ[name], message), message
-    assert re.search(r"tests/families/(family|layers)\.py:\d+ \(return ", message) and "\n" not in message
+    assert (
+        re.search(r"tests/(families/(family|layers)|jobs)\.py:\d+ \(return ", message) and "\n" not in message
+    )
     assert message.endswith("Plans with dp and zero alone run the module as it is and need no program.")
 
 
