@@ -25,6 +25,7 @@ from torch.nn import functional as F
 from meshloom.core.errors import CaptureError, MeshloomError, TrainingError
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
+from meshloom.program.capture.guarded_values import check_step
 from meshloom.program.capture.guards import Guards
 from meshloom.program.capture.shapes import capture_shapes
 from meshloom.train.trainer import Trainer
@@ -503,10 +504,10 @@ def test_slots_defaults_and_arrays_are_guarded():
         (lambda m, b: ce(m, b, array[0]), lambda: array.fill(2)),
     ):
         guards = Guards(loss)
-        guards.check_step()
+        check_step(guards.values)
         change()
         with pytest.raises(TrainingError):
-            guards.check_step()
+            check_step(guards.values)
 
 
 def test_an_attribute_of_the_model_changed_between_steps_is_refused():
@@ -567,5 +568,5 @@ def test_under_dp_everything_is_as_it_is_in_eager():
 def test_looking_costs_little():
     """Places, not their walk, are what a step looks at: a transformer of the tests has a few dozen."""
     guards: Any = Guards(token_loss, GPT(layers=4))
-    guards.check_step()
+    check_step(guards.values)
     assert len(guards._places) < 100

@@ -50,6 +50,7 @@ from meshloom.pipeline.runtime.run import BothListeners
 from meshloom.pipeline.schedules.schedule import Schedule
 from meshloom.pipeline.stages.program_store import ProgramStore
 from meshloom.pipeline.stages.stages import Stage
+from meshloom.program.capture.guarded_values import GuardedValue, check_step
 from meshloom.program.capture.guards import Guards
 from meshloom.program.cost.opaque_shares import check_divided
 from meshloom.program.ir.batch_values import check_following
@@ -101,7 +102,7 @@ class ProgramEngine(Engine):
         self.compiler = Compiler(context.device) if plan.compiles else None
         self._team = team
         self._model: nn.Module
-        self._guards: dict[LossFunction, Guards] = {}
+        self._guards: dict[LossFunction, list[GuardedValue]] = {}
         self._parameters: dict[str, nn.Parameter] = {}
         self._held: HeldParameters
         self.rows = UsedRows({}, context.device)  # which rows of tables with sparse gradients a step uses
@@ -137,7 +138,7 @@ class ProgramEngine(Engine):
         self._model, self.runs_modules = model, bool(self.programs.opaque)
         self.is_unlike_training = self.programs.is_unlike_training
         self._guards = {
-            each: Guards(each, model, self.programs.leaf_modules) for each in self.losses.values()
+            each: Guards(each, model, self.programs.leaf_modules).values for each in self.losses.values()
         }
         self._parameters = {name: each for name, each in model.named_parameters() if not each.is_meta}
         for by_stage, of_loss in zip(scope.statistics, here, strict=True):
@@ -219,7 +220,7 @@ class ProgramEngine(Engine):
             self._exchange.wait_for_nothing()
         activity = self.context.activity
         activity.follow(self.microbatches.actions(len(chunks), most))
-        self._guards[self.programs.losses.loss].check_step()
+        check_step(self._guards[self.programs.losses.loss])
         batches = [scope.data(chunk) for chunk in chunks]
         for batch in batches:
             yield from self.programs.ready(batch)
@@ -254,10 +255,10 @@ class ProgramEngine(Engine):
         self, batch: Any, metric: LossFunction, moment: Moment, take: Callable[[Any], None]
     ) -> Steps[None]:  # fmt: skip
         if metric in self._guards:
-            self._guards[metric].check_step()
+            check_step(self._guards[metric])
         yield from self.programs.ready(batch, loss=metric, training=False)
         if metric not in self._guards:
-            self._guards[metric] = Guards(metric, self._model, self.programs.leaf_modules)
+            self._guards[metric] = Guards(metric, self._model, self.programs.leaf_modules).values
         with moment.entered():
             self.team_sums.count(self.microbatches.evaluate(batch, metric, take))
 

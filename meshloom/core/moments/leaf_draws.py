@@ -63,9 +63,8 @@ def leaves_in(model: nn.Module, leaves: Collection[str]) -> Iterator[None]:
     """A context in which calls of these modules of `model`, which runs as written, draw as leaves do."""
     with ExitStack() as around:
         for path in leaves:
-            if is_function(path):
-                continue
-            around.enter_context(_calls_of(path, model.get_submodule(path)))
+            if not is_function(path):
+                around.enter_context(_calls_of(path, model.get_submodule(path)))
         yield
 
 

@@ -116,7 +116,8 @@ class ProgramStore:
         loss = loss or self.losses.loss
         key = self._key(batch, loss, training)
         if key is not None and key in self._entries:
-            self._entries[key] = self._entries.pop(key)  # the last to be evicted
+            if len(self._entries) >= MOST_KEPT:
+                self._entries[key] = self._entries.pop(key)  # the last to be evicted
             return key
         program = yield from self._of(loss).at_any_size(self._team, batch, training=training)
         if program is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import random
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -13,8 +14,9 @@ import numpy
 import torch
 from torch import Tensor
 
+from meshloom.core.errors import TrainingError
 from meshloom.core.modules.class_code import Lines, Reads
-from meshloom.program.ir.lines import SourceLine, describe_line
+from meshloom.program.ir.lines import WAY_OUT, SourceLine, describe_line
 
 MOST = 1000  # values of a container that are compared, and entries that are looked at
 MOST_OF_ARRAY = 4096  # elements
@@ -113,6 +115,18 @@ class GuardedValue(ReadPlace):
         if before is None or type(before.value) is not type(self.value):
             return f"a {kind}"
         return f"the same {kind} with other contents" if before.value is self.value else f"another {kind}"
+
+
+def check_step(values: Iterable[GuardedValue]) -> None:
+    """Raise `TrainingError` if one has changed since the loss was captured."""
+    for before in values:
+        now = before.now()
+        if not before.equals(now):
+            raise TrainingError(
+                f"The loss reads {before.where}, which was {before.shown()} when the loss was captured and is {now.shown(before)} now. A program keeps what it "
+                "was, so the step was not made. Use meshloom.step() for what goes by the number of the step; other values belong into the batch (in collate), "
+                f"where they may change, or into a buffer of the model. {WAY_OUT}"
+            )
 
 
 def facts_of(value: Any) -> Any:

@@ -21,7 +21,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from meshloom.core.errors import CaptureError, TrainingError
+from meshloom.core.errors import CaptureError
 from meshloom.core.job import LossFunction
 from meshloom.core.modules.class_code import Reads, reads_of
 from meshloom.core.modules.named_leaves import is_function
@@ -114,22 +114,14 @@ class Guards:
                     f"Return it with the samples, or add it to the batch (in collate). {WAY_OUT}"
                 )
 
-    def check_step(self) -> None:
-        """Raise `TrainingError` if a value has changed."""
-        for before, now in self._changed():
-            raise TrainingError(
-                f"The loss reads {before.where}, which was {before.shown()} when the loss was captured and is {now.shown(before)} now. A program keeps what it "
-                "was, so the step was not made. Use meshloom.step() for what goes by the number of the step; other values belong into the batch (in collate), "
-                f"where they may change, or into a buffer of the model. {WAY_OUT}"
-            )
+    @property
+    def values(self) -> list[GuardedValue]:
+        """For `check_step`."""
+        return list(self._places.values())
 
     def tensors(self) -> list[Tensor]:
         """Those among the values."""
         return [each.value for each in self._places.values() if isinstance(each.value, Tensor)]
-
-    def _changed(self) -> Iterator[tuple[GuardedValue, GuardedValue]]:
-        pairs = ((each, each.now()) for each in self._places.values())
-        return ((before, now) for before, now in pairs if not before.equals(now))
 
     def _of_run(self, before: GuardedValue, now: GuardedValue) -> str:
         line = before.line_in({**self._stored.near, **self._stored.stored})
