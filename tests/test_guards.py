@@ -565,6 +565,28 @@ def test_under_dp_everything_is_as_it_is_in_eager():
     assert expected[1] == pytest.approx(expected[2], rel=1e-6)
 
 
+class Hooked(nn.Module):
+    """Features that a hook takes, which refers to the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Net()
+        self.taken: dict[str, Tensor] = {}
+        self.net.register_forward_hook(lambda module, args, output: self.taken.update(out=output))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x) + 0.0 * self.taken["out"]
+
+
+def test_the_model_s_own_tensors_may_change_where_a_hook_refers_to_it():
+    model = Hooked()
+    guards = Guards(ce, model)
+    with torch.no_grad():
+        for each in model.parameters():
+            each.add_(1.0)
+    check_step(guards.values)
+
+
 def test_looking_costs_little():
     """Places, not their walk, are what a step looks at: a transformer of the tests has a few dozen."""
     guards: Any = Guards(token_loss, GPT(layers=4))

@@ -64,6 +64,8 @@ class Guards:
         # by identity; what is in it stays alive, so that no identity is used again
         self._seen: dict[Any, Any] = {}
         self._met: dict[int, Any] = {}  # objects whose code was looked at, and what this names
+        parts = (*model.modules(), *model.parameters(), *model.buffers()) if model is not None else ()
+        self._models_own = {id(each) for each in parts}
         self._walk(function, ReadPlace("the loss"), _NOTHING, 0)
         if model is not None:
             self._walk_model(model, leaves)
@@ -167,6 +169,8 @@ class Guards:
         self, value: Any, source: ReadPlace, reads: Reads, depth: int, *, at: At | None = None, own: Any = None, is_own: bool = True
     ) -> None:  # fmt: skip
         """value: found by code that `reads`. at: where; None: it cannot be replaced. own: the object of a method. is_own: as of `GuardedValue`."""
+        if id(value) in self._models_own:  # as of a hook that refers to its module
+            return
         self._check_clock(value, (), source)
         self._met[id(value)] = value
         named = [key for key in value if key in reads.constants] if isinstance(value, Mapping) else []
