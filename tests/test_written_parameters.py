@@ -18,6 +18,7 @@ import meshloom as ml
 from meshloom.core.errors import JobError, MeshloomError
 from meshloom.core.plan import Plan
 from meshloom.core.random import model_seed, seed_everything
+from meshloom.program.ir.parameter_writes import untrained_write
 from meshloom.replica.replica_state import full_state
 from meshloom.telemetry.progress import QUIET
 from meshloom.train.trainer import Trainer
@@ -110,7 +111,7 @@ def test_a_teacher_that_is_written_later_is_an_error() -> None:
 
     with (
         Trainer(teacher_job(loss, buffers={}), "dp=2", devices="simulated", listener=QUIET) as trainer,
-        pytest.raises(JobError, match=r"teacher\.first\.weight and 3 more is not trained"),
+        pytest.raises(JobError, match=r"teacher\.first\.weight and 3 more are not trained"),
     ):
         trainer.fit()
 
@@ -172,3 +173,9 @@ def test_a_run_with_a_teacher_goes_on(plan: str, tmp_path: Path) -> None:
     if plan == "dp=2,zero=3":  # with tp=2 a step has one chunk
         for key, each in expected.items():
             torch.testing.assert_close(state[key], each, **TOLERANCE)
+
+
+def test_parameters_without_a_common_module_have_a_rule_each() -> None:
+    said = str(untrained_write(["scale", "teacher.first.weight", "teacher.bias"]))
+    assert said.startswith("scale and 2 more are not trained, and a step writes them.")
+    assert 'Job(buffers={"scale": ml.ema(0.99), "teacher.*": ml.ema(0.99)})' in said

@@ -45,11 +45,13 @@ class ParameterWrites:
 def untrained_write(names: Sequence[str]) -> JobError:
     """The error for parameters of these names, which are not trained, which a step writes, and for which the job has no rule."""
     within = commonpath([name.rpartition(".")[0].replace(".", "/") for name in names]).replace("/", ".")
-    pattern = f"{within}.*" if within else names[0]
-    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    roots = [f"{root}.*" if rest else root for root, _, rest in (name.partition(".") for name in names)]
+    patterns = [f"{within}.*"] if within else list(dict.fromkeys(roots))
+    more, are, them = (f" and {len(names) - 1} more", "are", "them") if len(names) > 1 else ("", "is", "it")
+    rules = ", ".join(f'"{each}": ml.ema(0.99)' for each in patterns)
     return JobError(
-        f"{names[0]}{more} is not trained, and a step writes it. Say by which rule the chunks of a step write it: "
-        f'Job(buffers={{"{pattern}": ml.ema(0.99)}}) with the decay that the loss has, "last" or "sum" (docs/contract.md).'
+        f"{names[0]}{more} {are} not trained, and a step writes {them}. Say by which rule the chunks of a step write {them}: "
+        f'Job(buffers={{{rules}}}) with the decay that the loss has, "last" or "sum" (docs/contract.md).'
     )
 
 
