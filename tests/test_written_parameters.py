@@ -122,7 +122,7 @@ def test_a_teacher_without_a_rule_is_refused_with_what_to_write(name: str, plan:
     """Also where it begins as a copy of its student, and is written around torch's count."""
     pattern = "first" if plan == "dp=2,zero=3" else ""  # units hold the teacher's layers one by one
     text = (
-        f'Say by which rule the chunks of a step write it: Job(buffers={{"teacher.{pattern and pattern + "."}'
+        f'Say by which rule the chunks of a step write them: Job(buffers={{"teacher.{pattern and pattern + "."}'
     )
     with (
         pytest.raises(MeshloomError, match=re.escape(text)),  # a job's, or a capture's on other ranks
