@@ -1,6 +1,6 @@
-"""The operator of an opaque call: by shapes here, by running the module once `bound.py` has found it.
+"""The operator of a leaf's call: by shapes here, by running the module once `bound.py` has found it.
 
-    results = opaque(inputs, state, path, call)        state: the module's parameters and buffers
+    results = leaf(inputs, state, path, call)        state: the module's parameters and buffers
 
 Without values (to infer shapes, to count costs) it returns tensors of the recorded layouts, and its backward
 gradients of its operands' shapes.
@@ -19,11 +19,11 @@ from meshloom.program.ir.program import Program
 from meshloom.program.opaque.call import OpaqueCall
 
 _library = torch.library.Library("meshloom", "FRAGMENT")
-_library.define("opaque(Tensor[] inputs, Tensor[] state, str path, str call) -> Tensor[]")
-_library.define("opaque_backward(Tensor[] gradients, Tensor[] kept, Tensor[] wanted, str call) -> Tensor[]")
+_library.define("leaf(Tensor[] inputs, Tensor[] state, str path, str call) -> Tensor[]")
+_library.define("leaf_backward(Tensor[] gradients, Tensor[] kept, Tensor[] wanted, str call) -> Tensor[]")
 
 _ops: Any = torch.ops
-OPAQUE, OPAQUE_BACKWARD = _ops.meshloom.opaque.default, _ops.meshloom.opaque_backward.default
+OPAQUE, OPAQUE_BACKWARD = _ops.meshloom.leaf.default, _ops.meshloom.leaf_backward.default
 
 
 def is_opaque(node: Node) -> bool:
@@ -90,7 +90,7 @@ def _backward(ctx: Any, gradients: Sequence[Tensor | None]) -> Any:
     return every[: ctx.num_given], every[ctx.num_given :], None, None
 
 
-torch.library.register_fake("meshloom::opaque", _results, lib=_library)
-torch.library.register_fake("meshloom::opaque_backward", _gradients, lib=_library)
-_library.impl("opaque", _without_module, "CompositeExplicitAutograd")
-torch.library.register_autograd("meshloom::opaque", _backward, setup_context=_setup, lib=_library)
+torch.library.register_fake("meshloom::leaf", _results, lib=_library)
+torch.library.register_fake("meshloom::leaf_backward", _gradients, lib=_library)
+_library.impl("leaf", _without_module, "CompositeExplicitAutograd")
+torch.library.register_autograd("meshloom::leaf", _backward, setup_context=_setup, lib=_library)
