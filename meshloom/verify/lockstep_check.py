@@ -13,7 +13,7 @@ tensor, add up to the reference's; and different values almost surely have diffe
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from meshloom.comm.pieces import Pieces, take
+from meshloom.comm.pieces import take
 from meshloom.core.moments.current_step import at_step
 from meshloom.core.random import derive, preserved_draws, seed_everything
 from meshloom.program.ir.lines import describe_line
@@ -37,12 +37,12 @@ from meshloom.tensor_parallel.search.choose import DivisionChoice
 
 TOLERANCE = 1e-9  # both run in float64; rounding of the deepest models stays below 1e-12
 Found = tuple[bool, str, str]  # of `first_wrong_operator`
-Parameters = Mapping[str, Tensor]  # by name
+# number of a tensor -> what is one number of one device's, or one of each rank, and the tensor's scale
+Products = dict[int, tuple[list[float], float]]
 AGREE = (
     "In lockstep, on the initial values and a chunk of the first batch, every operator's shards agree with one device, forward and backward: what differs shows "
     "with other values or data, in gradients of parameters and their sums over ranks, in how ranks run their programs, or in what they send each other."
 )
-_DRAWS = " It draws: its random numbers, or their seed, are others than one device's."
 _SEED = 7
 
 
@@ -53,19 +53,21 @@ def first_wrong_operator(part: Partition, model: nn.Module, batch: Any) -> Found
     programs = [bound(each, model) for each in part.programs]
     state = {
         name: each.detach().double() if each.is_floating_point() else each.detach()
-        for name, each in _state(model).items()
+        for name, each in (*model.named_parameters(), *model.named_buffers())
     }
     reference, ranks = _InnerProducts(part.choice), _InnerProducts(part.choice)
     with preserved_draws(), at_step(0):
         seed_everything(_SEED)
         own = _split(program, state, None, 0)
-        _backward([run_program(program, *own, batch, dtype=torch.float64, visit=reference.note_reference)])
+        one = run_program(program, *own, batch, dtype=torch.float64, visit=lambda *each: reference.note(each[0], each[1:]))  # fmt: skip
+        _backward([one])
+        del one
         seed_everything(_SEED)
         split = [_split(program, state, part, rank) for rank in range(part.choice.num_ranks)]
         _backward(
             run_in_lockstep(
                 programs, [each[0] for each in split], [each[1] for each in split], batch,
-                dtype=torch.float64, visit=ranks.note_ranks
+                dtype=torch.float64, visit=ranks.note
             )
         )  # fmt: skip
     return _of_values(reference, ranks, part) or _of_gradients(reference, ranks, part) or (False, AGREE, "")
@@ -76,10 +78,7 @@ def _of_values(reference: _InnerProducts, ranks: _InnerProducts, part: Partition
     for name, values in reference.values.items():
         if name in ranks.nodes and (error := _error(values, ranks.values[name])) > TOLERANCE:
             node = reference.nodes[name]
-            sentence = (
-                f"In lockstep the first operator whose shards differ is {_named(node, part)}: by {error:.1e}."
-            )
-            return True, sentence + (_DRAWS if _does_but_draw(node) else ""), node.path
+            return True, f"In lockstep the first operator whose shards differ is {_named(node, part)}: by {error:.1e}.", node.path  # fmt: skip
     return None
 
 
@@ -102,104 +101,54 @@ def _of_gradients(reference: _InnerProducts, ranks: _InnerProducts, part: Partit
     return True, sentence, next((path for name in wrong if (path := reference.nodes[name].path)), "")
 
 
-@dataclass(frozen=True)
-class _Products:
-    """Inner products of one tensor with the random one, or each rank's with its part of it. scale: (1 +
-    largest absolute element) * sqrt(number of elements)."""
-
-    products: tuple[float, ...]
-    scale: float
-
-
-ValueProducts = dict[int, _Products]  # by the tensor's index in the value
-
-
 @dataclass
 class _InnerProducts:
-    """The inner products of every operator's value and of its gradient: of the reference, or of all ranks."""
+    """The inner products of each operator's value, and of its gradient, by the tensor's number in the value: one device's, or all ranks'. With each the
+    tensor's scale, of one device."""
 
     choice: DivisionChoice
     nodes: dict[str, Node] = field(default_factory=dict[str, Node])
-    values: dict[str, ValueProducts] = field(default_factory=dict[str, ValueProducts])
-    gradients: dict[str, ValueProducts] = field(default_factory=dict[str, ValueProducts])
+    values: dict[str, Products] = field(default_factory=dict[str, Products])
+    gradients: dict[str, Products] = field(default_factory=dict[str, Products])
 
-    def note_reference(self, node: Node, value: Any) -> None:
-        """Reduce a value of the reference."""
-        self._begin(node)
-        for number, each in enumerate(tree_leaves(value)):
-            if isinstance(each, Tensor) and each.numel():
-                self._note_reference(node.name, number, each)
-
-    def note_ranks(self, node: Node, results: list[Any]) -> None:
-        """Reduce the values of all ranks."""
+    def note(self, node: Node, results: Sequence[Any]) -> None:
+        """Reduce a value: one device's, or that of all ranks."""
         if node.name not in self.choice.layout.values:
-            return  # part of a resharding, which the reference does not have
-        self._begin(node)
-        leaves_of_ranks = [tree_leaves(each) for each in results]
-        for number in range(len(leaves_of_ranks[0])):
-            shards = [leaves[number] for leaves in leaves_of_ranks]
-            if all(isinstance(each, Tensor) for each in shards):
-                self._note_ranks(node.name, number, shards)
-
-    def _begin(self, node: Node) -> None:
+            return  # part of a resharding, which one device does not have
         self.nodes[node.name] = node
         self.values[node.name], self.gradients[node.name] = {}, {}
+        for number, shards in enumerate(zip(*map(tree_leaves, results), strict=True)):
+            if all(isinstance(each, Tensor) for each in shards):
+                self._note(node.name, number, shards)
 
-    def _note_reference(self, name: str, number: int, value: Tensor) -> None:
-        pieces = self._pieces(name, number)
-        if pieces is None:
+    def _note(self, name: str, number: int, shards: Sequence[Tensor]) -> None:
+        choice, placement, is_one = self.choice, self.choice.strategies[name].output, len(shards) == 1
+        axes, is_part = choice.layout.values[name][number], isinstance(placement, Part)
+        if route_of(axes, placement, choice.numbers) is not None:
+            return  # its rows are not known statically, and are compared where they are combined again
+        pieces = pieces_of(axes, cut_of(placement), choice.numbers, choice.num_ranks)
+        if not math.prod(pieces.shape):
             return
-        probe, placement = _probe(name, number, value.shape), self.choice.strategies[name].output
-        if isinstance(placement, Part):
-            products = tuple(
-                _product(take(pieces, rank, value), take(pieces, rank, probe))
-                for rank in range(self.choice.num_ranks)
-            )
-        else:
-            products = (_product(value, probe),)
-        self.values[name][number] = _Products(products, _scale(value))
 
-        def hook(gradient: Tensor | None) -> None:
-            if gradient is not None:  # as it is of a piece of a split that nothing uses
-                self.gradients[name][number] = _Products(
-                    (_product(gradient, _probe(name, number, gradient.shape)),), _scale(gradient)
-                )
-
-        if value.requires_grad:
-            value.register_hook(hook)
-
-    def _note_ranks(self, name: str, number: int, shards: list[Tensor]) -> None:
-        pieces, placement = self._pieces(name, number), self.choice.strategies[name].output
-        if pieces is None:
-            return
-        # gradients of shards add up, and so do values that are partial sums
-        adds_up = isinstance(placement, Part)
-
-        def product(rank: int, each: Tensor) -> float:
+        def product(rank: int | None, value: Tensor) -> float:
             probe = _probe(name, number, pieces.shape)
-            return _product(each, take(pieces, rank, probe) if isinstance(placement, Part) else probe)
-
-        products = tuple(product(rank, each) for rank, each in enumerate(shards))
-        self.values[name][number] = _Products((sum(products),) if placement == PARTIAL else products, 0.0)
-        of_ranks = [0.0] * len(shards)
+            return _product(value, take(pieces, rank, probe) if is_part and rank is not None else probe)
 
         def hook(rank: int, gradient: Tensor | None) -> None:
-            if gradient is None:
-                return
-            of_ranks[rank] = product(rank, gradient)
-            self.gradients[name][number] = _Products((sum(of_ranks),) if adds_up else tuple(of_ranks), 0.0)
+            if gradient is not None:  # as it is of a piece of a split that nothing uses
+                of_ranks[rank] = product(None if is_one else rank, gradient)
+                found = [sum(of_ranks)] if is_part else [*of_ranks]
+                self.gradients[name][number] = found, _scale(gradient) if is_one else 0.0
 
+        # several ranks may have an element
+        parts = [take(pieces, rank, shards[0]) for rank in range(choice.num_ranks)] if is_one and is_part else shards  # fmt: skip
+        products = [product(rank, each) for rank, each in enumerate(parts)]
+        found = [sum(products)] if is_part or placement == PARTIAL else products
+        self.values[name][number] = found, _scale(shards[0]) if is_one else 0.0
+        of_ranks = [0.0] * len(shards)
         for rank, each in enumerate(shards):
             if each.requires_grad:
                 each.register_hook(partial(hook, rank))
-
-    def _pieces(self, name: str, number: int) -> Pieces | None:
-        """The rows on each rank; None where they are not known statically (routed rows), which are
-        compared where they are combined again."""
-        axes, placement = self.choice.layout.values[name][number], self.choice.strategies[name].output
-        if route_of(axes, placement, self.choice.numbers) is not None:
-            return None
-        return pieces_of(axes, cut_of(placement), self.choice.numbers, self.choice.num_ranks)
 
 
 def _probe(name: str, number: int, shape: Sequence[int]) -> Tensor:
@@ -227,10 +176,6 @@ def _scale(value: Tensor) -> float:
     return (1 + float(largest)) * math.sqrt(max(value.numel(), 1))
 
 
-def _state(model: nn.Module) -> dict[str, Tensor]:
-    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
-
-
 def _split(
     program: Any, state: dict[str, Tensor], part: Partition | None, rank: int
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -252,24 +197,13 @@ def _backward(results: Sequence[Any]) -> None:
         torch.autograd.backward([each.sum() for each in losses])
 
 
-def _error(reference: ValueProducts, ranks: ValueProducts) -> float:
-    worst = 0.0
-    for number, expected in reference.items():
-        ours = ranks[number].products if number in ranks else (0.0,)  # no rank has a gradient
-        ones = expected.products * len(ours) if len(expected.products) == 1 else expected.products
-        worst = max([worst, *(_relative(a, b, expected.scale) for a, b in zip(ours, ones, strict=True))])
-    return worst
-
-
-def _relative(a: float, b: float, scale: float) -> float:
-    return abs(a - b) / scale if math.isfinite(a - b) else math.inf
-
-
-def _does_but_draw(node: Node) -> bool:
-    """Whether an operator does nothing but draw, or drop what it draws."""
-    return node.draw is not None and any(
-        word in str(node.target) for word in ("dropout", "bernoulli", "rand")
-    )
+def _error(reference: Products, ranks: Products) -> float:
+    """The largest, relative to the tensor's scale."""
+    errors = [0.0]
+    for number, ((right,), scale) in reference.items():
+        ours, _ = ranks.get(number, ([0.0], 0.0))  # no rank has a gradient
+        errors += [abs(each - right) / scale if math.isfinite(each - right) else math.inf for each in ours]
+    return max(errors)
 
 
 def _named(node: Node, part: Partition) -> str:
