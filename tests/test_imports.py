@@ -25,7 +25,6 @@ ORDER = [
     ["adopt.data"],
     ["__init__"],
     ["adapters"],
-    ["verify.apart"],
     ["measure", "verify"],
     ["verify.compared"],
     ["verify.tolerances"],

@@ -20,9 +20,7 @@ from meshloom.core.job import Job
 from meshloom.core.jobfile import load_job
 from meshloom.core.plan import Plan
 from meshloom.verify import comparison_run
-from meshloom.verify.apart.messages import ConnectionEndedError, receive, send
-from meshloom.verify.apart.process import ReferenceProcess
-from meshloom.verify.apart.serving import to_send
+from meshloom.verify.apart import ConnectionEndedError, ReferenceProcess, receive, send, to_send
 from meshloom.verify.run import verify
 
 pytestmark = pytest.mark.long

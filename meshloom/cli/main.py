@@ -131,7 +131,7 @@ def _run_here(arguments: argparse.Namespace) -> int:
             print(text, file=sys.stderr)
             return 0
         if (descriptor := reference_descriptor()) is not None:
-            from meshloom.verify.apart.serving import serve_reference
+            from meshloom.verify.apart import serve_reference
 
             serve_reference(job, descriptor, arguments.blocks)
             return 0

@@ -27,7 +27,7 @@ from meshloom.report.terminal import LongPhases
 from meshloom.report.verification_files import write_page
 from meshloom.report.written_file import check_directory
 from meshloom.telemetry.timings import Timings
-from meshloom.verify.apart.process import ReferenceProcess
+from meshloom.verify.apart import ReferenceProcess
 from meshloom.verify.comparison_run import compare_here
 from meshloom.verify.findings import Report, print_report, whole_sentence
 from meshloom.verify.run import check_promised, verify

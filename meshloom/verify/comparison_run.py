@@ -1,5 +1,5 @@
 """Compares the steps of a plan with the reference, tensor by tensor as they arrive, and looks for the factor of the
-first difference: in this process, or in one of its own (`apart/`).
+first difference: in this process, or in one of its own (`apart.py`).
 
 The calls of a step, in order; of tensors only numbers are kept:
 
