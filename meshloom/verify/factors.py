@@ -186,6 +186,13 @@ def _replicas(chunks: Sequence[ChunkGradients], plan: Plan) -> dict[int, list[Ch
 
 
 def _names(wrong: Sequence[Wrong]) -> str:
-    names = [each.name for each in wrong]
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
+    return few([each.name for each in wrong])
+
+
+def few(names: Sequence[str]) -> str:
+    """Some of them.
+
+    >>> few(["a", "b", "c", "d", "e"])
+    'a, b, c and 2 more'
+    """
+    return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 from rich.console import Console
@@ -13,6 +14,7 @@ from meshloom.core.units import format_count
 from meshloom.verify.between_steps.checks import BetweenSteps, DifferingTensor, TensorError
 from meshloom.verify.compared.compare import Comparison, first_differing
 from meshloom.verify.compared.whole_batch import WholeBatch
+from meshloom.verify.factors import few
 from meshloom.verify.fewer_blocks import FewerBlocks
 from meshloom.verify.reference.step_records import Cast
 from meshloom.verify.smaller_plans import SmallestPlan
@@ -71,11 +73,9 @@ class Report:
     def worst(self, rows: int = ROWS) -> list[TensorError]:
         """The largest errors relative to their tolerance, one per name and kind: of the first step that
         differs, or of all steps."""
-        wrong = self.first_wrong
         failed = [each for each in self.between if not each.passed]
-        errors = [
-            error for step in ([wrong] if wrong else failed or self.steps) for error in _told(step.errors)
-        ]
+        steps = [self.first_wrong] if self.first_wrong else failed or self.steps
+        errors = [error for step in steps for error in _told(step.errors)]
         worst: dict[tuple[str, str], TensorError] = {}
         for error in sorted(errors, key=_severity, reverse=True):
             worst.setdefault((error.name, error.kind), error)
@@ -84,52 +84,40 @@ class Report:
     def records(self) -> list[dict[str, Any]]:
         """JSON-able values: one record per step, and a final one. Infinite errors are null."""
         steps = [
-            {
-                "event": "verify_step",
-                "step": step.step,
-                "loss": step.loss[0],
-                "one_device_loss": step.loss[1],
-                "passed": step.passed,
-                "skipped": step.skipped,
-                "first_module": step.first_module,
-                "facts": list(step.facts),
-                "errors": [_error_record(error) for error in step.errors],
-            }
+            {"event": "verify_step", **_record(step, _OF_STEPS), "loss": step.loss[0], "one_device_loss": step.loss[1]}
             for step in self.steps
-        ]
-        end: dict[str, Any] = {
-            "event": "verify",
-            "plan": self.plan,
-            "devices": self.devices,
-            "precision": self.precision,
-            "passed": self.passed,
-            "digest": self.digest,
-            "unlike_training": self.unlike_training,
-            "notes": list(self.notes),
-            "between_steps": [_between_record(each) for each in self.between],
-            "own_copies": self.apart.records()[-1] if self.apart else None,
-            "explained": self.explained,
-            "operator": self.operator,
-            "smallest_plan": asdict(self.smallest) if self.smallest else None,
-            "autocast": self.autocast,
-            "settings": dict(self.settings),
-            "casts": [
-                {"place": cast.place, "dtype": cast.dtype, "in_optimizer": cast.in_optimizer}
-                for cast in self.casts
-            ],
-            "owned": list(self.owned),
+        ]  # fmt: skip
+        end = {
+            "event": "verify", **_record(self, _OF_ALL), "worst": list(map(_plain, self.worst())),
+            "between_steps": [_record(each, _OF_BETWEEN) for each in self.between],
+            "own_copies": self.apart.records()[-1] if self.apart else None, "smallest_plan": _plain(self.smallest),
+            "casts": [_record(cast, ("place", "dtype", "in_optimizer")) for cast in self.casts],
             "blocks": self.fewer.to_dict() if self.fewer else None,
-            "worst": [_error_record(error) for error in self.worst()],
-            "whole_batch": {
-                **asdict(self.whole),
-                "error": _finite(self.whole.error),
-                "loss": _finite(self.whole.loss),
-                "equal": self.whole.equal,
-            }
-            if self.whole
-            else None,
-        }
+            "whole_batch": {**_plain(self.whole), "equal": self.whole.equal} if self.whole else None,
+        }  # fmt: skip
         return [*steps, end]
+
+
+# what records have
+_OF_BETWEEN = ("what", "passed", "first_module", "facts", "errors")
+_OF_STEPS = ("step", "passed", "skipped", "first_module", "facts", "errors")
+_OF_ALL = (
+    "plan", "devices", "precision", "passed", "digest", "unlike_training", "notes", "explained", "operator", "autocast", "settings", "owned"
+)  # fmt: skip
+
+
+def _record(value: Any, names: Sequence[str]) -> dict[str, Any]:
+    return {name: _plain(getattr(value, name)) for name in names}
+
+
+def _plain(value: Any) -> Any:
+    """As JSON has it."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping | str) or not isinstance(value, Sequence):
+        own = _record(value, [each.name for each in fields(value)]) if is_dataclass(value) else value
+        return {**own, "passed": value.passed} if isinstance(value, TensorError) else own
+    return list(map(_plain, value))
 
 
 def print_report(report: Report, console: Console) -> None:
@@ -153,28 +141,14 @@ def print_report(report: Report, console: Console) -> None:
         print_line(line)
 
 
-def _between_record(checked: BetweenSteps) -> dict[str, Any]:
-    errors = [_error_record(error) for error in checked.errors]
-    return {
-        "what": checked.what,
-        "passed": checked.passed,
-        "first_module": checked.first_module,
-        "facts": list(checked.facts),
-        "errors": errors,
-    }
-
-
 def _losses(report: Report) -> Table:
     table = Table("step", "loss", "one device", "largest error", box=None, pad_edge=False)
     for step in report.steps:
         worst = max(_told(step.errors), key=_severity)
-        ours, reference = (f"{loss:.6f}" for loss in step.loss)
-        table.add_row(
-            " ".join([str(step.step), step.turn, "skipped" if step.skipped else ""]).strip(),
-            ours,
-            reference,
-            f"{worst.error:.1e} ({worst.kind}{_of(worst)})",
-        )
+        which = " ".join([str(step.step), step.turn, "skipped" if step.skipped else ""]).strip()
+        whose = "" if worst.kind in ("loss", "norm") else f" of {worst.name}"
+        losses = (f"{loss:.6f}" for loss in step.loss)
+        table.add_row(which, *losses, f"{worst.error:.1e} ({worst.kind}{whose})")
     return table
 
 
@@ -187,18 +161,10 @@ def _errors(report: Report) -> Table:
     return table
 
 
-def _of(error: TensorError) -> str:
-    return "" if error.kind in ("loss", "norm") else f" of {error.name}"
-
-
 def lines_of(report: Report) -> list[str]:
     """The verdict in its two halves, its reasons, and what was compared besides steps: a line each, the verdict first."""
     first, *others = _verdict_lines(report)
-    return [
-        f"{first.removesuffix('.')}; on the whole batch: {whole_sentence(report)}",
-        *others,
-        *_notes_of(report),
-    ]
+    return [f"{first}; on the whole batch: {whole_sentence(report)}", *others, *_notes_of(report)]
 
 
 def _verdict_lines(report: Report) -> list[str]:
@@ -207,9 +173,7 @@ def _verdict_lines(report: Report) -> list[str]:
     parts += [(each.passed, _between_lines(each)) for each in report.between]
     if apart := report.apart:
         what = "With a copy of the parameters for each replica, as in a training loop of one's own"
-        found = _verdict_lines(apart)[: 1 if apart.passed else None] + (
-            [] if apart.passed else _notes_of(apart)
-        )
+        found = _verdict_lines(apart)[:1] if apart.passed else [*_verdict_lines(apart), *_notes_of(apart)]
         parts.append((apart.passed, [f"{what}: {found[0]}", *found[1:]]))
     return [line for _, lines in sorted(parts, key=lambda part: part[0]) for line in lines]
 
@@ -230,28 +194,20 @@ def _step_lines(report: Report) -> list[str]:
 
 
 def _notes_of(report: Report) -> list[str]:
-    lines: list[str] = []
-    lines += [report.smallest.sentence] if report.smallest else []
-    lines += report.notes
+    lines = [*([report.smallest.sentence] if report.smallest else []), *report.notes]
     if report.digest:
-        trained = "as `meshloom train` prints it for this job and plan"
-        if report.unlike_training:
-            trained = f"and training may have another: {report.unlike_training}"
-        lines.append(f"what ran has digest {report.digest}, {trained}")
+        other = f"and training may have another: {report.unlike_training}" if report.unlike_training else ""
+        lines.append(f"what ran has digest {report.digest}, {other or 'as `meshloom train` prints it for this job and plan'}")  # fmt: skip
     skipped = sum(step.skipped and step.passed for step in report.steps)
     if skipped:
         lines.append(
             f"{format_count(skipped, 'update')} of {len(report.steps)} skipped on both sides, as gradients overflow float16: compared are their losses and buffers. "
             "More --steps have more updates"
         )
-    lines += _noise_lines(report.steps)
-    lines += _moved_lines(report.steps)
-    lines += [report.autocast] if report.autocast else []
-    lines += _cast_lines(report.casts)
+    lines += [*_noise_lines(report.steps), *_moved_lines(report.steps)]
+    lines += [*([report.autocast] if report.autocast else []), *_cast_lines(report.casts)]
     if any(share < 1 for share in report.owned):
-        lines.append(
-            f"sharded: ranks own {', '.join(f'{share:.1%}' for share in report.owned)} of the optimizer's state"
-        )
+        lines.append(f"sharded: ranks own {', '.join(f'{each:.1%}' for each in report.owned)} of the optimizer's state")  # fmt: skip
     return lines
 
 
@@ -275,11 +231,8 @@ def _between_lines(checked: BetweenSteps) -> list[str]:
     if checked.passed:
         size = f" (largest error {worst.error:.1e}, of {worst.name})" if worst else ""
         return [f"{what}: equal{size}", *checked.notes]
-    wrong = sorted((error for error in checked.errors if not error.passed), key=_severity, reverse=True)
-    shown = [
-        f"  {each.name} differs by {each.error:.1e}, and {each.tolerance:.1e} is tolerated"
-        for each in wrong[:ROWS]
-    ]
+    wrong = sorted((error for error in checked.errors if not error.passed), key=_severity, reverse=True)[:ROWS]  # fmt: skip
+    shown = [f"  {each.name} differs by {each.error:.1e}, and {each.tolerance:.1e} is tolerated" for each in wrong]  # fmt: skip
     module = f"; first module: {checked.first_module}" if checked.first_module else ""
     return [f"DIFFERS: {checked.what}{module}", *(f"  {fact}" for fact in checked.facts[:ROWS]), *shown]
 
@@ -292,23 +245,20 @@ def _told(errors: Sequence[TensorError]) -> list[TensorError]:
 def _noise_lines(steps: Sequence[Comparison]) -> list[str]:
     """The gradients that are no errors, however far they are off."""
     names = list(dict.fromkeys(error.name for step in steps for error in step.errors if error.noise and error.passed))  # fmt: skip
-    if not names:
-        return []
-    shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
-    return [
-        f"{format_count(len(names), 'gradient')} ({shown}) {'is' if len(names) == 1 else 'are'} nothing but rounding, on one device too, "
-        f"as the terms of the sum cancel: nothing but {'its' if len(names) == 1 else 'their'} size is compared"
-    ]
+    verb, whose = ("is", "its") if len(names) == 1 else ("are", "their")
+    text = (
+        f"{format_count(len(names), 'gradient')} ({few(names)}) {verb} nothing but rounding, on one device too, as the terms of the sum cancel: nothing but "
+        f"{whose} size is compared"
+    )
+    return [text] if names else []
 
 
 def _moved_lines(steps: Sequence[Comparison]) -> list[str]:
     """A warning that mistakes smaller than the measured effect of rounding cannot be seen in some
     gradients and updates."""
     lines: list[str] = []
-    for kind, whose in (
-        ("gradient", "gradients of one device"),
-        ("update", "updates of one device, whose optimizer evaluates the loss itself"),
-    ):
+    updates = "updates of one device, whose optimizer evaluates the loss itself"
+    for kind, whose in (("gradient", "gradients of one device"), ("update", updates)):
         moved = [
             error for step in steps for error in _told(step.errors) if error.moved and error.kind == kind
         ]
@@ -328,22 +278,16 @@ def _cast_lines(casts: Sequence[Cast]) -> list[str]:
         places.setdefault((cast.dtype, cast.in_optimizer, cast.in_products), []).append(cast.place)
     lines: list[str] = []
     for (dtype, in_optimizer, in_products), found in places.items():
-        what = ["the model or loss"] if "" in found else []
-        named = [place for place in found if place]
-        kind = "optimizer" if in_optimizer else "module"
-        if named:
-            shown = ", ".join(named[:3]) + (f" and {len(named) - 3} more" if len(named) > 3 else "")
-            what.insert(0, f"{kind} {shown}" if len(named) == 1 else f"{len(named)} {kind}s ({shown})")
+        kind, named = "optimizer" if in_optimizer else "module", [place for place in found if place]
+        what = [f"{kind} {few(named)}" if len(named) == 1 else f"{len(named)} {kind}s ({few(named)})"] if named else []  # fmt: skip
+        what += ["the model or loss"] if "" in found else []
         is_one = len(what) == 1 and len(named) <= 1
         how = f"{'computes' if is_one else 'compute'} in {dtype}"
         if in_products:
             rounded = "TF32" if dtype == "float16" else dtype
             how = f"{'multiplies' if is_one else 'multiply'} float32 as {rounded}, by a setting of torch"
-        allowed = (
-            f"what it updates may differ as {dtype} does"
-            if in_optimizer
-            else "nothing is tolerated for it but what rounding is measured to do"
-        )
+        allowed = "nothing is tolerated for it but what rounding is measured to do"
+        allowed = f"what it updates may differ as {dtype} does" if in_optimizer else allowed
         lines.append(f"{' and '.join(what)} {how}: {allowed}")
     return lines
 
@@ -352,11 +296,3 @@ def _severity(error: TensorError) -> float:
     if not error.error:
         return 0.0
     return error.error / error.tolerance if error.tolerance and error.error == error.error else float("inf")
-
-
-def _error_record(error: TensorError) -> dict[str, Any]:
-    return {**asdict(error), "error": _finite(error.error), "passed": error.passed}
-
-
-def _finite(value: float) -> float | None:
-    return value if value - value == 0 else None
