@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import numpy
-import pytest
 import torch
 from torch import nn
 
-from meshloom.verify.reference.observers import CastWatch, ModuleWatch, altered_digest, digest_values
+from meshloom.verify.reference.observers import CastWatch, ModuleWatch, digest_values
 
 
 def test_digests_tell_values_dtypes_and_shapes_apart():
@@ -110,11 +109,3 @@ def test_only_less_precise_results_of_precise_values_are_casts():
         torch.ones(2, dtype=torch.float64).half()
         torch.ones(3, dtype=torch.float64).half()
     assert [cast.dtype for cast in watch.casts] == ["float16"]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_what_changes_on_the_way_is_seen_in_another_precision_as_well(dtype: torch.dtype):
-    read = {"x": torch.randn(2, 3, 3), "y": torch.arange(2)}
-    assert altered_digest(read, {**read, "x": read["x"].to(dtype)}) is None
-    assert altered_digest(read, {**read, "x": read["x"].mT.to(dtype)}) is not None
-    assert altered_digest(read, {"x": read["x"].to(dtype), "y": read["y"].flip(0)}) is not None

@@ -39,10 +39,6 @@ class Observer(Protocol):
         """Context around a chunk's forward and backward."""
         ...
 
-    def received(self, chunk: Chunk, data: Any) -> None:
-        """Before a chunk's forward, with its batch on the computing device."""
-        ...
-
     def chunk_done(self, chunk: Chunk, weight: float, loss_sum: float) -> None:
         """After a chunk's forward and backward."""
         ...
@@ -90,10 +86,7 @@ class ChunkScope:
 
     def data(self, chunk: Chunk) -> Any:
         """The chunk's batch on the computing device."""
-        found = to_device(chunk.data, self._context.device, self._dtype)
-        if self.observer:
-            self.observer.received(chunk, found)
-        return found
+        return to_device(chunk.data, self._context.device, self._dtype)
 
     @contextmanager
     def forward(self, chunk: Chunk, *, stage: int = 0, observed: bool = True) -> Iterator[None]:

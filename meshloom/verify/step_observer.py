@@ -7,8 +7,10 @@ It adds to the steps that the Trainer takes, and takes the place of nothing in t
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict
 from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -16,7 +18,6 @@ from torch import nn
 
 from meshloom.comm.objects import collect
 from meshloom.comm.steps import Steps
-from meshloom.core.moments.current_step import step as current_step
 from meshloom.data.chunks import Chunk
 from meshloom.machine.process_memory import trim
 from meshloom.optimizer.bfloat16.masters import masters_of
@@ -25,7 +26,7 @@ from meshloom.replica.replica import Gradients, Replica
 from meshloom.replica.replica_state import each_average, each_gradient, each_of_state, replicated_state
 from meshloom.telemetry.step_result import StepResult
 from meshloom.verify.comparison_run import ComparisonRun
-from meshloom.verify.reference.observers import ModuleWatch, altered_digest, digest_values
+from meshloom.verify.reference.observers import ModuleWatch, digest_values
 from meshloom.verify.reference.other_precision import default_dtype
 from meshloom.verify.reference.step_records import (
     ChunkRecord,
@@ -47,41 +48,28 @@ class StepObserver:
         self._modules = ModuleWatch(replica.model)
         self._chunks: list[ChunkRecord] = []
         self._computed: list[ChunkRecord] = []  # in the first half of the step
-        self._outputs, self._told = tuple[ModuleOutput, ...](), -1
-        self._altered: dict[int, str] = {}  # chunk -> digest of its batch on the device, if that is another
+        self._outputs: tuple[ModuleOutput, ...] = ()
 
     @contextmanager
     def attached(self) -> Iterator[None]:
         """A context in which modules are observed."""
-        if (
-            self._replica.plan.compiles
-        ):  # Hooks would be compiled with them; they only help to find the place.
+        # hooks would be compiled with them; they only help to find the place
+        with nullcontext() if self._replica.plan.compiles else self._modules.attached():
             yield
-        else:
-            with self._modules.attached():
-                yield
 
     @contextmanager
     def watch(self, chunk: Chunk, model: nn.Module) -> Iterator[None]:
         """Wraps a chunk's forward and backward."""
-        self._told = current_step()
         self._modules.start()
         yield
         self._outputs = self._modules.stop()
-
-    def received(self, chunk: Chunk, data: Any) -> None:
-        """Look whether tensors are as they were read, but for their precision."""
-        self._altered.pop(chunk.index, None)
-        if (other := altered_digest(chunk.data, data)) is not None:
-            self._altered[chunk.index] = other
 
     def chunk_done(self, chunk: Chunk, weight: float, loss_sum: float) -> None:
         """Record the chunk, whose forward and backward may still be under way."""
         self._chunks.append(
             ChunkRecord(
                 index=chunk.index, samples=chunk.samples, weight=weight, loss_sum=loss_sum,
-                data=self._altered.pop(chunk.index, None) or digest_values(chunk.data),
-                modules=self._outputs, told=self._told
+                data=digest_values(chunk.data), modules=self._outputs
             )
         )  # fmt: skip
 
@@ -116,19 +104,14 @@ class StepObserver:
     def _record(self, result: StepResult) -> Steps[StepRecord]:
         world = self._replica.context.world
         # recorded on the ranks with tp=0 and, in a pipeline, of the last stage
-        mine = [each.to_dict() for each in self._computed] if self._replica.context.place.tp == 0 else []
+        mine = [asdict(each) for each in self._computed] if self._replica.context.place.tp == 0 else []
         chunks: list[list[dict[str, Any]]] = yield from collect(world, mine)
         held = [(name, int(digest(each))) for name, each in replicated_state(self._replica).items()]
         of_ranks: list[list[tuple[str, int]]] = yield from collect(world, held)
         # of every replica, what its ranks hold: equal for equal replicas
-        replicas = [
-            [each for rank in ranks for each in of_ranks[rank]] for ranks in self._replica.plan.mesh.teams()
-        ]
-        apart = [
-            name
-            for number, (name, _) in enumerate(replicas[0])
-            if any(each[number : number + 1] != replicas[0][number : number + 1] for each in replicas)
-        ]
+        teams = self._replica.plan.mesh.teams()
+        replicas = [[each for rank in ranks for each in of_ranks[rank]] for ranks in teams]
+        apart = [first[0] for first, *others in zip_longest(*replicas) if first and any(each != first for each in others)]  # fmt: skip
         inconsistent = yield from _inconsistencies(self._replica)
         updater = self._replica.updater
         mine_set = settings_of(updater.state.optimizers, updater.schedulers) | reported_rates(updater.learning_rates())  # fmt: skip

@@ -31,32 +31,10 @@ def facts_of(ours: StepRecord, reference: StepRecord, plan: Plan, of_losses: flo
         which = ("the plan", "one device") if ours.skipped else ("one device", "the plan")
         how = "the gradients of the plan are finite" if ours.skipped else "those of the plan do too"
         yield f"Of step {ours.step} gradients overflow float16 and {which[0]} skips the update, but {which[1]} does not: {how}."
-    if (turn := other_turn(ours, reference)) is not None:
-        yield turn
     yield from list(dict.fromkeys(_wrong_settings(ours, reference, of_losses)))[:_MOST]
-    if (told := wrong_number(ours)) is not None:
-        yield told
     if len(ours.chunks) == len(reference.chunks) or not plan.sync_batch_norm:
         yield from _data_facts(ours, reference)
     yield from _draw_facts(reference, plan)
-
-
-def other_turn(ours: StepRecord, reference: StepRecord) -> str | None:
-    """A sentence, where the plan takes another step, or another of its turns, than one device; else None."""
-    if (ours.step, ours.turn) == (reference.step, reference.turn):
-        return None
-    here, there = (
-        f"step {each.step}" + (f", loss {each.turn}" if each.turn else "") for each in (ours, reference)
-    )
-    return f"The plan is in {here}, and one device in {there}."
-
-
-def wrong_number(ours: StepRecord) -> str | None:
-    """A sentence, where a forward of the plan is told another number of the step than it has; else None."""
-    for index, chunk in filled(ours.chunks).items():
-        if chunk.told not in (-1, ours.step):
-            return f"In the forward of chunk {index} of step {ours.step} meshloom.step() is {chunk.told}."
-    return None
 
 
 def _wrong_settings(ours: StepRecord, reference: StepRecord, of_losses: float) -> Iterator[str]:

@@ -155,7 +155,7 @@ class ChunkRun:
             data = digest_values(self.collate(samples, step, index))
             yield ChunkRecord(
                 index=index, samples=len(samples), weight=computed.weight, loss_sum=computed.loss_sum, data=data, seed=result.seed,
-                draws=computed.draws, modules=computed.modules, logged=computed.logged, told=step
+                draws=computed.draws, modules=computed.modules, logged=computed.logged
             )  # fmt: skip
             computed = replace(result, loss_sum=0.0, weight=0.0, draws=(), modules=(), logged={})
 

@@ -50,19 +50,6 @@ def digest_values(values: Any) -> str:
     return digest.hexdigest()
 
 
-def altered_digest(read: Any, here: Any) -> str | None:
-    """Of a batch on its device, if its tensors are not as they were read, but for their precision; None: they are."""
-    given = ([leaf for leaf in tree_leaves(each) if isinstance(leaf, Tensor)] for each in (read, here))
-    pairs = [(a.to(b.dtype), b) for a, b in zip(*given, strict=False) if _is_real(a) == _is_real(b)]
-    one, other = (digest_values([pair[side] for pair in pairs]) for side in (0, 1))
-    return None if one == other else other
-
-
-def _is_real(tensor: Tensor) -> tuple[bool, bool]:
-    """Whether it is of floating point, and of complex numbers; others keep their dtype."""
-    return tensor.is_floating_point(), tensor.is_complex()
-
-
 def _bytes_of(value: Any) -> bytes:
     attributes = getattr(value, "__dict__", {})
     # pickled tensors contain more than their values

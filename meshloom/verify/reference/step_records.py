@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -58,7 +58,7 @@ class ChunkRecord:
     index: replica * microbatches + number of the microbatch.
     loss_sum, weight: the mean loss is their quotient.
     data: digest of the batch passed to the loss.
-    modules: outputs of all modules, in order of execution. told: what `meshloom.step()` is in its forward.
+    modules: outputs of all modules, in order of execution.
     seed, draws, logged: of one device, the generator's seed at the start of the forward, a digest of every random draw in order, and what the loss
     logs.
     """
@@ -72,18 +72,12 @@ class ChunkRecord:
     draws: tuple[str, ...] = ()
     modules: tuple[ModuleOutput, ...] = ()
     logged: Mapping[str, float] = field(default_factory=dict[str, float])
-    told: int = -1
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-able values."""
-        return asdict(self)
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> ChunkRecord:
-        """The inverse of `to_dict`, also after a round trip through JSON."""
-        given: dict[str, Any] = {**values, "draws": tuple(values["draws"])}
-        given["modules"] = tuple(ModuleOutput(**output) for output in values["modules"])
-        return ChunkRecord(**given)
+        """Of its fields, which may have travelled as JSON."""
+        modules = tuple(ModuleOutput(**output) for output in values["modules"])
+        return ChunkRecord(**{**values, "draws": tuple(values["draws"]), "modules": modules})
 
 
 @dataclass(frozen=True, kw_only=True)
