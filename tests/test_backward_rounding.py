@@ -14,9 +14,8 @@ from meshloom.core.job import Job
 from meshloom.core.plan import Plan
 from meshloom.exchange.alone import Alone
 from meshloom.verify.reference.reference import Reference
-from meshloom.verify.reference.reruns import outputs_effect, rounding_effect
+from meshloom.verify.reference.reruns import backward_effect, outputs_effect, rounding_effect
 from meshloom.verify.run import verify
-from meshloom.verify.tolerances.backward_rounding import backward_effect
 from meshloom.verify.tolerances.gradient_errors import GradientErrors, Rounding
 from tests.jobs import Samples
 

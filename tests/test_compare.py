@@ -38,7 +38,6 @@ def chunk(index: int, **fields: Any) -> ChunkRecord:
         "weight": 2.0,
         "loss_sum": 4.0,
         "data": f"data {index}",
-        "seed": index,
         "draws": ("a mask",),
     }
     return ChunkRecord(
@@ -375,10 +374,3 @@ def test_different_data_is_a_fact_even_where_numbers_agree():
 
 def test_replicas_that_differ_are_a_fact():
     assert "Replicas 0 and 2" in compare(record(replicas=["a", "a", "b"])).facts[0]
-
-
-def test_draws_that_repeat_on_one_device_are_a_fact():
-    same = record(chunks=[chunk(0, seed=7), chunk(1, seed=7)])
-    assert compare(same, same).facts == ["Chunks 0 and 1 draw the same random numbers, on one device too."]
-    quiet = record(chunks=[chunk(0, seed=7, draws=()), chunk(1, seed=7, draws=())])
-    assert compare(quiet, quiet).passed

@@ -36,6 +36,7 @@ from meshloom.verify.reference.float64_blocks import subsample
 from meshloom.verify.reference.reference import Reference, adopt, changed_buffers, held_by, replace_value
 from meshloom.verify.reference.reruns import (
     ENLARGED,
+    backward_effect,
     chunk_by_chunk,
     loss_effect,
     outputs_effect,
@@ -45,7 +46,6 @@ from meshloom.verify.reference.reruns import (
 )
 from meshloom.verify.reference.step_records import StepRecord
 from meshloom.verify.stage_outputs import Values, first_wrong_module
-from meshloom.verify.tolerances.backward_rounding import backward_effect
 from meshloom.verify.tolerances.closure_effects import ClosureEffects
 from meshloom.verify.tolerances.gradient_errors import GradientErrors, Measure, Rounding
 from meshloom.verify.tolerances.of_precision import (

@@ -33,7 +33,6 @@ from meshloom.verify.reference.step_records import (
     ModuleOutput,
     Setting,
     StepRecord,
-    reported_rates,
     settings_of,
 )
 
@@ -114,7 +113,7 @@ class StepObserver:
         apart = [first[0] for first, *others in zip_longest(*replicas) if first and any(each != first for each in others)]  # fmt: skip
         inconsistent = yield from _inconsistencies(self._replica)
         updater = self._replica.updater
-        mine_set = settings_of(updater.state.optimizers, updater.schedulers) | reported_rates(updater.learning_rates())  # fmt: skip
+        mine_set = settings_of(updater.state.optimizers, updater.schedulers, updater.learning_rates())
         settings: list[dict[str, Setting]] = yield from collect(world, mine_set)
         records = (ChunkRecord.from_dict(chunk) for of_rank in chunks for chunk in of_rank)
         return StepRecord(

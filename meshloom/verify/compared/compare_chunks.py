@@ -34,7 +34,6 @@ def facts_of(ours: StepRecord, reference: StepRecord, plan: Plan, of_losses: flo
     yield from list(dict.fromkeys(_wrong_settings(ours, reference, of_losses)))[:_MOST]
     if len(ours.chunks) == len(reference.chunks) or not plan.sync_batch_norm:
         yield from _data_facts(ours, reference)
-    yield from _draw_facts(reference, plan)
 
 
 def _wrong_settings(ours: StepRecord, reference: StepRecord, of_losses: float) -> Iterator[str]:
@@ -62,17 +61,6 @@ def _data_facts(ours: StepRecord, reference: StepRecord) -> Iterator[str]:
             yield f"Chunk {index} has {a.samples if a else 0} samples, and {b.samples if b else 0} on one device."
         elif a.data != b.data:
             yield f"Chunk {index} has other data than on one device."
-
-
-def _draw_facts(reference: StepRecord, plan: Plan) -> Iterator[str]:
-    """Chunks of the reference that draw from one seed, and are not of one forward: a mistake on both sides, which causes no
-    difference."""
-    seeds: dict[int, ChunkRecord] = {}
-    for chunk in reference.chunks:
-        other = seeds.setdefault(chunk.seed, chunk) if chunk.draws else chunk
-        together = plan.sync_batch_norm and chunk.index % plan.microbatches == other.index % plan.microbatches
-        if other is not chunk and not together:
-            yield f"Chunks {other.index} and {chunk.index} draw the same random numbers, on one device too."
 
 
 def filled(chunks: Sequence[ChunkRecord]) -> dict[int, ChunkRecord]:

@@ -79,11 +79,7 @@ def compare_whole_batch(reference: Reference, tolerance: float) -> WholeBatch | 
         if draws:
             reasons.append("random draws, such as dropout masks, belong to a chunk")
         if not norms:
-            why = (
-                _why_with_equal_draws(reference, tolerance)
-                if draws
-                else _why(whole, reference.chunks, tolerance)
-            )
+            why = _why_with_equal_draws(reference, tolerance) if draws else _why(whole, reference.chunks, tolerance)  # fmt: skip
             reasons, interacts = [*([why] if why else []), *reasons], bool(why)
         return WholeBatch(error=error[0], loss=whole.loss, why=" and ".join(reasons), interacts=interacts)
     except torch.OutOfMemoryError:
@@ -91,12 +87,8 @@ def compare_whole_batch(reference: Reference, tolerance: float) -> WholeBatch | 
     except CODE_ERRORS as error:
         # Raised by the job's own code, which never gets so large a batch under the plan (a shorter queue).
         said = (str(error).strip() or type(error).__name__).splitlines()[0]
-        return WholeBatch(
-            error=math.inf,
-            loss=math.inf,
-            why=f"the job's own code fails on it: {type(error).__name__}: {said}",
-            ran=False,
-        )
+        why = f"the job's own code fails on it: {type(error).__name__}: {said}"
+        return WholeBatch(error=math.inf, loss=math.inf, why=why, ran=False)
 
 
 def _error(ours: Gradients, right: Gradients, loss: float, right_loss: float) -> tuple[float, float]:
@@ -140,18 +132,18 @@ def _why_with_equal_draws(reference: Reference, tolerance: float) -> str:
         }
     with whole_batch_in_chunks(reference) as chunked:
         error = _error(gradients, reference.gradients, whole.loss, chunked.loss)
-    if max(error) <= tolerance:
-        return ""
-    return _why(whole, chunked.chunks, tolerance)
+    return "" if max(error) <= tolerance else _why(whole, chunked.chunks, tolerance)
 
 
 def _why(whole: StepRecord, chunks: Sequence[ChunkRecord], tolerance: float) -> str:
-    if (module := _first_that_mixes(whole, chunks, tolerance)) is not None:
-        return f"samples of a batch interact in {module}" if module else _IN_THE_MODEL
-    return "samples of a batch interact in the loss, or it averages over something else than samples, such as tokens: return (sum, weight)"
-
-
-_IN_THE_MODEL = "samples of a batch interact in the model's own forward"
+    module = _first_that_mixes(whole, chunks, tolerance)
+    where = (
+        "the model's own forward"
+        if module == ""
+        else module
+        or "the loss, or it averages over something else than samples, such as tokens: return (sum, weight)"
+    )
+    return f"samples of a batch interact in {where}"
 
 
 def _uses_batch(module: nn.Module) -> bool:
@@ -200,13 +192,8 @@ def whole_batch_in_chunks(reference: Reference) -> Iterator[StepRecord]:
     for forward in reference.forwards(synchronised=False):
         forwards.append(replace(forward, rows=Rows(start, len(forward.samples), total)))
         start += len(forward.samples)
-    run = reference.chunk_run
-    kept, run.place_of_seed = run.place_of_seed, lambda step, key: (step, 0)
-    try:
-        with _rerun(reference, forwards) as (_, record):
-            yield record
-    finally:
-        run.place_of_seed = kept
+    with reference.chunk_run.seeded_as(lambda key: 0), _rerun(reference, forwards) as (_, record):
+        yield record
 
 
 @contextmanager

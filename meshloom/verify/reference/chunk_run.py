@@ -44,7 +44,6 @@ class ChunkResult:
 
     loss_sum: float
     weight: float
-    seed: int
     draws: tuple[str, ...]
     modules: tuple[ModuleOutput, ...]
     divisor: float
@@ -77,14 +76,23 @@ class ChunkRun:
         self._generators = own_generators(model)
         self._leaves = named_leaves(job.leaves, model)
         self.together = ChunksTogether(model)
-        # step, key of a forward -> those whose seed it has
-        self.place_of_seed: Callable[[int, int], tuple[int, int]] = lambda step, key: (step, key)
+        # key of a forward -> the one whose seed it has
+        self._seed_of: Callable[[int], int] = lambda key: key
 
     def seed(self, seed: int) -> None:
         """All generators, those that modules hold each for itself: two of them draw other numbers in a chunk."""
         seed_everything(seed)
         for place, generator in self._generators:
             generator.manual_seed(derive(seed, place))
+
+    @contextmanager
+    def seeded_as(self, way: Callable[[int], int]) -> Iterator[None]:
+        """A context in which a forward has the seed of that with another key."""
+        kept, self._seed_of = self._seed_of, way
+        try:
+            yield
+        finally:
+            self._seed_of = kept
 
     @contextmanager
     def leaves_of(self, seed: int) -> Iterator[None]:
@@ -101,11 +109,10 @@ class ChunkRun:
         the mean over all of them, which hooks on gradients see.
         """
         batch = convert(self.collate(forward.samples, step, forward.key), self._device, self._of_batches)
-        seed = chunk_seed(self._job.seed, *self.place_of_seed(step, forward.key))
+        seed = chunk_seed(self._job.seed, step, self._seed_of(forward.key))
         seed = derive(seed, "turn", self.draws) if self.draws else seed
         self.seed(seed)
         draws: list[str] = []
-        initial_seed = torch.initial_seed()
         if casts is not None:
             self._watch.start()
         # Includes backward: activation checkpointing repeats forwards there and must draw the same numbers.
@@ -130,12 +137,10 @@ class ChunkRun:
                 computed = computed_with_logs(self.loss, self._model, batch)
             returned, logged = taken_apart(computed)
             loss_sum, weight = as_sum(returned, len(forward.samples))
-            if self._scale.is_used:  # of the mean over samples, of what has been summed in float32
-                divisor = float(batch_size)
-                root = loss_sum / divisor * self._scale.value
-            else:
-                divisor = 1.0 if isinstance(returned, tuple) else float(batch_size)
-                root = loss_sum / divisor
+            # a scale is of the mean over samples, of what has been summed in float32
+            divisor = 1.0 if isinstance(returned, tuple) and not self._scale.is_used else float(batch_size)
+            root = loss_sum / divisor
+            root = root * self._scale.value if self._scale.is_used else root
             with SingleSamples() if self._aligns else nullcontext():
                 self.together.backward(root)
         if start and (end := generators_now(self._device)) != start:
@@ -143,7 +148,7 @@ class ChunkRun:
         modules = () if casts is None else self._watch.stop()
         total = float(loss_sum.detach())
         return ChunkResult(
-            loss_sum=total, weight=float(weight), seed=initial_seed, draws=tuple(draws), modules=modules, divisor=divisor,
+            loss_sum=total, weight=float(weight), draws=tuple(draws), modules=modules, divisor=divisor,
             logged={name: float(value) for name, value in logged.items()}
         )  # fmt: skip
 
@@ -154,7 +159,7 @@ class ChunkRun:
         for index, samples in forward.members:
             data = digest_values(self.collate(samples, step, index))
             yield ChunkRecord(
-                index=index, samples=len(samples), weight=computed.weight, loss_sum=computed.loss_sum, data=data, seed=result.seed,
+                index=index, samples=len(samples), weight=computed.weight, loss_sum=computed.loss_sum, data=data,
                 draws=computed.draws, modules=computed.modules, logged=computed.logged
             )  # fmt: skip
             computed = replace(result, loss_sum=0.0, weight=0.0, draws=(), modules=(), logged={})

@@ -8,7 +8,8 @@ import hashlib
 import pickle
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import numpy
@@ -55,16 +56,9 @@ def _bytes_of(value: Any) -> bytes:
     # pickled tensors contain more than their values
     if any(isinstance(each, Tensor) for each in tree_leaves(dict(attributes))):
         return f"{type(value)} {digest_values(dict(attributes))}".encode()
-    try:
+    with suppress(pickle.PickleError, TypeError, AttributeError, RuntimeError, ValueError):
         return pickle.dumps(value)
-    except (
-        pickle.PickleError,
-        TypeError,
-        AttributeError,
-        RuntimeError,
-        ValueError,
-    ):  # what cannot be pickled (a lambda, a file) has at least a type
-        return str(type(value)).encode()
+    return str(type(value)).encode()  # what cannot be pickled (a lambda, a file) has at least a type
 
 
 def generators_now(device: torch.device) -> str:
@@ -100,17 +94,12 @@ class ModuleWatch:
     @contextmanager
     def attached(self) -> Iterator[ModuleWatch]:
         """A context in which the hooks are registered."""
-        handles: list[Any] = []
-        try:
+        with ExitStack() as hooked:
             for name, module in self.model.named_modules():
-                if isinstance(module, torch.jit.ScriptModule):
-                    continue  # takes no hooks
-                handles.append(module.register_forward_pre_hook(self._enter(name)))
-                handles.append(module.register_forward_hook(self._leave(name)))
+                if not isinstance(module, torch.jit.ScriptModule):  # takes no hooks
+                    hooked.callback(module.register_forward_pre_hook(partial(self._enter, name)).remove)
+                    hooked.callback(module.register_forward_hook(partial(self._leave, name)).remove)
             yield self
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def start(self) -> None:
         """Begin a chunk."""
@@ -121,36 +110,24 @@ class ModuleWatch:
         self._on = False
         return tuple(self._outputs)
 
-    def _enter(self, name: str) -> Any:
-        def hook(module: nn.Module, inputs: Any) -> None:
-            if (
-                self._on and not torch.compiler.is_compiling()
-            ):  # what runs inside compiled code is not observed
-                self._running.append(name)
+    def _enter(self, name: str, module: nn.Module, inputs: Any) -> None:
+        if self._on and not torch.compiler.is_compiling():  # what runs inside compiled code is not observed
+            self._running.append(name)
 
-        return hook
-
-    def _leave(self, name: str) -> Any:
-        def hook(module: nn.Module, inputs: Any, output: Any) -> None:
-            if not self._on or torch.compiler.is_compiling():
-                return
-            while self._running and self._running.pop() != name:
-                pass  # a submodule that was left by an exception, since caught
-            call = self._calls[name] = self._calls.get(name, 0) + 1
-            self._outputs.append(_summary(name, call - 1, output))
-
-        return hook
+    def _leave(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
+        if not self._on or torch.compiler.is_compiling():
+            return
+        while self._running and self._running.pop() != name:
+            pass  # a submodule that was left by an exception, since caught
+        call = self._calls[name] = self._calls.get(name, 0) + 1
+        self._outputs.append(_summary(name, call - 1, output))
 
 
 def _summary(name: str, call: int, output: Any) -> ModuleOutput:
     total, square, ramp, count = 0.0, 0.0, 0.0, 0
     with torch.no_grad():
         for leaf in tree_leaves(output):
-            if (
-                isinstance(leaf, Tensor)
-                and (leaf.is_floating_point() or leaf.is_complex())
-                and not _is_transformed(leaf)
-            ):
+            if isinstance(leaf, Tensor) and (leaf.dtype.is_floating_point or leaf.dtype.is_complex) and not _is_transformed(leaf):  # fmt: skip
                 ramp += ramp_of(leaf)
                 for values in float64_blocks(leaf):
                     total += values.sum().item()
@@ -165,16 +142,8 @@ def _is_transformed(leaf: Tensor) -> bool:
     return functorch.is_functorch_wrapped_tensor(leaf)
 
 
-_MULTIPLY = (
-    "mm",
-    "mv",
-    "dot",
-    "linear",
-    "einsum",
-    "attention",
-    "rnn",
-    "transformer",
-)  # in names of operators that multiply matrices
+# in names of operators that multiply matrices
+_MULTIPLY = "mm", "mv", "dot", "linear", "einsum", "attention", "rnn", "transformer"
 
 
 class CastWatch(TorchDispatchMode):
@@ -191,12 +160,10 @@ class CastWatch(TorchDispatchMode):
         device: torch.device | None = None,
     ) -> None:
         super().__init__()
-        self._rounded: tuple[torch.dtype | None, torch.dtype | None] = None, None
-        if device is not None and precision == torch.float32:
-            self._rounded = rounded_products(device)
+        rounds = device is not None and precision == torch.float32
+        self._rounded = rounded_products(device) if rounds else (None, None)
         self._bits = torch.finfo(precision).bits
-        self._modules = modules
-        self._optimizer = optimizer
+        self._modules, self._optimizer = modules, optimizer
         self._seen: dict[Cast, None] = {}
         self._in_loss = False
 

@@ -37,7 +37,7 @@ from meshloom.verify.reference.observers import CastWatch, ModuleWatch
 from meshloom.verify.reference.other_precision import convert_model, default_dtype, most_precise
 from meshloom.verify.reference.reference_buffers import Buffers, ReferenceBuffers
 from meshloom.verify.reference.samples_of_epoch import read_batches
-from meshloom.verify.reference.step_records import Cast, ChunkRecord, StepRecord, right_settings
+from meshloom.verify.reference.step_records import Cast, ChunkRecord, StepRecord, settings_of
 from meshloom.verify.reference.trained_losses import (
     densify_gradients,
     is_meant,
@@ -85,10 +85,8 @@ class Reference:
         self.precision = most_precise(self.model)
         self._watch = ModuleWatch(self.model)
         self.autocast = AUTOCAST.get(plan.precision)  # around losses; float64 tensors are not cast
-        self._casts, self.scale = (
-            CastWatch(self.precision, self._watch, device=self.device),
-            ReferenceScale(plan),
-        )
+        self._casts = CastWatch(self.precision, self._watch, device=self.device)
+        self.scale = ReferenceScale(plan)
         self.chunk_run = ChunkRun(job, self.model, self.device, dtype, self._watch, self.autocast, self.scale, dtype or self.updated.dtype, plan)  # fmt: skip
         self.turn = self.losses[0]  # the loss whose turn it is
         self.step = -1  # the last one
@@ -101,9 +99,7 @@ class Reference:
     @property
     def gradients(self) -> Gradients:
         """The averaged gradient of every trainable parameter after `run`: the model's own, not copies."""
-        return {
-            name: parameter.grad for name, parameter in self.parameters.items() if parameter.requires_grad
-        }
+        return {name: each.grad for name, each in self.parameters.items() if each.requires_grad}
 
     @property
     def loss(self) -> float:
@@ -179,7 +175,7 @@ class Reference:
         return StepRecord(
             step=self.step, loss=self.loss, weight=self._weight, gradient_norm=norm, gradients=gradients, chunks=self.chunks,
             casts=tuple(dict.fromkeys(casts)), turn=self.turn.name, skipped=self.scale.overflowed,
-            settings=[right_settings(optimizers, [each for loss in self.losses for each in loss.schedulers])]
+            settings=[settings_of(optimizers, [each for loss in self.losses for each in loss.schedulers])]
         )  # fmt: skip
 
     def forwards(self, synchronised: bool = True) -> Iterator[ReferenceForward]:
@@ -311,16 +307,13 @@ def _step_all(reference: Reference) -> list[Cast]:
     """The optimizers and schedulers of the turn; the casts in the former."""
     casts: list[Cast] = []
     for optimizer in reference.turn.optimizers:
-        casts += _step(optimizer, most_precise(reference.updated), closure_of(reference))
+        densify_gradients(optimizer)
+        device = next((each.device for group in optimizer.param_groups for each in group["params"]), None)
+        with CastWatch(
+            most_precise(reference.updated), optimizer=type(optimizer).__name__, device=device
+        ) as watch:
+            optimizer.step(closure_of(reference)) if needs_closure(optimizer) else optimizer.step()
+        casts += watch.casts
     for scheduler in reference.turn.schedulers:
         scheduler.step(reference.loss) if isinstance(scheduler, ReduceLROnPlateau) else scheduler.step()
     return casts
-
-
-def _step(optimizer: Any, precision: torch.dtype, closure: Callable[[], float]) -> tuple[Cast, ...]:
-    """Run the optimizer; returns the casts in it. closure: for those that need one, as LBFGS does."""
-    densify_gradients(optimizer)
-    device = next((each.device for group in optimizer.param_groups for each in group["params"]), None)
-    with CastWatch(precision, optimizer=type(optimizer).__name__, device=device) as watch:
-        optimizer.step(closure) if needs_closure(optimizer) else optimizer.step()
-    return watch.casts

@@ -1,17 +1,21 @@
-"""Reruns of the reference's last step: with perturbed parameters, chunk by chunk, and with draws that would be
-wrong. To be called between `Reference.run` and `Reference.update`."""
+"""Reruns of the reference's last step: rounded otherwise, chunk by chunk, and with draws that would be wrong.
+To be called between `Reference.run` and `Reference.update`."""
 
 from __future__ import annotations
 
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._decomp import core_aten_decompositions
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
 
 from meshloom.core.plan import Plan
 from meshloom.core.random import derive
@@ -55,7 +59,7 @@ def rounding_effect(reference: Reference) -> RoundingEffect:
             reference.evaluate()
         buffers = dict(reference.model.named_buffers())
         return RoundingEffect(
-            gradients={name: times * moved for name, moved in moved_from(reference, gradients).items()},
+            gradients={name: times * moved for name, moved in _moved_from(reference, gradients).items()},
             buffers={
                 name: rerun_distance(buffers[name], each)
                 for name, each in changed.items()
@@ -68,12 +72,27 @@ def outputs_effect(reference: Reference, times: int = 1) -> dict[str, float]:
     """By name, how far the averaged gradients move when the outputs of modules that have parameters are perturbed instead: samples that are
     equal stay so under other parameters, and rounding tells them apart. times: perturbed so many times as much, and that share of how far they
     move: a few terms that cancel, as those of a critic's last bias, may do so in spite of rounding."""
-    with reference.rerun() as gradients, perturbed_outputs(reference, times):
+    found = _moved_in(reference, perturbed_outputs(reference, times))
+    return {name: moved / times for name, moved in found.items()}
+
+
+def backward_effect(reference: Reference) -> dict[str, float]:
+    """By name, how far the averaged gradients move when what each operator of backward returns is moved within rounding.
+
+    Perturbed parameters or outputs do not show all that rounding may do: where p = 1 is rounded, d - (d p + e q) has the same last places whatever
+    d is, and sums of parts of d, which ranks have, have others. Operators that torch can take apart are taken apart, as they sum and subtract within
+    (Vignes, "A stochastic arithmetic for reliable scientific computation", 1993).
+    """
+    return _moved_in(reference, _OtherRounding())
+
+
+def _moved_in(reference: Reference, otherwise: AbstractContextManager[Any]) -> dict[str, float]:
+    with reference.rerun() as gradients, otherwise:
         reference.evaluate(watched=False)
-        return {name: moved / times for name, moved in moved_from(reference, gradients).items()}
+        return _moved_from(reference, gradients)
 
 
-def moved_from(reference: Reference, gradients: Gradients) -> dict[str, float]:
+def _moved_from(reference: Reference, gradients: Gradients) -> dict[str, float]:
     """How far the averaged gradients are from these."""
     return {
         name: rerun_distance(perturbed, gradient)
@@ -147,14 +166,14 @@ def travel_effect(reference: Reference, unit: float) -> dict[str, float]:
 def perturbed_parameters(reference: Reference, number: int = 0, *, whole: bool = False) -> Iterator[None]:
     """A context in which the trainable parameters are perturbed, by other draws for every number. whole: for forwards of whole chunks alone,
     where equal values are cast to equal ones: by units of their own precision."""
-    named = [(name, each) for name, each in reference.parameters.items() if each.requires_grad]
+    named = {name: each for name, each in reference.parameters.items() if each.requires_grad}
     largest_of = _units_of(reference, whole=whole)
     generator = torch.Generator(reference.device).manual_seed(
         derive(reference.job.seed, "moved", reference.step, *([number] if number else []))
     )
-    with _values_restored([each for _, each in named]):
+    with having(reference, named):
         with torch.no_grad():
-            for name, parameter in named:
+            for name, parameter in named.items():
                 largest = largest_of(name)
                 flat = torch.view_as_real(parameter) if parameter.is_complex() else parameter
                 dtype = torch.float32 if flat.element_size() < 4 else flat.dtype
@@ -174,9 +193,7 @@ def perturbed_outputs(reference: Reference, times: int = 1) -> Iterator[None]:
         if not isinstance(output, Tensor) or not output.is_floating_point():
             return output
         dtype = torch.float32 if output.dtype in lowered else output.dtype
-        largest = (
-            (times if dtype.itemsize >= 4 else 1) * ROUNDING_UNITS.get(dtype, 1) * torch.finfo(dtype).eps
-        )
+        largest = (times if dtype.itemsize >= 4 else 1) * _rounding_of(dtype)
         return output * noise(output.detach(), largest, next(number)).to(output.dtype)
 
     number = itertools.count(1)
@@ -198,23 +215,22 @@ def noise(like: Tensor, largest: float, number: int) -> Tensor:
 def having(reference: Reference, values: Mapping[str, Tensor]) -> Iterator[None]:
     """A context in which the parameters of these names have other values; names of other tensors are passed over."""
     named = {name: reference.parameters[name] for name in values if name in reference.parameters}
-    with _values_restored(list(named.values())):
-        with torch.no_grad():
-            for name, each in named.items():
-                each.copy_(values[name])
-        yield
-
-
-@contextmanager
-def _values_restored(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-    """A context at whose end parameters have the values of its beginning."""
-    kept = [each.detach().clone() for each in parameters]
+    kept = {name: each.detach().clone() for name, each in named.items()}
     try:
+        _set(named, values)
         yield
     finally:
-        with torch.no_grad():
-            for parameter, value in zip(parameters, kept, strict=True):
-                parameter.copy_(value)
+        _set(named, kept)
+
+
+def _set(parameters: Mapping[str, nn.Parameter], values: Mapping[str, Tensor]) -> None:
+    with torch.no_grad():
+        for name, each in parameters.items():
+            each.copy_(values[name])
+
+
+def _rounding_of(dtype: torch.dtype) -> float:
+    return ROUNDING_UNITS.get(dtype, 1) * torch.finfo(dtype).eps
 
 
 def _units_of(reference: Reference, *, whole: bool) -> Callable[[str], float]:
@@ -231,9 +247,45 @@ def _units_of(reference: Reference, *, whole: bool) -> Callable[[str], float]:
 
     def largest(name: str) -> float:
         here = [dtype for place, dtype in casts if not place or name.startswith(f"{place}.")]
-        return max(ROUNDING_UNITS.get(each, 1) * torch.finfo(each).eps for each in (own, *here))
+        return max(map(_rounding_of, (own, *here)))
 
     return largest
+
+
+class _OtherRounding(TorchDispatchMode):
+    """Multiplies each element of what an operator of backward computes by 1 + u, |u| at most a few units in the last place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._apart, self._number = dict(core_aten_decompositions().items()), 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        in_backward = torch._C._current_autograd_node() is not None  # pyright: ignore[reportPrivateUsage]
+        if not in_backward or not _computes(func):
+            return func(*args, **kwargs)
+        if (apart := self._apart.get(func)) is not None:
+            # what is not for every layout or dtype
+            with suppress(RuntimeError, TypeError, ValueError, LookupError), self:
+                if (found := apart(*args, **kwargs)) is not NotImplemented:
+                    return found
+        self._number += 1
+        return tree_map(partial(_moved, number=self._number), func(*args, **kwargs))
+
+
+def _computes(func: Any) -> bool:
+    """Whether it returns tensors of its own, and draws nothing."""
+    aliases = any(each.alias_info is not None for each in func._schema.returns)
+    return not (aliases or func._schema.is_mutable or torch.Tag.nondeterministic_seeded in func.tags)
+
+
+def _moved(value: Any, number: int) -> Any:
+    if not isinstance(value, Tensor) or not value.is_floating_point() or value.layout != torch.strided:
+        return value
+    dtype = value.dtype
+    return value * noise(value, _rounding_of(dtype), number).to(dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -254,10 +306,8 @@ def chunk_by_chunk(reference: Reference) -> list[ChunkGradients]:
             reference.model.zero_grad(set_to_none=True)
             weight = reference.run_forward(forward, watched=False).weight
             reference.divide(1.0)
-            chunks = [index for index, _ in forward.members]
-            found.append(
-                ChunkGradients(chunks=chunks, weight=weight, gradients=subsample_each(reference.gradients))
-            )
+            chunks, gradients = [index for index, _ in forward.members], subsample_each(reference.gradients)
+            found.append(ChunkGradients(chunks=chunks, weight=weight, gradients=gradients))
     return found
 
 
@@ -273,15 +323,9 @@ def with_equal_draws(reference: Reference) -> dict[str, Subsampled]:
     }
     keys = [forward.key for forward in reference.forwards()]
     found: dict[str, Subsampled] = {}
-    kept = run.place_of_seed
     for what, way in ways.items():
-        if [*map(way, keys)] == keys:
-            continue
-        run.place_of_seed = lambda step, key, way=way: (step, way(key))
-        try:
-            with reference.rerun():
+        if [*map(way, keys)] != keys:
+            with run.seeded_as(way), reference.rerun():
                 reference.evaluate(watched=False)
                 found[what] = subsample_each(reference.gradients)
-        finally:
-            run.place_of_seed = kept
     return found

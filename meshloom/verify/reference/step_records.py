@@ -59,8 +59,7 @@ class ChunkRecord:
     loss_sum, weight: the mean loss is their quotient.
     data: digest of the batch passed to the loss.
     modules: outputs of all modules, in order of execution.
-    seed, draws, logged: of one device, the generator's seed at the start of the forward, a digest of every random draw in order, and what the loss
-    logs.
+    draws, logged: of one device, a digest of every random draw in order, and what the loss logs.
     """
 
     index: int
@@ -68,7 +67,6 @@ class ChunkRecord:
     weight: float
     loss_sum: float
     data: str
-    seed: int = 0
     draws: tuple[str, ...] = ()
     modules: tuple[ModuleOutput, ...] = ()
     logged: Mapping[str, float] = field(default_factory=dict[str, float])
@@ -123,10 +121,16 @@ def logged_means(chunks: Sequence[ChunkRecord]) -> dict[str, float]:
     return found
 
 
-def settings_of(optimizers: Sequence[Optimizer], schedulers: Sequence[Any]) -> dict[str, Setting]:
-    """The numbers, switches and words in groups of optimizers, and those that torch's schedulers keep."""
+def settings_of(
+    optimizers: Sequence[Optimizer], schedulers: Sequence[Any], rates: Sequence[float] | None = None
+) -> dict[str, Setting]:
+    """The numbers, switches and words in groups of optimizers, those that torch's schedulers keep, and the learning rates of all groups, as a run reports
+    them. rates: what it reports; None: what it should."""
     states = [each.state_dict() if isinstance(each, LRScheduler | ByMetric) else {} for each in schedulers]
-    return named_settings([each.param_groups for each in optimizers], states)
+    groups = [each.param_groups for each in optimizers]
+    right = [float(each["lr"]) for of_one in groups for each in of_one if "lr" in each]
+    reported = enumerate(right if rates is None else rates)
+    return named_settings(groups, states) | {f"learning rate {number}, as it is reported,": rate for number, rate in reported}  # fmt: skip
 
 
 def named_settings(
@@ -157,18 +161,6 @@ def same_setting(a: Setting, b: Setting, allowed: float = 1e-6) -> bool:
 def shown_setting(value: Setting) -> str:
     """As text."""
     return str(value) if isinstance(value, bool | str) else f"{value:g}"
-
-
-def reported_rates(rates: Sequence[float]) -> dict[str, Setting]:
-    """Learning rates of all groups, as a run reports them."""
-    return {f"learning rate {number}, as it is reported,": rate for number, rate in enumerate(rates)}
-
-
-def right_settings(optimizers: Sequence[Optimizer], schedulers: Sequence[Any]) -> dict[str, Setting]:
-    """Of one device, with what a run should report of them."""
-    groups = [group for each in optimizers for group in each.param_groups]
-    rates = [float(group["lr"]) for group in groups if "lr" in group]
-    return settings_of(optimizers, schedulers) | reported_rates(rates)
 
 
 def _single_values(group: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -10,7 +10,7 @@ norm. It passes up to the first of these that suffices, and what costs a rerun i
         might have flipped here in the plan
     the same with a rerun in which outputs of modules are perturbed in place of parameters (`reruns.outputs_effect`), and with one in which
         they are perturbed by more, and the movement is divided by that: a sum of few terms that cancel may not move by rounding
-    8 times what rounding does in backward (`backward_rounding.py`): as it moves the terms of which a gradient is the sum, it is as large as
+    8 times what rounding does in backward (`reruns.backward_effect`): as it moves the terms of which a gradient is the sum, it is as large as
         these, and where they cancel the gradient is nothing but rounding. No ReLU flips there, so that is all that it may be
 
 A gradient that is no larger than what it may be off by is noise: its size alone is compared, and no factor is looked for in it.
