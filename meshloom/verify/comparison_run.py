@@ -25,8 +25,13 @@ from torch import Tensor
 from meshloom.core.job import Job
 from meshloom.core.moments.by_metric import those_by_metric
 from meshloom.core.plan import Plan
-from meshloom.verify.between_steps.averages import AverageErrors
-from meshloom.verify.between_steps.checks import BetweenSteps, DifferingTensor, Kind, TensorError
+from meshloom.verify.between_steps.checks import (
+    AverageErrors,
+    BetweenSteps,
+    DifferingTensor,
+    Kind,
+    TensorError,
+)
 from meshloom.verify.between_steps.saved_check import check_saved
 from meshloom.verify.compared.compare import Comparer, Comparison, placed
 from meshloom.verify.compared.compare_evaluation import PlanEvaluation, compare_evaluation
@@ -96,7 +101,9 @@ class ComparisonRun:
 
     def __init__(self, reference: Reference) -> None:
         self.reference = reference
-        self._comparer = _comparer_of(reference)
+        lowered = reference.updated.dtype
+        precision = torch.float32 if lowered else reference.precision
+        self._comparer = Comparer(plan=reference.plan, precision=precision, autocast=reference.autocast, lowered=lowered)  # fmt: skip
         self._steps: list[Comparison] = []
         self._explained = ""  # by which factor
         self._differing: DifferingTensor | None = None  # the first
@@ -135,8 +142,8 @@ class ComparisonRun:
         if self._measured_in != len(self._steps):
             found = rounding_effect(reference)
             self._measured_in, self._effects = len(self._steps), found.gradients
-            now, before = _relative_to(reference, self._changed, found.buffers), self._buffer_effects
-            self._buffer_effects = {name: max(effect, before.get(name, 0.0)) for name, effect in now.items()}
+            sizes, before = buffer_sizes(dict(reference.model.named_buffers()), self._changed), self._buffer_effects  # fmt: skip
+            self._buffer_effects = {name: max(effect / sizes[name], before.get(name, 0.0)) for name, effect in found.buffers.items() if sizes[name]}  # fmt: skip
         return self._effects
 
     def agrees(self) -> bool:
@@ -193,7 +200,10 @@ class ComparisonRun:
             effects=self._buffer_effects, partial=comparer.partial,
             merged=comparer.lowered if reference.plan.num_chunks > 1 else None
         )  # fmt: skip
-        self._state = _state_errors(reference, replace(now, effect=self._closures.of), rounding, self._changed)  # fmt: skip
+        self._state = StateErrors(
+            reference.updated.all, reference.before, dict(reference.model.named_buffers()), changed=self._changed, step=reference.step,
+            updates=replace(now, effect=self._closures.of), rounding=rounding
+        )  # fmt: skip
 
     def add_state(self, name: str, ours: Tensor) -> None:
         """Compare the plan's next parameter or buffer after the step."""
@@ -205,26 +215,18 @@ class ComparisonRun:
             replace_value(self.reference, name, ours)
 
     def _differs(
-        self,
-        errors: Sequence[TensorError],
-        ours: Tensor | None,
-        right: Tensor | None,
-        before: Tensor | None = None,
-    ) -> None:
+        self, errors: Sequence[TensorError], ours: Tensor | None, right: Tensor | None, before: Tensor | None = None
+    ) -> None:  # fmt: skip
         """Keep the first tensor that differs, and what is needed to look for a factor. errors: of a parameter, the last is that of its update.
         before: a parameter before its update."""
         if ours is None or right is None or ours.shape != right.shape:
             return
         if self._differing is None:
-            plan, other = (each.detach().to_dense().clone() for each in (ours, right))
-            first = errors[0]
-            self._differing = DifferingTensor(
-                name=first.name, kind=first.kind, step=first.step, plan=plan, one_device=other
-            )
+            first, (plan, other) = errors[0], (each.detach().to_dense().clone() for each in (ours, right))
+            self._differing = DifferingTensor(name=first.name, kind=first.kind, step=first.step, plan=plan, one_device=other)  # fmt: skip
         error, one, other = errors[-1], subsample(ours), subsample(right)
         if error.kind == "gradient" and not error.noise:
-            found = Wrong(name=error.name, ours=one, right=other, tolerance=error.tolerance)
-            self._wrong["gradient"].append(found)
+            self._wrong["gradient"].append(Wrong(name=error.name, ours=one, right=other, tolerance=error.tolerance))  # fmt: skip
         elif before is not None:
             start = subsample(before)
             found = Wrong(name=error.name, ours=one - start, right=other - start, tolerance=error.tolerance, before=start)  # fmt: skip
@@ -251,10 +253,8 @@ class ComparisonRun:
 
     def check_saved(self, path: Path, what: str) -> BetweenSteps:
         """Compare the checkpoint in `path`."""
-        tolerances = self._updates.of, self.of_outputs, self._closures.of_state
-        return check_saved(
-            path, what, self.reference, self._averages.values if self._averages else {}, *tolerances
-        )
+        averages = self._averages.values if self._averages else {}
+        return check_saved(path, what, self.reference, averages, self._updates.of, self.of_outputs, self._closures.of_state)  # fmt: skip
 
     def begin_averages(self) -> None:
         """After `add_state` of everything."""
@@ -268,12 +268,10 @@ class ComparisonRun:
 
     def end(self, ours: StepRecord) -> None:
         """Compare the rest of the step. ours: the plan's record, without gradients."""
-        of_tensors = [*self._gradient_errors(), *self._state.errors()]
-        of_tensors += self._averages.errors if self._averages else []
-        effect = partial(loss_effect, self.reference)
+        of_tensors = [*self._gradient_errors(), *self._state.errors(), *(self._averages.errors if self._averages else [])]  # fmt: skip
         comparison = self._comparer.compare(
-            ours, self._reference_record, of_tensors, grows=self._gradients.grows, loss_effect=effect
-        )
+            ours, self._reference_record, of_tensors, grows=self._gradients.grows, loss_effect=partial(loss_effect, self.reference)
+        )  # fmt: skip
         if not comparison.passed and self.agrees() and not comparison.failed("gradient"):
             self._explained = self._factor_behind_gradients(comparison, ours.gradient_norm)
         self._steps.append(comparison)
@@ -295,30 +293,6 @@ class ComparisonRun:
         return ComparisonResult(
             steps=self._steps, explained=self._explained, whole=self._whole, comparer=self._comparer, differing=self._differing
         )  # fmt: skip
-
-
-def _state_errors(
-    reference: Reference, updates: UpdateTolerances, rounding: BufferTolerances, changed: frozenset[str]
-) -> StateErrors:
-    """Those of the step whose update the reference has made."""
-    return StateErrors(
-        reference.updated.all, reference.before, dict(reference.model.named_buffers()), changed=changed, step=reference.step, updates=updates,
-        rounding=rounding
-    )  # fmt: skip
-
-
-def _relative_to(
-    reference: Reference, changed: frozenset[str], effects: Mapping[str, float]
-) -> dict[str, float]:
-    """Effects on buffers by the buffers' sizes. changed: of `buffer_sizes`."""
-    sizes = buffer_sizes(dict(reference.model.named_buffers()), changed)
-    return {name: effect / sizes[name] for name, effect in effects.items() if sizes[name]}
-
-
-def _comparer_of(reference: Reference) -> Comparer:
-    lowered = reference.updated.dtype
-    precision = torch.float32 if lowered else reference.precision
-    return Comparer(plan=reference.plan, precision=precision, autocast=reference.autocast, lowered=lowered)
 
 
 def _rounding_of(reference: Reference, comparer: Comparer, measure: Measure | None) -> Rounding:

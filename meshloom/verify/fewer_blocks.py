@@ -64,9 +64,7 @@ class FewerBlocks:
         shown = [f"{each.num_blocks} in {each.path or 'the model'}" for each in self.runs[:4]]
         more = f" and {len(self.runs) - 4} more runs" if len(self.runs) > 4 else ""
         files = ", but the values of its files" if self.from_files else ""
-        return (
-            f"NOT the whole model: of repeated blocks it has only the first {self.kept}, of {', '.join(shown)}{more}; all else is the job's own{files}."
-        )  # fmt: skip
+        return f"NOT the whole model: of repeated blocks it has only the first {self.kept}, of {', '.join(shown)}{more}; all else is the job's own{files}."
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON values."""
@@ -192,8 +190,5 @@ def _kind(module: nn.Module) -> Any:
     """What equal modules have in common: types and shapes of all parts. Settings such as a layer's index may
     differ."""
     parts = tuple((name, type(each)) for name, each in module.named_modules(remove_duplicate=False))
-    tensors = (
-        *module.named_parameters(remove_duplicate=False),
-        *module.named_buffers(remove_duplicate=False),
-    )
+    tensors = [each for of in (module.named_parameters, module.named_buffers) for each in of(remove_duplicate=False)]  # fmt: skip
     return parts, tuple((name, tuple(each.shape), each.dtype, each.requires_grad) for name, each in tensors)

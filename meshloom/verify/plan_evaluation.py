@@ -35,7 +35,8 @@ def evaluate_plan(trainer: Trainer, *, last: bool = False) -> PlanEvaluation:
         else:
             run.evaluate(due=False)
     ours = run.evaluation.newest
-    changed = [_changes(old, _state(each)) for old, each in zip(before, trainer.replicas, strict=True)]
+    after = [_state(each) for each in trainer.replicas]
+    changed = [[name for name in old if old[name] != new.get(name)] for old, new in zip(before, after, strict=True)]  # fmt: skip
     of_ranks = _collected(trainer, [[each] for each in zip(changed, ours, strict=True)])
     what = "" if whole else f" of the first {_MOST_BATCHES} batches"
     return PlanEvaluation(
@@ -91,9 +92,7 @@ def _disagreements(of_ranks: Sequence[Mapping[str, float]]) -> Iterator[str]:
 
 def _state(replica: Replica) -> dict[str, int]:
     """Digests of what this rank holds and of numbers and words in attributes, the mode of every module, and which parameters are trained."""
-    modes = {
-        f"{MODE}{name or 'the model'}": int(each.training) for name, each in replica.model.named_modules()
-    }
+    modes = {f"{MODE}{name or 'the model'}": int(each.training) for name, each in replica.model.named_modules()}  # fmt: skip
     trained = {f"{TRAINED}{name}": int(each.requires_grad) for name, each in replica.model.named_parameters()}
     attributes = {
         f"{path}.{name}".lstrip("."): hash((type(value), value))
@@ -101,16 +100,8 @@ def _state(replica: Replica) -> dict[str, int]:
         for name, value in vars(module).items()
         if name != "training" and isinstance(value, int | float | str)
     }
-    return {
-        **{name: int(digest(each)) for name, each in replicated_state(replica).items()},
-        **attributes,
-        **modes,
-        **trained,
-    }
-
-
-def _changes(before: dict[str, int], after: dict[str, int]) -> list[str]:
-    return [name for name in before if before[name] != after.get(name)]
+    held = {name: int(digest(each)) for name, each in replicated_state(replica).items()}
+    return {**held, **attributes, **modes, **trained}
 
 
 def _collected(trainer: Trainer, of_replicas: Sequence[Sequence[Any]]) -> list[Any]:

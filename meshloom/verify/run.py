@@ -104,17 +104,15 @@ def _report(run: VerifiedRun, apart: VerifiedRun, plan: Plan, *, keyed: bool) ->
     """What came of a run, and of the one in which replicas have copies of their own, if there was one."""
     result = run.result
     assert result is not None
-    notes = (
-        ["draws are keyed, one by one, on both sides: replicas that share chunks draw for the rows of each"]
-        if keyed
-        else []
+    of_draws = (
+        "draws are keyed, one by one, on both sides: replicas that share chunks draw for the rows of each"
     )
     return Report(
         plan=str(plan), devices=run.devices, precision=_name_of(result.comparer.precision), owned=run.owned,
         steps=result.steps, explained=result.explained, operator=run.place.operator, moment=run.moment, casts=result.comparer.casts,
         whole=result.whole, autocast=_of_precision(run.plan, result.comparer, run.dtype),
         settings=numeric_settings(), differing=result.differing, digest=run.digest, unlike_training=_why_unlike(run),
-        notes=[*run.notes, *notes], between=run.between,
+        notes=[*run.notes, *([of_draws] if keyed else [])], between=run.between,
         apart=_report(apart, apart, plan, keyed=keyed) if apart is not run and apart.result else None
     )  # fmt: skip
 
@@ -188,7 +186,4 @@ def _varying_shares(plan: Plan, steps: int) -> list[tuple[int, tuple[int, ...]]]
     """For plans with measured shares: other shares in every step after the first, since any must be right."""
     if plan.shares != "measured":
         return []
-    return [
-        (step, tuple(1 + (replica + step) % plan.dp for replica in range(plan.dp)))
-        for step in range(1, max(steps, 2))
-    ]
+    return [(step, tuple(1 + (replica + step) % plan.dp for replica in range(plan.dp))) for step in range(1, max(steps, 2))]  # fmt: skip

@@ -35,9 +35,8 @@ class SmallestPlan:
         said = f"the smallest plan that differs: {self.plan}"
         if self.plan == str(Plan()):
             return f"{said}. So no setting of the plan is the reason, but what every run does, such as reading data, seeding and updating"
-        equal = (
-            [f"{_listed(self.equal)} {'are' if len(self.equal) > 1 else 'is'} equal"] if self.equal else []
-        )
+        verb = "are" if len(self.equal) > 1 else "is"
+        equal = [f"{_listed(self.equal)} {verb} equal"] if self.equal else []
         failed = [f"{_listed(self.failed)} ended with an error"] if self.failed else []
         return f"{said}; {', and '.join([*equal, *failed])} ({self.runs} plans verified)"
 

@@ -133,11 +133,9 @@ class VerifiedRun:
         """Lets go of one device."""
         self.result = self.comparison.result() if self.comparison else None
         # what is resumed from a wrong checkpoint is wrong where that is
-        wrong = (
-            [each for each in self.between if not each.passed and "checkpoint" in each.what]
-            if self.moment
-            else []
-        )
+        wrong = [
+            each for each in self.between if self.moment and not each.passed and "checkpoint" in each.what
+        ]
         module = (wrong[0].first_module if wrong else None) or self.place.module
         if self.result and module:
             self.result = replace(self.result, steps=placed(self.result.steps, module))
@@ -154,9 +152,7 @@ class VerifiedRun:
             first = trainer.replicas[0]
             self.owned, self.devices = trainer.together(_owned)[0], trainer.world.why
             self.digest = trainer.synchronous.digest if trainer.synchronous else ""
-            self.one_copy = any(
-                trainer.together(lambda each: collect(each.context.world, each.exchange.one_copy))[0]
-            )
+            self.one_copy = any(trainer.together(lambda each: collect(each.context.world, each.exchange.one_copy))[0])  # fmt: skip
             self.is_unlike_training = first.engine.is_unlike_training
             if compares and trainer.world.main and self.comparison is None:
                 other = OneDevice(plan=first.inner, dtype=self.dtype, device=first.context.device, shares=self.shares)  # fmt: skip

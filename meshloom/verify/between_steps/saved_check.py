@@ -58,11 +58,7 @@ def same_files(path: Path, other: Path, what: str, *, with_values: bool = False)
     """Compare two checkpoints of one step, whose values must be the same bits. with_values: those that both have beside tensors, too."""
     one, two = Checkpoint.open(path), Checkpoint.open(other)
     here, there = one.stored_weights(), two.stored_weights()
-    wrong = [
-        name
-        for name in here.entries
-        if name not in there.entries or not same_bits(here.tensor(name), there.tensor(name))
-    ]
+    wrong = [name for name in here.entries if name not in there.entries or not same_bits(here.tensor(name), there.tensor(name))]  # fmt: skip
     facts = [f"{name} has other values." for name in wrong]
     for key in one.keys():  # noqa: SIM118
         size = math.prod(one.shape(key))
@@ -139,11 +135,6 @@ def _read(saved: Checkpoint, key: str) -> Tensor | None:
     flat = saved.read(key, 0, math.prod(shape))
     if key.endswith(".json"):
         value = from_json(json.loads(flat.numpy().tobytes()))
-        return (
-            torch.tensor(float(value))
-            if isinstance(value, int | float)
-            else value
-            if isinstance(value, Tensor)
-            else None
-        )
+        value = torch.tensor(float(value)) if isinstance(value, int | float) else value
+        return value if isinstance(value, Tensor) else None
     return flat.view(shape)

@@ -86,11 +86,11 @@ class Comparer:
     @property
     def casts(self) -> tuple[Cast, ...]:
         """All reductions of precision in the reference so far, but those of the plan's autocast."""
-        own = [
-            each
-            for each in {replace(each, in_gradients=False) for each in self._casts}
-            if each.in_optimizer or getattr(torch, each.dtype) not in (self.autocast, self.lowered)
-        ]
+        casts, own = (
+            {replace(each, in_gradients=False) for each in self._casts},
+            (self.autocast, self.lowered),
+        )
+        own = [each for each in casts if each.in_optimizer or getattr(torch, each.dtype) not in own]
         return tuple(sorted(own, key=lambda cast: (cast.in_optimizer, cast.place, cast.dtype)))
 
     def note(self, casts: Sequence[Cast]) -> None:
@@ -129,14 +129,9 @@ class Comparer:
         return max(most_tolerated(self.precision), most_tolerated(self.partial))
 
     def compare(
-        self,
-        ours: StepRecord,
-        reference: StepRecord,
-        tensor_errors: Sequence[TensorError],
-        *,
-        grows: bool = False,
-        loss_effect: Callable[[], float] | None = None,
-    ) -> Comparison:
+        self, ours: StepRecord, reference: StepRecord, tensor_errors: Sequence[TensorError], *, grows: bool = False,
+        loss_effect: Callable[[], float] | None = None
+    ) -> Comparison:  # fmt: skip
         """The comparison of the next step. tensor_errors: of its gradients, buffers and parameters. grows: whether rounding was
         measured to move some of them beyond what is tolerated. loss_effect: measures how far it moves the loss."""
         self.note(reference.casts)
@@ -153,16 +148,10 @@ class Comparer:
             # both begin with a name
             apart = [*ours.apart, *(each.split(" ", 1)[0] for each in ours.inconsistent)]
             module = module or module_of_names(apart, reference, self.plan)
-        losses = ours.loss, reference.loss
         return Comparison(
-            step=reference.step,
-            loss=losses,
-            errors=errors,
-            facts=facts,
-            first_module=module,
-            turn=reference.turn,
-            skipped=reference.skipped,
-        )
+            step=reference.step, loss=(ours.loss, reference.loss), errors=errors, facts=facts, first_module=module, turn=reference.turn,
+            skipped=reference.skipped
+        )  # fmt: skip
 
     def _with_moved_loss(
         self, errors: list[TensorError], size: float, effect: Callable[[], float] | None

@@ -16,8 +16,7 @@ import torch
 
 from meshloom.core.errors import CODE_ERRORS
 from meshloom.core.objectives import Metric
-from meshloom.verify.between_steps.averages import AverageErrors
-from meshloom.verify.between_steps.checks import BetweenSteps, TensorError, metric_error
+from meshloom.verify.between_steps.checks import AverageErrors, BetweenSteps, TensorError, metric_error
 from meshloom.verify.compared.compare_chunks import order_of_modules, place_of_owner
 from meshloom.verify.reference.evaluation import evaluate
 from meshloom.verify.reference.reference import Reference
@@ -51,9 +50,7 @@ def compare_evaluation(
     relative to their size. lower: what partial sums are rounded to. whole: tolerance of metrics on batches that are not divided; None: they may not fit in memory."""
     with having(reference, averages.values) if averages else nullcontext():
         right = evaluate(reference, updates, ours.batches)
-        errors = {
-            name: metric_error(ours.metrics.get(name, math.nan), value) for name, value in right.items()
-        }
+        errors = {name: metric_error(ours.metrics.get(name, math.nan), each) for name, each in right.items()}
         allowed = dict.fromkeys(right, unmeasured)
         if any(unmeasured < each < math.inf for each in errors.values()):
             times = _OF_METRICS if lower is None else _OF_LOWERED
@@ -83,9 +80,8 @@ def _on_whole_batches(
         return []
     try:
         found = evaluate(reference, updates, ours.batches, undivided=True)
-    except (
-        CODE_ERRORS
-    ) as error:  # of the job's own code, which gets no such batch under the plan, or of memory
+    # of the job's own code, which gets no such batch under the plan, or of memory
+    except CODE_ERRORS as error:
         return [f"metrics on whole batches: not compared, {type(error).__name__}: {error}".splitlines()[0]]
     return [
         f"{name} is {right[name]:.6g} in the mean over chunks and {found[name]:.6g} in that over whole batches: where it does not draw, it is no mean over "

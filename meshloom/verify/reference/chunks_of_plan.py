@@ -48,15 +48,13 @@ def forwards_of(
     if synchronised and plan.sync_batch_norm:
         for j in range(m):
             members = [(chunk, pieces[chunk]) for chunk in range(j, dp * m, m)]
-            yield ReferenceForward(
-                key=j, samples=[sample for _, piece in members for sample in piece], members=members
-            )
+            together = [sample for _, piece in members for sample in piece]
+            yield ReferenceForward(key=j, samples=together, members=members)
     else:
         for chunk, piece in enumerate(pieces):
             members = [(chunk, piece)] if piece else []
-            if (
-                piece and plan.sync_batch_norm
-            ):  # each replica computes its own statistics, as if they were not synchronised
+            # each replica computes its own statistics, as if they were not synchronised
+            if piece and plan.sync_batch_norm:
                 together = sizes[chunk % m :: m]
                 rows = Rows(sum(together[: chunk // m]), sizes[chunk], sum(together))
                 yield ReferenceForward(key=chunk % m, samples=piece, members=members, rows=rows)
@@ -67,10 +65,8 @@ def forwards_of(
 def _sizes(plan: Plan, num_samples: int, changed: Sequence[int] | None) -> list[int]:
     """The number of samples of each chunk: as equal as possible within a replica, and over all chunks if
     no shares are set."""
-    shares: Sequence[int] = (
-        () if plan.shares in ("even", "measured") else [int(each) for each in plan.shares.split("+")]
-    )
-    shares = shares if changed is None else changed
+    own = [] if plan.shares in ("even", "measured") else [int(each) for each in plan.shares.split("+")]
+    shares = own if changed is None else changed
     if not shares:
         return _split(num_samples, plan.dp * plan.microbatches)
     quotas = [Fraction(num_samples * each, sum(shares)) for each in shares]
@@ -91,6 +87,5 @@ def as_sum(value: Any, samples: int) -> tuple[Tensor, float]:
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         raise JobError("The loss must be one number: a mean over the batch's samples, or (sum, weight).")
     loss = loss.float() if loss.dtype == torch.float16 else loss  # whose largest number is 65504
-    return (
-        (loss.reshape(()) * samples, float(samples)) if weight is None else (loss.reshape(()), float(weight))
-    )
+    loss = loss.reshape(())
+    return (loss * samples, float(samples)) if weight is None else (loss, float(weight))

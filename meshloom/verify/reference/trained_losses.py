@@ -45,17 +45,11 @@ def trained_losses(job: Job, model: nn.Module | ReferenceMasters) -> list[Traine
         made = each.optimizer(own)
         found.append(
             TrainedLoss(
-                name=loss,
-                loss=each.loss,
-                names=frozenset(name for name, _ in own),
-                optimizers=_list_of(made),
-                schedulers=_schedulers(each.scheduler, made),
-                clip_grad_norm=each.clip_grad_norm,
-                updates=each.updates,
-                every=each.every,
-                draws=sum(other.updates for other in found),
+                name=loss, loss=each.loss, names=frozenset(name for name, _ in own), optimizers=_list_of(made),
+                schedulers=_schedulers(each.scheduler, made), clip_grad_norm=each.clip_grad_norm, updates=each.updates, every=each.every,
+                draws=sum(other.updates for other in found)
             )
-        )
+        )  # fmt: skip
     return found
 
 

@@ -126,18 +126,15 @@ class GradientErrors:
         return off if math.isfinite(off) else math.inf
 
     def _unmeasured(self, name: str) -> float:
-        rounding, own = self._rounding, self.norms.get(name, 0.0)
-        return (
-            unmeasured(self._precision(name)) + rounding.travels
-        ) * own + rounding.half_unit * self._largest
+        share = unmeasured(self._precision(name)) + self._rounding.travels
+        return share * self.norms.get(name, 0.0) + self._rounding.half_unit * self._largest
 
     def _most(self, name: str) -> float:
         # A gradient that is small because large terms cancel has their rounding error.
         precision = self._precision(name)
         cancelled = max(_CANCELLED_UNITS * torch.finfo(precision).eps, self._rounding.half_unit)
-        return (most_tolerated(precision) + self._rounding.travels) * self._size(
-            name
-        ) + cancelled * self._largest
+        share = most_tolerated(precision) + self._rounding.travels
+        return share * self._size(name) + cancelled * self._largest
 
     def _precision(self, name: str) -> torch.dtype:
         reference = self._reference.get(name)

@@ -55,18 +55,11 @@ def update_tolerances(
     found: dict[str, float] = {}
     for optimizer in optimizers:
         kind = type(optimizer)
-        lower = [
-            most_tolerated(getattr(torch, cast.dtype))
-            for cast in casts
-            if cast.in_optimizer and cast.place == kind.__name__
-        ]
-        own = (
-            unmeasured_through(precision)
-            if kind in ELEMENTWISE and kind is not SparseAdam
-            else most_tolerated(precision)
-        )
+        lower = [getattr(torch, cast.dtype) for cast in casts if cast.in_optimizer and cast.place == kind.__name__]  # fmt: skip
+        is_sliced = kind in ELEMENTWISE and kind is not SparseAdam
+        allowed = max([unmeasured_through(precision) if is_sliced else most_tolerated(precision), *map(most_tolerated, lower)])  # fmt: skip
         for group in optimizer.param_groups:
-            found |= {names[id(each)]: max([own, *lower]) for each in group["params"] if id(each) in names}
+            found |= {names[id(each)]: allowed for each in group["params"] if id(each) in names}
     return UpdateTolerances(by_name=found, other=unmeasured_through(precision))
 
 
@@ -97,8 +90,7 @@ class StateErrors:
         changed: Collection[str],
         step: int, updates: UpdateTolerances, rounding: BufferTolerances
     ) -> None:  # fmt: skip
-        self._parameters, self._before = parameters, before
-        self._buffers, self._step = buffers, step
+        self._parameters, self._before, self._buffers, self._step = parameters, before, buffers, step
         self._updates_allowed, self._rounding = updates, rounding
         self._changed, self._sizes = changed, buffer_sizes(buffers, changed)
         self._compared: dict[str, list[TensorError]] = {}
@@ -137,9 +129,7 @@ class StateErrors:
         most = allowed * moved + units
         effect = self._updates_allowed.effect(name)
         grown, most = effect > most, max(most, effect)  # beyond what is tolerated unmeasured
-        parameter = self._tensor_error(
-            name, "parameter", relative(off, of_value), (allowed * size + most) / of_value
-        )
+        parameter = self._tensor_error(name, "parameter", relative(off, of_value), (allowed * size + most) / of_value)  # fmt: skip
         update = self._tensor_error(name, "update", relative(off, of_update), most / of_update)
         return [parameter, replace(update, moved=grown)]
 
