@@ -141,30 +141,6 @@ def _verified(plan: str, optimizer: str, bug: bool = False) -> str:
     return "EQUAL" if report.passed else "different"
 
 
-class _LastWithout(nn.Module):
-    """Of two stages the last has no parameters, and shares none."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(7, 5), nn.Softplus()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.last(self.first(x))
-
-
-def _verified_whole() -> bool:
-    job = replace(make_job("mlp", "adamw", steps=12), model=_LastWithout)
-    plan = Plan.parse("dp=2,pp=2,microbatches=2,cuts=last")
-    report = verify(job, plan, devices="cpu", quick=False, oversubscribe=True)
-    return report is None or report.passed
-
-
-@pytest.mark.usefixtures("silent_export")
-def test_verification_ends_where_a_stage_shares_nothing() -> None:
-    """Ranks of that stage were done, and the others waited for them: they verify once more with copies of their own."""
-    assert all(on_ranks(_verified_whole, 4, timeout_seconds=100.0))
-
-
 def _plant() -> None:
     """The gradients of rank 0 are lost."""
     start = ZeroOne._start

@@ -33,7 +33,6 @@ class Report:
         batch, in the first step. fewer: the blocks of the model that were verified, if not all.
     digest: of what ran. unlike_training: why training may have another; "": it has not. notes: in what both sides are not as
         in training, a sentence each. between: what was compared between steps.
-        apart: of steps in which replicas had copies of their own, where they share one in training.
     explained: by which factor the first difference is. operator: the first that differs in lockstep, if it was looked for. moment: of the step that
         differs, in the run. differing: the first tensor of a step that differs. smallest: if it was looked for.
     """
@@ -55,15 +54,13 @@ class Report:
     unlike_training: str = ""
     notes: Sequence[str] = ()
     between: Sequence[BetweenSteps] = ()
-    apart: Report | None = None
     differing: DifferingTensor | None = None
     smallest: SmallestPlan | None = None
 
     @property
     def passed(self) -> bool:
         """Whether the plan computes what one device computes."""
-        compared = [*self.steps, *self.between, *([self.apart] if self.apart else [])]
-        return bool(self.steps) and all(each.passed for each in compared)
+        return bool(self.steps) and all(each.passed for each in (*self.steps, *self.between))
 
     @property
     def first_wrong(self) -> Comparison | None:
@@ -90,7 +87,7 @@ class Report:
         end = {
             "event": "verify", **_record(self, _OF_ALL), "worst": list(map(_plain, self.worst())),
             "between_steps": [_record(each, _OF_BETWEEN) for each in self.between],
-            "own_copies": self.apart.records()[-1] if self.apart else None, "smallest_plan": _plain(self.smallest),
+            "smallest_plan": _plain(self.smallest),
             "casts": [_record(cast, ("place", "dtype", "in_optimizer")) for cast in self.casts],
             "blocks": self.fewer.to_dict() if self.fewer else None,
             "whole_batch": {**_plain(self.whole), "equal": self.whole.equal} if self.whole else None,
@@ -171,10 +168,6 @@ def _verdict_lines(report: Report) -> list[str]:
     """What differs comes before what is equal."""
     parts = [(report.first_wrong is None, _step_lines(report))]
     parts += [(each.passed, _between_lines(each)) for each in report.between]
-    if apart := report.apart:
-        what = "With a copy of the parameters for each replica, as in a training loop of one's own"
-        found = _verdict_lines(apart)[:1] if apart.passed else [*_verdict_lines(apart), *_notes_of(apart)]
-        parts.append((apart.passed, [f"{what}: {found[0]}", *found[1:]]))
     return [line for _, lines in sorted(parts, key=lambda part: part[0]) for line in lines]
 
 

@@ -28,14 +28,12 @@ from meshloom.verify.compared.compare import Comparer
 from meshloom.verify.comparison_run import compare_here
 from meshloom.verify.fewer_blocks import FewerBlocks, with_fewer_blocks, without_values
 from meshloom.verify.findings import Report
-from meshloom.verify.place import OperatorPlace
 from meshloom.verify.reference_size import check_reference_fits
 from meshloom.verify.tolerances.of_precision import rounds_partial_sums
 from meshloom.verify.verified_run import Compare, VerifiedRun
 
 # what torch's own errors of dtypes call them
 _PRECISIONS_IN_ERRORS = {torch.float64: "double", torch.float32: "float"}
-_STEPS_APART = 2  # with a copy of the parameters for each replica
 
 
 def verify(
@@ -90,18 +88,15 @@ def verify(
             run = replace(run, share=False, comparison=None)
         if not run.share:
             take(run)
-        apart = replace(run, share=False, result=None, between=[], place=OperatorPlace(), moment="", notes=[])
-        if run.one_copy and not quick:
-            apart.quick(_STEPS_APART)
-    return replace(_report(run, apart, plan, keyed=keyed), fewer=fewer) if run.result else None
+    return replace(_report(run, plan, keyed=keyed), fewer=fewer) if run.result else None
 
 
 def _take(run: VerifiedRun, *, steps: int, quick: bool) -> None:
     run.quick(steps) if quick else run.whole(max(steps, 3 if run.job.average is None else 4))
 
 
-def _report(run: VerifiedRun, apart: VerifiedRun, plan: Plan, *, keyed: bool) -> Report:
-    """What came of a run, and of the one in which replicas have copies of their own, if there was one."""
+def _report(run: VerifiedRun, plan: Plan, *, keyed: bool) -> Report:
+    """What came of a run."""
     result = run.result
     assert result is not None
     of_draws = (
@@ -112,8 +107,7 @@ def _report(run: VerifiedRun, apart: VerifiedRun, plan: Plan, *, keyed: bool) ->
         steps=result.steps, explained=result.explained, operator=run.place.operator, moment=run.moment, casts=result.comparer.casts,
         whole=result.whole, autocast=_of_precision(run.plan, result.comparer, run.dtype),
         settings=numeric_settings(), differing=result.differing, digest=run.digest, unlike_training=_why_unlike(run),
-        notes=[*run.notes, *([of_draws] if keyed else [])], between=run.between,
-        apart=_report(apart, apart, plan, keyed=keyed) if apart is not run and apart.result else None
+        notes=[*run.notes, *([of_draws] if keyed else [])], between=run.between
     )  # fmt: skip
 
 

@@ -5,8 +5,7 @@ with one device.
 
 Where a loss scale is too large for an update in any of the first steps, more of them are taken.
 
-`quick`: the steps alone. On processes whose replicas have one copy of the parameters, two steps follow in which each has its
-own, as in a training loop of one's own.
+`quick`: the steps alone.
 """
 
 from __future__ import annotations
@@ -61,8 +60,8 @@ class VerifiedRun:
     settings: of every Trainer. compare: where one device is. share: whether replicas may have one copy of the parameters.
 
     result, between, place, moment: on rank 0, what came of it. digest: of what ran. is_unlike_training: whether training may be divided
-    or cut otherwise. devices: one line about them. owned: the share of the trainable elements that each rank updates. one_copy:
-    whether replicas had one copy of the parameters. notes: on what was left out.
+    or cut otherwise. devices: one line about them. owned: the share of the trainable elements that each rank updates.
+    notes: on what was left out.
     """
 
     job: Job
@@ -81,7 +80,6 @@ class VerifiedRun:
     digest: str = ""
     is_unlike_training: bool = False
     devices: str = ""
-    one_copy: bool = False
     notes: list[str] = field(default_factory=list[str])
     _steps_per_epoch: int | None = None
 
@@ -152,7 +150,6 @@ class VerifiedRun:
             first = trainer.replicas[0]
             self.owned, self.devices = trainer.together(_owned)[0], trainer.world.why
             self.digest = trainer.synchronous.digest if trainer.synchronous else ""
-            self.one_copy = any(trainer.together(lambda each: collect(each.context.world, each.exchange.one_copy))[0])  # fmt: skip
             self.is_unlike_training = first.engine.is_unlike_training
             if compares and trainer.world.main and self.comparison is None:
                 other = OneDevice(plan=first.inner, dtype=self.dtype, device=first.context.device, shares=self.shares)  # fmt: skip
