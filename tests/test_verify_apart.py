@@ -144,7 +144,7 @@ def _planted(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 @pytest.mark.processes
 def test_a_process_that_was_killed_is_one_sentence(apart: ReferenceProcess) -> None:
-    os.kill(apart.pid, signal.SIGKILL)
+    os.kill(apart._process.pid, signal.SIGKILL)
     with pytest.raises(DeviceError) as failure:
         verify(the_job(), Plan.parse("dp=2"), devices="simulated", compare=apart.compare)
     assert str(failure.value) == (

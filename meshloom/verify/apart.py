@@ -64,11 +64,6 @@ class ReferenceProcess:
         self._process.kill()
         self._process.wait()
 
-    @property
-    def pid(self) -> int:
-        """The process's number."""
-        return self._process.pid
-
     def compare(self, job: Job, other: OneDevice) -> ComparisonRun:
         """Begins a comparison there, in place of an earlier one; what is called of it is called there. The job is the one that it has loaded."""
         self.call("open", other)

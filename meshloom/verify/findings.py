@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Any
+from typing import Any, cast
 
 from rich.console import Console
 from rich.table import Table
@@ -88,7 +88,7 @@ class Report:
             "event": "verify", **_record(self, _OF_ALL), "worst": list(map(_plain, self.worst())),
             "between_steps": [_record(each, _OF_BETWEEN) for each in self.between],
             "smallest_plan": _plain(self.smallest),
-            "casts": [_record(cast, ("place", "dtype", "in_optimizer")) for cast in self.casts],
+            "casts": [_record(each, ("place", "dtype", "in_optimizer")) for each in self.casts],
             "blocks": self.fewer.to_dict() if self.fewer else None,
             "whole_batch": {**_plain(self.whole), "equal": self.whole.equal} if self.whole else None,
         }  # fmt: skip
@@ -109,12 +109,12 @@ def _record(value: Any, names: Sequence[str]) -> dict[str, Any]:
 
 def _plain(value: Any) -> Any:
     """As JSON has it."""
+    if is_dataclass(value):
+        own = _record(value, [each.name for each in fields(value)])
+        return {**own, "passed": value.passed} if isinstance(value, TensorError) else own
     if isinstance(value, float):
         return value if math.isfinite(value) else None
-    if isinstance(value, Mapping | str) or not isinstance(value, Sequence):
-        own = _record(value, [each.name for each in fields(value)]) if is_dataclass(value) else value
-        return {**own, "passed": value.passed} if isinstance(value, TensorError) else own
-    return list(map(_plain, value))
+    return list(map(_plain, cast(Sequence[Any], value))) if isinstance(value, list | tuple) else value
 
 
 def print_report(report: Report, console: Console) -> None:
@@ -267,8 +267,8 @@ def _moved_lines(steps: Sequence[Comparison]) -> list[str]:
 def _cast_lines(casts: Sequence[Cast]) -> list[str]:
     """One line for each lower precision."""
     places: dict[tuple[str, bool, bool], list[str]] = {}
-    for cast in casts:
-        places.setdefault((cast.dtype, cast.in_optimizer, cast.in_products), []).append(cast.place)
+    for each in casts:
+        places.setdefault((each.dtype, each.in_optimizer, each.in_products), []).append(each.place)
     lines: list[str] = []
     for (dtype, in_optimizer, in_products), found in places.items():
         kind, named = "optimizer" if in_optimizer else "module", [place for place in found if place]

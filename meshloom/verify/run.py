@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 
 import torch
 
@@ -81,7 +80,10 @@ def verify(
         compare=compare
     )  # fmt: skip
     with working_alone(), collected_once(), _explained(dtype, fewer):
-        take = partial(_take, steps=steps, quick=quick)
+
+        def take(run: VerifiedRun) -> None:
+            run.quick(steps) if quick else run.whole(max(steps, 3 if job.average is None else 4))
+
         try:
             take(run)
         except SharedWriteError:
@@ -89,10 +91,6 @@ def verify(
         if not run.share:
             take(run)
     return replace(_report(run, plan, keyed=keyed), fewer=fewer) if run.result else None
-
-
-def _take(run: VerifiedRun, *, steps: int, quick: bool) -> None:
-    run.quick(steps) if quick else run.whole(max(steps, 3 if run.job.average is None else 4))
 
 
 def _report(run: VerifiedRun, plan: Plan, *, keyed: bool) -> Report:

@@ -180,10 +180,8 @@ def first_wrong_value(
     """The first module, in one device's order, whose output differs from what ranks say; None: all agree that ranks have. outputs: one
     device's; of several calls of a module the last counts."""
     steps = OutputSteps(tolerance)
-    return next(
-        (right.name for ours, right in _pairs_of_values(outputs, of_ranks) if steps.differs(ours, right)),
-        None,
-    )
+    wrong = (right.name for ours, right in _pairs_of_values(outputs, of_ranks) if steps.differs(ours, right))
+    return next(wrong, None)
 
 
 def _pairs_of_values(
@@ -193,7 +191,7 @@ def _pairs_of_values(
     last = {output.name: (number, output) for number, output in enumerate(outputs)}
     # in the order of these last calls
     for name, (_, right) in sorted(last.items(), key=lambda each: each[1][0]):
-        for values in _together([each[name] for each in of_ranks if name in each]):
+        for values in zip(*(each[name] for each in of_ranks if name in each), strict=False):
             parts = [value for value in values if value[0]]
             ours = _added(name, right.call, parts) if parts else _of_call(right, values)
             if name and ours.count == right.count:
@@ -204,11 +202,6 @@ def _of_call(right: ModuleOutput, values: Sequence[Value]) -> ModuleOutput:
     """What ranks have whole; of a module that is called several times, in stages of several ranks perhaps, what is nearest."""
     found = [_added(right.name, right.call, [value]) for value in values]
     return min(found, key=lambda each: output_error(each, right)) if right.call else found[0]
-
-
-def _together(of_ranks: Sequence[Sequence[Value]]) -> list[tuple[Value, ...]]:
-    """Values of all ranks that have one, in order."""
-    return list(zip(*of_ranks, strict=False)) if of_ranks else []
 
 
 def _added(name: str, call: int, values: Sequence[Value]) -> ModuleOutput:

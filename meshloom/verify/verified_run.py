@@ -29,7 +29,6 @@ from meshloom.replica.replica import Replica
 from meshloom.telemetry.progress import Listener
 from meshloom.train.trainer import Trainer
 from meshloom.verify.between_steps.checks import BetweenSteps
-from meshloom.verify.between_steps.chosen_steps import MOST_SKIPPED, steps_at_epoch_end, steps_of_changes
 from meshloom.verify.between_steps.saving_again import (
     best_saved,
     of_first_rank,
@@ -47,6 +46,7 @@ from meshloom.verify.reference.samples_of_epoch import batches_of_first_epoch
 from meshloom.verify.step_observer import StepObserver
 
 _MOST_SAMPLES, _MOST_SECONDS = 4096, 5.0  # of iterable data, to find the end of its first epoch
+_MOST_SKIPPED = 24  # steps further, until a loss scale has fallen so far that a first update is made
 Shares = Sequence[tuple[int, tuple[int, ...]]]
 Compare = Callable[[Job, OneDevice], ComparisonRun]  # begins a comparison
 # moments of steps, as what follows "from step 3 on"
@@ -195,7 +195,7 @@ class VerifiedRun:
     def _take_until_updated(self, trainer: Trainer, steps: int, total: int) -> bool:
         """Take the first `steps`, and more as long as a loss scale is too large for every update, of a run of `total`; two remain."""
         passed = self._take(trainer, range(steps))
-        last = min(total - 2, steps + MOST_SKIPPED)
+        last = min(total - 2, steps + _MOST_SKIPPED)
         while passed and trainer.next_step < last and _has_skipped_all(trainer, self.comparison):
             passed = self._take(trainer, [trainer.next_step])
         return passed
@@ -208,9 +208,9 @@ class VerifiedRun:
         if length is None:
             counted = batches_of_first_epoch(self.job, _MOST_SAMPLES, _MOST_SECONDS) if trainer.world.main else None  # fmt: skip
             length = of_first_rank(trainer, counted)
-        ends = steps_at_epoch_end(length, (range(after.start), after), steps, repeats=repeats) if length else []  # fmt: skip
+        ends = _steps_at_epoch_end(length, (range(after.start), after), steps, repeats=repeats) if length else []  # fmt: skip
         most = None if self._steps_per_epoch else _MOST_SAMPLES
-        return steps_of_changes(self.job, after.stop, ends, steps, most)
+        return _steps_of_changes(self.job, after.stop, ends, steps, most)
 
     def _saved(self, trainer: Trainer, directory: Path) -> Path:
         """The checkpoint after the evaluation, compared; with schedulers that go by a metric as one device has them."""
@@ -249,3 +249,42 @@ def _owned(replica: Replica) -> Steps[list[float]]:
     elements = replica.num_trainable
     mine = sum(part.stop - part.start for part in replica.exchange.owned)
     return (yield from collect(replica.context.world, mine / elements))
+
+
+def _steps_at_epoch_end(length: int, taken: Sequence[range], steps: int, *, repeats: bool) -> list[int]:
+    """The last step of an epoch and the first of the next, as far as a run of `steps` has them; none where both were taken in one
+    stretch, in which data is read without a break.
+
+    length: of the first epoch, in steps. taken: stretches of steps, in order. repeats: whether all epochs have this length.
+
+    >>> _steps_at_epoch_end(5, [range(1), range(1, 3)], 40, repeats=True)
+    [4, 5]
+    >>> _steps_at_epoch_end(3, [range(1), range(1, 3)], 40, repeats=True)
+    [5, 6]
+    >>> _steps_at_epoch_end(3, [range(1), range(1, 3)], 40, repeats=False)
+    [3]
+    >>> _steps_at_epoch_end(2, [range(1), range(1, 3)], 40, repeats=True)
+    []
+    """
+    end = taken[-1].stop
+    for first in range(length, steps, length) if repeats else range(length, min(length + 1, steps)):
+        if any(first - 1 in stretch and first in stretch for stretch in taken):
+            return []
+        if first > end:
+            return [first - 1, first]
+    return [step for step in (length - 1, length) if end <= step < steps]
+
+
+def _steps_of_changes(job: Job, first: int, ends: Sequence[int], steps: int, most_samples: int | None) -> list[int]:  # fmt: skip
+    """With `ends`, steps at the end of an epoch: the first step from `first` on at which batches get another size, and the first after that end,
+    and the first at which something freezes or thaws, as far as a run of `steps` has them. most_samples: how many may be read on the way
+    there; None: data on the way is passed over."""
+    sizes = sorted(job.batch_sizes)
+    edges = sorted(edge for each in job.frozen.values() for edge in (each.start, each.stop))
+    after = max(ends, default=first)
+    found = [
+        next((each for each in changes if begin <= each < steps), None)
+        for changes, begin in ((sizes, first), (sizes, after), (edges, first))
+    ]
+    known = [each for each in found if each is not None and (most_samples is None or sum(map(job.batch_size_at, range(each))) <= most_samples)]  # fmt: skip
+    return sorted({*ends, *known})

@@ -36,6 +36,9 @@ from meshloom.verify.reference.observers import (
 from meshloom.verify.reference.other_precision import convert, default_dtype
 from meshloom.verify.reference.step_records import ChunkRecord, ModuleOutput
 
+# precisions of plans -> what a loss is computed under; float64 tensors are not cast
+AUTOCAST = {"bf16-mixed": torch.bfloat16, "fp16-mixed": torch.float16}
+
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkResult:
@@ -51,24 +54,16 @@ class ChunkResult:
 
 
 class ChunkRun:
-    """Runs chunks of `job` on `model`, in precision `dtype`; None: the job's own precision. autocast: what losses are
-    computed under. of_batches: what batches are converted to."""
+    """Runs chunks of `job` on `model`, in precision `dtype`; None: the job's own precision. of_batches: what batches
+    are converted to."""
 
     def __init__(
-        self,
-        job: Job,
-        model: nn.Module,
-        device: torch.device,
-        dtype: torch.dtype | None,
-        watch: ModuleWatch,
-        autocast: torch.dtype | None,
-        scale: ReferenceScale,
-        of_batches: torch.dtype | None,
-        plan: Plan,
-    ) -> None:
+        self, job: Job, plan: Plan, model: nn.Module, device: torch.device, dtype: torch.dtype | None, of_batches: torch.dtype | None,
+        watch: ModuleWatch, scale: ReferenceScale
+    ) -> None:  # fmt: skip
         # programs key each draw; else a chunk has one seed, after which draws follow each other
         self._scale, self._keyed = scale, plan.keyed_draws or plan.captures
-        self.autocast, self._of_batches = autocast, of_batches
+        self.autocast, self._of_batches = AUTOCAST.get(plan.precision), of_batches
         self._job, self._model, self._device, self._dtype, self._watch = job, model, device, dtype, watch
         self.loss = job.loss  # of several the one whose turn it is
         self._aligns = plan.captures or plan.compiles

@@ -42,11 +42,6 @@ def norm(tensor: Tensor) -> float:
     )
 
 
-def same_rows(a: Tensor, b: Tensor) -> bool:
-    """Whether two coalesced sparse tensors have the same indices."""
-    return a.shape == b.shape and torch.equal(a.indices().to(b.device), b.indices())
-
-
 def distance(a: Tensor, b: Tensor) -> float:
     """||a - b|| of dense tensors of one shape; infinite if non-finite elements are not the same in both."""
     square = 0.0
@@ -65,12 +60,20 @@ def relative(difference: float, size: float) -> float:
     return difference / size if size and math.isfinite(difference) and math.isfinite(size) else math.inf
 
 
+def gradient_distance(a: Tensor, b: Tensor) -> float:
+    """||a - b||; infinite for sparse gradients with different rows, since SparseAdam updates those that were used, and for other shapes."""
+    if a.is_sparse and b.is_sparse:
+        a, b = a.coalesce(), b.coalesce()
+        if not (a.shape == b.shape and torch.equal(a.indices().to(b.device), b.indices())):
+            return math.inf
+        a, b = a.values(), b.values()
+    a, b = a.to_dense(), b.to_dense()
+    return distance(a, b) if a.shape == b.shape else math.inf
+
+
 def rerun_distance(there: Tensor, here: Tensor) -> float:
-    """||there - here||; 0 for sparse gradients with different rows, which rounding cannot cause."""
-    if there.is_sparse and here.is_sparse:
-        there, here = there.coalesce(), here.coalesce()
-        return distance(there.values(), here.values()) if same_rows(there, here) else 0.0
-    found = distance(there.to_dense(), here.to_dense())
+    """The same; 0 where it is infinite, which rounding cannot cause."""
+    found = gradient_distance(there, here)
     return found if math.isfinite(found) else 0.0
 
 

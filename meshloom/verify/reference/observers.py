@@ -153,15 +153,10 @@ class CastWatch(TorchDispatchMode):
     device: of float32 values that it may round where they are multiplied; such products are recorded, too."""
 
     def __init__(
-        self,
-        precision: torch.dtype,
-        modules: ModuleWatch | None = None,
-        optimizer: str | None = None,
-        device: torch.device | None = None,
-    ) -> None:
+        self, precision: torch.dtype, modules: ModuleWatch | None = None, optimizer: str | None = None, device: torch.device | None = None
+    ) -> None:  # fmt: skip
         super().__init__()
-        rounds = device is not None and precision == torch.float32
-        self._rounded = rounded_products(device) if rounds else (None, None)
+        self._rounded = rounded_products(device) if device is not None and precision == torch.float32 else (None, None)  # fmt: skip
         self._bits = torch.finfo(precision).bits
         self._modules, self._optimizer = modules, optimizer
         self._seen: dict[Cast, None] = {}

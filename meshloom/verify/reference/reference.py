@@ -48,8 +48,6 @@ from meshloom.verify.reference.trained_losses import (
 )
 
 Gradients = dict[str, Tensor | None]
-# precisions of plans -> what a loss is computed under
-AUTOCAST = {"bf16-mixed": torch.bfloat16, "fp16-mixed": torch.float16}
 
 
 class Reference:
@@ -61,13 +59,9 @@ class Reference:
     """
 
     def __init__(
-        self,
-        job: Job,
-        plan: Plan,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str = "cpu",
-        shares: Sequence[tuple[int, Sequence[int]]] = (),
-    ) -> None:
+        self, job: Job, plan: Plan, dtype: torch.dtype | None = None, device: torch.device | str = "cpu",
+        shares: Sequence[tuple[int, Sequence[int]]] = ()
+    ) -> None:  # fmt: skip
         self.job, self.plan, self.dtype = job, plan, dtype
         self._recorded_shares, self.device = shares, torch.device(device)
         with preserved_draws():
@@ -84,10 +78,10 @@ class Reference:
         self.buffers = ReferenceBuffers(job, self.model)
         self.precision = most_precise(self.model)
         self._watch = ModuleWatch(self.model)
-        self.autocast = AUTOCAST.get(plan.precision)  # around losses; float64 tensors are not cast
         self._casts = CastWatch(self.precision, self._watch, device=self.device)
         self.scale = ReferenceScale(plan)
-        self.chunk_run = ChunkRun(job, self.model, self.device, dtype, self._watch, self.autocast, self.scale, dtype or self.updated.dtype, plan)  # fmt: skip
+        self.chunk_run = ChunkRun(job, plan, self.model, self.device, dtype, dtype or self.updated.dtype, self._watch, self.scale)  # fmt: skip
+        self.autocast = self.chunk_run.autocast
         self.turn = self.losses[0]  # the loss whose turn it is
         self.step = -1  # the last one
         self.samples, self.chunks = list[Any](), list[ChunkRecord]()

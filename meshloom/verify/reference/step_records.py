@@ -75,7 +75,8 @@ class ChunkRecord:
     def from_dict(values: Mapping[str, Any]) -> ChunkRecord:
         """Of its fields, which may have travelled as JSON."""
         modules = tuple(ModuleOutput(**output) for output in values["modules"])
-        return ChunkRecord(**{**values, "draws": tuple(values["draws"]), "modules": modules})
+        given: dict[str, Any] = {**values, "draws": tuple(values["draws"]), "modules": modules}
+        return ChunkRecord(**given)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,12 +21,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
 
 from meshloom.verify.between_steps.checks import TensorError
-from meshloom.verify.reference.float64_blocks import distance, float64_blocks, norm, same_rows
+from meshloom.verify.reference.float64_blocks import float64_blocks, gradient_distance, norm
 from meshloom.verify.tolerances.of_precision import most_tolerated, unmeasured
 
 Gradients = Mapping[str, Tensor | None]
@@ -73,7 +74,7 @@ class GradientErrors:
         self._measures = [*rounding.measures, *([rounding.of_terms] if rounding.of_terms else [])]
         self._largest = max(self.norms.values(), default=0.0)
         self._effects: list[Mapping[str, float]] = []  # of the measures so far
-        self._of_travels: Mapping[str, float] | None = None
+        self._travels = cache(rounding.measure_travels or dict[str, float])
         self._grown = 0.0  # the largest effect beyond what is tolerated, relative to its gradient
         self._compared: dict[str, TensorError] = {}
 
@@ -89,7 +90,7 @@ class GradientErrors:
         if allowed < off < math.inf:
             most = self._most(name)
             if off > allowed and self._rounding.travels:
-                allowed = max(allowed, self._travel_effect(name))
+                allowed = max(allowed, self._travels().get(name, 0.0))
             for number, measure in enumerate(self._measures):
                 if off > allowed:
                     effect = self._rounding_effect(name, number)
@@ -114,15 +115,10 @@ class GradientErrors:
             return math.inf
         if ours is None or reference is None:
             return 0.0 if ours is reference else math.inf
-        if ours.is_sparse and reference.is_sparse:
-            ours, reference = ours.coalesce(), reference.coalesce()
-            if not same_rows(ours, reference):
-                return math.inf  # SparseAdam updates the rows that were used
-            ours, reference = ours.values(), reference.values()
-        if not all(bool(block.isfinite().all()) for block in float64_blocks(reference.to_dense())):
+        values = reference.coalesce().values() if reference.is_sparse else reference.to_dense()
+        if not all(bool(block.isfinite().all()) for block in float64_blocks(values)):
             return math.inf
-        ours, reference = ours.to_dense(), reference.to_dense()
-        off = distance(ours, reference) if ours.shape == reference.shape else math.inf
+        off = gradient_distance(ours, reference)
         return off if math.isfinite(off) else math.inf
 
     def _unmeasured(self, name: str) -> float:
@@ -143,12 +139,6 @@ class GradientErrors:
 
     def _size(self, name: str) -> float:
         return max(self.norms.get(name, 0.0), FLOOR * self._largest)
-
-    def _travel_effect(self, name: str) -> float:
-        if self._of_travels is None:
-            measure = self._rounding.measure_travels
-            self._of_travels = measure() if measure else {}
-        return self._of_travels.get(name, 0.0)
 
     def _rounding_effect(self, name: str, number: int) -> float:
         if number == len(self._effects):
