@@ -13,13 +13,12 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from meshloom.verify.reference.float64_blocks import distance, norm, norm_of_all
 from meshloom.verify.reference.other_precision import default_dtype
 from meshloom.verify.reference.reference import Reference, clip, closure_of
-from meshloom.verify.reference.reruns import perturbed_parameters
+from meshloom.verify.reference.reruns import having, perturbed_parameters
 from meshloom.verify.reference.step_records import StepRecord
 from meshloom.verify.reference.trained_losses import needs_closure
 
@@ -77,7 +76,6 @@ class ClosureEffects:
 
     def _run(self, number: int) -> Mapping[str, Tensor]:
         reference = self._reference
-        before = {name: each.detach().clone() for name, each in reference.parameters.items()}
         closure, evaluations = closure_of(reference), 0
 
         def perturbed() -> float:
@@ -88,7 +86,8 @@ class ClosureEffects:
             with perturbed_parameters(reference, number * _EVALUATIONS + evaluations):
                 return closure()
 
-        with reference.rerun() as gradients, default_dtype(reference.dtype):
+        # at whose end parameters have their values again
+        with having(reference, reference.parameters), reference.rerun() as gradients, default_dtype(reference.dtype):  # fmt: skip
             for name, each in gradients.items():
                 reference.parameters[name].grad = None if each is None else each.detach().clone()
             if reference.turn.clip_grad_norm is not None:
@@ -96,11 +95,7 @@ class ClosureEffects:
             for optimizer in reference.turn.optimizers:
                 copied = self._copy_of(number, optimizer)
                 copied.step(perturbed) if needs_closure(optimizer) else copied.step()
-            moved = {name: each.detach().clone() for name, each in reference.parameters.items()}
-            with torch.no_grad():
-                for name, each in reference.parameters.items():
-                    each.copy_(before[name])
-        return moved
+            return {name: each.detach().clone() for name, each in reference.parameters.items()}
 
     def _copy_of(self, number: int, optimizer: Any) -> Any:
         """The run's, of the same parameters, with the groups' settings of now."""
