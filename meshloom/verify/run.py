@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -79,11 +80,10 @@ def verify(
         },
         compare=compare
     )  # fmt: skip
+    take = partial(VerifiedRun.quick, steps=steps)
+    if not quick:
+        take = partial(VerifiedRun.whole, steps=max(steps, 3 if job.average is None else 4))
     with working_alone(), collected_once(), _explained(dtype, fewer):
-
-        def take(run: VerifiedRun) -> None:
-            run.quick(steps) if quick else run.whole(max(steps, 3 if job.average is None else 4))
-
         try:
             take(run)
         except SharedWriteError:

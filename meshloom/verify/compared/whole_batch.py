@@ -208,6 +208,6 @@ def _rerun(
             reference.restore()
             result = reference.run_forward(forward)
             loss, weight = loss + result.loss_sum, weight + result.weight
-            chunks += reference.records(forward, result)
+            chunks += reference.chunk_run.records(forward, result, reference.step)
         reference.divide(weight)
         yield gradients, StepRecord(step=reference.step, loss=loss / weight, weight=weight, gradient_norm=None, gradients={}, chunks=chunks)  # fmt: skip

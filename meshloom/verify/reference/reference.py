@@ -132,7 +132,7 @@ class Reference:
             result = self.run_forward(forward, watched=watched)
             ends.append(self.buffers.snapshot(start))
             loss, weight = loss + result.loss_sum, weight + result.weight
-            chunks += self.records(forward, result) if watched else ()
+            chunks += self.chunk_run.records(forward, result, self.step) if watched else ()
         self.divide(weight)
         self.buffers.load(self.buffers.merge(start, ends))
         return loss, weight, chunks
@@ -191,10 +191,6 @@ class Reference:
         result = self.chunk_run.together.run(run, forward, watched, forwards, self.turn.name)
         self._divisor = result.divisor
         return result
-
-    def records(self, forward: ReferenceForward, result: ChunkResult) -> Iterator[ChunkRecord]:
-        """One record per chunk of the plan in `forward`."""
-        return self.chunk_run.records(forward, result, self.step)
 
     def divide(self, weight: float) -> None:
         """Turn what forwards have accumulated into averages, of a weight of 1 into gradient sums; those of other losses'
