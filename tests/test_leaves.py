@@ -209,7 +209,7 @@ def test_its_like_are_the_modules_of_exactly_its_class() -> None:
 @pytest.mark.parametrize(
     ("job", "sentence"),
     [
-        (job_of(lambda: Clamps([], "rr")), r"test_leaves.py:\d+ .*outside of all modules but the model, Clamps\. .* write leaves=\[Clamps\]"),
+        (job_of(lambda: Clamps([], "rr")), r"test_leaves.py:\d+ .*outside of all modules but the model, Clamps\. .* of its own, which then runs as written\. Plans"),
         (job_of(Wrapped), r"test_leaves.py:\d+ .*net \(Clamps\) is 100% of the parameters\. .* write leaves=\[Clamps\]"),
         (job_of(lambda: Net([Repeats()])), r"py:\d+ .*parts.0 \(Repeats\) is \d\d% of the FLOPs\. .* write leaves=\[Repeats\]"),
         (job_of(lambda: Net([], "rr"), loss=deciding), r"depends on the values in the batch at .*test_leaves.py:\d+ .*torch.where"),

@@ -90,10 +90,11 @@ def _refused(model: nn.Module, path: str, why: str, share: str, layer: str | Non
     """layer: the one of torch's whose own line it is."""
     kind = type(submodule(model, path)).__name__
     where = f"{path} ({kind}) is {share}" if path else f"that is outside of all modules but the model, {kind}"
-    named, what = (repr(layer), layer) if layer else (kind, path or "the model")
+    named, what = (repr(layer), layer) if layer else (kind, path)
+    # with all of the model in a leaf nothing is divided
+    other = f"; or write leaves=[{named}] to run {what} as written, whole on every rank of tp" if what else ""
     return CaptureError(
-        f"{why}, and {where}. Move the line into a function marked with @ml.leaf, or into a module of its own, which then runs as written; "
-        f"or write leaves=[{named}] to run {what} as written, whole on every rank of tp. {WAY_OUT}"
+        f"{why}, and {where}. Move the line into a function marked with @ml.leaf, or into a module of its own, which then runs as written{other}. {WAY_OUT}"
     )
 
 
