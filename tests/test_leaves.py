@@ -303,3 +303,20 @@ class Cuts(Router):
     def forward(self, x: Tensor) -> Tensor:
         y = super().forward(x)
         return y if x.sum() > 0 else y[:4]
+
+
+def test_a_packed_sequence_is_no_argument_of_a_leaf() -> None:
+    class Packed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rnn = nn.GRU(2, 2, batch_first=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            packed = nn.utils.rnn.pack_padded_sequence(x[:, None], torch.ones(len(x)), batch_first=True)
+            return self.rnn(packed)[1][0]
+
+    with pytest.raises(
+        CaptureError,
+        match="rnn cannot be one operator: its arguments hold PackedSequence, which no program hands on",
+    ):
+        Trainer(job_of(Packed, leaves=["rnn"]), "tp=2", devices="simulated")

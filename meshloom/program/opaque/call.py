@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec, tree_flatten, treespec_loads
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_structure, treespec_loads
 
 from meshloom.core.errors import CaptureError, TrainingError
 from meshloom.core.modules.named_leaves import function_name, is_function, shown
@@ -176,8 +176,10 @@ def split_arguments(
     )
     text = encoded_structure(spec)
     if text is None:
+        held = tree_leaves((args, kwargs), is_leaf=lambda each: type(each) not in (tuple, list, dict))
+        kinds = dict.fromkeys(type(each).__name__ for each in held if not tree_structure(each).is_leaf())
         raise CaptureError(
-            f"its arguments are {' '.join(str(spec).split())[:160]}, which have no name on another rank"
+            f"its arguments hold {', '.join(kinds) or 'a dict whose keys are no texts'}, which no program hands on"
         )
     return text, plain, [each for each in leaves if isinstance(each, Tensor)]
 
