@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.ao import quantization
 from torch.nn import functional as F
 
-from meshloom.core.errors import CaptureError, TrainingError
+from meshloom.core.errors import CaptureError, JobError
 from meshloom.core.plan import Plan
 from meshloom.train.trainer import Trainer
 from meshloom.verify.run import verify
@@ -90,6 +90,6 @@ def test_extremes_of_channels_which_have_no_shape_at_first_are_refused() -> None
     )
     with (
         Trainer(job, "dp=2", devices="simulated") as trainer,
-        pytest.raises(TrainingError, match="the buffer .*min_val, which was .* A buffer keeps its shape"),
+        pytest.raises(JobError, match="the buffer .*min_val, which was .* A buffer keeps its shape"),
     ):
         trainer.fit()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from meshloom.core.buffer_rules import BufferRule, Ema
-from meshloom.core.errors import JobError, TrainingError
+from meshloom.core.errors import JobError
 from meshloom.program.ir.parameter_writes import LOOK_EVERY
 from meshloom.program.ir.written_parameters import named_buffers
 
@@ -61,11 +61,11 @@ class _Buffer:
         self.version = now._version  # pyright: ignore[reportPrivateUsage]
 
     def now(self) -> Tensor:
-        """Raises `TrainingError` if a forward has changed its shape or dtype."""
+        """Raises `JobError` if a forward has changed its shape or dtype."""
         found = getattr(self.module, self.key, None)
         if found is None or found.shape != self.start.shape or found.dtype != self.start.dtype:
             now = "None" if found is None else f"{list(found.shape)} of {found.dtype}"
-            raise TrainingError(
+            raise JobError(
                 f"A forward made {now} of the buffer {self.name}, which was {list(self.start.shape)} of {self.start.dtype}. A buffer keeps its shape: make it "
                 "as large as it gets, with a counter beside it."
             )
