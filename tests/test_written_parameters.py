@@ -3,6 +3,7 @@ job declares under every plan."""
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from processes import on_ranks
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 import meshloom as ml
@@ -176,3 +177,32 @@ def test_parameters_without_a_common_module_have_a_rule_each() -> None:
     said = str(untrained_write(["scale", "teacher.first.weight", "teacher.bias"]))
     assert said.startswith("scale and 2 more are not trained, and a step writes them.")
     assert 'Job(buffers={"scale": ml.ema(0.99), "teacher.*": ml.ema(0.99)})' in said
+
+
+class Follows(nn.Module):
+    """A teacher that begins as a copy, so that its first values after a write are those before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student = nn.Linear(7, 5)
+        self.teacher = copy.deepcopy(self.student).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for mine, theirs in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
+            mine.data.mul_(0.5).add_(theirs.detach().data, alpha=0.5)
+        return self.student(x) + self.teacher(x)
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=3"])
+def test_a_copy_that_follows_is_found_in_the_second_step(plan: str) -> None:
+    data = [{"x": torch.randn(7), "y": torch.tensor(k % 5)} for k in range(16)]
+    job = ml.Job(
+        model=Follows, loss=lambda model, batch: F.cross_entropy(model(batch["x"]), batch["y"]), data=lambda: data,
+        optimizer=lambda named: torch.optim.SGD([each for _, each in named], lr=0.1), batch_size=4, steps=4,
+    )  # fmt: skip
+    with (
+        Trainer(job, plan, devices="simulated", listener=QUIET) as trainer,
+        pytest.raises(JobError, match=r"teacher.* not trained, and a step writes"),
+    ):
+        trainer.fit()
+    assert trainer.next_step <= 1

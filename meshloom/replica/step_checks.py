@@ -32,7 +32,7 @@ from meshloom.launch.names import rank_name
 from meshloom.optimizer.updater import Updater
 from meshloom.program.capture.guards import Guards
 from meshloom.program.ir.lines import WAY_OUT
-from meshloom.program.ir.parameter_writes import LOOK_EVERY, ParameterWrites, untrained_write
+from meshloom.program.ir.parameter_writes import FIRST_LOOKS, LOOK_EVERY, ParameterWrites, untrained_write
 from meshloom.program.ir.written_parameters import limited_tables
 from meshloom.replica.chunk_scope import ChunkScope
 from meshloom.replica.engine import Engine
@@ -193,7 +193,8 @@ class ChunkWrites:
                     f"{name} was frozen when the Trainer was built and now has requires_grad=True. Build a new Trainer after unfreezing."
                 )
         before = self._since_update or list(map(_counted, self._watched))
-        seen = ParameterWrites(self._watched) if self._watched and self._steps % LOOK_EVERY == 0 else None
+        looks = self._steps < FIRST_LOOKS or self._steps % LOOK_EVERY == 0
+        seen = ParameterWrites(self._watched) if self._watched and looks else None
         places = [each.data_ptr() for each in self._moving]
         if places != self._places:
             self._places, self._memory = places, [each.data for each in self._moving]
@@ -207,8 +208,7 @@ class ChunkWrites:
         pairs = zip(self._watched, before, now, strict=True)
         written = [name for (name, _), was, is_now in pairs if was != is_now]
         written += seen.names() if seen else []
-        frozen = {name for name, _ in self._frozen}
-        if untrained := [name for name in dict.fromkeys(written) if name in frozen]:
+        if untrained := [name for name in dict.fromkeys(written) if name in dict(self._frozen)]:
             raise untrained_write(untrained)
         self._written = next(iter(written), None)
 

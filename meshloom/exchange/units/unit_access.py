@@ -34,7 +34,7 @@ from meshloom.core.moments.uncompiled import left_out
 from meshloom.exchange.units.unit_casts import UnitCasts
 from meshloom.exchange.units.unit_gathering import STEP, UnitGathering
 from meshloom.exchange.units.unit_slices import Layout, Unit, UnitEntry
-from meshloom.program.ir.parameter_writes import LOOK_EVERY, untrained_write
+from meshloom.program.ir.parameter_writes import FIRST_LOOKS, LOOK_EVERY, untrained_write
 
 _torch: Any = torch  # for private names
 
@@ -78,7 +78,7 @@ class UnitAccess:
         is like others of its kind. idle: this rank will not compute."""
         self._gathering.begin_pass(kind)
         self._computing, self._written = True, None
-        self._looks = kind == STEP and self._num_steps % LOOK_EVERY == 0
+        self._looks = kind == STEP and (self._num_steps < FIRST_LOOKS or self._num_steps % LOOK_EVERY == 0)
         self._num_steps += kind == STEP
         try:
             with (
