@@ -177,6 +177,7 @@ class ChunkWrites:
     ) -> None:
         self._frozen = frozen
         self._watched = [*([] if alone else frozen), *(trained if one_copy else [])]
+        self._first_looks = FIRST_LOOKS if frozen else 1
         self._moving = [each for _, each in trained] if moving else []
         self._places, self._memory = list[int](), list[Tensor]()  # of these, as the step found them
         self._since_update: list[tuple[int, int]] = []  # of the one copy
@@ -193,7 +194,7 @@ class ChunkWrites:
                     f"{name} was frozen when the Trainer was built and now has requires_grad=True. Build a new Trainer after unfreezing."
                 )
         before = self._since_update or list(map(_counted, self._watched))
-        looks = self._steps < FIRST_LOOKS or self._steps % LOOK_EVERY == 0
+        looks = self._steps < self._first_looks or self._steps % LOOK_EVERY == 0
         seen = ParameterWrites(self._watched) if self._watched and looks else None
         places = [each.data_ptr() for each in self._moving]
         if places != self._places:

@@ -57,6 +57,8 @@ class UnitAccess:
         }
         self._written: UnitEntry | None = None
         self._num_steps = 0
+        trains_all = all(part.is_trainable for unit in self._units for part in unit.parts)
+        self._first_looks = 1 if trains_all else FIRST_LOOKS
         self._looks = False  # in this pass: whether what is written is seen by values
         self._casts = UnitCasts()
         self._frozen = FrozenCasts()
@@ -78,7 +80,9 @@ class UnitAccess:
         is like others of its kind. idle: this rank will not compute."""
         self._gathering.begin_pass(kind)
         self._computing, self._written = True, None
-        self._looks = kind == STEP and (self._num_steps < FIRST_LOOKS or self._num_steps % LOOK_EVERY == 0)
+        self._looks = kind == STEP and (
+            self._num_steps < self._first_looks or self._num_steps % LOOK_EVERY == 0
+        )
         self._num_steps += kind == STEP
         try:
             with (
