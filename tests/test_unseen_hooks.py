@@ -176,7 +176,7 @@ def test_the_module_of_a_hook_that_no_program_has_is_a_leaf(name: str) -> None:
     [
         (lambda: Residual(GivenHooked(written)), "it hooks the gradient of what it is given"),
         (lambda: Residual(GivenHooked(before)), "it hooks the gradient of what it is given"),
-        (lambda: SavesOfOthers([Readable(), Readable()]), "Hooks change the tensors that are saved for backward at .*leaves="),
+        (lambda: SavesOfOthers([Readable(), Readable()]), "Hooks change the tensors that are saved for backward at .*@ml.leaf"),
     ],
     ids=["given", "node of the given", "saved"],
 )  # fmt: skip
