@@ -11,8 +11,16 @@ class MeshloomError(Exception):
 
 # What Python, torch and meshloom raise in a job's code, where another error of its is none of ours to keep.
 CODE_ERRORS = (
-    MeshloomError, ArithmeticError, AssertionError, AttributeError, LookupError, OSError, RuntimeError, TypeError, ValueError,
-)  # fmt: skip
+    MeshloomError,
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    OSError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
 
 
 class PlanError(MeshloomError):

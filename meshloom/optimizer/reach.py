@@ -36,9 +36,21 @@ PER_PARAMETER = (Adafactor, Muon)  # the norm of a matrix, its rows and columns
 # Bytes of state per byte of parameters: two averages, if an optimizer is not on the lists. Momentum adds one, as do other settings.
 OPTIMIZER_FACTOR = 2.0
 _FACTORS: dict[type[Optimizer], int] = {
-    ASGD: 1, SGD: 0, Adadelta: 2, Adafactor: 0, Adagrad: 1, Adam: 2, Adamax: 2, AdamW: 2, Muon: 0, NAdam: 2, RAdam: 2, RMSprop: 1, Rprop: 2,
+    ASGD: 1,
+    SGD: 0,
+    Adadelta: 2,
+    Adafactor: 0,
+    Adagrad: 1,
+    Adam: 2,
+    Adamax: 2,
+    AdamW: 2,
+    Muon: 0,
+    NAdam: 2,
+    RAdam: 2,
+    RMSprop: 1,
+    Rprop: 2,
     SparseAdam: 2,
-}  # fmt: skip
+}
 
 
 def reach(optimizer: Optimizer, *, elementwise: bool | None = None, per_parameter: bool = False) -> Reach:

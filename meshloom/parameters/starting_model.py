@@ -48,9 +48,17 @@ class StartingModel:
     """
 
     def __init__(
-        self, job: Job, plan: Plan, context: RankContext, dtype: torch.dtype | None, *, exact: Job | None, may_share: bool,
-        resumed: bool, host: str,
-    ) -> None:  # fmt: skip
+        self,
+        job: Job,
+        plan: Plan,
+        context: RankContext,
+        dtype: torch.dtype | None,
+        *,
+        exact: Job | None,
+        may_share: bool,
+        resumed: bool,
+        host: str,
+    ) -> None:
         self._job, self.exact, self._context, self._host = job, exact, context, host
         self._is_program, self._is_resumed = plan.captures, resumed
         self._is_part = plan.tp > 1 or plan.pp > 1 or plan.zero == 3 or may_share or exact is not None
@@ -91,9 +99,11 @@ class StartingModel:
         return (yield from copy_from_first_rank(self.model, self._context, weights))
 
     def given(
-        self, parameters: NamedParameters, function: Callable[[NamedParameters], T],
+        self,
+        parameters: NamedParameters,
+        function: Callable[[NamedParameters], T],
         without_values: Callable[[NamedParameters], T | None],
-    ) -> Steps[T]:  # fmt: skip
+    ) -> Steps[T]:
         """What `function` returns for the parameters that the model was built with. Where this rank does not hold them as they
         are, `without_values` is called; `function`, with their values, if that returns None, or if it draws and the values
         are drawn, after which it draws on one device."""
@@ -176,9 +186,13 @@ class StartingModel:
             unfilled.had.clear()
             job, host = self.exact or self._job, torch.device("cpu")
             values = self._whole = WholeModel(
-                lambda: build_model(job, host, None), self.model, parameters.keys() | unfilled.lacking, given, draws=self._draws,
+                lambda: build_model(job, host, None),
+                self.model,
+                parameters.keys() | unfilled.lacking,
+                given,
+                draws=self._draws,
                 is_program=self._is_program,
-            )  # fmt: skip
+            )
         self._initial = FromFiles(weights, values) if weights else values
         unfilled.values = FromCheckpoint(names, self._initial) if names else self._initial
         num_bytes = sum(each.nbytes for each in state.values())

@@ -33,9 +33,15 @@ class WholeModel(InitialValues):
     """
 
     def __init__(
-        self, build: Callable[[], nn.Module], like: nn.Module, lacking: Collection[str], given: Collection[str], *, draws: bool,
+        self,
+        build: Callable[[], nn.Module],
+        like: nn.Module,
+        lacking: Collection[str],
+        given: Collection[str],
+        *,
+        draws: bool,
         is_program: bool,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._build, self._draws, self._is_program = build, draws, is_program
         self._lacking = set(state_of(like)) if draws else set(lacking)
         self._wanted = self._lacking.difference(given)

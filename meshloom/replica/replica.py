@@ -118,8 +118,15 @@ class Replica:
         with self.timings.of("building the model"):
             exact = replace(job, model=own_model(job)) if own_model(job) is not job.model else None
             self.start = StartingModel(
-                job, plan, context, dtype, exact=exact, may_share=self.may_share, resumed=resumed, host=host_identity()
-            )  # fmt: skip
+                job,
+                plan,
+                context,
+                dtype,
+                exact=exact,
+                may_share=self.may_share,
+                resumed=resumed,
+                host=host_identity(),
+            )
         self.model = self.start.model
         self.modes = Modes(self.model)
         self.tables = sparse_tables(self.model)

@@ -103,7 +103,9 @@ class ComparisonRun:
         self.reference = reference
         lowered = reference.updated.dtype
         precision = torch.float32 if lowered else reference.precision
-        self._comparer = Comparer(plan=reference.plan, precision=precision, autocast=reference.autocast, lowered=lowered)  # fmt: skip
+        self._comparer = Comparer(
+            plan=reference.plan, precision=precision, autocast=reference.autocast, lowered=lowered
+        )
         self._steps: list[Comparison] = []
         self._explained = ""  # by which factor
         self._differing: DifferingTensor | None = None  # the first
@@ -142,8 +144,15 @@ class ComparisonRun:
         if self._measured_in != len(self._steps):
             found = rounding_effect(reference)
             self._measured_in, self._effects = len(self._steps), found.gradients
-            sizes, before = buffer_sizes(dict(reference.model.named_buffers()), self._changed), self._buffer_effects  # fmt: skip
-            self._buffer_effects = {name: max(effect / sizes[name], before.get(name, 0.0)) for name, effect in found.buffers.items() if sizes[name]}  # fmt: skip
+            sizes, before = (
+                buffer_sizes(dict(reference.model.named_buffers()), self._changed),
+                self._buffer_effects,
+            )
+            self._buffer_effects = {
+                name: max(effect / sizes[name], before.get(name, 0.0))
+                for name, effect in found.buffers.items()
+                if sizes[name]
+            }
         return self._effects
 
     def agrees(self) -> bool:
@@ -197,9 +206,10 @@ class ComparisonRun:
         now = update_tolerances(reference.turn.optimizers, comparer.casts, names, comparer.precision)
         self._updates = replace(now, by_name={**self._updates.by_name, **now.by_name})
         rounding = BufferTolerances(
-            effects=self._buffer_effects, partial=comparer.partial,
-            merged=comparer.lowered if reference.plan.num_chunks > 1 else None
-        )  # fmt: skip
+            effects=self._buffer_effects,
+            partial=comparer.partial,
+            merged=comparer.lowered if reference.plan.num_chunks > 1 else None,
+        )
         self._state = StateErrors(
             reference.updated.all, reference.before, dict(reference.model.named_buffers()), changed=self._changed, step=reference.step,
             updates=replace(now, effect=self._closures.of), rounding=rounding
@@ -215,18 +225,26 @@ class ComparisonRun:
             replace_value(self.reference, name, ours)
 
     def _differs(
-        self, errors: Sequence[TensorError], ours: Tensor | None, right: Tensor | None, before: Tensor | None = None
-    ) -> None:  # fmt: skip
+        self,
+        errors: Sequence[TensorError],
+        ours: Tensor | None,
+        right: Tensor | None,
+        before: Tensor | None = None,
+    ) -> None:
         """Keep the first tensor that differs, and what is needed to look for a factor. errors: of a parameter, the last is that of its update.
         before: a parameter before its update."""
         if ours is None or right is None or ours.shape != right.shape:
             return
         if self._differing is None:
             first, (plan, other) = errors[0], (each.detach().to_dense().clone() for each in (ours, right))
-            self._differing = DifferingTensor(name=first.name, kind=first.kind, step=first.step, plan=plan, one_device=other)  # fmt: skip
+            self._differing = DifferingTensor(
+                name=first.name, kind=first.kind, step=first.step, plan=plan, one_device=other
+            )
         error, one, other = errors[-1], subsample(ours), subsample(right)
         if error.kind == "gradient" and not error.noise:
-            self._wrong["gradient"].append(Wrong(name=error.name, ours=one, right=other, tolerance=error.tolerance))  # fmt: skip
+            self._wrong["gradient"].append(
+                Wrong(name=error.name, ours=one, right=other, tolerance=error.tolerance)
+            )
         elif before is not None:
             start = subsample(before)
             found = Wrong(name=error.name, ours=one - start, right=other - start, tolerance=error.tolerance, before=start)  # fmt: skip
@@ -254,7 +272,9 @@ class ComparisonRun:
     def check_saved(self, path: Path, what: str) -> BetweenSteps:
         """Compare the checkpoint in `path`."""
         averages = self._averages.values if self._averages else {}
-        return check_saved(path, what, self.reference, averages, self._updates.of, self.of_outputs, self._closures.of_state)  # fmt: skip
+        return check_saved(
+            path, what, self.reference, averages, self._updates.of, self.of_outputs, self._closures.of_state
+        )
 
     def begin_averages(self) -> None:
         """After `add_state` of everything."""
@@ -268,10 +288,18 @@ class ComparisonRun:
 
     def end(self, ours: StepRecord) -> None:
         """Compare the rest of the step. ours: the plan's record, without gradients."""
-        of_tensors = [*self._gradient_errors(), *self._state.errors(), *(self._averages.errors if self._averages else [])]  # fmt: skip
+        of_tensors = [
+            *self._gradient_errors(),
+            *self._state.errors(),
+            *(self._averages.errors if self._averages else []),
+        ]
         comparison = self._comparer.compare(
-            ours, self._reference_record, of_tensors, grows=self._gradients.grows, loss_effect=partial(loss_effect, self.reference)
-        )  # fmt: skip
+            ours,
+            self._reference_record,
+            of_tensors,
+            grows=self._gradients.grows,
+            loss_effect=partial(loss_effect, self.reference),
+        )
         if not comparison.passed and self.agrees() and not comparison.failed("gradient"):
             self._explained = self._factor_behind_gradients(comparison, ours.gradient_norm)
         self._steps.append(comparison)

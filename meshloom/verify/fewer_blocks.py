@@ -190,5 +190,7 @@ def _kind(module: nn.Module) -> Any:
     """What equal modules have in common: types and shapes of all parts. Settings such as a layer's index may
     differ."""
     parts = tuple((name, type(each)) for name, each in module.named_modules(remove_duplicate=False))
-    tensors = [each for of in (module.named_parameters, module.named_buffers) for each in of(remove_duplicate=False)]  # fmt: skip
+    tensors = [
+        each for of in (module.named_parameters, module.named_buffers) for each in of(remove_duplicate=False)
+    ]
     return parts, tuple((name, tuple(each.shape), each.dtype, each.requires_grad) for name, each in tensors)

@@ -81,17 +81,24 @@ class Report:
     def records(self) -> list[dict[str, Any]]:
         """JSON-able values: one record per step, and a final one. Infinite errors are null."""
         steps = [
-            {"event": "verify_step", **_record(step, _OF_STEPS), "loss": step.loss[0], "one_device_loss": step.loss[1]}
+            {
+                "event": "verify_step",
+                **_record(step, _OF_STEPS),
+                "loss": step.loss[0],
+                "one_device_loss": step.loss[1],
+            }
             for step in self.steps
-        ]  # fmt: skip
+        ]
         end = {
-            "event": "verify", **_record(self, _OF_ALL), "worst": list(map(_plain, self.worst())),
+            "event": "verify",
+            **_record(self, _OF_ALL),
+            "worst": list(map(_plain, self.worst())),
             "between_steps": [_record(each, _OF_BETWEEN) for each in self.between],
             "smallest_plan": _plain(self.smallest),
             "casts": [_record(each, ("place", "dtype", "in_optimizer")) for each in self.casts],
             "blocks": self.fewer.to_dict() if self.fewer else None,
             "whole_batch": {**_plain(self.whole), "equal": self.whole.equal} if self.whole else None,
-        }  # fmt: skip
+        }
         return [*steps, end]
 
 
@@ -99,8 +106,19 @@ class Report:
 _OF_BETWEEN = ("what", "passed", "first_module", "facts", "errors")
 _OF_STEPS = ("step", "passed", "skipped", "first_module", "facts", "errors")
 _OF_ALL = (
-    "plan", "devices", "precision", "passed", "digest", "unlike_training", "notes", "explained", "operator", "autocast", "settings", "owned"
-)  # fmt: skip
+    "plan",
+    "devices",
+    "precision",
+    "passed",
+    "digest",
+    "unlike_training",
+    "notes",
+    "explained",
+    "operator",
+    "autocast",
+    "settings",
+    "owned",
+)
 
 
 def _record(value: Any, names: Sequence[str]) -> dict[str, Any]:
@@ -190,7 +208,9 @@ def _notes_of(report: Report) -> list[str]:
     lines = [*([report.smallest.sentence] if report.smallest else []), *report.notes]
     if report.digest:
         other = f"and training may have another: {report.unlike_training}" if report.unlike_training else ""
-        lines.append(f"what ran has digest {report.digest}, {other or 'as `meshloom train` prints it for this job and plan'}")  # fmt: skip
+        lines.append(
+            f"what ran has digest {report.digest}, {other or 'as `meshloom train` prints it for this job and plan'}"
+        )
     skipped = sum(step.skipped and step.passed for step in report.steps)
     if skipped:
         lines.append(
@@ -200,7 +220,9 @@ def _notes_of(report: Report) -> list[str]:
     lines += [*_noise_lines(report.steps), *_moved_lines(report.steps)]
     lines += [*([report.autocast] if report.autocast else []), *_cast_lines(report.casts)]
     if any(share < 1 for share in report.owned):
-        lines.append(f"sharded: ranks own {', '.join(f'{each:.1%}' for each in report.owned)} of the optimizer's state")  # fmt: skip
+        lines.append(
+            f"sharded: ranks own {', '.join(f'{each:.1%}' for each in report.owned)} of the optimizer's state"
+        )
     return lines
 
 
@@ -224,8 +246,12 @@ def _between_lines(checked: BetweenSteps) -> list[str]:
     if checked.passed:
         size = f" (largest error {worst.error:.1e}, of {worst.name})" if worst else ""
         return [f"{what}: equal{size}", *checked.notes]
-    wrong = sorted((error for error in checked.errors if not error.passed), key=_severity, reverse=True)[:ROWS]  # fmt: skip
-    shown = [f"  {each.name} differs by {each.error:.1e}, and {each.tolerance:.1e} is tolerated" for each in wrong]  # fmt: skip
+    wrong = sorted((error for error in checked.errors if not error.passed), key=_severity, reverse=True)[
+        :ROWS
+    ]
+    shown = [
+        f"  {each.name} differs by {each.error:.1e}, and {each.tolerance:.1e} is tolerated" for each in wrong
+    ]
     module = f"; first module: {checked.first_module}" if checked.first_module else ""
     return [f"DIFFERS: {checked.what}{module}", *(f"  {fact}" for fact in checked.facts[:ROWS]), *shown]
 
@@ -237,7 +263,9 @@ def _told(errors: Sequence[TensorError]) -> list[TensorError]:
 
 def _noise_lines(steps: Sequence[Comparison]) -> list[str]:
     """The gradients that are no errors, however far they are off."""
-    names = list(dict.fromkeys(error.name for step in steps for error in step.errors if error.noise and error.passed))  # fmt: skip
+    names = list(
+        dict.fromkeys(error.name for step in steps for error in step.errors if error.noise and error.passed)
+    )
     verb, whose = ("is", "its") if len(names) == 1 else ("are", "their")
     text = (
         f"{format_count(len(names), 'gradient')} ({few(names)}) {verb} nothing but rounding, on one device too, as the terms of the sum cancel: nothing but "
@@ -272,7 +300,11 @@ def _cast_lines(casts: Sequence[Cast]) -> list[str]:
     lines: list[str] = []
     for (dtype, in_optimizer, in_products), found in places.items():
         kind, named = "optimizer" if in_optimizer else "module", [place for place in found if place]
-        what = [f"{kind} {few(named)}" if len(named) == 1 else f"{len(named)} {kind}s ({few(named)})"] if named else []  # fmt: skip
+        what = (
+            [f"{kind} {few(named)}" if len(named) == 1 else f"{len(named)} {kind}s ({few(named)})"]
+            if named
+            else []
+        )
         what += ["the model or loss"] if "" in found else []
         is_one = len(what) == 1 and len(named) <= 1
         how = f"{'computes' if is_one else 'compute'} in {dtype}"

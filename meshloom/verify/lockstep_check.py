@@ -59,7 +59,9 @@ def first_wrong_operator(part: Partition, model: nn.Module, batch: Any) -> Found
     with preserved_draws(), at_step(0):
         seed_everything(_SEED)
         own = _split(program, state, None, 0)
-        one = run_program(program, *own, batch, dtype=torch.float64, visit=lambda *each: reference.note(each[0], each[1:]))  # fmt: skip
+        one = run_program(
+            program, *own, batch, dtype=torch.float64, visit=lambda *each: reference.note(each[0], each[1:])
+        )
         _backward([one])
         del one
         seed_everything(_SEED)
@@ -78,7 +80,11 @@ def _of_values(reference: _InnerProducts, ranks: _InnerProducts, part: Partition
     for name, values in reference.values.items():
         if name in ranks.nodes and (error := _error(values, ranks.values[name])) > TOLERANCE:
             node = reference.nodes[name]
-            return True, f"In lockstep the first operator whose shards differ is {_named(node, part)}: by {error:.1e}.", node.path  # fmt: skip
+            return (
+                True,
+                f"In lockstep the first operator whose shards differ is {_named(node, part)}: by {error:.1e}.",
+                node.path,
+            )
     return None
 
 
@@ -141,7 +147,11 @@ class _InnerProducts:
                 self.gradients[name][number] = found, _scale(gradient) if is_one else 0.0
 
         # several ranks may have an element
-        parts = [take(pieces, rank, shards[0]) for rank in range(choice.num_ranks)] if is_one and is_part else shards  # fmt: skip
+        parts = (
+            [take(pieces, rank, shards[0]) for rank in range(choice.num_ranks)]
+            if is_one and is_part
+            else shards
+        )
         products = [product(rank, each) for rank, each in enumerate(parts)]
         found = [sum(products)] if is_part or placement == PARTIAL else products
         self.values[name][number] = found, _scale(shards[0]) if is_one else 0.0

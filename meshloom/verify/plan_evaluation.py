@@ -36,7 +36,9 @@ def evaluate_plan(trainer: Trainer, *, last: bool = False) -> PlanEvaluation:
             run.evaluate(due=False)
     ours = run.evaluation.newest
     after = [_state(each) for each in trainer.replicas]
-    changed = [[name for name in old if old[name] != new.get(name)] for old, new in zip(before, after, strict=True)]  # fmt: skip
+    changed = [
+        [name for name in old if old[name] != new.get(name)] for old, new in zip(before, after, strict=True)
+    ]
     of_ranks = _collected(trainer, [[each] for each in zip(changed, ours, strict=True)])
     what = "" if whole else f" of the first {_MOST_BATCHES} batches"
     return PlanEvaluation(
@@ -92,7 +94,9 @@ def _disagreements(of_ranks: Sequence[Mapping[str, float]]) -> Iterator[str]:
 
 def _state(replica: Replica) -> dict[str, int]:
     """Digests of what this rank holds and of numbers and words in attributes, the mode of every module, and which parameters are trained."""
-    modes = {f"{MODE}{name or 'the model'}": int(each.training) for name, each in replica.model.named_modules()}  # fmt: skip
+    modes = {
+        f"{MODE}{name or 'the model'}": int(each.training) for name, each in replica.model.named_modules()
+    }
     trained = {f"{TRAINED}{name}": int(each.requires_grad) for name, each in replica.model.named_parameters()}
     attributes = {
         f"{path}.{name}".lstrip("."): hash((type(value), value))

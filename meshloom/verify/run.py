@@ -156,7 +156,11 @@ def _explained(dtype: torch.dtype | None, fewer: FewerBlocks | None) -> Iterator
             error.add_note(fewer.sentence)
         said = " ".join(f"{type(each).__name__}: {each}" for each in (error, error.__cause__))
         is_torchs = "RuntimeError" in said or "NotImplementedError" in said
-        if dtype not in _PRECISIONS_IN_ERRORS or not is_torchs or _PRECISIONS_IN_ERRORS[dtype] not in said.lower():  # fmt: skip
+        if (
+            dtype not in _PRECISIONS_IN_ERRORS
+            or not is_torchs
+            or _PRECISIONS_IN_ERRORS[dtype] not in said.lower()
+        ):
             raise
         name, line = _name_of(dtype), own_line(error)
         raise JobError(
@@ -178,4 +182,7 @@ def _varying_shares(plan: Plan, steps: int) -> list[tuple[int, tuple[int, ...]]]
     """For plans with measured shares: other shares in every step after the first, since any must be right."""
     if plan.shares != "measured":
         return []
-    return [(step, tuple(1 + (replica + step) % plan.dp for replica in range(plan.dp))) for step in range(1, max(steps, 2))]  # fmt: skip
+    return [
+        (step, tuple(1 + (replica + step) % plan.dp for replica in range(plan.dp)))
+        for step in range(1, max(steps, 2))
+    ]

@@ -208,5 +208,10 @@ def _added(name: str, call: int, values: Sequence[Value]) -> ModuleOutput:
     _, totals, squares, counts, ramps = zip(*values, strict=True)
     known = [each for each in ramps if each is not None]
     return ModuleOutput(
-        name=name, call=call, total=sum(totals), square=sum(squares), count=sum(counts), ramp=sum(known) if len(known) == len(values) else None
-    )  # fmt: skip
+        name=name,
+        call=call,
+        total=sum(totals),
+        square=sum(squares),
+        count=sum(counts),
+        ramp=sum(known) if len(known) == len(values) else None,
+    )

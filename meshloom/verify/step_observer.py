@@ -110,7 +110,11 @@ class StepObserver:
         # of every replica, what its ranks hold: equal for equal replicas
         teams = self._replica.plan.mesh.teams()
         replicas = [[each for rank in ranks for each in of_ranks[rank]] for ranks in teams]
-        apart = [first[0] for first, *others in zip_longest(*replicas) if first and any(each != first for each in others)]  # fmt: skip
+        apart = [
+            first[0]
+            for first, *others in zip_longest(*replicas)
+            if first and any(each != first for each in others)
+        ]
         inconsistent = yield from _inconsistencies(self._replica)
         updater = self._replica.updater
         mine_set = settings_of(updater.state.optimizers, updater.schedulers, updater.learning_rates())

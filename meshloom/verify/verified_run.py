@@ -208,7 +208,9 @@ class VerifiedRun:
         if length is None:
             counted = batches_of_first_epoch(self.job, _MOST_SAMPLES, _MOST_SECONDS) if trainer.world.main else None  # fmt: skip
             length = of_first_rank(trainer, counted)
-        ends = _steps_at_epoch_end(length, (range(after.start), after), steps, repeats=repeats) if length else []  # fmt: skip
+        ends = (
+            _steps_at_epoch_end(length, (range(after.start), after), steps, repeats=repeats) if length else []
+        )
         most = None if self._steps_per_epoch else _MOST_SAMPLES
         return _steps_of_changes(self.job, after.stop, ends, steps, most)
 
@@ -275,7 +277,9 @@ def _steps_at_epoch_end(length: int, taken: Sequence[range], steps: int, *, repe
     return [step for step in (length - 1, length) if end <= step < steps]
 
 
-def _steps_of_changes(job: Job, first: int, ends: Sequence[int], steps: int, most_samples: int | None) -> list[int]:  # fmt: skip
+def _steps_of_changes(
+    job: Job, first: int, ends: Sequence[int], steps: int, most_samples: int | None
+) -> list[int]:
     """With `ends`, steps at the end of an epoch: the first step from `first` on at which batches get another size, and the first after that end,
     and the first at which something freezes or thaws, as far as a run of `steps` has them. most_samples: how many may be read on the way
     there; None: data on the way is passed over."""
@@ -286,5 +290,10 @@ def _steps_of_changes(job: Job, first: int, ends: Sequence[int], steps: int, mos
         next((each for each in changes if begin <= each < steps), None)
         for changes, begin in ((sizes, first), (sizes, after), (edges, first))
     ]
-    known = [each for each in found if each is not None and (most_samples is None or sum(map(job.batch_size_at, range(each))) <= most_samples)]  # fmt: skip
+    known = [
+        each
+        for each in found
+        if each is not None
+        and (most_samples is None or sum(map(job.batch_size_at, range(each))) <= most_samples)
+    ]
     return sorted({*ends, *known})

@@ -68,8 +68,11 @@ class MasterValues:
             weights.fill(self._model)
 
     def given(
-        self, lowered: NamedParameters, function: Callable[[NamedParameters], T], without_values: Callable[[NamedParameters], T | None],
-    ) -> Steps[T]:  # fmt: skip
+        self,
+        lowered: NamedParameters,
+        function: Callable[[NamedParameters], T],
+        without_values: Callable[[NamedParameters], T | None],
+    ) -> Steps[T]:
         """What `function` returns for `whole`, as `StartingModel.given`; lowered: the parameters themselves."""
         assert [name for name, _ in lowered] == [name for name, _ in self.whole]
         return (yield from self._start.given(self.whole, function, without_values))

@@ -10,19 +10,52 @@ import torch
 from torch import Tensor, nn
 
 _GOT = (
-    "_backward_hooks", "_base", "_version", "dtype", "grad", "grad_fn", "is_cpu", "is_cuda", "is_leaf", "is_quantized", "is_sparse", "itemsize",
-    "layout", "name", "nbytes", "ndim", "output_nr", "requires_grad", "retains_grad", "shape",
-)  # fmt: skip
+    "_backward_hooks",
+    "_base",
+    "_version",
+    "dtype",
+    "grad",
+    "grad_fn",
+    "is_cpu",
+    "is_cuda",
+    "is_leaf",
+    "is_quantized",
+    "is_sparse",
+    "itemsize",
+    "layout",
+    "name",
+    "nbytes",
+    "ndim",
+    "output_nr",
+    "requires_grad",
+    "retains_grad",
+    "shape",
+)
 _CALLED = (
-    "__len__", "dim", "element_size", "is_complex", "is_contiguous", "is_floating_point", "ndimension", "nelement", "numel", "requires_grad_", "size",
-    "storage_offset", "stride",
-)  # fmt: skip
+    "__len__",
+    "dim",
+    "element_size",
+    "is_complex",
+    "is_contiguous",
+    "is_floating_point",
+    "ndimension",
+    "nelement",
+    "numel",
+    "requires_grad_",
+    "size",
+    "storage_offset",
+    "stride",
+)
 _tensor: Any = Tensor
 _OF_SHAPE = {
     *(getattr(Tensor, name).__get__ for name in _GOT),
     *(getattr(Tensor, name) for name in _CALLED),
-    _tensor.grad.__set__, _tensor.requires_grad.__set__, torch.is_complex, torch.is_floating_point, torch.numel,
-}  # fmt: skip
+    _tensor.grad.__set__,
+    _tensor.requires_grad.__set__,
+    torch.is_complex,
+    torch.is_floating_point,
+    torch.numel,
+}
 
 
 class ValueReadError(Exception):

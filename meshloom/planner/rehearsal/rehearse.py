@@ -110,8 +110,15 @@ def rehearse(
     finally:
         torch.set_num_threads(before)
     return rehearse(
-        job, plan, threads=threads, common_memory=common_memory, optimizer_factor=optimizer_factor, cache=cache, timings=timings, share=False
-    )  # fmt: skip
+        job,
+        plan,
+        threads=threads,
+        common_memory=common_memory,
+        optimizer_factor=optimizer_factor,
+        cache=cache,
+        timings=timings,
+        share=False,
+    )
 
 
 @dataclass(kw_only=True)

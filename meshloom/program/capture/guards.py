@@ -166,8 +166,16 @@ class Guards:
                     self._walk_methods(module, ReadPlace(path), reads, 0)
 
     def _walk(
-        self, value: Any, source: ReadPlace, reads: Reads, depth: int, *, at: At | None = None, own: Any = None, is_own: bool = True
-    ) -> None:  # fmt: skip
+        self,
+        value: Any,
+        source: ReadPlace,
+        reads: Reads,
+        depth: int,
+        *,
+        at: At | None = None,
+        own: Any = None,
+        is_own: bool = True,
+    ) -> None:
         """value: found by code that `reads`. at: where; None: it cannot be replaced. own: the object of a method. is_own: as of `GuardedValue`."""
         if id(value) in self._models_own:  # as of a hook that refers to its module
             return
@@ -258,9 +266,11 @@ class Guards:
                 if not is_plain_value(value) and not (name in reads.stored and not hasattr(owner, name)):
                     continue
             if isinstance(owner, nn.Module) and (
-                name == "training" or name in TORCHS_OWN or isinstance(value, Tensor | nn.Module)
+                name == "training"
+                or name in TORCHS_OWN
+                or isinstance(value, Tensor | nn.Module)
                 or (isinstance(value, dict | SEQUENCES) and not is_plain_value(value))
-            ):  # fmt: skip
+            ):
                 continue
             if not _is_only_filled(value, name, reads) and (is_own or is_plain_value(value)):
                 self._walk(

@@ -27,8 +27,17 @@ MOST_LETTERS = 4000  # of a value; a longer one ends in a hash
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _SCALARS = (type(None), type(...), bool, int, float, complex, str, bytes)
 _BY_REPR = (
-    torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size, range, slice, numpy.generic, numpy.dtype, Path,
-)  # fmt: skip
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+    torch.Size,
+    range,
+    slice,
+    numpy.generic,
+    numpy.dtype,
+    Path,
+)
 
 
 class NoTextError(Exception):

@@ -91,7 +91,9 @@ class AverageErrors:
         """The plan's average of a parameter; buffers and frozen parameters have none."""
         if (expected := self._averages.get(name)) is not None:
             error = distance(ours, expected) / max(norm(expected), torch.finfo(torch.float32).tiny)
-            self.errors.append(TensorError(name=name, kind="average", step=step, error=error, tolerance=tolerance))  # fmt: skip
+            self.errors.append(
+                TensorError(name=name, kind="average", step=step, error=error, tolerance=tolerance)
+            )
 
 
 def metric_error(ours: float, right: float) -> float:

@@ -50,15 +50,22 @@ def check_saved(
             errors.append(compared_with(f"{key} of {name}", found, right, reference.step, allowed))
     owners = [each.name.rpartition(" of ")[2].rpartition(".")[0] for each in errors if not each.passed]
     return BetweenSteps(
-        what=f"{what} after step {reference.step}", errors=errors, facts=facts, first_module=owners[0] or "the whole model" if owners else None
-    )  # fmt: skip
+        what=f"{what} after step {reference.step}",
+        errors=errors,
+        facts=facts,
+        first_module=owners[0] or "the whole model" if owners else None,
+    )
 
 
 def same_files(path: Path, other: Path, what: str, *, with_values: bool = False) -> BetweenSteps:
     """Compare two checkpoints of one step, whose values must be the same bits. with_values: those that both have beside tensors, too."""
     one, two = Checkpoint.open(path), Checkpoint.open(other)
     here, there = one.stored_weights(), two.stored_weights()
-    wrong = [name for name in here.entries if name not in there.entries or not same_bits(here.tensor(name), there.tensor(name))]  # fmt: skip
+    wrong = [
+        name
+        for name in here.entries
+        if name not in there.entries or not same_bits(here.tensor(name), there.tensor(name))
+    ]
     facts = [f"{name} has other values." for name in wrong]
     for key in one.keys():  # noqa: SIM118
         size = math.prod(one.shape(key))
@@ -97,16 +104,25 @@ def _facts(saved: Checkpoint, reference: Reference, of_outputs: float) -> Iterat
         yield f"The checkpoint says step {saved.step}, and {reference.step + 1} are done."
     updater = saved.values["updater"]
     ours = named_settings(
-        [[from_json(group) for group in each["groups"]] for each in updater["optimizers"]], [*map(from_json, updater["schedulers"])]
-    )  # fmt: skip
+        [[from_json(group) for group in each["groups"]] for each in updater["optimizers"]],
+        [*map(from_json, updater["schedulers"])],
+    )
     # torch's own schedulers, as what one is wrapped in saves both sides' state
-    own = [each.scheduler if isinstance(each, ByMetric) else each for loss in reference.losses for each in loss.schedulers]  # fmt: skip
+    own = [
+        each.scheduler if isinstance(each, ByMetric) else each
+        for loss in reference.losses
+        for each in loss.schedulers
+    ]
     optimizers = [each for loss in reference.losses for each in loss.optimizers]
-    for what, value in named_settings([each.param_groups for each in optimizers], [each.state_dict() for each in own]).items():  # fmt: skip
+    for what, value in named_settings(
+        [each.param_groups for each in optimizers], [each.state_dict() for each in own]
+    ).items():
         # the training loss that a scheduler goes by is each side's own
         if what not in ours:
             yield f"{what} is not in the checkpoint, and {shown_setting(value)} on one device."
-        elif not same_setting(ours[what], value, of_outputs if what.startswith("best of scheduler ") else 1e-6):  # fmt: skip
+        elif not same_setting(
+            ours[what], value, of_outputs if what.startswith("best of scheduler ") else 1e-6
+        ):
             yield f"{what} is {shown_setting(ours[what])} in the checkpoint and {shown_setting(value)} on one device."
     there, scale = saved.values.get(SCALE, {}).get("scale"), reference.scale
     if scale.is_used and there != scale.value:
@@ -114,8 +130,11 @@ def _facts(saved: Checkpoint, reference: Reference, of_outputs: float) -> Iterat
 
 
 def _kept(
-    reference: Reference, averages: Mapping[str, Tensor], tolerance: Callable[[str], float], moved: Callable[[Tensor, str], float]
-) -> Iterator[tuple[str, str, Any, float]]:  # fmt: skip
+    reference: Reference,
+    averages: Mapping[str, Tensor],
+    tolerance: Callable[[str], float],
+    moved: Callable[[Tensor, str], float],
+) -> Iterator[tuple[str, str, Any, float]]:
     """What one device keeps of parameters: the parameter's name, the key, the value, and its tolerance."""
     names = {id(each): name for name, each in reference.updated.all.items()}
     for optimizer in (each for loss in reference.losses for each in loss.optimizers):
@@ -124,7 +143,12 @@ def _kept(
             if isinstance(parameter, Tensor) and id(parameter) in names and parameter.numel():
                 name = names[id(parameter)]
                 for key, value in state.items():
-                    yield name, key, value, 0.0 if key == "step" else max(tolerance(name), moved(parameter, key))  # fmt: skip
+                    yield (
+                        name,
+                        key,
+                        value,
+                        0.0 if key == "step" else max(tolerance(name), moved(parameter, key)),
+                    )
     for name, each in reference.updated.all.items():
         yield name, MASTER, each, tolerance(name)
     yield from ((name, AVERAGE, each, tolerance(name)) for name, each in averages.items() if each.numel())

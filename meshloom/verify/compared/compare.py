@@ -129,9 +129,14 @@ class Comparer:
         return max(most_tolerated(self.precision), most_tolerated(self.partial))
 
     def compare(
-        self, ours: StepRecord, reference: StepRecord, tensor_errors: Sequence[TensorError], *, grows: bool = False,
-        loss_effect: Callable[[], float] | None = None
-    ) -> Comparison:  # fmt: skip
+        self,
+        ours: StepRecord,
+        reference: StepRecord,
+        tensor_errors: Sequence[TensorError],
+        *,
+        grows: bool = False,
+        loss_effect: Callable[[], float] | None = None,
+    ) -> Comparison:
         """The comparison of the next step. tensor_errors: of its gradients, buffers and parameters. grows: whether rounding was
         measured to move some of them beyond what is tolerated. loss_effect: measures how far it moves the loss."""
         self.note(reference.casts)
@@ -149,9 +154,14 @@ class Comparer:
             apart = [*ours.apart, *(each.split(" ", 1)[0] for each in ours.inconsistent)]
             module = module or module_of_names(apart, reference, self.plan)
         return Comparison(
-            step=reference.step, loss=(ours.loss, reference.loss), errors=errors, facts=facts, first_module=module, turn=reference.turn,
-            skipped=reference.skipped
-        )  # fmt: skip
+            step=reference.step,
+            loss=(ours.loss, reference.loss),
+            errors=errors,
+            facts=facts,
+            first_module=module,
+            turn=reference.turn,
+            skipped=reference.skipped,
+        )
 
     def _with_moved_loss(
         self, errors: list[TensorError], size: float, effect: Callable[[], float] | None

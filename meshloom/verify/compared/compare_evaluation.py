@@ -62,11 +62,24 @@ def compare_evaluation(
                     allowed[name] = max(allowed[name], times * metric_error(moved[name], value))
         notes = [] if whole is None else _on_whole_batches(ours, reference, updates, right, whole)
     found = [
-        TensorError(name=name, kind="metric", step=updates - 1, error=error, tolerance=allowed[name], moved=allowed[name] > unmeasured)
+        TensorError(
+            name=name,
+            kind="metric",
+            step=updates - 1,
+            error=error,
+            tolerance=allowed[name],
+            moved=allowed[name] > unmeasured,
+        )
         for name, error in errors.items()
-    ]  # fmt: skip
+    ]
     facts = [*(f"The evaluation changes {name}." for name in ours.changed), *ours.disagree]
-    return BetweenSteps(what=ours.what, errors=found, facts=facts, first_module=_first_changed(ours, reference, record), notes=notes)  # fmt: skip
+    return BetweenSteps(
+        what=ours.what,
+        errors=found,
+        facts=facts,
+        first_module=_first_changed(ours, reference, record),
+        notes=notes,
+    )
 
 
 def _on_whole_batches(

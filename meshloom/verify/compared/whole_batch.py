@@ -79,7 +79,11 @@ def compare_whole_batch(reference: Reference, tolerance: float) -> WholeBatch | 
         if draws:
             reasons.append("random draws, such as dropout masks, belong to a chunk")
         if not norms:
-            why = _why_with_equal_draws(reference, tolerance) if draws else _why(whole, reference.chunks, tolerance)  # fmt: skip
+            why = (
+                _why_with_equal_draws(reference, tolerance)
+                if draws
+                else _why(whole, reference.chunks, tolerance)
+            )
             reasons, interacts = [*([why] if why else []), *reasons], bool(why)
         return WholeBatch(error=error[0], loss=whole.loss, why=" and ".join(reasons), interacts=interacts)
     except torch.OutOfMemoryError:
@@ -180,7 +184,9 @@ def whole_batch(reference: Reference, *, keyed: bool = False) -> Iterator[tuple[
     the reference's gradients are those of the whole batch. keyed: each draw has a key, as in `whole_batch_in_chunks`."""
     samples = reference.samples
     rows = Rows(0, len(samples), len(samples)) if keyed else None
-    with _rerun(reference, [ReferenceForward(key=0, samples=samples, members=[(0, samples)], rows=rows)]) as found:  # fmt: skip
+    with _rerun(
+        reference, [ReferenceForward(key=0, samples=samples, members=[(0, samples)], rows=rows)]
+    ) as found:
         yield found
 
 
@@ -210,4 +216,14 @@ def _rerun(
             loss, weight = loss + result.loss_sum, weight + result.weight
             chunks += reference.chunk_run.records(forward, result, reference.step)
         reference.divide(weight)
-        yield gradients, StepRecord(step=reference.step, loss=loss / weight, weight=weight, gradient_norm=None, gradients={}, chunks=chunks)  # fmt: skip
+        yield (
+            gradients,
+            StepRecord(
+                step=reference.step,
+                loss=loss / weight,
+                weight=weight,
+                gradient_norm=None,
+                gradients={},
+                chunks=chunks,
+            ),
+        )

@@ -58,9 +58,16 @@ class ChunkRun:
     are converted to."""
 
     def __init__(
-        self, job: Job, plan: Plan, model: nn.Module, device: torch.device, dtype: torch.dtype | None, of_batches: torch.dtype | None,
-        watch: ModuleWatch, scale: ReferenceScale
-    ) -> None:  # fmt: skip
+        self,
+        job: Job,
+        plan: Plan,
+        model: nn.Module,
+        device: torch.device,
+        dtype: torch.dtype | None,
+        of_batches: torch.dtype | None,
+        watch: ModuleWatch,
+        scale: ReferenceScale,
+    ) -> None:
         # programs key each draw; else a chunk has one seed, after which draws follow each other
         self._scale, self._keyed = scale, plan.keyed_draws or plan.captures
         self.autocast, self._of_batches = AUTOCAST.get(plan.precision), of_batches

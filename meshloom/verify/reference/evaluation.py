@@ -47,7 +47,9 @@ def evaluate(
     with _evaluating(reference) as (dataset, before):
         for batch, chunk, samples in _chunks(reference, dataset, batches, undivided):
             seed_everything(derive(job.seed, "collate", batch, chunk))
-            data = convert(collated(job, samples), reference.device, reference.dtype or reference.updated.dtype)  # fmt: skip
+            data = convert(
+                collated(job, samples), reference.device, reference.dtype or reference.updated.dtype
+            )
             for name, metric in metrics.items():
                 value = _returned(reference, batch, chunk, data, metric, updates)
                 found[name].append(value if isinstance(metric, Metric) else _sum(value, len(samples)))

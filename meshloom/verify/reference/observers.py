@@ -127,7 +127,11 @@ def _summary(name: str, call: int, output: Any) -> ModuleOutput:
     total, square, ramp, count = 0.0, 0.0, 0.0, 0
     with torch.no_grad():
         for leaf in tree_leaves(output):
-            if isinstance(leaf, Tensor) and (leaf.dtype.is_floating_point or leaf.dtype.is_complex) and not _is_transformed(leaf):  # fmt: skip
+            if (
+                isinstance(leaf, Tensor)
+                and (leaf.dtype.is_floating_point or leaf.dtype.is_complex)
+                and not _is_transformed(leaf)
+            ):
                 ramp += ramp_of(leaf)
                 for values in float64_blocks(leaf):
                     total += values.sum().item()
@@ -153,10 +157,16 @@ class CastWatch(TorchDispatchMode):
     device: of float32 values that it may round where they are multiplied; such products are recorded, too."""
 
     def __init__(
-        self, precision: torch.dtype, modules: ModuleWatch | None = None, optimizer: str | None = None, device: torch.device | None = None
-    ) -> None:  # fmt: skip
+        self,
+        precision: torch.dtype,
+        modules: ModuleWatch | None = None,
+        optimizer: str | None = None,
+        device: torch.device | None = None,
+    ) -> None:
         super().__init__()
-        self._rounded = rounded_products(device) if device is not None and precision == torch.float32 else (None, None)  # fmt: skip
+        self._rounded = (
+            rounded_products(device) if device is not None and precision == torch.float32 else (None, None)
+        )
         self._bits = torch.finfo(precision).bits
         self._modules, self._optimizer = modules, optimizer
         self._seen: dict[Cast, None] = {}

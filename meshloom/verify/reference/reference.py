@@ -59,9 +59,13 @@ class Reference:
     """
 
     def __init__(
-        self, job: Job, plan: Plan, dtype: torch.dtype | None = None, device: torch.device | str = "cpu",
-        shares: Sequence[tuple[int, Sequence[int]]] = ()
-    ) -> None:  # fmt: skip
+        self,
+        job: Job,
+        plan: Plan,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str = "cpu",
+        shares: Sequence[tuple[int, Sequence[int]]] = (),
+    ) -> None:
         self.job, self.plan, self.dtype = job, plan, dtype
         self._recorded_shares, self.device = shares, torch.device(device)
         with preserved_draws():
@@ -80,7 +84,9 @@ class Reference:
         self._watch = ModuleWatch(self.model)
         self._casts = CastWatch(self.precision, self._watch, device=self.device)
         self.scale = ReferenceScale(plan)
-        self.chunk_run = ChunkRun(job, plan, self.model, self.device, dtype, dtype or self.updated.dtype, self._watch, self.scale)  # fmt: skip
+        self.chunk_run = ChunkRun(
+            job, plan, self.model, self.device, dtype, dtype or self.updated.dtype, self._watch, self.scale
+        )
         self.autocast = self.chunk_run.autocast
         self.turn = self.losses[0]  # the loss whose turn it is
         self.step = -1  # the last one

@@ -131,7 +131,9 @@ def settings_of(
     groups = [each.param_groups for each in optimizers]
     right = [float(each["lr"]) for of_one in groups for each in of_one if "lr" in each]
     reported = enumerate(right if rates is None else rates)
-    return named_settings(groups, states) | {f"learning rate {number}, as it is reported,": rate for number, rate in reported}  # fmt: skip
+    return named_settings(groups, states) | {
+        f"learning rate {number}, as it is reported,": rate for number, rate in reported
+    }
 
 
 def named_settings(
@@ -143,7 +145,9 @@ def named_settings(
         for number, groups in enumerate(optimizers)
         for place, group in enumerate(groups)
     }
-    found |= {f"scheduler {number}": each for number, each in enumerate(schedulers) if isinstance(each, Mapping)}  # fmt: skip
+    found |= {
+        f"scheduler {number}": each for number, each in enumerate(schedulers) if isinstance(each, Mapping)
+    }
     return {
         f"{key} of {what}": value if isinstance(value, bool | str) else float(value)
         for what, values in found.items()

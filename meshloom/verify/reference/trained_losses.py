@@ -37,19 +37,29 @@ def trained_losses(job: Job, model: nn.Module | ReferenceMasters) -> list[Traine
     """Those of a job, of its model, or of what is updated in place of its parameters."""
     named = [(name, each) for name, each in model.named_parameters() if each.requires_grad]
     alone = Objective(
-        loss=job.loss, optimizer=job.optimizer, parameters=lambda name: True, scheduler=job.scheduler, clip_grad_norm=job.clip_grad_norm
-    )  # fmt: skip
+        loss=job.loss,
+        optimizer=job.optimizer,
+        parameters=lambda name: True,
+        scheduler=job.scheduler,
+        clip_grad_norm=job.clip_grad_norm,
+    )
     found: list[TrainedLoss] = []
     for loss, each in (job.losses or {"": alone}).items():
         own = [(name, parameter) for name, parameter in named if _trains(each, name)]
         made = each.optimizer(own)
         found.append(
             TrainedLoss(
-                name=loss, loss=each.loss, names=frozenset(name for name, _ in own), optimizers=_list_of(made),
-                schedulers=_schedulers(each.scheduler, made), clip_grad_norm=each.clip_grad_norm, updates=each.updates, every=each.every,
-                draws=sum(other.updates for other in found)
+                name=loss,
+                loss=each.loss,
+                names=frozenset(name for name, _ in own),
+                optimizers=_list_of(made),
+                schedulers=_schedulers(each.scheduler, made),
+                clip_grad_norm=each.clip_grad_norm,
+                updates=each.updates,
+                every=each.every,
+                draws=sum(other.updates for other in found),
             )
-        )  # fmt: skip
+        )
     return found
 
 

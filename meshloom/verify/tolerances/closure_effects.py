@@ -87,7 +87,11 @@ class ClosureEffects:
                 return closure()
 
         # at whose end parameters have their values again
-        with having(reference, reference.parameters), reference.rerun() as gradients, default_dtype(reference.dtype):  # fmt: skip
+        with (
+            having(reference, reference.parameters),
+            reference.rerun() as gradients,
+            default_dtype(reference.dtype),
+        ):
             for name, each in gradients.items():
                 reference.parameters[name].grad = None if each is None else each.detach().clone()
             if reference.turn.clip_grad_norm is not None:

@@ -99,7 +99,9 @@ class GradientErrors:
                     allowed = max(allowed, min(TIMES * effect, most), effect, self._grown * self._size(name))
         moved = off < math.inf and allowed > self._most(name)
         size = own or self._largest or 1.0
-        compared = self._tensor_error(name, off / size, allowed / size, moved=moved, noise=0 < off < math.inf and allowed >= own)  # fmt: skip
+        compared = self._tensor_error(
+            name, off / size, allowed / size, moved=moved, noise=0 < off < math.inf and allowed >= own
+        )
         self._compared[name] = compared
         return compared
 
@@ -149,5 +151,15 @@ class GradientErrors:
                     self._grown = max(self._grown, effect / self._size(each))
         return self._effects[number].get(name, 0.0)
 
-    def _tensor_error(self, name: str, error: float, tolerance: float, *, moved: bool = False, noise: bool = False) -> TensorError:  # fmt: skip
-        return TensorError(name=name, kind="gradient", step=self._step, error=error, tolerance=tolerance, moved=moved, noise=noise)  # fmt: skip
+    def _tensor_error(
+        self, name: str, error: float, tolerance: float, *, moved: bool = False, noise: bool = False
+    ) -> TensorError:
+        return TensorError(
+            name=name,
+            kind="gradient",
+            step=self._step,
+            error=error,
+            tolerance=tolerance,
+            moved=moved,
+            noise=noise,
+        )

@@ -55,9 +55,16 @@ def update_tolerances(
     found: dict[str, float] = {}
     for optimizer in optimizers:
         kind = type(optimizer)
-        lower = [getattr(torch, cast.dtype) for cast in casts if cast.in_optimizer and cast.place == kind.__name__]  # fmt: skip
+        lower = [
+            getattr(torch, cast.dtype) for cast in casts if cast.in_optimizer and cast.place == kind.__name__
+        ]
         is_sliced = kind in ELEMENTWISE and kind is not SparseAdam
-        allowed = max([unmeasured_through(precision) if is_sliced else most_tolerated(precision), *map(most_tolerated, lower)])  # fmt: skip
+        allowed = max(
+            [
+                unmeasured_through(precision) if is_sliced else most_tolerated(precision),
+                *map(most_tolerated, lower),
+            ]
+        )
         for group in optimizer.param_groups:
             found |= {names[id(each)]: allowed for each in group["params"] if id(each) in names}
     return UpdateTolerances(by_name=found, other=unmeasured_through(precision))
@@ -129,7 +136,9 @@ class StateErrors:
         most = allowed * moved + units
         effect = self._updates_allowed.effect(name)
         grown, most = effect > most, max(most, effect)  # beyond what is tolerated unmeasured
-        parameter = self._tensor_error(name, "parameter", relative(off, of_value), (allowed * size + most) / of_value)  # fmt: skip
+        parameter = self._tensor_error(
+            name, "parameter", relative(off, of_value), (allowed * size + most) / of_value
+        )
         update = self._tensor_error(name, "update", relative(off, of_update), most / of_update)
         return [parameter, replace(update, moved=grown)]
 

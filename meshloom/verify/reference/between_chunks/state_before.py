@@ -21,10 +21,17 @@ class StateBefore:
         known = {id(each): _kept_tensor(each, self.tensors[name]) for name, each in named}
         self._tensors = [*known.values()]
         self._modules = [
-            (module, {name: _kept(each, known) for name, each in _buffers(module).items()},
-             {name: _kept(each, known) for name, each in vars(module).items() if name not in _TORCHS and _is_plain(each)})
+            (
+                module,
+                {name: _kept(each, known) for name, each in _buffers(module).items()},
+                {
+                    name: _kept(each, known)
+                    for name, each in vars(module).items()
+                    if name not in _TORCHS and _is_plain(each)
+                },
+            )
             for module in model.modules()
-        ]  # fmt: skip
+        ]
 
     def put_back(self) -> None:
         """Other objects in attributes stay."""
