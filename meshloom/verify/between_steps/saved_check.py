@@ -82,12 +82,13 @@ def same_files(path: Path, other: Path, what: str, *, with_values: bool = False)
 
 def _differing(where: str, right: Any, found: Any) -> Iterator[str]:
     """Values of JSON that are others, a sentence each."""
-    if isinstance(right, dict) and isinstance(found, dict):
+    kinds = type(right), type(found)
+    if kinds == (dict, dict):
         right, found = _by_keys(right), _by_keys(found)
         for key, value in right.items():
             yield from _differing(f"{where}.{key}".lstrip("."), value, found.get(key))
-    elif isinstance(right, list) and isinstance(found, list) and len(right) == len(found):  # type: ignore[arg-type]
-        for number, (one, other) in enumerate(zip(right, found, strict=True)):  # type: ignore[arg-type]
+    elif kinds == (list, list) and len(right) == len(found):
+        for number, (one, other) in enumerate(zip(right, found, strict=True)):
             yield from _differing(f"{where}[{number}]", one, other)
     elif str(right) != str(found):
         yield f"{where} is {found} instead of {right}."
