@@ -7,7 +7,7 @@ else they get all parameters. A subclass, step hooks, and a `step` that was put 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import MethodType
 from typing import Any, Literal
 
@@ -35,22 +35,6 @@ ELEMENTWISE = (ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, 
 PER_PARAMETER = (Adafactor, Muon)  # the norm of a matrix, its rows and columns
 # Bytes of state per byte of parameters: two averages, if an optimizer is not on the lists. Momentum adds one, as do other settings.
 OPTIMIZER_FACTOR = 2.0
-_FACTORS: dict[type[Optimizer], int] = {
-    ASGD: 1,
-    SGD: 0,
-    Adadelta: 2,
-    Adafactor: 0,
-    Adagrad: 1,
-    Adam: 2,
-    Adamax: 2,
-    AdamW: 2,
-    Muon: 0,
-    NAdam: 2,
-    RAdam: 2,
-    RMSprop: 1,
-    Rprop: 2,
-    SparseAdam: 2,
-}
 
 
 def reach(optimizer: Optimizer, *, elementwise: bool | None = None, per_parameter: bool = False) -> Reach:
@@ -83,12 +67,23 @@ def expected_state_bytes(optimizer: Optimizer) -> int:
     """
     total = 0.0
     for group in optimizer.param_groups:
-        factor = OPTIMIZER_FACTOR
-        if is_known(optimizer):
-            more = (bool(group.get(setting)) for setting in ("momentum", "amsgrad", "centered"))
-            factor = _FACTORS[type(optimizer)] + sum(more)
+        factor = tensors_per_parameter(optimizer, group) if is_known(optimizer) else OPTIMIZER_FACTOR
         total += factor * sum(each.nbytes for each in group["params"])
     return round(total)
+
+
+def tensors_per_parameter(optimizer: Optimizer, group: Mapping[str, Any]) -> int:
+    """Tensors of state that are as large as their parameter, by the optimizer's class."""
+    kind = type(optimizer)
+    if kind is SGD:
+        return int(group["momentum"] != 0)
+    if kind in (Adam, AdamW):
+        return 2 + int(group["amsgrad"])
+    if kind is RMSprop:
+        return 1 + int(group["momentum"] > 0) + int(group["centered"])
+    if kind in (Adagrad, ASGD, Muon):
+        return 1
+    return 0 if kind is Adafactor else 2  # rows and columns
 
 
 def added_to(optimizer: Any) -> str:

@@ -39,8 +39,18 @@ class UserOptimizers:
     @property
     def looks_at_all(self) -> Optimizer | None:
         """The first optimizer whose updates depend on all of its parameters, if there is one."""
+        return next(iter(self.at_once), None)
+
+    @property
+    def at_once(self) -> list[Optimizer]:
+        """Those whose updates depend on all of their parameters."""
         pairs = zip(self.optimizers, self.reaches, strict=True)
-        return next((each for each, reach in pairs if reach == "optimizer"), None)
+        return [each for each, reach in pairs if reach == "optimizer"]
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Of the parameters of these, which every rank gets."""
+        return sum(each.nbytes for optimizer in self.at_once for each in parameters_of(optimizer))
 
     @property
     def in_windows(self) -> list[bool]:

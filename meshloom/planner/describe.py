@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -22,8 +22,6 @@ from meshloom.program.cost.opaque_shares import opaque_notes
 from meshloom.program.ir.nodes import Node
 from meshloom.program.ir.program import Program
 from meshloom.program.opaque.operator import is_opaque
-from meshloom.program.store.capture_key import function_key
-from meshloom.program.store.object_text import NoTextError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,16 +95,12 @@ def check_weights(job: Job) -> Sequence[str]:
 
 
 def _memory_of(program: Program, readings: Readings) -> tuple[Memory | None, str]:
-    job, stored = readings.job, readings.stored
-    parts: Mapping[str, str] = {}
-    try:
-        parts = function_key(job.optimizer, "optimizer") if stored else {}
-        parts = {**parts, "checkpoint": job.checkpoint}
-    except NoTextError:
-        stored = None
+    job, stored, parts = readings.job, readings.stored, readings.optimizer_key
     predict = partial(predict_memory, program, job.optimizer, copies=job.checkpoint == "background")
     try:
-        return stored.value("memory", program, parts, Memory, predict) if stored else predict(), ""
+        if stored is None or parts is None:
+            return predict(), ""
+        return stored.value("memory", program, {**parts, "checkpoint": job.checkpoint}, Memory, predict), ""
     except NeedsValuesError as error:
         return None, str(error)
 

@@ -18,7 +18,7 @@ from meshloom.core.random import preserved_draws
 from meshloom.core.units import format_bytes, format_count
 from meshloom.optimizer.bfloat16.lowered import has_masters
 from meshloom.optimizer.reach import expected_state_bytes
-from meshloom.optimizer.user_optimizer import make_without_values, parameters_of
+from meshloom.optimizer.user_optimizer import make_without_values
 from meshloom.planner.divided import divided
 from meshloom.planner.memory.rank_memory import RankMemory, gathered_bytes
 from meshloom.planner.ranks import ranks_of
@@ -86,14 +86,11 @@ def state_bytes(job: Job, named: NamedParameters) -> StateBytes | None:
     if made is None:
         return None
     averages = [each for _, each in trainable] if job.average is not None else []
-    at_once = [
-        each for each, reach in zip(made.optimizers, made.reaches, strict=True) if reach == "optimizer"
-    ]
     return StateBytes(
         total=sum(map(expected_state_bytes, made.optimizers))
         + sum(each.nbytes for each in [*masters, *averages]),
-        gathered=sum(each.nbytes for optimizer in at_once for each in parameters_of(optimizer)),
-        of_gathered=sum(map(expected_state_bytes, at_once)),
+        gathered=made.gathered_bytes,
+        of_gathered=sum(map(expected_state_bytes, made.at_once)),
     )
 
 

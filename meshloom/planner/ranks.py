@@ -37,8 +37,6 @@ from meshloom.planner.memory.unit_bytes import unit_bytes
 from meshloom.planner.readings import Readings
 from meshloom.planner.staged_plan import StagePlan
 from meshloom.program.ir.program import Program
-from meshloom.program.store.capture_key import function_key
-from meshloom.program.store.object_text import NoTextError
 from meshloom.replica.exchanges.sharing import shares_copies
 from meshloom.tensor_parallel.partition import Partition
 from meshloom.tensor_parallel.sent_bytes import sent_at_step_end
@@ -255,16 +253,11 @@ def step_facts(readings: Readings, plan: Plan, *, batch_size: int | None = None)
     settings: Any = {"microbatches": len(sizes), "bucketed": has_buckets(plan), "recompute": plan.recompute}
     make = partial(facts_of, reading.program, job.optimizer, reading.costs, **settings)
     with readings.timings.of("memory of a step"):
-        try:
-            parts = function_key(job.optimizer, "optimizer") if readings.stored else {}
-        except NoTextError:
-            return _of_job(make(), readings, plan, sizes[0])
-        depends = {**parts, **settings}
-        facts = (
-            readings.stored.value("facts", reading.program, depends, StepFacts, make)
-            if readings.stored
-            else make()
-        )
+        stored, parts = readings.stored, readings.optimizer_key
+        if stored is None or parts is None:
+            facts = make()
+        else:
+            facts = stored.value("facts", reading.program, {**parts, **settings}, StepFacts, make)
     return _of_job(facts, readings, plan, sizes[0])
 
 

@@ -17,7 +17,7 @@ from meshloom.core.random import preserved_draws
 from meshloom.data.samples import first_batches
 from meshloom.machine.host_memory import free_bytes
 from meshloom.optimizer.updater import check_stages
-from meshloom.optimizer.user_optimizer import UserOptimizers, make_without_values, parameters_of
+from meshloom.optimizer.user_optimizer import UserOptimizers, make_without_values
 from meshloom.parameters.model import trainable
 from meshloom.parameters.unfilled_model import UnfilledModel, build_unfilled
 from meshloom.planner.memory.comparison import compared_program, comparison_bytes
@@ -27,7 +27,9 @@ from meshloom.program.cost.cost import Cost, costs
 from meshloom.program.ir.leaves import Leaves
 from meshloom.program.ir.program import Program
 from meshloom.program.ir.sparse_constants import empty_like
+from meshloom.program.store.capture_key import function_key
 from meshloom.program.store.captured_loss import CapturedLoss, choices_of
+from meshloom.program.store.object_text import NoTextError
 from meshloom.program.store.program_cache import ProgramCache
 from meshloom.program.store.stored_costs import cached_costs
 from meshloom.replica.open_engine import for_optimizers
@@ -128,10 +130,15 @@ class Readings:
     @property
     def gathered(self) -> int:
         """Bytes of the parameters that optimizers get on every rank, as they look at all of them."""
-        made = self._optimizers
-        pairs = zip(made.optimizers, made.reaches, strict=True) if made else ()
-        at_once = [each for each, reach in pairs if reach == "optimizer"]
-        return sum(each.nbytes for optimizer in at_once for each in parameters_of(optimizer))
+        return self._optimizers.gathered_bytes if self._optimizers else 0
+
+    @cached_property
+    def optimizer_key(self) -> Mapping[str, str] | None:
+        """Texts of all that the optimizer's function depends on; None if there is no cache, or no such text."""
+        try:
+            return function_key(self.job.optimizer, "optimizer") if self.stored else None
+        except NoTextError:
+            return None
 
     @cached_property
     def _optimizers(self) -> UserOptimizers | None:

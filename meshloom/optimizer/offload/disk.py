@@ -51,6 +51,7 @@ from meshloom.optimizer.offload.windows import (
     parameters_of,
     step_in_windows,
 )
+from meshloom.optimizer.reach import tensors_per_parameter
 
 PAGE = mmap.PAGESIZE
 ARENA_BYTES = 16 * 2**20  # at least, of an arena that nobody reserved
@@ -170,28 +171,11 @@ def directory_for(files: Path | None) -> Path:
 def state_bytes_of(optimizer: Optimizer) -> int:
     """Bytes in the file that an optimizer's state will take, in whole pages."""
     return sum(
-        _tensors_per_parameter(optimizer, group) * round_up(each.nbytes, PAGE)
+        tensors_per_parameter(optimizer, group) * round_up(each.nbytes, PAGE)
         for group in optimizer.param_groups
         for each in group["params"]
         if each.nbytes >= SMALLEST
     )
-
-
-def _tensors_per_parameter(optimizer: Optimizer, group: Mapping[str, Any]) -> int:
-    """Tensors of state that are as large as their parameter."""
-    match type(optimizer):
-        case torch.optim.SGD:
-            return int(group["momentum"] != 0)
-        case torch.optim.Adam | torch.optim.AdamW:
-            return 2 + int(group["amsgrad"])
-        case torch.optim.RMSprop:
-            return 1 + int(group["momentum"] > 0) + int(group["centered"])
-        case torch.optim.Adagrad | torch.optim.ASGD | torch.optim.Muon:
-            return 1
-        case torch.optim.Adafactor:
-            return 0  # rows and columns
-        case _:
-            return 2
 
 
 def _state_of(optimizer: Optimizer, parameters: Any) -> Iterator[Tensor]:
