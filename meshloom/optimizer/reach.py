@@ -7,7 +7,7 @@ else they get all parameters. A subclass, step hooks, and a `step` that was put 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from types import MethodType
 from typing import Any, Literal
 
@@ -28,6 +28,8 @@ from torch.optim import (
     Rprop,
     SparseAdam,
 )
+
+from meshloom.core.state_sizes import tensors_per_parameter
 
 Reach = Literal["element", "parameter", "optimizer"]
 
@@ -70,20 +72,6 @@ def expected_state_bytes(optimizer: Optimizer) -> int:
         factor = tensors_per_parameter(optimizer, group) if is_known(optimizer) else OPTIMIZER_FACTOR
         total += factor * sum(each.nbytes for each in group["params"])
     return round(total)
-
-
-def tensors_per_parameter(optimizer: Optimizer, group: Mapping[str, Any]) -> int:
-    """Tensors of state that are as large as their parameter, by the optimizer's class."""
-    kind = type(optimizer)
-    if kind is SGD:
-        return int(group["momentum"] != 0)
-    if kind in (Adam, AdamW):
-        return 2 + int(group["amsgrad"])
-    if kind is RMSprop:
-        return 1 + int(group["momentum"] > 0) + int(group["centered"])
-    if kind in (Adagrad, ASGD, Muon):
-        return 1
-    return 0 if kind is Adafactor else 2  # rows and columns
 
 
 def added_to(optimizer: Any) -> str:

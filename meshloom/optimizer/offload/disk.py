@@ -40,6 +40,7 @@ from torch.optim import Optimizer
 
 from meshloom.checkpoint.lending import Lender
 from meshloom.core.errors import PlanError
+from meshloom.core.state_sizes import tensors_per_parameter
 from meshloom.core.units import format_bytes, round_up
 from meshloom.machine.file_system import file_system_of, is_remote, keeps_in_memory
 from meshloom.machine.process_memory import trim
@@ -51,7 +52,6 @@ from meshloom.optimizer.offload.windows import (
     parameters_of,
     step_in_windows,
 )
-from meshloom.optimizer.reach import tensors_per_parameter
 
 PAGE = mmap.PAGESIZE
 ARENA_BYTES = 16 * 2**20  # at least, of an arena that nobody reserved
