@@ -217,8 +217,8 @@ def test_what_is_captured_by_shapes_is_the_program_that_is_captured_with_values(
         known, wanted = (capture(job, (each[0], each[1])) for each in (whole, less))
     except CaptureError:
         return
-    read: Any = lambda model, batches: capture_module(model, job.loss, batches)  # noqa: E731
-    found = captured_by_shapes(known, job, (less[0], less[1]), read)
+    read: Any = lambda model, batch: capture_module(model, job.loss, [batch])  # noqa: E731
+    found = captured_by_shapes(known, job, less[0], read)
     assert found is None or found.digest() == wanted.digest()
     assert found is not None or name != "llama"
 

@@ -109,3 +109,12 @@ ABORTED = "which has aborted"
 
 class PeerLostError(MeshloomError):
     """Another rank or peer is lost; its own error is the cause."""
+
+
+def first_line(error: BaseException) -> str:
+    """Of its message; its class if it has none.
+
+    >>> first_line(ValueError("no such thing\\nas a second line")), first_line(KeyError())
+    ('no such thing', 'KeyError')
+    """
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -138,7 +138,7 @@ class ProgramEngine(Engine):
         self._model, self.runs_modules = model, bool(self.programs.opaque)
         self.is_unlike_training = self.programs.is_unlike_training
         self._guards = {
-            each: Guards(each, model, self.programs.leaf_modules).values for each in self.losses.values()
+            each: Guards(each, model, self.programs.opaque).values for each in self.losses.values()
         }
         self._parameters = {name: each for name, each in model.named_parameters() if not each.is_meta}
         for by_stage, of_loss in zip(scope.statistics, here, strict=True):
@@ -258,7 +258,7 @@ class ProgramEngine(Engine):
             check_step(self._guards[metric])
         yield from self.programs.ready(batch, loss=metric, training=False)
         if metric not in self._guards:
-            self._guards[metric] = Guards(metric, self._model, self.programs.leaf_modules).values
+            self._guards[metric] = Guards(metric, self._model, self.programs.opaque).values
         with moment.entered():
             self.team_sums.count(self.microbatches.evaluate(batch, metric, take))
 

@@ -177,7 +177,7 @@ class ChunkWrites:
     ) -> None:
         self._frozen = frozen
         self._watched = [*([] if alone else frozen), *(trained if one_copy else [])]
-        self._first_looks = FIRST_LOOKS if frozen else 1
+        self._first_looks = FIRST_LOOKS if frozen else 0
         self._moving = [each for _, each in trained] if moving else []
         self._places, self._memory = list[int](), list[Tensor]()  # of these, as the step found them
         self._since_update: list[tuple[int, int]] = []  # of the one copy

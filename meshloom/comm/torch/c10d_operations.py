@@ -23,7 +23,7 @@ from torch import Tensor
 from meshloom.comm.group import Work
 from meshloom.comm.liveness.activity import Activity
 from meshloom.comm.liveness.notes import Notes
-from meshloom.core.errors import ABORTED, CollectiveError, PeerLostError
+from meshloom.core.errors import ABORTED, CollectiveError, PeerLostError, first_line
 
 _POLL = timedelta(seconds=1)
 # Gloo copies what it scatters or gathers until somebody has waited for it. With more bytes under way the
@@ -175,7 +175,7 @@ class C10dOperations:
             here = self._member
             if any(fragment in text for fragment in _UNEQUAL):
                 raise CollectiveError(
-                    f"{what} on {here} met another operation or size on another rank: {_first_line(error)}"
+                    f"{what} on {here} met another operation or size on another rank: {_message_of(error)}"
                 ) from error
             timed_out = _is_timeout(error)
             if not timed_out and not any(fragment in text for fragment in _ENDED):
@@ -183,7 +183,7 @@ class C10dOperations:
             others = [member for member in self._members if member != here]
             peer = self.who_left() or (others[0] if len(others) == 1 else f"one of {', '.join(others)}")
             how = "waited too long for" if timed_out else "lost"
-            raise PeerLostError(f"{here} {how} {peer} in {what}: {_first_line(error)}") from error
+            raise PeerLostError(f"{here} {how} {peer} in {what}: {_message_of(error)}") from error
 
 
 def _is_timeout(error: RuntimeError) -> bool:
@@ -217,9 +217,9 @@ def _holds(work: Work) -> bool:
     return work.work is not None if isinstance(work, _C10dWork) else not work.is_finished()
 
 
-def _first_line(error: Exception) -> str:
+def _message_of(error: Exception) -> str:
     """The backend's message, without the position in its source and its advice."""
-    line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    line = first_line(error)
     if line.startswith("["):
         line = line.partition("] ")[2] or line
     return line.partition(". ")[0].rstrip(".") + "."

@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from meshloom.checkpoint.format import TORCHS_META
-from meshloom.core.errors import CheckpointError
+from meshloom.core.errors import CheckpointError, first_line
 
 Place = tuple[Any, ...]  # keys of nested dicts, numbers in lists
 _DESCRIPTIONS = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
@@ -94,7 +94,7 @@ class TorchDirectory:
         try:
             self._reader.read_data(LoadPlan(list(items)), target).wait()
         except (OSError, RuntimeError, EOFError, KeyError, ValueError, pickle.UnpicklingError) as error:
-            first = (str(error).strip() or type(error).__name__).splitlines()[0]
+            first = first_line(error)
             raise CheckpointError(f"{self.path} cannot be read: {first}") from error
 
 
@@ -159,7 +159,7 @@ def _read_description(path: Path) -> Metadata:
         if not isinstance(found, Metadata) or any(Path(name).name != name for name in names):
             raise pickle.UnpicklingError("it is no description of files in this directory")
     except Exception as error:  # whatever damaged bytes lead to
-        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        first = first_line(error)
         raise CheckpointError(
             f"{path / TORCHS_META} cannot be read as what torch.distributed.checkpoint writes: {first}."
         ) from error

@@ -58,7 +58,7 @@ class UnitAccess:
         self._written: UnitEntry | None = None
         self._num_steps = 0
         trains_all = all(part.is_trainable for unit in self._units for part in unit.parts)
-        self._first_looks = 1 if trains_all else FIRST_LOOKS
+        self._first_looks = 0 if trains_all else FIRST_LOOKS
         self._looks = False  # in this pass: whether what is written is seen by values
         self._casts = UnitCasts()
         self._frozen = FrozenCasts()

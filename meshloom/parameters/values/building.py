@@ -21,7 +21,7 @@ from meshloom.checkpoint.resuming import check_together
 from meshloom.comm.group import Group
 from meshloom.comm.objects import collect
 from meshloom.comm.steps import Steps
-from meshloom.core.errors import MeshloomError
+from meshloom.core.errors import MeshloomError, first_line
 from meshloom.core.modules.module_caches import no_tensors_kept
 from meshloom.core.moments.uncompiled import uncompiled
 from meshloom.program.ir.replaced import replaced
@@ -53,7 +53,7 @@ def described(build: Callable[[], nn.Module]) -> nn.Module:
     except MeshloomError:
         raise
     except READS as error:
-        raise NotDescribableError((str(error).strip() or type(error).__name__).splitlines()[0]) from error
+        raise NotDescribableError(first_line(error)) from error
     owners: dict[int, str] = {}
     for name, each in model.named_parameters():
         owner = owners.setdefault(memory.get(id(each), id(each)), name)

@@ -20,7 +20,6 @@ from meshloom.comm.steps import Steps
 from meshloom.core.errors import CaptureError
 from meshloom.core.job import Job, LossFunction
 from meshloom.core.losses.turns import jobs_of
-from meshloom.core.modules.named_leaves import is_function
 from meshloom.core.plan import Plan
 from meshloom.pipeline.stages.stage_cutter import StageCutter
 from meshloom.pipeline.stages.stages import Stage, with_places_behind_parts
@@ -161,11 +160,6 @@ class ProgramStore:
     def opaque(self) -> Mapping[str, str]:
         """Leaves, which programs run as they are, and why."""
         return {path: why for each in self._captured.values() for path, why in each.opaque.items()}
-
-    @property
-    def leaf_modules(self) -> list[str]:
-        """Those of them that are no calls of functions."""
-        return [path for path in self.opaque if not is_function(path)]
 
     def opaque_notes(self) -> list[str]:
         """Which modules training runs as they are, why, and how much of the model they are."""

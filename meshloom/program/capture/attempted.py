@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-from meshloom.core.errors import CaptureError, MeshloomError
+from meshloom.core.errors import CaptureError, MeshloomError, first_line
 from meshloom.program.ir.lines import describe_line, line_of_error
 
 T = TypeVar("T")
@@ -22,7 +22,7 @@ def attempted(make: Callable[[], T]) -> tuple[T | None, MeshloomError | None]:
     except MeshloomError as error:
         return None, error
     except Exception as error:
-        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        first = first_line(error)
         refused = CodeFailedError(
             f"Capturing the loss failed at {describe_line(line_of_error(error.__traceback__))}: {type(error).__name__}: {first}"
         )

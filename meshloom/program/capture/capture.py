@@ -54,8 +54,7 @@ def capture(
     with one_thread():
         model = build_model(job, dtype, training=training, beside=batches[0])
         parts = leaves_of_job(job, model) if opaque is None else opaque
-        given: Any = {"numbers": numbers, "opaque": parts}
-        return capture_module(model, job.loss, batches, dtype=dtype, **given)
+        return capture_module(model, job.loss, batches, dtype=dtype, numbers=numbers, opaque=parts)
 
 
 def capture_module(

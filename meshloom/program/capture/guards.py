@@ -57,6 +57,7 @@ class Guards:
     def __init__(
         self, function: Callable[..., Any], model: nn.Module | None = None, leaves: Collection[str] = ()
     ) -> None:
+        self._function = function
         self._places: dict[tuple[int, Any], GuardedValue] = {}
         self._refused: list[str] = []  # code that no program follows
         self._of_others = Reads()  # attributes that code reads of another object than its own
@@ -77,14 +78,14 @@ class Guards:
             raise ChangedWhileReadError(sentence)
 
     @contextmanager
-    def following(self, loss: LossFunction) -> Iterator[LossFunction]:
-        """`loss`, whose runs raise `CaptureError` if they change what is read. What they set up is put back afterwards: the first
+    def following(self) -> Iterator[LossFunction]:
+        """The function, whose runs raise `CaptureError` if they change what is read. What they set up is put back afterwards: the first
         may replace None (a cache), in a package's code any value; and each may leave a tensor where a plain value was.
         """
         seen = dict(self._places)
 
         def followed(model: nn.Module, batch: Any) -> Any:
-            returned = loss(model, batch)
+            returned = self._function(model, batch)
             for place, before in seen.items():
                 now, first = before.now(), self._places[place]
                 if before.equals(now):

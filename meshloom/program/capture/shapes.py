@@ -86,7 +86,7 @@ def capture_shapes(
             guards.check_code()
 
             def built(shortcuts: Shortcuts) -> Program:
-                with guards.following(job.loss) as loss:
+                with guards.following() as loss:
                     exported = export_once(model, loss, shapes, shortcuts)
                 return build(exported, model, shapes.tensors, device_of(model, shapes), dtype)
 

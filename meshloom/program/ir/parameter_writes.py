@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from meshloom.core.errors import JobError
 
 LOOK_EVERY = 100  # steps between looks at values, as torch counts most writes
-FIRST_LOOKS = (
-    4  # steps with one: a teacher that begins as a copy of its student is another one from the second on
-)
+# steps with one, where some are untrained: a teacher that begins as a copy of its student is another one from the second on
+FIRST_LOOKS = 4
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 

@@ -141,24 +141,19 @@ def further_batch(found: Trace, programs: Sequence[Program], leaves: Leaves) -> 
 
 
 def captured_by_shapes(
-    known: Program,
-    job: Job,
-    batches: tuple[Any, Any],
-    capture: Callable[[nn.Module, tuple[Any, Any]], Program],
+    known: Program, job: Job, batch: Any, capture: Callable[[nn.Module, Any], Program]
 ) -> Program | None:
-    """The program for batches like these two, captured from shapes alone, with `known`'s constants; None if it
+    """The program for batches like this one, captured from shapes alone, with `known`'s constants; None if it
     differs in more than sizes, or if the capture needs values.
 
-    known: a compared program of the same loss and mode. capture: captures a model and two batches.
+    known: a compared program of the same loss and mode. capture: captures a model and a batch.
     """
     try:
         with capturing(known.precision), on_cpu(known.device):
             model, mode = model_by_shapes(job, known.precision, training=known.training)
-            first, second = (
-                leaves.rebuild([fake_of(each, mode) for each in leaves.tensors.values()])
-                for leaves in map(leaves_of, batches)
-            )
-            found = moved_to(capture(model, (first, second)), known.device)
+            leaves = leaves_of(batch)
+            fake = leaves.rebuild([fake_of(each, mode) for each in leaves.tensors.values()])
+            found = moved_to(capture(model, fake), known.device)
     except CaptureError:
         return None
     # for example, a constructor draws nothing

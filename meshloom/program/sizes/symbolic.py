@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from meshloom.core.errors import CaptureError
+from meshloom.core.errors import CaptureError, first_line
 from meshloom.core.job import Job
 from meshloom.program.capture.shapes import model_by_shapes, on_cpu
 from meshloom.program.ir.batch_values import stand_ins
@@ -82,7 +82,7 @@ def trace(job: Job, program: Program, leaves: Leaves) -> Trace:
     except NotTracedError:
         raise
     except Exception as error:  # some operators of torch do not support symbols, nor may the job's code
-        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        first = first_line(error)
         raise NotTracedError(f"{type(error).__name__}: {first[:160]}") from error
 
 

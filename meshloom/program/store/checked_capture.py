@@ -59,22 +59,21 @@ class CheckedCapture:
             `model` is given, it is captured from shapes alone.
         """
         with default_precision(self._default):
-            resized = self.at_other_sizes(known, batches[0], batches[1]) if known and model is None else None
+            resized = self.at_other_sizes(known, batches[0]) if known and model is None else None
             if resized is not None:
                 return resized
             with nullcontext(model) if model is not None else self._model_for(training, batches[0]) as used:
                 return self._program(batches, training, used, known)
 
-    def at_other_sizes(self, known: Program, *batches: Any) -> Program | None:
-        """The program for batches of other sizes, captured from shapes alone; None where it differs from
+    def at_other_sizes(self, known: Program, batch: Any) -> Program | None:
+        """The program for a batch of other sizes, captured from shapes alone; None where it differs from
         `known` in more than sizes, or has leaves, whose code needs values."""
         if known.opaque:
             return None
         with default_precision(self._default):
-            ends = batches[0], batches[-1]
             # `known` freezes nothing, and this one differs from it in sizes only
             return captured_by_shapes(
-                known, self._job, ends, lambda model, pair: self._capture(pair[:1], model, {})
+                known, self._job, batch, lambda model, fake: self._capture([fake], model, {})
             )
 
     def _program(
@@ -143,7 +142,7 @@ class CheckedCapture:
             guards.check_code()
             with (
                 _all_cores() if not small and is_large(program) else nullcontext(),
-                guards.following(self._job.loss) as loss,
+                guards.following() as loss,
             ):
                 check_against_module(small.program if small else program, model, loss, at)
 
@@ -168,7 +167,7 @@ class CheckedCapture:
         """guards: which look at what the capture's runs of the loss change."""
         with (
             self._timings.of("reading"),
-            guards.following(self._job.loss) if guards else nullcontext(self._job.loss) as loss,
+            guards.following() if guards else nullcontext(self._job.loss) as loss,
         ):
             program = capture_module(model, loss, batches, dtype=self._dtype, numbers=numbers, opaque=leaves)
             gc.collect()  # torch.export leaves the model in cycles
@@ -191,7 +190,7 @@ class CheckedCapture:
             if not self._compare_smaller(program, batches, model, guards):
                 with (
                     _all_cores() if is_large(program) else nullcontext(),
-                    guards.following(self._job.loss) as loss,
+                    guards.following() as loss,
                 ):
                     check_against_module(program, model, loss, batches)
 
@@ -211,7 +210,7 @@ class CheckedCapture:
         if found is None:
             return False
         small = [found.batch(each) for each in batches]
-        with guards.following(self._job.loss) as loss:
+        with guards.following() as loss:
             difference, _ = attempted(lambda: check_against_module(found.program, model, loss, small))
         if difference is None or not difference.telling:
             return False

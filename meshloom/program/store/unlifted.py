@@ -58,11 +58,13 @@ def unlifted(
         found, _ = attempted(
             lambda: capture_shapes(job, own, training=program.training, device=program.device, kept=kept)
         )
+    wanted = _facts(program)
     # a capture by shapes has no numbers of the batch as inputs
-    if found is None or _facts(found) != _facts(program):
-        numbers = takes_numbers(program.others)
-        found = capture(job, (own, own), training=program.training, numbers=numbers, opaque=program.opaque)
-    return found if _facts(found) == _facts(program) else None
+    if found is not None and _facts(found) == wanted:
+        return found
+    numbers = takes_numbers(program.others)
+    found = capture(job, (own, own), training=program.training, numbers=numbers, opaque=program.opaque)
+    return found if _facts(found) == wanted else None
 
 
 def _facts(program: Program) -> list[Any]:

@@ -17,7 +17,7 @@ from functools import reduce
 import torch
 from torch import nn
 
-from meshloom.core.errors import CODE_ERRORS
+from meshloom.core.errors import CODE_ERRORS, first_line
 from meshloom.core.random import Rows
 from meshloom.machine.host_memory import free_bytes
 from meshloom.machine.process_memory import regained_bytes, trim
@@ -90,7 +90,7 @@ def compare_whole_batch(reference: Reference, tolerance: float) -> WholeBatch | 
         raise
     except CODE_ERRORS as error:
         # Raised by the job's own code, which never gets so large a batch under the plan (a shorter queue).
-        said = (str(error).strip() or type(error).__name__).splitlines()[0]
+        said = first_line(error)
         why = f"the job's own code fails on it: {type(error).__name__}: {said}"
         return WholeBatch(error=math.inf, loss=math.inf, why=why, ran=False)
 
