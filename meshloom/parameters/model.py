@@ -3,7 +3,7 @@ values."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
@@ -122,6 +122,12 @@ def make_row_major(model: nn.Module) -> None:
             each.untyped_storage().resize_(0)
 
 
+def all_named(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and buffers, by all of their names."""
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
+
+
 def replace_tensors(model: nn.Module, make: Callable[[list[str], Tensor], Tensor | None]) -> None:
     """Replaces parameters and buffers by what `make` returns for all names of one and its value; None keeps
     it.
@@ -130,10 +136,7 @@ def replace_tensors(model: nn.Module, make: Callable[[list[str], Tensor], Tensor
     """
     names: dict[int, list[str]] = {}
     tensors: dict[int, Tensor] = {}
-    for name, tensor in (
-        *model.named_parameters(remove_duplicate=False),
-        *model.named_buffers(remove_duplicate=False),
-    ):
+    for name, tensor in all_named(model):
         names.setdefault(id(tensor), []).append(name)
         tensors[id(tensor)] = tensor
     for key, tensor in tensors.items():

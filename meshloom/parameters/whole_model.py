@@ -4,7 +4,7 @@ share."""
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from meshloom.core.errors import JobError
 from meshloom.machine.process_memory import Shortage
 from meshloom.parameters.digest import digest
-from meshloom.parameters.model import state_of
+from meshloom.parameters.model import all_named, state_of
 from meshloom.parameters.values.initial_values import HeldTensor, InitialValues
 
 _PLAIN = (bool, int, float, complex, str, bytes)
@@ -56,7 +56,7 @@ class WholeModel(InitialValues):
             return
         model = self._build()
         self._check(model)
-        state = {name: each.detach() for name, each in _named(model)}
+        state = {name: each.detach() for name, each in all_named(model)}
         with torch.no_grad():
             for each in wanted:
                 each.take(state[each.name])
@@ -102,8 +102,8 @@ class WholeModel(InitialValues):
                 vars(self._modules[path])[name] = value.detach() if isinstance(value, Tensor) else value
 
 
-def check_alike(found: Sequence[dict[str, int] | None]) -> None:
-    """Raises `JobError` if ranks have built different models. found: digests by rank; None of one that has built none."""
+def check_alike(found: Sequence[dict[str, int]]) -> None:
+    """Raises `JobError` if ranks have built different models. found: digests by rank; none of one that has built none."""
     there = [(rank, each) for rank, each in enumerate(found) if each]
     for rank, each in there[1:]:
         first, known = there[0]
@@ -121,7 +121,7 @@ def _shape_of(model: nn.Module) -> dict[str, str]:
         path: type(module).__name__ for path, module in model.named_modules(remove_duplicate=False) if path
     }
     first: dict[int, str] = {}
-    for name, each in _named(model):
+    for name, each in all_named(model):
         found[name] = f"{list(each.shape)} {first.setdefault(id(each), name)}"
     return found
 
@@ -134,12 +134,6 @@ def _attributes_of(module: nn.Module) -> dict[str, Any]:
         if name != "training"
         and (isinstance(each, _PLAIN) or (isinstance(each, Tensor) and each.layout == torch.strided))
     }
-
-
-def _named(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and buffers, by all of their names."""
-    yield from model.named_parameters(remove_duplicate=False)
-    yield from model.named_buffers(remove_duplicate=False)
 
 
 def _differs(mine: Any, other: Any) -> bool:

@@ -21,6 +21,7 @@ from meshloom.core.errors import JobError
 from meshloom.core.job import Job
 from meshloom.core.modules.built import built
 from meshloom.core.random import model_seed, preserved_draws, seed_everything
+from meshloom.parameters.model import all_named
 from meshloom.parameters.stand_ins import fill_by_convention
 from meshloom.parameters.values.building import NotDescribableError, described
 
@@ -190,7 +191,6 @@ def _kind(module: nn.Module) -> Any:
     """What equal modules have in common: types and shapes of all parts. Settings such as a layer's index may
     differ."""
     parts = tuple((name, type(each)) for name, each in module.named_modules(remove_duplicate=False))
-    tensors = [
-        each for of in (module.named_parameters, module.named_buffers) for each in of(remove_duplicate=False)
-    ]
-    return parts, tuple((name, tuple(each.shape), each.dtype, each.requires_grad) for name, each in tensors)
+    return parts, tuple(
+        (name, tuple(each.shape), each.dtype, each.requires_grad) for name, each in all_named(module)
+    )

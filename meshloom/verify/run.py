@@ -68,8 +68,8 @@ def verify(
     launched = launched_rank()
     if launched is None or launched.rank == 0:  # the one that runs the reference
         on_gpu = devices == "auto" and 0 < plan.mesh.size <= torch.cuda.device_count()
-        on_gpu, model = on_gpu or devices.endswith("cuda"), without_values(job)
-        check_reference_fits(job, model, dtype, on_gpu=on_gpu)
+        on_gpu = on_gpu or devices.endswith("cuda")
+        check_reference_fits(job, without_values(job), dtype, on_gpu=on_gpu)
     # Replicas that share a chunk draw for the rows of each, which one device can do only where every draw has a key.
     keyed = plan.sync_batch_norm and plan.dp > 1 and not plan.keyed_draws
     run = VerifiedRun(

@@ -121,9 +121,7 @@ def _facts(saved: Checkpoint, reference: Reference, of_outputs: float) -> Iterat
         # the training loss that a scheduler goes by is each side's own
         if what not in ours:
             yield f"{what} is not in the checkpoint, and {shown_setting(value)} on one device."
-        elif not same_setting(
-            ours[what], value, of_outputs if what.startswith("best of scheduler ") else 1e-6
-        ):
+        elif not same_setting(what, ours[what], value, of_outputs):
             yield f"{what} is {shown_setting(ours[what])} in the checkpoint and {shown_setting(value)} on one device."
     there, scale = saved.values.get(SCALE, {}).get("scale"), reference.scale
     if scale.is_used and there != scale.value:

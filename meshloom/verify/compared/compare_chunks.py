@@ -40,9 +40,8 @@ def _wrong_settings(ours: StepRecord, reference: StepRecord, of_losses: float) -
     """Settings in the optimizers' groups after the step that are others than on one device, on any rank. of_losses: tolerance of a loss that a scheduler
     keeps."""
     for what, value in (reference.settings[0] if reference.settings else {}).items():
-        allowed = of_losses if what.startswith("best of scheduler ") else 1e-6
         for here in (each.get(what, value) for each in ours.settings):
-            if not same_setting(here, value, allowed):
+            if not same_setting(what, here, value, of_losses):
                 yield f"{what} is {shown_setting(here)} after step {ours.step}, and {shown_setting(value)} on one device."
 
 

@@ -56,7 +56,7 @@ def rounding_effect(reference: Reference) -> RoundingEffect:
         if backwards:
             _run_backwards(reference)
         else:
-            reference.evaluate()
+            reference.evaluate(watched=False)
         buffers = dict(reference.model.named_buffers())
         return RoundingEffect(
             gradients={name: times * moved for name, moved in _moved_from(reference, gradients).items()},
@@ -120,7 +120,7 @@ def _run_backwards(reference: Reference) -> None:
     weight = 0.0
     for forward in [*reference.forwards()][::-1]:
         reference.restore()
-        weight += reference.run_forward(forward).weight
+        weight += reference.run_forward(forward, watched=False).weight
     reference.divide(weight)
 
 
@@ -157,7 +157,7 @@ def travel_effect(reference: Reference, unit: float) -> dict[str, float]:
                 add()
             replica = now
             reference.restore()
-            reference.run_forward(forward)
+            reference.run_forward(forward, watched=False)
         add()
     return {name: unit * size for name, size in sizes.items()}
 

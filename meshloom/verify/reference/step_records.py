@@ -156,8 +156,9 @@ def named_settings(
     }
 
 
-def same_setting(a: Setting, b: Setting, allowed: float = 1e-6) -> bool:
-    """Whether two settings are equal, numbers to `allowed` of their size."""
+def same_setting(what: str, a: Setting, b: Setting, of_losses: float) -> bool:
+    """Whether two settings of this name are equal, numbers to 1e-6 of their size, and to `of_losses` what a scheduler keeps of losses."""
+    allowed = of_losses if what.startswith("best of scheduler ") else 1e-6
     if isinstance(a, bool | str) or isinstance(b, bool | str):
         return a == b
     return math.isclose(a, b, rel_tol=allowed) or (math.isnan(a) and math.isnan(b))
