@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from meshloom.core.job import Job
+from meshloom.core.plan import Plan
+from meshloom.verify.run import verify
 
 WIDTH, LENGTH, SAMPLES = 12, 5, 24
 
@@ -295,3 +297,10 @@ def job_of(
 def part_job(name: str) -> Job:
     """The job of one kind of part."""
     return job_of(lambda: Net([PARTS[name]()]))
+
+
+def equal(job: Job, plan: str) -> bool:
+    """Whether a plan computes what one device computes."""
+    report = verify(job, Plan.parse(plan), devices="simulated", steps=2, dtype=torch.float64)
+    assert report is not None
+    return report.passed

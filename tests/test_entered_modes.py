@@ -147,7 +147,7 @@ def test_a_run_of_programs_enters_few_modes_and_replaces_little(seen: Seen, plan
     with Trainer(job_of(seen), Plan.parse(plan), devices="simulated") as trainer:
         trainer.fit()
     check(seen)
-    assert seen.modes and seen.attributes
+    assert seen.modes and seen.of_torch()
 
 
 def test_a_run_under_dp_enters_no_mode(seen: Seen) -> None:

@@ -10,11 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from meshloom.core.errors import JobError
-from meshloom.core.job import Job
-from meshloom.core.plan import Plan
 from meshloom.train.trainer import Trainer
-from meshloom.verify.run import verify
-from tests.opaque_jobs import WIDTH, Net, Readable, job_of
+from tests.opaque_jobs import WIDTH, Net, Readable, equal, job_of
 
 pytestmark = [pytest.mark.usefixtures("silent_export", "dear_memory")]
 LIMIT = 1e-3
@@ -71,12 +68,6 @@ def before_module(hook: Hook) -> nn.Module:
 
 
 PLACES = {each.__name__: each for each in (on_tensor, on_parameters, on_module, before_module)}
-
-
-def equal(job: Job, plan: str) -> bool:
-    report = verify(job, Plan.parse(plan), devices="simulated", steps=2, dtype=torch.float64)
-    assert report is not None
-    return report.passed
 
 
 @pytest.mark.long

@@ -32,7 +32,15 @@ def names(node: ast.AST) -> set[str]:
 
 def hands_on(node: ast.AST, error: str | None) -> bool:
     """Whether the error itself, not its text, is returned, kept, or given to a function: who waits for it raises it."""
-    of_text = isinstance(node, ast.Call) and names(node.func) & {"str", "repr", "type"}
+    of_text = isinstance(node, ast.Call) and names(node.func) & {
+        "str",
+        "repr",
+        "type",
+        "print",
+        "warn",
+        "warning",
+        "debug",
+    }
     if isinstance(node, ast.JoinedStr) or of_text:
         return False
     if isinstance(node, ast.Attribute):  # what the error has, or a method of its
@@ -58,6 +66,7 @@ BROAD = [
     "except:\n  pass",
     "except (ValueError, Exception) as error:\n  note(str(error))",
     "except BaseException as error:\n  return f'{error}'",
+    "except Exception as error:\n  print(error)",
 ]
 NARROW = [
     "except OSError:\n  pass",

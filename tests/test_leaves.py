@@ -33,6 +33,7 @@ from tests.opaque_jobs import (
     Readable,
     Router,
     ValueShapes,
+    equal,
     job_of,
     part_job,
 )
@@ -67,12 +68,6 @@ FOUND = {
 
 def captured(job: Job, *, training: bool = True) -> Program:
     return CapturedLoss(job).capture(first_batches(job, 2, 8), training=training)
-
-
-def equal(job: Job, plan: str) -> bool:
-    report = verify(job, Plan.parse(plan), devices="simulated", steps=2, dtype=torch.float64)
-    assert report is not None
-    return report.passed
 
 
 def leaf_paths(program: Program) -> Sequence[str]:
