@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.equality.cells import PARTS, first_cells, parts_of, turn_of
+from tests.equality.cells import PARTS, first_cells, parts_of
 from tests.equality.models.table import EARLY, MODELS
 from tests.equality.running import wrong_in
 from tests.equality.settings import Case, named
@@ -26,7 +26,7 @@ def test_the_first_cells_of_a_model_equal_one_device(name: str, tmp_path: Path, 
 @pytest.mark.parametrize(
     ("name", "part"),
     [
-        pytest.param(name, part, marks=pytest.mark.slow if part == turn_of(name) else pytest.mark.campaign)
+        pytest.param(name, part, marks=pytest.mark.campaign if part else pytest.mark.slow)
         for name in MODELS
         for part in range(PARTS)
     ],
