@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from meshloom.comm.group import Group
 from meshloom.comm.simulated import simulated_groups
-from meshloom.comm.steps import Steps, run_in_steps
+from meshloom.comm.turns import in_turns
 from meshloom.exchange.all_reduce import AllReduce
 from meshloom.exchange.exchange import Exchange
 from meshloom.exchange.server import Server
@@ -84,7 +84,7 @@ def replicas(
         for parameter in model.parameters():
             parameter.register_post_accumulate_grad_hook(exchange.gradient_ready)
         made.append((model, exchange))
-    run_in_steps([exchange.open() for _, exchange in made])
+    in_turns([exchange.open for _, exchange in made])
     return made
 
 
@@ -100,23 +100,22 @@ def backward(model: nn.Module, exchange: Exchange, chunks: Sequence[Tensor]) -> 
 def whole_gradients(world: Sequence[tuple[Net, Exchange]], weight: float) -> list[dict[str, Tensor | None]]:
     """Finish the step on every replica; whole gradients by name, as each of them sees them."""
 
-    def finish(exchange: Exchange) -> Steps[dict[str, Tensor | None]]:
-        gradients = yield from exchange.finish(weight)
-        return (yield from gathered(exchange, gradients))
+    def finish(exchange: Exchange) -> dict[str, Tensor | None]:
+        gradients = exchange.finish(weight)
+        return gathered(exchange, gradients)
 
-    return run_in_steps([finish(exchange) for _, exchange in world])
+    return in_turns([partial(finish, exchange) for _, exchange in world])
 
 
-def gathered(exchange: Exchange, gradients: list[Tensor | None]) -> Steps[dict[str, Tensor | None]]:
+def gathered(exchange: Exchange, gradients: list[Tensor | None]) -> dict[str, Tensor | None]:
     """Copies of whole gradients by name."""
     whole: dict[str, Tensor | None] = {}
 
-    def emit(name: str, gradient: Tensor | None) -> Steps[None]:
+    def emit(name: str, gradient: Tensor | None) -> None:
         whole[name] = None if gradient is None else gradient.clone()
         return
-        yield
 
-    yield from exchange.each_gradient(gradients, emit)
+    exchange.each_gradient(gradients, emit)
     return whole
 
 

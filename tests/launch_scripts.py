@@ -16,7 +16,6 @@ from meshloom.launch.processes.launcher import run_ranks
 JOINED = """
     import os, signal, sys, time
     import torch
-    from meshloom.comm.steps import run_in_steps
     from meshloom.core.errors import DataError
     from meshloom.launch.environment import launched_plan
     from meshloom.launch.failure import leave, report_failure

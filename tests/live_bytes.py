@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from meshloom.comm.simulated import SimulatedGroup
 from meshloom.comm.simulated_calls import Run
-from meshloom.comm.steps import Steps, Turns
+from meshloom.comm.turns import in_turns
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
 from meshloom.core.random import preserved_draws
@@ -32,14 +33,13 @@ def live_bytes(
     sent: what simulated groups allocate is no rank's.
 
     What a rank has before it is followed counts as start-up's. beside: [rank]: a mode of its own, in which it takes the last step."""
-    turns = Turns()
-    ranks = rehearsed_ranks(plan.mesh, turns, False)
+    ranks = rehearsed_ranks(plan.mesh, False)
     found: list[dict[str, int]] = [{} for _ in ranks]
     with preserved_draws(), _unseen_sums():
         modes = beside or [nullcontext()] * len(ranks)
-        turns.run_steps(
+        in_turns(
             [
-                _follow(job, plan, each, found[each.context.rank], steps, modes[each.context.rank])
+                partial(_follow, job, plan, each, found[each.context.rank], steps, modes[each.context.rank])
                 for each in ranks
             ]
         )
@@ -59,12 +59,12 @@ def _follow(
     found: dict[str, int],
     steps: int,
     beside: AbstractContextManager[Any],
-) -> Steps[None]:
+) -> None:
     context = rank.context
     rank.clock.begin()
     if not is_followed_from_the_start(plan):
         replica = Replica(job, plan, context)
-        yield from replica.prepare()
+        replica.prepare()
         watch = LiveBytes(_standing(replica))
         watch.phase = "start-up"
     else:
@@ -72,18 +72,18 @@ def _follow(
         watch.phase = "start-up"
         with watch:
             replica = Replica(job, plan, context)
-            yield from replica.prepare()
+            replica.prepare()
     if context.team is None:
-        reader = yield from open_reader(job, plan, context.readers, 0, steps)
+        reader = open_reader(job, plan, context.readers, 0, steps)
     else:
-        reader = yield from open_team_reader(job, plan, context.readers, context.team, 0, steps)
+        reader = open_team_reader(job, plan, context.readers, context.team, 0, steps)
     try:
         with watch:
             for step in range(steps):
-                chunks = yield from reader.read(step)
+                chunks = reader.read(step)
                 watch.phase = "step" if step == steps - 1 else "earlier"
                 with beside if step == steps - 1 else nullcontext():
-                    yield from replica.step(step, chunks)
+                    replica.step(step, chunks)
             watch.phase = "between"
             torch.zeros(())  # what is alive is looked at in operators
     finally:

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_unflatten
 from meshloom.comm.group import Group
 from meshloom.comm.recording import RecordedGroup
 from meshloom.comm.simulated import simulated_groups
-from meshloom.comm.steps import Turns
+from meshloom.comm.turns import in_turns
 from meshloom.core.job import Job
 from meshloom.core.random import KeyedDraws, preserved_draws, seed_everything
 from meshloom.pipeline.runtime.run import ActionListener, PipelineRun
@@ -102,8 +102,7 @@ def run_pipeline(
     stages = [cut[id(program)] for program in subject.programs]
     dtype = subject.programs[0].precision
     models = [build_model(subject.job, dtype, training=True) for _ in range(schedule.num_ranks)]
-    turns = Turns()
-    groups = [RecordedGroup(group, "pp") for group in simulated_groups(schedule.num_ranks, turns)]
+    groups = [RecordedGroup(group, "pp") for group in simulated_groups(schedule.num_ranks)]
     losses = [0.0] * len(stages)
     peaks = [0] * schedule.num_ranks
 
@@ -120,7 +119,7 @@ def run_pipeline(
         )
 
     with preserved_draws(), default_precision(dtype):  # outside of the threads, which share it
-        turns.run([lambda number=number: rank(number) for number in range(schedule.num_ranks)])
+        in_turns([lambda number=number: rank(number) for number in range(schedule.num_ranks)])
     error, what = max(_errors(subject, schedule, stages, models, losses))
     sent = [group.counts["send"].bytes if "send" in group.counts else 0 for group in groups]
     return Ran(error=error, what=what, peaks=peaks, sent=sent, crossings=stages[0])

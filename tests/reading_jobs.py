@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 from typing import Any
 
 import numpy
@@ -11,7 +12,7 @@ from torch import nn
 from torch.utils.data import IterableDataset
 
 from meshloom.comm.simulated import simulated_groups
-from meshloom.comm.steps import run_in_steps
+from meshloom.comm.turns import in_turns
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
 from meshloom.data.chunks import Chunk
@@ -35,10 +36,11 @@ def read_chunks(
 ) -> list[list[Chunk]]:
     """All chunks of each step (all replicas', in order), read on `plan.dp` ranks."""
     groups = simulated_groups(plan.dp)
-    readers = run_in_steps([open_reader(job, plan, group, start, stop) for group in groups])
+    readers = in_turns([partial(open_reader, job, plan, group, start, stop) for group in groups])
     try:
         by_replica = [
-            run_in_steps([reader.read(step) for reader in readers]) for step in steps or range(start, stop)
+            in_turns([partial(reader.read, step) for reader in readers])
+            for step in steps or range(start, stop)
         ]
         return [[chunk for share in shares for chunk in share] for shares in by_replica]
     finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from meshloom.checkpoint.format import Piece, fingerprint_of
 from meshloom.checkpoint.writing.parallel import parallel
 from meshloom.checkpoint.writing.saving import Write, save
 from meshloom.comm.simulated import simulated_groups
-from meshloom.comm.steps import run_in_steps
+from meshloom.comm.turns import in_turns
 from meshloom.core.plan_shares import chunk_sizes
 
 SHAPES = {"blocks.0.up.weight": (5, 3), "blocks.0.up.bias": (5,), "scale": ()}
@@ -61,9 +62,11 @@ def save_step(
     pieces = settings.pop("pieces", lambda rank: slices_of(state_of(content), rank, num_ranks))
     weights = settings.pop("weights", weights_of(content))
     writing = settings.pop("writing", written_in_parallel)
-    paths = run_in_steps(
+    paths = in_turns(
         [
-            save(directory, step, write=writing(weights, pieces(group.rank)), group=group, **settings)
+            partial(
+                save, directory, step, write=writing(weights, pieces(group.rank)), group=group, **settings
+            )
             for group in simulated_groups(num_ranks)
         ]
     )

@@ -9,7 +9,7 @@ import torch
 from meshloom.comm.pieces import place, take
 from meshloom.comm.recording import RecordedGroup
 from meshloom.comm.simulated import simulated_groups
-from meshloom.comm.steps import Turns
+from meshloom.comm.turns import in_turns
 from meshloom.core.random import seed_everything
 from meshloom.program.run.execute import run_program
 from meshloom.tensor_parallel.partition import Partition
@@ -33,8 +33,7 @@ def predicted(part: Partition) -> Sent:
 
 def counted(part: Partition, subject: Subject) -> Sent:
     """As the ranks do, for a chunk and the sum at the end. Their loss is one device's."""
-    turns = Turns()
-    groups = [RecordedGroup(group, "tp") for group in simulated_groups(part.choice.num_ranks, turns)]
+    groups = [RecordedGroup(group, "tp") for group in simulated_groups(part.choice.num_ranks)]
 
     def run(rank: int) -> None:
         named = subject.model.named_parameters()
@@ -55,5 +54,5 @@ def counted(part: Partition, subject: Subject) -> Sent:
                 )
             ).wait()
 
-    turns.run([lambda rank=rank: run(rank) for rank in range(part.choice.num_ranks)])
+    in_turns([lambda rank=rank: run(rank) for rank in range(part.choice.num_ranks)])
     return [{name: (count.calls, count.bytes) for name, count in group.counts.items()} for group in groups]

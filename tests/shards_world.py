@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from meshloom.checkpoint.writing.streamed import streamed
 from meshloom.comm.pieces import Pieces, Runs, whole
 from meshloom.comm.recording import RecordedGroup
 from meshloom.comm.simulated import simulated_groups
-from meshloom.comm.steps import Steps, run_in_steps
+from meshloom.comm.turns import in_turns
 from meshloom.core.job import Job
 from meshloom.exchange.alone import Alone
 from meshloom.exchange.exchange import Exchange
@@ -114,14 +115,14 @@ class Grid:
         """Whole values, which every rank agrees on to the bit; what several ranks hold is equal on all of
         them."""
 
-        def rank(number: int) -> Steps[dict[str, Tensor]]:
+        def rank(number: int) -> dict[str, Tensor]:
             values: dict[str, Tensor] = {}
             for name, part in self.models[number].named_parameters():
-                values[name] = (yield from self.shards[number].gather(name, part.detach())).clone()
+                values[name] = self.shards[number].gather(name, part.detach()).clone()
                 assert torch.equal(self.shards[number].take(name, values[name]), part), name
             return values
 
-        first, *others = run_in_steps([rank(number) for number in range(self.dp * self.tp)])
+        first, *others = in_turns([partial(rank, number) for number in range(self.dp * self.tp)])
         assert all(torch.equal(first[name], other[name]) for other in others for name in first)
         return first
 
@@ -138,28 +139,28 @@ class Grid:
                     part.grad = self.shards[number].take(name, gradient).clone()
                     exchange.gradient_ready(part)
 
-        def rank(number: int) -> Steps[float | None]:
+        def rank(number: int) -> float | None:
             exchange, groups = self.exchanges[number], self.groups[number]
             weight = float(sum(map(len, chunks)))
-            averaged = yield from exchange.finish(weight)
+            averaged = exchange.finish(weight)
             for group in groups.values():
                 group.counts.clear()
-            norm = yield from self.updaters[number].update(averaged, 1.0)
+            norm = self.updaters[number].update(averaged, 1.0)
             self.counted[number] = {
                 axis: {kind: each.bytes for kind, each in group.counts.items()}
                 for axis, group in groups.items()
             }
-            yield from exchange.publish()
+            exchange.publish()
             return None if norm is None else float(norm)
 
         self.counted: list[dict[str, dict[str, int]]] = [{} for _ in self.models]
-        return run_in_steps([rank(number) for number in range(len(self.models))])
+        return in_turns([partial(rank, number) for number in range(len(self.models))])
 
     def save(self, directory: Path, step: int) -> Path:
-        def rank(number: int) -> Steps[Path]:
+        def rank(number: int) -> Path:
             for group in self.groups[number].values():
                 group.counts.clear()
-            pieces, streams, values = yield from self.updaters[number].state.save(self.worlds[number])
+            pieces, streams, values = self.updaters[number].state.save(self.worlds[number])
             weights = self.shards[number].weights(self.models[number])
             settings: dict[str, Any] = {
                 "fingerprint": {},
@@ -167,14 +168,14 @@ class Grid:
                 "keep": 9,
             }
             settings |= {"write": streamed(weights, pieces, streams), "values": values}
-            path = yield from save(directory, step, group=self.worlds[number], **settings)
+            path = save(directory, step, group=self.worlds[number], **settings)
             self.counted[number] = {
                 axis: {kind: each.bytes for kind, each in group.counts.items()}
                 for axis, group in self.groups[number].items()
             }
             return path
 
-        return run_in_steps([rank(number) for number in range(len(self.models))])[0]
+        return in_turns([partial(rank, number) for number in range(len(self.models))])[0]
 
     def load(self, directory: Path) -> None:
         checkpoint = Checkpoint.open(directory)

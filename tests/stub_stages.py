@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from meshloom.comm.group import Group
-from meshloom.comm.steps import Steps
 from meshloom.core.mesh import MeshCoordinates
 from meshloom.pipeline.runtime.recorder import Recorder, gather_timeline
 from meshloom.pipeline.runtime.run import PipelineRun
@@ -61,24 +60,20 @@ def stub_run(schedule: Schedule, group: Group, seconds: Mapping[str, float]) -> 
     return PipelineRun(schedule, group, stages, [chain] * schedule.num_microbatches, torch.device("cpu"))
 
 
-def record_step(schedule: Schedule, group: Group, run: PipelineRun, step: int = 1) -> Steps[Timeline]:
+def record_step(schedule: Schedule, group: Group, run: PipelineRun, step: int = 1) -> Timeline:
     """A step with everything in it that can be recorded, on the ranks along pp."""
     recorder = Recorder(torch.device("cpu"))
-    yield
     recorder.begin()
     run.run(recorder)
     with recorder.span("exchange"):
         work = group.barrier()
-        yield
         work.wait()
     with recorder.span("update"):
         torch.zeros(1)
-    return (
-        yield from gather_timeline(
-            group,
-            recorder.take(),
-            step=step,
-            place=MeshCoordinates(pp=group.rank),
-            schedule=lambda microbatches: schedule,
-        )
+    return gather_timeline(
+        group,
+        recorder.take(),
+        step=step,
+        place=MeshCoordinates(pp=group.rank),
+        schedule=lambda microbatches: schedule,
     )

@@ -20,7 +20,6 @@ from torch.utils._pytree import tree_unflatten
 from torch.utils.data import default_collate
 
 from meshloom.comm.simulated import simulated_groups
-from meshloom.comm.steps import run_in_steps
 from meshloom.core.errors import CaptureError
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
@@ -86,8 +85,8 @@ def follow(forward: Forward, sizes: Sequence[tuple[int, int]]) -> list[int]:
     programs, model, found = ProgramStore(job, Plan(), world), job.model(), list[int]()
     for number, batch in enumerate(batch_of(*each) for each in sizes):
         if number == 0:
-            run_in_steps([programs.open([batch], world, model)])
-        run_in_steps([programs.ready(batch)])
+            programs.open([batch], world, model)
+        programs.ready(batch)
         (stage,) = programs.stages(programs.key(batch))
         tensors = dict(model.named_parameters()), dict(model.named_buffers())
 

@@ -3,6 +3,7 @@ only some of them have."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 from meshloom.comm.recording import RecordedGroup
 from meshloom.comm.simulated import simulated_groups
-from meshloom.comm.steps import run_in_steps
+from meshloom.comm.turns import in_turns
 from meshloom.core.errors import JobError
 from meshloom.optimizer.average_state import average_state
 from meshloom.optimizer.state_pieces import OwnedSlice
@@ -30,9 +31,9 @@ def averaged(
             optimizer.state[parameter] = dict(state)
     held = [[OwnedSlice("weight", parameter, 0, 6, (2, 3))] for parameter in parameters]
     talk = simulated_groups(len(states))
-    expected = run_in_steps(
+    expected = in_turns(
         [
-            average_state(*each, torch.device("cpu"))
+            partial(average_state, *each, torch.device("cpu"))
             for each in zip(optimizers, held, groups, talk, strict=True)
         ]
     )

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from meshloom.comm.simulated import simulated_groups
-from meshloom.comm.steps import Turns
+from meshloom.comm.turns import in_turns
 from meshloom.core.errors import CollectiveError, JobError, TrainingError
 from meshloom.replica.buffers.batch_norm import synchronise_batch_norm
 from tests.covering import few
@@ -33,8 +33,7 @@ def together(
 ) -> list[tuple[Tensor, Tensor | None]]:
     """Each rank's output and gradient of the input, of the sum of a loss that is not symmetric in the
     outputs."""
-    turns = Turns()
-    groups = simulated_groups(len(models), turns)
+    groups = simulated_groups(len(models))
 
     def rank(number: int) -> tuple[Tensor, Tensor | None]:
         x = inputs[number].clone().requires_grad_(inputs[number].is_floating_point())
@@ -47,7 +46,7 @@ def together(
     with ExitStack() as stack:
         for each, group in zip(models, groups, strict=True):
             stack.enter_context(synchronise_batch_norm(each, group))
-        return turns.run([lambda number=number: rank(number) for number in range(len(models))])
+        return in_turns([lambda number=number: rank(number) for number in range(len(models))])
 
 
 def loss_of(out: Tensor) -> Tensor:
@@ -126,11 +125,10 @@ def test_half_precision_inputs_keep_float32_statistics():
 def test_inputs_without_gradient_still_train_the_layer():
     models = [model(0, nn.BatchNorm1d(3)) for _ in range(2)]
     inputs = [torch.randn(4, 3, dtype=torch.float64), torch.randn(2, 3, dtype=torch.float64)]
-    turns = Turns()
     with ExitStack() as stack:
-        for each, group in zip(models, simulated_groups(2, turns), strict=True):
+        for each, group in zip(models, simulated_groups(2), strict=True):
             stack.enter_context(synchronise_batch_norm(each, group))
-        turns.run(
+        in_turns(
             [
                 lambda each=each, x=x: loss_of(each(x)).backward()
                 for each, x in zip(models, inputs, strict=True)

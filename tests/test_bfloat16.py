@@ -263,7 +263,7 @@ def test_a_master_that_is_not_updated_is_found(plan: str, monkeypatch: pytest.Mo
     of_inner = WithMasters.finish
 
     def finish(self: WithMasters, weight: float) -> Any:
-        return lost_update(self, (yield from of_inner(self, weight)))
+        return lost_update(self, of_inner(self, weight))
 
     monkeypatch.setattr(WithMasters, "finish", finish)
     _found(plan, "third.weight")

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import meshloom as ml
 from meshloom.comm.recording import RecordedGroup
 from meshloom.comm.simulated import simulated_groups
-from meshloom.comm.steps import run_in_steps
+from meshloom.comm.turns import in_turns
 from meshloom.core.buffer_rules import BufferRule
 from meshloom.core.errors import MeshloomError
 from meshloom.replica.buffers.merged_buffers import RunningStatistics
@@ -61,7 +61,7 @@ class World:
                 if len(x):
                     with statistics.chunk():
                         backward(self.loss(model, x))
-        run_in_steps([each.finish() for each in self.statistics])
+        in_turns([each.finish for each in self.statistics])
 
     def notes(self) -> list[str]:
         notes = [each.take_notes() for each in self.statistics]
@@ -202,7 +202,7 @@ def test_the_module_looks_unchanged_even_when_forward_fails():
         assert all(
             torch.equal(a, b) if isinstance(a, Tensor) else a == b for a, b in zip(kept, look(), strict=True)
         )
-    run_in_steps([each.finish() for each in world.statistics])
+    in_turns([each.finish for each in world.statistics])
     assert id(model.running_mean) == kept[1] and not torch.equal(model.running_mean, kept[4])
 
 
@@ -315,7 +315,7 @@ def test_a_rule_that_is_a_function_is_called_for_one_chunk_too():
     world = World(Declared, 1, rules={"average": lambda before, left: before + len(left)})
     with world.statistics[0].chunk():
         total(world.models[0], inputs(3)[0])
-    run_in_steps([world.statistics[0].finish()])
+    world.statistics[0].finish()
     assert torch.equal(world.buffers()["average"], torch.full((4,), 1001.0, dtype=torch.float64))
 
 

@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any, cast
 
 import pytest
@@ -18,9 +19,9 @@ from torch import Tensor
 from meshloom.comm.group import Group
 from meshloom.comm.objects import agree, collect, scatter_objects, share
 from meshloom.comm.simulated import simulated_groups
-from meshloom.comm.steps import Steps, run_in_steps
 from meshloom.comm.torch import c10d_operations, direct_exchange
 from meshloom.comm.torch.c10d import C10dGroup
+from meshloom.comm.turns import in_turns
 from meshloom.core.errors import CollectiveError, MeshloomError, PeerLostError
 
 pytestmark = pytest.mark.processes
@@ -36,7 +37,7 @@ def _join(timeout_seconds: float = 20.0) -> C10dGroup:
     return C10dGroup(process_group, [f"rank {rank} (dp={rank})" for rank in range(size)])
 
 
-def _everything(group: Group) -> Steps[list[torch.Tensor]]:
+def _everything(group: Group) -> list[torch.Tensor]:
     """Every operation on odd sizes and empty tensors; values are small whole numbers, so that the order of a
     sum does not matter."""
     n, rank = group.size, group.rank
@@ -50,12 +51,10 @@ def _everything(group: Group) -> Steps[list[torch.Tensor]]:
             for count in (1, 7, 4099, 0):
                 tensor = numbers(count, dtype)
                 work = group.all_reduce(tensor, op)
-                yield
                 work.wait()
                 results.append(tensor)
                 output = torch.empty(count, dtype=dtype)
                 work = group.reduce_scatter(output, numbers(count * n, dtype), op)
-                yield
                 work.wait()
                 work.wait()  # a second wait changes nothing
                 results.append(output)
@@ -66,19 +65,16 @@ def _everything(group: Group) -> Steps[list[torch.Tensor]]:
                     else torch.empty(count, dtype=dtype)
                 )
                 work = group.reduce_scatter(mine, whole, op)
-                yield
                 work.wait()
                 results.append(mine.clone())
     for count in (1, 7, 0):
         whole = torch.zeros(count * n)
         mine = whole[rank * count : (rank + 1) * count] if group.is_in_place else torch.empty(count)
         work = group.all_gather(whole, mine.copy_(numbers(count)))
-        yield
         work.wait()
         results.append(whole)
         output = torch.empty(count * n)
         work = group.all_gather(output, numbers(count))
-        yield
         work.wait()
         results.append(output)
         for root in range(n):
@@ -93,7 +89,6 @@ def _everything(group: Group) -> Steps[list[torch.Tensor]]:
                 group.gather(gathered, numbers(count), root),
                 group.scatter(mine, spread, root),
             ]
-            yield
             for work in started:
                 work.wait()
             results += [tensor, mine, *(gathered or ())]
@@ -106,39 +101,35 @@ def _everything(group: Group) -> Steps[list[torch.Tensor]]:
     ):
         output = torch.empty(sum(theirs))
         work = group.all_to_all(output, numbers(sum(mine)), theirs, mine)
-        yield
         work.wait()
         results.append(output)
     # two messages to the next rank, which arrive in order
     received = [torch.empty(3), torch.empty(5, 2)]
     started = [group.send(numbers(3), (rank + 1) % n), group.send(numbers(10).view(5, 2), (rank + 1) % n)]
     started += [group.recv(each, (rank - 1) % n) for each in received]
-    yield
     for work in started:
         work.wait()
     results += received
     # several operations under way at once, waited for in another order
     tensors = [numbers(count) for count in (5, 1000, 3)]
     started = [group.all_reduce(tensor) for tensor in tensors]
-    yield
     for work in reversed(started):
         work.wait()
     parameter = torch.nn.Parameter(numbers(4).clone())
     started = [group.all_reduce(parameter, "avg"), group.barrier()]
-    yield
     for work in started:
         work.wait()
     return [*results, *tensors, parameter.detach()]
 
 
 def _everything_on_a_rank() -> list[torch.Tensor]:
-    return run_in_steps([_everything(_join())])[0]
+    return _everything(_join())
 
 
 def _everything_directly() -> list[torch.Tensor]:
     direct_exchange._LEAST_BYTES = 0
     group = _join()
-    results = run_in_steps([_everything(group)])[0]
+    results = _everything(group)
     group.close()
     return results
 
@@ -146,7 +137,7 @@ def _everything_directly() -> list[torch.Tensor]:
 @pytest.mark.parametrize("on_a_rank", [_everything_on_a_rank, _everything_directly])
 @pytest.mark.parametrize("size", [2, 3])
 def test_processes_equal_one_process(size: int, on_a_rank: Callable[[], list[torch.Tensor]]):
-    expected = run_in_steps([_everything(group) for group in simulated_groups(size)])
+    expected = in_turns([partial(_everything, group) for group in simulated_groups(size)])
     for here, there in zip(on_ranks(on_a_rank, size), expected, strict=True):
         assert len(here) == len(there)
         assert all(torch.equal(mine, theirs) for mine, theirs in zip(here, there, strict=True))
@@ -206,22 +197,21 @@ def test_operations_that_are_over_are_not_kept():
     assert on_ranks(_one_after_another, 2) == [1, 1]
 
 
-def _sums_of_odd_values(group: Group) -> Steps[list[torch.Tensor]]:
+def _sums_of_odd_values(group: Group) -> list[torch.Tensor]:
     values = torch.randn(3 * 40_003, generator=torch.Generator().manual_seed(group.rank))
     mine, whole = torch.empty(40_003), torch.empty(3 * 40_003)
     works = [group.reduce_scatter(mine, values, "avg"), group.all_gather(whole, values[:40_003])]
-    yield
     for work in works:
         work.wait()
     return [mine, whole, values]
 
 
 def _sums_on_a_rank() -> list[torch.Tensor]:
-    return run_in_steps([_sums_of_odd_values(_join())])[0]
+    return _sums_of_odd_values(_join())
 
 
 def test_what_is_exchanged_directly_is_added_in_the_order_of_ranks():
-    expected = run_in_steps([_sums_of_odd_values(group) for group in simulated_groups(3)])
+    expected = in_turns([partial(_sums_of_odd_values, group) for group in simulated_groups(3)])
     for here, there in zip(on_ranks(_sums_on_a_rank, 3), expected, strict=True):
         assert all(torch.equal(mine, theirs) for mine, theirs in zip(here, there, strict=True))
 
@@ -229,19 +219,19 @@ def test_what_is_exchanged_directly_is_added_in_the_order_of_ranks():
 def _values_on_a_rank() -> object:
     group = _join()
 
-    def steps() -> Steps[object]:
-        shared = yield from share(group, {"from": group.rank}, 1)
-        collected = yield from collect(group, "x" * group.rank)
-        scattered = yield from scatter_objects(
+    def steps() -> object:
+        shared = share(group, {"from": group.rank}, 1)
+        collected = collect(group, "x" * group.rank)
+        scattered = scatter_objects(
             group, [{"rank": rank} for rank in range(group.size)] if group.rank == 2 else None, 2
         )
         try:
-            yield from agree(group, {"seed": group.rank // 2})
+            agree(group, {"seed": group.rank // 2})
         except CollectiveError as error:
             return shared, collected, scattered, str(error)
         return None
 
-    return run_in_steps([steps()])[0]
+    return steps()
 
 
 def test_values_travel_between_processes():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,9 +14,10 @@ from processes import on_ranks
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
+from meshloom.comm.group import Group
 from meshloom.comm.simulated import simulated_groups
-from meshloom.comm.steps import Steps, advance_one, run_in_steps
 from meshloom.comm.torch.c10d import C10dGroup
+from meshloom.comm.turns import in_turns
 from meshloom.core.errors import CaptureError, MeshloomError
 from meshloom.core.job import Job
 from meshloom.program.run.execute import run_program
@@ -37,33 +39,26 @@ def batches(count: int = 4, size: int = 6) -> list[Any]:
 def read(programs: list[CapturedLoss], given: list[Any] | None, **settings: Any) -> list[Any]:
     """What `capture_together` returns on every simulated rank; batches on rank 0 alone."""
     groups = simulated_groups(len(programs))
-    steps = [
-        each.capture_together(group, [] if group.rank else [given or []], **settings)
-        for each, group in zip(programs, groups, strict=True)
-    ]
-    return run_in_steps(steps)
+    return in_turns(
+        [
+            partial(each.capture_together, group, [] if group.rank else [given or []], **settings)
+            for each, group in zip(programs, groups, strict=True)
+        ]
+    )
 
 
 def errors(programs: list[CapturedLoss], given: list[Any] | None) -> list[MeshloomError | None]:
     """What it raises on each of them."""
 
-    def caught(steps: Steps[Any]) -> Steps[MeshloomError | None]:
-        while True:
-            try:
-                done, _ = advance_one(steps)
-            except MeshloomError as error:
-                return error
-            if done:
-                return None
-            yield
+    def caught(each: CapturedLoss, group: Group) -> MeshloomError | None:
+        try:
+            each.capture_together(group, [] if group.rank else [given or []])
+        except MeshloomError as error:
+            return error
+        return None
 
     groups = simulated_groups(len(programs))
-    return run_in_steps(
-        [
-            caught(each.capture_together(group, [] if group.rank else [given or []]))
-            for each, group in zip(programs, groups, strict=True)
-        ]
-    )
+    return in_turns([partial(caught, each, group) for each, group in zip(programs, groups, strict=True)])
 
 
 @pytest.mark.covering("3")
@@ -165,13 +160,12 @@ def test_an_error_on_rank_0_is_raised_on_all(forward: Any, given: Any, message: 
 
 @pytest.mark.long
 def test_an_error_on_another_rank_is_raised_on_all(monkeypatch: pytest.MonkeyPatch):
-    unpack, calls = module.unpack, list[int]()
+    unpack = module.unpack
 
-    def second_fails(data: bytes) -> Any:
-        calls.append(len(data))
-        return unpack(data if len(calls) == 1 else data[:-1])
+    def fails_on_rank_2(data: bytes) -> Any:
+        return unpack(data[:-1] if threading.current_thread().name == "rank 2" else data)
 
-    monkeypatch.setattr(module, "unpack", second_fails)
+    monkeypatch.setattr(module, "unpack", fails_on_rank_2)
     found = errors([CapturedLoss(make_job("mlp", "sgd")) for _ in range(3)], batches())
     assert len({str(each) for each in found}) == 1
     assert "Rank 2 cannot use the program that rank 0 captured: These" in str(found[0])
@@ -201,9 +195,9 @@ def read_on_a_rank() -> tuple[str, str, str]:
     assert isinstance(process_group, dist.ProcessGroup)
     group = C10dGroup(process_group, [f"rank {rank}" for rank in range(size)])
     given = batches() if group.rank == 0 else None
-    (program,) = run_in_steps([CapturedLoss(make_job("mlp", "sgd")).capture_together(group, [given or []])])
+    program = CapturedLoss(make_job("mlp", "sgd")).capture_together(group, [given or []])
     with pytest.raises(CaptureError) as caught:
-        run_in_steps([CapturedLoss(job_of(adds_to_gradients)).capture_together(group, [given or []])])
+        CapturedLoss(job_of(adds_to_gradients)).capture_together(group, [given or []])
     return program.describe(), program.digest(), str(caught.value)
 
 

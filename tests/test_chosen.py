@@ -20,7 +20,7 @@ from meshloom.cli.main import main
 from meshloom.comm.pieces import take
 from meshloom.comm.recording import RecordedGroup
 from meshloom.comm.simulated import simulated_groups
-from meshloom.comm.steps import Turns
+from meshloom.comm.turns import in_turns
 from meshloom.program.capture.capture import capture
 from meshloom.program.cost.cost import costs
 from meshloom.program.cost.rates import Rates, default_rates
@@ -51,8 +51,7 @@ RATES = {
 def counted(part: Partition, model: nn.Module, batch: Any) -> list[dict[str, tuple[int, int]]]:
     """Rank -> kind of collective -> calls and bytes of a chunk, forward and backward, and of the sum at the
     end, as the ranks make them."""
-    turns = Turns()
-    groups = [RecordedGroup(group, "tp") for group in simulated_groups(part.choice.num_ranks, turns)]
+    groups = [RecordedGroup(group, "tp") for group in simulated_groups(part.choice.num_ranks)]
 
     def run(rank: int) -> None:
         parameters = {
@@ -67,7 +66,7 @@ def counted(part: Partition, model: nn.Module, batch: Any) -> list[dict[str, tup
                 torch.cat([each.reshape(-1) for each in gradients if each is not None])
             ).wait()
 
-    turns.run([lambda rank=rank: run(rank) for rank in range(part.choice.num_ranks)])
+    in_turns([lambda rank=rank: run(rank) for rank in range(part.choice.num_ranks)])
     return [{name: (count.calls, count.bytes) for name, count in group.counts.items()} for group in groups]
 
 

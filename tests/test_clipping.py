@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
 from meshloom.comm.simulated import simulated_groups
-from meshloom.comm.steps import run_in_steps
+from meshloom.comm.turns import in_turns
 from meshloom.optimizer.clipping import clip, sum_of_squares
 
 CPU = torch.device("cpu")
@@ -33,8 +34,8 @@ def test_norm_of_many_elements(dtype: torch.dtype, rtol: float):
 
 def test_nothing_owned_counts_as_zero():
     owned: list[list[Tensor | None]] = [[torch.tensor([3.0]), None], [], [torch.tensor([4.0])]]
-    norms = run_in_steps(
-        [clip(mine, 1.0, group, CPU) for mine, group in zip(owned, simulated_groups(3), strict=True)]
+    norms = in_turns(
+        [partial(clip, mine, 1.0, group, CPU) for mine, group in zip(owned, simulated_groups(3), strict=True)]
     )
     assert norms == [5.0] * 3
     assert float(owned[0][0]) == pytest.approx(0.6) and float(owned[2][0]) == pytest.approx(0.8)  # type: ignore[arg-type]
@@ -42,5 +43,5 @@ def test_nothing_owned_counts_as_zero():
 
 def test_a_norm_that_is_no_number_spreads():
     gradients: list[Tensor | None] = [torch.tensor([math.nan, 1.0]), torch.tensor([2.0])]
-    assert math.isnan(run_in_steps([clip(gradients, 1.0, None, CPU)])[0])
+    assert math.isnan(clip(gradients, 1.0, None, CPU))
     assert all(bool(each.isnan().all()) for each in gradients if each is not None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from datetime import timedelta
+from functools import partial
 
 import pytest
 import torch.distributed as dist
@@ -11,8 +12,8 @@ from processes import on_ranks
 
 from meshloom.comm.network.clocks import clock_offsets
 from meshloom.comm.simulated import simulated_groups
-from meshloom.comm.steps import run_in_steps
 from meshloom.comm.torch.c10d import C10dGroup
+from meshloom.comm.turns import in_turns
 
 AHEAD = [0.0, 250.0, -3.5, 1e-3]  # seconds, by rank
 
@@ -27,8 +28,8 @@ def test_clocks_that_are_apart_by_known_amounts():
         return now[0] + AHEAD[rank]
 
     groups = simulated_groups(4)
-    found = run_in_steps(
-        [clock_offsets(group, clock=lambda rank=group.rank: clock(rank)) for group in groups]
+    found = in_turns(
+        [partial(clock_offsets, group, clock=lambda rank=group.rank: clock(rank)) for group in groups]
     )
     assert all(each == found[0] for each in found)  # every rank knows them all
     for offset, ahead in zip(found[0], AHEAD, strict=True):
@@ -48,19 +49,22 @@ def test_the_fastest_round_trip_counts():
             trips[0] += 1
         return now[0] + rank * 10.0
 
-    found = run_in_steps(
-        [clock_offsets(group, 5, lambda rank=group.rank: clock(rank)) for group in simulated_groups(2)]
+    found = in_turns(
+        [
+            partial(clock_offsets, group, 5, lambda rank=group.rank: clock(rank))
+            for group in simulated_groups(2)
+        ]
     )
     assert found[0][1].seconds == pytest.approx(10.0, abs=2e-6) and found[0][1].error_seconds <= 2e-6
 
 
 def test_ranks_of_one_process_share_a_clock():
-    for offset in run_in_steps([clock_offsets(group) for group in simulated_groups(3)])[0]:
+    for offset in in_turns([partial(clock_offsets, group) for group in simulated_groups(3)])[0]:
         assert offset.seconds == 0.0 and offset.error_seconds < 0.1
 
 
 def test_a_rank_alone():
-    offsets = run_in_steps([clock_offsets(group) for group in simulated_groups(1)])[0]
+    offsets = in_turns([partial(clock_offsets, group) for group in simulated_groups(1)])[0]
     assert [(each.seconds, each.error_seconds) for each in offsets] == [(0.0, 0.0)]
 
 
@@ -76,5 +80,5 @@ def _offsets() -> list[tuple[float, float]]:
     process_group = dist.new_group(list(range(dist.get_world_size())), backend="gloo")
     assert isinstance(process_group, dist.ProcessGroup)
     group = C10dGroup(process_group, [f"rank {rank}" for rank in range(dist.get_world_size())])
-    (found,) = run_in_steps([clock_offsets(group)])
+    found = clock_offsets(group)
     return [(each.seconds, each.error_seconds) for each in found]

@@ -84,7 +84,7 @@ def test_evaluations_that_are_off_by_a_factor_are_found(factor: float, monkeypat
     right = replicas._evaluated  # pyright: ignore[reportPrivateUsage]
 
     def scaled(self: Any, found: Any) -> Any:
-        gradients, loss = yield from right(self, found)
+        gradients, loss = right(self, found)
         return [None if each is None else each * factor for each in gradients], loss
 
     monkeypatch.setattr(replicas, "_evaluated", scaled)

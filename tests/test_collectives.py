@@ -11,7 +11,7 @@ from torch import Tensor
 
 from meshloom.comm.pieces import Pieces, Runs, assemble, owned, place, take, whole
 from meshloom.comm.simulated import simulated_groups
-from meshloom.comm.steps import Turns
+from meshloom.comm.turns import in_turns
 from meshloom.program.operators.collectives import Kind, Transition
 from meshloom.tensor_parallel.layout.placement import even_parts, shared_parts
 
@@ -119,15 +119,14 @@ def test_values_and_gradients_stay_what_they_are(change: tuple[Kind, Kind], seed
         return transition.run_all(parts)
 
     def run_each(parts: list[Tensor]) -> list[Tensor]:
-        turns = Turns()
-        groups = simulated_groups(num_ranks, turns)
+        groups = simulated_groups(num_ranks)
 
         def rank(number: int) -> Tensor:
             made = transition.run(groups[number], parts[number])
             made.backward(arriving[number])
             return made.detach()
 
-        return turns.run([lambda number=number: rank(number) for number in range(num_ranks)])
+        return in_turns([lambda number=number: rank(number) for number in range(num_ranks)])
 
     for run in (run_all, run_each):
         parts = [

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from meshloom.comm.group import Group
 from meshloom.comm.recording import RecordedGroup
 from meshloom.comm.simulated import simulated_groups
-from meshloom.comm.steps import run_in_steps
+from meshloom.comm.turns import in_turns
 from meshloom.core.errors import PlanError
 from meshloom.core.plan import Plan
 from meshloom.exchange.all_reduce import AllReduce
@@ -79,7 +79,7 @@ class World:
             exchange.begin_step()
             exchange.begin_last_chunk()
             model(chunk).square().sum().backward()
-        found = run_in_steps([exchange.finish(weight) for exchange in self.exchanges])
+        found = in_turns([partial(exchange.finish, weight) for exchange in self.exchanges])
         names = [piece.name for piece in self.exchanges[0].owned]
         return [
             {

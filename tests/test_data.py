@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,7 +12,7 @@ from reading_jobs import Augmented, Stream, job_of, read_chunks, same
 from torch.utils.data import DataLoader, TensorDataset
 
 from meshloom.comm.simulated import simulated_groups
-from meshloom.comm.steps import run_in_steps
+from meshloom.comm.turns import in_turns
 from meshloom.core.errors import DataError, JobError
 from meshloom.core.job import Evaluate
 from meshloom.core.plan import Plan
@@ -20,9 +22,11 @@ from meshloom.data.job_data import evaluation_chunks, open_reader
 def open_on(datasets, **settings):
     """Readers of ranks that build different datasets."""
     plan, groups = Plan(dp=len(datasets)), simulated_groups(len(datasets))
-    return run_in_steps(
+    return in_turns(
         [
-            open_reader(job_of(lambda rank=group.rank: datasets[rank], **settings), plan, group, 0, 5)
+            partial(
+                open_reader, job_of(lambda rank=group.rank: datasets[rank], **settings), plan, group, 0, 5
+            )
             for group in groups
         ]
     )

@@ -3,12 +3,14 @@ device."""
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
 from meshloom.comm.recording import RecordedGroup
 from meshloom.comm.simulated import simulated_groups
-from meshloom.comm.steps import run_in_steps
+from meshloom.comm.turns import in_turns
 from meshloom.core.errors import TrainingError
 from meshloom.telemetry.traffic import Traffic
 from tests.covering import few
@@ -81,7 +83,7 @@ def test_owners_updates_become_visible_everywhere(kind: str) -> None:
     for _, exchange in world:
         for piece in exchange.owned:
             piece.data().add_(torch.arange(piece.start, piece.stop, dtype=torch.float64))
-    run_in_steps([exchange.publish() for _, exchange in world])
+    in_turns([exchange.publish for _, exchange in world])
     torch.manual_seed(0)
     expected = replicas(1, "all_reduce")[0][0]
     for model, _ in world:
@@ -97,8 +99,8 @@ def test_bytes_are_those_of_the_formula(kind: str) -> None:
     for _ in range(4):
         for model, exchange in world:
             backward(model, exchange, data(2))
-        run_in_steps([exchange.finish(4.0) for _, exchange in world])
-        run_in_steps([exchange.publish() for _, exchange in world])
+        in_turns([partial(exchange.finish, 4.0) for _, exchange in world])
+        in_turns([exchange.publish for _, exchange in world])
     for group, (_, exchange) in zip(groups, world, strict=True):
         counted = Traffic.of({"dp": group.counts})
         assert exchange.expected_bytes().after(steps=4).over(counted.bytes) == counted
@@ -154,7 +156,7 @@ def test_sparse_gradients_are_added_up(kind: str) -> None:
         world.append(
             (table, KINDS[kind](list(table.named_parameters()), group, bucket_bytes=100, overlap=True))
         )
-    run_in_steps([exchange.open() for _, exchange in world])
+    in_turns([exchange.open for _, exchange in world])
     for table, exchange in world:
         table.weight.register_post_accumulate_grad_hook(exchange.gradient_ready)
         exchange.begin_step()

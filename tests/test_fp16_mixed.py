@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from meshloom.comm.group import Group
-from meshloom.comm.steps import Steps
 from meshloom.core.errors import JobError
 from meshloom.core.job import Job
 from meshloom.core.losses.loss_scale import Divisor, LossScale
@@ -83,8 +82,8 @@ def test_in_float64_nothing_is_rounded(plan: str):
 def test_a_skip_without_a_reason_is_wrong(monkeypatch: pytest.MonkeyPatch):
     found = step_checks.count_overflows
 
-    def counted(*given: Any) -> Steps[Tensor]:
-        return 1 + (yield from found(*given))
+    def counted(*given: Any) -> Tensor:
+        return 1 + found(*given)
 
     monkeypatch.setattr(step_checks, "count_overflows", counted)
     report = verified(overflowing_job(1, "of_bias", boost=1000 * BATCH / 65536), "tp=2", steps=3)
@@ -108,10 +107,9 @@ def not_unscaled(monkeypatch: pytest.MonkeyPatch) -> None:
 def not_agreed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each rank skips if its own gradients overflow."""
 
-    def alone(gradients: Sequence[Tensor | None], engine: Engine, replicas: Group, device: torch.device) -> Steps[Tensor]:  # fmt: skip
+    def alone(gradients: Sequence[Tensor | None], engine: Engine, replicas: Group, device: torch.device) -> Tensor:  # fmt: skip
         bad = any(not bool(each.isfinite().all()) for each in gradients if each is not None)
         return torch.tensor([float(bad)], dtype=torch.float64)
-        yield
 
     monkeypatch.setattr(step_checks, "count_overflows", alone)
 
@@ -119,16 +117,15 @@ def not_agreed(monkeypatch: pytest.MonkeyPatch) -> None:
 def other_stages_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
     found = ProgramEngine.add_up
 
-    def add_up(self: ProgramEngine, axis: Any, sums: Tensor) -> Steps[None]:
-        yield from found(self, axis, sums.clone() if axis == "pp" else sums)
+    def add_up(self: ProgramEngine, axis: Any, sums: Tensor) -> None:
+        found(self, axis, sums.clone() if axis == "pp" else sums)
 
     monkeypatch.setattr(ProgramEngine, "add_up", add_up)
 
 
 def never_looked(monkeypatch: pytest.MonkeyPatch) -> None:
-    def none(gradients: Any, engine: Engine, replicas: Group, device: torch.device) -> Steps[Tensor]:
+    def none(gradients: Any, engine: Engine, replicas: Group, device: torch.device) -> Tensor:
         return torch.zeros(1, dtype=torch.float64)
-        yield
 
     monkeypatch.setattr(step_checks, "count_overflows", none)
 
@@ -143,8 +140,8 @@ def not_halved(monkeypatch: pytest.MonkeyPatch) -> None:
 def schedule_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     found = Updater.update
 
-    def update(self: Updater, *given: Any, skip: bool = False, **settings: Any) -> Steps[Tensor | None]:
-        norm = yield from found(self, *given, skip=skip, **settings)
+    def update(self: Updater, *given: Any, skip: bool = False, **settings: Any) -> Tensor | None:
+        norm = found(self, *given, skip=skip, **settings)
         for scheduler in self.schedulers if skip else ():
             scheduler.step()
         return norm
@@ -155,10 +152,10 @@ def schedule_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
 def zeros_instead_of_a_skip(monkeypatch: pytest.MonkeyPatch) -> None:
     found = Updater.update
 
-    def update(self: Updater, gradients: Any, *given: Any, skip: bool = False, **settings: Any) -> Steps[Tensor | None]:  # fmt: skip
+    def update(self: Updater, gradients: Any, *given: Any, skip: bool = False, **settings: Any) -> Tensor | None:  # fmt: skip
         if skip:
             gradients = [None if each is None else torch.zeros_like(each) for each in gradients]
-        return (yield from found(self, gradients, *given, **settings))
+        return found(self, gradients, *given, **settings)
 
     monkeypatch.setattr(Updater, "update", update)
 

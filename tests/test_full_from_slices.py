@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 
 from meshloom.comm.recording import RecordedGroup
 from meshloom.comm.simulated import simulated_groups
-from meshloom.comm.steps import Steps, run_in_steps
+from meshloom.comm.turns import in_turns
 from meshloom.exchange.exchange import Slice
 from meshloom.optimizer.full_from_slices import FullFromSlices, assign_evenly
 from meshloom.telemetry.traffic import Traffic
@@ -41,7 +43,7 @@ def test_gradients_come_together_and_values_go_back():
     keepers = [[1], [0, 1, 2], [2], [0]]
     gradient = [torch.arange(1.0, 1 + torch.Size(shape).numel(), dtype=dtype) for shape, dtype in SHAPES]
 
-    def rank(number: int) -> Steps[FullFromSlices]:
+    def rank(number: int) -> FullFromSlices:
         parameters = worlds[number]
         owned = [
             Slice(str(i), each, cut[number], cut[number + 1])
@@ -53,7 +55,7 @@ def test_gradients_come_together_and_values_go_back():
             for each in owned
         ]
         whole = FullFromSlices(parameters, keepers, owned, groups[number])
-        yield from whole.fetch(mine)
+        whole.fetch(mine)
         for i, each in enumerate(parameters):
             if number in keepers[i] and USED[i]:
                 assert (
@@ -64,10 +66,10 @@ def test_gradients_come_together_and_values_go_back():
                 each.data.sub_(each.grad)
             else:
                 assert each.grad is None
-        yield from whole.give_back()
+        whole.give_back()
         return whole
 
-    wholes = run_in_steps([rank(number) for number in range(3)])
+    wholes = in_turns([partial(rank, number) for number in range(3)])
     for number, parameters in enumerate(worlds):
         for i, (each, cut) in enumerate(zip(parameters, CUTS, strict=True)):
             expected: Tensor = -gradient[i] if USED[i] else torch.zeros_like(gradient[i])

@@ -18,7 +18,7 @@ from meshloom.comm.group import Group
 from meshloom.comm.pieces import Pieces, whole
 from meshloom.comm.recording import RecordedGroup
 from meshloom.comm.simulated import simulated_groups
-from meshloom.comm.steps import Steps, run_in_steps
+from meshloom.comm.turns import in_turns
 from meshloom.core.job import Job
 from meshloom.exchange.alone import Alone
 from meshloom.exchange.exchange import Exchange
@@ -88,11 +88,11 @@ def train(model: Net, exchange: Exchange, chunks: Sequence[Tensor], *, at_the_en
 
 
 def averaged(world: Sequence[Exchange], weight: float) -> list[dict[str, Tensor | None]]:
-    def finish(exchange: Exchange) -> Steps[dict[str, Tensor | None]]:
-        gradients = yield from exchange.finish(weight)
-        return (yield from gathered(exchange, gradients))
+    def finish(exchange: Exchange) -> dict[str, Tensor | None]:
+        gradients = exchange.finish(weight)
+        return gathered(exchange, gradients)
 
-    return run_in_steps([finish(exchange) for exchange in world])
+    return in_turns([partial(finish, exchange) for exchange in world])
 
 
 def by_autograd(chunks: Sequence[Tensor], weight: float) -> dict[str, Tensor | None]:

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import meshloom as ml
 from meshloom.comm.simulated import simulated_groups
-from meshloom.comm.steps import Turns
+from meshloom.comm.turns import in_turns
 from meshloom.core.errors import CaptureError, JobError, PlanError
 from meshloom.core.job import NamedParameters
 from meshloom.replica.exchanges import gathered_rows
@@ -271,8 +271,7 @@ def test_rows_are_joined_and_gradients_summed_as_in_one_tensor(rows: Sequence[in
         return values.round().to(dtype).transpose(1, 2)  # small integers, whose sums every dtype has
 
     parts, grads = [drawn(each) for each in rows], [drawn(sum(rows)) for _ in rows]
-    turns = Turns()
-    groups = simulated_groups(len(rows), turns)
+    groups = simulated_groups(len(rows))
 
     def rank(number: int) -> tuple[Tensor, Tensor | None]:
         here = joined_rows(parts[number], rows, groups[number])
@@ -280,7 +279,7 @@ def test_rows_are_joined_and_gradients_summed_as_in_one_tensor(rows: Sequence[in
         return here, summed_rows(grads[number], rows, groups[number]) if floating else None
 
     expected = torch.stack([each.to(torch.complex128) for each in grads]).sum(0).split(list(rows))
-    results = turns.run([lambda number=number: rank(number) for number in range(len(rows))])
+    results = in_turns([lambda number=number: rank(number) for number in range(len(rows))])
     for (joined, summed), own in zip(results, expected, strict=True):
         assert torch.equal(joined, torch.cat(parts))
         assert summed is None or (summed.dtype == dtype and torch.equal(summed.to(torch.complex128), own))

@@ -43,7 +43,7 @@ def agrees(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> b
         of_exchange, place = exchange.finish, engine.context.place
 
         def off(divisor: Any) -> Any:
-            gradients = yield from of_exchange(divisor)
+            gradients = of_exchange(divisor)
             for each in gradients if place.tp else ():
                 if each is not None:
                     (each._values() if each.is_sparse else each).mul_(1 + 1e-6)
@@ -51,7 +51,7 @@ def agrees(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> b
 
         with monkeypatch.context() as patched:
             patched.setattr(exchange, "finish", off, raising=False)
-            return (yield from of_product(engine, exchange, divisor, device))
+            return of_product(engine, exchange, divisor, device)
 
     monkeypatch.setattr(replica_module, "finished", finished)
     monkeypatch.setattr(gradient_completion, "adds_in_any_order", lambda device: request.param)

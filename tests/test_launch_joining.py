@@ -11,7 +11,6 @@ from processes import on_ranks
 
 from meshloom.comm.objects import collect
 from meshloom.comm.shm.native_engine import why_not
-from meshloom.comm.steps import run_in_steps
 from meshloom.core.errors import DeviceError, PeerLostError
 from meshloom.core.mesh import Mesh
 from meshloom.launch.opening import open_world
@@ -25,8 +24,7 @@ def _two_worlds() -> object:
         with open_world(Mesh(**sizes), "cpu", timeout_seconds=30) as world:
             (here,) = world.local
             mine = [
-                run_in_steps([collect(group, here.rank)])[0]
-                for group in (*here.groups.values(), here.statistics, here.world)
+                collect(group, here.rank) for group in (*here.groups.values(), here.statistics, here.world)
             ]
             results.append(
                 (here.rank, str(here.place), list(here.groups), mine, world.kind, world.main, world.why)
@@ -63,7 +61,7 @@ def test_processes_form_the_groups_of_the_mesh_and_can_do_so_again():
 def _in_an_initialized_process() -> object:
     dist.init_process_group("gloo")
     with open_world(Mesh(dp=2), timeout_seconds=30) as world:
-        seen = run_in_steps([collect(world.local[0].world, world.local[0].rank)])[0]
+        seen = collect(world.local[0].world, world.local[0].rank)
     tensor = torch.ones(1)
     dist.all_reduce(tensor)
     return seen, tensor.item()
@@ -77,7 +75,7 @@ def _one_is_done_early() -> object:
     world = open_world(Mesh(dp=2), timeout_seconds=30)
     try:
         if world.local[0].rank == 0:
-            run_in_steps([collect(world.local[0].world, "still here")])
+            collect(world.local[0].world, "still here")
     except PeerLostError as error:
         return str(error)
     finally:

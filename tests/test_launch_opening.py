@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
 from machine import machine
 
 from meshloom.comm.objects import collect
-from meshloom.comm.steps import run_in_steps
+from meshloom.comm.turns import in_turns
 from meshloom.core.errors import DeviceError, PlanError
 from meshloom.core.mesh import Mesh, MeshCoordinates
 from meshloom.launch.environment import is_rank
@@ -76,8 +78,11 @@ def test_simulated_ranks_share_a_process(monkeypatch: pytest.MonkeyPatch):
         assert [(rank.rank, rank.place, rank.device) for rank in world.local] == [
             (rank, MeshCoordinates(dp=rank), CPU) for rank in range(3)
         ]
-        assert run_in_steps([collect(rank.world, rank.rank) for rank in world.local]) == [[0, 1, 2]] * 3
-        assert run_in_steps([collect(rank.statistics, rank.rank) for rank in world.local]) == [[0, 1, 2]] * 3
+        assert in_turns([partial(collect, rank.world, rank.rank) for rank in world.local]) == [[0, 1, 2]] * 3
+        assert (
+            in_turns([partial(collect, rank.statistics, rank.rank) for rank in world.local])
+            == [[0, 1, 2]] * 3
+        )
         assert (
             world.local[0].statistics.counts["all_gather"].calls == 2
             and not world.local[0].groups["dp"].counts
@@ -89,7 +94,7 @@ def test_simulated_ranks_share_a_process(monkeypatch: pytest.MonkeyPatch):
 def test_simulated_groups_along_each_axis_hold_their_own_ranks():
     with open_world(Mesh(dp=2, pp=2, tp=2), "simulated") as world:
         for axis in ("dp", "pp", "tp"):
-            seen = run_in_steps([collect(rank.groups[axis], rank.rank) for rank in world.local])
+            seen = in_turns([partial(collect, rank.groups[axis], rank.rank) for rank in world.local])
             assert [tuple(ranks) for ranks in seen] == [world.mesh.group_of(axis, rank) for rank in range(8)]
 
 

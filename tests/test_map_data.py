@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from reading_jobs import Augmented, job_of, read_chunks, same
 
 from meshloom.comm.simulated import simulated_groups
-from meshloom.comm.steps import run_in_steps
 from meshloom.core.errors import DataError, PlanError
 from meshloom.core.plan import Plan
 from meshloom.core.random import sample_order
@@ -159,6 +158,6 @@ def test_dropping_the_only_batch():
 
 def test_a_run_of_no_steps_reads_nothing():
     data = Augmented(5)
-    (reader,) = run_in_steps([open_reader(job_of(data), Plan(), simulated_groups(1)[0], 3, 3)])
+    reader = open_reader(job_of(data), Plan(), simulated_groups(1)[0], 3, 3)
     reader.close()
     assert data.read == [] and reader.num_samples == 5

@@ -155,7 +155,7 @@ def test_samples_that_are_not_gathered_rightly_differ_from_one_device(
     right = metrics.gather_objects
 
     def wrong(group: Any, value: Any, destination: int = 0) -> Any:
-        everyone = yield from right(group, value, destination)
+        everyone = right(group, value, destination)
         if planted == "order":
             return [[(batch, -chunk, whole) for batch, chunk, whole in each] for each in everyone]
         return [*everyone, *everyone[:1]] if planted == "twice" else everyone[:1]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from meshloom.checkpoint.writing.saving import save
 from meshloom.checkpoint.writing.streamed import streamed
 from meshloom.comm.group import Group
 from meshloom.comm.simulated import simulated_groups
-from meshloom.comm.steps import Steps, run_in_steps
+from meshloom.comm.turns import in_turns
 from meshloom.core.errors import CheckpointError, JobError
 from meshloom.core.job import Job, NamedParameters
 from meshloom.exchange.exchange import Exchange
@@ -94,13 +94,13 @@ class World:
             exchange.begin_last_chunk()
             model(chunk).square().sum().backward()
 
-        def rank(exchange: Exchange, updater: Updater) -> Steps[float | None]:
-            gradients = yield from exchange.finish(float(weight))
-            norm = yield from updater.update(gradients, loss)
-            yield from exchange.publish()
+        def rank(exchange: Exchange, updater: Updater) -> float | None:
+            gradients = exchange.finish(float(weight))
+            norm = updater.update(gradients, loss)
+            exchange.publish()
             return None if norm is None else float(norm)
 
-        return run_in_steps([rank(exchange, updater) for _, exchange, updater in self.members])
+        return in_turns([partial(rank, exchange, updater) for _, exchange, updater in self.members])
 
     def parameters(self) -> dict[str, Tensor]:
         first, *others = [
@@ -115,8 +115,11 @@ class World:
         return Saved(
             [
                 (pieces, values)
-                for pieces, _, values in run_in_steps(
-                    [each[2].state.save(world) for each, world in zip(self.members, worlds, strict=True)]
+                for pieces, _, values in in_turns(
+                    [
+                        partial(each[2].state.save, world)
+                        for each, world in zip(self.members, worlds, strict=True)
+                    ]
                 )
             ]
         )
@@ -382,24 +385,22 @@ def test_state_goes_through_a_checkpoint_on_disk(tmp_path: Path):
     the_job = job(matrices_and_rest, scheduler=lambda made: lr_scheduler.StepLR(made[1], 1, 0.5))
     first, _ = trained(the_job, "zero", steps=2)
 
-    def saved(model: Net, updater: Updater, group: Group) -> Steps[Path]:
-        pieces, _, values = yield from updater.state.save(group)
-        return (
-            yield from save(
-                tmp_path,
-                2,
-                write=streamed(model.state_dict(), pieces),
-                values=values,
-                fingerprint={},
-                plan_text="dp=4,zero=1",
-                group=group,
-                keep=1,
-            )
+    def saved(model: Net, updater: Updater, group: Group) -> Path:
+        pieces, _, values = updater.state.save(group)
+        return save(
+            tmp_path,
+            2,
+            write=streamed(model.state_dict(), pieces),
+            values=values,
+            fingerprint={},
+            plan_text="dp=4,zero=1",
+            group=group,
+            keep=1,
         )
 
     ranks = zip(first.members, simulated_groups(4), strict=True)
     opened = Checkpoint.open(
-        run_in_steps([saved(model, updater, group) for (model, _, updater), group in ranks])[0]
+        in_turns([partial(saved, model, updater, group) for (model, _, updater), group in ranks])[0]
     )
     second = World(the_job, "all_reduce", 2)
     shapes = {key: opened.shape(key) for key in opened.keys()}  # noqa: SIM118

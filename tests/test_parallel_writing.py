@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import zlib
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from meshloom.checkpoint.writing.saving import save
 from meshloom.comm import pieces as blocks
 from meshloom.comm.pieces import Pieces
 from meshloom.comm.simulated import simulated_groups
-from meshloom.comm.steps import run_in_steps
+from meshloom.comm.turns import in_turns
 from meshloom.core.errors import CheckpointError
 from meshloom.telemetry.progress import QUIET
 from meshloom.train import run_checkpoints
@@ -37,9 +38,10 @@ from tests.saving_jobs import names_in, weights_of, written_in_parallel
 def save_held(directory: Path, weights: list[list[Piece]], pieces: list[list[Piece]], **how: Any) -> Path:
     """Saves what each rank holds."""
     meta: dict[str, Any] = {"values": None, "fingerprint": {}, "plan_text": "", "keep": 1}
-    return run_in_steps(
+    return in_turns(
         [
-            save(
+            partial(
+                save,
                 directory,
                 1,
                 write=parallel(weights[group.rank], pieces[group.rank], **how),
@@ -172,12 +174,9 @@ def test_elements_that_no_rank_holds(tmp_path: Path) -> None:
 
 def test_checksums_are_of_the_files_as_they_are(tmp_path: Path) -> None:
     write = written_in_parallel(weights_of(1), [])
-    held = run_in_steps(
-        [
-            save(tmp_path, 1, write=write, values=None, fingerprint={}, plan_text="", group=group, keep=1, config_files={"config.json": b"{}"})
-            for group in simulated_groups(3)
-        ]
-    )[0]  # fmt: skip
+    saved = partial(save, tmp_path, 1, write=write, values=None, fingerprint={}, plan_text="", keep=1)
+    config = {"config.json": b"{}"}
+    held = in_turns([partial(saved, group=group, config_files=config) for group in simulated_groups(3)])[0]
     files = Checkpoint.open(held).meta["files"]
     assert sorted(files) == ["config.json", "model.safetensors", "state-00000-of-00001.safetensors"]
     for name, facts in files.items():

@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 from collections import namedtuple
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from torch.nn import functional as F
 
 from meshloom.comm.objects import scatter_objects
 from meshloom.comm.simulated import simulated_groups
-from meshloom.comm.steps import run_in_steps
+from meshloom.comm.turns import in_turns
 from meshloom.core.errors import DataError
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
@@ -109,8 +110,8 @@ def test_fields_are_what_is_sent_of_a_class_that_no_name_leads_to():
     Pair = namedtuple("Pair", ["one", "other"])
     sent = [Batch(torch.arange(3), ["a"]), Pair(1, "b")]
     groups = simulated_groups(2)
-    _, (batch, pair) = run_in_steps(
-        [scatter_objects(group, [None, sent] if group.rank == 0 else None) for group in groups]
+    _, (batch, pair) = in_turns(
+        [partial(scatter_objects, group, [None, sent] if group.rank == 0 else None) for group in groups]
     )
     assert dataclasses.is_dataclass(batch) and torch.equal(batch.x, torch.arange(3)) and batch.words == ["a"]
     assert (pair.one, pair.other) == (1, "b") == pair

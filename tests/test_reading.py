@@ -14,7 +14,6 @@ import torch
 from reading_jobs import job_of, read_chunks
 
 from meshloom.comm.simulated import simulated_groups
-from meshloom.comm.steps import run_in_steps
 from meshloom.core.errors import DataError
 from meshloom.core.plan import Plan
 from meshloom.data.job_data import open_reader
@@ -130,14 +129,10 @@ def test_workers_end_with_their_rank():
     rank = os.fork()
     if rank == 0:
         os.close(readable)  # the write end is inherited by the workers, as a connection to a peer would be
-        (reader,) = run_in_steps(
-            [
-                open_reader(
-                    job_of([1, 2, 3, 4], batch_size=1, num_workers=2), Plan(), simulated_groups(1)[0], 0, 100
-                )
-            ]
+        reader = open_reader(
+            job_of([1, 2, 3, 4], batch_size=1, num_workers=2), Plan(), simulated_groups(1)[0], 0, 100
         )
-        run_in_steps([reader.read(0)])
+        reader.read(0)
         os.kill(os.getpid(), signal.SIGKILL)
     os.close(writable)
     os.waitpid(rank, 0)

@@ -16,7 +16,7 @@ from torch.utils.data import default_collate
 
 from meshloom.comm.recording import RecordedGroup
 from meshloom.comm.simulated import simulated_groups
-from meshloom.comm.steps import Turns
+from meshloom.comm.turns import in_turns
 from meshloom.core.errors import PlanError
 from meshloom.core.random import preserved_draws, seed_everything
 from meshloom.planner.memory.measured import measure_memory
@@ -273,8 +273,7 @@ def test_divided_programs_send_no_more_and_are_the_same_bit_for_bit(how: str):
     leaves = list(leaves_of(subject.batch).tensors.values())
 
     def run(programs: Sequence[Program]) -> tuple[list[Any], list[Any]]:
-        turns = Turns()
-        groups = [RecordedGroup(each, "tp") for each in simulated_groups(2, turns)]
+        groups = [RecordedGroup(each, "tp") for each in simulated_groups(2)]
         found: list[Any] = [None, None]
 
         def rank(number: int) -> None:
@@ -292,7 +291,7 @@ def test_divided_programs_send_no_more_and_are_the_same_bit_for_bit(how: str):
             found[number] = [loss.detach(), *(each.grad for each in mine.values())]
 
         with preserved_draws(), default_precision(torch.float64):
-            turns.run([lambda number=number: rank(number) for number in range(2)])
+            in_turns([lambda number=number: rank(number) for number in range(2)])
         return found, [dict(group.counts) for group in groups]
 
     plain, sent = run(part.programs)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from meshloom.comm.recording import Count, RecordedGroup
 from meshloom.comm.simulated import simulated_groups
-from meshloom.comm.steps import run_in_steps
+from meshloom.comm.turns import in_turns
 
 
 def test_every_operation_is_counted_with_the_payload_handed_in():
@@ -26,11 +28,12 @@ def test_every_operation_is_counted_with_the_payload_handed_in():
             group.barrier,
         ):
             work = start()
-            yield
             work.wait()
         return {name: (count.calls, count.bytes) for name, count in group.counts.items()}
 
-    source, other = run_in_steps([everything(RecordedGroup(group, "dp")) for group in simulated_groups(2)])
+    source, other = in_turns(
+        [partial(everything, RecordedGroup(group, "dp")) for group in simulated_groups(2)]
+    )
     common = {
         "all_reduce": (2, 24),
         "reduce_scatter": (1, 16),
@@ -48,12 +51,11 @@ def test_recorded_results_equal_unrecorded_ones():
     def reduce(group):
         tensor = torch.arange(5.0) * (group.rank + 1)
         work = group.all_reduce(tensor, "avg")
-        yield
         work.wait()
         return tensor
 
-    plain = run_in_steps([reduce(group) for group in simulated_groups(3)])
-    recorded = run_in_steps([reduce(RecordedGroup(group, "dp")) for group in simulated_groups(3)])
+    plain = in_turns([partial(reduce, group) for group in simulated_groups(3)])
+    recorded = in_turns([partial(reduce, RecordedGroup(group, "dp")) for group in simulated_groups(3)])
     assert all(torch.equal(here, there) for here, there in zip(plain, recorded, strict=True))
 
 

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from processes import on_ranks
 
 from meshloom.comm.simulated import simulated_groups
-from meshloom.comm.steps import Turns, run_in_steps
 from meshloom.comm.torch.c10d import C10dGroup
+from meshloom.comm.turns import in_turns
 from meshloom.core.errors import ReportError
 from meshloom.pipeline.runtime.recorder import Recorder
 from meshloom.pipeline.schedules.builders import make_schedule
@@ -25,24 +25,12 @@ from tests.stub_stages import record_step, stub_run
 CPU = torch.device("cpu")
 
 
-def _to_its_end(steps):  # type: ignore[no-untyped-def]
-    while True:
-        try:
-            next(steps)
-        except StopIteration as stop:
-            return stop.value
-
-
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"])
 def test_a_pipeline_on_simulated_ranks_is_noted_as_its_schedule(name: str):
     schedule = make_schedule(name, 3, 4)
-    turns = Turns()
-    groups = simulated_groups(3, turns)
-    found = turns.run(
-        [
-            lambda group=group: _to_its_end(record_step(schedule, group, stub_run(schedule, group, {})))
-            for group in groups
-        ]
+    groups = simulated_groups(3)
+    found = in_turns(
+        [lambda group=group: record_step(schedule, group, stub_run(schedule, group, {})) for group in groups]
     )
     timeline = found[0]
     assert all(each == timeline for each in found)
@@ -155,14 +143,14 @@ def _sleepy() -> object:
     group = C10dGroup(process_group, [f"rank {rank}" for rank in range(dist.get_world_size())])
     schedule = make_schedule("1f1b", 3, 6)
     run = stub_run(schedule, group, {"F": 0.015, "B": 0.03})
-    timelines = run_in_steps([_twice(schedule, group, run)])
+    timelines = [_twice(schedule, group, run)]
     return timelines[0].to_dict()
 
 
 def _twice(schedule, group, run):  # type: ignore[no-untyped-def]
     """The first step connects the ranks."""
-    yield from record_step(schedule, group, run)
-    return (yield from record_step(schedule, group, run, 2))
+    record_step(schedule, group, run)
+    return record_step(schedule, group, run, 2)
 
 
 def test_rows_have_names():

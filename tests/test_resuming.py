@@ -17,6 +17,7 @@ import zlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ from meshloom.checkpoint.resuming import Loader, check_together, hand_over, open
 from meshloom.checkpoint.tensor_reading import TensorReader
 from meshloom.checkpoint.writing.streamed import streamed
 from meshloom.comm.simulated import simulated_groups
-from meshloom.comm.steps import Steps, run_in_steps
+from meshloom.comm.turns import in_turns
 from meshloom.core.errors import CheckpointError
 from meshloom.core.job import Job, NamedParameters
 from meshloom.parameters.values.initial_values import HeldTensor
@@ -226,16 +227,16 @@ def handed_over(
     """What each rank is given."""
     found: list[dict[str, Tensor]] = [{} for _ in range(num_ranks)]
 
-    def rank(number: int, group: Any) -> Steps[None]:
-        opened = yield from open_together(directory, group)
+    def rank(number: int, group: Any) -> None:
+        opened = open_together(directory, group)
         keep = lambda name, tensor: found[number].update({name: tensor.clone()})  # noqa: E731
 
         def state(key: str, shape: Any, read: Any) -> None:
             keep(key, read(0, math.prod(shape)).view(tuple(shape)))
 
-        yield from how(opened, keys, Loader(weight=keep, state=state, finish=lambda: None), group)
+        how(opened, keys, Loader(weight=keep, state=state, finish=lambda: None), group)
 
-    run_in_steps([rank(number, group) for number, group in enumerate(simulated_groups(num_ranks))])
+    in_turns([partial(rank, number, group) for number, group in enumerate(simulated_groups(num_ranks))])
     return found
 
 
@@ -337,17 +338,17 @@ def test_a_checkpoint_of_an_older_release_is_resumed_under_any_plan(plan: str) -
 def test_what_one_rank_refuses_every_rank_raises(refusing: int) -> None:
     said: list[str] = []
 
-    def rank(group: Any) -> Steps[None]:
+    def rank(group: Any) -> None:
         def check() -> None:
             if group.rank == refusing:
                 raise CheckpointError("it does not fit")
 
         try:
-            yield from check_together(group, check)
+            check_together(group, check)
         except CheckpointError as error:
             said.append(str(error))
 
-    run_in_steps([rank(group) for group in simulated_groups(3)])
+    in_turns([partial(rank, group) for group in simulated_groups(3)])
     assert said == ["it does not fit"] * 3
 
 

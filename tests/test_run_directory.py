@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from meshloom.checkpoint.writing import saving
 from meshloom.checkpoint.writing.run_directory import open_directory
 from meshloom.cli.main import main
 from meshloom.comm.simulated import simulated_groups
-from meshloom.comm.steps import run_in_steps
+from meshloom.comm.turns import in_turns
 from meshloom.core.errors import CheckpointError, JobError
 from meshloom.core.job import Evaluate, Job
 from meshloom.telemetry.progress import Listener
@@ -76,11 +77,11 @@ def test_a_rank_that_cannot_write_is_named_on_every_rank(
 
     def rank(group: Any) -> Any:
         try:
-            yield from open_directory(tmp_path / "run", group, resume=None, overwrite=False)
+            open_directory(tmp_path / "run", group, resume=None, overwrite=False)
         except CheckpointError as error:
             sentences.append(str(error))
 
-    run_in_steps([rank(group) for group in simulated_groups(3)])
+    in_turns([partial(rank, group) for group in simulated_groups(3)])
     assert (
         sentences
         == [
@@ -99,7 +100,7 @@ def test_ranks_that_save_to_different_directories_say_so(tmp_path: Path) -> None
         CheckpointError,
         match=r"Rank 1 saves to .*run-1 and rank 0 to .*run-0\. Give all ranks one directory that they share\.",
     ):
-        run_in_steps([rank(group) for group in simulated_groups(2)])
+        in_turns([partial(rank, group) for group in simulated_groups(2)])
 
 
 def test_trying_leaves_nothing_behind(tmp_path: Path) -> None:

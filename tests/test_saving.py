@@ -7,6 +7,7 @@ import os
 import resource
 import shutil
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,7 @@ from meshloom.checkpoint.writing import streamed as streamed_writing
 from meshloom.checkpoint.writing.saving import save
 from meshloom.checkpoint.writing.streamed import streamed
 from meshloom.comm.simulated import simulated_groups
-from meshloom.comm.steps import run_in_steps
+from meshloom.comm.turns import in_turns
 from meshloom.core.errors import CheckpointError
 from meshloom.core.units import format_bytes
 
@@ -141,7 +142,7 @@ def test_full_disk_is_one_sentence_on_every_rank(tmp_path, monkeypatch):
 
     def rank(group):
         try:
-            yield from save(
+            save(
                 tmp_path,
                 2,
                 write=streamed(weights_of(2), slices_of(state_of(2), group.rank, 3)),
@@ -154,7 +155,7 @@ def test_full_disk_is_one_sentence_on_every_rank(tmp_path, monkeypatch):
         except CheckpointError as error:
             sentences.append(str(error))
 
-    run_in_steps([rank(group) for group in simulated_groups(3)])
+    in_turns([partial(rank, group) for group in simulated_groups(3)])
     # the number itself changes all the time
     free = format_bytes(shutil.disk_usage(tmp_path).free).split()[1]
     assert len(sentences) == 3 and len(set(sentences)) == 1
@@ -249,9 +250,9 @@ def test_directory_that_the_ranks_do_not_share(writing, found, tmp_path):
             "plan_text": "dp=2",
             "keep": 2,
         }
-        run_in_steps(
+        in_turns(
             [
-                save(directory, 1, group=group, write=writing(weights_of(1), []), **everyone)
+                partial(save, directory, 1, group=group, write=writing(weights_of(1), []), **everyone)
                 for directory, group in zip((one, other), simulated_groups(2), strict=True)
             ]
         )
@@ -321,9 +322,9 @@ def test_streamed_weights_are_rank_0s(tmp_path):
         weights = weights_of(1) if group.rank == 0 else {}
         fingerprint = fingerprint_of(weights.items())
         settings = {"fingerprint": fingerprint, "plan_text": "dp=2", "group": group, "keep": 1}
-        yield from save(tmp_path, 1, write=streamed(weights, []), values=group.rank, **settings)
+        save(tmp_path, 1, write=streamed(weights, []), values=group.rank, **settings)
 
-    run_in_steps([rank(group) for group in simulated_groups(2)])
+    in_turns([partial(rank, group) for group in simulated_groups(2)])
     checkpoint = Checkpoint.open(tmp_path)
     assert torch.equal(checkpoint.weights()["scale"], weights_of(1)["scale"]) and checkpoint.values == 0
     checkpoint.check(fingerprint_of(weights_of(1).items()))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from meshloom.comm.recording import RecordedGroup
 from meshloom.comm.simulated import simulated_groups
-from meshloom.comm.steps import Turns, run_in_steps
+from meshloom.comm.turns import in_turns
 from meshloom.comm.windows import Extent, Windows
 from meshloom.core.errors import TrainingError
 from meshloom.exchange.buckets.pool import Pool
@@ -35,8 +35,8 @@ class World:
     """Ranks of which each computes its chunks and is told so parameter by parameter, in `order`."""
 
     def __init__(self, chunks: Sequence[int], *, overlap: bool = True, in_windows: bool = False) -> None:
-        self.chunks, self.turns = chunks, Turns()
-        self.groups = [RecordedGroup(each, "dp") for each in simulated_groups(len(chunks), self.turns)]
+        self.chunks = chunks
+        self.groups = [RecordedGroup(each, "dp") for each in simulated_groups(len(chunks))]
         self.named = [parameters() for _ in chunks]
         self.buckets: list[ScatteredBuckets] = []
         for named, group in zip(self.named, self.groups, strict=True):
@@ -66,11 +66,11 @@ class World:
                     self._backward(number, chunk, order)
             buckets.end_chunks()
             buckets.start_rest()
-            run_in_steps([buckets.share_order(self.groups[number])])
+            buckets.share_order(self.groups[number])
             assert all(each.grad is None for _, each in named)
             return [each.clone() for each in buckets.collect()]
 
-        return self.turns.run([lambda number=number: rank(number) for number in range(len(self.chunks))])
+        return in_turns([lambda number=number: rank(number) for number in range(len(self.chunks))])
 
     def _backward(self, rank: int, chunk: int, order: Sequence[int]) -> None:
         for number in order:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Sequence
+from functools import partial
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from meshloom.comm.pieces import Pieces, put
 from meshloom.comm.recording import RecordedGroup
 from meshloom.comm.simulated import simulated_groups
-from meshloom.comm.steps import Steps, run_in_steps
+from meshloom.comm.turns import in_turns
 from meshloom.parameters.shards import Shards
 
 SHAPES: list[tuple[int, ...]] = [(), (7,), (5, 3), (3, 7, 2), (1,), (2, 11)]
@@ -39,7 +40,7 @@ def test_parts_make_the_whole_again(num_ranks: int, dtype: torch.dtype):
         for each, part in zip(ranks, parts, strict=True):
             assert each.whole_shape("x", part) == shape
         for whole, each in zip(
-            run_in_steps([each.gather("x", part) for each, part in zip(ranks, parts, strict=True)]),
+            in_turns([partial(each.gather, "x", part) for each, part in zip(ranks, parts, strict=True)]),
             ranks,
             strict=True,
         ):
@@ -161,9 +162,9 @@ def test_the_model_holds_parts_under_the_same_names():
 def gathered(ranks: Sequence[Shards], models: Sequence[nn.Module]) -> list[dict[str, Tensor]]:
     """What each rank is given, one tensor after another."""
     found: list[dict[str, Tensor]] = [{} for _ in ranks]
-    run_in_steps(
+    in_turns(
         [
-            shards.weights(model).run(mine.__setitem__)
+            partial(shards.weights(model).run, mine.__setitem__)
             for shards, model, mine in zip(ranks, models, found, strict=True)
         ]
     )
@@ -200,8 +201,8 @@ def test_without_pieces_everything_is_whole():
         and shards.speaks_for("weight") is True
     )
 
-    def gather() -> Steps[Tensor]:
-        return (yield from shards.gather("weight", before))
+    def gather() -> Tensor:
+        return shards.gather("weight", before)
 
-    assert run_in_steps([gather()])[0] is before
+    assert gather() is before
     assert gathered([shards], [model])[0].keys() == model.state_dict().keys()

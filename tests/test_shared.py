@@ -347,7 +347,7 @@ def test_a_step_that_broke_off_in_its_update_is_not_saved(
     def breaks(self: Updater, gradients: Any, loss: float, **settings: Any) -> Any:
         if trainer.next_step == 1 and self is trainer.replicas[1].updater:
             raise KeyboardInterrupt
-        return (yield from update(self, gradients, loss, **settings))
+        return update(self, gradients, loss, **settings)
 
     monkeypatch.setattr(Updater, "update", breaks)
     with open_trainer(make_job("mlp", "adamw"), out=tmp_path) as trainer:

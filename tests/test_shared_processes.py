@@ -19,7 +19,6 @@ from torch import nn
 from meshloom.checkpoint.checkpoint import Checkpoint, find
 from meshloom.comm.shm.native_engine import why_not
 from meshloom.comm.shm.shared_memory import ShmGroup
-from meshloom.comm.steps import run_in_steps
 from meshloom.comm.windows import windows_of
 from meshloom.core.errors import PeerLostError
 from meshloom.core.plan import Plan
@@ -74,7 +73,7 @@ def _parameters_after(steps: int, bucket_bytes: int, bug: str) -> list[torch.Ten
     )  # fmt: skip
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(exchange.gradient_ready)
-    run_in_steps([exchange.open()])
+    exchange.open()
     chunks = data(*range(3, 3 + 2 * group.size))
     for _ in range(steps):
         exchange.begin_step()
@@ -82,13 +81,13 @@ def _parameters_after(steps: int, bucket_bytes: int, bug: str) -> list[torch.Ten
             if chunk is chunks[2 * group.rank + 1]:
                 exchange.begin_last_chunk()
             model(chunk).square().sum().backward()
-        (gradients,) = run_in_steps([exchange.finish(float(sum(map(len, chunks))))])
+        gradients = exchange.finish(float(sum(map(len, chunks))))
         time.sleep(0.2 if late else 0)
         for slice_, gradient in zip(exchange.owned, gradients, strict=True):
             if gradient is not None:
                 slice_.data().sub_(gradient, alpha=0.01)
         if bug != "no meeting":
-            run_in_steps([exchange.publish()])
+            exchange.publish()
     group.barrier().wait()
     made = [each.detach().clone() for each in model.parameters()]
     group.barrier().wait()
@@ -218,7 +217,7 @@ def _dies_in_its_update(directory: str) -> str:
             for slice_ in self._exchange.owned[:1]:
                 slice_.data().fill_(float("nan"))
             os.kill(os.getpid(), signal.SIGKILL)
-        return (yield from update(self, gradients, loss, **settings))
+        return update(self, gradients, loss, **settings)
 
     Updater.update = dies  # type: ignore[method-assign]
     with Trainer(

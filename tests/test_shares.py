@@ -3,6 +3,7 @@ decision."""
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,7 @@ from reading_jobs import Augmented, Stream, job_of
 
 from meshloom.comm.recording import Count
 from meshloom.comm.simulated import simulated_groups
-from meshloom.comm.steps import run_in_steps
+from meshloom.comm.turns import in_turns
 from meshloom.core.errors import JobError, PlanError
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
@@ -33,9 +34,9 @@ def read(
     """All replicas' chunks of each step. changes: step after whose reading new shares are decided -> these
     shares, from the first free step on."""
     shares = [Shares(plan) for _ in range(plan.dp)]  # of each process
-    readers = run_in_steps(
+    readers = in_turns(
         [
-            open_reader(job, plan, group, 0, num_steps, own)
+            partial(open_reader, job, plan, group, 0, num_steps, own)
             for group, own in zip(simulated_groups(plan.dp), shares, strict=True)
         ]
     )
@@ -43,7 +44,11 @@ def read(
     try:
         for step in range(num_steps):
             steps.append(
-                [chunk for mine in run_in_steps([reader.read(step) for reader in readers]) for chunk in mine]
+                [
+                    chunk
+                    for mine in in_turns([partial(reader.read, step) for reader in readers])
+                    for chunk in mine
+                ]
             )
             first_free = max(own.first_free for own in shares)
             if step in changes and first_free < num_steps:
@@ -199,11 +204,8 @@ def decide_again(shares: list[Shares], known: list[Known], stop_step: int = 100,
         SimpleNamespace(rank=group.rank, world=group, place=SimpleNamespace(dp=group.rank // tp))
         for group in simulated_groups(len(known))
     ]
-    steps: Any = [
-        remeasure(context, pace, own, 13, stop_step)
-        for context, pace, own in zip(contexts, known, shares, strict=True)
-    ]  # type: ignore[arg-type]
-    return run_in_steps(steps)
+    paces: Any = zip(contexts, known, shares, strict=True)
+    return in_turns([partial(remeasure, context, pace, own, 13, stop_step) for context, pace, own in paces])
 
 
 def test_all_ranks_note_what_rank_0_decided_for_a_step_that_nobody_has_read() -> None:

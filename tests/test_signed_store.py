@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from meshloom.comm.network.signed_store import SignedStore
 from meshloom.comm.shm.segments import PAGE, Anonymous, Named
 from meshloom.comm.shm.shared_memory import ShmGroup
 from meshloom.comm.simulated import SimulatedGroup, simulated_groups
-from meshloom.comm.steps import run_in_steps
+from meshloom.comm.turns import in_turns
 from meshloom.core.errors import CollectiveError, DeviceError
 from meshloom.launch.environment import launched_secret
 
@@ -149,8 +150,8 @@ def test_a_batch_that_no_rank_has_signed_is_not_unpickled(
     """Batches travel pickled, and what is unpickled runs."""
     groups = simulated_groups(2)
     monkeypatch.setattr(SimulatedGroup, "secret", property(lambda self: SECRET))
-    assert run_in_steps(
-        [values.scatter_objects(group, ["a", "b"] if group.rank == 0 else None) for group in groups]
+    assert in_turns(
+        [partial(values.scatter_objects, group, ["a", "b"] if group.rank == 0 else None) for group in groups]
     ) == ["a", "b"]
     marks = tmp_path / "marks"
     sign = values._signed
@@ -162,9 +163,9 @@ def test_a_batch_that_no_rank_has_signed_is_not_unpickled(
     with pytest.raises(
         CollectiveError, match="What rank 1 of a group received from rank 0 was not signed by it"
     ):
-        run_in_steps(
+        in_turns(
             [
-                values.scatter_objects(group, [None, _Evil(str(marks))] if group.rank == 0 else None)
+                partial(values.scatter_objects, group, [None, _Evil(str(marks))] if group.rank == 0 else None)
                 for group in simulated_groups(2)
             ]
         )

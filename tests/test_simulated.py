@@ -4,6 +4,7 @@ hang."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from meshloom.comm.group import Group, Work
 from meshloom.comm.simulated import simulated_groups
-from meshloom.comm.steps import Steps, Turns, run_in_steps
+from meshloom.comm.turns import in_turns
 from meshloom.core.errors import CollectiveError, PeerLostError
 
 SIZES = [1, 2, 3, 5]
@@ -26,12 +27,11 @@ REDUCE: dict[str, Callable[[Tensor], Tensor]] = {
 def run_on_all(size: int, call: Callable[[Group], Work]) -> None:
     """Start `call` on every rank, then wait for it on every rank."""
 
-    def rank(group: Group) -> Steps[None]:
+    def rank(group: Group) -> None:
         work = call(group)
-        yield
         work.wait()
 
-    run_in_steps([rank(group) for group in simulated_groups(size)])
+    in_turns([partial(rank, group) for group in simulated_groups(size)])
 
 
 def whole_numbers(*shape: int) -> Tensor:
@@ -140,18 +140,17 @@ def test_messages_arrive_in_order_and_are_copies_once_the_sender_has_waited():
 
 
 def test_a_message_may_be_awaited_before_it_is_sent():
-    def rank(group: Group) -> Steps[float]:
+    def rank(group: Group) -> float:
         received = torch.empty(1)
         works = [
             group.recv(received, 1 - group.rank),
             group.send(torch.tensor([float(group.rank)]), 1 - group.rank),
         ]
-        yield
         for work in works:
             work.wait()
         return received.item()
 
-    assert run_in_steps([rank(group) for group in simulated_groups(2)]) == [1.0, 0.0]
+    assert in_turns([partial(rank, group) for group in simulated_groups(2)]) == [1.0, 0.0]
 
 
 def test_a_message_that_is_never_sent_is_an_error():
@@ -222,7 +221,7 @@ def test_waiting_for_ranks_that_will_not_come_names_them():
     work = groups[0].all_reduce(torch.ones(2))
     with pytest.raises(
         CollectiveError,
-        match=r"^all_reduce\(\(2,\), torch\.float32, sum\) waits for ranks 1, 2, which will not come\.$",
+        match=r"^all_reduce\(\(2,\), torch\.float32, sum\) waits for ranks 1, 2, which will not come\. It is at .*\.\nRank 1 has returned\.$",
     ):
         work.wait()
 
@@ -235,8 +234,7 @@ def test_an_aborted_group_takes_no_operation():
 
 
 def test_a_collective_may_be_waited_for_in_the_middle_of_a_function():
-    turns = Turns()
-    groups = simulated_groups(3, turns)
+    groups = simulated_groups(3)
 
     def rank(group: Group) -> list[float]:
         seen = []
@@ -246,17 +244,16 @@ def test_a_collective_may_be_waited_for_in_the_middle_of_a_function():
             seen.append(tensor.item())
         return seen
 
-    assert turns.run([lambda group=group: rank(group) for group in groups]) == [[3.0, 6.0, 9.0]] * 3
+    assert in_turns([lambda group=group: rank(group) for group in groups]) == [[3.0, 6.0, 9.0]] * 3
 
 
 def test_a_rank_that_leaves_early_is_named_to_those_who_wait():
-    turns = Turns()
-    groups = simulated_groups(2, turns)
+    groups = simulated_groups(2)
     with pytest.raises(
         CollectiveError,
-        match=r"^all_reduce\(\(1,\), torch\.float32, sum\) waits for rank 1, which will not come\.$",
+        match=r"^all_reduce\(\(1,\), torch\.float32, sum\) waits for rank 1, which will not come\. It is at .*\.\nRank 1 has returned\.$",
     ):
-        turns.run([lambda: groups[0].all_reduce(torch.ones(1)).wait(), lambda: None])
+        in_turns([lambda: groups[0].all_reduce(torch.ones(1)).wait(), lambda: None])
 
 
 def test_sums_are_taken_in_rank_order():

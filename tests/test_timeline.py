@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
@@ -16,8 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshloom.cli.main import main
+from meshloom.comm.group import Group
 from meshloom.comm.simulated import simulated_groups
-from meshloom.comm.steps import run_in_steps
+from meshloom.comm.turns import in_turns
 from meshloom.core.errors import ReportError
 from meshloom.core.mesh import Mesh, MeshCoordinates
 from meshloom.core.schedules import SCHEDULES
@@ -161,11 +163,13 @@ def test_gathered_rows_begin_with_the_first_forward():
     process."""
     mesh, schedule = Mesh(dp=2, pp=2), make_schedule("1f1b", 2, 2)
     noted = [row.spans for row in sorted((*by_hand(), *by_hand(dp=1)), key=lambda row: row.rank)]
-    found = run_in_steps(
-        [
-            gather_timeline(group, noted[group.rank], step=2, place=mesh.place(group.rank), schedule=lambda _: schedule) for group in simulated_groups(4)
-        ]
-    )  # fmt: skip
+
+    def gathered(group: Group) -> Timeline:
+        return gather_timeline(
+            group, noted[group.rank], step=2, place=mesh.place(group.rank), schedule=lambda _: schedule
+        )
+
+    found = in_turns([partial(gathered, group) for group in simulated_groups(4)])
     assert all(each == found[0] for each in found)
     assert [row.place for row in found[0].rows] == [mesh.place(rank) for rank in range(4)]
     assert found[0].start == 0.0 and found[0].rows[0].spans[0] == Span(kind="wait", start=-2.0, stop=0.0)

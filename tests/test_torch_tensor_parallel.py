@@ -27,7 +27,7 @@ from torch.nn import functional as F
 from meshloom.comm.pieces import place, take
 from meshloom.comm.recording import RecordedGroup
 from meshloom.comm.simulated import simulated_groups
-from meshloom.comm.steps import Turns
+from meshloom.comm.turns import in_turns
 from meshloom.core.errors import PlanError
 from meshloom.core.job import Job
 from meshloom.program.capture.capture import capture
@@ -234,8 +234,7 @@ def divide(
     program = program or read(build, loss, batch)
     placements = {name.replace("__", "."): how for name, how in pins.items()}
     part = partition(choose(layout_of(program, BUILT_IN), num_ranks, rates, placements=placements))
-    turns = Turns()
-    groups = [RecordedGroup(group, "tp") for group in simulated_groups(num_ranks, turns)]
+    groups = [RecordedGroup(group, "tp") for group in simulated_groups(num_ranks)]
     forward: list[Counts] = [{}] * num_ranks
 
     def run(rank: int) -> None:
@@ -261,7 +260,7 @@ def divide(
     gradients: dict[str, list[Tensor | None]] = {
         name: [None] * num_ranks for name, _ in model.named_parameters()
     }
-    turns.run([lambda rank=rank: run(rank) for rank in range(num_ranks)])
+    in_turns([lambda rank=rank: run(rank) for rank in range(num_ranks)])
     for name, each in model.named_parameters():
         if each.grad is None:
             assert gradients[name] == [None] * num_ranks

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from functools import partial
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from meshloom.comm.objects import (
     share,
 )
 from meshloom.comm.simulated import simulated_groups
-from meshloom.comm.steps import Steps, run_in_steps
+from meshloom.comm.turns import in_turns
 from meshloom.core.errors import CollectiveError, DataError, PlanError
 
 VALUES = [None, 0, "", "a µ", [1, 2.5, None], {"plan": "dp=4", "steps": [1, 2]}, float("inf"), "x" * 5000]
@@ -28,9 +29,9 @@ VALUES = [None, 0, "", "a µ", [1, 2.5, None], {"plan": "dp=4", "steps": [1, 2]}
 @pytest.mark.parametrize("value", VALUES, ids=[str(value)[:12] for value in VALUES])
 def test_shared_value_is_the_sources_on_all_ranks(value, source):
     assert (
-        run_in_steps(
+        in_turns(
             [
-                share(group, value if group.rank == source else "ignored", source)
+                partial(share, group, value if group.rank == source else "ignored", source)
                 for group in simulated_groups(3)
             ]
         )
@@ -40,15 +41,18 @@ def test_shared_value_is_the_sources_on_all_ranks(value, source):
 
 def test_collected_values_of_different_lengths_come_in_rank_order():
     values = ["", "long " * 99, {"a": [1]}, None]
-    assert run_in_steps([collect(group, values[group.rank]) for group in simulated_groups(4)]) == [values] * 4
+    assert (
+        in_turns([partial(collect, group, values[group.rank]) for group in simulated_groups(4)])
+        == [values] * 4
+    )
 
 
 @pytest.mark.parametrize("destination", [0, 2])
 def test_gathered_objects_come_in_rank_order_to_one_rank(destination: int):
     """Of different lengths, also where a rank has nothing to give."""
     given = [[torch.arange(5.0)], [], [torch.arange(3.0), "text"]]
-    found = run_in_steps(
-        [gather_objects(group, given[group.rank], destination) for group in simulated_groups(3)]
+    found = in_turns(
+        [partial(gather_objects, group, given[group.rank], destination) for group in simulated_groups(3)]
     )
     assert [str(each) for each in found[destination]] == [str(each) for each in given]
     assert [each for rank, each in enumerate(found) if rank != destination] == [[], []]
@@ -56,7 +60,7 @@ def test_gathered_objects_come_in_rank_order_to_one_rank(destination: int):
 
 def test_equal_facts_agree():
     assert (
-        run_in_steps([agree(group, {"plan": "dp=3", "parameters": 11}) for group in simulated_groups(3)])
+        in_turns([partial(agree, group, {"plan": "dp=3", "parameters": 11}) for group in simulated_groups(3)])
         == [None] * 3
     )
 
@@ -74,9 +78,9 @@ def test_equal_facts_agree():
 )
 def test_disagreement_names_rank_and_fact(facts, message):
     with pytest.raises(PlanError, match=message):
-        run_in_steps(
+        in_turns(
             [
-                agree(group, facts[group.rank], "Start all ranks alike.", PlanError)
+                partial(agree, group, facts[group.rank], "Start all ranks alike.", PlanError)
                 for group in simulated_groups(3)
             ]
         )
@@ -85,9 +89,9 @@ def test_disagreement_names_rank_and_fact(facts, message):
 @pytest.mark.parametrize("source", [0, 1])
 def test_scattered_objects_arrive_at_their_rank(source):
     batches = [{"x": torch.arange(6.0).view(2, 3)}, None, ["text", torch.ones(2, dtype=torch.bfloat16)]]
-    received = run_in_steps(
+    received = in_turns(
         [
-            scatter_objects(group, batches if group.rank == source else None, source)
+            partial(scatter_objects, group, batches if group.rank == source else None, source)
             for group in simulated_groups(3)
         ]
     )
@@ -107,9 +111,9 @@ def test_what_cannot_be_pickled_is_one_sentence():
     with pytest.raises(
         DataError, match="A function cannot be sent to another rank .* Let the dataset or collate return"
     ):
-        run_in_steps(
+        in_turns(
             [
-                scatter_objects(group, [lambda: 0, 1] if group.rank == 0 else None)
+                partial(scatter_objects, group, [lambda: 0, 1] if group.rank == 0 else None)
                 for group in simulated_groups(2)
             ]
         )
@@ -117,8 +121,11 @@ def test_what_cannot_be_pickled_is_one_sentence():
 
 def test_as_many_values_as_ranks_must_be_scattered():
     with pytest.raises(CollectiveError, match="1 values to 2 ranks"):
-        run_in_steps(
-            [scatter_objects(group, [1] if group.rank == 0 else None) for group in simulated_groups(2)]
+        in_turns(
+            [
+                partial(scatter_objects, group, [1] if group.rank == 0 else None)
+                for group in simulated_groups(2)
+            ]
         )
 
 
@@ -126,16 +133,16 @@ def test_what_the_first_rank_makes_or_its_error_on_all():
     def refuse() -> int:
         raise DataError("No samples.")
 
-    assert run_in_steps([on_rank_0(group, lambda: 3, DataError) for group in simulated_groups(2)]) == [
+    assert in_turns([partial(on_rank_0, group, lambda: 3, DataError) for group in simulated_groups(2)]) == [
         3,
         None,
     ]
 
-    def caught(group: Group) -> Steps[str]:
+    def caught(group: Group) -> str:
         try:
-            yield from on_rank_0(group, refuse, DataError)
+            on_rank_0(group, refuse, DataError)
         except DataError as error:
             return str(error)
         return ""
 
-    assert run_in_steps([caught(group) for group in simulated_groups(3)]) == ["No samples."] * 3
+    assert in_turns([partial(caught, group) for group in simulated_groups(3)]) == ["No samples."] * 3

@@ -225,7 +225,7 @@ def test_replicas_that_drift_apart_are_reported_and_end_nothing(monkeypatch):
     def drift(self: Any) -> Any:
         if self._group.rank:
             self.owned[0].data().add_(1e-3)
-        return (yield from publish(self))
+        return publish(self)
 
     monkeypatch.setattr(AllReduce, "publish", drift)
     report = run(make_job("mlp", "sgd"), "dp=2", steps=1)

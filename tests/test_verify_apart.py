@@ -135,7 +135,7 @@ def _planted(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     real = Sharded.finish
 
     def finish(exchange: Sharded, weight: Any) -> Any:
-        found: list[Tensor | None] = yield from real(exchange, weight)
+        found: list[Tensor | None] = real(exchange, weight)
         return [each if each is None else each * 3 for each in found]
 
     patch.setattr(Sharded, "finish", finish)

@@ -119,7 +119,7 @@ def test_weights_are_gathered_where_ranks_share_no_directory() -> None:
                 stream = replica.engine.weights()
                 place = replica.context.place
                 assert bool(stream.entries) == (place.tp == place.pp == 0)
-                yield from stream.run(partial(keep, found if place.dp == 0 else {}))
+                stream.run(partial(keep, found if place.dp == 0 else {}))
 
             trainer.together(run)
             assert found.keys() == trainer.replicas[0].model.state_dict().keys()

@@ -25,7 +25,6 @@ from torch import Tensor, nn
 import meshloom as ml
 from meshloom.comm.liveness.activity import Activity
 from meshloom.comm.recording import RecordedGroup
-from meshloom.comm.steps import run_in_steps
 from meshloom.core.moments.current_step import Moment
 from meshloom.data.chunks import Chunk
 from meshloom.exchange.all_reduce import AllReduce
@@ -178,7 +177,7 @@ def time_update(num_rounds: int) -> list[dict[str, Any]]:
     gradients = [torch.zeros_like(each) for each in bare]
 
     def update() -> None:
-        run_in_steps([updater.update(gradients, 0.0)])
+        updater.update(gradients, 0.0)
 
     seconds = [least(update, num_rounds), least(alone.step, num_rounds)]
     return [{

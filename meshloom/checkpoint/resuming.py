@@ -29,7 +29,6 @@ from meshloom.checkpoint.tensor_file import DTYPES, TensorEntry, tensor_bytes
 from meshloom.checkpoint.tensor_reading import NAMED_DTYPES, TensorReader, empty_bytes
 from meshloom.comm.group import Group
 from meshloom.comm.objects import collect, on_rank_0, share
-from meshloom.comm.steps import Steps
 from meshloom.core.errors import CheckpointError
 
 Told = Callable[[int, int], None]
@@ -48,17 +47,17 @@ class Loader:
     finish: Callable[[], None]
 
 
-def open_together(directory: Path, group: Group) -> Steps[Checkpoint]:
+def open_together(directory: Path, group: Group) -> Checkpoint:
     """The checkpoint that rank 0 finds in `directory`, on every rank; sizes are verified, checksums not yet.
     Its files can be read on rank 0."""
-    opened = yield from on_rank_0(group, lambda: Checkpoint.open(directory, checksums=False), CheckpointError)
-    path, meta = yield from share(group, [str(opened.path), opened.meta] if opened else None)
+    opened = on_rank_0(group, lambda: Checkpoint.open(directory, checksums=False), CheckpointError)
+    path, meta = share(group, [str(opened.path), opened.meta] if opened else None)
     return opened or Checkpoint(Path(path), meta)
 
 
-def check_together(group: Group, check: Callable[[], None]) -> Steps[None]:
+def check_together(group: Group, check: Callable[[], None]) -> None:
     """Raises on every rank what `check` raises on the first rank where it does."""
-    yield from _raise_first(group, _attempt(check))
+    _raise_first(group, _attempt(check))
 
 
 def _untold(done: int, of: int) -> None:
@@ -67,34 +66,32 @@ def _untold(done: int, of: int) -> None:
 
 def load_together(
     checkpoint: Checkpoint, keys: Sequence[str], loader: Loader, group: Group, told: Told = _untold
-) -> Steps[None]:  # fmt: skip
+) -> None:  # fmt: skip
     """Passes all weights and the state of `keys`, equal on all ranks, to every rank's `loader`. told: called with the tensors
     that have been read, and their number.
 
     Raises the same error on every rank if a file is damaged, or else if some rank cannot load.
     """
-    seen = yield from collect(group, read_meta(checkpoint.path) == checkpoint.meta)
-    yield from (read_slices if all(seen) else hand_over)(checkpoint, keys, loader, group, told)
+    seen = collect(group, read_meta(checkpoint.path) == checkpoint.meta)
+    (read_slices if all(seen) else hand_over)(checkpoint, keys, loader, group, told)
 
 
 def read_slices(
     checkpoint: Checkpoint, keys: Sequence[str], loader: Loader, group: Group, told: Told = _untold
-) -> Steps[None]:  # fmt: skip
+) -> None:  # fmt: skip
     """`load_together` where all ranks see the files."""
     facts = checkpoint.meta["files"]
     sizes = {name: each["bytes"] for name, each in facts.items()}
     sums: list[Sum] = []
     problem = _attempt(lambda: sums.extend(sum_of_share(checkpoint.path, sizes, group.rank, group.size)))
-    yield from _raise_first(group, problem)
-    everyone = yield from collect(group, sums)
+    _raise_first(group, problem)
+    everyone = collect(group, sums)
     found = of_files(tuple(each) for theirs in everyone for each in theirs)
     wrong = next((name for name in sorted(facts) if found.get(name, 0) != facts[name]["crc32"]), None)
-    damage: str | None = yield from share(
-        group, checkpoint.damaged(wrong) if wrong and not group.rank else None
-    )
+    damage: str | None = share(group, checkpoint.damaged(wrong) if wrong and not group.rank else None)
     if damage:
         raise CheckpointError(damage)
-    yield from _raise_first(group, _attempt(lambda: _read(checkpoint, keys, loader, told)))
+    _raise_first(group, _attempt(lambda: _read(checkpoint, keys, loader, told)))
 
 
 def _read(checkpoint: Checkpoint, keys: Sequence[str], loader: Loader, told: Told) -> None:
@@ -114,21 +111,21 @@ def _read(checkpoint: Checkpoint, keys: Sequence[str], loader: Loader, told: Tol
 
 def hand_over(
     checkpoint: Checkpoint, keys: Sequence[str], loader: Loader, group: Group, count: Told = _untold
-) -> Steps[None]:  # fmt: skip
+) -> None:  # fmt: skip
     """`load_together` where only rank 0 need see the files."""
-    files = yield from on_rank_0(group, lambda: _Files(checkpoint), CheckpointError)
-    told: list[Any] = yield from share(group, files.table(keys) if files else None)
+    files = on_rank_0(group, lambda: _Files(checkpoint), CheckpointError)
+    told: list[Any] = share(group, files.table(keys) if files else None)
     problem: Exception | None = None
     for number, (kind, name, shape, dtype) in enumerate(told):
         count(number, len(told))
         entry = TensorEntry(name, tuple(shape), NAMED_DTYPES[dtype])
         take = loader.weight if kind == "weight" else partial(_take_state, loader)
         read = partial(files.read, kind, entry) if files else None
-        problem = (yield from _bring(entry, read, take, group, pass_over=problem is not None)) or problem
-    damage: str | None = yield from share(group, files.damage() if files else None)
+        problem = _bring(entry, read, take, group, pass_over=problem is not None) or problem
+    damage: str | None = share(group, files.damage() if files else None)
     if damage:
         raise CheckpointError(damage)
-    yield from _raise_first(group, problem or _attempt(loader.finish))
+    _raise_first(group, problem or _attempt(loader.finish))
 
 
 def _bring(
@@ -138,14 +135,13 @@ def _bring(
     group: Group,
     *,
     pass_over: bool,
-) -> Steps[Exception | None]:
+) -> Exception | None:
     """Receives one tensor and passes it to `take`; returns the error, if any. read: fills its bytes, on rank
     0. pass_over: take part in the broadcast only."""
     flat = empty_bytes(entry)
     problem = None if read is None or pass_over else _attempt(partial(read, flat))
     if flat.numel():
         work = group.broadcast(flat, 0)
-        yield
         work.wait()
     if problem or pass_over:
         return problem
@@ -245,11 +241,11 @@ def _attempt(action: Callable[[], None]) -> Exception | None:
     return None
 
 
-def _raise_first(group: Group, problem: Exception | None) -> Steps[None]:
+def _raise_first(group: Group, problem: Exception | None) -> None:
     """Raises on every rank the problem of the first rank that has one; other problems may be consequences of
     it."""
     mine = (str(problem) or type(problem).__name__) if problem else None
-    everyone = yield from collect(group, mine)
+    everyone = collect(group, mine)
     said = next((each for each in everyone if each is not None), None)
     if problem is not None and mine == said:
         raise problem

@@ -23,7 +23,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshloom.comm.steps import Steps
 from meshloom.core.device.flat_bytes import flat_bytes
 from meshloom.core.errors import CheckpointError
 
@@ -90,7 +89,7 @@ class Stream:
     """
 
     entries: Sequence[TensorEntry]
-    run: Callable[[Callable[[str, Tensor], None]], Steps[None]]
+    run: Callable[[Callable[[str, Tensor], None]], None]
 
 
 def widest_first(entries: Iterable[TensorEntry]) -> list[TensorEntry]:

@@ -1,7 +1,6 @@
-"""Collectives of Python values. Each is a generator that yields where it waits for other ranks.
+"""Collectives of Python values, of which all ranks of a group call the same one. Each waits twice: for their sizes, then for their bytes.
 
-All ranks of the group call the same one. Each yields twice, whatever the values: for their sizes, then for
-their bytes. The tensors that are sent are on the CPU.
+The tensors that are sent are on the CPU.
 """
 
 from __future__ import annotations
@@ -21,39 +20,36 @@ import torch
 from torch import Tensor
 
 from meshloom.comm.group import Group
-from meshloom.comm.steps import Steps
 from meshloom.core.errors import CollectiveError, DataError, MeshloomError
 
 T = TypeVar("T")
 
 
-def share(group: Group, value: Any, source: int = 0) -> Steps[Any]:
+def share(group: Group, value: Any, source: int = 0) -> Any:
     """Rank `source`'s JSON value, on every rank (tuples become lists); the others' is ignored.
 
     >>> from meshloom.comm.simulated import simulated_groups
-    >>> from meshloom.comm.steps import run_in_steps
-    >>> run_in_steps([share(group, {"step": 3} if group.rank == 0 else None) for group in simulated_groups(2)])
+    >>> from meshloom.comm.turns import in_turns
+    >>> in_turns([lambda group=group: share(group, {"step": 3} if group.rank == 0 else None) for group in simulated_groups(2)])
     [{'step': 3}, {'step': 3}]
     """
-    return json.loads((yield from share_bytes(group, json.dumps(value).encode(), source)))
+    return json.loads(share_bytes(group, json.dumps(value).encode(), source))
 
 
-def share_bytes(group: Group, value: bytes, source: int = 0) -> Steps[bytes]:
+def share_bytes(group: Group, value: bytes, source: int = 0) -> bytes:
     """Rank `source`'s bytes, on every rank; the others' are ignored."""
     payload = _bytes(value) if group.rank == source else torch.empty(0, dtype=torch.uint8)
     size = torch.tensor([payload.numel()])
     work = group.broadcast(size, source)
-    yield
     work.wait()
     if group.rank != source:
         payload = torch.empty(int(size), dtype=torch.uint8)
     work = group.broadcast(payload, source)
-    yield
     work.wait()
     return payload.numpy().tobytes()
 
 
-def on_rank_0(group: Group, compute: Callable[[], T], error: type[MeshloomError]) -> Steps[T | None]:
+def on_rank_0(group: Group, compute: Callable[[], T], error: type[MeshloomError]) -> T | None:
     """The result of `compute`, called on rank 0 alone; None on the others. A `MeshloomError` that it raises
     is raised on all ranks, on the others as `error`."""
     result: T | None = None
@@ -63,25 +59,23 @@ def on_rank_0(group: Group, compute: Callable[[], T], error: type[MeshloomError]
             result = compute()
         except MeshloomError as raised:
             failure = raised
-    message: str | None = yield from share(group, str(failure) if failure else None)
+    message: str | None = share(group, str(failure) if failure else None)
     if message is not None:
         raise failure or error(message)
     return result
 
 
-def collect(group: Group, value: Any) -> Steps[list[Any]]:
+def collect(group: Group, value: Any) -> list[Any]:
     """The JSON values of all ranks, in rank order, on every rank."""
     payload = _bytes(json.dumps(value).encode())
     sizes = torch.empty(group.size, dtype=torch.int64)
     work = group.all_gather(sizes, torch.tensor([payload.numel()]))
-    yield
     work.wait()
     longest = int(sizes.max())
     padded = torch.zeros(longest, dtype=torch.uint8)  # all_gather needs equal sizes
     padded[: payload.numel()] = payload
     gathered = torch.empty(group.size * longest, dtype=torch.uint8)
     work = group.all_gather(gathered, padded)
-    yield
     work.wait()
     return [
         json.loads(row[:size].numpy().tobytes())
@@ -91,13 +85,13 @@ def collect(group: Group, value: Any) -> Steps[list[Any]]:
 
 def agree(
     group: Group, facts: Mapping[str, Any], way_out: str = "", error: type[MeshloomError] = CollectiveError
-) -> Steps[None]:
+) -> None:
     """Raise `error` on every rank if a JSON value of any rank differs from rank 0's; the message names the
     first such rank and value.
 
     facts: name -> value. way_out: a sentence that ends the message.
     """
-    everyone = yield from collect(group, dict(facts))
+    everyone = collect(group, dict(facts))
     for rank, theirs in enumerate(everyone):
         for name in [*everyone[0], *(name for name in theirs if name not in everyone[0])]:
             here, there = (
@@ -109,7 +103,7 @@ def agree(
                 )
 
 
-def scatter_objects(group: Group, values: Sequence[Any] | None, source: int = 0) -> Steps[Any]:
+def scatter_objects(group: Group, values: Sequence[Any] | None, source: int = 0) -> Any:
     """`values[rank]` of rank `source`, which can be pickled, tensors included; the others pass None.
 
     Between ranks of one job only, which trust each other. If they have a secret, pickles are signed, and a
@@ -127,28 +121,24 @@ def scatter_objects(group: Group, values: Sequence[Any] | None, source: int = 0)
             )
     size = torch.empty(1, dtype=torch.int64)
     work = group.scatter(size, [torch.tensor([each]) for each in sizes] if pickles else None, source)
-    yield
     work.wait()
     received = torch.empty(int(size), dtype=torch.uint8)
     expected = [int(size) if rank == source else 0 for rank in range(group.size)]
     work = group.all_to_all(received, torch.cat([received[:0], *pickles]), expected, sizes)
-    yield
     work.wait()
     return pickle.loads(_verified(group.secret, source, group.rank, received.numpy().tobytes()))
 
 
-def gather_objects(group: Group, value: Any, destination: int = 0) -> Steps[list[Any]]:
+def gather_objects(group: Group, value: Any, destination: int = 0) -> list[Any]:
     """The values of all ranks, in rank order, on rank `destination`; [] on the others. Else as `scatter_objects`."""
     mine = _bytes(_signed(group.secret, group.rank, destination, _pickled(value)))
     sizes = torch.empty(group.size, dtype=torch.int64)
     work = group.all_gather(sizes, torch.tensor([mine.numel()]))
-    yield
     work.wait()
     expected = sizes.tolist() if group.rank == destination else [0] * group.size
     received = torch.empty(sum(expected), dtype=torch.uint8)
     sent = [mine.numel() if rank == destination else 0 for rank in range(group.size)]
     work = group.all_to_all(received, mine, expected, sent)
-    yield
     work.wait()
     parts = received.split(expected) if group.rank == destination else ()
     return [

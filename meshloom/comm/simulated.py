@@ -30,11 +30,11 @@ from meshloom.comm.simulated_calls import (
     poison,
     poison_apart_from,
 )
-from meshloom.comm.steps import Turns
+from meshloom.comm.turns import wait_until
 from meshloom.core.errors import CollectiveError, PeerLostError
 
 
-def simulated_groups(size: int, turns: Turns | None = None) -> list[SimulatedGroup]:
+def simulated_groups(size: int) -> list[SimulatedGroup]:
     """One group, as each of its `size` ranks sees it.
 
     >>> first, second = simulated_groups(2)
@@ -44,16 +44,15 @@ def simulated_groups(size: int, turns: Turns | None = None) -> list[SimulatedGro
     >>> tensors[0]
     tensor([4., 6.])
     """
-    rendezvous = _Rendezvous(size, turns or Turns())
+    rendezvous = _Rendezvous(size)
     return [SimulatedGroup(rendezvous, rank) for rank in range(size)]
 
 
 class _Rendezvous:
     """The calls of all ranks, matched by their number."""
 
-    def __init__(self, size: int, turns: Turns) -> None:
+    def __init__(self, size: int) -> None:
         self.size = size
-        self.turns = turns
         self.aborted = self.advancing = False
         self.started = [0] * size
         # operations that are not computed yet, by number
@@ -85,7 +84,7 @@ class _Rendezvous:
             self._compute_up_to(number)
             operation.deliver(rank)
 
-        return _SimulatedWork(self.turns, lambda: operation.started, operation.missing, deliver)
+        return _SimulatedWork(lambda: operation.started, operation.missing, deliver)
 
     def _compute_up_to(self, number: int) -> None:
         """Compute the operations up to one that all ranks have started, first in, first out."""
@@ -110,18 +109,15 @@ class _Rendezvous:
 
 class _SimulatedWork(Work):
     def __init__(
-        self, turns: Turns, ready: Callable[[], bool], what: Callable[[], str], deliver: Callable[[], None]
+        self, ready: Callable[[], bool], what: Callable[[], str], deliver: Callable[[], None]
     ) -> None:
-        self._turns, self._ready, self._what = turns, ready, what
+        self._ready, self._what = ready, what
         self._deliver: Callable[[], None] | None = deliver
 
     def wait(self) -> None:
         if self._deliver is None:
             return
-        if not self._ready():
-            if not self._turns.active:
-                raise CollectiveError(self._what())
-            self._turns.wait_for(self._ready, self._what)
+        wait_until(self._ready, self._what)
         with torch.no_grad():
             self._deliver()
         self._deliver = None  # with the tensors that it holds
@@ -259,7 +255,7 @@ class SimulatedGroup(Group):
     def send(self, tensor: Tensor, destination: int) -> Work:
         mail = self._rendezvous.mail.setdefault((self._rank, destination), SimulatedMail())
         number = mail.send(tensor)
-        return _SimulatedWork(self._rendezvous.turns, lambda: True, str, lambda: mail.keep(number))
+        return _SimulatedWork(lambda: True, str, lambda: mail.keep(number))
 
     def recv(self, tensor: Tensor, source: int) -> Work:
         mail = self._rendezvous.mail.setdefault((source, self._rank), SimulatedMail())
@@ -270,7 +266,6 @@ class SimulatedGroup(Group):
             poison(tensor)
         what = f"rank {self._rank} waits for a message that rank {source} will not send."
         return _SimulatedWork(
-            self._rendezvous.turns,
             lambda: mail.has(number),
             lambda: what,
             lambda: _fill(tensor, mail.take(number)),
@@ -286,7 +281,7 @@ class SimulatedGroup(Group):
             return operation.over
 
         missing = f"{what} on rank {self._rank} waits for messages that will not come."
-        return _SimulatedWork(self._rendezvous.turns, ready, lambda: missing, lambda: None)
+        return _SimulatedWork(ready, lambda: missing, lambda: None)
 
     def abort(self) -> None:
         self._rendezvous.aborted = True

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-from meshloom.comm.steps import Steps
 from meshloom.core.plan import Plan
 
 
@@ -74,7 +73,7 @@ class Reader(ABC):
         """Samples of an epoch; None for a stream, whose length is unknown."""
 
     @abstractmethod
-    def read(self, step: int) -> Steps[list[Chunk]]:
+    def read(self, step: int) -> list[Chunk]:
         """This replica's chunks of `step`, in order, empty ones included; all replicas call it together.
 
         The step after the last one is read ahead; any other restarts the reader there. Raises `DataError`

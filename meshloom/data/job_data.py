@@ -9,7 +9,6 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from meshloom.comm.group import Group
 from meshloom.comm.objects import agree
-from meshloom.comm.steps import Steps
 from meshloom.core.errors import DataError, JobError
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
@@ -23,7 +22,7 @@ from meshloom.data.stream_data import StreamReader
 
 def open_reader(
     job: Job, plan: Plan, group: Group, start_step: int, stop_step: int, shares: Shares | None = None
-) -> Steps[Reader]:
+) -> Reader:
     """Build the job's data; a reader of it from `start_step` up to `stop_step`.
 
     group: the ranks along dp; `group.rank` is the replica. shares: of the run, if they may change; those of a
@@ -37,7 +36,7 @@ def open_reader(
         "the kind of dataset": "iterable" if iterable else "map-style",
         "the number of samples in the dataset": num_samples,
     }
-    yield from agree(group, built, "Job(data=...) must build the same dataset on every rank.", DataError)
+    agree(group, built, "Job(data=...) must build the same dataset on every rank.", DataError)
     shares = shares or Shares(plan)
     if num_samples is None:
         return StreamReader(dataset, job, plan, shares, group, start_step, stop_step)

@@ -13,7 +13,6 @@ from typing import Any
 
 from torch.utils.data import Dataset
 
-from meshloom.comm.steps import Steps
 from meshloom.core.errors import DataError
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
@@ -171,8 +170,7 @@ class MapReader(Reader):
     def num_samples(self) -> int:
         return self._num_samples
 
-    def read(self, step: int) -> Steps[list[Chunk]]:
-        yield from ()  # waits for no rank
+    def read(self, step: int) -> list[Chunk]:
         assert step < self._stop_step, f"step {step} of a run that ends before step {self._stop_step}"
         if step != self._next_step:
             self._seek(step)

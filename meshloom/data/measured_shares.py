@@ -17,7 +17,6 @@ import torch
 from meshloom.comm.objects import collect, share
 from meshloom.comm.rank_context import RankContext
 from meshloom.comm.recording import RecordedGroup
-from meshloom.comm.steps import Steps
 from meshloom.data.proportion import EVERY_STEPS, propose
 from meshloom.data.shares import Shares
 
@@ -60,21 +59,19 @@ class Pace:
         return sum(count.seconds for group in self._along_dp for count in group.counts.values())
 
 
-def remeasure(
-    context: RankContext, pace: Pace, shares: Shares, batch_size: int, stop_step: int
-) -> Steps[str]:
+def remeasure(context: RankContext, pace: Pace, shares: Shares, batch_size: int, stop_step: int) -> str:
     """Change `shares` if a step is predicted to be faster; a message to the user, or "". All ranks call it.
 
     The change is from the first step that no reader has looked up. A replica is as slow as its slowest rank.
     batch_size: samples of a full batch. stop_step: the end of the run.
     """
     mine = [context.place.dp, pace.median(), shares.first_free]
-    measured: list[tuple[int, float | None, int]] = yield from collect(context.world, mine)
+    measured: list[tuple[int, float | None, int]] = collect(context.world, mine)
     first_free = max(free for _, _, free in measured)
     decision = None
     if context.rank == 0 and first_free < stop_step:
         decision = _decide(measured, shares.sizes(first_free - 1, batch_size), first_free)
-    decided: tuple[list[int], str] | None = yield from share(context.world, decision)
+    decided: tuple[list[int], str] | None = share(context.world, decision)
     if decided is None:
         return ""
     sizes, text = decided

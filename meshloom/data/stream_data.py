@@ -18,7 +18,6 @@ from torch.utils.data import IterableDataset
 
 from meshloom.comm.group import Group
 from meshloom.comm.objects import scatter_objects
-from meshloom.comm.steps import Steps
 from meshloom.core.errors import JobError
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
@@ -154,20 +153,20 @@ class StreamReader(Reader):
     def num_samples(self) -> None:
         return None
 
-    def read(self, step: int) -> Steps[list[Chunk]]:
+    def read(self, step: int) -> list[Chunk]:
         assert step < self._stop_step, f"step {step} of a run that ends before step {self._stop_step}"
         if step != self._next_step:
             self._seek(step)
         self._next_step = step + 1
         if self._group.rank:
-            share: list[Chunk] = yield from scatter_objects(self._group, None)
+            share: list[Chunk] = scatter_objects(self._group, None)
             return share
         chunks = next(self._items)
         self._plan.check_batch(sum(chunk.samples for chunk in chunks))
         m = self._plan.microbatches
         shares = [chunks[replica * m : (replica + 1) * m] for replica in range(self._group.size)]
         if self._group.size > 1:
-            yield from scatter_objects(self._group, [None, *shares[1:]])
+            scatter_objects(self._group, [None, *shares[1:]])
         return shares[0]
 
     def close(self) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from meshloom.comm.group import Group
 from meshloom.comm.objects import scatter_objects, share
-from meshloom.comm.steps import Steps
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
 from meshloom.data.chunks import Chunk, Reader
@@ -20,12 +19,12 @@ def open_team_reader(
     start_step: int,
     stop_step: int,
     shares: Shares | None = None,
-) -> Steps[Reader]:
+) -> Reader:
     """`open_reader` for a rank of `team`, whose first rank reads. readers: its peers along dp."""
     reader: Reader | None = None
     if team.rank == 0:
-        reader = yield from open_reader(job, plan, readers, start_step, stop_step, shares)
-    num_samples: int | None = yield from share(team, reader.num_samples if reader else None)
+        reader = open_reader(job, plan, readers, start_step, stop_step, shares)
+    num_samples: int | None = share(team, reader.num_samples if reader else None)
     return TeamReader(reader, num_samples, team)
 
 
@@ -39,9 +38,9 @@ class TeamReader(Reader):
     def num_samples(self) -> int | None:
         return self._num_samples
 
-    def read(self, step: int) -> Steps[list[Chunk]]:
-        chunks = (yield from self._reader.read(step)) if self._reader else []
-        return (yield from scatter_objects(self._team, [chunks] * self._team.size if self._reader else None))
+    def read(self, step: int) -> list[Chunk]:
+        chunks = self._reader.read(step) if self._reader else []
+        return scatter_objects(self._team, [chunks] * self._team.size if self._reader else None)
 
     def close(self) -> None:
         if self._reader:

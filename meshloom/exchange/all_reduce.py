@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from meshloom.comm.group import Group
-from meshloom.comm.steps import Steps
 from meshloom.comm.windows import Windows, allocation
 from meshloom.core.losses.loss_scale import Divisor
 from meshloom.exchange.buckets.buckets import Bucket, GradientBuckets
@@ -104,9 +103,9 @@ class AllReduce(Exchange):
     def ready_hook(self, parameter: nn.Parameter) -> Callable[[nn.Parameter], None]:
         return self._buckets.ready_hook(parameter)
 
-    def finish(self, weight: Divisor) -> Steps[list[Tensor | None]]:
+    def finish(self, weight: Divisor) -> list[Tensor | None]:
         self._buckets.start_rest()
-        yield from self._reduction.finish(self._buckets.buckets, weight)
+        self._reduction.finish(self._buckets.buckets, weight)
         gradients: dict[str, Tensor | None] = {}
         for bucket in self._buckets.buckets:
             used = bucket.flat[bucket.length : bucket.length + len(bucket.entries)]
@@ -114,12 +113,12 @@ class AllReduce(Exchange):
                 bucket.entries, used_anywhere((each.arrived for each in bucket.entries), used), strict=True
             ):
                 gradients[entry.name] = bucket.flat[entry.start : entry.stop] if is_used else None
-        yield from self._buckets.share_order(self._group)
+        self._buckets.share_order(self._group)
         return [gradients[slice_.name] for slice_ in self._owned]
 
-    def each_gradient(self, gradients: list[Tensor | None], emit: Emit) -> Steps[None]:
+    def each_gradient(self, gradients: list[Tensor | None], emit: Emit) -> None:
         for slice_, each in zip(self._owned, gradients, strict=True):
-            yield from emit(slice_.name, None if each is None else each.view(slice_.parameter.shape))
+            emit(slice_.name, None if each is None else each.view(slice_.parameter.shape))
 
     def expected_bytes(self) -> ExpectedBytes:
         return self._reduction.expected_bytes(self._buckets.buckets) + self._buckets.expected_bytes()

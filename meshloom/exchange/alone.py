@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from meshloom.comm.steps import Steps
 from meshloom.core.losses.loss_scale import Divisor, divides
 from meshloom.exchange.exchange import Emit, Exchange, Slice
 
@@ -26,7 +25,7 @@ class Alone(Exchange):
         for slice_ in self._owned:
             slice_.parameter.grad = None
 
-    def finish(self, weight: Divisor) -> Steps[list[Tensor | None]]:
+    def finish(self, weight: Divisor) -> list[Tensor | None]:
         present = [slice_.parameter.grad for slice_ in self._owned if slice_.parameter.grad is not None]
         for index, gradient in enumerate(present):
             if gradient.layout != torch.strided:
@@ -35,8 +34,7 @@ class Alone(Exchange):
             torch._foreach_div_(present, weight)  # pyright: ignore[reportPrivateUsage]
         dense = iter(present)
         return [None if slice_.parameter.grad is None else next(dense).reshape(-1) for slice_ in self._owned]
-        yield
 
-    def each_gradient(self, gradients: list[Tensor | None], emit: Emit) -> Steps[None]:
+    def each_gradient(self, gradients: list[Tensor | None], emit: Emit) -> None:
         for slice_, each in zip(self._owned, gradients, strict=True):
-            yield from emit(slice_.name, None if each is None else each.view(slice_.parameter.shape))
+            emit(slice_.name, None if each is None else each.view(slice_.parameter.shape))

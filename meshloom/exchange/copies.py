@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from meshloom.comm.group import Group
-from meshloom.comm.steps import Steps
 from meshloom.exchange.buckets.buckets import BucketLayout
 from meshloom.exchange.slices import flatten_parameters, share_of
 from meshloom.telemetry.traffic import ExpectedBytes, Traffic
@@ -30,13 +29,12 @@ class ParameterCopies(ABC):
         """Whether all ranks share the memory, so that a rank's writes are visible on all."""
         return False
 
-    def open(self) -> Steps[None]:
+    def open(self) -> None:
         """Called once, before the parameters are first read."""
         return
-        yield
 
     @abstractmethod
-    def publish(self) -> Steps[None]:
+    def publish(self) -> None:
         """Returns when the updates of all owners can be read here."""
 
     @abstractmethod
@@ -51,13 +49,12 @@ class OneEach(ParameterCopies):
         self._group = group
         self._flats = [flatten_parameters(bucket) for bucket in buckets]
 
-    def publish(self) -> Steps[None]:
+    def publish(self) -> None:
         own = [segment(flat, self._group) for flat in self._flats]
         works = [
             self._group.all_gather(flat, part if self._group.is_in_place else part.clone())
             for flat, part in zip(self._flats, own, strict=True)
         ]
-        yield
         for work in works:
             work.wait()
 
@@ -71,9 +68,8 @@ def segment(flat: Tensor, group: Group) -> Tensor:
     return share_of(flat, group.rank, group.size)
 
 
-def gather_shares(whole: Tensor, share: Tensor | None, group: Group) -> Steps[None]:
+def gather_shares(whole: Tensor, share: Tensor | None, group: Group) -> None:
     """Fills a tensor [size * n] with the ranks' shares [n], of which this rank's is `share`."""
     assert share is not None
     work = group.all_gather(whole, share)
-    yield
     work.wait()

@@ -27,13 +27,12 @@ from typing import Protocol
 from torch import Tensor, nn
 
 from meshloom.comm.group import Group
-from meshloom.comm.steps import Steps
 from meshloom.core.losses.loss_scale import Divisor
 from meshloom.program.operators.fused_grad_accumulation import GradBuffer
 from meshloom.telemetry.traffic import ExpectedBytes, Traffic
 
 # receives the tensor of a parameter, by name; None: the parameter was not used
-Emit = Callable[[str, Tensor | None], Steps[None]]
+Emit = Callable[[str, Tensor | None], None]
 
 
 @dataclass(frozen=True)
@@ -128,10 +127,9 @@ class Exchange(ABC):
         """The exchange of most parameters, where this one is around it."""
         return None
 
-    def open(self) -> Steps[None]:
+    def open(self) -> None:
         """Called once, before the parameters are first read."""
         return
-        yield
 
     def turn_to(self, loss: int) -> None:  # noqa: B027
         """In a job of several losses: from now on gradients are of the parameters of the loss of this number, whose
@@ -180,7 +178,7 @@ class Exchange(ABC):
         return self.gradient_ready
 
     @abstractmethod
-    def finish(self, weight: Divisor) -> Steps[list[Tensor | None]]:
+    def finish(self, weight: Divisor) -> list[Tensor | None]:
         """The gradient of each owned slice, flat and in the order of `owned`: the sum over all chunks divided
         by `weight`.
 
@@ -191,17 +189,16 @@ class Exchange(ABC):
         (`exchange/sparse_gradients.py`).
         """
 
-    def publish(self) -> Steps[None]:
+    def publish(self) -> None:
         """Makes the owners' updated parameters visible on all ranks."""
         return
-        yield
 
     def publish_bytes(self) -> Traffic:
         """What this rank hands to collectives in a `publish`, where that is always the same."""
         return Traffic()
 
     @abstractmethod
-    def each_gradient(self, gradients: list[Tensor | None], emit: Emit) -> Steps[None]:
+    def each_gradient(self, gradients: list[Tensor | None], emit: Emit) -> None:
         """Passes the full gradients that `finish` returned to `emit`, one by one, on every rank, for
         inspection. At most one bucket is gathered at a time."""
 
@@ -225,16 +222,14 @@ class Exchange(ABC):
         """Whether all replicas hold the same parameters. Equal on all ranks."""
         return True
 
-    def settle(self, *, early: bool) -> Steps[bool]:
+    def settle(self, *, early: bool) -> bool:
         """Makes the parameters equal on all replicas, if that is due or `early`; returns whether parameters
         have changed outside an update."""
         return False
-        yield
 
-    def show_mean(self) -> Steps[Callable[[], None]]:
+    def show_mean(self) -> Callable[[], None]:
         """Replaces the parameters by their mean over the replicas, until the returned function is called."""
         return lambda: None
-        yield
 
     @property
     def state(self) -> Mapping[str, Tensor] | None:
@@ -277,8 +272,8 @@ class AroundExchange(Exchange):
     def each_slice(self, *, borrowed: bool = False) -> list[Slice]:
         return self._inner.each_slice(borrowed=borrowed)
 
-    def open(self) -> Steps[None]:
-        yield from self._inner.open()
+    def open(self) -> None:
+        self._inner.open()
 
     def turn_to(self, loss: int) -> None:
         self._inner.turn_to(loss)

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, nn
 
 from meshloom.comm.group import Group
-from meshloom.comm.steps import Steps
 from meshloom.core.losses.loss_scale import Divisor
 from meshloom.exchange.exchange import Emit, Exchange, Slice
 from meshloom.exchange.registry import Named, Setup
@@ -130,29 +129,29 @@ class LocalSGD(Exchange):
     def gradient_ready(self, parameter: nn.Parameter) -> None:
         self._inner.gradient_ready(parameter)
 
-    def finish(self, weight: Divisor) -> Steps[list[Tensor | None]]:
+    def finish(self, weight: Divisor) -> list[Tensor | None]:
         if self.settled:
             self._end.begin(self._named)
         self._taken += 1
-        return (yield from self._inner.finish(weight))
+        return self._inner.finish(weight)
 
-    def settle(self, *, early: bool) -> Steps[bool]:
+    def settle(self, *, early: bool) -> bool:
         if self.settled or not (early or self._taken >= self._local_steps):
             return False
-        means = yield from self._means()
+        means = self._means()
         self._end.end(self._named, means)
         self._taken = 0
         return True
 
-    def show_mean(self) -> Steps[Callable[[], None]]:
-        means = yield from self._means()
+    def show_mean(self) -> Callable[[], None]:
+        means = self._means()
         own = [parameter.data.clone() for _, parameter in self._named]
         self._set(means)
         return lambda: self._set(own)
 
-    def each_gradient(self, gradients: list[Tensor | None], emit: Emit) -> Steps[None]:
+    def each_gradient(self, gradients: list[Tensor | None], emit: Emit) -> None:
         """The plain mean over replicas of full gradients; None counts as zero."""
-        yield from self._inner.each_gradient(gradients, partial(self._emit_mean, emit))
+        self._inner.each_gradient(gradients, partial(self._emit_mean, emit))
 
     def expected_bytes(self) -> ExpectedBytes:
         num_bytes = sum(
@@ -164,27 +163,23 @@ class LocalSGD(Exchange):
         for (_, parameter), value in zip(self._named, values, strict=True):
             parameter.data.copy_(value)
 
-    def _emit_mean(self, emit: Emit, name: str, gradient: Tensor | None) -> Steps[None]:
+    def _emit_mean(self, emit: Emit, name: str, gradient: Tensor | None) -> None:
         parameter = self._parameters[name]
         flat = parameter.new_zeros(parameter.numel() + 1, requires_grad=False)
         if gradient is not None:
             flat[:-1] = gradient.to_dense().reshape(-1)
             flat[-1] = 1
         work = self._group.all_reduce(flat)
-        yield
         work.wait()
-        yield from emit(
-            name, flat[:-1].div(self._group.size).view(parameter.shape) if bool(flat[-1]) else None
-        )
+        emit(name, flat[:-1].div(self._group.size).view(parameter.shape) if bool(flat[-1]) else None)
 
-    def _means(self) -> Steps[list[Tensor]]:
+    def _means(self) -> list[Tensor]:
         self._times += 1
         flats = [
             torch.cat([each.detach().reshape(-1).to(_precision(each.dtype)) for _, each in pairs])
             for pairs in self._kinds.values()
         ]
         works = [self._group.all_reduce(flat) for flat in flats]
-        yield
         for work in works:
             work.wait()
         means: list[Tensor] = []

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 
 from meshloom.comm.collectives.travelling import TravellingSums
 from meshloom.comm.group import Group
-from meshloom.comm.steps import Steps
 from meshloom.exchange.buckets.buckets import Bucket, GradientBuckets
 from meshloom.exchange.copies import ParameterCopies
 from meshloom.exchange.exchange import Exchange
@@ -100,10 +99,10 @@ class Server(Sharded):
                 pushed[0].add_(theirs)
         return [pushed[0] for pushed in self._pushed]
 
-    def _gather(self, whole: Tensor, share: Tensor | None) -> Steps[None]:
+    def _gather(self, whole: Tensor, share: Tensor | None) -> None:
         if share is not None:
             share_of(whole, self._group.rank, self._num_owners).copy_(share)
-        yield from _pull([whole], self._group, self._num_owners)
+        _pull([whole], self._group, self._num_owners)
 
 
 class _FromServers(ParameterCopies):
@@ -113,20 +112,19 @@ class _FromServers(ParameterCopies):
         self._group, self._num_servers = group, num_servers
         self._flats = [flatten_parameters(bucket) for bucket in buckets]
 
-    def publish(self) -> Steps[None]:
-        yield from _pull(self._flats, self._group, self._num_servers)
+    def publish(self) -> None:
+        _pull(self._flats, self._group, self._num_servers)
 
     def expected_bytes(self) -> ExpectedBytes:
         num_bytes = sum(each.nbytes for each in self._flats)
         return ExpectedBytes(per_step=Traffic.along("dp", broadcast=num_bytes))
 
 
-def _pull(flats: Sequence[Tensor], group: Group, num_servers: int) -> Steps[None]:
+def _pull(flats: Sequence[Tensor], group: Group, num_servers: int) -> None:
     """Every rank receives each server's share of tensors that have the buckets' layout."""
     servers = range(num_servers)
     works = [
         group.broadcast(share_of(flat, server, num_servers), server) for flat in flats for server in servers
     ]
-    yield
     for work in works:
         work.wait()

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from meshloom.comm.group import Group, Work
-from meshloom.comm.steps import Steps
 from meshloom.comm.windows import separate
 from meshloom.core.losses.loss_scale import Divisor, divides
 from meshloom.exchange.buckets.buckets import GradientBuckets
@@ -59,8 +58,8 @@ class Sharded(Exchange):
     def one_copy(self) -> bool:
         return self._copies.is_shared
 
-    def open(self) -> Steps[None]:
-        yield from self._copies.open()
+    def open(self) -> None:
+        self._copies.open()
 
     def begin_step(self) -> None:
         self._works.clear()
@@ -78,41 +77,39 @@ class Sharded(Exchange):
     def ready_hook(self, parameter: nn.Parameter) -> Callable[[nn.Parameter], None]:
         return self._buckets.ready_hook(parameter)
 
-    def finish(self, weight: Divisor) -> Steps[list[Tensor | None]]:
+    def finish(self, weight: Divisor) -> list[Tensor | None]:
         self._buckets.start_rest()
         # Not started earlier: a rank that has waited for it knows that no rank computes with the old
         # parameters any more.
         self._works.append(self._used.start())
-        yield
         for work in self._works:
             work.wait()
         self._sums = self._add_up()
         for each in self._sums if divides(weight) else ():
             each.div_(weight)
         is_used = self._used.found()
-        yield from self._buckets.share_order(self._group)
+        self._buckets.share_order(self._group)
         return self._mine.gradients(self._sums, is_used)
 
-    def publish(self) -> Steps[None]:
-        yield from self._copies.publish()
+    def publish(self) -> None:
+        self._copies.publish()
 
     def publish_bytes(self) -> Traffic:
         return self._copies.expected_bytes().per_step
 
-    def each_gradient(self, gradients: list[Tensor | None], emit: Emit) -> Steps[None]:
+    def each_gradient(self, gradients: list[Tensor | None], emit: Emit) -> None:
         # owners have none of what the job freezes, though ranks computed it
         buckets = self._buckets.buckets
         flags = torch.zeros(sum(len(each.entries) for each in buckets), device=buckets[0].extent.device)
         flags[self._mine.entries_with(gradients)] = 1
         work = self._group.all_reduce(flags)
-        yield
         work.wait()
         is_used = iter([flag > 0 for flag in flags.tolist()])
         # a rank that owns nothing has no shares
         for bucket, share in zip_longest(buckets, self._mine.shares(gradients, self._sums)):
             whole = separate([bucket.extent])[0]
-            yield from self._gather(whole, share)
-            yield from emit_bucket(bucket, whole, is_used, emit)
+            self._gather(whole, share)
+            emit_bucket(bucket, whole, is_used, emit)
 
     def expected_bytes(self) -> ExpectedBytes:
         flags = ExpectedBytes(per_step=Traffic.along("dp", all_reduce=self._used.num_bytes))
@@ -127,6 +124,6 @@ class Sharded(Exchange):
         """This rank's share of each bucket's sum, after all started work has been waited for."""
 
     @abstractmethod
-    def _gather(self, whole: Tensor, share: Tensor | None) -> Steps[None]:
+    def _gather(self, whole: Tensor, share: Tensor | None) -> None:
         """Fills a flat tensor of zeros with a bucket's layout with the shares of all owners; this rank's is
         `share`."""

@@ -21,7 +21,6 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 
 from meshloom.comm.group import Group
-from meshloom.comm.steps import Steps
 from meshloom.comm.windows import Extent, Windows, in_window, window_bytes
 from meshloom.exchange.buckets.buckets import BucketLayout
 from meshloom.exchange.copies import ParameterCopies
@@ -76,16 +75,15 @@ class OneForAll(ParameterCopies):
     def is_shared(self) -> bool:
         return True
 
-    def open(self) -> Steps[None]:
-        yield from self._meet()
+    def open(self) -> None:
+        self._meet()
 
-    def publish(self) -> Steps[None]:
-        yield from self._meet()
+    def publish(self) -> None:
+        self._meet()
 
     def expected_bytes(self) -> ExpectedBytes:
         return ExpectedBytes()
 
-    def _meet(self) -> Steps[None]:
+    def _meet(self) -> None:
         work = self._group.barrier()
-        yield
         work.wait()

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from meshloom.comm.group import Group, Work
-from meshloom.comm.steps import Steps
 from meshloom.comm.windows import separate
 from meshloom.exchange.buckets.buckets import BucketLayout
 from meshloom.exchange.buckets.flags import set_flags, used_anywhere
@@ -108,11 +107,11 @@ def share_of(flat: Tensor, owner: int, num_owners: int) -> Tensor:
     return flat[owner * length : (owner + 1) * length]
 
 
-def emit_bucket(bucket: BucketLayout, flat: Tensor, is_used: Iterator[bool], emit: Emit) -> Steps[None]:
+def emit_bucket(bucket: BucketLayout, flat: Tensor, is_used: Iterator[bool], emit: Emit) -> None:
     """Passes the gradients in a flat tensor with the layout of `bucket` to `emit`. is_used: an iterator over
     all entries, at the first one of this bucket."""
     for entry in bucket.entries:
-        yield from emit(
+        emit(
             entry.name, flat[entry.start : entry.stop].view(entry.parameter.shape) if next(is_used) else None
         )
 

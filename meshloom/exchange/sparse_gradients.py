@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from meshloom.comm.group import Group, Work
-from meshloom.comm.steps import Steps
 from meshloom.core.errors import TrainingError
 from meshloom.core.losses.loss_scale import Divisor, divides
 from meshloom.exchange.exchange import AroundExchange, Emit, Exchange, Slice
@@ -105,21 +104,21 @@ class WithSparse(AroundExchange):
     def ready_hook(self, parameter: nn.Parameter) -> Callable[[nn.Parameter], None]:
         return self.gradient_ready if id(parameter) in self._ids else self._inner.ready_hook(parameter)
 
-    def finish(self, weight: Divisor) -> Steps[list[Tensor | None]]:
+    def finish(self, weight: Divisor) -> list[Tensor | None]:
         for _, parameter in self._named:
             self.gradient_ready(parameter)  # if it was not reported as ready
         mine = [self._add_up(name, parameter) for name, parameter in self._named]
         self._arrived = {id(parameter): [] for _, parameter in self._named}
-        dense = yield from self._inner.finish(weight)
-        sums = (yield from _Sums(self._named, self._group, self._sent).sums(mine)) if self._group else mine
+        dense = self._inner.finish(weight)
+        sums = _Sums(self._named, self._group, self._sent).sums(mine) if self._group else mine
         for total in sums if divides(weight) else ():
             if total is not None:
                 total.values().div_(weight)
         self._whole = {name: total for (name, _), total in zip(self._named, sums, strict=True)}
         return [*dense, *(self._of_slice(each) for each in self._mine)]
 
-    def publish(self) -> Steps[None]:
-        yield from self._inner.publish()
+    def publish(self) -> None:
+        self._inner.publish()
         if self._group is None or self._inner.owners is None or self.only_slices:
             return
         works: list[Work] = []
@@ -128,13 +127,12 @@ class WithSparse(AroundExchange):
                 if each.start < each.stop:
                     works.append(self._group.broadcast(each.data(), owner))
                     self._sent["broadcast"] += (each.stop - each.start) * each.parameter.element_size()
-        yield
         for work in works:
             work.wait()
 
-    def each_gradient(self, gradients: list[Tensor | None], emit: Emit) -> Steps[None]:
+    def each_gradient(self, gradients: list[Tensor | None], emit: Emit) -> None:
         of_inner = len(gradients) - len(self._mine)
-        yield from self._inner.each_gradient(gradients[:of_inner], emit)
+        self._inner.each_gradient(gradients[:of_inner], emit)
         dropped = {
             each.name
             for each, gradient in zip(self._mine, gradients[of_inner:], strict=True)
@@ -145,7 +143,7 @@ class WithSparse(AroundExchange):
                 total = None
             elif total is not None and (name not in self._kept or self._used_rows(name) is not None):
                 total = total.to_dense()  # ranks that gather shards of it gather dense ones
-            yield from emit(name, total)
+            emit(name, total)
 
     def expected_bytes(self) -> ExpectedBytes:
         return self._inner.expected_bytes() + ExpectedBytes(so_far=Traffic({"dp": dict(self._sent)}))
@@ -202,7 +200,7 @@ class _Sums:
     def __init__(self, named: Sequence[tuple[str, nn.Parameter]], group: Group, sent: Counter[str]) -> None:
         self._named, self._group, self._sent = named, group, sent
 
-    def sums(self, mine: Sequence[Tensor | None]) -> Steps[list[Tensor | None]]:
+    def sums(self, mine: Sequence[Tensor | None]) -> list[Tensor | None]:
         """The sum over all ranks, with the same bits on each. mine: of each parameter this rank's."""
         group = self._group
         device = self._named[0][1].device
@@ -213,7 +211,6 @@ class _Sums:
         )
         everyone = counts.new_empty(group.size * len(mine))
         work = group.all_gather(everyone, counts)
-        yield
         work.wait()
         self._sent["all_gather"] += counts.nbytes
         table: list[list[int]] = everyone.view(group.size, len(mine)).T.tolist()
@@ -222,7 +219,6 @@ class _Sums:
             for each, (_, parameter), used in zip(mine, self._named, table, strict=True)
         ]
         self._sent["all_gather"] += sum(each.num_bytes for each in sums if each is not None)
-        yield
         return [each.finish() if each is not None else None for each in sums]
 
 

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 from meshloom.comm.collectives.travelling import TravellingSums
 from meshloom.comm.group import Group
-from meshloom.comm.steps import Steps
 from meshloom.comm.windows import Windows, allocation
 from meshloom.exchange.buckets.buckets import Bucket, BucketLayout, GradientBuckets
 from meshloom.exchange.copies import OneEach, ParameterCopies, gather_shares, segment
@@ -83,5 +82,5 @@ class ZeroOne(Sharded):
     def _add_up(self) -> list[Tensor]:
         return self._gradients
 
-    def _gather(self, whole: Tensor, share: Tensor | None) -> Steps[None]:
-        yield from gather_shares(whole, share, self._group)
+    def _gather(self, whole: Tensor, share: Tensor | None) -> None:
+        gather_shares(whole, share, self._group)

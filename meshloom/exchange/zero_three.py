@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from meshloom.comm.collectives.travelling import TravellingSums
 from meshloom.comm.group import Group, Work
-from meshloom.comm.steps import Steps
 from meshloom.core.losses.loss_scale import Divisor, divides
 from meshloom.exchange.buckets.flags import set_flags, used_anywhere
 from meshloom.exchange.exchange import Emit, Exchange, Slice
@@ -135,13 +134,12 @@ class ZeroThree(Exchange):
         if part.is_complete:
             self.gathering.complete(part)
 
-    def finish(self, weight: Divisor) -> Steps[list[Tensor | None]]:
+    def finish(self, weight: Divisor) -> list[Tensor | None]:
         self.gathering.end_step(late=self._late)
         set_flags(self._used, [entry.used for entry in self._entries])
         work = self._replicas.all_reduce(self._used, "max")
-        yield
         work.wait()
-        yield from self._add_up_equals()
+        self._add_up_equals()
         used = used_anywhere((entry.used for entry in self._entries), self._used)
         for entry, is_used in zip(self._entries, used, strict=True):
             entry.used = is_used
@@ -153,7 +151,7 @@ class ZeroThree(Exchange):
             for part, each in self._mine
         ]
 
-    def _add_up_equals(self) -> Steps[None]:
+    def _add_up_equals(self) -> None:
         if self.equals is None:
             return
         works: list[Work] = []
@@ -161,24 +159,21 @@ class ZeroThree(Exchange):
             if part.summed is None:  # no chunk of this group of replicas has used it
                 part.summed = torch.zeros_like(part.kept)
             works.append(self._sums.all_reduce(part.summed))
-        yield
         for work in works:
             work.wait()
 
-    def publish(self) -> Steps[None]:
+    def publish(self) -> None:
         """Units are gathered when they are used. The gradients' slices have been, and are let go of."""
         for part in self._trained:
             part.summed = None
         return
-        yield
 
-    def each_gradient(self, gradients: list[Tensor | None], emit: Emit) -> Steps[None]:
+    def each_gradient(self, gradients: list[Tensor | None], emit: Emit) -> None:
         found = {id(each.entry): gradient for (_, each), gradient in zip(self._mine, gradients, strict=True)}
         # owners have none of what the job freezes, though ranks computed it
         flags = torch.zeros_like(self._used)
         set_flags(flags, [found.get(id(entry), flags) is None for entry in self._entries])
         work = self._replicas.all_reduce(flags, "max")
-        yield
         work.wait()
         is_none = iter(flags.tolist())
         for part in self._trained:
@@ -187,22 +182,22 @@ class ZeroThree(Exchange):
                 gradient = found[id(each.entry)]
                 if gradient is not None:
                     each.of(share).copy_(gradient)
-            flat = yield from self.gather(part, share)
+            flat = self.gather(part, share)
             for entry in part.entries:
                 whole = flat[entry.start : entry.stop].view(entry.parameter.shape)
-                yield from emit(entry.name, None if next(is_none) or not entry.used else whole)
+                emit(entry.name, None if next(is_none) or not entry.used else whole)
 
     def each_parameter(
-        self, emit: Callable[[str, Tensor], Steps[None]], wanted: Callable[[str], bool] = lambda name: True
-    ) -> Steps[None]:
+        self, emit: Callable[[str, Tensor], None], wanted: Callable[[str], bool] = lambda name: True
+    ) -> None:
         """Passes the full value of every parameter to `emit` on every rank; one flat tensor is gathered at a
         time."""
         for part in self._owned:
             if any(wanted(entry.name) for entry in part.entries):
-                flat = yield from self.gather(part, part.kept)
+                flat = self.gather(part, part.kept)
                 for entry in part.entries:
                     whole = flat[entry.start : entry.stop].view(entry.parameter.shape)
-                    yield from emit(entry.name, whole)
+                    emit(entry.name, whole)
 
     def each_slice(self, *, borrowed: bool = False) -> list[Slice]:
         parts = self._parts if borrowed else self._owned
@@ -230,12 +225,11 @@ class ZeroThree(Exchange):
         flags = ExpectedBytes(per_step=Traffic.along("dp", all_reduce=self._used.numel() + sums))
         return flags + self.gathering.expected_bytes() + ExpectedBytes(so_far=self._inspected)
 
-    def gather(self, part: UnitFlat, share: Tensor) -> Steps[Tensor]:
+    def gather(self, part: UnitFlat, share: Tensor) -> Tensor:
         """The full flat tensor of all ranks' shares."""
         flat = part.full()
         self._inspected += Traffic.along("dp", all_gather=share.nbytes)
         work = self._group.all_gather(flat, share)
-        yield
         work.wait()
         return flat
 

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from meshloom.comm.group import Group
-from meshloom.comm.steps import Steps
 from meshloom.comm.windows import Windows
 from meshloom.exchange.buckets.buckets import BucketLayout
 from meshloom.exchange.buckets.scattered import ScatteredBuckets
@@ -77,5 +76,5 @@ class ZeroTwo(Sharded):
     def _add_up(self) -> list[Tensor]:
         return self._scattered.collect()
 
-    def _gather(self, whole: Tensor, share: Tensor | None) -> Steps[None]:
-        yield from gather_shares(whole, share, self._group)
+    def _gather(self, whole: Tensor, share: Tensor | None) -> None:
+        gather_shares(whole, share, self._group)

@@ -22,7 +22,6 @@ from meshloom.comm.group import Group
 from meshloom.comm.liveness.activity import PAGE_BYTES, Activity, is_page
 from meshloom.comm.network.signed_store import SignedStore
 from meshloom.comm.shm.native_engine import why_not
-from meshloom.comm.steps import Turns
 from meshloom.core.errors import DeviceError, PeerLostError
 from meshloom.core.mesh import Mesh
 from meshloom.core.units import format_count
@@ -107,7 +106,7 @@ def join(
     why = f"{kind}: {format_count(launched.size, 'rank')} as processes {here} {format_count(cores(), 'core')}, {used} ({reason}){communicating}"
     activity.enter("own code")
     send_event({"event": "joined"})
-    return World(mesh, [local], kind, why, Turns(), _parting(mesh, local, store, connections, ours))
+    return World(mesh, [local], kind, why, _parting(mesh, local, store, connections, ours))
 
 
 def _open_activity() -> Activity:

@@ -10,7 +10,6 @@ import torch
 from meshloom.comm.collectives.ring_group import ring_group
 from meshloom.comm.group import Group
 from meshloom.comm.simulated import simulated_groups
-from meshloom.comm.steps import Turns
 from meshloom.core.errors import DeviceError
 from meshloom.core.mesh import Mesh
 from meshloom.core.units import format_count
@@ -51,12 +50,11 @@ def world_in_one_process(mesh: Mesh, devices: str, *, ring: bool = False, saving
             ring_group(group, name=rank_name(rank, mesh)) for rank, group in zip(members, groups, strict=True)
         ]
 
-    turns = Turns()
-    return World(mesh, simulated_ranks(mesh, where, turns, wrap, saving=saving), kind, why, turns)
+    return World(mesh, simulated_ranks(mesh, where, wrap, saving=saving), kind, why)
 
 
 def simulated_ranks(
-    mesh: Mesh, devices: Sequence[torch.device], turns: Turns,
+    mesh: Mesh, devices: Sequence[torch.device],
     wrap: Callable[[Sequence[Group], Sequence[int], Use], Sequence[Group]], *, saving: bool = False,
 ) -> list[LocalRank]:  # fmt: skip
     """All ranks of `mesh`, in this process. devices: of each.
@@ -69,7 +67,7 @@ def simulated_ranks(
     def connect(rank: int, members: Sequence[Sequence[int]], use: Use) -> Group:
         mine = next(tuple(each) for each in members if rank in each)
         if (use, mine) not in groups:
-            groups[use, mine] = wrap(simulated_groups(len(mine), turns), mine, use)
+            groups[use, mine] = wrap(simulated_groups(len(mine)), mine, use)
         return groups[use, mine][mine.index(rank)]
 
     return [

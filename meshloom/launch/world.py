@@ -13,7 +13,7 @@ from meshloom.comm.group import Group
 from meshloom.comm.liveness.activity import Activity
 from meshloom.comm.rank_context import SliceGroups
 from meshloom.comm.recording import RecordedGroup
-from meshloom.comm.steps import Turns
+from meshloom.comm.turns import Turns
 from meshloom.core.mesh import Axis, Mesh, MeshCoordinates
 from meshloom.launch.devices import Kind
 from meshloom.launch.names import used_axes
@@ -94,14 +94,14 @@ class World:
 
     local: the ranks that live here: one in a rank process, all when simulated.
     kind, why: the devices, and the line that explains their choice.
-    turns: by which ranks of one process wait for each other.
+    turns: the threads of ranks that are simulated.
     """
 
     def __init__(
-        self, mesh: Mesh, local: list[LocalRank], kind: Kind, why: str, turns: Turns,
+        self, mesh: Mesh, local: list[LocalRank], kind: Kind, why: str,
         end: Callable[[bool], None] | None = None,
     ) -> None:  # fmt: skip
-        self.mesh, self.local, self.turns = mesh, local, turns
+        self.mesh, self.local, self.turns = mesh, local, Turns()
         self.kind: Kind = kind
         self.why = why
         self._end = end
@@ -136,5 +136,6 @@ class World:
 
     def _leave(self, *, well: bool) -> None:
         end, self._end = self._end, None
+        self.turns.close()
         if end:
             end(well)

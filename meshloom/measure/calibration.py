@@ -20,7 +20,6 @@ from pathlib import Path
 import torch
 
 from meshloom.comm.objects import collect
-from meshloom.comm.steps import run_in_steps
 from meshloom.core.errors import PlanError
 from meshloom.core.mesh import Mesh
 from meshloom.core.plan import Plan
@@ -170,4 +169,4 @@ def _links(world: World, known: Set[tuple[int, Where]]) -> list[Link]:
 
 def _hosts(world: World) -> list[str]:
     """An identifier of each rank's host, by rank."""
-    return run_in_steps([collect(world.local[0].world, host_identity())])[0]
+    return collect(world.local[0].world, host_identity())

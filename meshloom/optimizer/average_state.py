@@ -17,7 +17,6 @@ from torch.optim import Optimizer
 from meshloom.checkpoint.json_values import NotPlainError, from_json, to_json
 from meshloom.comm.group import Group
 from meshloom.comm.objects import collect
-from meshloom.comm.steps import Steps
 from meshloom.core.errors import JobError
 from meshloom.optimizer.state_pieces import OwnedSlice, place_state
 from meshloom.telemetry.traffic import Traffic
@@ -25,13 +24,13 @@ from meshloom.telemetry.traffic import Traffic
 
 def average_state(
     optimizer: Optimizer, held: Sequence[OwnedSlice], group: Group, talk: Group, device: torch.device
-) -> Steps[Traffic]:
+) -> Traffic:
     """Sets the state to the mean over the ranks of `group`, which all call it with the same parameters in
     `held`; returns the bytes handed over.
 
     talk: the same ranks, for what they agree on first; not counted. device: of the group's tensors.
     """
-    everyone = yield from collect(
+    everyone = collect(
         talk, [[index, key, *_facts(optimizer, value)] for index, key, value in _entries(optimizer, held)]
     )
     first: dict[tuple[int, str], tuple[int, Any]] = {}
@@ -69,7 +68,6 @@ def average_state(
             mean = value.to(device, copy=True, memory_format=torch.contiguous_format)
             num_bytes["broadcast"] += mean.nbytes
             work = group.broadcast(mean, rank)
-        yield
         work.wait()
         state[key] = value.copy_(mean.div_(holders[index, key]) if value.is_floating_point() else mean)
     return Traffic({"dp": num_bytes})

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from meshloom.checkpoint.format import AVERAGE
-from meshloom.comm.steps import Steps
 from meshloom.exchange.exchange import Exchange, Slice
 from meshloom.optimizer.state_pieces import OwnedSlice, Read, load_copies
 from meshloom.parameters.shards import Shards
@@ -42,19 +41,19 @@ class ParameterAverages:
         elif owned:
             _torch._foreach_lerp_([each.tensor.data for each in self.held], owned, 1 - self._decay)
 
-    def show(self) -> Steps[Callable[[], None]]:
+    def show(self) -> Callable[[], None]:
         """Replaces the parameters by their averages. Returns what puts this rank's own values back, after which they are to
         be published once more."""
         slices = list(self._exchange.owned)
         own = [each.read().clone() for each in slices]
         _set(slices, [each.tensor.data for each in self.held])
-        yield from self.publish()
+        self.publish()
         return lambda: _set(slices, own)
 
-    def publish(self) -> Steps[None]:
+    def publish(self) -> None:
         """Make what this rank owns visible on all."""
         self._traffic += self._exchange.publish_bytes()
-        yield from self._exchange.publish()
+        self._exchange.publish()
 
     def load(self, path: str, shape: Sequence[int], read: Read) -> None:
         """Take a parameter's average from a checkpoint."""

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from meshloom.comm.group import Group
-from meshloom.comm.steps import Steps
 
 _BLOCK = 1024
 
@@ -21,7 +20,7 @@ def clip(
     *,
     holders: Sequence[Group] = (),
     counted: Sequence[Tensor | bool] | None = None,
-) -> Steps[Tensor]:
+) -> Tensor:
     """Scales `gradients` in place so that their joint 2-norm is at most `largest`; returns the norm before, float64 [].
 
     gradients: flat, of the elements that this rank owns; None counts as zero. owners: the ranks that own the
@@ -35,7 +34,6 @@ def clip(
     total = sum_of_squares(gradients if counted is None else list(map(_counted, gradients, counted)), device)
     for group in (*([owners] if owners is not None else []), *holders):
         work = group.all_reduce(total)
-        yield
         work.wait()
     norm = total.sqrt()
     factor = (largest / (norm + 1e-6)).clamp(max=1.0)  # NaN stays NaN, and shows in the loss

@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from meshloom.comm import pieces as moves
 from meshloom.comm.group import Work
 from meshloom.comm.pieces import Pieces
-from meshloom.comm.steps import Steps
 from meshloom.parameters.shards import Shards
 from meshloom.parameters.values.building import give_memory
 from meshloom.telemetry.traffic import ExpectedBytes, Traffic
@@ -63,22 +62,22 @@ class FullFromShards:
         """The shards have new values that no update made: the keepers fetch them again."""
         self._up_to_date = False
 
-    def fetch(self) -> Steps[None]:
+    def fetch(self) -> None:
         """Set `.grad` of every parameter that this rank keeps to its shards' gradients, assembled; None if no
         rank has one."""
         if not self._up_to_date:
-            values = yield from self._assemble([each.shard.detach() for each in self._entries])
+            values = self._assemble([each.shard.detach() for each in self._entries])
             for each, value in zip(self._entries, values, strict=True):
                 if each.full is not None and value is not None:
                     each.full.data.copy_(value)
             self._up_to_date = True
             self._times_fetched += 1
-        gradients = yield from self._assemble([each.shard.grad for each in self._entries])
+        gradients = self._assemble([each.shard.grad for each in self._entries])
         for each, gradient in zip(self._entries, gradients, strict=True):
             if each.full is not None:
                 each.full.grad = gradient
 
-    def give_back(self) -> Steps[None]:
+    def give_back(self) -> None:
         """Write the keepers' new values into the shards."""
 
         def shard(number: int, rank: int) -> Tensor:
@@ -86,7 +85,7 @@ class FullFromShards:
             assert full is not None
             return moves.take(self._pieces[number], rank, full.detach())
 
-        received = yield from self._exchange("back", lambda number, rank: shard(number, rank).reshape(-1))
+        received = self._exchange("back", lambda number, rank: shard(number, rank).reshape(-1))
         for number, each in enumerate(self._entries):
             mine = (
                 shard(number, self._shards.rank)
@@ -104,13 +103,13 @@ class FullFromShards:
             so_far=Traffic.along("tp", all_to_all=there * self._times_fetched),
         )
 
-    def _assemble(self, shards: Sequence[Tensor | None]) -> Steps[list[Tensor | None]]:
+    def _assemble(self, shards: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Of each entry, the full tensor of all ranks' shards; None where this rank does not keep it or all
         shards are None.
 
         Before every shard a flag is sent: 1 there, 0 not.
         """
-        received = yield from self._exchange(
+        received = self._exchange(
             "to keeper", lambda number, _: _flagged(shards[number], self._entries[number].shard)
         )
         full: list[Tensor | None] = []
@@ -131,7 +130,7 @@ class FullFromShards:
 
     def _exchange(
         self, direction: _Direction, payload: Callable[[int, int], Tensor]
-    ) -> Steps[dict[tuple[int, int], Tensor]]:
+    ) -> dict[tuple[int, int], Tensor]:
         """Send `payload(entry, to)` of every entry that is sent in this direction; what arrives here, flat,
         by entry and sender. One all_to_all per dtype."""
         group, here, ranks = self._shards.group, self._shards.rank, range(self._shards.size)
@@ -160,7 +159,6 @@ class FullFromShards:
                     flats[-1], torch.cat(sent) if sent else flats[-1].new_empty(0), expected, sizes
                 )
             )
-        yield
         for work in works:
             work.wait()
         received: dict[tuple[int, int], Tensor] = {}

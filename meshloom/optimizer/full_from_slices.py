@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, nn
 
 from meshloom.comm.group import Group, Work
-from meshloom.comm.steps import Steps
 from meshloom.exchange.exchange import Slice
 from meshloom.telemetry.traffic import ExpectedBytes, Traffic
 
@@ -88,14 +87,13 @@ class FullFromSlices:
         self._emptied: list[tuple[nn.Parameter, Tensor]] = []  # and their values between updates
         self._sends_back = not one_copy and any(len(ranks) < group.size for ranks in self._keepers)
 
-    def prepare(self) -> Steps[None]:
+    def prepare(self) -> None:
         """Exchange which rank owns what, the first time it is called."""
         if self._parts is not None:
             return
         device = self._parameters[0].device
         counts = torch.empty(self._group.size, dtype=torch.int64, device=device)
         work = self._group.all_gather(counts, torch.tensor([len(self._mine)], device=device))
-        yield
         work.wait()
         longest = max(int(counts.max()), 1)
         mine = torch.full((longest, 3), -1, dtype=torch.int64)
@@ -103,20 +101,19 @@ class FullFromSlices:
             row.copy_(torch.tensor(part))
         everyone = torch.empty(self._group.size * longest * 3, dtype=torch.int64, device=device)
         work = self._group.all_gather(everyone, mine.view(-1).to(device))
-        yield
         work.wait()
         rows: list[list[list[int]]] = everyone.view(self._group.size, longest, 3).tolist()
         self._parts = [[_Part(*row) for row in rank if row[0] >= 0] for rank in rows]
 
-    def fetch(self, gradients: Sequence[Tensor | None]) -> Steps[None]:
+    def fetch(self, gradients: Sequence[Tensor | None]) -> None:
         """Set `.grad` of every parameter that this rank keeps; None if it was not used.
 
         gradients: of this rank's owned slices, flat, None if not used. Before every slice a flag is sent: 1
             used, 0 not.
         """
-        yield from self.prepare()
+        self.prepare()
         found = {part: gradients[at] for part, at in zip(self._mine, self._positions, strict=True)}
-        received = yield from self._move(
+        received = self._move(
             self._sent,
             lambda part: _flagged(found[part], part.length, self._parameters[part.parameter]),
             num_extra=1,
@@ -139,9 +136,9 @@ class FullFromSlices:
                 parameter.grad = whole[part.parameter] if used[part.parameter] else None
             whole[part.parameter].view(-1)[part.start : part.stop] = flagged[1:]
         if self._only_slices:
-            yield from self._fetch_values()
+            self._fetch_values()
 
-    def give_back(self) -> Steps[None]:
+    def give_back(self) -> None:
         """Write the keepers' new values into the slices that this rank owns."""
         mine = dict(zip(self._mine, self._slices, strict=True))
         if self._only_slices:
@@ -149,17 +146,17 @@ class FullFromSlices:
                 if self._group.rank in self._keepers[part.parameter]:
                     slice_.data().copy_(self._values(part))
         if self._sends_back:
-            for part, values in (yield from self._move(self._returned, self._values)):
+            for part, values in self._move(self._returned, self._values):
                 mine[part].data().copy_(values)
         for parameter, nothing in self._emptied:
             parameter.data = nothing
         self._emptied.clear()
 
-    def _fetch_values(self) -> Steps[None]:
+    def _fetch_values(self) -> None:
         """Fill every parameter that this rank keeps with its owners' values."""
         mine = dict(zip(self._mine, self._slices, strict=True))
         filled: set[int] = set()
-        for part, values in (yield from self._move(self._sent, lambda part: mine[part].data())):
+        for part, values in self._move(self._sent, lambda part: mine[part].data()):
             parameter = self._parameters[part.parameter]
             if part.parameter not in filled:
                 filled.add(part.parameter)
@@ -176,7 +173,7 @@ class FullFromSlices:
         piece: Callable[[_Part], Tensor],
         *,
         num_extra: int = 0,
-    ) -> Steps[list[tuple[_Part, Tensor]]]:
+    ) -> list[tuple[_Part, Tensor]]:
         """Send every rank flat pieces; what came from all ranks, in their order, by dtype.
 
         parts: which ones a rank sends another. piece: the elements of one [length + num_extra].
@@ -196,7 +193,6 @@ class FullFromSlices:
             coming = [part for each in into for part in each]
             pieces = flat.split([part.length + num_extra for part in coming])
             received += zip(coming, pieces, strict=True)
-        yield
         for work in works:
             work.wait()
         return received

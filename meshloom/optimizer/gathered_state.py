@@ -21,7 +21,6 @@ from meshloom.checkpoint.format import Piece
 from meshloom.checkpoint.tensor_file import Stream, TensorEntry
 from meshloom.comm.group import Group
 from meshloom.comm.objects import collect
-from meshloom.comm.steps import Steps
 from meshloom.optimizer.state_pieces import StateShard
 from meshloom.parameters.shards import Shards
 from meshloom.telemetry.traffic import Traffic
@@ -45,7 +44,7 @@ def gathered_pieces(
     world: Group,
     device: torch.device,
     here: Collection[str] | None = None,
-) -> Steps[GatheredState]:
+) -> GatheredState:
     """This rank's pieces of the full state tensors of all ranks' `parts`, agreed on but not gathered yet.
     Every rank calls it.
 
@@ -53,7 +52,7 @@ def gathered_pieces(
     first agree on what there is: a rank that holds nothing of a parameter does not know its state. device:
     of the groups' tensors. here: names of this rank's parameters, if other ranks along pp have others.
     """
-    everyone = yield from collect(
+    everyone = collect(
         world, [[each.key, each.held.name, str(each.tensor.dtype).removeprefix("torch.")] for each in parts]
     )
     known: dict[str, tuple[str, torch.dtype]] = {
@@ -67,7 +66,7 @@ def gathered_pieces(
     assert len(mine) == len(parts), "a rank owns one slice of a parameter"
     spans: list[list[list[int]]] = []  # [owner][tensor]
     if owners is not None and known:
-        spans = yield from _spans(owners, [mine.get(key) for key in known], device)
+        spans = _spans(owners, [mine.get(key) for key in known], device)
     share = shards.rank if owners is None else owners.rank * shards.size + shards.rank
     pieces: dict[str, Piece] = {}
     for key, (name, dtype) in known.items():
@@ -78,15 +77,15 @@ def gathered_pieces(
                 key, torch.empty(stop - start, dtype=dtype, device="meta"), start, stop, shape
             )
 
-    def run(take: Callable[[str, Tensor], None]) -> Steps[None]:
+    def run(take: Callable[[str, Tensor], None]) -> None:
         for number, (key, (name, dtype)) in enumerate(known.items()):
             divided = shards.pieces[name]
             flat = mine[key].tensor.to(device) if key in mine else torch.empty(0, dtype=dtype, device=device)
             if owners is not None:
-                flat = yield from _joined(
+                flat = _joined(
                     owners, flat, [rank[number] for rank in spans], divided.num_elements(shards.rank)
                 )
-            whole = yield from shards.gather(name, flat.view(divided.local_shape(shards.rank)))
+            whole = shards.gather(name, flat.view(divided.local_shape(shards.rank)))
             if piece := pieces.get(key):
                 take(piece.name, whole.reshape(-1)[piece.start : piece.stop])
 
@@ -107,9 +106,7 @@ def gathered_pieces(
     )
 
 
-def _spans(
-    owners: Group, mine: Sequence[StateShard | None], device: torch.device
-) -> Steps[list[list[list[int]]]]:
+def _spans(owners: Group, mine: Sequence[StateShard | None], device: torch.device) -> list[list[list[int]]]:
     """Start and stop of what each owner has of each tensor: [owner][tensor]."""
     here = torch.tensor(
         [[each.held.start, each.held.stop] if each else [0, 0] for each in mine],
@@ -118,19 +115,17 @@ def _spans(
     )
     everyone = here.new_empty(owners.size * here.numel())
     work = owners.all_gather(everyone, here.view(-1))
-    yield
     work.wait()
     return everyone.view(owners.size, len(mine), 2).tolist()
 
 
-def _joined(owners: Group, flat: Tensor, spans: Sequence[Sequence[int]], num_elements: int) -> Steps[Tensor]:
+def _joined(owners: Group, flat: Tensor, spans: Sequence[Sequence[int]], num_elements: int) -> Tensor:
     """A rank's shard [num_elements], joined from the slices of its owners."""
     longest = _longest(spans)  # all_gather needs the same size on all ranks
     padded = flat.new_zeros(longest)
     padded[: flat.numel()] = flat
     everyone = flat.new_empty(owners.size * longest)
     work = owners.all_gather(everyone, padded) if longest else None
-    yield
     if work is not None:
         work.wait()
     joined = flat.new_zeros(num_elements)

@@ -15,7 +15,6 @@ from meshloom.checkpoint.json_values import from_json
 from meshloom.checkpoint.lending import Lender
 from meshloom.checkpoint.tensor_file import Stream
 from meshloom.comm.group import Group
-from meshloom.comm.steps import Steps
 from meshloom.core.errors import CheckpointError
 from meshloom.optimizer.assignment import UpdatedParameters
 from meshloom.optimizer.average_state import average_state
@@ -70,7 +69,7 @@ class OptimizerState:
 
     def save(
         self, world: Group, *, self_contained: bool = False, gather: bool = True
-    ) -> Steps[tuple[list[Piece], list[Stream], dict[str, Any]]]:
+    ) -> tuple[list[Piece], list[Stream], dict[str, Any]]:
         """This rank's pieces of the state's tensors, streams of those that are gathered over tp, and JSON
         values that are equal on all ranks.
 
@@ -93,9 +92,7 @@ class OptimizerState:
         if not gather:
             pieces += [each.piece() for each in parts]
         elif self._shards.pieces:
-            gathered = yield from gathered_pieces(
-                parts, self._shards, self._owners, world, self._device, self._names
-            )
+            gathered = gathered_pieces(parts, self._shards, self._owners, world, self._device, self._names)
             pieces += gathered.pieces
             streams.append(gathered.stream)
             self._traffic += gathered.traffic
@@ -128,10 +125,10 @@ class OptimizerState:
                     )
         return ""
 
-    def average(self, group: Group, talk: Group) -> Steps[None]:
+    def average(self, group: Group, talk: Group) -> None:
         """Replicas that have taken independent steps get the same state. Arguments: of `average_state`."""
         for optimizer, held in zip(self.optimizers, self._assignment.held, strict=True):
-            self._traffic += yield from average_state(optimizer, held, group, talk, self._device)
+            self._traffic += average_state(optimizer, held, group, talk, self._device)
         self.give_back()
 
     @property

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from meshloom.checkpoint.format import Piece
 from meshloom.comm.group import Group
-from meshloom.comm.steps import Steps
 from meshloom.optimizer.gathered_state import GatheredState, gathered_pieces
 from meshloom.optimizer.state_pieces import OwnedSlice, StateShard
 from meshloom.parameters.shards import Shards
@@ -26,7 +25,7 @@ def outer_pieces(
     here: Collection[str] | None,
     *,
     gather: bool,
-) -> Steps[tuple[list[Piece], GatheredState | None]]:
+) -> tuple[list[Piece], GatheredState | None]:
     """This rank's pieces of it, and what of them is still to be gathered; gather: as for
     `OptimizerState.save`.
 
@@ -52,7 +51,7 @@ def outer_pieces(
         return ready + [each.piece() for each in parts], None
     if not shards.pieces:
         return ready, None
-    gathered = yield from gathered_pieces(parts, shards, None, world, device, here)
+    gathered = gathered_pieces(parts, shards, None, world, device, here)
     return ready + gathered.pieces, gathered
 
 

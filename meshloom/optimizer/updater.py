@@ -20,7 +20,6 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from meshloom.comm.group import Group
-from meshloom.comm.steps import Steps, run_in_steps
 from meshloom.core.errors import JobError
 from meshloom.core.job import Job, NamedParameters
 from meshloom.exchange.exchange import Exchange, Ownership, Slice
@@ -40,7 +39,7 @@ from meshloom.parameters.shards import Shards
 from meshloom.telemetry.traffic import ExpectedBytes, Traffic
 
 # evaluates the loss once more: what `Exchange.finish` returns, and the loss
-Evaluate = Callable[[], Steps[tuple[Sequence[Tensor | None], float]]]
+Evaluate = Callable[[], tuple[Sequence[Tensor | None], float]]
 
 
 @dataclass
@@ -148,7 +147,7 @@ class Updater:
 
     def update(
         self, gradients: Sequence[Tensor | None], loss: float, *, rate: float = 1.0, evaluate: Evaluate | None = None, skip: bool = False
-    ) -> Steps[Tensor | None]:  # fmt: skip
+    ) -> Tensor | None:  # fmt: skip
         """Clip and step; the gradient's norm before clipping, float64 [], None if the job does not clip.
 
         gradients: what `Exchange.finish` returned: of each owned slice, flat; None was not used. Scaled in place.
@@ -159,7 +158,7 @@ class Updater:
         parts, turn = self.updated, self._turn
         Shortage.trim()  # of activations
         before = [(target, target.grad) for target in self._theirs]
-        norm = yield from self._take(gradients)
+        norm = self._take(gradients)
         for optimizer in turn.optimizers if not skip else ():
             with _scaled(optimizer, rate):
                 if turn.takes_closure and evaluate is not None:
@@ -171,21 +170,21 @@ class Updater:
         for target in self._own:
             target.grad = None
         if parts.from_shards and turn.looks_at_whole:
-            yield from parts.from_shards.give_back()
+            parts.from_shards.give_back()
         if parts.from_slices and turn.looks_at_whole:
-            yield from parts.from_slices.give_back()
+            parts.from_slices.give_back()
         for scheduler in turn.schedulers if not skip else ():
             scheduler.step(loss) if isinstance(scheduler, ReduceLROnPlateau) else scheduler.step()
         Shortage.trim()
         return None if skip else norm
 
-    def _take(self, gradients: Sequence[Tensor | None]) -> Steps[Tensor | None]:
+    def _take(self, gradients: Sequence[Tensor | None]) -> Tensor | None:
         """Clip, and give the optimizers of this turn their gradients; the norm."""
         norm, turn, parts = None, self._turn, self.updated
         turn.evaluations += 1
         if turn.clip_grad_norm is not None:
             over_tp = self._shards.group if self._counted is not None else None
-            norm = yield from clip(
+            norm = clip(
                 gradients,
                 turn.clip_grad_norm,
                 self._exchange.owners,
@@ -203,17 +202,17 @@ class Updater:
                     gradient = gradient.view(target.shape)
                 target.grad = gradient
         if parts.from_slices and turn.looks_at_whole:
-            yield from parts.from_slices.fetch(gradients)
+            parts.from_slices.fetch(gradients)
         if parts.from_shards and turn.looks_at_whole:
-            yield from parts.from_shards.fetch()
+            parts.from_shards.fetch()
         return norm
 
-    def _evaluated(self, evaluate: Evaluate) -> Steps[float]:
+    def _evaluated(self, evaluate: Evaluate) -> float:
         """The loss where an optimizer has moved the parameters; the gradients there are set."""
         if self.updated.from_shards:
-            yield from self.updated.from_shards.give_back()
-        gradients, loss = yield from evaluate()
-        yield from self._take(gradients)
+            self.updated.from_shards.give_back()
+        gradients, loss = evaluate()
+        self._take(gradients)
         return loss
 
     def parameters_changed(self) -> None:
@@ -258,13 +257,11 @@ class Updater:
         return expected + replace(whole, per_step=Traffic())
 
 
-def _step_with_closure(optimizer: Any, loss: float, evaluated: Callable[[], Steps[float]]) -> None:
+def _step_with_closure(optimizer: Any, loss: float, evaluated: Callable[[], float]) -> None:
     """The closure gives the loss at its parameters' values, with gradients. The first time these are there already:
-    `loss`. Later it waits for other ranks within, so simulated ones need threads."""
+    `loss`."""
     known = [loss]
-    optimizer.step(
-        lambda: torch.tensor(known.pop() if known else run_in_steps([evaluated()])[0], dtype=torch.float64)
-    )
+    optimizer.step(lambda: torch.tensor(known.pop() if known else evaluated(), dtype=torch.float64))
 
 
 def _by_whose_gradients(

@@ -18,7 +18,6 @@ from meshloom.checkpoint.weights import open_weights
 from meshloom.comm.group import Group
 from meshloom.comm.objects import agree
 from meshloom.comm.rank_context import RankContext
-from meshloom.comm.steps import Steps
 from meshloom.core.errors import JobError, WeightsError
 from meshloom.core.job import Job
 from meshloom.core.random import model_seed, seed_torch
@@ -146,14 +145,14 @@ def match_weights(job: Job, model: nn.Module) -> FileWeights | None:
     return FileWeights(path=path, files=files, identities=identities, sources=sources, notes=notes)
 
 
-def agree_on_weights(job: Job, model: nn.Module, group: Group) -> Steps[FileWeights | None]:
+def agree_on_weights(job: Job, model: nn.Module, group: Group) -> FileWeights | None:
     """`match_weights` on all ranks, which raise the same error. Raises `WeightsError` if their files
     differ."""
     if job.weights is None:
         return None
     found: list[FileWeights | None] = []
-    yield from check_together(group, lambda: found.append(match_weights(job, model)))
-    yield from agree(
+    check_together(group, lambda: found.append(match_weights(job, model)))
+    agree(
         group,
         _facts(found[0].identities) if found[0] else {},
         "Give every host the same files.",
@@ -162,9 +161,7 @@ def agree_on_weights(job: Job, model: nn.Module, group: Group) -> Steps[FileWeig
     return found[0]
 
 
-def copy_from_first_rank(
-    model: nn.Module, context: RankContext, weights: FileWeights | None
-) -> Steps[Traffic]:
+def copy_from_first_rank(model: nn.Module, context: RankContext, weights: FileWeights | None) -> Traffic:
     """Sets all ranks' parameters and buffers to those of rank 0, except those that are in files. Returns the bytes copied."""
     skip = weights.sources if weights else {}
     num_bytes = sum(each.nbytes for name, each in state_of(model).items() if name not in skip)
@@ -172,7 +169,7 @@ def copy_from_first_rank(
     for axis in ("tp", "dp", "pp"):
         group = context.groups.get(axis)
         if group is not None and group.size > 1:
-            yield from copy_from_first(model, group, skip)
+            copy_from_first(model, group, skip)
             copied += Traffic.along(axis, broadcast=num_bytes)
     return copied
 

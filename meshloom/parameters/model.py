@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from meshloom.comm.group import Group
-from meshloom.comm.steps import Steps
 from meshloom.core.errors import JobError
 from meshloom.core.job import Job
 from meshloom.core.modules.built import built
@@ -86,7 +85,7 @@ def facts(job: Job, plan: Plan, model: nn.Module) -> dict[str, Any]:
     return {"plan": str(plan), **settings, **torchs, **given, **described, **sparse}
 
 
-def copy_from_first(model: nn.Module, group: Group, skip: Collection[str] = ()) -> Steps[None]:
+def copy_from_first(model: nn.Module, group: Group, skip: Collection[str] = ()) -> None:
     """Sets all replicas' parameters and buffers to those of the first one, except those named in `skip`."""
     if group.size == 1:
         return
@@ -97,7 +96,6 @@ def copy_from_first(model: nn.Module, group: Group, skip: Collection[str] = ()) 
                 continue
             contiguous = tensor.detach().contiguous()
             works.append((group.broadcast(contiguous, 0), tensor, contiguous))
-    yield
     for work, tensor, contiguous in works:
         work.wait()
         if contiguous.data_ptr() != tensor.data_ptr():

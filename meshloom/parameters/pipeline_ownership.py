@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from meshloom.comm.group import Group, Work
-from meshloom.comm.steps import Steps
 from meshloom.parameters.model import replace_tensors
 from meshloom.telemetry.traffic import ExpectedBytes, Traffic
 
@@ -64,7 +63,7 @@ class PipelineOwnership:
 
         replace_tensors(model, shape_of)
 
-    def return_gradients(self, parameters: Mapping[str, nn.Parameter]) -> Steps[None]:
+    def return_gradients(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Adds the borrowers' gradients to the owners', and clears the borrowers'. parameters: those that
         this rank holds."""
         arriving: list[tuple[Work, Tensor, nn.Parameter]] = []
@@ -86,7 +85,6 @@ class PipelineOwnership:
                 elif self.owns(name):
                     received = parameter.new_empty(parameter.numel() + 1)
                     arriving.append((self._group.recv(received, borrower), received, parameter))
-        yield
         for work, received, parameter in arriving:
             work.wait()
             gradient = received[1:].view(parameter.shape)  # zeros if the borrower has none
@@ -99,7 +97,7 @@ class PipelineOwnership:
         for work, _ in sending:
             work.wait()
 
-    def lend(self, parameters: Mapping[str, nn.Parameter], kept: Mapping[str, Tensor]) -> Steps[None]:
+    def lend(self, parameters: Mapping[str, nn.Parameter], kept: Mapping[str, Tensor]) -> None:
         """Sends the owners' values to the borrowers. parameters: those that this rank holds. kept: what it
         keeps of them, all or a slice."""
         works: list[tuple[Work, Tensor, Tensor | None]] = []
@@ -111,7 +109,6 @@ class PipelineOwnership:
             value, borrowers = tensor.contiguous(), self.holders[name][1:]
             self._sent += value.nbytes * len(borrowers)
             works += [(self._group.send(value, borrower), value, None) for borrower in borrowers]
-        yield
         for work, value, tensor in works:
             work.wait()
             if tensor is not None:
@@ -124,7 +121,7 @@ class PipelineOwnership:
         shape: tuple[int, ...],
         dtype: torch.dtype,
         device: torch.device,
-    ) -> Steps[Tensor | None]:
+    ) -> Tensor | None:
         """Sends the owner's tensor to the first rank along pp, which returns it; other ranks return None."""
         if self.owner(name) == 0:
             return tensor if self.rank == 0 else None
@@ -132,12 +129,10 @@ class PipelineOwnership:
             assert tensor is not None
             sent = tensor.detach().to(device).contiguous()
             work = self._group.send(sent, 0)
-            yield
             work.wait()
         elif self.rank == 0:
             received = torch.empty(shape, dtype=dtype, device=device)
             work = self._group.recv(received, self.owner(name))
-            yield
             work.wait()
             return received
         return None

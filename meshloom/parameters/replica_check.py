@@ -10,14 +10,13 @@ from torch import Tensor
 
 from meshloom.comm.group import Group
 from meshloom.comm.objects import collect
-from meshloom.comm.steps import Steps
 from meshloom.core.plan import Plan
 from meshloom.parameters.digest import digest
 from meshloom.parameters.shards import Shards
 from meshloom.telemetry.traffic import ExpectedBytes, Traffic
 
 
-def first_difference(tensors: Mapping[str, Tensor], replicas: Group) -> Steps[tuple[str, int] | None]:
+def first_difference(tensors: Mapping[str, Tensor], replicas: Group) -> tuple[str, int] | None:
     """The first parameter or buffer that differs on a replica from the first replica's, and that replica. All
     replicas hold the same ones, `tensors`, and call it."""
     mine = torch.stack(
@@ -25,7 +24,6 @@ def first_difference(tensors: Mapping[str, Tensor], replicas: Group) -> Steps[tu
     )
     everyone = mine.new_empty(replicas.size * mine.numel())
     work = replicas.all_gather(everyone, mine)
-    yield
     work.wait()
     first, *others = everyone.view(replicas.size, -1).tolist()
     for replica, theirs in enumerate(others, 1):
@@ -43,11 +41,11 @@ def expected_bytes(tensors: Mapping[str, Tensor]) -> ExpectedBytes:
 
 def first_difference_in_replica(
     tensors: Mapping[str, Tensor], shards: Shards, team: Group, plan: Plan
-) -> Steps[str | None]:
+) -> str | None:
     """The error message if a parameter or buffer that is replicated over ranks of the replica, `team`,
     differs between them; None: they are equal. tensors: what this rank keeps of them."""
     mine = {name: int(digest(each)) for name, each in tensors.items() if name not in shards.pieces}
-    everyone: list[dict[str, int]] = yield from collect(team, mine)
+    everyone: list[dict[str, int]] = collect(team, mine)
     first: dict[str, tuple[int, int]] = {}
     for rank, theirs in enumerate(everyone):
         for name, value in theirs.items():

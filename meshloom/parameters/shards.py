@@ -17,7 +17,6 @@ from meshloom.checkpoint.tensor_file import Stream, TensorEntry, widest_first
 from meshloom.comm import pieces as moves
 from meshloom.comm.group import Group
 from meshloom.comm.pieces import Pieces
-from meshloom.comm.steps import Steps
 from meshloom.parameters.model import replace_tensors
 
 
@@ -47,7 +46,7 @@ class Shards:
         part = moves.take(self.pieces[name], self.rank, whole)
         return part.clone(memory_format=torch.contiguous_format)
 
-    def gather(self, name: str, part: Tensor) -> Steps[Tensor]:
+    def gather(self, name: str, part: Tensor) -> Tensor:
         """The full tensor of all ranks' shards, on every rank. Elements that several ranks hold are those of
         the first of them.
 
@@ -63,7 +62,6 @@ class Shards:
         everyone = part.new_empty(self.size * longest)
         assert self.group is not None
         work = self.group.all_gather(everyone, padded)
-        yield
         work.wait()
         rows = everyone.view(self.size, longest)
         parts = [
@@ -153,12 +151,12 @@ class Shards:
             ]
         )
 
-        def run(take: Callable[[str, Tensor], None]) -> Steps[None]:
+        def run(take: Callable[[str, Tensor], None]) -> None:
             newest, whole = "", torch.empty(0)
             for each in entries:
                 if newest != (newest := self._first.get(each.name, each.name)):
                     del whole
-                    whole = yield from self.gather(each.name, state[each.name])
+                    whole = self.gather(each.name, state[each.name])
                 if self.rank == 0:
                     take(each.name, whole)
 

@@ -17,7 +17,6 @@ import torch
 from meshloom.checkpoint.resuming import check_together
 from meshloom.comm.objects import collect, share_bytes
 from meshloom.comm.rank_context import RankContext
-from meshloom.comm.steps import Steps
 from meshloom.core.errors import JobError
 from meshloom.core.job import Job, NamedParameters
 from meshloom.core.modules.built import originals
@@ -89,21 +88,21 @@ class StartingModel:
         """What fills the part that this rank holds; None: the model has all its values."""
         return self._unfilled
 
-    def settle(self, weights: FileWeights | None) -> Steps[Traffic]:
+    def settle(self, weights: FileWeights | None) -> Traffic:
         """Makes sure that all ranks start with equal values, by copying those of rank 0 where each has built the model.
         Returns the bytes copied. weights: values in files, which take precedence."""
-        self._order = yield from BuildingOrder.of(self._context.world, self._host)
-        if self._is_part and (yield from self._are_described()):
-            yield from check_together(self._context.world, lambda: self._find_values(weights))
+        self._order = BuildingOrder.of(self._context.world, self._host)
+        if self._is_part and self._are_described():
+            check_together(self._context.world, lambda: self._find_values(weights))
             return Traffic()
-        return (yield from copy_from_first_rank(self.model, self._context, weights))
+        return copy_from_first_rank(self.model, self._context, weights)
 
     def given(
         self,
         parameters: NamedParameters,
         function: Callable[[NamedParameters], T],
         without_values: Callable[[NamedParameters], T | None],
-    ) -> Steps[T]:
+    ) -> T:
         """What `function` returns for the parameters that the model was built with. Where this rank does not hold them as they
         are, `without_values` is called; `function`, with their values, if that returns None, or if it draws and the values
         are drawn, after which it draws on one device."""
@@ -116,33 +115,33 @@ class StartingModel:
         after = torch.get_rng_state()
         draws = not seeded and not torch.equal(before, after)
         self._left = after if seeded else None
-        anew: list[bool] = yield from collect(self._context.world, made[0] is None or draws)
+        anew: list[bool] = collect(self._context.world, made[0] is None or draws)
 
         def call() -> None:
             made[0] = unfilled.with_values(self._initial, parameters, self._seeded(function))
             self._left = torch.get_rng_state()
 
         if any(anew):
-            yield from self._order.each(call)
+            self._order.each(call)
         assert made[0] is not None
         return made[0]
 
-    def finish(self) -> Steps[None]:
+    def finish(self) -> None:
         """After all that this rank holds has memory: gives it its values, and leaves torch's default generator alike on all
         ranks. Raises `JobError` if ranks have built different models."""
         unfilled, world = self._unfilled, self._context.world
         if unfilled is None:
             return
         if unfilled.values.is_built:
-            yield from self._order.each(unfilled.give_values)
+            self._order.each(unfilled.give_values)
             assert self._whole is not None
-            check_alike((yield from collect(world, self._whole.digests)))
+            check_alike(collect(world, self._whole.digests))
         else:
-            yield from check_together(world, unfilled.give_values)
+            check_together(world, unfilled.give_values)
         if self._left is None:
             self._seed_left()
         left = torch.get_rng_state() if self._left is None else self._left
-        state = yield from share_bytes(world, left.numpy().tobytes())
+        state = share_bytes(world, left.numpy().tobytes())
         torch.set_rng_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
 
     def _seeded(self, function: Callable[[NamedParameters], T]) -> Callable[[NamedParameters], T]:
@@ -162,9 +161,9 @@ class StartingModel:
             seed_torch(model_seed(self._job.seed))
         return is_given
 
-    def _are_described(self) -> Steps[bool]:
+    def _are_described(self) -> bool:
         """Whether all ranks have built the model without values; if one could not, each builds all of it."""
-        everyone: list[bool] = yield from collect(self._context.world, self._unfilled is not None)
+        everyone: list[bool] = collect(self._context.world, self._unfilled is not None)
         if self._unfilled and not all(everyone):
             self._find_values(None)
             self._unfilled.fill_parameters()

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from meshloom.checkpoint.resuming import check_together
 from meshloom.comm.group import Group
 from meshloom.comm.pieces import take
-from meshloom.comm.steps import Steps
 from meshloom.core.job import Job, NamedParameters
 from meshloom.core.random import derive, preserved_draws
 from meshloom.core.units import format_bytes
@@ -153,10 +152,10 @@ class UnfilledModel:
         return HeldTensor(name=name, tensor=memory, pieces=pieces, rank=rank, span=span)
 
 
-def take_share(model: nn.Module, shards: Shards, unfilled: UnfilledModel | None, world: Group) -> Steps[None]:
+def take_share(model: nn.Module, shards: Shards, unfilled: UnfilledModel | None, world: Group) -> None:
     """Makes of a full model what this rank holds. Parameters of one that is not filled yet get their shapes, and
     values later. Collective: raises the same error on all ranks."""
-    yield from check_together(world, lambda: unfilled.fill(shards) if unfilled else shards.divide(model))
+    check_together(world, lambda: unfilled.fill(shards) if unfilled else shards.divide(model))
 
 
 def build_unfilled(

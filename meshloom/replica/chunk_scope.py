@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from meshloom.comm.rank_context import RankContext
-from meshloom.comm.steps import Steps
 from meshloom.core.job import Job
 from meshloom.core.losses.turns import LossTurn
 from meshloom.core.modules.compiled import draw_as_written
@@ -43,11 +42,11 @@ class Observer(Protocol):
         """After a chunk's forward and backward."""
         ...
 
-    def computed(self, gradients: Any) -> Steps[None]:
+    def computed(self, gradients: Any) -> None:
         """After the first half of a step, or of a turn of it, with its `Gradients`. All ranks wait here together."""
         ...
 
-    def updated(self, result: Any) -> Steps[None]:
+    def updated(self, result: Any) -> None:
         """After the second half, with its `StepResult`. All ranks wait here together."""
         ...
 
@@ -140,23 +139,23 @@ class ChunkScope:
         if self.observer:
             self.observer.chunk_done(chunk, float(weight), float(loss_sum.detach()))
 
-    def computed(self, gradients: Any) -> Steps[None]:
+    def computed(self, gradients: Any) -> None:
         """Lets the observer see the `Gradients` of a step, or of a turn of it."""
         if self.observer:
-            yield from self.observer.computed(gradients)
+            self.observer.computed(gradients)
 
-    def updated(self, result: Any) -> Steps[None]:
+    def updated(self, result: Any) -> None:
         """Lets the observer see its `StepResult`."""
         if self.observer:
-            yield from self.observer.updated(result)
+            self.observer.updated(result)
 
-    def finish(self) -> Steps[None]:
+    def finish(self) -> None:
         """After the step's last chunk: merge buffers over chunks and replicas. Raises `TrainingError` if a forward has
         changed a constant."""
         for constant in self._constants:
             constant.check()
         for statistics in self._now.values():
-            yield from statistics.finish()
+            statistics.finish()
         self._finished[self.turn.number] += 1
 
     def take_notes(self) -> list[str]:

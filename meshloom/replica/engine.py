@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 
 from meshloom.checkpoint.tensor_file import Stream
-from meshloom.comm.steps import Steps
 from meshloom.core.job import LossFunction, NamedParameters
 from meshloom.core.losses.turns import LossTurn, OwnGradients
 from meshloom.core.mesh import Axis
@@ -60,7 +59,7 @@ class Engine(ABC):
     @abstractmethod
     def open(
         self, model: nn.Module, scope: ChunkScope, unfilled: UnfilledModel | None = None, own: OwnGradients | None = None
-    ) -> Steps[None]:  # fmt: skip
+    ) -> None:  # fmt: skip
         """Take this rank's share of the full `model` and release the rest; register in `scope` the buffers
         that training writes here.
 
@@ -117,28 +116,28 @@ class Engine(ABC):
         scope: ChunkScope,
         loss_sums: LossSums,
         recorder: Recorder | None = None,
-    ) -> Steps[None]:
+    ) -> None:
         """Forward and backward of this replica's non-empty chunks. Afterwards gradients are complete and the
         all-reduce of `loss_sums` over the replicas has started."""
 
     @abstractmethod
     def evaluate(
         self, batch: Any, metric: LossFunction, moment: Moment, take: Callable[[Any], None]
-    ) -> Steps[None]:  # fmt: skip
+    ) -> None:  # fmt: skip
         """Evaluate `metric` on a batch in evaluation mode; `take` receives the result on the ranks that
         compute it."""
 
     @abstractmethod
-    def add_up(self, axis: Axis, sums: Tensor) -> Steps[None]:
+    def add_up(self, axis: Axis, sums: Tensor) -> None:
         """Sum in place over the replica's ranks along pp or tp."""
 
     @abstractmethod
-    def refresh_borrowed(self) -> Steps[None]:
+    def refresh_borrowed(self) -> None:
         """After parameters have changed, by an update or otherwise: those of which this rank holds a copy get
         their owners' values."""
 
     @abstractmethod
-    def gather(self, mine: Callable[[Emit], Steps[None]], take: TakeTensor) -> Steps[None]:
+    def gather(self, mine: Callable[[Emit], None], take: TakeTensor) -> None:
         """Gather full tensors on the replica's first rank, where `take` receives them one after another; None
         where the owner has none.
 
@@ -151,12 +150,12 @@ class Engine(ABC):
         sharded."""
 
     @abstractmethod
-    def locate_nan(self, chunks: Sequence[Chunk], scope: ChunkScope) -> Steps[list[Any] | None]:
+    def locate_nan(self, chunks: Sequence[Chunk], scope: ChunkScope) -> list[Any] | None:
         """Where a step's loss became NaN or infinite, as [stage, text], stage -1 for a parameter; None if not on
         this rank. Reruns the chunks."""
 
     @abstractmethod
-    def check_replicated(self) -> Steps[str | None]:
+    def check_replicated(self) -> str | None:
         """Describes a difference between ranks of the replica that hold the same parameter or buffer; None if
         there is none."""
 

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from meshloom.checkpoint.tensor_file import Stream, TensorEntry, widest_first
 from meshloom.comm.group import Group
-from meshloom.comm.steps import Steps
 from meshloom.exchange.exchange import Emit
 from meshloom.exchange.units.unit_slices import Unit, UnitFlat
 from meshloom.exchange.zero_three import ZeroThree
@@ -33,45 +32,43 @@ class GatheredTensors:
         self._gathered = self._sent = 0  # bytes along tp, along pp
         self._moves = tp is None or tp.rank == 0  # whether this rank sends along pp
 
-    def gather(self, mine: Callable[[Emit], Steps[None]], take: TakeTensor) -> Steps[None]:
+    def gather(self, mine: Callable[[Emit], None], take: TakeTensor) -> None:
         """As `Engine.gather`."""
         tensors = state_of(self._model)
         names, moves = list(tensors), self._moves
 
-        def emit(name: str, tensor: Tensor | None) -> Steps[None]:
+        def emit(name: str, tensor: Tensor | None) -> None:
             if not self._ownership.owns(name):
                 return
             if tensor is not None:
                 self._gathered += self._shards.gather_bytes(name, tensor.dtype)
-                tensor = yield from self._shards.gather(name, tensor.detach())
+                tensor = self._shards.gather(name, tensor.detach())
             if moves and self._pp.rank == 0:
                 take(name, tensor)
             elif moves:
-                yield from tell(names.index(name), int(tensor is not None))
+                tell(names.index(name), int(tensor is not None))
                 if tensor is not None:
-                    yield from send(tensor.contiguous())
+                    send(tensor.contiguous())
 
-        def tell(number: int, there: int) -> Steps[None]:
-            yield from send(torch.tensor([number, there], device=self._device))
+        def tell(number: int, there: int) -> None:
+            send(torch.tensor([number, there], device=self._device))
 
-        def send(tensor: Tensor) -> Steps[None]:
+        def send(tensor: Tensor) -> None:
             work = self._pp.send(tensor, 0)
             self._sent += tensor.nbytes
-            yield
             work.wait()
 
-        def receive(tensor: Tensor, sender: int) -> Steps[Tensor]:
+        def receive(tensor: Tensor, sender: int) -> Tensor:
             work = self._pp.recv(tensor, sender)
-            yield
             work.wait()
             return tensor
 
-        yield from mine(emit)
+        mine(emit)
         if moves and self._pp.rank:
-            yield from tell(-1, 0)
+            tell(-1, 0)
         for sender in range(1, self._pp.size) if moves and self._pp.rank == 0 else ():
             while True:
-                heard = yield from receive(torch.empty(2, dtype=torch.int64, device=self._device), sender)
+                heard = receive(torch.empty(2, dtype=torch.int64, device=self._device), sender)
                 number, there = heard.tolist()
                 if number < 0:
                     break
@@ -81,7 +78,7 @@ class GatheredTensors:
                     dtype=tensors[name].dtype,
                     device=self._device,
                 )
-                take(name, (yield from receive(like, sender)) if there else None)
+                take(name, receive(like, sender) if there else None)
 
     def expected_bytes(self) -> ExpectedBytes:
         """Bytes so far."""
@@ -105,19 +102,17 @@ class GatheredTensors:
         moves = self._moves
         first = moves and self._pp.rank == 0
 
-        def run(take: Callable[[str, Tensor], None]) -> Steps[None]:
+        def run(take: Callable[[str, Tensor], None]) -> None:
             for each in entries:
                 whole: Tensor | None = None
                 if self._ownership.owns(each.name):
                     self._gathered += self._shards.gather_bytes(each.name, each.dtype)
                     self._sent += each.num_bytes if moves and self._pp.rank else 0
                     mine = state[each.name]
-                    mine = (yield from held.full(mine)) if held is not None else mine.detach()
-                    whole = yield from self._shards.gather(each.name, mine)
+                    mine = held.full(mine) if held is not None else mine.detach()
+                    whole = self._shards.gather(each.name, mine)
                 if moves:
-                    whole = yield from self._ownership.bring(
-                        each.name, whole, each.shape, each.dtype, self._device
-                    )
+                    whole = self._ownership.bring(each.name, whole, each.shape, each.dtype, self._device)
                 if first:
                     assert whole is not None
                     take(each.name, whole)
@@ -133,7 +128,7 @@ class _Held:
         self._unit: Unit | None = None
         self._flats: dict[int, Tensor] = {}
 
-    def full(self, tensor: Tensor) -> Steps[Tensor]:
+    def full(self, tensor: Tensor) -> Tensor:
         """A parameter or a buffer."""
         place = self._exchange.gathering.places.get(id(tensor))
         if place is None:
@@ -143,7 +138,7 @@ class _Held:
             self._unit = unit
             self._flats.clear()
         if id(part) not in self._flats:
-            self._flats[id(part)] = yield from self._exchange.gather(part, part.kept)
+            self._flats[id(part)] = self._exchange.gather(part, part.kept)
         return self._flats[id(part)][entry.start : entry.stop].view(entry.parameter.shape)
 
 
@@ -171,12 +166,12 @@ def weights_of_units(model: nn.Module, exchange: ZeroThree) -> Stream:
             entries.append(TensorEntry.of(*each))
     first = exchange.owners.rank == 0
 
-    def run(take: Callable[[str, Tensor], None]) -> Steps[None]:
+    def run(take: Callable[[str, Tensor], None]) -> None:
         for each in parts:
             if not isinstance(each, UnitFlat):
                 take(*each) if first else None
                 continue
-            flat = yield from exchange.gather(each, each.kept)
+            flat = exchange.gather(each, each.kept)
             for entry in each.entries:
                 for name in names.get(id(entry.parameter), ()) if first else ():
                     take(name, flat[entry.start : entry.stop].view(entry.parameter.shape))

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from meshloom.comm.pieces import place
-from meshloom.comm.steps import Steps
 from meshloom.core.job import NamedParameters
 from meshloom.exchange.exchange import Divisor, Exchange
 from meshloom.parameters.pipeline_ownership import PipelineOwnership
@@ -59,16 +58,16 @@ class GradientCompletion:
     def finish(
         self,
         parameters: Mapping[str, nn.Parameter],
-        add_up: Callable[[Tensor], Steps[None]],
+        add_up: Callable[[Tensor], None],
         *,
         computed: bool,
-    ) -> Steps[None]:
+    ) -> None:
         """After the backwards. parameters: all that this rank holds. add_up: over tp. computed: whether the
         replica had chunks."""
-        yield from self._ownership.return_gradients(parameters)
+        self._ownership.return_gradients(parameters)
         self._tell(self._lent)
         if computed and self._summed:
-            yield from sum_over_tp(self._summed, self._shards, add_up)
+            sum_over_tp(self._summed, self._shards, add_up)
             self._tell([each for _, each in self._summed])
 
     def _tell(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -78,8 +77,8 @@ class GradientCompletion:
 
 
 def sum_over_tp(
-    summed: Sequence[tuple[str, nn.Parameter]], shards: Shards, add_up: Callable[[Tensor], Steps[None]]
-) -> Steps[None]:
+    summed: Sequence[tuple[str, nn.Parameter]], shards: Shards, add_up: Callable[[Tensor], None]
+) -> None:
     """Add up over tp, in one flat all-reduce, the gradients of what several ranks used, each for its part.
 
     What some of them hold in parts (key/value heads that two ranks share) is added up in its place in the
@@ -97,7 +96,7 @@ def sum_over_tp(
             for name, gradient in mine
         ]
         flat = torch.cat([each.reshape(-1) for each in whole])
-        yield from add_up(flat)
+        add_up(flat)
         for (name, gradient), each, part in zip(
             mine, whole, flat.split([each.numel() for each in whole]), strict=True
         ):
@@ -106,15 +105,15 @@ def sum_over_tp(
 
 def finished(
     engine: Engine, exchange: Exchange, divisor: Divisor, device: torch.device
-) -> Steps[list[Tensor | None]]:
+) -> list[Tensor | None]:
     """The averaged gradients of what this rank owns. Ranks of a replica update what each of them holds by itself, and would drift apart
     where their gradients have other last bits."""
-    gradients = yield from exchange.finish(divisor)
+    gradients = exchange.finish(divisor)
     if adds_in_any_order(device):
         held = set(engine.replicated)
         names = (each.name for each in exchange.owned)
         same = [each for name, each in zip(names, gradients, strict=True) if name in held]
-        yield from engine.team_sums.alike(same)
+        engine.team_sums.alike(same)
     return gradients
 
 

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from meshloom.comm.group import Group, Work
 from meshloom.comm.objects import collect
-from meshloom.comm.steps import Steps
 from meshloom.core.device.readback import Readback, Readbacks
 from meshloom.core.errors import JobError
 from meshloom.core.exchanges import EXCHANGES
@@ -161,13 +160,13 @@ class LossSums:
         so_far = Traffic.along("dp", all_reduce=self._named_bytes)
         return ExpectedBytes(per_step=Traffic.along("dp", all_reduce=always), so_far=so_far)
 
-    def agree_on_names(self, world: Group, *, speaks: bool) -> Steps[None]:
+    def agree_on_names(self, world: Group, *, speaks: bool) -> None:
         """After `result`, where some rank has logged names that others do not know: add these up, so that all know
         them. All ranks call it. speaks: whether this rank is the one of those with equal values that counts."""
         if not self.unknown:
             return
         mine = {name: [float(each) for each in pair] for name, pair in self._new.items()} if speaks else {}
-        everyone = yield from collect(world, mine)
+        everyone = collect(world, mine)
         totals: dict[str, list[float]] = {}
         for name, (total, weight) in (pair for each in everyone for pair in each.items()):
             known = totals.setdefault(name, [0.0, 0.0])

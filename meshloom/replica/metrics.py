@@ -13,7 +13,6 @@ import torch
 
 from meshloom.comm.group import Group
 from meshloom.comm.objects import gather_objects, on_rank_0, share
-from meshloom.comm.steps import Steps
 from meshloom.core.errors import CaptureError, JobError, MeshloomError
 from meshloom.core.job import LossFunction
 from meshloom.core.losses.all_samples import ComputeError, Whole, checked_samples, computed
@@ -27,7 +26,7 @@ from meshloom.telemetry.traffic import ExpectedBytes, Traffic
 
 def evaluate(
     replica: Replica, chunks: Iterable[Chunk], updates: int, *, trial: bool = False
-) -> Steps[dict[str, float]]:  # fmt: skip
+) -> dict[str, float]:  # fmt: skip
     """Every metric over all replicas' chunks, in evaluation mode, after `updates` updates. If the job keeps averages
     of its parameters, these are evaluated. trial: on less than all data, on which a `Metric` may not be defined: what its `compute` raises is a note.
 
@@ -36,26 +35,26 @@ def evaluate(
     """
     averages = replica.updater.state.averages if replica.updates else None
     if averages and averages.started:
-        put_back = yield from show_averages(replica, averages)
+        put_back = show_averages(replica, averages)
         replica.updating = replica.plan.dp > 1  # until what this rank does not own is back, too
         try:
-            yield from replica.engine.refresh_borrowed()
-            values = yield from _evaluate(replica, chunks, updates, trial=trial)
+            replica.engine.refresh_borrowed()
+            values = _evaluate(replica, chunks, updates, trial=trial)
         finally:
             put_back()
-        yield from averages.publish()
-        yield from replica.engine.refresh_borrowed()
+        averages.publish()
+        replica.engine.refresh_borrowed()
         replica.updating = False
         return values
     if replica.exchange.settled:
-        return (yield from _evaluate(replica, chunks, updates, trial=trial))
-    put_back = yield from replica.exchange.show_mean()
+        return _evaluate(replica, chunks, updates, trial=trial)
+    put_back = replica.exchange.show_mean()
     try:
-        yield from replica.engine.refresh_borrowed()
-        values = yield from _evaluate(replica, chunks, updates, trial=trial)
+        replica.engine.refresh_borrowed()
+        values = _evaluate(replica, chunks, updates, trial=trial)
     finally:
         put_back()
-    yield from replica.engine.refresh_borrowed()
+    replica.engine.refresh_borrowed()
     return values
 
 
@@ -65,7 +64,7 @@ def _evaluate(
     updates: int,
     *,
     trial: bool,
-) -> Steps[dict[str, float]]:
+) -> dict[str, float]:
     given = replica.job.evaluate
     assert given
     metrics = given.functions
@@ -86,16 +85,15 @@ def _evaluate(
                 of_all = samples.get(name)
                 with naming(name), untouched():
                     take = partial(of_all.add, chunk) if of_all else partial(sums.add, name, chunk)
-                    yield from replica.engine.evaluate(data, metric, moment, take)
+                    replica.engine.evaluate(data, metric, moment, take)
     if sums.sums.numel():
-        yield from replica.engine.add_up("pp", sums.sums)
+        replica.engine.add_up("pp", sums.sums)
     if sums.sums.numel() and replica.plan.dp > 1:
         work = replica.replicas.all_reduce(sums.sums)
-        yield
         work.wait()
     values = sums.means()
     for name, of_all in samples.items():
-        values[name], note = yield from of_all.computed(replica.context.world, speaks=speaks, trial=trial)
+        values[name], note = of_all.computed(replica.context.world, speaks=speaks, trial=trial)
         replica.scope.notes += [note] if note and replica.context.world.rank == 0 else []
     return {name: values[name] for name in given.metrics}
 
@@ -132,9 +130,9 @@ class AllSamples:
         """Add what `update` returned for a chunk."""
         self._chunks.append((chunk.step, chunk.index, checked_samples(returned, chunk.samples)))
 
-    def computed(self, world: Group, *, speaks: bool, trial: bool) -> Steps[tuple[float, str]]:
+    def computed(self, world: Group, *, speaks: bool, trial: bool) -> tuple[float, str]:
         """Its value, on every rank, and a note; collective. speaks: whether this rank's chunks count, which others have, too."""
-        everyone = yield from gather_objects(world, self._chunks if speaks else [])
+        everyone = gather_objects(world, self._chunks if speaks else [])
         self._chunks = []
 
         def compute() -> tuple[float, str]:
@@ -152,8 +150,8 @@ class AllSamples:
                         f"Metric {self._name!r}, tried on a part of the data: {why}. Evaluations call it with all samples.",
                     )
 
-        found = yield from on_rank_0(world, compute, JobError)
-        value, note = yield from share(world, found)
+        found = on_rank_0(world, compute, JobError)
+        value, note = share(world, found)
         return value, note
 
 

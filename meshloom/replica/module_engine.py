@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from meshloom.checkpoint.resuming import check_together
 from meshloom.checkpoint.tensor_file import Stream
 from meshloom.comm.rank_context import RankContext
-from meshloom.comm.steps import Steps
 from meshloom.core.job import Job, LossFunction, NamedParameters
 from meshloom.core.losses.logged import computed_with_logs
 from meshloom.core.losses.loss_sum import as_sum
@@ -67,10 +66,10 @@ class ModuleEngine(Engine):
 
     def open(
         self, model: nn.Module, scope: ChunkScope, unfilled: UnfilledModel | None = None, own: OwnGradients | None = None
-    ) -> Steps[None]:  # fmt: skip
+    ) -> None:  # fmt: skip
         if self.compiler:
-            yield from check_together(self._context.world, self.compiler.check)
-        yield from take_share(model, self.shards, unfilled, self._context.world)
+            check_together(self._context.world, self.compiler.check)
+        take_share(model, self.shards, unfilled, self._context.world)
         self._model, self._parameters = model, trainable(model)
         for by_stage in scope.statistics:
             by_stage[0] = RunningStatistics(
@@ -116,7 +115,7 @@ class ModuleEngine(Engine):
         scope: ChunkScope,
         loss_sums: LossSums,
         recorder: Recorder | None = None,
-    ) -> Steps[None]:
+    ) -> None:
         compiled = self._compiled_units.computing() if self._compiled_units else nullcontext()
         watched = [] if id(self._loss) in self._begun else self._parameters
         self._begun.add(id(self._loss))
@@ -144,43 +143,38 @@ class ModuleEngine(Engine):
             self._complete(loss_sums)
         self._exchange.end_chunks()
         return
-        yield
 
     def computing(self, kind: str, *, idle: bool = False) -> AbstractContextManager[None]:
         return self._units.computing(kind, idle=idle) if self._units else nullcontext()
 
     def evaluate(
         self, batch: Any, metric: LossFunction, moment: Moment, take: Callable[[Any], None]
-    ) -> Steps[None]:  # fmt: skip
+    ) -> None:  # fmt: skip
         with moment.entered(), self._gathered.evaluating():
             take(metric(self._model, batch))
         if self._units:
             self._units.chunk_ended()
         return
-        yield
 
-    def add_up(self, axis: Axis, sums: Tensor) -> Steps[None]:
+    def add_up(self, axis: Axis, sums: Tensor) -> None:
         return
-        yield
 
-    def refresh_borrowed(self) -> Steps[None]:
+    def refresh_borrowed(self) -> None:
         return
-        yield
 
-    def gather(self, mine: Callable[[Emit], Steps[None]], take: TakeTensor) -> Steps[None]:
-        def emit(name: str, tensor: Tensor | None) -> Steps[None]:
+    def gather(self, mine: Callable[[Emit], None], take: TakeTensor) -> None:
+        def emit(name: str, tensor: Tensor | None) -> None:
             take(name, tensor)
             return
-            yield
 
-        yield from mine(emit)
+        mine(emit)
 
     def weights(self) -> Stream | dict[str, Any]:
         if (sliced := slices_of(self._exchange)) is not None:
             return weights_of_units(self._model, sliced)
         return self._model.state_dict()
 
-    def locate_nan(self, chunks: Sequence[Chunk], scope: ChunkScope) -> Steps[list[Any] | None]:
+    def locate_nan(self, chunks: Sequence[Chunk], scope: ChunkScope) -> list[Any] | None:
         def loss_of(chunk: Chunk) -> Tensor:
             with scope.draws(chunk):
                 return self._rerun(chunk, scope.data(chunk))
@@ -194,11 +188,9 @@ class ModuleEngine(Engine):
         )
         with self.computing("rerun", idle=not chunks):
             return find_not_finite(self._model, values, chunks, loss_of)
-        yield
 
-    def check_replicated(self) -> Steps[str | None]:
+    def check_replicated(self) -> str | None:
         return None
-        yield
 
     def expected_bytes(self) -> ExpectedBytes:
         return self._gathered.expected_bytes()

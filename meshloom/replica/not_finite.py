@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from meshloom.comm.group import Group
 from meshloom.comm.objects import collect
-from meshloom.comm.steps import Steps
 from meshloom.data.chunks import Chunk
 from meshloom.pipeline.runtime.held_parameters import HeldParameters
 from meshloom.pipeline.runtime.microbatches import Microbatches
@@ -56,12 +55,12 @@ def locate_nan(
     batches: Sequence[Any],
     scope: ChunkScope,
     microbatches: Microbatches,
-) -> Steps[list[Any] | None]:
+) -> list[Any] | None:
     """The first operator of this rank's stages that gives NaN, as `Engine.locate_nan`. team: all ranks of the replica.
     batches: of the chunks."""
     kept = parameters.kept().items()
     bad = next((name for name, each in kept if not bool(torch.isfinite(each).all())), None)
-    everyone = yield from collect(team, bad)
+    everyone = collect(team, bad)
     if any(everyone):
         with parameters.computing("rerun", idle=True):
             pass  # other replicas may look

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 import torch
 
 from meshloom.comm.rank_context import RankContext
-from meshloom.comm.steps import Steps
 from meshloom.core.job import Job
 from meshloom.core.losses.turns import OwnGradients
 from meshloom.core.plan import Plan
@@ -38,7 +37,7 @@ class OpenedEngine:
 def open_engine(
     job: Job, plan: Plan, context: RankContext, start: StartingModel, own: OwnGradients | None, *, dtype: torch.dtype | None, timings: Timings,
     stored: ProgramCache | None, updates: bool,
-) -> Steps[OpenedEngine]:  # fmt: skip
+) -> OpenedEngine:  # fmt: skip
     """Opens the engine of one rank. Arguments as of `Replica`. Collective; raises `CaptureError` on all ranks for a loss that
     cannot be captured under a plan that needs its program."""
     model, units = start.model, list[UnitParameters]()
@@ -51,7 +50,7 @@ def open_engine(
     else:
         engine = ModuleEngine(job, plan, context, updates=updates)
     scope = ChunkScope(job, plan, context, model, dtype=dtype)
-    yield from engine.open(model, scope, start.unfilled, own)
+    engine.open(model, scope, start.unfilled, own)
     return OpenedEngine(engine=engine, scope=scope, units=units)
 
 

@@ -22,7 +22,6 @@ from meshloom.comm.group import Group
 from meshloom.comm.objects import on_rank_0
 from meshloom.comm.rank_context import RankContext
 from meshloom.comm.simulated import simulated_groups
-from meshloom.comm.steps import Steps, run_in_steps
 from meshloom.core.buffer_rules import rule_of
 from meshloom.core.errors import CaptureError, DataError, JobError
 from meshloom.core.job import Job, LossFunction, NamedParameters
@@ -109,21 +108,21 @@ class ProgramEngine(Engine):
 
     def open(
         self, model: nn.Module, scope: ChunkScope, unfilled: UnfilledModel | None = None, own: OwnGradients | None = None
-    ) -> Steps[None]:  # fmt: skip
+    ) -> None:  # fmt: skip
         with self._timings.of("parts and waiting"):
-            yield from self._open(model, scope, unfilled, own)
+            self._open(model, scope, unfilled, own)
 
     def _open(
         self, model: nn.Module, scope: ChunkScope, unfilled: UnfilledModel | None, own: OwnGradients | None
-    ) -> Steps[None]:
+    ) -> None:
         self._compiled = without_compilation(model)
         world, size = self.context.world, self.plan.largest_share(self.job.batch_size)[0]
         with self._timings.of("first batches"):
-            first = yield from on_rank_0(world, lambda: self._first_batches(model, size), DataError)
+            first = on_rank_0(world, lambda: self._first_batches(model, size), DataError)
         batches = first or []
         there = [to_device(each, self.context.device, self.dtype) for each in batches]
         with unfilled.standing_in() if unfilled and world.rank == 0 else nullcontext():
-            stages = yield from _captured(self, model, there, batches, own)
+            stages = _captured(self, model, there, batches, own)
         here = [
             [each for each in of_loss if self.cutter.ranks[each.number] == self.pp.rank] for of_loss in stages
         ]
@@ -133,7 +132,7 @@ class ProgramEngine(Engine):
         self.ownership = PipelineOwnership(self.cutter.holders, self.pp)
         self.ownership.release(model)
         self.shards = Shards(self.programs.pieces, self.tp)
-        yield from take_share(model, self.shards, unfilled, world)
+        take_share(model, self.shards, unfilled, world)
         make_row_major(model)
         self._model, self.runs_modules = model, bool(self.programs.opaque)
         self.is_unlike_training = self.programs.is_unlike_training
@@ -213,9 +212,9 @@ class ProgramEngine(Engine):
 
     def run(
         self, chunks: Sequence[Chunk], scope: ChunkScope, loss_sums: LossSums, recorder: Recorder | None = None
-    ) -> Steps[None]:  # fmt: skip
+    ) -> None:  # fmt: skip
         self._exchange.begin_last_chunk()
-        most = yield from self._held.most(len(chunks))
+        most = self._held.most(len(chunks))
         if chunks and stages_may_run_differently(self.plan, chunks[0].batch):
             self._exchange.wait_for_nothing()
         activity = self.context.activity
@@ -223,7 +222,7 @@ class ProgramEngine(Engine):
         check_step(self._guards[self.programs.losses.loss])
         batches = [scope.data(chunk) for chunk in chunks]
         for batch in batches:
-            yield from self.programs.ready(batch)
+            self.programs.ready(batch)
         for parameter in self._parameters.values():
             parameter.grad = None
         self.rows.begin()
@@ -236,48 +235,48 @@ class ProgramEngine(Engine):
         with self.computing(STEP, idle=not batches):
             sent = self.microbatches.train(batches, most, finish, around, listener)
         self.team_sums.count(sent)
-        yield from self._completion.finish(
+        self._completion.finish(
             self._parameters, partial(self.team_sums.add_up, "tp"), computed=bool(batches)
         )
         for axis in ("tp", "pp") if self.rows.flags.numel() else ():
-            yield from self.team_sums.add_up(axis, self.rows.flags.clamp_(max=1))
+            self.team_sums.add_up(axis, self.rows.flags.clamp_(max=1))
         if not loss_sums.started:
-            yield from begin_sums()
+            begin_sums()
         self._exchange.end_chunks()
 
     def computing(self, kind: str, *, idle: bool = False) -> AbstractContextManager[None]:
         return self._held.computing(kind, idle=idle)
 
-    def add_up(self, axis: Axis, sums: Tensor) -> Steps[None]:
-        yield from self.team_sums.add_up(axis, sums)
+    def add_up(self, axis: Axis, sums: Tensor) -> None:
+        self.team_sums.add_up(axis, sums)
 
     def evaluate(
         self, batch: Any, metric: LossFunction, moment: Moment, take: Callable[[Any], None]
-    ) -> Steps[None]:  # fmt: skip
+    ) -> None:  # fmt: skip
         if metric in self._guards:
             check_step(self._guards[metric])
-        yield from self.programs.ready(batch, loss=metric, training=False)
+        self.programs.ready(batch, loss=metric, training=False)
         if metric not in self._guards:
             self._guards[metric] = Guards(metric, self._model, self.programs.opaque).values
         with moment.entered():
             self.team_sums.count(self.microbatches.evaluate(batch, metric, take))
 
-    def refresh_borrowed(self) -> Steps[None]:
-        yield from self.ownership.lend(self._parameters, self._held.apart(self.lent))
+    def refresh_borrowed(self) -> None:
+        self.ownership.lend(self._parameters, self._held.apart(self.lent))
 
-    def gather(self, mine: Callable[[Emit], Steps[None]], take: TakeTensor) -> Steps[None]:
-        yield from self._gathered.gather(mine, take)
+    def gather(self, mine: Callable[[Emit], None], take: TakeTensor) -> None:
+        self._gathered.gather(mine, take)
 
     def weights(self) -> Stream:
         return self._gathered.weights(self._held.slices)
 
-    def locate_nan(self, chunks: Sequence[Chunk], scope: ChunkScope) -> Steps[list[Any] | None]:
+    def locate_nan(self, chunks: Sequence[Chunk], scope: ChunkScope) -> list[Any] | None:
         batches = [scope.data(chunk) for chunk in chunks]
-        return (yield from locate_nan(self._held, self._team, chunks, batches, scope, self.microbatches))
+        return locate_nan(self._held, self._team, chunks, batches, scope, self.microbatches)
 
-    def check_replicated(self) -> Steps[str | None]:
+    def check_replicated(self) -> str | None:
         mine = {**self._held.kept(), **held(named_buffers(self._model))}
-        return (yield from first_difference_in_replica(mine, self.shards, self._team, self.plan))
+        return first_difference_in_replica(mine, self.shards, self._team, self.plan)
 
     def expected_bytes(self) -> ExpectedBytes:
         return self.team_sums.expected_bytes() + self.ownership.expected_bytes() + self._gathered.expected_bytes()  # fmt: skip
@@ -301,24 +300,24 @@ class ProgramEngine(Engine):
         return self.cutter.schedule(num_microbatches)
 
 
-def _begin_sums(sums: LossSums, statistics: Group, team: TeamSums) -> Steps[None]:
+def _begin_sums(sums: LossSums, statistics: Group, team: TeamSums) -> None:
     """Ends the chunks of `sums`, adds them up over the replica, and starts their sum over replicas."""
     sums.close()
     if sums.told is not None:
-        yield from team.add_up("tp", sums.told)
-    yield from team.add_up("pp", sums.sums)  # known to the last stage's rank, zeros on the others
+        team.add_up("tp", sums.told)
+    team.add_up("pp", sums.sums)  # known to the last stage's rank, zeros on the others
     sums.start(statistics)
 
 
 def _then(
-    finish: Callable[[int, Any], Tensor], last: int, begin: Callable[[], Steps[None]]
+    finish: Callable[[int, Any], Tensor], last: int, begin: Callable[[], None]
 ) -> Callable[[int, Any], Tensor]:
     """`finish`, and after that of the last microbatch `begin`: before its backward."""
 
     def both(microbatch: int, returned: Any) -> Tensor:
         root = finish(microbatch, returned)
         if microbatch == last:
-            run_in_steps([begin()])
+            begin()
         return root
 
     return both
@@ -326,22 +325,20 @@ def _then(
 
 def _captured(
     engine: ProgramEngine, model: nn.Module, there: list[Any], batches: list[Any], own: OwnGradients | None
-) -> Steps[list[tuple[Stage, ...]]]:
+) -> list[tuple[Stage, ...]]:
     """The stages of every loss. there: `batches` on the device, in the engine's precision."""
     world, programs, left = engine.context.world, engine.programs, len(engine.losses)
     stages: list[tuple[Stage, ...]] = []
     if engine.compiler:
-        yield from check_together(world, engine.compiler.check)
+        check_together(world, engine.compiler.check)
     for name, loss in engine.losses.items():
         programs.losses.loss, left = loss, left - 1
         with own.of(name) if own else nullcontext():
-            opened = yield from programs.open(
-                there, world, model, own=next(iter(batches), None), losses_left=left
-            )
+            opened = programs.open(there, world, model, own=next(iter(batches), None), losses_left=left)
         stages.append(opened)
         if len(stages) == 1:
             check = partial(_check_values, programs.others, there)
-            yield from on_rank_0(world, check, CaptureError)
+            on_rank_0(world, check, CaptureError)
     programs.losses.loss = engine.job.loss
     return stages
 

@@ -24,7 +24,6 @@ from meshloom.checkpoint.resuming import check_together
 from meshloom.comm.group import Group
 from meshloom.comm.objects import agree
 from meshloom.comm.rank_context import RankContext
-from meshloom.comm.steps import Steps
 from meshloom.comm.windows import windows_of
 from meshloom.core.job import Job, NamedParameters
 from meshloom.core.losses.frozen import FrozenParameters
@@ -155,52 +154,52 @@ class Replica:
         self.exchange: Exchange
         self.updater: Updater
 
-    def prepare(self) -> Steps[None]:
+    def prepare(self) -> None:
         """Check that all ranks have the same job, copy rank 0's values or read those of its files, and build the
         parts of a step."""
         with self.timings.of("copying values"):  # includes waiting for ranks that build more slowly
-            yield from agree(self.context.world, facts(self.job, self.plan, self.model))
-            weights = yield from agree_on_weights(self.job, self.model, self.context.world)
-            self.copied += yield from self.start.settle(weights)
+            agree(self.context.world, facts(self.job, self.plan, self.model))
+            weights = agree_on_weights(self.job, self.model, self.context.world)
+            self.copied += self.start.settle(weights)
         whole = self.named
-        yield from _open_engine(self)
+        _open_engine(self)
         if weights:
             with self.timings.of("reading weights"):
                 filled = self.start.unfilled is not None  # as this rank's share was
                 fill = partial(weights.fill, self.model, self.engine.shards)
-                yield from check_together(self.context.world, (lambda: None) if filled else fill)
+                check_together(self.context.world, (lambda: None) if filled else fill)
         self._notes += weights.notes if weights and self.dtype is None else ()
         self.named = self.engine.parameters
         self.frozen = frozen_parameters(self.model)
         with self.timings.of("optimizer and buffers"):
-            values = yield from master_values(self.context, self.start)
+            values = master_values(self.context, self.start)
             made: UserOptimizers | None = None
             if self.updates:
-                made = yield from (values or self.start).given(
+                made = (values or self.start).given(
                     whole, partial(make_optimizers, self.job), partial(make_without_values, self.job)
                 )
                 self.inner, notes = for_optimizers(self.inner, made)
                 self._notes += notes
-            yield from check_together(self.context.world, lambda: self._open_exchange(made, whole))
+            check_together(self.context.world, lambda: self._open_exchange(made, whole))
             if made:
-                self.exchange, self.updater = yield from open_updater(
+                self.exchange, self.updater = open_updater(
                     self.job, self.inner, self.context, self.exchange, self.shards, made=made, whole=whole, local=self.named,
                     stages=self.stage_group, values=values, refused=[self.tables, limited_tables(self.model)], scaled=self.sums.scale is not None,
                 )  # fmt: skip
                 self._undo.callback(self.updater.close)
-                yield from check_together(self.context.world, lambda: self.updater.open(self._files))
+                check_together(self.context.world, lambda: self.updater.open(self._files))
         self.units = ()  # with parameters that other ranks hold
         self.writes = step_checks.chunk_writes(self.frozen, self.named, self.exchange, self.inner)
         with self.timings.of("building the model"):
-            yield from self.start.finish()
-        yield from self.exchange.open()
+            self.start.finish()
+        self.exchange.open()
         self._undo.enter_context(self.engine.connect(self.exchange))
 
-    def step(self, step: int, chunks: Sequence[Chunk]) -> Steps[StepResult]:
+    def step(self, step: int, chunks: Sequence[Chunk]) -> StepResult:
         """Train on this replica's chunks of global batch `step`."""
         if self.own is None:
-            return (yield from self.update((yield from self.gradients(step, chunks))))
-        return (yield from _in_turn(self, step, chunks))
+            return self.update(self.gradients(step, chunks))
+        return _in_turn(self, step, chunks)
 
     def turn_to(self, turn: LossTurn) -> None:
         """In a job of several losses: the next `gradients` and `update` are of this turn of the step."""
@@ -210,7 +209,7 @@ class Replica:
             each.turn_to(turn.number)
         self.sums.loss = turn.loss
 
-    def gradients(self, step: int, chunks: Sequence[Chunk]) -> Steps[Gradients]:
+    def gradients(self, step: int, chunks: Sequence[Chunk]) -> Gradients:
         """Forward and backward of this replica's chunks of global batch `step`, and the exchange. Buffers
         change, parameters do not."""
         if self.pace:
@@ -224,48 +223,47 @@ class Replica:
         doing.enter("preparing", step)
         filled = [chunk for chunk in chunks if chunk.samples]
         with self._own_gradients(), _around_chunks(self, step):
-            yield from self.engine.run(filled, self.scope, self.sums, self.recorder)
+            self.engine.run(filled, self.scope, self.sums, self.recorder)
         doing.enter("exchanging", step)
         if self.pace:
             self.pace.end(sum(chunk.samples for chunk in filled))
         self.arrivals.append(time.monotonic())
         self.before_update()
-        yield
         self.sums.wait()
-        gradients = yield from _exchanged(self, step, chunks[0].batch)
+        gradients = _exchanged(self, step, chunks[0].batch)
         if self.exchange.one_copy and self.writes:
             first = self.evaluations == 1 and not self.inner.captures
-            yield from self.writes.check_copy(self.context.world, first=first)
+            self.writes.check_copy(self.context.world, first=first)
         total, weight = self.sums.result()
         if self.sums.are_unlike:
-            yield from step_checks.check_groups(self.updater, self.context.world, self.plan.mesh, f"In step {step}")  # fmt: skip
-        yield from self.sums.agree_on_names(self.context.world, speaks=self.context.place.tp == 0)
+            step_checks.check_groups(self.updater, self.context.world, self.plan.mesh, f"In step {step}")  # fmt: skip
+        self.sums.agree_on_names(self.context.world, speaks=self.context.place.tp == 0)
         if not self.updating:  # optimizers that evaluate the loss themselves turn back from infinite ones
             overflow = self.sums.scale if self.sums.overflowed else None
-            yield from step_checks.check_finite(self.engine, self.scope, self.context.world, step, filled, total, weight, overflow)  # fmt: skip
-        yield from self.scope.finish()
+            step_checks.check_finite(self.engine, self.scope, self.context.world, step, filled, total, weight, overflow)  # fmt: skip
+        self.scope.finish()
         return Gradients(
             step=step, samples=chunks[0].batch, chunks=chunks, of_owned=gradients, loss=total / weight, weight=weight,
             overflowed=self.sums.overflowed, logged=self.sums.logged,
         )  # fmt: skip
 
-    def update(self, found: Gradients) -> Steps[StepResult]:
+    def update(self, found: Gradients) -> StepResult:
         """The second half of a step: clip, update, publish the new parameters."""
         step, doing = found.step, self.context.activity
-        yield from self.scope.computed(found)
+        self.scope.computed(found)
         doing.enter("updating", step)
         self.updating = True  # until all ranks have updated
         with _span(self, "update"):
             evaluate = partial(_evaluated, self, found)
-            norm = yield from self.updater.update(found.of_owned, found.loss, evaluate=evaluate, skip=found.overflowed)  # fmt: skip
+            norm = self.updater.update(found.of_owned, found.loss, evaluate=evaluate, skip=found.overflowed)  # fmt: skip
         with _span(self, "exchange"):
-            yield from self.exchange.publish()
-            if (yield from self.exchange.settle(early=False)):
+            self.exchange.publish()
+            if self.exchange.settle(early=False):
                 self.updater.parameters_changed()
             if self.exchange.one_copy and self.writes:
                 self.writes.updated()
             with self._own_gradients():
-                yield from self.engine.refresh_borrowed()
+                self.engine.refresh_borrowed()
         self.updater.state.average_parameters(skipped=found.overflowed)
         self.updating = False
         self.sums.end_update()
@@ -274,7 +272,7 @@ class Replica:
             step=step, loss=found.loss, weight=found.weight, samples=found.samples, asked=self.sums.asked,
             norm=None if norm is None else self.sums.readbacks.read(norm), skipped=found.overflowed, logged=found.logged,
         )  # fmt: skip
-        yield from self.scope.updated(result)
+        self.scope.updated(result)
         return result
 
     @property
@@ -314,8 +312,8 @@ class Replica:
         self.exchange = open_exchange(_setup_of(self, made, whole), self.own)
 
 
-def _open_engine(replica: Replica) -> Steps[None]:
-    opened = yield from open_engine(
+def _open_engine(replica: Replica) -> None:
+    opened = open_engine(
         replica.job, replica.inner, replica.context, replica.start, replica.own, dtype=replica.dtype, timings=replica.timings,
         stored=replica.stored, updates=replica.updates,
     )  # fmt: skip
@@ -326,30 +324,30 @@ def _span(replica: Replica, kind: SpanKind) -> AbstractContextManager[None]:
     return replica.recorder.span(kind) if replica.recorder else nullcontext()
 
 
-def _exchanged(replica: Replica, step: int, batch: int) -> Steps[list[Tensor | None]]:
+def _exchanged(replica: Replica, step: int, batch: int) -> list[Tensor | None]:
     """The averaged gradients of what this rank owns; with a loss scale ranks also tell each other whether some overflowed."""
     sums = replica.sums
     with _span(replica, "exchange"):
-        gradients = yield from finished(replica.engine, replica.exchange, sums.divisor(batch), replica.context.device)  # fmt: skip
+        gradients = finished(replica.engine, replica.exchange, sums.divisor(batch), replica.context.device)  # fmt: skip
         gradients = replica.freezing.dropped(step, (each.name for each in replica.exchange.owned), gradients)
         if sums.scale is not None:
-            sums.send((yield from step_checks.count_overflows(gradients, replica.engine, replica.replicas, replica.context.device)))  # fmt: skip
+            sums.send(step_checks.count_overflows(gradients, replica.engine, replica.replicas, replica.context.device))  # fmt: skip
     return gradients
 
 
-def _evaluated(replica: Replica, found: Gradients) -> Steps[tuple[list[Tensor | None], float]]:
+def _evaluated(replica: Replica, found: Gradients) -> tuple[list[Tensor | None], float]:
     """The loss and the gradients of the same chunks once more, with their draws, for parameters that an optimizer has
     moved."""
-    again = yield from replica.gradients(found.step, found.chunks)
+    again = replica.gradients(found.step, found.chunks)
     return again.of_owned, again.loss
 
 
-def _in_turn(replica: Replica, step: int, chunks: Sequence[Chunk]) -> Steps[StepResult]:
+def _in_turn(replica: Replica, step: int, chunks: Sequence[Chunk]) -> StepResult:
     """A step of several losses. Recorded is the first of its turns: a timeline is of one schedule."""
     asked, skipped, recorder = False, False, replica.recorder
     for turn in turns_of(replica.job, step):
         replica.turn_to(turn)
-        newest = yield from replica.update((yield from replica.gradients(step, chunks)))
+        newest = replica.update(replica.gradients(step, chunks))
         replica.newest[turn.loss] = newest
         asked, skipped, replica.recorder = asked or newest.asked, skipped or newest.skipped, None
     replica.recorder = recorder

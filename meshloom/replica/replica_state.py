@@ -17,7 +17,6 @@ from meshloom.checkpoint.resuming import Loader, check_together, load_together, 
 from meshloom.checkpoint.tensor_file import Stream, TensorEntry, why_not_held
 from meshloom.comm.group import Group
 from meshloom.comm.objects import collect
-from meshloom.comm.steps import Steps
 from meshloom.core.errors import CheckpointError, TrainingError
 from meshloom.core.losses.loss_scale import LossScale
 from meshloom.exchange.exchange import Emit, Slice
@@ -36,19 +35,19 @@ from meshloom.replica.replica import Gradients, Replica
 SCALE = "loss_scale"  # among a checkpoint's values, if the run had one
 
 
-def settle(replica: Replica) -> Steps[None]:
+def settle(replica: Replica) -> None:
     """End a round of local steps, so that all replicas hold the same parameters."""
-    if (yield from replica.exchange.settle(early=True)):
+    if replica.exchange.settle(early=True):
         replica.updater.parameters_changed()
-        yield from replica.engine.refresh_borrowed()
+        replica.engine.refresh_borrowed()
 
 
-def take_notes(replica: Replica) -> Steps[list[str]]:
+def take_notes(replica: Replica) -> list[str]:
     """Notes about buffers from all ranks of the replica, each once, and what its first one has compiled."""
     mine, team, compiler = replica.scope.take_notes(), replica.context.team, replica.engine.compiler
     if compiler and (team is None or team.rank == 0):
         mine += compiler.take_notes()
-    everyone: list[list[str]] = (yield from collect(team, mine)) if team else [mine]
+    everyone: list[list[str]] = collect(team, mine) if team else [mine]
     return list(dict.fromkeys(note for notes in everyone for note in notes))
 
 
@@ -137,17 +136,17 @@ def updated_weights(replica: Replica) -> frozenset[str]:
     return frozenset({name for name, each in state.items() if id(each) in trained} | hidden)
 
 
-def run_state(replica: Replica, *, gather: bool) -> Steps[tuple[list[Piece], list[Stream], dict[str, Any]]]:
+def run_state(replica: Replica, *, gather: bool) -> tuple[list[Piece], list[Stream], dict[str, Any]]:
     """What a checkpoint holds beside weights: this rank's pieces, streams of those that are gathered, as `OptimizerState.save`
     gives them, and values. Replicas that take independent local steps are averaged first: parameters by ending the round, optimizer
     state by its mean."""
-    yield from settle(replica)
+    settle(replica)
     if replica.exchange.independent:
-        yield from replica.updater.state.average(replica.replicas, replica.context.readers)
-    pieces, streams, values = yield from replica.updater.state.save(replica.context.world, gather=gather)
+        replica.updater.state.average(replica.replicas, replica.context.readers)
+    pieces, streams, values = replica.updater.state.save(replica.context.world, gather=gather)
     if replica.exchange.state is not None:
         here = {name for name, _ in replica.named} if replica.stage_group else None
-        outer, gathered = yield from outer_pieces(
+        outer, gathered = outer_pieces(
             replica.exchange.state,
             replica.shards,
             replica.context.world,
@@ -164,20 +163,20 @@ def run_state(replica: Replica, *, gather: bool) -> Steps[tuple[list[Piece], lis
     return pieces, streams, {"updater": values, **scaling}
 
 
-def resume(replica: Replica, directory: Path, check: Callable[[Checkpoint], None]) -> Steps[Checkpoint]:
+def resume(replica: Replica, directory: Path, check: Callable[[Checkpoint], None]) -> Checkpoint:
     """Load the checkpoint in `directory`, unless `check` raises on some rank: each rank its slices, or what
     rank 0 reads for all.
 
     Bytes that are sent go over the world's own group and are not counted as the plan's.
     """
     world = replica.context.world
-    checkpoint = yield from open_together(directory, world)
+    checkpoint = open_together(directory, world)
     _shape_empty_buffers(replica.model, checkpoint)
-    yield from check_together(world, lambda: check(checkpoint))
+    check_together(world, lambda: check(checkpoint))
     found: list[Loader] = []
-    yield from check_together(world, lambda: found.append(loader_of(replica, checkpoint)))
+    check_together(world, lambda: found.append(loader_of(replica, checkpoint)))
     wanted = (STATE, OUTER) if replica.exchange.state is not None else STATE
-    yield from load_together(
+    load_together(
         checkpoint,
         [key for key in checkpoint.keys() if key.startswith(wanted)],  # noqa: SIM118
         found[0],
@@ -196,7 +195,7 @@ def _shape_empty_buffers(model: nn.Module, checkpoint: Checkpoint) -> None:
                 module._buffers[name] = buffer.new_zeros(shape)  # pyright: ignore[reportPrivateUsage]
 
 
-def each_of_state(replica: Replica, take: Callable[[str, Tensor], None]) -> Steps[None]:
+def each_of_state(replica: Replica, take: Callable[[str, Tensor], None]) -> None:
     """Gather every parameter and buffer, tied ones once; `take` receives the full tensors one after another
     on the replica's first rank. Of parameters that are updated as copies in another precision, those."""
 
@@ -204,14 +203,14 @@ def each_of_state(replica: Replica, take: Callable[[str, Tensor], None]) -> Step
     masters = exchange.masters if isinstance(exchange, WithMasters) else None
     copied = masters.parts if masters else {}
 
-    def mine(emit: Emit) -> Steps[None]:
+    def mine(emit: Emit) -> None:
         for name, tensor in replicated_state(replica).items():
             if name not in copied:
-                yield from emit(name, tensor.detach())
+                emit(name, tensor.detach())
         if (sliced := slices_of(exchange)) is not None:
-            yield from sliced.each_parameter(emit, lambda name: name not in copied)
+            sliced.each_parameter(emit, lambda name: name not in copied)
         if isinstance(exchange, WithMasters):
-            yield from exchange.each_master(emit)
+            exchange.each_master(emit)
 
     parts: dict[str, list[Tensor]] = {}
 
@@ -223,31 +222,31 @@ def each_of_state(replica: Replica, take: Callable[[str, Tensor], None]) -> Step
         if len(parts[name]) == copied[name]:
             take(name, sum_of_parts(parts.pop(name)))
 
-    yield from replica.engine.gather(mine, cast(Any, put_together))
+    replica.engine.gather(mine, cast(Any, put_together))
 
 
-def each_average(replica: Replica, take: Callable[[str, Tensor], None]) -> Steps[None]:
+def each_average(replica: Replica, take: Callable[[str, Tensor], None]) -> None:
     """As `each_of_state`, with the averages of parameters that the job keeps in their place, once there are any. Where replicas have one
     copy of the parameters, no rank puts values there while another reads."""
     averages = replica.updater.state.averages
     if averages and averages.started:
-        put_back = yield from show_averages(replica, averages)
-        yield from each_of_state(replica, take)
-        yield from _all_have_read(replica)
+        put_back = show_averages(replica, averages)
+        each_of_state(replica, take)
+        _all_have_read(replica)
         put_back()
-        yield from averages.publish()
+        averages.publish()
 
 
-def show_averages(replica: Replica, averages: ParameterAverages) -> Steps[Callable[[], None]]:
+def show_averages(replica: Replica, averages: ParameterAverages) -> Callable[[], None]:
     """`ParameterAverages.show`, once no rank reads any more what the owners put them in place of."""
-    yield from _all_have_read(replica)
-    return (yield from averages.show())
+    _all_have_read(replica)
+    return averages.show()
 
 
-def _all_have_read(replica: Replica) -> Steps[None]:
+def _all_have_read(replica: Replica) -> None:
     """Returns when no rank reads parameters any more of which replicas have one copy."""
     if replica.exchange.one_copy:
-        yield from collect(replica.context.world, "has read")
+        collect(replica.context.world, "has read")
 
 
 def replicated_state(replica: Replica) -> dict[str, Tensor]:
@@ -256,39 +255,37 @@ def replicated_state(replica: Replica) -> dict[str, Tensor]:
     return held(dict(named_buffers(replica.model)).items() if sliced else state_of(replica.model).items())
 
 
-def full_state(replica: Replica) -> Steps[dict[str, Tensor]]:
+def full_state(replica: Replica) -> dict[str, Tensor]:
     """All of them by name, in the model's order."""
     full: dict[str, Tensor] = {}
-    yield from each_of_state(replica, full.__setitem__)
+    each_of_state(replica, full.__setitem__)
     return {name: full[name] for name in state_of(replica.model) if name in full}
 
 
-def each_gradient(
-    replica: Replica, found: Gradients, take: Callable[[str, Tensor | None], None]
-) -> Steps[None]:
+def each_gradient(replica: Replica, found: Gradients, take: Callable[[str, Tensor | None], None]) -> None:
     """Gather the averaged gradient of every trainable parameter; `take` receives the full tensors one after
     another on the replica's first rank."""
 
-    def mine(emit: Emit) -> Steps[None]:
-        yield from replica.exchange.each_gradient(found.of_owned, emit)
+    def mine(emit: Emit) -> None:
+        replica.exchange.each_gradient(found.of_owned, emit)
 
-    yield from replica.engine.gather(mine, take)
+    replica.engine.gather(mine, take)
 
 
-def full_gradients(replica: Replica, found: Gradients) -> Steps[dict[str, Tensor | None]]:
+def full_gradients(replica: Replica, found: Gradients) -> dict[str, Tensor | None]:
     """All of them by name, in the model's order."""
     full: dict[str, Tensor | None] = {}
-    yield from each_gradient(replica, found, full.__setitem__)
+    each_gradient(replica, found, full.__setitem__)
     return {name: full[name] for name in state_of(replica.model) if name in full}
 
 
-def check_identical(replica: Replica, step: int) -> Steps[None]:
+def check_identical(replica: Replica, step: int) -> None:
     """Raise `TrainingError` naming the first parameter or buffer that differs between replicas."""
-    found = yield from first_difference(replicated_state(replica), replica.replicas)
+    found = first_difference(replicated_state(replica), replica.replicas)
     names = range(replica.plan.dp)
     equals, here = equal_slices(replica)
     if found is None and equals is not None:
-        found = yield from first_difference(here, equals)
+        found = first_difference(here, equals)
         names = names[replica.context.place.dp % replica.plan.mesh.num_slices :: replica.plan.mesh.num_slices]
     if found is not None:
         name, number = found
@@ -306,10 +303,10 @@ def equal_slices(replica: Replica) -> tuple[Group | None, dict[str, Tensor]]:
     return exchange.equals, {each.name: each.data() for each in exchange.each_slice()}
 
 
-def check_team(replica: Replica, step: int) -> Steps[None]:
+def check_team(replica: Replica, step: int) -> None:
     """Raise `TrainingError` naming the first parameter or buffer that differs between ranks of the replica
     that hold it unsharded."""
-    wrong = yield from replica.engine.check_replicated()
+    wrong = replica.engine.check_replicated()
     if wrong is not None:
         raise TrainingError(
             f"After step {step}, {wrong}: something in the model or optimizer is not deterministic."

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from meshloom.checkpoint.json_values import NotPlainError, to_json
 from meshloom.comm.group import Group
 from meshloom.comm.objects import collect
-from meshloom.comm.steps import Steps
 from meshloom.core.errors import CaptureError, DataError, JobError, TrainingError
 from meshloom.core.job import Job, NamedParameters
 from meshloom.core.losses.loss_scale import LEAST, LossScale
@@ -213,11 +212,11 @@ class ChunkWrites:
             raise untrained_write(untrained)
         self._written = next(iter(written), None)
 
-    def check_copy(self, world: Group, *, first: bool) -> Steps[None]:
+    def check_copy(self, world: Group, *, first: bool) -> None:
         """Raise an error if the one copy was written: in the `first` step, before any update, `SharedWriteError` on all ranks."""
         everyone: list[str | None] = [self._written]
         if first:
-            everyone = yield from collect(world, self._written)
+            everyone = collect(world, self._written)
         name = next(filter(None, everyone), None)
         if name is not None:
             raise (SharedWriteError if first else TrainingError)(
@@ -238,7 +237,7 @@ def _counted(named: tuple[str, nn.Parameter]) -> tuple[int, int]:
 
 def count_overflows(
     gradients: Sequence[Tensor | None], engine: Engine, replicas: Group, device: torch.device
-) -> Steps[Tensor]:
+) -> Tensor:
     """The number of ranks of all replicas with a gradient that is not finite, float64 [1], on each of them."""
     values = [
         each if each.layout == torch.strided else each._values()  # pyright: ignore[reportPrivateUsage]
@@ -251,10 +250,9 @@ def count_overflows(
         largest = torch._foreach_norm(values, math.inf)  # pyright: ignore[reportPrivateUsage]
         flag += ~torch.stack([each.double() for each in largest]).isfinite().all()
     for axis in ("tp", "pp"):
-        yield from engine.add_up(axis, flag)
+        engine.add_up(axis, flag)
     if replicas.size > 1:
         work = replicas.all_reduce(flag)
-        yield
         work.wait()
     return flag
 
@@ -262,7 +260,7 @@ def count_overflows(
 def check_finite(
     engine: Engine, scope: ChunkScope, world: Group, step: int, chunks: Sequence[Chunk], total: float, weight: float,
     overflowed: LossScale | None = None,
-) -> Steps[None]:  # fmt: skip
+) -> None:  # fmt: skip
     """Raise the same error on all ranks when the loss of the global batch is not finite or has no weight.
 
     overflowed: the scale with which gradients are not finite; the step is then skipped, unless a smaller scale will not help.
@@ -278,8 +276,8 @@ def check_finite(
         raise DataError(
             f"The weights of all chunks of step {step} sum to {weight:g}, so there is no mean loss. Leave out batches without anything to average over."
         )
-    here = yield from engine.locate_nan(chunks, scope)
-    found = yield from collect(world, here)
+    here = engine.locate_nan(chunks, scope)
+    found = collect(world, here)
     _, rank, where = min(
         ((each[0], rank, each[1]) for rank, each in enumerate(found) if each),
         default=(0, 0, "the sum over all chunks overflowed"),
@@ -291,7 +289,7 @@ def check_finite(
     )
 
 
-def check_groups(updater: Updater, world: Group, mesh: Mesh, when: str) -> Steps[None]:
+def check_groups(updater: Updater, world: Group, mesh: Mesh, when: str) -> None:
     """Raise `JobError` on all ranks for the first group of an optimizer of which a setting differs between ranks that update
     something of it; of learning rates all ranks count, as sums compare them. when: it was, as the beginning of a sentence."""
     groups = [
@@ -302,7 +300,7 @@ def check_groups(updater: Updater, world: Group, mesh: Mesh, when: str) -> Steps
     mine = [
         {"class": json.dumps(type(optimizer).__name__), **_settings(group)} for optimizer, _, group in groups
     ]
-    everyone: list[list[dict[str, str]]] = yield from collect(world, mine)
+    everyone: list[list[dict[str, str]]] = collect(world, mine)
     fewest = min(map(len, everyone))
     found = next(_unlike([theirs[:fewest] for theirs in everyone]), None)
     needs = (

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from meshloom.comm.group import Group
-from meshloom.comm.steps import Steps
 from meshloom.core.mesh import Axis
 from meshloom.exchange.buckets.buckets import bucket_lengths
 from meshloom.telemetry.traffic import ExpectedBytes, Traffic
@@ -26,17 +25,16 @@ class TeamSums:
         self._groups: dict[Axis, Group | None] = {"pp": pp, "tp": tp}
         self._sent: dict[Axis, Counter[str]] = {"pp": Counter(), "tp": Counter()}
 
-    def add_up(self, axis: Axis, sums: Tensor) -> Steps[None]:
+    def add_up(self, axis: Axis, sums: Tensor) -> None:
         """Sum in place."""
         group = self._groups[axis]
         if group is None or group.size == 1:
             return
         work = group.all_reduce(sums)
         self._sent[axis]["all_reduce"] += sums.nbytes
-        yield
         work.wait()
 
-    def alike(self, gradients: Sequence[Tensor | None]) -> Steps[None]:
+    def alike(self, gradients: Sequence[Tensor | None]) -> None:
         """Those of the first rank along tp, in place, on each of them. All have computed the same ones, up to rounding; None:
         unused."""
         group = self._groups["tp"]
@@ -46,7 +44,6 @@ class TeamSums:
             flat = torch.cat([each.reshape(-1) for each in some])
             work = group.broadcast(flat, 0)
             self._sent["tp"]["broadcast"] += flat.nbytes
-            yield
             work.wait()
             for each, value in zip(some, flat.split([each.numel() for each in some]), strict=True):
                 each.copy_(value.view_as(each))

@@ -14,7 +14,6 @@ from dataclasses import replace
 from meshloom.comm.group import Group
 from meshloom.comm.objects import collect, on_rank_0, share
 from meshloom.comm.pieces import Pieces
-from meshloom.comm.steps import Steps
 from meshloom.core.errors import CaptureError, PlanError
 from meshloom.program.cost.rates import Rates
 from meshloom.program.ir.nodes import refs_in
@@ -104,7 +103,7 @@ class Division:
 
     def part(
         self, program: Program, group: Group, priced: Program | None = None, *, losses_left: int | None = None
-    ) -> Steps[tuple[Program, Mapping[str, RoutedRows]]]:
+    ) -> tuple[Program, Mapping[str, RoutedRows]]:
         """This rank's part of `program`, and its values whose rows are routed at run time.
 
         All ranks of `group` (the world, or those of a replica) call this; the first one chooses.
@@ -174,8 +173,8 @@ class Division:
         mine = self._resized_choice(layout, held)
         if mine is None:
             with self._timings.of("choosing a division"):
-                choice = yield from on_rank_0(group, chosen, CaptureError)
-            numbers: list[int] = yield from share(group, numbers_of_choice(choice) if choice else None)
+                choice = on_rank_0(group, chosen, CaptureError)
+            numbers: list[int] = share(group, numbers_of_choice(choice) if choice else None)
             mine = choice or choice_of_numbers(
                 layout, self._group.size, numbers, held=held, placements=placements
             )
@@ -186,7 +185,7 @@ class Division:
             own = divided.of(self._group.rank)
             names = hashlib.sha256(" ".join(node.name for node in own.program.nodes).encode()).hexdigest()
             digest = digest_of_choice(mine)
-        hashes = yield from collect(group, (digest, names))
+        hashes = collect(group, (digest, names))
         if any(each != hashes[0] for each in hashes):
             raise CaptureError(
                 "Ranks divided the same program differently. Use one version of meshloom, scipy and torch on all ranks."

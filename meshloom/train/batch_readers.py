@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from meshloom.comm.steps import Steps
 from meshloom.core.errors import JobError, TrainingError
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
@@ -72,7 +71,7 @@ class BatchReaders:
             reader.close()
         self._readers = []
 
-    def _open(self, replica: Replica, start: int) -> Steps[Reader]:
+    def _open(self, replica: Replica, start: int) -> Reader:
         context = replica.context
         if context.team is None:
             return open_reader(self._job, self._plan, context.readers, start, self._steps, self._shares)

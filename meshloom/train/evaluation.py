@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 from meshloom.comm.objects import share
-from meshloom.comm.steps import Steps
 from meshloom.core.errors import JobError
 from meshloom.core.job import Job
 from meshloom.core.moments.by_metric import those_by_metric
@@ -115,8 +114,8 @@ class TeamEvaluation:
             self.evaluate(next_step, num_batches=1)
 
 
-def _step_schedulers(replica: Replica, metrics: Mapping[str, float]) -> Steps[None]:
+def _step_schedulers(replica: Replica, metrics: Mapping[str, float]) -> None:
     """With the values of rank 0, so that a last bit cannot make ranks decide differently."""
-    of_first = yield from share(replica.context.world, dict(metrics))
+    of_first = share(replica.context.world, dict(metrics))
     for scheduler in those_by_metric(replica.updater.schedulers):
         scheduler.evaluated(of_first)

@@ -12,8 +12,6 @@ import torch
 
 from meshloom.checkpoint.resuming import check_together
 from meshloom.comm.liveness.activity import Phase
-from meshloom.comm.rank_context import RankContext
-from meshloom.comm.steps import Steps, advance_one, run_in_steps
 from meshloom.core.errors import MeshloomError, PeerLostError
 from meshloom.core.job import Job
 from meshloom.core.moments.held_warnings import held_warnings, show_warnings
@@ -108,12 +106,13 @@ class LocalReplicas:
         if self._world.main and self.first.inner.captures:
             show_warnings(self._held)
 
-    def together(self, steps: Callable[[Replica], Steps[T]]) -> list[T]:
-        """Run one generator per local replica in lockstep, and return their results; errors say which rank,
-        and what it was doing."""
+    def together(self, function: Callable[[Replica], T]) -> list[T]:
+        """What it returns for each local replica, simulated ones in turns; errors say which rank, and what it was doing."""
         try:
             with working_alone():
-                return self._in_lockstep(steps)
+                if len(self.all) == 1:
+                    return [function(self.all[0])]
+                return self._world.turns.run([partial(_named, function, replica) for replica in self.all])
         except PeerLostError as error:
             raise PeerLostError(f"{error} It was {self._world.local[0].activity.now()}.") from error
 
@@ -124,25 +123,6 @@ class LocalReplicas:
         with working_alone(), default_precision(self._dtype):
             yield
 
-    def _in_lockstep(self, steps: Callable[[Replica], Steps[T]]) -> list[T]:
-        turns = self._world.turns
-        if len(self.all) == 1:
-            return run_in_steps([steps(self.all[0])])
-        ranks = [_naming(steps(replica), replica.context) for replica in self.all]
-        # programs talk in forward and backward, and when they are read, and not all ranks alike; units of
-        # parameters are gathered there; closures of optimizers wait for other ranks
-        closures = any(hasattr(each, "updater") and each.updater.takes_closures for each in self.all)
-        if self._plan.captures or self._plan.zero == 3 or closures:
-            return turns.run_steps(ranks)
-        # Synchronised batch statistics and gathered rows wait inside forward, and exchanges of each chunk's
-        # gradients inside backward, so simulated ranks must be able to hand over there.
-        inside = any(hasattr(each, "engine") and each.engine.waits_inside for each in self.all)
-        in_turns = self._plan.sync_batch_norm or self._plan.zero >= 2 or inside
-        return run_in_steps(
-            ranks,
-            (lambda each: turns.run([partial(advance_one, rank) for rank in each])) if in_turns else None,
-        )
-
 
 def _stored(cache: str, timings: Timings) -> ProgramCache | None:
     """For the rank that reads."""
@@ -150,12 +130,12 @@ def _stored(cache: str, timings: Timings) -> ProgramCache | None:
     return ProgramCache(opened, timings) if opened is not None else None
 
 
-def _naming(rank: Steps[T], context: RankContext) -> Steps[T]:
+def _named(function: Callable[[Replica], T], replica: Replica) -> T:
     """Names the simulated rank in an error of the user's code."""
     try:
-        return (yield from rank)
+        return function(replica)
     except MeshloomError:
         raise
     except Exception as error:
-        error.add_note(f"on simulated rank {context.rank} ({context.place})")
+        error.add_note(f"on simulated rank {replica.context.rank} ({replica.context.place})")
         raise

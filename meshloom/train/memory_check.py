@@ -13,7 +13,6 @@ from functools import cached_property
 import torch
 
 from meshloom.comm.objects import collect, share
-from meshloom.comm.steps import Steps
 from meshloom.core.cache import Cache
 from meshloom.core.errors import PlanError
 from meshloom.core.job import NamedParameters
@@ -46,21 +45,21 @@ KEPT_WITHIN = 4
 MOST_STATE = 4.0  # bytes of state per byte of parameters that hardly any optimizer exceeds
 
 
-def prepare(replica: Replica, *, overcommit: bool, cache: str) -> Steps[None]:
+def prepare(replica: Replica, *, overcommit: bool, cache: str) -> None:
     """`Replica.prepare`, unless its plan cannot fit. overcommit: it is not looked at. cache: as for `Trainer`, of
     captured losses, for plans that would fit. Raises `PlanError`."""
     least = _Least(replica)
-    yield from choose_allocation(replica, least)
+    choose_allocation(replica, least)
     kept = None if overcommit else opened_cache(cache)
     if not overcommit:
-        yield from check_model_fits(replica, least, cache=kept)
+        check_model_fits(replica, least, cache=kept)
         if replica.plan.offload != "none" and replica.context.device.type != "cpu":
-            yield from check_host_fits(replica)
-    yield from replica.prepare()
+            check_host_fits(replica)
+    replica.prepare()
     if not overcommit and replica.inner != replica.plan:  # more than was asked about
-        yield from check_model_fits(replica, _Least(replica), cache=kept)
+        check_model_fits(replica, _Least(replica), cache=kept)
     if not overcommit:
-        yield from check_part_fits(replica, cache=kept)
+        check_part_fits(replica, cache=kept)
 
 
 class _Least:
@@ -87,10 +86,10 @@ class _Least:
         return list(self._replica.model.named_parameters())
 
 
-def choose_allocation(replica: Replica, least: _Least) -> Steps[None]:
+def choose_allocation(replica: Replica, least: _Least) -> None:
     """On CPUs: freed memory is returned to the system, and no longer kept for the next step, where the ranks of this
     host hold more than a quarter of its free memory anyway."""
-    here: list[str] = yield from collect(replica.context.world, host_identity())
+    here: list[str] = collect(replica.context.world, host_identity())
     if replica.context.device.type != "cpu":
         return
     num_here, limit = here.count(host_identity()), free_bytes() // KEPT_WITHIN
@@ -98,22 +97,22 @@ def choose_allocation(replica: Replica, least: _Least) -> Steps[None]:
         return_freed_memory()
 
 
-def check_model_fits(replica: Replica, least: _Least, *, cache: Cache | None) -> Steps[None]:
+def check_model_fits(replica: Replica, least: _Least, *, cache: Cache | None) -> None:
     """Before anything is filled: the least that ranks hold."""
     one_copy, limit = replica.may_share, limit_of(replica.plan, replica.context.device)
     together = replica.plan.mesh.size if limit.is_shared else 1
     needs = least.of(together, limit.num_bytes)
     if together * sum(needs.values()) <= limit.num_bytes:
         needs = {}
-    yield from _refuse(replica, needs, limit, one_copy=one_copy, cache=cache)
+    _refuse(replica, needs, limit, one_copy=one_copy, cache=cache)
 
 
-def check_host_fits(replica: Replica) -> Steps[None]:
+def check_host_fits(replica: Replica) -> None:
     """Beside GPUs: state that is offloaded to the memory of the host. Raises `PlanError`."""
     named, in_memory = list(replica.model.named_parameters()), replace(replica.plan, offload="none")
     state = state_bytes(replica.job, named) or StateBytes(total=0)
     mine = least_bytes(in_memory, named, state, one_copy=replica.may_share)["optimizer"], total_bytes()
-    everyone: list[tuple[str, int, int]] = yield from collect(replica.context.world, [host_identity(), *mine])
+    everyone: list[tuple[str, int, int]] = collect(replica.context.world, [host_identity(), *mine])
     for host in dict.fromkeys(host for host, _, _ in everyone):
         here = [(held, there) for each, held, there in everyone if each == host]
         held, there = sum(each for each, _ in here), here[0][1]
@@ -125,7 +124,7 @@ def check_host_fits(replica: Replica) -> Steps[None]:
             )
 
 
-def check_part_fits(replica: Replica, *, cache: Cache | None) -> Steps[None]:
+def check_part_fits(replica: Replica, *, cache: Cache | None) -> None:
     """Before the first step of a rank that knows its part of a captured loss: with activations."""
     plan, engine = replica.plan, replica.engine
     if not isinstance(engine, ProgramEngine) or plan.recompute != "none":
@@ -155,7 +154,7 @@ def check_part_fits(replica: Replica, *, cache: Cache | None) -> Steps[None]:
             "optimizer": held.optimizer,
             "activations": kept,
         }
-    yield from _refuse(replica, needs, limit, one_copy=replica.exchange.one_copy, cache=cache)
+    _refuse(replica, needs, limit, one_copy=replica.exchange.one_copy, cache=cache)
 
 
 def limit_of(plan: Plan, device: torch.device) -> Limit:
@@ -170,14 +169,14 @@ def limit_of(plan: Plan, device: torch.device) -> Limit:
 
 def _refuse(
     replica: Replica, needs: Mapping[str, int], limit: Limit, *, one_copy: bool, cache: Cache | None
-) -> Steps[None]:
+) -> None:
     """All ranks decide alike, by what each of them needs; {}: it fits for sure."""
     world = replica.context.world
-    everyone: list[tuple[str, Mapping[str, int]]] = yield from collect(world, [host_identity(), dict(needs)])
+    everyone: list[tuple[str, Mapping[str, int]]] = collect(world, [host_identity(), dict(needs)])
     mine = host_identity()
     here = [theirs for host, theirs in everyone if host == mine and theirs]
     problem = refusal(replica.plan, here, limit, ()) if here and too_much(here, limit) else None
-    problems: Sequence[str | None] = yield from collect(world, problem)
+    problems: Sequence[str | None] = collect(world, problem)
     if not any(problems):
         return
     text: str | None = None
@@ -188,7 +187,7 @@ def _refuse(
                 replica.job, replica.plan, limit, one_copy=one_copy, num_here=len(here), cache=cache
             )
             text = refusal(replica.plan, here, limit, offers)
-    text = yield from share(world, text)
+    text = share(world, text)
     raise PlanError(f"{text} (Beyond the limit by less than {MARGIN - 1:.0%} is let through.)")
 
 

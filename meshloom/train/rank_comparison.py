@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any
 
 from meshloom.comm.objects import collect
-from meshloom.comm.steps import Steps
 from meshloom.core.cache import digest_of
 from meshloom.core.errors import CODE_ERRORS, JobError
 from meshloom.core.job import Job
@@ -67,14 +66,14 @@ class RankComparison:
             replicas.together(lambda replica: check_team(replica, done - 1))
 
     def _compare_groups(self, when: str) -> None:
-        def compare(replica: Replica) -> Steps[None]:
-            yield from check_groups(replica.updater, replica.context.world, self._plan.mesh, when)
+        def compare(replica: Replica) -> None:
+            check_groups(replica.updater, replica.context.world, self._plan.mesh, when)
 
         if self._plan.mesh.size > 1:
             self._replicas.together(compare)
 
 
-def _read_alike(replica: Replica, read: Callable[[], SomeSamples | None], where: str) -> Steps[list[str]]:
+def _read_alike(replica: Replica, read: Callable[[], SomeSamples | None], where: str) -> list[str]:
     """By the ranks that read, and beside a single one by the next, whose number is another."""
     team, mine = replica.context.team, None
     if team is None or team.rank == 0:
@@ -82,7 +81,7 @@ def _read_alike(replica: Replica, read: Callable[[], SomeSamples | None], where:
     elif replica.plan.dp == 1 and team.rank == 1:
         with suppress(*CODE_ERRORS):  # it need not be able to read
             mine = read()
-    everyone = yield from collect(replica.context.world, None if mine is None else vars(mine))
+    everyone = collect(replica.context.world, None if mine is None else vars(mine))
     have = {rank: SomeSamples(**theirs) for rank, theirs in enumerate(everyone) if theirs is not None}
     return compare_samples(have, replica.plan.mesh, where)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,7 @@ from meshloom.checkpoint.writing.saving import save
 from meshloom.checkpoint.writing.streamed import streamed
 from meshloom.comm.group import Group
 from meshloom.comm.objects import collect
-from meshloom.comm.steps import Steps, run_in_steps
+from meshloom.comm.turns import in_turns
 from meshloom.core.errors import CheckpointError, MeshloomError
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
@@ -112,8 +112,8 @@ class RunCheckpoints:
         background = self._background and not wait
         copies: list[_Copy] = []
 
-        def write(replica: Replica) -> Steps[Path]:
-            pieces, streams, values = yield from run_state(replica, gather=not self._one_host)
+        def write(replica: Replica) -> Path:
+            pieces, streams, values = run_state(replica, gather=not self._one_host)
             job = self._job
             values = {
                 "seed": job.seed, "batch_size": job.batch_size, "batch_sizes": job.batch_sizes_before(step),
@@ -132,18 +132,18 @@ class RunCheckpoints:
             )
             world = replica.context.world
             if not self._one_host:
-                return (yield from carry_out(write=streamed(weights(replica), pieces, streams), group=world))
-            divided = yield from divide(world, held_weights(replica), pieces)
+                return carry_out(write=streamed(weights(replica), pieces, streams), group=world)
+            divided = divide(world, held_weights(replica), pieces)
             saving = replica.context.saving
             lender = replica.updater.state.lender
-            if background and saving and (yield from self._fits(replica, divided, step)):
+            if background and saving and self._fits(replica, divided, step):
                 memory = self._memory[replica.context.rank]
                 written = self._written if replica is self._replicas.first else SavedShare()
                 copies.append((_copy_of(replica, divided, memory, written, later=later), carry_out, saving))
                 self._copying[replica.context.rank] = copies[-1][0]
                 return out / step_name(step)
             write = write_divided(divided, lender, replica.timings.counted)
-            return (yield from carry_out(write=write, group=world))
+            return carry_out(write=write, group=world)
 
         try:
             path = self._replicas.together(write)[0]
@@ -228,13 +228,13 @@ class RunCheckpoints:
         self._has_waited = True
         self._listener.note(WAITED.format(format_seconds(waited), step, under_way.step))
 
-    def _fits(self, replica: Replica, divided: DividedState, step: int) -> Steps[bool]:
+    def _fits(self, replica: Replica, divided: DividedState, step: int) -> bool:
         """Whether all ranks' copies fit into their host's memory, beside what they are likely to take again in a step,
         and there is disk for what updates write meanwhile."""
         assert self._out is not None
         memory = self._memory[replica.context.rank]
         again = regained_bytes() if replica is self._replicas.first else 0
-        found = yield from find_room(
+        found = find_room(
             replica.context.world, divided, memory, replica.updater.state.lender, out=self._out, again=again, free=free_bytes()
         )  # fmt: skip
         if found.missing:
@@ -267,7 +267,7 @@ def _check(job: Job, replica: Replica, steps: int, checkpoint: Checkpoint) -> No
     checkpoint.check_steps_left(steps)
 
 
-_Copy = tuple[HostCopy, Callable[..., Steps[Path]], Group]  # the save that writes it, and over which group
+_Copy = tuple[HostCopy, Callable[..., Path], Group]  # the save that writes it, and over which group
 
 
 def _copy_of(
@@ -297,7 +297,9 @@ def _finish_copies(copies: Sequence[_Copy], released: threading.Event | None) ->
 def _carry_out(copies: Sequence[_Copy]) -> Path:
     """Likewise."""
     try:
-        return run_in_steps([save(write=copy.write, group=group) for copy, save, group in copies])[0]
+        saves = [partial(save, write=copy.write, group=group) for copy, save, group in copies]
+        # training draws meanwhile
+        return (in_turns(saves, apart=nullcontext) if len(saves) > 1 else [save() for save in saves])[0]
     finally:
         for copy, _, _ in copies:
             copy.end()

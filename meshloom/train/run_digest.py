@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from meshloom.comm.objects import collect
-from meshloom.comm.steps import Steps
 from meshloom.exchange.exchange import Exchange
 from meshloom.pipeline.stages.stages import Stage
 from meshloom.program.ir.nodes import Node
@@ -19,10 +18,10 @@ from meshloom.replica.program_engine import ProgramEngine
 from meshloom.replica.replica import Replica
 
 
-def run_digest(replica: Replica) -> Steps[str]:
+def run_digest(replica: Replica) -> str:
     """Of all ranks, 12 hexadecimal digits; equal on all of them."""
     mine = _hash(_facts(replica))
-    return _hash((yield from collect(replica.context.world, mine)))[:12]
+    return _hash(collect(replica.context.world, mine))[:12]
 
 
 def _hash(lines: Iterator[str] | list[str]) -> str:

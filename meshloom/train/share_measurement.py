@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from meshloom.checkpoint.checkpoint import Checkpoint
 from meshloom.comm.objects import agree
-from meshloom.comm.steps import Steps
 from meshloom.core.errors import PlanError
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
@@ -71,7 +70,7 @@ class ShareMeasurement:
         if not self._measures or next_step % EVERY_STEPS:
             return
 
-        def decide(replica: Replica) -> Steps[str]:
+        def decide(replica: Replica) -> str:
             assert replica.pace
             return remeasure(replica.context, replica.pace, self._shares, self._job.batch_size, steps)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from meshloom.comm.steps import Steps
 from meshloom.core.plan import Plan
 from meshloom.pipeline.runtime.recorder import Recorder, gather_timeline
 from meshloom.pipeline.schedules.schedule import Schedule
@@ -48,7 +47,7 @@ class TimelineRecording:
     def keep(self, step: int) -> None:
         """Write the timeline of the step just done into `out`."""
 
-        def gather(replica: Replica) -> Steps[Timeline]:
+        def gather(replica: Replica) -> Timeline:
             def schedule(num_microbatches: int) -> Schedule:
                 found = replica.engine.schedule(num_microbatches)
                 assert found

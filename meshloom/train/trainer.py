@@ -16,7 +16,6 @@ import torch
 from meshloom.asynchronous.protocol.circumstances import Circumstances
 from meshloom.asynchronous.run import AsynchronousRun
 from meshloom.asynchronous.state.settings import DEFAULT_SNAPSHOT_EVERY, AsynchronousSettings
-from meshloom.comm.steps import Steps
 from meshloom.core.errors import PlanError, TrainingError
 from meshloom.core.job import Job
 from meshloom.core.losses.turns import check_turns
@@ -223,9 +222,9 @@ class Trainer:
         """Bytes and seconds of the steps taken so far, of this process's first rank."""
         return self._run.summary(seconds, evaluation, checkpoint)
 
-    def together(self, steps: Callable[[Replica], Steps[T]]) -> list[T]:
-        """The results of one generator per local replica, in lockstep; errors say which rank, doing what."""
-        return self._run.replicas.together(steps) if isinstance(self._run, SynchronousRun) else []
+    def together(self, function: Callable[[Replica], T]) -> list[T]:
+        """What it returns for each replica of this process, simulated ones in turns; errors say which rank, doing what."""
+        return self._run.replicas.together(function) if isinstance(self._run, SynchronousRun) else []
 
     def close(self) -> None:
         """Wait for a checkpoint that is being written; end reader processes, leave groups, remove hooks."""

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import torch
 
-from meshloom.comm.steps import Steps
 from meshloom.data.samples import first_batches
 from meshloom.data.to_device import to_device
 from meshloom.parameters.file_weights import build_filled_model
@@ -58,8 +57,8 @@ def _values_again(
     if not isinstance(first.engine, ProgramEngine) or first.plan.sync_batch_norm or first.inner.compiles:
         return None
 
-    def look(replica: Replica) -> Steps[dict[int, list[Values]]]:
+    def look(replica: Replica) -> dict[int, list[Values]]:
         adopt = one.adopt if one and replica is first else lambda name, ours: None
-        return (yield from values_of_modules(replica, batch.shares[trainer.replicas.index(replica)], adopt))
+        return values_of_modules(replica, batch.shares[trainer.replicas.index(replica)], adopt)
 
     return trainer.together(look)[0]

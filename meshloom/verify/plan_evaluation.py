@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from meshloom.comm.objects import collect
-from meshloom.comm.steps import Steps
 from meshloom.core.moments.by_metric import those_by_metric
 from meshloom.parameters.digest import digest
 from meshloom.replica.replica import Replica
@@ -111,7 +110,7 @@ def _state(replica: Replica) -> dict[str, int]:
 def _collected(trainer: Trainer, of_replicas: Sequence[Sequence[Any]]) -> list[Any]:
     """What all ranks say, one after another."""
 
-    def everyone(replica: Replica) -> Steps[list[list[Any]]]:
-        return (yield from collect(replica.context.world, list(of_replicas[trainer.replicas.index(replica)])))
+    def everyone(replica: Replica) -> list[list[Any]]:
+        return collect(replica.context.world, list(of_replicas[trainer.replicas.index(replica)]))
 
     return [each for of_rank in trainer.together(everyone)[0] for each in of_rank]

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from meshloom.comm.objects import collect
 from meshloom.comm.pieces import Pieces
-from meshloom.comm.steps import Steps
 from meshloom.data.chunks import Chunk
 from meshloom.pipeline.stages.stages import Stage
 from meshloom.program.ir.nodes import Node
@@ -42,16 +41,16 @@ _COPY = re.compile(r"__\d+$")  # at the end of the name of a value that was sent
 
 def values_of_modules(
     replica: Replica, chunks: Sequence[Chunk], adopt: Callable[[str, Tensor], None]
-) -> Steps[dict[int, list[Values]]]:
+) -> dict[int, list[Values]]:
     """What ranks say of a step's chunks, run once more: number of a chunk -> of each rank that runs it, its modules' values. All ranks call it after a
     step, with their chunks of that step. adopt: what one device does with the plan's parameters first."""
-    yield from each_of_state(replica, adopt)
+    each_of_state(replica, adopt)
     engine = replica.engine
     assert isinstance(engine, ProgramEngine)
     filled = [chunk for chunk in chunks if chunk.samples]
-    counts: list[int] = yield from collect(replica.context.world, len(filled))
-    mine = yield from _values(engine, replica, filled, max(counts))
-    everyone: list[list[Any]] = yield from collect(replica.context.world, mine)
+    counts: list[int] = collect(replica.context.world, len(filled))
+    mine = _values(engine, replica, filled, max(counts))
+    everyone: list[list[Any]] = collect(replica.context.world, mine)
     of_chunks: dict[int, list[Values]] = {}
     for of_rank in everyone:
         for index, values in of_rank:
@@ -118,7 +117,7 @@ class ModuleSums:
         return ending
 
 
-def _values(engine: ProgramEngine, replica: Replica, chunks: Sequence[Chunk], most: int) -> Steps[list[Any]]:
+def _values(engine: ProgramEngine, replica: Replica, chunks: Sequence[Chunk], most: int) -> list[Any]:
     """What this rank says: of each of these chunks its number and, by module, what its programs compute, run as in the step. most: chunks of the replica
     that has most."""
     scope, loss = replica.scope, engine.programs.losses.loss
@@ -127,7 +126,7 @@ def _values(engine: ProgramEngine, replica: Replica, chunks: Sequence[Chunk], mo
         batches = [scope.data(chunk) for chunk in chunks]
         sums: list[ModuleSums] = []
         for batch in batches:
-            yield from engine.programs.ready(batch)
+            engine.programs.ready(batch)
             choice = engine.programs.division_of(loss, training=True)
             stages = partial(engine.programs.stages, engine.programs.key(batch))
             sums.append(ModuleSums(choice.strategies if choice else {}, stages, along_tp))

@@ -17,7 +17,6 @@ import torch
 from torch import nn
 
 from meshloom.comm.objects import collect
-from meshloom.comm.steps import Steps
 from meshloom.data.chunks import Chunk
 from meshloom.machine.process_memory import trim
 from meshloom.optimizer.bfloat16.masters import masters_of
@@ -72,26 +71,25 @@ class StepObserver:
             )
         )  # fmt: skip
 
-    def computed(self, gradients: Gradients) -> Steps[None]:
+    def computed(self, gradients: Gradients) -> None:
         """Compare the averaged gradients."""
-        yield  # until all ranks of this process have computed theirs
         if self._alone:
             trim()
         self._computed, self._chunks = self._chunks, []
         self._replica.context.activity.enter("comparing", gradients.step)
         self._tell("begin")
-        yield from each_gradient(self._replica, gradients, partial(self._tell, "add_gradient"))
+        each_gradient(self._replica, gradients, partial(self._tell, "add_gradient"))
         self._tell("update")
 
-    def updated(self, result: StepResult) -> Steps[None]:
+    def updated(self, result: StepResult) -> None:
         """Compare the state, and the rest of the step."""
         self._chunks = []  # those of further evaluations, which LBFGS makes
         self._replica.context.activity.enter("comparing", result.step)
-        yield from each_of_state(self._replica, partial(self._tell, "add_state"))
+        each_of_state(self._replica, partial(self._tell, "add_state"))
         if self._replica.job.average is not None:
             self._tell("begin_averages")
-            yield from each_average(self._replica, partial(self._tell, "add_average"))
-        record = yield from self._record(result)
+            each_average(self._replica, partial(self._tell, "add_average"))
+        record = self._record(result)
         self._tell("end", record)
 
     def _tell(self, call: str, *arguments: Any) -> None:
@@ -100,13 +98,13 @@ class StepObserver:
             with default_dtype(self._default):
                 getattr(self._comparison, call)(*arguments)
 
-    def _record(self, result: StepResult) -> Steps[StepRecord]:
+    def _record(self, result: StepResult) -> StepRecord:
         world = self._replica.context.world
         # recorded on the ranks with tp=0 and, in a pipeline, of the last stage
         mine = [asdict(each) for each in self._computed] if self._replica.context.place.tp == 0 else []
-        chunks: list[list[dict[str, Any]]] = yield from collect(world, mine)
+        chunks: list[list[dict[str, Any]]] = collect(world, mine)
         held = [(name, int(digest(each))) for name, each in replicated_state(self._replica).items()]
-        of_ranks: list[list[tuple[str, int]]] = yield from collect(world, held)
+        of_ranks: list[list[tuple[str, int]]] = collect(world, held)
         # of every replica, what its ranks hold: equal for equal replicas
         teams = self._replica.plan.mesh.teams()
         replicas = [[each for rank in ranks for each in of_ranks[rank]] for ranks in teams]
@@ -115,10 +113,10 @@ class StepObserver:
             for first, *others in zip_longest(*replicas)
             if first and any(each != first for each in others)
         ]
-        inconsistent = yield from _inconsistencies(self._replica)
+        inconsistent = _inconsistencies(self._replica)
         updater = self._replica.updater
         mine_set = settings_of(updater.state.optimizers, updater.schedulers, updater.learning_rates())
-        settings: list[dict[str, Setting]] = yield from collect(world, mine_set)
+        settings: list[dict[str, Setting]] = collect(world, mine_set)
         records = (ChunkRecord.from_dict(chunk) for of_rank in chunks for chunk in of_rank)
         return StepRecord(
             step=result.step, turn=self._replica.scope.turn.loss, loss=result.loss, weight=result.weight, gradient_norm=result.gradient_norm,
@@ -128,11 +126,11 @@ class StepObserver:
         )  # fmt: skip
 
 
-def _inconsistencies(replica: Replica) -> Steps[list[str]]:
+def _inconsistencies(replica: Replica) -> list[str]:
     """Differences between the ranks of a replica in replicated state."""
-    mine = yield from replica.engine.check_replicated()
+    mine = replica.engine.check_replicated()
     masters = masters_of(replica.exchange)
     if masters and (name := masters.wrong()) is not None:
         mine = f"{name} of rank {replica.context.rank} is not the rounding of the copy that is updated"
-    of_ranks: list[str | None] = yield from collect(replica.context.world, mine)
+    of_ranks: list[str | None] = collect(replica.context.world, mine)
     return list(dict.fromkeys(each for each in of_ranks if each))

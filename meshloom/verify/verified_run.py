@@ -21,7 +21,6 @@ from typing import Any, cast
 import torch
 
 from meshloom.comm.objects import collect
-from meshloom.comm.steps import Steps
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
 from meshloom.replica.program_engine import ProgramEngine
@@ -246,11 +245,11 @@ def _has_skipped_all(trainer: Trainer, one: ComparisonRun | None) -> bool:
     return of_first_rank(trainer, one is not None and all(each.skipped for each in one.result().steps))
 
 
-def _owned(replica: Replica) -> Steps[list[float]]:
+def _owned(replica: Replica) -> list[float]:
     """The share of the trainable elements that each rank updates."""
     elements = replica.num_trainable
     mine = sum(part.stop - part.start for part in replica.exchange.owned)
-    return (yield from collect(replica.context.world, mine / elements))
+    return collect(replica.context.world, mine / elements)
 
 
 def _steps_at_epoch_end(length: int, taken: Sequence[range], steps: int, *, repeats: bool) -> list[int]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 
-from meshloom.comm.steps import Steps
 from meshloom.core.plan import Plan
 from meshloom.replica.expected_bytes import expected_bytes
 from meshloom.replica.replica import Gradients, Replica
@@ -97,15 +97,18 @@ def _watch(patch: pytest.MonkeyPatch, ranks: list[Rank]) -> None:
             super().__init__(replica, *rest, **options)
             self._of = replica
 
-        def computed(self, gradients: Gradients) -> Steps[None]:
-            yield from self._counted(super().computed(gradients))
+        def computed(self, gradients: Gradients) -> None:
+            with self._counted():
+                super().computed(gradients)
 
-        def updated(self, result: StepResult) -> Steps[None]:
-            yield from self._counted(super().updated(result))
+        def updated(self, result: StepResult) -> None:
+            with self._counted():
+                super().updated(result)
 
-        def _counted(self, steps: Steps[None]) -> Steps[None]:
+        @contextmanager
+        def _counted(self) -> Iterator[None]:
             before = _sent(self._of), expected_bytes(self._of).after()
-            yield from steps
+            yield
             after = _sent(self._of), expected_bytes(self._of).after()
             one, other = compared.get(self._of.context.rank, (Traffic(), Traffic()))
             compared[self._of.context.rank] = (

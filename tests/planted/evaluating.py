@@ -40,7 +40,7 @@ def publishes_once(patch: Patch, which: int) -> None:
     def publish(right: Any, self: ParameterAverages) -> Any:
         times[id(self)] += 1
         if times[id(self)] % 2 == which % 2:
-            yield from right(self)
+            right(self)
 
     wrap(patch, ParameterAverages, "publish", publish)
 
@@ -64,13 +64,13 @@ def borrowers_evaluate_without_averages(patch: Patch) -> None:
 
     def show(right: Any, replica: Any, averages: Any) -> Any:
         shown.add(id(replica.engine))
-        return (yield from right(replica, averages))
+        return right(replica, averages)
 
     def refresh(right: Any, self: ProgramEngine) -> Any:
         if id(self) in shown:
             shown.remove(id(self))
         else:
-            yield from right(self)
+            right(self)
 
     wrap(patch, meshloom.replica.metrics, "show_averages", show)
     wrap(patch, ProgramEngine, "refresh_borrowed", refresh)

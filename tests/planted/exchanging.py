@@ -56,7 +56,7 @@ def all_reduce_last_undivided(patch: Patch) -> None:
     """The last parameter of a bucket is not divided by the weight of the batch."""
 
     def finish(right: Any, self: Exact, buckets: Any, divisor: Any) -> Any:
-        yield from right(self, buckets, divisor)
+        right(self, buckets, divisor)
         for bucket in buckets if divides(divisor) else ():
             bucket.flat[bucket.entries[-1].start : bucket.length].mul_(divisor)
 
@@ -88,7 +88,7 @@ def third_stage_tied(patch: Patch) -> None:
         holders = self.holders
         self.holders = {name: ranks[:2] for name, ranks in holders.items()}
         try:
-            yield from right(self, parameters)
+            right(self, parameters)
         finally:
             self.holders = holders
 

@@ -18,7 +18,7 @@ def without_scale(patch: Patch, put: Any) -> None:
     """`put` is given a checkpoint's values, and the loss scale that is taken from them."""
 
     def saved(right: Any, replica: Any, *, gather: bool) -> Any:
-        pieces, streams, values = yield from right(replica, gather=gather)
+        pieces, streams, values = right(replica, gather=gather)
         if SCALE in values:
             put(values, values.pop(SCALE))
         return pieces, streams, values

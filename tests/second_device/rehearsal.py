@@ -16,7 +16,6 @@ from torch import Tensor
 from meshloom.checkpoint.checkpoint import Checkpoint
 from meshloom.checkpoint.writing import host_copy
 from meshloom.comm.group import Group
-from meshloom.comm.steps import Turns
 from meshloom.core.device import lanes, readback
 from meshloom.core.mesh import Mesh
 from meshloom.launch import opening
@@ -117,9 +116,8 @@ def _on(device: SecondDevice | None) -> Iterator[None]:
         def wrap(groups: Sequence[Group], members: Sequence[int], use: Use) -> Sequence[Group]:
             return [StreamedGroup(each, device) for each in groups] if use in CARRIES_TENSORS else groups
 
-        where, turns = [device.device] * mesh.size, Turns()
-        ranks = simulated_ranks(mesh, where, turns, wrap, saving=saving)
-        return World(mesh, ranks, "simulated", f"simulated: on {NAME}", turns)
+        ranks = simulated_ranks(mesh, [device.device] * mesh.size, wrap, saving=saving)
+        return World(mesh, ranks, "simulated", f"simulated: on {NAME}")
 
     with (
         patch.object(opening, "world_in_one_process", opened),

@@ -18,7 +18,6 @@ from meshloom.checkpoint.checkpoint import Checkpoint, check_same_data, find, pa
 from meshloom.checkpoint.writing.saving import save
 from meshloom.checkpoint.writing.streamed import streamed
 from meshloom.comm.simulated import simulated_groups
-from meshloom.comm.steps import run_in_steps
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
 from meshloom.exchange.exchange import Slice
@@ -39,7 +38,7 @@ def write_snapshot(
         "batch_size": job.batch_size,
         "asynchronous": {"state": state, "dp": plan.dp, "microbatches": plan.microbatches},
     }
-    steps = save(
+    return save(
         directory,
         version,
         write=streamed(model.state_dict(), [piece for content in contents for piece in content.pieces]),
@@ -50,7 +49,6 @@ def write_snapshot(
         keep=job.keep_checkpoints,
         replaced=replaced,
     )
-    return run_in_steps([steps])[0]
 
 
 @dataclass(frozen=True, kw_only=True)

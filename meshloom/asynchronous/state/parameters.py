@@ -19,7 +19,6 @@ from meshloom.asynchronous.state.division import divide_over_servers
 from meshloom.checkpoint.checkpoint import Piece
 from meshloom.comm.group import Group
 from meshloom.comm.simulated import simulated_groups
-from meshloom.comm.steps import run_in_steps
 from meshloom.core.errors import JobError
 from meshloom.core.job import Job
 from meshloom.core.moments.by_metric import those_by_metric
@@ -123,7 +122,7 @@ class Parameters:
         """One update. gradients: of each slice, flat, scaled in place; None was not used."""
         if self._clip is not None:
             _scale(gradients, norm, self._clip)
-        run_in_steps([self._updater.update(gradients, loss, rate=rate)])
+        self._updater.update(gradients, loss, rate=rate)
         for name, change in (changes or {}).items():
             buffer = self._buffers[name]
             buffer.add_(change) if _counts(buffer) else buffer.copy_(change)
@@ -136,7 +135,7 @@ class Parameters:
     def snapshot(self) -> Content:
         """A copy of all state."""
         values, buffers = self.values()
-        pieces, _, settings = run_in_steps([self._updater.state.save(self._alone, self_contained=True)])[0]
+        pieces, _, settings = self._updater.state.save(self._alone, self_contained=True)
         kept = [replace(each, tensor=each.tensor.clone()) for each in pieces]
         return Content.of_pieces(values=values, buffers=buffers or {}, settings=settings, pieces=kept)
 

@@ -14,7 +14,6 @@ from meshloom.asynchronous.state.settings import AsynchronousSettings
 from meshloom.asynchronous.state.worker_replica import WorkerReplica
 from meshloom.checkpoint.writing.run_directory import open_directory
 from meshloom.comm.simulated import simulated_groups
-from meshloom.comm.steps import run_in_steps
 from meshloom.core.errors import CheckpointError, JobError
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
@@ -41,8 +40,9 @@ class Inspection:
         """Check that `out` can have the model, and that no checkpoint there is lost unasked, and evaluate one batch."""
         group, settings = simulated_groups(1)[0], self._settings
         check_saved(self.model, settings.out)
-        opening = open_directory(settings.out, group, resume=settings.resume, overwrite=settings.overwrite)
-        self._replaced = run_in_steps([opening])[0]
+        self._replaced = open_directory(
+            settings.out, group, resume=settings.resume, overwrite=settings.overwrite
+        )
         if self._job.evaluate is not None:
             with preserved_draws_of_devices():
                 self._replica.evaluate(self._chunks(num_batches=1), 0, trial=True)

@@ -11,7 +11,6 @@ from torch import Tensor
 from meshloom.asynchronous.protocol.worker import Computed
 from meshloom.asynchronous.state.parameters import changes_of
 from meshloom.asynchronous.state.worker_model import WorkerModel
-from meshloom.comm.steps import run_in_steps
 from meshloom.core.errors import DataError, JobError, TrainingError
 from meshloom.core.job import Job
 from meshloom.core.losses.in_precision import in_precision
@@ -37,7 +36,7 @@ class WorkerReplica:
         own_job = replace(job, batch_size=share, clip_grad_norm=None)
         self._replica = Replica(own_job, alone, rank, dtype=dtype, updates=False)
         self.whole_model = WorkerModel(job, plan, self._replica.model)
-        run_in_steps([self._replica.prepare()])
+        self._replica.prepare()
 
     @property
     def model(self) -> torch.nn.Module:
@@ -62,7 +61,7 @@ class WorkerReplica:
         replica = self._replica
         before = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
         try:
-            [found] = run_in_steps([replica.gradients(chunks[0].step, chunks)])
+            found = replica.gradients(chunks[0].step, chunks)
         except (TrainingError, DataError) as error:
             raise type(error)(f"Worker {worker}: {error}") from error
         if found.logged:
@@ -70,13 +69,13 @@ class WorkerReplica:
                 f"The loss logs {', '.join(found.logged)}, and with exchange=async no step has one mean over a global batch. "
                 "Take meshloom.log out, or measure it by Evaluate(metrics=...)."
             )
-        [gradients] = run_in_steps([full_gradients(replica, found)])
+        gradients = full_gradients(replica, found)
         changes = changes_of(before, dict(self.model.named_buffers()))
         return self.whole_model.computed(worker, chunks, gradients, changes, found.loss)
 
     def evaluate(self, chunks: Iterable[Chunk], updates: int, *, trial: bool = False) -> dict[str, float]:
         """Every metric over the chunks, in evaluation mode, at the loaded values, those after `updates` updates. trial: of `metrics.evaluate`."""
-        return run_in_steps([evaluate(self._replica, chunks, updates, trial=trial)])[0]
+        return evaluate(self._replica, chunks, updates, trial=trial)
 
     def close(self) -> None:
         """Remove the model's hooks."""

@@ -30,7 +30,6 @@ from meshloom.checkpoint.writing.problems import attempt, first_problem
 from meshloom.checkpoint.writing.saving import WrittenFiles
 from meshloom.comm.group import Group
 from meshloom.comm.objects import collect
-from meshloom.comm.steps import Steps
 from meshloom.core.device.lanes import Lane, lane_of
 from meshloom.core.errors import CheckpointError
 from meshloom.core.units import round_up
@@ -142,17 +141,15 @@ class HostCopy:
         for lane in self._lanes:
             lane.before_computation()
 
-    def write(self, directory: Path, temporary: Path, group: Group) -> Steps[WrittenFiles]:
+    def write(self, directory: Path, temporary: Path, group: Group) -> WrittenFiles:
         """Writes what was copied, as `saving.Write`."""
         for arrived in self._enqueued:
             arrived()
         problem = attempt(group.rank, directory, 0, self._check_whole)
-        problem = first_problem((yield from collect(group, {"problem": problem})))
+        problem = first_problem(collect(group, {"problem": problem}))
         if problem is not None:
             return WrittenFiles(problem=problem, files={}, pieces={})
-        return (
-            yield from write_divided(self._divided, self._lender, self._told)(directory, temporary, group)
-        )
+        return write_divided(self._divided, self._lender, self._told)(directory, temporary, group)
 
     def end(self) -> None:
         """Nobody reads it any more."""

@@ -37,7 +37,6 @@ from meshloom.comm import pieces as blocks
 from meshloom.comm.group import Group
 from meshloom.comm.objects import collect, share
 from meshloom.comm.pieces import Interval, Pieces, Runs
-from meshloom.comm.steps import Steps
 from meshloom.core.errors import CheckpointError
 
 Part = tuple[HeldSpan, Tensor]  # and its elements, flat
@@ -59,27 +58,27 @@ def parallel(weights: Sequence[Piece], pieces: Sequence[Piece], *, file_bytes: i
     ranks hold, each writes a part of. file_bytes: of a file, unless one tensor is larger.
     """
 
-    def write(directory: Path, temporary: Path, group: Group) -> Steps[WrittenFiles]:
+    def write(directory: Path, temporary: Path, group: Group) -> WrittenFiles:
         try:
-            divided = yield from divide(group, weights, pieces, file_bytes)
+            divided = divide(group, weights, pieces, file_bytes)
         except CheckpointError as error:  # the same one on all ranks
             problem: Problem = {"rank": group.rank, "reason": str(error), "needed": 0, "free": None}
             return WrittenFiles(problem=problem, files={}, pieces={})
-        return (yield from write_divided(divided)(directory, temporary, group))
+        return write_divided(divided)(directory, temporary, group)
 
     return write
 
 
 def divide(
     group: Group, weights: Sequence[Piece], pieces: Sequence[Piece], file_bytes: int = FILE_BYTES
-) -> Steps[DividedState]:
+) -> DividedState:
     """Agrees on the files, and on which rank writes what. Arguments: as for `parallel`. Raises the same
     `CheckpointError` on every rank if no rank holds some elements."""
     mine: list[tuple[Kind, Piece]] = [
         *(("weight", each) for each in weights),
         *(("state", each) for each in pieces),
     ]
-    told = yield from collect(group, [HeldSpan.of(kind, each).to_json() for kind, each in mine])
+    told = collect(group, [HeldSpan.of(kind, each).to_json() for kind, each in mine])
     everyone = [[HeldSpan.from_json(each) for each in spans] for spans in told]
     layout = layout_of((span for spans in everyone for span in spans), file_bytes)
     parts: list[Part] = []
@@ -99,14 +98,14 @@ def write_divided(
     layout, parts = divided.layout, divided.parts
     sizes = {each.name: each.num_bytes for each in layout.files}
 
-    def write(directory: Path, temporary: Path, group: Group) -> Steps[WrittenFiles]:
+    def write(directory: Path, temporary: Path, group: Group) -> WrittenFiles:
         rank, needed = group.rank, sum(span.num_bytes for span, _ in parts)
-        problem = yield from _create_together(directory, temporary, group, layout)
+        problem = _create_together(directory, temporary, group, layout)
         if problem is None:
             problem = attempt(
                 rank, directory, needed, lambda: write_parts(temporary, layout, parts, lender, told)
             )
-            problem = first_problem((yield from collect(group, {"problem": problem})))
+            problem = first_problem(collect(group, {"problem": problem}))
         sums: list[Sum] = []
         if problem is None:
             problem = attempt(
@@ -114,7 +113,7 @@ def write_divided(
             )
             if rank == 0:
                 problem = problem or attempt(rank, directory, needed, lambda: flush(temporary, layout))
-        everyone = yield from collect(group, sums)
+        everyone = collect(group, sums)
         found = of_files([tuple(each) for theirs in everyone for each in theirs])
         facts = {name: {"bytes": size, "crc32": found.get(name)} for name, size in sizes.items()}
         return WrittenFiles(
@@ -130,16 +129,16 @@ def write_divided(
 
 def _create_together(
     directory: Path, temporary: Path, group: Group, layout: CheckpointLayout
-) -> Steps[Problem | None]:
+) -> Problem | None:
     """Rank 0 makes the files, and all ranks see them; the problem of the first rank that has one."""
     problem: Problem | None = None
     if group.rank == 0:
         problem = attempt(0, directory, layout.tensor_bytes, lambda: create_files(temporary, layout))
     # which directory it is: another host may have one of that name
-    node = yield from share(group, temporary.stat().st_ino if group.rank == 0 and not problem else None)
+    node = share(group, temporary.stat().st_ino if group.rank == 0 and not problem else None)
     if problem is None:
         problem = attempt(group.rank, directory, 0, lambda: _check_same(temporary, node))
-    return first_problem((yield from collect(group, {"problem": problem})))
+    return first_problem(collect(group, {"problem": problem}))
 
 
 def create_files(temporary: Path, layout: CheckpointLayout) -> None:

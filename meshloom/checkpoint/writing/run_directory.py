@@ -9,13 +9,12 @@ from meshloom.checkpoint.format import committed, step_directories, stray_file
 from meshloom.checkpoint.writing.saving import try_saving
 from meshloom.comm.group import Group
 from meshloom.comm.objects import collect, share
-from meshloom.comm.steps import Steps
 from meshloom.core.errors import CheckpointError
 
 
 def open_directory(
     directory: Path | None, group: Group, *, resume: Path | None, overwrite: bool
-) -> Steps[list[Path]]:
+) -> list[Path]:
     """The checkpoints of an earlier run that this run's first checkpoint replaces. Every rank of `group`
     calls it.
 
@@ -23,7 +22,7 @@ def open_directory(
     an earlier run's checkpoints may be replaced. Raises the same `CheckpointError` on every rank if they may
     not, or if some rank cannot write.
     """
-    everyone = yield from collect(group, None if directory is None else str(directory.absolute()))
+    everyone = collect(group, None if directory is None else str(directory.absolute()))
     for rank, theirs in enumerate(everyone):
         if theirs != everyone[0]:
             raise CheckpointError(
@@ -46,9 +45,9 @@ def open_directory(
     )
     if earlier and not overwrite and not refused:
         refused = _refusal(directory, earlier)
-    if refused := (yield from share(group, refused)):
+    if refused := share(group, refused):
         raise CheckpointError(refused)
-    yield from try_saving(directory, group)
+    try_saving(directory, group)
     return earlier
 
 

@@ -12,7 +12,6 @@ from meshloom.checkpoint.writing.host_copy import CopyMemory
 from meshloom.checkpoint.writing.parallel import DividedState
 from meshloom.comm.group import Group
 from meshloom.comm.objects import collect
-from meshloom.comm.steps import Steps
 from meshloom.core.errors import PlanError
 from meshloom.core.units import format_bytes
 
@@ -45,7 +44,7 @@ class SaveRoom:
 
 def find_room(
     group: Group, divided: DividedState, memory: CopyMemory, lender: Lender | None, *, out: Path, again: int, free: int
-) -> Steps[SaveRoom]:  # fmt: skip
+) -> SaveRoom:  # fmt: skip
     """Reserves the disk that it takes, if there is room for all ranks. Every rank of `group` calls it.
 
     memory: what this rank keeps for copies. again: bytes that this process is likely to take in the next steps.
@@ -57,7 +56,7 @@ def find_room(
     needed = lender.missing_bytes(lent) if lender else 0
     disk = _disk_of(lender.directory) if lender and needed else None
     mine = [copied, num_lent, memory.num_bytes, again, free, needed, disk, _disk_of(out)]
-    everyone = yield from collect(group, mine)
+    everyone = collect(group, mine)
     all_copied, all_lent, kept, expected = (sum(each[i] for each in everyone) for i in range(4))
     disk_of_all = sum(each[5] for each in everyone)
     found = SaveRoom(copied=(copied, all_copied), lent=(num_lent, all_lent), disk=(needed, disk_of_all))
@@ -70,7 +69,7 @@ def find_room(
         return replace(found, missing=missing)
     missing = _missing_disk([each[5:] for each in everyone], everyone[0][7], divided.layout.tensor_bytes)
     if disk_of_all and not missing:
-        missing = yield from _reserve(group, lender, needed)
+        missing = _reserve(group, lender, needed)
     return replace(found, missing=missing)
 
 
@@ -95,7 +94,7 @@ def _missing_disk(everyone: list[list[object]], out: list[object], checkpoint: i
     return ""
 
 
-def _reserve(group: Group, lender: Lender | None, needed: int) -> Steps[str]:
+def _reserve(group: Group, lender: Lender | None, needed: int) -> str:
     """On all ranks or on none; why it could not be done."""
     problem = ""
     try:
@@ -103,7 +102,7 @@ def _reserve(group: Group, lender: Lender | None, needed: int) -> Steps[str]:
             lender.reserve(needed)
     except PlanError as error:
         problem = str(error)
-    problems = yield from collect(group, problem)
+    problems = collect(group, problem)
     first = next((each for each in problems if each), "")
     if first and lender and needed and not problem:
         lender.take_back()

@@ -36,7 +36,6 @@ from meshloom.checkpoint.format import (
 from meshloom.checkpoint.writing.problems import Problem, attempt, first_problem, sentence_of
 from meshloom.comm.group import Group
 from meshloom.comm.objects import collect, share
-from meshloom.comm.steps import Steps
 from meshloom.core.errors import CheckpointError
 
 
@@ -54,7 +53,7 @@ class WrittenFiles:
 
 
 # Writes the tensors' files to the second directory, which the first one contains; every rank calls it.
-Write = Callable[[Path, Path, Group], Steps[WrittenFiles]]
+Write = Callable[[Path, Path, Group], WrittenFiles]
 
 
 def save(
@@ -69,7 +68,7 @@ def save(
     keep: int,
     replaced: Sequence[Path] = (),
     config_files: Mapping[str, bytes] | None = None,
-) -> Steps[Path]:
+) -> Path:
     """Saves to `directory`/step-..., and removes all but the last `keep` checkpoints. Every rank of `group`
     calls it.
 
@@ -84,11 +83,11 @@ def save(
     temporary = directory / f"{SAVING}{step_name(step)}"
     problem = attempt(rank, directory, 0, lambda: _prepare(directory, temporary)) if rank == 0 else None
     try:
-        problem = first_problem((yield from collect(group, {"problem": problem})))
+        problem = first_problem(collect(group, {"problem": problem}))
         written = WrittenFiles(problem=problem, files={}, pieces={})
         if problem is None:
-            written = yield from write(directory, temporary, group)
-        everyone = yield from collect(group, {"problem": written.problem, "files": written.files})
+            written = write(directory, temporary, group)
+        everyone = collect(group, {"problem": written.problem, "files": written.files})
         problem = first_problem(everyone)
         if rank == 0 and problem is None:
             body = {
@@ -115,7 +114,7 @@ def save(
         if rank == 0 and problem is not None:
             _discard(temporary)
             sentence = sentence_of(directory, step, problem)
-        sentence = yield from share(group, sentence)
+        sentence = share(group, sentence)
     except BaseException:
         if rank == 0:  # interrupted, or another rank went away
             _discard(temporary)
@@ -125,7 +124,7 @@ def save(
     return directory / step_name(step)
 
 
-def try_saving(directory: Path, group: Group) -> Steps[None]:
+def try_saving(directory: Path, group: Group) -> None:
     """Writes a few bytes to `directory` from every rank, and removes them. Every rank of `group` calls it.
 
     Raises the same `CheckpointError` on every rank when any of them cannot.
@@ -134,10 +133,10 @@ def try_saving(directory: Path, group: Group) -> Steps[None]:
     probe = directory / f"{SAVING}try"  # what a crash leaves of it goes with the next save
     problem = attempt(rank, directory, 0, lambda: _make_probe(directory, probe)) if rank == 0 else None
     try:
-        found = first_problem((yield from collect(group, {"problem": problem})))
+        found = first_problem(collect(group, {"problem": problem}))
         if found is None:
             problem = attempt(rank, directory, 0, lambda: _write_probe(probe, rank))
-        found = found or first_problem((yield from collect(group, {"problem": problem})))
+        found = found or first_problem(collect(group, {"problem": problem}))
     finally:
         if rank == 0:
             shutil.rmtree(probe, ignore_errors=True)

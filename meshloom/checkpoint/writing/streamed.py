@@ -21,7 +21,6 @@ from meshloom.checkpoint.writing.problems import Problem, attempt
 from meshloom.checkpoint.writing.saving import Write, WrittenFiles, check_seen
 from meshloom.comm.group import Group
 from meshloom.comm.objects import collect
-from meshloom.comm.steps import Steps
 
 Identity = tuple[str, int, int, tuple[int, ...], int]  # key, start, stop, shape, bytes
 
@@ -37,8 +36,8 @@ def streamed(
     another.
     """
 
-    def write(directory: Path, temporary: Path, group: Group) -> Steps[WrittenFiles]:
-        everyone = yield from collect(group, [_identity(piece) for piece in pieces])
+    def write(directory: Path, temporary: Path, group: Group) -> WrittenFiles:
+        everyone = collect(group, [_identity(piece) for piece in pieces])
         writers = _writers(
             [
                 [(key, start, stop, tuple(shape), size) for key, start, stop, shape, size in each]
@@ -47,7 +46,7 @@ def streamed(
         )
         files: dict[str, Any] = {}
         mine = {piece.name: piece.tensor for piece in pieces if writers[_identity(piece)] == group.rank}
-        problem = yield from write_file(
+        problem = write_file(
             directory, temporary, state_name(group.rank, group.size), mine, streams, group, files
         )
         coming = [weights] if isinstance(weights, Stream) else []
@@ -56,7 +55,7 @@ def streamed(
             if isinstance(weights, Stream)
             else weights
         )
-        found = yield from write_file(
+        found = write_file(
             directory, temporary, MODEL if group.rank == 0 else None, tensors, coming, group, files
         )
         return WrittenFiles(problem=problem or found, files=files, pieces=_index(writers, group.size))
@@ -72,7 +71,7 @@ def write_file(
     streams: Sequence[Stream],
     group: Group,
     files: dict[str, Any],
-) -> Steps[Problem | None]:
+) -> Problem | None:
     """Writes one file of this rank and adds its facts to `files`; returns the problem, if any, for the other
     ranks. name: None: this rank only takes part in streams.
 
@@ -96,7 +95,7 @@ def write_file(
         if name is not None:
             do(begin)
         for stream in streams:
-            yield from stream.run(
+            stream.run(
                 lambda key, tensor: do(lambda: made[0].take(key, tensor)) if name is not None else None
             )
         if name is not None:

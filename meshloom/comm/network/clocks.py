@@ -17,7 +17,6 @@ import torch
 
 from meshloom.comm.group import Group
 from meshloom.comm.objects import share
-from meshloom.comm.steps import Steps
 
 ROUND_TRIPS = 15
 
@@ -35,7 +34,7 @@ class Offset:
 
 def clock_offsets(
     group: Group, round_trips: int = ROUND_TRIPS, clock: Callable[[], float] = time.perf_counter
-) -> Steps[list[Offset]]:
+) -> list[Offset]:
     """The offsets of all ranks, on every rank; all ranks call it. group: of CPU tensors. clock: in seconds.
 
     Processes of one host share a clock, so an offset that is not larger than its error is reported as 0.
@@ -44,32 +43,28 @@ def clock_offsets(
     for other in range(1, group.size):
         best = (0.0, float("inf"))
         for _ in range(round_trips):
-            seconds, error = yield from _round_trip(group, other, clock)
+            seconds, error = _round_trip(group, other, clock)
             best = min(best, (seconds, error), key=lambda each: each[1])
         offsets.append(best if abs(best[0]) > best[1] else (0.0, best[1]))
-    offsets = yield from share(group, offsets)  # measured on rank 0
+    offsets = share(group, offsets)  # measured on rank 0
     return [Offset(seconds=seconds, error_seconds=error) for seconds, error in offsets]
 
 
-def _round_trip(group: Group, other: int, clock: Callable[[], float]) -> Steps[tuple[float, float]]:
+def _round_trip(group: Group, other: int, clock: Callable[[], float]) -> tuple[float, float]:
     """The offset and its error, on rank 0. Every rank yields twice, whether it takes part or not."""
     message = torch.zeros(1, dtype=torch.float64)
     if group.rank == 0:
         sent = clock()
         work = group.send(message, other)
-        yield
         work.wait()
         work = group.recv(message, other)
-        yield
         work.wait()
         received = clock()
         return float(message) - (sent + received) / 2, (received - sent) / 2
     work = group.recv(message, 0) if group.rank == other else None
-    yield
     if work:
         work.wait()
         work = group.send(message.fill_(clock()), 0)
-    yield
     if work:
         work.wait()
     return 0.0, 0.0

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 
 from meshloom.comm.group import Group
-from meshloom.comm.steps import Steps
 from meshloom.comm.windows import Extent, next_start, separate
 from meshloom.core.errors import TrainingError
 from meshloom.core.units import round_up
@@ -195,7 +194,7 @@ class GradientBuckets:
         while self._next < len(self._order):
             self._start_next()
 
-    def share_order(self, group: Group) -> Steps[None]:
+    def share_order(self, group: Group) -> None:
         """After the first step, once: adopts the order in which rank 0's backward completed the buckets."""
         if self._order_shared:
             return
@@ -204,7 +203,7 @@ class GradientBuckets:
             *self._completed,
             *(index for index in range(len(self.buckets)) if index not in self._completed),
         ]
-        self._order = yield from order_of_rank_0(order, group, self.buckets[0].flat.device)
+        self._order = order_of_rank_0(order, group, self.buckets[0].flat.device)
 
     def expected_bytes(self) -> ExpectedBytes:
         """Bytes of `share_order`."""
@@ -232,11 +231,10 @@ def arrived_again(entry: BucketEntry) -> TrainingError:
     )
 
 
-def order_of_rank_0(order: Sequence[int], group: Group, device: torch.device) -> Steps[list[int]]:
+def order_of_rank_0(order: Sequence[int], group: Group, device: torch.device) -> list[int]:
     """What rank 0 of the group passes; as many numbers on all ranks."""
     decided = torch.tensor(order, dtype=torch.int64, device=device)
     work = group.broadcast(decided, 0)
-    yield
     work.wait()
     return decided.tolist()
 

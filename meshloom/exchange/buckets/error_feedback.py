@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from meshloom.comm.group import Group
-from meshloom.comm.steps import Steps
 from meshloom.core.losses.loss_scale import Divisor, divides
 from meshloom.exchange.buckets.buckets import Bucket
 from meshloom.exchange.buckets.flags import used_anywhere
@@ -32,13 +31,12 @@ class ErrorFeedback:
         self._errors: list[Tensor] = []
         self._used: list[list[bool]] = []
 
-    def begin(self, buckets: Sequence[Bucket], divisor: Divisor, group: Group) -> Steps[None]:
+    def begin(self, buckets: Sequence[Bucket], divisor: Divisor, group: Group) -> None:
         """All-reduces the flags, and turns each bucket into this rank's contribution to the mean (its
         gradients over `divisor`) plus its errors."""
         works = [group.all_reduce(bucket.flat[bucket.length :]) for bucket in buckets]
         if not self._errors:
             self._errors = [torch.zeros_like(bucket.flat[: bucket.length]) for bucket in buckets]
-        yield
         for work in works:
             work.wait()
         self._used = [

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from meshloom.comm.group import Group
-from meshloom.comm.steps import Steps
 from meshloom.core.losses.loss_scale import Divisor
 from meshloom.exchange.buckets.buckets import Bucket, BucketEntry
 from meshloom.exchange.buckets.error_feedback import ErrorFeedback
@@ -42,14 +41,14 @@ class PowerSGD(Reduction):
     def start(self, bucket: Bucket) -> None:
         pass
 
-    def finish(self, buckets: Sequence[Bucket], divisor: Divisor) -> Steps[None]:
-        yield from self._errors.begin(buckets, divisor, self._group)
+    def finish(self, buckets: Sequence[Bucket], divisor: Divisor) -> None:
+        self._errors.begin(buckets, divisor, self._group)
         matrices = [[_Matrix.of(bucket, entry) for entry in self._compressed(bucket)] for bucket in buckets]
         first = [
             _joined([*(each.value @ self._factor(each) for each in of), *self._others(bucket)], bucket)
             for bucket, of in zip(buckets, matrices, strict=True)
         ]
-        yield from self._add_up(first)
+        self._add_up(first)
         second: list[Tensor] = []
         for index, (bucket, of, message) in enumerate(zip(buckets, matrices, first, strict=True)):
             others = self._others(bucket)
@@ -66,7 +65,7 @@ class PowerSGD(Reduction):
                 other.copy_(total)
             self._errors.keep(index, bucket, left)
             second.append(_joined(own, bucket))
-        yield from self._add_up(second)
+        self._add_up(second)
         for bucket, of, message in zip(buckets, matrices, second, strict=True):
             for each, flat in zip(
                 of, message.split([each.num_columns * self._rank for each in of]), strict=True
@@ -106,9 +105,8 @@ class PowerSGD(Reduction):
             ).to(of.value)
         return self._factors[of.name]
 
-    def _add_up(self, messages: Sequence[Tensor]) -> Steps[None]:
+    def _add_up(self, messages: Sequence[Tensor]) -> None:
         works = [self._group.all_reduce(message) for message in messages if len(message)]
-        yield
         for work in works:
             work.wait()
 

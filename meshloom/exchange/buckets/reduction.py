@@ -13,7 +13,6 @@ import torch
 
 from meshloom.comm.collectives.travelling import TravellingSums
 from meshloom.comm.group import Group, Work
-from meshloom.comm.steps import Steps
 from meshloom.core.losses.loss_scale import Divisor, divides
 from meshloom.exchange.buckets.buckets import Bucket
 from meshloom.telemetry.traffic import ExpectedBytes, Traffic
@@ -27,7 +26,7 @@ class Reduction(ABC):
         """A bucket is complete on this rank: elements and flags. Never waits."""
 
     @abstractmethod
-    def finish(self, buckets: Sequence[Bucket], divisor: Divisor) -> Steps[None]:
+    def finish(self, buckets: Sequence[Bucket], divisor: Divisor) -> None:
         """Turns every bucket, all of which have started, into the sum over ranks divided by `divisor`, with
         the same bits on all of them; its flags into the plain sum."""
 
@@ -46,8 +45,7 @@ class Exact(Reduction):
     def start(self, bucket: Bucket) -> None:
         self._works.append(self._sums.all_reduce(bucket.flat))
 
-    def finish(self, buckets: Sequence[Bucket], divisor: Divisor) -> Steps[None]:
-        yield
+    def finish(self, buckets: Sequence[Bucket], divisor: Divisor) -> None:
         for work in self._works:
             work.wait()
         self._works.clear()

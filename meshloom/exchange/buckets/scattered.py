@@ -22,7 +22,6 @@ from torch import Tensor, nn
 
 from meshloom.comm.collectives.travelling import TravellingSums
 from meshloom.comm.group import Group
-from meshloom.comm.steps import Steps
 from meshloom.comm.windows import Extent, Windows, separate
 from meshloom.exchange.buckets.buckets import (
     arrived_again,
@@ -151,7 +150,7 @@ class ScatteredBuckets:
         self._rounds.end()
         return [bucket.sum for bucket in self.buckets]
 
-    def share_order(self, group: Group) -> Steps[None]:
+    def share_order(self, group: Group) -> None:
         """After the first step, once: adopts the order in which rank 0's backward completed the rounds."""
         if self._order_shared:
             return
@@ -159,7 +158,7 @@ class ScatteredBuckets:
         order, rest = list(self._completed), list(self._order)
         for number in order:
             rest.remove(number)
-        self._order = yield from order_of_rank_0([*order, *rest], group, self.buckets[0].extent.device)
+        self._order = order_of_rank_0([*order, *rest], group, self.buckets[0].extent.device)
 
     def expected_bytes(self) -> ExpectedBytes:
         """Bytes of all rounds, and of `share_order`."""

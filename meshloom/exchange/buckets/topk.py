@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from meshloom.comm.group import Group, Work
-from meshloom.comm.steps import Steps
 from meshloom.core.losses.loss_scale import Divisor
 from meshloom.exchange.buckets.buckets import Bucket
 from meshloom.exchange.buckets.error_feedback import ErrorFeedback
@@ -37,8 +36,8 @@ class TopK(Reduction):
     def start(self, bucket: Bucket) -> None:
         pass
 
-    def finish(self, buckets: Sequence[Bucket], divisor: Divisor) -> Steps[None]:
-        yield from self._errors.begin(buckets, divisor, self._group)
+    def finish(self, buckets: Sequence[Bucket], divisor: Divisor) -> None:
+        self._errors.begin(buckets, divisor, self._group)
         received: list[tuple[Bucket, Tensor, Tensor]] = []
         works: list[Work] = []
         for index, bucket in enumerate(buckets):
@@ -52,7 +51,6 @@ class TopK(Reduction):
             everyone = flat.new_empty(self._group.size * len(chosen))
             works += [self._group.all_gather(places, chosen.int()), self._group.all_gather(everyone, values)]
             received.append((bucket, places, everyone))
-        yield
         for work in works:
             work.wait()
         for bucket, places, everyone in received:

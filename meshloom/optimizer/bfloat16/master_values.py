@@ -10,7 +10,6 @@ from torch import nn
 
 from meshloom.checkpoint.resuming import check_together
 from meshloom.comm.rank_context import RankContext
-from meshloom.comm.steps import Steps
 from meshloom.core.errors import JobError
 from meshloom.core.job import Job, NamedParameters
 from meshloom.core.random import preserved_draws
@@ -29,12 +28,12 @@ from meshloom.telemetry.traffic import Traffic
 T = TypeVar("T")
 
 
-def master_values(context: RankContext, start: StartingModel) -> Steps[MasterValues | None]:
+def master_values(context: RankContext, start: StartingModel) -> MasterValues | None:
     """The values of masters, equal on all ranks; None: the plan has none. start: the lowered model."""
     if start.exact is None:
         return None
     values = MasterValues(start.exact, context, start)
-    yield from values.settle()
+    values.settle()
     return values
 
 
@@ -58,12 +57,12 @@ class MasterValues:
                 model = self._model = build_model(exact, context.device, None)
         self.whole: NamedParameters = trainable(model)
 
-    def settle(self) -> Steps[None]:
+    def settle(self) -> None:
         """What was built here has equal values on all ranks, those of the job's files if it has some."""
         if self._model is None:
             return
-        weights = yield from agree_on_weights(self._job, self._model, self._context.world)
-        self._copied = yield from copy_from_first_rank(self._model, self._context, weights)
+        weights = agree_on_weights(self._job, self._model, self._context.world)
+        self._copied = copy_from_first_rank(self._model, self._context, weights)
         if weights:
             weights.fill(self._model)
 
@@ -72,15 +71,15 @@ class MasterValues:
         lowered: NamedParameters,
         function: Callable[[NamedParameters], T],
         without_values: Callable[[NamedParameters], T | None],
-    ) -> Steps[T]:
+    ) -> T:
         """What `function` returns for `whole`, as `StartingModel.given`; lowered: the parameters themselves."""
         assert [name for name, _ in lowered] == [name for name, _ in self.whole]
-        return (yield from self._start.given(self.whole, function, without_values))
+        return self._start.given(self.whole, function, without_values)
 
     def open(
         self, exchange: Exchange, named: NamedParameters, lowered: NamedParameters, shards: Shards, made: UserOptimizers,
         refused: Sequence[Collection[str]],
-    ) -> Steps[WithMasters]:  # fmt: skip
+    ) -> WithMasters:  # fmt: skip
         """`exchange` with masters of what this rank updates of `named`, and their values. Raises `JobError` on all ranks.
 
         lowered: all trainable parameters of the job's model. refused: of `_check`.
@@ -101,7 +100,7 @@ class MasterValues:
         for name, each in self.whole if any(reach != "element" for reach in made.reaches) else ():
             if name in shards.pieces:  # one that keeps all of it has it in memory
                 each.data = torch.empty(each.shape, dtype=master_dtype(each.dtype), device=context.device)
-        yield from check_together(context.world, start)
+        check_together(context.world, start)
         return WithMasters(exchange, masters, context.groups["dp"], context.readers, self._copied)
 
     def _fill(self, masters: Masters, shards: Shards) -> None:

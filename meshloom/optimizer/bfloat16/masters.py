@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from meshloom.comm.group import Group
 from meshloom.comm.objects import collect
-from meshloom.comm.steps import Steps
 from meshloom.core.job import NamedParameters
 from meshloom.core.losses.loss_scale import Divisor
 from meshloom.exchange.exchange import AroundExchange, Emit, Exchange, Slice
@@ -108,41 +107,41 @@ class WithMasters(AroundExchange):
     def owned(self) -> Sequence[Slice]:
         return self.masters.slices
 
-    def finish(self, weight: Divisor) -> Steps[list[Tensor | None]]:
-        gradients = yield from self._inner.finish(weight)
+    def finish(self, weight: Divisor) -> list[Tensor | None]:
+        gradients = self._inner.finish(weight)
         return [
             each if each is None else each.to(master.data().dtype)
             for each, master in zip(gradients, self.masters.owned, strict=True)
         ]
 
-    def publish(self) -> Steps[None]:
+    def publish(self) -> None:
         self.masters.publish()
-        yield from self._inner.publish()
+        self._inner.publish()
 
-    def each_gradient(self, gradients: list[Tensor | None], emit: Emit) -> Steps[None]:
+    def each_gradient(self, gradients: list[Tensor | None], emit: Emit) -> None:
         lowered = [
             each if each is None else each.to(slice_.parameter.dtype)
             for each, slice_ in zip(gradients, self.masters.slices, strict=True)
         ]
-        yield from self._inner.each_gradient(lowered, emit)
+        self._inner.each_gradient(lowered, emit)
 
-    def each_master(self, emit: Emit) -> Steps[None]:
+    def each_master(self, emit: Emit) -> None:
         """Passes what this rank's replica has of every master to `emit`, as several tensors in the parameter's dtype whose sum it
         is: what gathers parameters gathers these."""
         here = [*self.masters.copies()]
         full = {each.name: each.data() for each, _ in here}
         if self._inner.owners is not None:
-            full = yield from self._gathered([each for each, _ in here])
+            full = self._gathered([each for each, _ in here])
         parameters = dict(self.masters.local)
         dtypes = {name: parameter.dtype for name, parameter in self.masters.named}
         for name, flat in full.items():
             for part in parts_of(flat.view(parameters[name].shape), dtypes[name]):
-                yield from emit(name, part)
+                emit(name, part)
 
-    def _gathered(self, mine: Sequence[Slice]) -> Steps[dict[str, Tensor]]:
+    def _gathered(self, mine: Sequence[Slice]) -> dict[str, Tensor]:
         """What all replicas own of masters, as full flat tensors; one tensor of all is sent."""
         spans = [[each.name, each.start, each.stop] for each in mine]
-        everyone: list[list[tuple[str, int, int]]] = yield from collect(self._control, spans)
+        everyone: list[list[tuple[str, int, int]]] = collect(self._control, spans)
         local = dict(self.masters.local)
         full: dict[str, Tensor] = {}
         for name, parameter in self.masters.named:
@@ -159,7 +158,6 @@ class WithMasters(AroundExchange):
             whole = torch.empty(longest * self._group.size, dtype=dtype, device=device)
             self._inspected += Traffic.along("dp", all_gather=flat.nbytes)
             work = self._group.all_gather(whole, flat)
-            yield
             work.wait()
             for rank, spans_of_rank in enumerate(of_dtype):
                 at = rank * longest

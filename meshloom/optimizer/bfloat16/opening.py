@@ -6,7 +6,6 @@ from collections.abc import Collection, Sequence
 
 from meshloom.comm.group import Group
 from meshloom.comm.rank_context import RankContext
-from meshloom.comm.steps import Steps
 from meshloom.core.errors import JobError
 from meshloom.core.job import Job, NamedParameters
 from meshloom.core.plan import Plan
@@ -23,7 +22,7 @@ def open_updater(
     job: Job, plan: Plan, context: RankContext, exchange: Exchange, shards: Shards, *, made: UserOptimizers, whole: NamedParameters,
     local: NamedParameters, stages: Group | None, values: MasterValues | None, refused: Sequence[Collection[str]],
     scaled: bool,
-) -> Steps[tuple[Exchange, Updater]]:  # fmt: skip
+) -> tuple[Exchange, Updater]:  # fmt: skip
     """The exchange, around which masters are where `values` gives them, and the updater. Raises `JobError` on all ranks.
 
     made, whole, local, stages, scaled: as of `Updater`, of the parameters themselves. refused: as of `MasterValues.open`.
@@ -40,7 +39,7 @@ def open_updater(
                 )
             updater.state.averages = ParameterAverages(job.average, exchange, shards)
         return exchange, updater
-    around = yield from values.open(exchange, local, whole, shards, made, refused)
+    around = values.open(exchange, local, whole, shards, made, refused)
     masters = around.masters
     updater = Updater(
         job,

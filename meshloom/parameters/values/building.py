@@ -20,7 +20,6 @@ from torch.utils._pytree import tree_leaves
 from meshloom.checkpoint.resuming import check_together
 from meshloom.comm.group import Group
 from meshloom.comm.objects import collect
-from meshloom.comm.steps import Steps
 from meshloom.core.errors import MeshloomError, first_line
 from meshloom.core.modules.module_caches import no_tensors_kept
 from meshloom.core.moments.uncompiled import uncompiled
@@ -143,15 +142,15 @@ class BuildingOrder:
     count: int
 
     @staticmethod
-    def of(world: Group, host: str) -> Steps[BuildingOrder]:
+    def of(world: Group, host: str) -> BuildingOrder:
         """host: equal on the ranks of one host."""
-        hosts: list[str] = yield from collect(world, host)
+        hosts: list[str] = collect(world, host)
         return BuildingOrder(
             world=world, mine=hosts[: world.rank].count(host), count=max(hosts.count(each) for each in hosts)
         )
 
-    def each(self, work: Callable[[], None]) -> Steps[None]:
+    def each(self, work: Callable[[], None]) -> None:
         """Calls `work` on one rank of each host after another; no rank waits for longer than one of these takes. Raises the
         same error on all ranks."""
         for turn in range(self.count):
-            yield from check_together(self.world, work if turn == self.mine else lambda: None)
+            check_together(self.world, work if turn == self.mine else lambda: None)

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from meshloom.comm.group import Group
-from meshloom.comm.steps import Steps
 from meshloom.exchange.exchange import Exchange
 from meshloom.exchange.units.unit_access import UnitAccess
 from meshloom.exchange.zero_three import slices_of
@@ -41,13 +40,12 @@ class HeldParameters:
         """The same of what ranks along pp lend each other, with padding."""
         return self.slices.kept(lent) if self.slices else self._named
 
-    def most(self, microbatches: int) -> Steps[int]:
+    def most(self, microbatches: int) -> int:
         """Microbatches of the replica that has most in this step, if they take actions together; else those of
         this one."""
         if self.units is None:
             return microbatches
         most = torch.tensor([microbatches])
         work = self._replicas.all_reduce(most, "max")
-        yield
         work.wait()
         return int(most)

@@ -21,7 +21,6 @@ import torch
 from meshloom.comm.group import Group
 from meshloom.comm.network.clocks import clock_offsets
 from meshloom.comm.objects import collect
-from meshloom.comm.steps import Steps
 from meshloom.core.mesh import MeshCoordinates
 from meshloom.pipeline.schedules.schedule import Action, Schedule
 from meshloom.pipeline.schedules.spans import Span, SpanKind
@@ -118,15 +117,15 @@ def gather_timeline(
     step: int,
     place: MeshCoordinates,
     schedule: Callable[[int], Schedule],
-) -> Steps[Timeline]:
+) -> Timeline:
     """All ranks' step on rank 0's clock, on every rank. All ranks call this right after the step.
 
     group: all ranks, CPU tensors. spans: this rank's, in seconds of `time.perf_counter`. step: from 1. schedule: for so many
         microbatches.
     """
-    offsets = yield from clock_offsets(group)
+    offsets = clock_offsets(group)
     mine = {"place": asdict(place), "spans": [asdict(span) for span in spans]}
-    everyone = yield from collect(group, mine)
+    everyone = collect(group, mine)
     rows = [
         TimelineRow(rank=rank, place=MeshCoordinates(**each["place"]), spans=tuple(_shifted(Span(**span), -offset.seconds) for span in each["spans"]))
         for rank, (each, offset) in enumerate(zip(everyone, offsets, strict=True))

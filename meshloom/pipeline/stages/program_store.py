@@ -16,7 +16,6 @@ from torch import nn
 from meshloom.comm.group import Group
 from meshloom.comm.objects import on_rank_0, share
 from meshloom.comm.pieces import Pieces
-from meshloom.comm.steps import Steps
 from meshloom.core.errors import CaptureError
 from meshloom.core.job import Job, LossFunction
 from meshloom.core.losses.turns import jobs_of
@@ -91,7 +90,7 @@ class ProgramStore:
 
     def open(
         self, batches: Sequence[Any], world: Group, model: nn.Module, *, own: Any = None, losses_left: int = 0
-    ) -> Steps[tuple[Stage, ...]]:
+    ) -> tuple[Stage, ...]:
         """Captures the loss on batches like the first, shards it, and cuts it; each of several. All ranks of `world`
         call this; batches and model count on its rank 0.
 
@@ -101,16 +100,14 @@ class ProgramStore:
         losses_left: to be opened after this one.
         """
         if self._dtype is not None:  # any rank may have to capture a chunk of another size later
-            names: dict[str, str] = yield from share(
+            names: dict[str, str] = share(
                 world, {name: str(leaf.dtype) for name, leaf in leaves_of(own).tensors.items()}
             )
             self._own_dtypes = {name: getattr(torch, each.removeprefix("torch.")) for name, each in names.items()}  # fmt: skip
-        key = yield from self._capture(self.losses.loss, True, batches, world, model, losses_left)
+        key = self._capture(self.losses.loss, True, batches, world, model, losses_left)
         return self.stages(key)
 
-    def ready(
-        self, batch: Any, *, loss: LossFunction | None = None, training: bool = True
-    ) -> Steps[ProgramKey]:
+    def ready(self, batch: Any, *, loss: LossFunction | None = None, training: bool = True) -> ProgramKey:
         """Makes sure that batches like this one have stages. The replica's ranks all pass the same batch."""
         loss = loss or self.losses.loss
         key = self._key(batch, loss, training)
@@ -118,10 +115,10 @@ class ProgramStore:
             if len(self._entries) >= MOST_KEPT:
                 self._entries[key] = self._entries.pop(key)  # the last to be evicted
             return key
-        program = yield from self._of(loss).at_any_size(self._team, batch, training=training)
+        program = self._of(loss).at_any_size(self._team, batch, training=training)
         if program is None:
-            return (yield from self._capture(loss, training, [batch], self._team))
-        key = yield from self._add(program, loss, self._team)
+            return self._capture(loss, training, [batch], self._team)
+        key = self._add(program, loss, self._team)
         self._entries[key] = self._sharing(self._entries[key])
         return key
 
@@ -198,10 +195,10 @@ class ProgramStore:
     def _capture(
         self, loss: LossFunction, training: bool, batches: Sequence[Any], group: Group, model: nn.Module | None = None,
         losses_left: int | None = None,
-    ) -> Steps[ProgramKey]:  # fmt: skip
-        choices = (yield from on_rank_0(group, lambda: choices_of(batches), CaptureError)) or []
+    ) -> ProgramKey:  # fmt: skip
+        choices = on_rank_0(group, lambda: choices_of(batches), CaptureError) or []
         captured = self._of(loss)
-        program = yield from captured.capture_together(group, choices, training=training, model=model)
+        program = captured.capture_together(group, choices, training=training, model=model)
         own: Program | None = None
         if self._dtype is not None and not self.cutter.has_cut(program):
             job = self.losses.job_of(loss)
@@ -210,13 +207,13 @@ class ProgramStore:
                 with default_precision(self._default):
                     return unlifted(program, job, batches[0], self._own_dtypes, self._stored)
 
-            own = yield from on_rank_0(group, in_own_precision, CaptureError)
+            own = on_rank_0(group, in_own_precision, CaptureError)
             self.is_unlike_training |= own is None
-        return (yield from self._add(program, loss, group, own, losses_left))
+        return self._add(program, loss, group, own, losses_left)
 
     def _add(
         self, program: Program, loss: LossFunction, group: Group, own: Program | None = None, losses_left: int | None = None,
-    ) -> Steps[ProgramKey]:  # fmt: skip
+    ) -> ProgramKey:  # fmt: skip
         """Shards and cuts a program. own: the same program in the job's own precision, if it is lifted to
         another; decisions are made for it. losses_left: as of `Division.part`."""
         key = ProgramKey.of_program(loss, program)
@@ -226,11 +223,11 @@ class ProgramStore:
         own = own and with_places_behind_parts(own, self._plan.num_stages)
         part, routed = program, {}
         if self._division:
-            part, routed = yield from self._division.part(program, group, own, losses_left=losses_left)
+            part, routed = self._division.part(program, group, own, losses_left=losses_left)
             assert self._division.newest
             self._divided[loss, program.training] = self._division.newest
         first = losses_left is not None
-        self._entries[key] = yield from self.cutter.cut(program, part, routed, group, own, is_first=first)
+        self._entries[key] = self.cutter.cut(program, part, routed, group, own, is_first=first)
         self.others = self.others if len(self._entries) > 1 else program.others
         known = self._others.setdefault(key.tensors_only(len(program.others)), [])
         if program.others not in known:

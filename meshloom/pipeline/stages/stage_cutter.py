@@ -9,7 +9,6 @@ from functools import partial
 
 from meshloom.comm.group import Group
 from meshloom.comm.objects import on_rank_0, share
-from meshloom.comm.steps import Steps
 from meshloom.core.errors import PlanError
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
@@ -104,7 +103,7 @@ class StageCutter:
         priced_program: Program | None = None,
         *,
         is_first: bool = False,
-    ) -> Steps[tuple[Stage, ...]]:
+    ) -> tuple[Stage, ...]:
         """The stages of `part`, this rank's shard of `full` along tp. All ranks of `group` call this.
 
         routed: values of the shard with rows that data routes to this rank.
@@ -115,7 +114,7 @@ class StageCutter:
         decided = self._for_other_sizes(full)
         is_first = is_first and self._users is not None
         if decided is None:
-            decided = yield from self._decide(full, priced_program or full, group, is_first=is_first)
+            decided = self._decide(full, priced_program or full, group, is_first=is_first)
             self._decided.append(decided)
         if decided.kept is not None:
             part = replace(part, kept=decided.kept)
@@ -140,20 +139,16 @@ class StageCutter:
     def _for_other_sizes(self, program: Program) -> _Decided | None:
         return next((each for each in self._decided if alike(each.program, program)), None)
 
-    def _decide(
-        self, full: Program, priced_program: Program, group: Group, *, is_first: bool
-    ) -> Steps[_Decided]:
+    def _decide(self, full: Program, priced_program: Program, group: Group, *, is_first: bool) -> _Decided:
         """The decisions for a program, by the costs of `priced_program`, which has the same nodes."""
         priced: Mapping[str, Cost] | None = None  # set if cuts are chosen
         if self._plan.num_stages == 1:
             numbers = [0] * len(full.nodes)
         else:
             with self._timings.of("choosing cuts"):
-                chosen = yield from on_rank_0(
-                    group, lambda: self._choose(priced_program, is_first=is_first), PlanError
-                )
+                chosen = on_rank_0(group, lambda: self._choose(priced_program, is_first=is_first), PlanError)
             choice, priced = chosen or (None, None)
-            numbers: list[int] = yield from share(
+            numbers: list[int] = share(
                 group, [choice.stage_of[node.name] for node in full.nodes] if choice else None
             )
             self.choice = self.choice or choice
@@ -161,8 +156,8 @@ class StageCutter:
         if self._plan.recompute != "none" and full.training:
             # One rank decides, by its rates; all ranks of a team must recompute the same nodes.
             with self._timings.of("choosing what to keep"):
-                decided = yield from on_rank_0(group, lambda: self._kept(priced_program, priced), PlanError)
-            kept = frozenset((yield from share(group, decided)))
+                decided = on_rank_0(group, lambda: self._kept(priced_program, priced), PlanError)
+            kept = frozenset(share(group, decided))
         stage_of = {node.name: number for node, number in zip(full.nodes, numbers, strict=True)}
         return _Decided(program=full, stage_of=stage_of, kept=kept, pinned=self._pinned())
 

@@ -11,12 +11,13 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeVar
 
 import torch
 
 from meshloom.comm.group import Group
-from meshloom.comm.steps import Steps, Turns
+from meshloom.comm.turns import Turns
 from meshloom.core.cache import Cache
 from meshloom.core.errors import PlanError
 from meshloom.core.job import Job
@@ -155,9 +156,9 @@ class _Ranks:
         self.all = ranks
         self._turns = turns
 
-    def run(self, steps: Callable[[RehearsedRank], Steps[T]]) -> list[T]:
-        """Runs each rank's generator to its end, in a thread of its own; they switch where they wait."""
-        return self._turns.run_steps([steps(rank) for rank in self.all])
+    def run(self, function: Callable[[RehearsedRank], T]) -> list[T]:
+        """What it returns for each rank, in whose thread it runs."""
+        return self._turns.run([partial(function, rank) for rank in self.all])
 
 
 @contextmanager
@@ -165,7 +166,7 @@ def _ranks(
     job: Job, plan: Plan, common_memory: bool, cache: Cache | None, timings: Timings | None, share: bool
 ) -> Iterator[_Ranks]:
     turns = Turns()
-    ranks = _Ranks(rehearsed_ranks(plan.mesh, turns, common_memory), turns)
+    ranks = _Ranks(rehearsed_ranks(plan.mesh, common_memory), turns)
     try:
         for rank in ranks.all:
             stored = ProgramCache(cache) if cache is not None and rank.context.rank == 0 else None
@@ -176,12 +177,13 @@ def _ranks(
         ranks.run(lambda rank: rank.replica.prepare())
         yield ranks
     finally:
+        turns.close()
         for rank in ranks.all:
             if hasattr(rank, "replica"):
                 rank.replica.close()
 
 
-def rehearsed_ranks(mesh: Mesh, turns: Turns, common_memory: bool) -> list[RehearsedRank]:
+def rehearsed_ranks(mesh: Mesh, common_memory: bool) -> list[RehearsedRank]:
     """Ranks that take turns in this process, and whose groups carry no tensors."""
     cpu = torch.device("cpu")
     clocks = [OwnClock(cpu) for _ in range(mesh.size)]
@@ -196,56 +198,56 @@ def rehearsed_ranks(mesh: Mesh, turns: Turns, common_memory: bool) -> list[Rehea
             for rank, group in zip(members, groups, strict=True)
         ]
 
-    contexts = simulated_ranks(mesh, [cpu] * mesh.size, turns, wrap)
+    contexts = simulated_ranks(mesh, [cpu] * mesh.size, wrap)
     return [
         RehearsedRank(context=context, clock=clock) for context, clock in zip(contexts, clocks, strict=True)
     ]
 
 
-def _take_part(job: Job, plan: Plan, rank: RehearsedRank, timed: Sequence[_Timed]) -> Steps[None]:
+def _take_part(job: Job, plan: Plan, rank: RehearsedRank, timed: Sequence[_Timed]) -> None:
     """All steps of one rank, in one thread: a thread has its own kernels and thread pools. timed: [rank]."""
     mine = timed[rank.context.rank]
-    chunks = yield from _read(job, plan, rank)
+    chunks = _read(job, plan, rank)
     mine.num_filled = sum(1 for chunk in chunks if chunk.samples)
-    mine.kept = yield from _watched_step(rank, chunks)
+    mine.kept = _watched_step(rank, chunks)
     for step in range(1, WARM_UP_STEPS):
-        yield from rank.replica.step(step, chunks)
+        rank.replica.step(step, chunks)
     number = WARM_UP_STEPS
     while not timed[0].are_enough(len(mine.steps)):
         for turn in turns_of(job, number):
-            mine.steps.append((yield from _timed_step(rank, number, turn, chunks)))
+            mine.steps.append(_timed_step(rank, number, turn, chunks))
             rank.context.world.barrier().wait()  # so that all ranks decide by the same steps
         number += 1
 
 
-def _read(job: Job, plan: Plan, rank: RehearsedRank) -> Steps[list[Chunk]]:
+def _read(job: Job, plan: Plan, rank: RehearsedRank) -> list[Chunk]:
     """The rank's share of the first batch."""
     context = rank.context
     if context.team is None:
-        reader = yield from open_reader(job, plan, context.readers, 0, 1)
+        reader = open_reader(job, plan, context.readers, 0, 1)
     else:
-        reader = yield from open_team_reader(job, plan, context.readers, context.team, 0, 1)
+        reader = open_team_reader(job, plan, context.readers, context.team, 0, 1)
     try:
-        return (yield from reader.read(0))
+        return reader.read(0)
     finally:
         reader.close()
 
 
-def _watched_step(rank: RehearsedRank, chunks: Sequence[Chunk]) -> Steps[int]:
+def _watched_step(rank: RehearsedRank, chunks: Sequence[Chunk]) -> int:
     """The first step; returns the most bytes that were saved for backward in it."""
     rank.clock.begin()
     with SavedBytes([*rank.replica.model.parameters(), *rank.replica.model.buffers()]) as kept:
-        yield from rank.replica.step(0, chunks)
+        rank.replica.step(0, chunks)
     return kept.most
 
 
-def _timed_step(rank: RehearsedRank, number: int, turn: LossTurn, chunks: Sequence[Chunk]) -> Steps[RankStep]:
+def _timed_step(rank: RehearsedRank, number: int, turn: LossTurn, chunks: Sequence[Chunk]) -> RankStep:
     replica = rank.replica
     rank.clock.begin()
     recorder = replica.recorder = Recorder(rank.context.device, rank.clock.nanoseconds)
     if replica.own is not None:
         replica.turn_to(turn)
-    yield from replica.update((yield from replica.gradients(number, chunks)))
+    replica.update(replica.gradients(number, chunks))
     rank.clock.stop()
     seconds, spans = rank.clock.seconds, recorder.take()
     replica.recorder = None

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from meshloom.comm.group import Group
 from meshloom.comm.objects import collect, share, share_bytes
-from meshloom.comm.steps import Steps
 from meshloom.core.errors import CaptureError, MeshloomError
 from meshloom.core.job import Job
 from meshloom.program.capture.attempted import CodeFailedError, attempted
@@ -115,26 +114,26 @@ class CapturedLoss:
         *,
         training: bool = True,
         model: nn.Module | None = None,
-    ) -> Steps[Program]:
+    ) -> Program:
         """As `capture_any`, on all ranks: rank 0 captures and compares, the others receive and verify the
         hash.
 
         Collective. choices, model: on rank 0; others may pass none. An error on one rank is raised on all.
         """
-        request = yield from _broadcast_from_rank_0(group, lambda: self._request(choices[0], training))
+        request = _broadcast_from_rank_0(group, lambda: self._request(choices[0], training))
         (mode, shapes), digest = json.loads(request)
         key = mode, tuple((name, tuple(shape), dtype) for name, shape, dtype in shapes)
         local = next((each for each in self._known.get(key, ()) if digest and each.digest() == digest), None)
-        if all((yield from collect(group, local is not None))):
+        if all(collect(group, local is not None)):
             assert local is not None
             return local
 
         def capture() -> Program:
             return self.capture_any(choices, training=training, model=model)
 
-        return (yield from self._handed_on(group, key, capture))
+        return self._handed_on(group, key, capture)
 
-    def _handed_on(self, group: Group, key: Key, capture: Callable[[], Program]) -> Steps[Program]:
+    def _handed_on(self, group: Group, key: Key, capture: Callable[[], Program]) -> Program:
         """The program that rank 0 captures, on all ranks. Collective."""
         captured: list[Program] = []
 
@@ -143,11 +142,11 @@ class CapturedLoss:
             with self._timings.of("handing on"):
                 return pack(captured[0])
 
-        packed = yield from _broadcast_from_rank_0(group, make)
+        packed = _broadcast_from_rank_0(group, make)
         with self._timings.of("handing on"):
             program, refused = attempted(lambda: unpack(packed) if group.rank else captured[0])
             outcome = {"hash": program.digest() if program else "", "refused": str(refused or "")}
-            outcomes = yield from collect(group, outcome)
+            outcomes = collect(group, outcome)
         for rank, outcome in enumerate(outcomes):
             if outcome["refused"]:
                 raise CaptureError(
@@ -166,7 +165,7 @@ class CapturedLoss:
             self.num_captured += 1
         return local or program
 
-    def at_any_size(self, group: Group, batch: Any, *, training: bool = True) -> Steps[Program | None]:
+    def at_any_size(self, group: Group, batch: Any, *, training: bool = True) -> Program | None:
         """The program for batches like `batch`, computed from those for other sizes, if possible. Collective."""
         if self.get(batch, training=training) is not None:
             return None  # captured itself
@@ -178,7 +177,7 @@ class CapturedLoss:
             try:
                 if family[0].opaque:
                     raise CaptureError("what a leaf returns is recorded at each shape")
-                programs = yield from self._fitted(group, leaves, family)
+                programs = self._fitted(group, leaves, family)
                 program = programs.program(leaves)
                 if program is None:
                     raise CaptureError("its sizes cannot be told apart")
@@ -187,14 +186,14 @@ class CapturedLoss:
                 self._refused[training].append(str(error)[:240])
         return program
 
-    def _fitted(self, group: Group, leaves: Leaves, family: Sequence[Program]) -> Steps[AnySize]:
+    def _fitted(self, group: Group, leaves: Leaves, family: Sequence[Program]) -> AnySize:
         """Programs for all sizes at which the loss makes the same calls as for this batch. family: captured programs, in
         order, the same on all ranks."""
 
         def traced() -> bytes:
             return json.dumps(asdict(trace(self._job, family[0], leaves))).encode()
 
-        parts = json.loads((yield from _broadcast_from_rank_0(group, traced)))
+        parts = json.loads(_broadcast_from_rank_0(group, traced))
         found = Trace(**{name: tuple(each) for name, each in parts.items()})
         asked = [found.broken(sizes_of_program(each)) for each in family]
         points = [each for each, line in zip(family, asked, strict=True) if line is None]
@@ -213,7 +212,7 @@ class CapturedLoss:
             return program
 
         key = _key(batch, points[0].training)
-        points.append((yield from self._handed_on(group, key, capture)))
+        points.append(self._handed_on(group, key, capture))
         return fitted(found, points)
 
     def _captured(self, training: bool) -> list[Program]:
@@ -299,13 +298,13 @@ def choices_of(batches: Sequence[Any]) -> list[list[Any]]:
     return [*([[first, *real]] if real else []), *([first, leaves.rebuild(each)] for each in moved)]
 
 
-def _broadcast_from_rank_0(group: Group, make: Callable[[], bytes]) -> Steps[bytes]:
+def _broadcast_from_rank_0(group: Group, make: Callable[[], bytes]) -> bytes:
     """The result of `make` on rank 0, or its error, on every rank."""
     captured, refused = attempted(make) if group.rank == 0 else (b"", None)
-    error: str | None = yield from share(group, str(refused) if refused else None)
+    error: str | None = share(group, str(refused) if refused else None)
     if error is not None:
         raise refused or CaptureError(error)
-    return (yield from share_bytes(group, captured or b""))
+    return share_bytes(group, captured or b"")
 
 
 def _check_num_batches(batches: Sequence[Any]) -> None:

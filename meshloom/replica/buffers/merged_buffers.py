@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 
 from meshloom.comm.group import Group
-from meshloom.comm.steps import Steps
 from meshloom.core.buffer_rules import BufferRule, rule_of
 from meshloom.core.device.readback import Readback, Readbacks, on_device
 from meshloom.core.errors import JobError
@@ -101,14 +100,14 @@ class RunningStatistics:
         with self._others.collecting(), self._norms.collecting():
             yield
 
-    def finish(self) -> Steps[None]:
+    def finish(self) -> None:
         """After the step's last chunk: bring every replica's buffers to one device's values."""
         if not self._active:
             return
         self._note_evaluated()  # of the step before
         facts = on_device(self._others.facts(), torch.int64, self._device)
         statistics = self._norms.take().to(self._device).view(torch.int64)
-        parts = yield from self._gather(torch.cat([statistics, facts]))
+        parts = self._gather(torch.cat([statistics, facts]))
         split = self._norms.length
         if split:
             with torch.no_grad():
@@ -122,7 +121,7 @@ class RunningStatistics:
         self._moving = self._others.moving_length
         maps = parts[:, :0]
         if self._moving:
-            maps = yield from self._gather(self._others.take())
+            maps = self._gather(self._others.take())
         self._others.apply(maps)
 
     def take_notes(self) -> list[str]:
@@ -138,13 +137,12 @@ class RunningStatistics:
         length = self._norms.length + self._others.length + self._moving
         return ExpectedBytes(per_step=Traffic.along("dp", all_gather=8 * length))
 
-    def _gather(self, part: Tensor) -> Steps[Tensor]:
+    def _gather(self, part: Tensor) -> Tensor:
         """All replicas' `part` [n], as [replicas, n]."""
         if self._group is None:
             return part.view(1, -1)
         everyone = part.new_empty(self._group.size * len(part))
         work = self._group.all_gather(everyone, part)
-        yield
         work.wait()
         return everyone.view(self._group.size, -1)
 

@@ -10,7 +10,6 @@ from dataclasses import replace
 from torch import Tensor, nn
 
 from meshloom.comm.group import Group
-from meshloom.comm.steps import Steps
 from meshloom.core.losses.loss_scale import Divisor
 from meshloom.exchange.exchange import Emit, Exchange, Slice
 from meshloom.program.operators.fused_grad_accumulation import GradBuffer
@@ -49,9 +48,9 @@ class InTurn(Exchange):
     def each_chunk(self) -> bool:
         return any(each.each_chunk for each in self._inner)
 
-    def open(self) -> Steps[None]:
+    def open(self) -> None:
         for each in self._inner:
-            yield from each.open()
+            each.open()
 
     def turn_to(self, loss: int) -> None:
         self._turn = loss
@@ -79,23 +78,23 @@ class InTurn(Exchange):
         if parameter.requires_grad:  # not of others, which programs report for every chunk
             self._now.gradient_ready(parameter)
 
-    def finish(self, weight: Divisor) -> Steps[list[Tensor | None]]:
-        mine = yield from self._now.finish(weight)
+    def finish(self, weight: Divisor) -> list[Tensor | None]:
+        mine = self._now.finish(weight)
         return [
             gradient
             for each in self._inner
             for gradient in (mine if each is self._now else [None] * len(each.owned))
         ]
 
-    def publish(self) -> Steps[None]:
-        yield from self._now.publish()
+    def publish(self) -> None:
+        self._now.publish()
 
-    def each_gradient(self, gradients: list[Tensor | None], emit: Emit) -> Steps[None]:
+    def each_gradient(self, gradients: list[Tensor | None], emit: Emit) -> None:
         start = sum(len(each.owned) for each in self._inner[: self._turn])
-        yield from self._now.each_gradient(gradients[start : start + len(self._now.owned)], emit)
+        self._now.each_gradient(gradients[start : start + len(self._now.owned)], emit)
         for number, names in enumerate(self._names):
             for name in names if number != self._turn else ():
-                yield from emit(name, None)
+                emit(name, None)
 
     def expected_bytes(self) -> ExpectedBytes:
         found = ExpectedBytes()

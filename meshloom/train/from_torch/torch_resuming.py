@@ -12,7 +12,6 @@ from torch import Tensor
 from meshloom.checkpoint.checkpoint import Checkpoint
 from meshloom.checkpoint.json_values import from_json, to_json
 from meshloom.checkpoint.resuming import check_together
-from meshloom.comm.steps import Steps
 from meshloom.core.errors import CheckpointError
 from meshloom.exchange.zero_three import slices_of
 from meshloom.replica.replica import Replica
@@ -24,11 +23,11 @@ def resume_from_torch(
     replica: Replica,
     directory: Path,
     check: Callable[[Checkpoint], None],
-) -> Steps[Checkpoint]:
+) -> Checkpoint:
     """Loads the checkpoint, unless `check` raises on some rank. All ranks must see the directory."""
     world = replica.context.world
     opened: list[TorchCheckpoint] = []
-    yield from check_together(world, lambda: opened.append(TorchCheckpoint(directory)))
+    check_together(world, lambda: opened.append(TorchCheckpoint(directory)))
     found = opened[0]
     own = {
         "updater": replica.updater.state.values(),
@@ -38,8 +37,8 @@ def resume_from_torch(
         "shares": [],
     }
     checkpoint = found.as_checkpoint(found.values or own)
-    yield from check_together(world, lambda: check(checkpoint))
-    yield from check_together(world, lambda: _load(replica, found, own))
+    check_together(world, lambda: check(checkpoint))
+    check_together(world, lambda: _load(replica, found, own))
     return checkpoint
 
 

@@ -12,7 +12,6 @@ from threading import Event
 from typing import Any, TypeVar, cast
 
 from meshloom.comm.objects import share
-from meshloom.comm.steps import Steps
 from meshloom.core.units import format_bytes
 from meshloom.launch.environment import scratch_directory
 from meshloom.replica.replica import Replica
@@ -111,7 +110,7 @@ def of_first_rank(trainer: Trainer, value: T) -> T:
     return trainer.together(lambda replica: share(replica.context.world, value))[0]
 
 
-def why_nothing_is_saved(replica: Replica, directory: Path) -> Steps[str]:
+def why_nothing_is_saved(replica: Replica, directory: Path) -> str:
     """A sentence, where a checkpoint cannot hold the model or might not fit on the disk of the first rank; else ""."""
     state = [*replica.model.parameters(), *replica.model.buffers()]
     copies = _STATE * replica.plan.tp * replica.plan.pp * (2 if replica.job.checkpoint == "background" else 1)
@@ -119,7 +118,7 @@ def why_nothing_is_saved(replica: Replica, directory: Path) -> Steps[str]:
     why = why_not_saved(replica.model)
     if not why and directory.is_dir() and (free := shutil.disk_usage(directory).free) < needed:
         why = f"a checkpoint may take {format_bytes(needed)}, and {directory.parent} has {format_bytes(free)} left. TMPDIR names another directory"
-    return (yield from share(replica.context.world, f"nothing was saved and resumed: {why}" if why else ""))
+    return share(replica.context.world, f"nothing was saved and resumed: {why}" if why else "")
 
 
 @contextmanager

@@ -1,0 +1,244 @@
+"""Simulated ranks take turns: each runs alone until it waits for the others.
+
+A rank is a thread that lives as long as its `Turns`, with a lock of its own. Exactly one of them runs. A wait passes the turn to the next
+rank that can go on, in the order of ranks, so that every run has the same order of all that happens:
+
+    rank 0   compute, start, wait            update, return
+    rank 1                       compute, start, wait      update, return
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, closing
+from pathlib import Path
+from types import FrameType
+from typing import Any, TypeVar
+
+import torch
+
+from meshloom.core.errors import CollectiveError
+from meshloom.core.random import draws_apart
+
+T = TypeVar("T")
+Ready = Callable[[], bool]
+
+_HERE = threading.local()  # .rank: the rank whose thread this is
+_WAITING_IN = str(Path(__file__).parent)  # files whose lines say nothing about where a rank waits
+
+
+def in_turns(
+    functions: Sequence[Callable[[], T]], apart: Callable[[], AbstractContextManager[None]] = draws_apart
+) -> list[T]:
+    """Runs every function as a simulated rank, to its end; their results. apart: as of `Turns`.
+
+    >>> in_turns([lambda: 1, lambda: 2])
+    [1, 2]
+    """
+    with closing(Turns(apart)) as turns:
+        return turns.run(functions)
+
+
+def wait_until(ready: Ready, what: Callable[[], str]) -> None:
+    """Lets other ranks run until `ready()`, which is cheap and may be called from any rank's thread. what: says what this rank waits
+    for, if none can go on; who is no simulated rank does not wait at all. Raises `CollectiveError`."""
+    rank: _Rank | None = getattr(_HERE, "rank", None)
+    if rank is not None:
+        rank.turns.wait(rank, ready, what)
+    elif not ready():
+        raise CollectiveError(what())
+
+
+class Turns:
+    """The threads of a process's simulated ranks. apart: a context of a rank that waits, in which others run; they all draw from the
+    process's generators."""
+
+    def __init__(self, apart: Callable[[], AbstractContextManager[None]] = draws_apart) -> None:
+        self._apart = apart
+        self._ranks: list[_Rank] = []
+        self._running: list[_Rank] = []  # those of this run that have not returned, in order
+        self._returned: list[_Rank] = []
+        self._failed: BaseException | None = None
+        self._over = threading.Lock()  # held while any of them runs
+        self._over.acquire()
+        self._regions = _AutocastRegions()
+
+    def run(self, functions: Sequence[Callable[[], T]]) -> list[T]:
+        """Runs all to their end; their results. The first exception ends the others, one after the other, each where it waits, and is
+        raised."""
+        if len(functions) > len(self._ranks):
+            self._start(len(functions))
+        ranks = self._ranks[: len(functions)]
+        self._failed, self._running, self._returned = None, [*ranks], []
+        for rank, function in zip(ranks, functions, strict=True):
+            rank.function, rank.begun = function, False
+        self._pass_to(ranks[0])
+        while True:
+            try:
+                self._over.acquire()
+                break
+            except BaseException as error:  # Ctrl-C arrives in the main thread
+                self._failed = self._failed or error
+        results = [rank.take() for rank in ranks]
+        if self._failed is not None:
+            failed, self._failed = self._failed, None
+            raise failed
+        return results
+
+    def close(self) -> None:
+        """Ends the threads."""
+        for rank in self._ranks:
+            rank.function = None
+            rank.lock.release()
+            rank.thread.join()
+        self._ranks = []
+
+    def wait(self, rank: _Rank, ready: Ready, what: Callable[[], str]) -> None:
+        """Of a rank of this run, whose turn it is."""
+        self._check(rank)
+        if ready():
+            return
+        rank.ready, rank.what = ready, what
+        self._regions.pause(rank.number)
+        with self._apart():
+            following = self._next(rank)
+            if following is not rank:
+                self._pass_to(following)
+                rank.lock.acquire()
+        self._regions.resume(rank.number)
+        self._check(rank)
+
+    def _check(self, rank: _Rank) -> None:
+        if self._failed is not None:
+            raise CollectiveError(f"Rank {rank.number} ends because another rank failed.") from self._failed
+
+    def took_turn(self, rank: _Rank) -> None:
+        """Begins a rank's part in the run, in its thread, and ends it."""
+        rank.begun = True
+        try:
+            if self._failed is None:
+                self._regions.resume(rank.number)
+                assert rank.function is not None
+                rank.result = rank.function()
+        except BaseException as error:
+            self._failed = self._failed or error
+        self._regions.end(rank.number)
+        self._running.remove(rank)
+        self._returned.append(rank)
+        rank.ready = rank.what = None
+        if self._running:
+            self._pass_to(self._next(rank))
+        else:
+            self._over.release()
+
+    def _next(self, rank: _Rank) -> _Rank:
+        """Who goes on now that `rank` waits or has returned: the first after it that can; all of them can once one has failed."""
+        after = [each for each in self._running if each.number > rank.number]
+        others = [*after, *(each for each in self._running if each.number <= rank.number)]
+        for each in others:
+            if self._failed is not None or not each.begun or (each.ready is not None and each.ready()):
+                return each
+        self._failed = CollectiveError(self._why_none_goes_on())
+        return others[0]
+
+    def _why_none_goes_on(self) -> str:
+        frames = sys._current_frames()  # pyright: ignore[reportPrivateUsage]
+        waits = [
+            f"{rank.what()} It is at {_place(frames[rank.thread.ident])}."
+            for rank in self._running
+            if rank.what is not None and rank.thread.ident is not None
+        ]
+        returned = [f"Rank {rank.number} has returned." for rank in self._returned]
+        return "\n".join([*waits, *returned])
+
+    def _pass_to(self, rank: _Rank) -> None:
+        rank.lock.release()
+
+    def _start(self, size: int) -> None:
+        if torch.version.cuda is not None and not torch.cuda.is_available():
+            # a torch built for CUDA, 2.11 at least, has one thread's guard for all where no GPU is: that of the first with fake tensors,
+            # without which the next would crash
+            torch._C._ensureCUDADeviceGuardSet()  # pyright: ignore[reportPrivateUsage]
+        for number in range(len(self._ranks), size):
+            self._ranks.append(_Rank(self, number))
+
+
+class _Rank:
+    """A thread that runs one function after the other, whenever its turn comes."""
+
+    def __init__(self, turns: Turns, number: int) -> None:
+        self.turns, self.number = turns, number
+        self.function: Callable[[], Any] | None = None
+        self.begun = False
+        self.result: Any = None
+        self.ready: Ready | None = None
+        self.what: Callable[[], str] | None = None
+        self.lock = threading.Lock()  # free when it is this rank's turn
+        self.lock.acquire()
+        self.thread = threading.Thread(target=self._live, name=f"rank {number}", daemon=True)
+        self.thread.start()
+
+    def take(self) -> Any:
+        """Its result, which is not kept."""
+        result, self.result, self.function = self.result, None, None
+        return result
+
+    def _live(self) -> None:
+        _HERE.rank = self
+        # Backward stays in this thread, on GPUs too: their own thread would serve all ranks, and wait with one.
+        torch.autograd.set_multithreading_enabled(False)
+        while True:
+            self.lock.acquire()
+            if self.function is None:
+                return
+            self.turns.took_turn(self)
+
+
+def _place(frame: FrameType | None) -> str:
+    """The innermost line outside of this package of groups."""
+    while frame is not None and frame.f_back is not None and frame.f_code.co_filename.startswith(_WAITING_IN):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else "?"
+
+
+class _AutocastRegions:
+    """Keeps what autocast has cast while a rank waits in a region of its own.
+
+    torch keeps the casts of all threads in one place, and forgets all of them where a thread leaves its outermost region.
+    While others wait in theirs, a rank that runs is held one region deeper than it knows, so that it forgets nothing.
+    """
+
+    def __init__(self) -> None:
+        self._depths: dict[int, int] = {}  # rank -> regions that it is in, of those that wait
+        self._held: set[int] = set()
+
+    def pause(self, rank: int) -> None:
+        """The rank passes the turn."""
+        self._depths[rank] = _autocast_depth() - (rank in self._held)
+
+    def resume(self, rank: int) -> None:
+        """The rank has got the turn."""
+        self._depths.pop(rank, None)
+        hold = any(self._depths.values())
+        if hold and rank not in self._held:
+            torch.autocast_increment_nesting()
+            self._held.add(rank)
+        elif not hold and rank in self._held:
+            self._held.discard(rank)
+            if torch.autocast_decrement_nesting() == 0:
+                torch.clear_autocast_cache()
+
+    def end(self, rank: int) -> None:
+        """The rank has returned, or failed."""
+        self._depths.pop(rank, None)
+        if rank in self._held:
+            self._held.discard(rank)
+            torch.autocast_decrement_nesting()
+
+
+def _autocast_depth() -> int:
+    """Autocast regions that the calling thread is in."""
+    torch.autocast_increment_nesting()
+    return torch.autocast_decrement_nesting()
