@@ -141,8 +141,7 @@ def _bring(
     flat = empty_bytes(entry)
     problem = None if read is None or pass_over else _attempt(partial(read, flat))
     if flat.numel():
-        work = group.broadcast(flat, 0)
-        work.wait()
+        group.broadcast(flat, 0).wait()
     if problem or pass_over:
         return problem
     return _attempt(lambda: take(entry.name, flat.view(entry.dtype).view(entry.shape)))

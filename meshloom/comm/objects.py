@@ -40,12 +40,10 @@ def share_bytes(group: Group, value: bytes, source: int = 0) -> bytes:
     """Rank `source`'s bytes, on every rank; the others' are ignored."""
     payload = _bytes(value) if group.rank == source else torch.empty(0, dtype=torch.uint8)
     size = torch.tensor([payload.numel()])
-    work = group.broadcast(size, source)
-    work.wait()
+    group.broadcast(size, source).wait()
     if group.rank != source:
         payload = torch.empty(int(size), dtype=torch.uint8)
-    work = group.broadcast(payload, source)
-    work.wait()
+    group.broadcast(payload, source).wait()
     return payload.numpy().tobytes()
 
 
@@ -69,14 +67,12 @@ def collect(group: Group, value: Any) -> list[Any]:
     """The JSON values of all ranks, in rank order, on every rank."""
     payload = _bytes(json.dumps(value).encode())
     sizes = torch.empty(group.size, dtype=torch.int64)
-    work = group.all_gather(sizes, torch.tensor([payload.numel()]))
-    work.wait()
+    group.all_gather(sizes, torch.tensor([payload.numel()])).wait()
     longest = int(sizes.max())
     padded = torch.zeros(longest, dtype=torch.uint8)  # all_gather needs equal sizes
     padded[: payload.numel()] = payload
     gathered = torch.empty(group.size * longest, dtype=torch.uint8)
-    work = group.all_gather(gathered, padded)
-    work.wait()
+    group.all_gather(gathered, padded).wait()
     return [
         json.loads(row[:size].numpy().tobytes())
         for row, size in zip(gathered.view(group.size, longest), sizes.tolist(), strict=True)
@@ -120,12 +116,10 @@ def scatter_objects(group: Group, values: Sequence[Any] | None, source: int = 0)
                 f"scatter_objects of {len(pickles)} values to {group.size} ranks. Give one value per rank."
             )
     size = torch.empty(1, dtype=torch.int64)
-    work = group.scatter(size, [torch.tensor([each]) for each in sizes] if pickles else None, source)
-    work.wait()
+    group.scatter(size, [torch.tensor([each]) for each in sizes] if pickles else None, source).wait()
     received = torch.empty(int(size), dtype=torch.uint8)
     expected = [int(size) if rank == source else 0 for rank in range(group.size)]
-    work = group.all_to_all(received, torch.cat([received[:0], *pickles]), expected, sizes)
-    work.wait()
+    group.all_to_all(received, torch.cat([received[:0], *pickles]), expected, sizes).wait()
     return pickle.loads(_verified(group.secret, source, group.rank, received.numpy().tobytes()))
 
 
@@ -133,13 +127,11 @@ def gather_objects(group: Group, value: Any, destination: int = 0) -> list[Any]:
     """The values of all ranks, in rank order, on rank `destination`; [] on the others. Else as `scatter_objects`."""
     mine = _bytes(_signed(group.secret, group.rank, destination, _pickled(value)))
     sizes = torch.empty(group.size, dtype=torch.int64)
-    work = group.all_gather(sizes, torch.tensor([mine.numel()]))
-    work.wait()
+    group.all_gather(sizes, torch.tensor([mine.numel()])).wait()
     expected = sizes.tolist() if group.rank == destination else [0] * group.size
     received = torch.empty(sum(expected), dtype=torch.uint8)
     sent = [mine.numel() if rank == destination else 0 for rank in range(group.size)]
-    work = group.all_to_all(received, mine, expected, sent)
-    work.wait()
+    group.all_to_all(received, mine, expected, sent).wait()
     parts = received.split(expected) if group.rank == destination else ()
     return [
         pickle.loads(_verified(group.secret, source, destination, each.numpy().tobytes()))

@@ -29,9 +29,8 @@ class ParameterCopies(ABC):
         """Whether all ranks share the memory, so that a rank's writes are visible on all."""
         return False
 
-    def open(self) -> None:
+    def open(self) -> None:  # noqa: B027
         """Called once, before the parameters are first read."""
-        return
 
     @abstractmethod
     def publish(self) -> None:
@@ -71,5 +70,4 @@ def segment(flat: Tensor, group: Group) -> Tensor:
 def gather_shares(whole: Tensor, share: Tensor | None, group: Group) -> None:
     """Fills a tensor [size * n] with the ranks' shares [n], of which this rank's is `share`."""
     assert share is not None
-    work = group.all_gather(whole, share)
-    work.wait()
+    group.all_gather(whole, share).wait()

@@ -1,19 +1,16 @@
 """The contract of an exchange: how replicas agree, in terms of what each rank owns.
 
-One rank's step, in order. A `Steps` generator yields where it waits for other ranks:
+One rank's step, in order:
 
     begin_step()
     for each chunk:  backward -> gradient_ready(parameter), as gradients are computed; some are computed into grad_buffer(parameter)
     end_chunks()
-    yield from finish(weight)   -> gradients of what this rank owns, averaged
+    finish(weight)   -> gradients of what this rank owns, averaged
     (the updater clips and updates what this rank owns)
-    yield from publish()        -> all parameters are up to date on all ranks
-    yield from settle(early=False)
+    publish()        -> all parameters are up to date on all ranks
+    settle(early=False)
 
-Before the first step: `yield from open()`.
-
-`begin_step` never waits, and the others do so only if `each_chunk`; simulated ranks then need threads (`Turns`). Otherwise ranks
-that run in lockstep cannot deadlock.
+Before the first step: `open()`. `begin_step` never waits for other ranks; what is called within forward and backward does so only if `each_chunk`.
 """
 
 from __future__ import annotations
@@ -127,9 +124,8 @@ class Exchange(ABC):
         """The exchange of most parameters, where this one is around it."""
         return None
 
-    def open(self) -> None:
+    def open(self) -> None:  # noqa: B027
         """Called once, before the parameters are first read."""
-        return
 
     def turn_to(self, loss: int) -> None:  # noqa: B027
         """In a job of several losses: from now on gradients are of the parameters of the loss of this number, whose
@@ -189,9 +185,8 @@ class Exchange(ABC):
         (`exchange/sparse_gradients.py`).
         """
 
-    def publish(self) -> None:
+    def publish(self) -> None:  # noqa: B027
         """Makes the owners' updated parameters visible on all ranks."""
-        return
 
     def publish_bytes(self) -> Traffic:
         """What this rank hands to collectives in a `publish`, where that is always the same."""

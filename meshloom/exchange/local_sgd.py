@@ -169,8 +169,7 @@ class LocalSGD(Exchange):
         if gradient is not None:
             flat[:-1] = gradient.to_dense().reshape(-1)
             flat[-1] = 1
-        work = self._group.all_reduce(flat)
-        work.wait()
+        self._group.all_reduce(flat).wait()
         emit(name, flat[:-1].div(self._group.size).view(parameter.shape) if bool(flat[-1]) else None)
 
     def _means(self) -> list[Tensor]:

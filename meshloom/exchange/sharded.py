@@ -102,8 +102,7 @@ class Sharded(Exchange):
         buckets = self._buckets.buckets
         flags = torch.zeros(sum(len(each.entries) for each in buckets), device=buckets[0].extent.device)
         flags[self._mine.entries_with(gradients)] = 1
-        work = self._group.all_reduce(flags)
-        work.wait()
+        self._group.all_reduce(flags).wait()
         is_used = iter([flag > 0 for flag in flags.tolist()])
         # a rank that owns nothing has no shares
         for bucket, share in zip_longest(buckets, self._mine.shares(gradients, self._sums)):

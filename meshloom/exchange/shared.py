@@ -85,5 +85,4 @@ class OneForAll(ParameterCopies):
         return ExpectedBytes()
 
     def _meet(self) -> None:
-        work = self._group.barrier()
-        work.wait()
+        self._group.barrier().wait()

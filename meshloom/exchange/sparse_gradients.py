@@ -210,8 +210,7 @@ class _Sums:
             device=device,
         )
         everyone = counts.new_empty(group.size * len(mine))
-        work = group.all_gather(everyone, counts)
-        work.wait()
+        group.all_gather(everyone, counts).wait()
         self._sent["all_gather"] += counts.nbytes
         table: list[list[int]] = everyone.view(group.size, len(mine)).T.tolist()
         sums = [

@@ -137,8 +137,7 @@ class ZeroThree(Exchange):
     def finish(self, weight: Divisor) -> list[Tensor | None]:
         self.gathering.end_step(late=self._late)
         set_flags(self._used, [entry.used for entry in self._entries])
-        work = self._replicas.all_reduce(self._used, "max")
-        work.wait()
+        self._replicas.all_reduce(self._used, "max").wait()
         self._add_up_equals()
         used = used_anywhere((entry.used for entry in self._entries), self._used)
         for entry, is_used in zip(self._entries, used, strict=True):
@@ -166,15 +165,13 @@ class ZeroThree(Exchange):
         """Units are gathered when they are used. The gradients' slices have been, and are let go of."""
         for part in self._trained:
             part.summed = None
-        return
 
     def each_gradient(self, gradients: list[Tensor | None], emit: Emit) -> None:
         found = {id(each.entry): gradient for (_, each), gradient in zip(self._mine, gradients, strict=True)}
         # owners have none of what the job freezes, though ranks computed it
         flags = torch.zeros_like(self._used)
         set_flags(flags, [found.get(id(entry), flags) is None for entry in self._entries])
-        work = self._replicas.all_reduce(flags, "max")
-        work.wait()
+        self._replicas.all_reduce(flags, "max").wait()
         is_none = iter(flags.tolist())
         for part in self._trained:
             share = torch.zeros_like(part.kept)
@@ -229,8 +226,7 @@ class ZeroThree(Exchange):
         """The full flat tensor of all ranks' shares."""
         flat = part.full()
         self._inspected += Traffic.along("dp", all_gather=share.nbytes)
-        work = self._group.all_gather(flat, share)
-        work.wait()
+        self._group.all_gather(flat, share).wait()
         return flat
 
 

@@ -33,8 +33,7 @@ def clip(
     """
     total = sum_of_squares(gradients if counted is None else list(map(_counted, gradients, counted)), device)
     for group in (*([owners] if owners is not None else []), *holders):
-        work = group.all_reduce(total)
-        work.wait()
+        group.all_reduce(total).wait()
     norm = total.sqrt()
     factor = (largest / (norm + 1e-6)).clamp(max=1.0)  # NaN stays NaN, and shows in the loss
     for gradient in gradients:

@@ -93,15 +93,13 @@ class FullFromSlices:
             return
         device = self._parameters[0].device
         counts = torch.empty(self._group.size, dtype=torch.int64, device=device)
-        work = self._group.all_gather(counts, torch.tensor([len(self._mine)], device=device))
-        work.wait()
+        self._group.all_gather(counts, torch.tensor([len(self._mine)], device=device)).wait()
         longest = max(int(counts.max()), 1)
         mine = torch.full((longest, 3), -1, dtype=torch.int64)
         for row, part in zip(mine, self._mine, strict=False):
             row.copy_(torch.tensor(part))
         everyone = torch.empty(self._group.size * longest * 3, dtype=torch.int64, device=device)
-        work = self._group.all_gather(everyone, mine.view(-1).to(device))
-        work.wait()
+        self._group.all_gather(everyone, mine.view(-1).to(device)).wait()
         rows: list[list[list[int]]] = everyone.view(self._group.size, longest, 3).tolist()
         self._parts = [[_Part(*row) for row in rank if row[0] >= 0] for rank in rows]
 

@@ -114,8 +114,7 @@ def _spans(owners: Group, mine: Sequence[StateShard | None], device: torch.devic
         device=device,
     )
     everyone = here.new_empty(owners.size * here.numel())
-    work = owners.all_gather(everyone, here.view(-1))
-    work.wait()
+    owners.all_gather(everyone, here.view(-1)).wait()
     return everyone.view(owners.size, len(mine), 2).tolist()
 
 

@@ -128,12 +128,10 @@ class PipelineOwnership:
         if self.owns(name):
             assert tensor is not None
             sent = tensor.detach().to(device).contiguous()
-            work = self._group.send(sent, 0)
-            work.wait()
+            self._group.send(sent, 0).wait()
         elif self.rank == 0:
             received = torch.empty(shape, dtype=dtype, device=device)
-            work = self._group.recv(received, self.owner(name))
-            work.wait()
+            self._group.recv(received, self.owner(name)).wait()
             return received
         return None
 

@@ -23,8 +23,7 @@ def first_difference(tensors: Mapping[str, Tensor], replicas: Group) -> tuple[st
         [digest(tensor) for tensor in tensors.values()] or [torch.zeros((), dtype=torch.int64)]
     )
     everyone = mine.new_empty(replicas.size * mine.numel())
-    work = replicas.all_gather(everyone, mine)
-    work.wait()
+    replicas.all_gather(everyone, mine).wait()
     first, *others = everyone.view(replicas.size, -1).tolist()
     for replica, theirs in enumerate(others, 1):
         for name, here, there in zip(tensors or [""], first, theirs, strict=True):

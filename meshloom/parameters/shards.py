@@ -61,8 +61,7 @@ class Shards:
         padded[: part.numel()] = part.reshape(-1)
         everyone = part.new_empty(self.size * longest)
         assert self.group is not None
-        work = self.group.all_gather(everyone, padded)
-        work.wait()
+        self.group.all_gather(everyone, padded).wait()
         rows = everyone.view(self.size, longest)
         parts = [
             row[: pieces.num_elements(rank)].view(pieces.local_shape(rank)) for rank, row in enumerate(rows)

@@ -164,11 +164,6 @@ class Engine(ABC):
         not kept. All ranks enter and leave it together. kind: of the pass; idle: without computation here."""
         return nullcontext()
 
-    @property
-    def waits_inside(self) -> bool:
-        """Whether a forward may wait for other replicas, as simulated ranks do in threads alone."""
-        return False
-
     def expected_bytes(self) -> ExpectedBytes:
         """Bytes that this rank hands over along pp and tp, and within forward and backward along dp."""
         return ExpectedBytes()

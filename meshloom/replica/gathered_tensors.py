@@ -59,8 +59,7 @@ class GatheredTensors:
             work.wait()
 
         def receive(tensor: Tensor, sender: int) -> Tensor:
-            work = self._pp.recv(tensor, sender)
-            work.wait()
+            self._pp.recv(tensor, sender).wait()
             return tensor
 
         mine(emit)

@@ -89,8 +89,7 @@ def _evaluate(
     if sums.sums.numel():
         replica.engine.add_up("pp", sums.sums)
     if sums.sums.numel() and replica.plan.dp > 1:
-        work = replica.replicas.all_reduce(sums.sums)
-        work.wait()
+        replica.replicas.all_reduce(sums.sums).wait()
     values = sums.means()
     for name, of_all in samples.items():
         values[name], note = of_all.computed(replica.context.world, speaks=speaks, trial=trial)

@@ -142,7 +142,6 @@ class ModuleEngine(Engine):
         if not loss_sums.started:
             self._complete(loss_sums)
         self._exchange.end_chunks()
-        return
 
     def computing(self, kind: str, *, idle: bool = False) -> AbstractContextManager[None]:
         return self._units.computing(kind, idle=idle) if self._units else nullcontext()
@@ -154,18 +153,16 @@ class ModuleEngine(Engine):
             take(metric(self._model, batch))
         if self._units:
             self._units.chunk_ended()
-        return
 
     def add_up(self, axis: Axis, sums: Tensor) -> None:
-        return
+        pass
 
     def refresh_borrowed(self) -> None:
-        return
+        pass
 
     def gather(self, mine: Callable[[Emit], None], take: TakeTensor) -> None:
         def emit(name: str, tensor: Tensor | None) -> None:
             take(name, tensor)
-            return
 
         mine(emit)
 
@@ -194,10 +191,6 @@ class ModuleEngine(Engine):
 
     def expected_bytes(self) -> ExpectedBytes:
         return self._gathered.expected_bytes()
-
-    @property
-    def waits_inside(self) -> bool:
-        return self._gathered.may_wait
 
     def _meet(self) -> None:
         """Before a collective of the replicas within forward or backward."""

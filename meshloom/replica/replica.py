@@ -1,7 +1,6 @@
 """One rank's training step: its chunks forward and backward, the exchange, the update.
 
-A step is a generator that yields where it waits for other ranks: a process runs it to its end, simulated
-ranks run in lockstep (`comm/steps.py`). Backward runs on the *sum* of each chunk's loss, which is divided
+Backward runs on the *sum* of each chunk's loss, which is divided
 once, by the weight of the whole global batch, so that uneven and empty shares keep the exact mean: before
 backward where all ranks know that weight (means over samples), else by `Exchange.finish`.
 """

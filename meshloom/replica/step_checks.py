@@ -252,8 +252,7 @@ def count_overflows(
     for axis in ("tp", "pp"):
         engine.add_up(axis, flag)
     if replicas.size > 1:
-        work = replicas.all_reduce(flag)
-        work.wait()
+        replicas.all_reduce(flag).wait()
     return flag
 
 

@@ -234,8 +234,7 @@ def arrived_again(entry: BucketEntry) -> TrainingError:
 def order_of_rank_0(order: Sequence[int], group: Group, device: torch.device) -> list[int]:
     """What rank 0 of the group passes; as many numbers on all ranks."""
     decided = torch.tensor(order, dtype=torch.int64, device=device)
-    work = group.broadcast(decided, 0)
-    work.wait()
+    group.broadcast(decided, 0).wait()
     return decided.tolist()
 
 

@@ -157,8 +157,7 @@ class WithMasters(AroundExchange):
                 torch.cat(sent, out=flat[: sum(each.numel() for each in sent)])
             whole = torch.empty(longest * self._group.size, dtype=dtype, device=device)
             self._inspected += Traffic.along("dp", all_gather=flat.nbytes)
-            work = self._group.all_gather(whole, flat)
-            work.wait()
+            self._group.all_gather(whole, flat).wait()
             for rank, spans_of_rank in enumerate(of_dtype):
                 at = rank * longest
                 for name, start, stop in spans_of_rank:

@@ -46,6 +46,5 @@ class HeldParameters:
         if self.units is None:
             return microbatches
         most = torch.tensor([microbatches])
-        work = self._replicas.all_reduce(most, "max")
-        work.wait()
+        self._replicas.all_reduce(most, "max").wait()
         return int(most)

@@ -142,8 +142,7 @@ class RunningStatistics:
         if self._group is None:
             return part.view(1, -1)
         everyone = part.new_empty(self._group.size * len(part))
-        work = self._group.all_gather(everyone, part)
-        work.wait()
+        self._group.all_gather(everyone, part).wait()
         return everyone.view(self._group.size, -1)
 
     def _note_evaluated(self) -> None:

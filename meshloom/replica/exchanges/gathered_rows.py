@@ -52,7 +52,7 @@ class GatheredRows:
         self._answer_now: Callable[[Tensor], Tensor] = outside(self._answered_now)
 
     @property
-    def may_wait(self) -> bool:
+    def _may_wait(self) -> bool:
         """Whether a forward may wait for other replicas."""
         if self._is_whole or self._refusal:
             return False
@@ -70,7 +70,7 @@ class GatheredRows:
     def end_forward(self, root: Tensor) -> Tensor:
         """The root of backward, once the loss is known. Raises `JobError` where another replica calls once more."""
         self._answer = _in_backward
-        if self.may_wait and self._gathers.get(self._loss, True):
+        if self._may_wait and self._gathers.get(self._loss, True):
             self._agree(_Call(kind=_END, step=self._step, batch=self._batch))
             self._gathers[self._loss] = bool(self._found)
         # every replica sends gradients of every call, whatever its own loss has used
@@ -78,7 +78,7 @@ class GatheredRows:
 
     def idle(self, loss: object) -> None:
         """In a step in which this replica has no samples."""
-        if self.may_wait and self._gathers.get(loss, True):
+        if self._may_wait and self._gathers.get(loss, True):
             self._agree(_Call(kind=_EMPTY))
             self._gathers[loss] = False
 
