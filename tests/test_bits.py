@@ -29,6 +29,7 @@ def test_two_runs_give_the_same_bits(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.processes
+@pytest.mark.slow
 def test_a_tree_that_computes_otherwise_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """This one, and its Python starts with another default of AdamW."""
     (tmp_path / "meshloom").symlink_to(ROOT / "meshloom")
@@ -47,7 +48,9 @@ def test_a_tree_that_computes_otherwise_is_told(tmp_path: Path, capsys: pytest.C
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("plan", ["dp=2,keyed_draws=true", "pp=2,microbatches=2"])
+@pytest.mark.parametrize(
+    "plan", ["dp=2,keyed_draws=true", pytest.param("pp=2,microbatches=2", marks=pytest.mark.slow)]
+)
 def test_simulated_ranks_give_the_bits_of_processes(plan: str, tmp_path: Path) -> None:
     """Of float32, which rounds: sums are made in one order."""
     cases = [Case(job="gpt", plan=plan, devices=devices) for devices in ("simulated", "cpu")]
@@ -91,6 +94,7 @@ def worktrees() -> str:
 
 @in_a_repository
 @pytest.mark.processes
+@pytest.mark.slow
 def test_another_revision_is_there_while_it_is_needed(tmp_path: Path) -> None:
     with earlier_tree("HEAD", compiled=False) as tree:
         assert (tree.path / "meshloom/__init__.py").exists() and str(tree.path) in worktrees()
@@ -127,6 +131,7 @@ with earlier_tree("HEAD", compiled=False) as tree:
 
 @in_a_repository
 @pytest.mark.processes
+@pytest.mark.slow
 def test_nothing_is_left_of_it_when_who_needs_it_is_killed() -> None:
     with subprocess.Popen(
         [sys.executable, "-c", _HOLDS], cwd=ROOT, stdout=subprocess.PIPE, text=True

@@ -102,7 +102,13 @@ def test_losses_are_those_of_a_run_that_does_not_evaluate(how: str):
         assert said == told
 
 
-@pytest.mark.parametrize("plan", ["tp=2", "pp=2,microbatches=2", "dp=2,zero=3"])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "tp=2",
+        *(pytest.param(each, marks=pytest.mark.slow) for each in ("pp=2,microbatches=2", "dp=2,zero=3")),
+    ],
+)
 @pytest.mark.long
 def test_so_are_they_under_other_plans(plan: str):
     right, _, _ = trained("in place", plan, evaluates=False)
@@ -180,6 +186,7 @@ def scripted() -> nn.Module:
         return nn.Sequential(Cell(), torch.jit.script(nn.BatchNorm1d(5)))
 
 
+@pytest.mark.slow
 def test_modules_in_torchscript_are_put_back_too():
     def sampled(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         return class_loss(model.train(), batch)

@@ -140,11 +140,11 @@ def test_a_call_is_one_operator_of_a_program_and_the_function_elsewhere() -> Non
     "plan",
     [
         "tp=2",
-        pytest.param("pp=2,microbatches=2,schedule=zb-h1", marks=pytest.mark.long),
-        pytest.param("dp=2,zero=3", marks=pytest.mark.long),
+        pytest.param("pp=2,microbatches=2,schedule=zb-h1", marks=pytest.mark.slow),
+        pytest.param("dp=2,zero=3", marks=pytest.mark.slow),
         pytest.param("dp=2,pp=2,tp=2", marks=pytest.mark.long),
-        pytest.param("dp=2,zero=3,pp=2,recompute=full", marks=pytest.mark.long),
-        pytest.param("tp=2,recompute=selective", marks=pytest.mark.long),
+        pytest.param("dp=2,zero=3,pp=2,recompute=full", marks=pytest.mark.slow),
+        pytest.param("tp=2,recompute=selective", marks=pytest.mark.slow),
     ],
 )
 def test_it_equals_one_device(plan: str) -> None:
@@ -422,7 +422,13 @@ def gathers(x: Tensor) -> Tensor:
     return ml.gather(x)[: len(x)]
 
 
-@pytest.mark.parametrize("plan", ["tp=2", pytest.param("dp=2,pp=2,microbatches=2", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        pytest.param("tp=2", marks=pytest.mark.slow),
+        pytest.param("dp=2,pp=2,microbatches=2", marks=pytest.mark.long),
+    ],
+)
 def test_draws_belong_to_the_call(plan: str) -> None:
     def call(net: Net, x: Tensor, batch: dict[str, Tensor]) -> Tensor:
         return F.dropout(noised(x, [batch["x"]]) + noised(x, [x]))
@@ -447,6 +453,7 @@ def test_collectives_are_refused() -> None:
 # 9
 
 
+@pytest.mark.slow
 def test_metrics_and_losses_may_use_it() -> None:
     def metric(model: Net, batch: dict[str, Tensor]) -> Tensor:
         return largest(model(batch))[1]["mean"]

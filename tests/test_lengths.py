@@ -75,7 +75,7 @@ class Growing(Lengths):
         return torch.full((4 + index // 6 - index % 2,), index % 90 + 1)
 
 
-@pytest.mark.parametrize("plan", ["tp=2", "pp=2,microbatches=2"])
+@pytest.mark.parametrize("plan", ["tp=2", pytest.param("pp=2,microbatches=2", marks=pytest.mark.slow)])
 def test_forty_lengths_take_three_captures(plan: str):
     """And the smaller batch at the end."""
     job = lengths_job(

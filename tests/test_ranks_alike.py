@@ -394,8 +394,8 @@ def test_an_iterator_that_can_be_read_once_keeps_its_samples():
     ("plan", "name"),
     [
         ("tp=2", "split"),
-        ("dp=2", "by_environment"),
-        ("pp=2", "rates"),
+        pytest.param("dp=2", "by_environment", marks=pytest.mark.slow),
+        pytest.param("pp=2", "rates", marks=pytest.mark.slow),
     ],
 )
 def test_a_job_that_goes_by_its_rank_is_refused_or_finds_none(plan: str, name: str, tmp_path: Path):
