@@ -177,7 +177,9 @@ class _Rank:
         self.what: Callable[[], str] | None = None
         self.lock = threading.Lock()  # free when it is this rank's turn
         self.lock.acquire()
-        self.thread = threading.Thread(target=self._live, name=f"rank {number}", daemon=True)
+        here = threading.current_thread()
+        within = "" if here is threading.main_thread() else f"{here.name}, "
+        self.thread = threading.Thread(target=self._live, name=f"{within}rank {number}", daemon=True)
         self.thread.start()
 
     def take(self) -> Any:
