@@ -396,15 +396,15 @@ def test_shapes_that_depend_on_values_are_refused() -> None:
 
 def test_a_shape_that_changes_later_is_an_error_of_its_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     job = job_of(lambda net, x, batch: later(x).mean(1, keepdim=True))
-    trainer = ml.Trainer(job, Plan.parse("tp=2"), devices="simulated")
-    batches = iter(trainer.batches())
-    trainer.step(next(batches))
-    monkeypatch.setattr(sys.modules[__name__], "LIMIT", [0.0])
-    with pytest.raises(
-        ChangedCallError,
-        match=r"later \(.*\), a leaf, returned tensors of shapes .* Or mark the function around it",
-    ):
+    with ml.Trainer(job, Plan.parse("tp=2"), devices="simulated") as trainer:
+        batches = iter(trainer.batches())
         trainer.step(next(batches))
+        monkeypatch.setattr(sys.modules[__name__], "LIMIT", [0.0])
+        with pytest.raises(
+            ChangedCallError,
+            match=r"later \(.*\), a leaf, returned tensors of shapes .* Or mark the function around it",
+        ):
+            trainer.step(next(batches))
 
 
 # 8

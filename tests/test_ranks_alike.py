@@ -121,7 +121,7 @@ def updated_by(replica: Replica) -> list[Tensor]:
 def test_a_rate_that_differs_from_the_start_is_seen_before_the_first_step():
     with pytest.raises(
         JobError,
-        match="At the start the learning rate of group 1 of SGD is 0.125 on rank 0 .* and 0.15625 on rank 1",
+        match=r"At the start the learning rate of group 1 of SGD is (0\.125|0\.15625) on rank 0 .* and (?!\1)0\.\d+ on rank 1",
     ):
         Trainer(with_own_rates(0), "dp=2", devices="simulated")
 

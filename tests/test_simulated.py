@@ -221,7 +221,7 @@ def test_waiting_for_ranks_that_will_not_come_names_them():
     work = groups[0].all_reduce(torch.ones(2))
     with pytest.raises(
         CollectiveError,
-        match=r"^all_reduce\(\(2,\), torch\.float32, sum\) waits for ranks 1, 2, which will not come\. It is at .*\.\nRank 1 has returned\.$",
+        match=r"^all_reduce\(\(2,\), torch\.float32, sum\) waits for ranks 1, 2, which will not come\.$",
     ):
         work.wait()
 

@@ -240,6 +240,18 @@ def test_threads_live_as_long_as_their_turns():
     assert threading.active_count() == before
 
 
+def test_threads_end_with_turns_that_nobody_closes():
+    before = threading.active_count()
+    turns = Turns()
+    turns.run([lambda: None] * 2)
+    assert threading.active_count() == before + 2
+    del turns
+    until = time.monotonic() + 10
+    while threading.active_count() > before and time.monotonic() < until:
+        time.sleep(0.01)
+    assert threading.active_count() == before
+
+
 def test_who_is_no_rank_does_not_wait():
     wait_until(lambda: True, lambda: "never")
     with pytest.raises(CollectiveError, match=r"^it will not come$"):

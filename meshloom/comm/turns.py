@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, closing
 from pathlib import Path
@@ -45,7 +46,7 @@ def wait_until(ready: Ready, what: Callable[[], str]) -> None:
     """Lets other ranks run until `ready()`, which is cheap and may be called from any rank's thread. what: says what this rank waits
     for, if none can go on; who is no simulated rank does not wait at all. Raises `CollectiveError`."""
     rank: _Rank | None = getattr(_HERE, "rank", None)
-    if rank is not None:
+    if rank is not None and rank.turns is not None:
         rank.turns.wait(rank, ready, what)
     elif not ready():
         raise CollectiveError(what())
@@ -64,6 +65,7 @@ class Turns:
         self._over = threading.Lock()  # held while any of them runs
         self._over.acquire()
         self._regions = _AutocastRegions()
+        self.close = weakref.finalize(self, _end, self._ranks)  # called when nobody has this any more, too
 
     def run(self, functions: Sequence[Callable[[], T]]) -> list[T]:
         """Runs all to their end; their results. The first exception ends the others, one after the other, each where it waits, and is
@@ -73,7 +75,7 @@ class Turns:
         ranks = self._ranks[: len(functions)]
         self._failed, self._running, self._returned = None, [*ranks], []
         for rank, function in zip(ranks, functions, strict=True):
-            rank.function, rank.begun = function, False
+            rank.turns, rank.function, rank.begun = self, function, False
         self._pass_to(ranks[0])
         while True:
             try:
@@ -86,14 +88,6 @@ class Turns:
             failed, self._failed = self._failed, None
             raise failed
         return results
-
-    def close(self) -> None:
-        """Ends the threads."""
-        for rank in self._ranks:
-            rank.function = None
-            rank.lock.release()
-            rank.thread.join()
-        self._ranks = []
 
     def wait(self, rank: _Rank, ready: Ready, what: Callable[[], str]) -> None:
         """Of a rank of this run, whose turn it is."""
@@ -162,14 +156,24 @@ class Turns:
             # without which the next would crash
             torch._C._ensureCUDADeviceGuardSet()  # pyright: ignore[reportPrivateUsage]
         for number in range(len(self._ranks), size):
-            self._ranks.append(_Rank(self, number))
+            self._ranks.append(_Rank(number))
+
+
+def _end(ranks: list[_Rank]) -> None:
+    """Ends their threads."""
+    for rank in ranks:
+        rank.lock.release()
+        if rank.thread is not threading.current_thread():  # which may have been the last that had the `Turns`
+            rank.thread.join()
+    ranks.clear()
 
 
 class _Rank:
-    """A thread that runs one function after the other, whenever its turn comes."""
+    """A thread that runs one function after the other, whenever its turn comes. turns: of the run that it takes part in."""
 
-    def __init__(self, turns: Turns, number: int) -> None:
-        self.turns, self.number = turns, number
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.turns: Turns | None = None
         self.function: Callable[[], Any] | None = None
         self.begun = False
         self.result: Any = None
@@ -184,7 +188,8 @@ class _Rank:
 
     def take(self) -> Any:
         """Its result, which is not kept."""
-        result, self.result, self.function = self.result, None, None
+        result = self.result
+        self.result = self.function = self.turns = None
         return result
 
     def _live(self) -> None:
@@ -193,7 +198,7 @@ class _Rank:
         torch.autograd.set_multithreading_enabled(False)
         while True:
             self.lock.acquire()
-            if self.function is None:
+            if self.turns is None:
                 return
             self.turns.took_turn(self)
 
