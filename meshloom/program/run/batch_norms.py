@@ -56,9 +56,11 @@ class AlignedNorms(TorchFunctionMode):
 
 
 def has_single_samples(program: Program) -> bool:
-    """Whether a program has a norm whose gradient may be wrong in eager."""
+    """Whether a bound program has a norm whose gradient may be wrong in eager, also within a leaf."""
     return program.device.type == "cpu" and any(
-        node.target in NORMS and node.outputs[0].shape[0] == 1 for node in program.nodes
+        getattr(node.target, "has_batch_norms", False)
+        or (node.target in NORMS and node.outputs[0].shape[0] == 1)
+        for node in program.nodes
     )
 
 
