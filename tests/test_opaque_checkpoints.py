@@ -48,7 +48,7 @@ def job() -> Job:
     )
     return Job(
         model=model, data=lambda: samples, loss=loss, batch_size=6, steps=6,
-        optimizer=lambda named: torch.optim.SGD([each for _, each in named], lr=0.05, momentum=0.9),
+        optimizer=lambda named: torch.optim.SGD([each for _, each in named], lr=0.05, momentum=0.9), buffers={"1.seen": "sum"},
     )  # fmt: skip
 
 
