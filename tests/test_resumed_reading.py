@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from meshloom.core.buffer_rules import ema
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
 from meshloom.parameters import unfilled_model
@@ -54,7 +55,7 @@ def job_of() -> Job:
     samples = [{"x": each} for each in torch.randn(24, 20, 12, generator=torch.Generator().manual_seed(3))]
     return Job(
         model=Indexed, data=lambda: samples, loss=loss, optimizer=lambda named: torch.optim.AdamW([each for _, each in named], lr=0.01),
-        batch_size=4, steps=4,
+        batch_size=4, steps=4, buffers={"teacher.*": ema(0.75)},
     )  # fmt: skip
 
 
