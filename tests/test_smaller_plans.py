@@ -87,7 +87,7 @@ def noise_in_later_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("noise_in_later_chunks")
 @pytest.mark.parametrize("flags", [[], ["--bisect"], ["--quick"]])
 @pytest.mark.slow
-def test_settings_of_an_unknown_cause_are_found(
+def test_settings_that_make_a_plan_differ_are_found(
     flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     page = tmp_path / "page.html"
@@ -95,7 +95,6 @@ def test_settings_of_an_unknown_cause_are_found(
     words = ["verify", FILE, "--plan", plan, "--devices", "simulated", "--report", str(page)]
     assert main([*words, *flags]) == 1
     said = " ".join(capsys.readouterr().out.split())
-    assert "Unknown cause" in said
     assert (
         "the smallest plan that differs: dp=2,microbatches=2,zero=2; dp=2,zero=2, dp=2,microbatches=2,"
         in said
