@@ -87,9 +87,9 @@ def from_transformers(
 
 def _fill(model: nn.Module) -> None:
     """What starts as zeros or nearly gets values, except vectors: a norm of nothing multiplies gradients by a
-    million, and a matrix of zeros by nothing."""
+    million, and a matrix of zeros by nothing. A model that is only described has no values to look at."""
     for parameter in model.parameters():
-        if parameter.ndim > 1 and parameter.detach().square().mean() < 1e-6:
+        if parameter.ndim > 1 and not parameter.is_meta and parameter.detach().square().mean() < 1e-6:
             nn.init.normal_(parameter, std=0.2)
 
 
