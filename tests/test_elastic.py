@@ -107,10 +107,33 @@ KILLED_BEFORE_IT_WENT_BACK: dict[str, Any] = {
     "keep_every": 2,
 }
 
+# it leaves, and ends when a server is back, while the head gives it a share
+ENDED_WITH_A_SHARE: dict[str, Any] = {
+    "seen": Circumstances(
+        step_seconds=(0.1,),
+        latency_seconds=2.0,
+        jitter=0.5,
+        notice_seconds=0.0,
+        incidents=(
+            Incident(what="kill", number=3, at_seconds=0.0),
+            Incident(what="leave", number=0, at_seconds=4.0),
+            Incident(what="leave", number=1, at_seconds=0.0),
+            Incident(what="server", number=1, at_seconds=1.5, away_seconds=0.4),
+            Incident(what="join", number=9, at_seconds=40.0),
+        ),
+    ),
+    "num_servers": 3,
+    "num_workers": 5,
+    "staleness": None,
+    "steps": 2,
+    "keep_every": 1,
+}
+
 
 @pytest.mark.long
 @given(**RUNS)
 @example(**KILLED_BEFORE_IT_WENT_BACK)
+@example(**ENDED_WITH_A_SHARE)
 @settings(max_examples=300, deadline=None, derandomize=True)
 @pytest.mark.slow
 def test_whatever_happens(**run: Any) -> None:

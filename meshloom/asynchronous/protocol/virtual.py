@@ -18,7 +18,7 @@ from typing import Any
 from meshloom.asynchronous.protocol.circumstances import Circumstances, Incident
 from meshloom.asynchronous.protocol.events import Event
 from meshloom.asynchronous.protocol.head import Head
-from meshloom.asynchronous.protocol.messages import HEAD, Address, Sent
+from meshloom.asynchronous.protocol.messages import HEAD, Address, Done, Sent
 from meshloom.asynchronous.protocol.store import Store
 from meshloom.asynchronous.protocol.worker import Computed, Task, Worker
 from meshloom.core.errors import TrainingError
@@ -136,24 +136,29 @@ class VirtualCluster:
             else:
                 if incident.what == "kill":
                     self._gone(number)
-                # nobody counts as lost before what it said is heard
-                said = self._last.get((Address("worker", number), Address("server", 0)), 0.0)
-                noticed = max(self.seconds + self._circumstances.notice_seconds, said)
-                self._at(noticed, lambda: self._notice(number))
+                self._notice(number, self.seconds + self._circumstances.notice_seconds)
 
-    def _notice(self, worker: int) -> None:
-        if 0 in self._stores:
-            self._send(Address("server", 0), self.head.lost(worker))
+    def _notice(self, worker: int, seconds: float) -> None:
+        """The head hears that the worker's connection has ended, and not before it hears what was said."""
+
+        def lost() -> None:
+            if 0 in self._stores:
+                self._send(Address("server", 0), self.head.lost(worker))
+
+        said = self._last.get((Address("worker", worker), Address("server", 0)), 0.0)
+        self._at(max(seconds, said), lost)
 
     # --- Messages.
 
-    def _from_worker(self, worker: Worker, sent: Sent) -> None:
-        """Send what a worker says, and let it begin or end what it should."""
+    def _from_worker(self, worker: Worker, sent: Sent, *, told: bool = False) -> None:
+        """Send what a worker says, and let it begin or end what it should. told: whether the head lets it end."""
         if self._workers.get(worker.number) is not worker:
             return
         self._send(Address("worker", worker.number), sent)
         if worker.ended:
             self._gone(worker.number)
+            if not told:
+                self._notice(worker.number, self.seconds)
 
     def _begin(self, worker: Worker, task: Task) -> None:
         seconds = self._varied(self._circumstances.seconds_of(worker.number))
@@ -193,7 +198,7 @@ class VirtualCluster:
             return
         worker = self._workers[address.number]
         was_busy = worker.task is not None
-        self._from_worker(worker, worker.receive(message))
+        self._from_worker(worker, worker.receive(message), told=isinstance(message, Done))
         if worker.task and not was_busy:
             self._begin(worker, worker.task)
 
