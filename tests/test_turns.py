@@ -9,15 +9,19 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import numpy
 import pytest
 import torch
+from jobs import make_job
+from torch import nn
 
 from meshloom.comm.turns import Turns, in_turns, wait_until
 from meshloom.core.errors import CollectiveError
 from meshloom.core.random import python_draws_of
+from meshloom.train.trainer import Trainer
 
 
 def waiting_ranks(log: list[str], size: int) -> list[Callable[[], int]]:
@@ -256,3 +260,31 @@ def test_who_is_no_rank_does_not_wait():
     wait_until(lambda: True, lambda: "never")
     with pytest.raises(CollectiveError, match=r"^it will not come$"):
         wait_until(lambda: False, lambda: "it will not come")
+
+
+def test_simulated_ranks_compute_on_one_thread_each_and_alike():
+    """With pools of two threads the replicas of a larger model differed after a step in two of eleven runs."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        found = [_trained("dp=4") for _ in range(2)]
+    finally:
+        here, _ = torch.get_num_threads(), torch.set_num_threads(before)
+    assert here == 2 and found[0] == found[1]
+    assert found[0][0] == [1] * 4
+
+
+def _trained(plan: str) -> tuple[list[int], list[bytes]]:
+    """Threads of torch on each rank, and the bits of the parameters after a few steps."""
+    job = replace(
+        make_job("mlp", "adamw"),
+        model=lambda: nn.Sequential(
+            nn.Linear(7, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 5)
+        ),
+    )
+    with Trainer(job, plan, devices="simulated") as trainer:
+        assert "on 1 thread" in trainer.world.why
+        for batch in trainer.batches():
+            trainer.step(batch)
+        threads = trainer.together(lambda replica: torch.get_num_threads())
+        return threads, [each.detach().numpy().tobytes() for each in trainer.replicas[-1].model.parameters()]

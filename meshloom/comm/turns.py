@@ -54,10 +54,12 @@ def wait_until(ready: Ready, what: Callable[[], str]) -> None:
 
 class Turns:
     """The threads of a process's simulated ranks. apart: a context of a rank that waits, in which others run; they all draw from the
-    process's generators."""
+    process's generators. kernels: threads on which torch computes for each of them; None: as elsewhere."""
 
-    def __init__(self, apart: Callable[[], AbstractContextManager[None]] = draws_apart) -> None:
-        self._apart = apart
+    def __init__(
+        self, apart: Callable[[], AbstractContextManager[None]] = draws_apart, kernels: int | None = None
+    ) -> None:
+        self._apart, self._kernels = apart, kernels
         self._ranks: list[_Rank] = []
         self._running: list[_Rank] = []  # those of this run that have not returned, in order
         self._returned: list[_Rank] = []
@@ -70,8 +72,7 @@ class Turns:
     def run(self, functions: Sequence[Callable[[], T]]) -> list[T]:
         """Runs all to their end; their results. The first exception ends the others, one after the other, each where it waits, and is
         raised."""
-        if len(functions) > len(self._ranks):
-            self._start(len(functions))
+        started = self._start(len(functions))
         ranks = self._ranks[: len(functions)]
         self._failed, self._running, self._returned = None, [*ranks], []
         for rank, function in zip(ranks, functions, strict=True):
@@ -83,6 +84,8 @@ class Turns:
                 break
             except BaseException as error:  # Ctrl-C arrives in the main thread
                 self._failed = self._failed or error
+        if started and self._kernels is not None:
+            torch.set_num_threads(torch.get_num_threads())  # of threads that are made later, which have the newest number of any
         results = [rank.take() for rank in ranks]
         if self._failed is not None:
             failed, self._failed = self._failed, None
@@ -150,13 +153,17 @@ class Turns:
     def _pass_to(self, rank: _Rank) -> None:
         rank.lock.release()
 
-    def _start(self, size: int) -> None:
+    def _start(self, size: int) -> bool:
+        """Makes the threads that are missing; whether any were."""
+        if size <= len(self._ranks):
+            return False
         if torch.version.cuda is not None and not torch.cuda.is_available():
             # a torch built for CUDA, 2.11 at least, has one thread's guard for all where no GPU is: that of the first with fake tensors,
             # without which the next would crash
             torch._C._ensureCUDADeviceGuardSet()  # pyright: ignore[reportPrivateUsage]
         for number in range(len(self._ranks), size):
-            self._ranks.append(_Rank(number))
+            self._ranks.append(_Rank(number, self._kernels))
+        return True
 
 
 def _end(ranks: list[_Rank]) -> None:
@@ -171,8 +178,8 @@ def _end(ranks: list[_Rank]) -> None:
 class _Rank:
     """A thread that runs one function after the other, whenever its turn comes. turns: of the run that it takes part in."""
 
-    def __init__(self, number: int) -> None:
-        self.number = number
+    def __init__(self, number: int, kernels: int | None) -> None:
+        self.number, self._kernels = number, kernels
         self.turns: Turns | None = None
         self.function: Callable[[], Any] | None = None
         self.begun = False
@@ -196,6 +203,8 @@ class _Rank:
         _HERE.rank = self
         # Backward stays in this thread, on GPUs too: their own thread would serve all ranks, and wait with one.
         torch.autograd.set_multithreading_enabled(False)
+        if self._kernels is not None:
+            torch.set_num_threads(self._kernels)
         while True:
             self.lock.acquire()
             if self.turns is None:

@@ -29,7 +29,8 @@ def world_in_one_process(mesh: Mesh, devices: str, *, ring: bool = False, saving
             f"devices={devices} needs a GPU, and none is visible. Use devices={'simulated' if ':' in devices else 'cpu'}."
         )
     on_gpus = "cuda" in devices or (devices == "auto" and mesh.size == 1 and num_gpus > 0)
-    ranks, used = range(mesh.size), format_count(torch.get_num_threads(), "thread")
+    ranks = range(mesh.size)
+    used = format_count(torch.get_num_threads() if mesh.size == 1 else 1, "thread")
     where = [torch.device("cpu") for _ in ranks]
     if on_gpus:
         used = format_count(min(num_gpus, mesh.size), "GPU")

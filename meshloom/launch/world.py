@@ -101,7 +101,9 @@ class World:
         self, mesh: Mesh, local: list[LocalRank], kind: Kind, why: str,
         end: Callable[[bool], None] | None = None,
     ) -> None:  # fmt: skip
-        self.mesh, self.local, self.turns = mesh, local, Turns()
+        self.mesh, self.local = mesh, local
+        # each with a pool of threads of its own they would be slower, and not alike from run to run
+        self.turns = Turns(kernels=1)
         self.kind: Kind = kind
         self.why = why
         self._end = end
