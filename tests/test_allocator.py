@@ -84,7 +84,7 @@ def resident():
 
 return_freed_memory()
 before = resident()
-blocks = [torch.ones(128 << 10 if number % 2 == 0 else 8) for number in range(512)]
+blocks = [torch.ones(128 << 10 if number % 2 == 0 else 2 << 10) for number in range(512)]
 blocks = blocks[1::2]
 freed = resident() - before
 Shortage.trim()

@@ -85,7 +85,8 @@ class Turns:
             except BaseException as error:  # Ctrl-C arrives in the main thread
                 self._failed = self._failed or error
         if started and self._kernels is not None:
-            torch.set_num_threads(torch.get_num_threads())  # of threads that are made later, which have the newest number of any
+            # threads that are made later take the newest number of any
+            torch.set_num_threads(torch.get_num_threads())
         results = [rank.take() for rank in ranks]
         if self._failed is not None:
             failed, self._failed = self._failed, None

@@ -15,12 +15,13 @@ from __future__ import annotations
 
 import ctypes
 import platform
+from collections.abc import Mapping
 
 from meshloom.launch.environment import allocator_is_set
 from meshloom.machine.process_memory import Shortage, trim
 
 # Parameters of glibc's mallopt(3): glibc reads its environment variables only when the process starts.
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+_TRIM_THRESHOLD, _MMAP_THRESHOLD, _MOST_ARENAS = -1, -3, -8
 _NEVER = -1
 _LARGEST_KEPT = 32 << 20  # bytes; glibc accepts no larger threshold, and returns larger blocks immediately
 _LEAST_RETURNED = 1 << 20  # bytes of a block, where memory is short
@@ -43,8 +44,18 @@ def return_freed_memory() -> bool:
     return True
 
 
+def share_freed_memory() -> bool:
+    """Let the threads that are made from now on take what another has freed, as one of them runs at a time. False as
+    `keep_freed_memory`."""
+    return _mallopt({_MOST_ARENAS: 1})
+
+
 def _set(mmap_threshold: int, trim_threshold: int) -> bool:
+    return _mallopt({_MMAP_THRESHOLD: mmap_threshold, _TRIM_THRESHOLD: trim_threshold})
+
+
+def _mallopt(values: Mapping[int, int]) -> bool:
     if platform.libc_ver()[0] != "glibc" or allocator_is_set():
         return False
     mallopt = ctypes.CDLL(None).mallopt
-    return bool(mallopt(_MMAP_THRESHOLD, mmap_threshold)) and bool(mallopt(_TRIM_THRESHOLD, trim_threshold))
+    return all(mallopt(name, value) for name, value in values.items())

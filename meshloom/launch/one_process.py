@@ -13,6 +13,7 @@ from meshloom.comm.simulated import simulated_groups
 from meshloom.core.errors import DeviceError
 from meshloom.core.mesh import Mesh
 from meshloom.core.units import format_count
+from meshloom.launch.allocator import share_freed_memory
 from meshloom.launch.devices import Kind
 from meshloom.launch.names import rank_name, visible_gpus
 from meshloom.launch.world import REDUCES, LocalRank, Use, World, connect_rank
@@ -35,6 +36,8 @@ def world_in_one_process(mesh: Mesh, devices: str, *, ring: bool = False, saving
     if on_gpus:
         used = format_count(min(num_gpus, mesh.size), "GPU")
         where = [torch.device("cuda", rank % num_gpus) for rank in ranks]
+    if mesh.size > 1:
+        share_freed_memory()
     kind: Kind = "simulated"
     reason = f"this process was not started as one of {mesh.size}"
     if devices.startswith("simulated"):
