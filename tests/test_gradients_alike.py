@@ -6,14 +6,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import meshloom.replica.replica as replica_module
 from meshloom.core.plan import Plan
-from meshloom.exchange.exchange import Exchange
-from meshloom.replica import gradient_completion
+from meshloom.replica.replica import Replica
 from meshloom.verify.run import verify
 from tests.covering import few
 from tests.jobs import class_loss
@@ -37,24 +35,20 @@ class Words(nn.Module):
 @pytest.fixture(params=[False, True])
 def agrees(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Gradients of ranks other than the first of a replica are off by one part in a million; whether that is put right."""
-    of_product = gradient_completion.finished
+    attach = replica_module._attach
 
-    def finished(engine: Any, exchange: Exchange, divisor: Any, device: torch.device) -> Any:
-        of_exchange, place = exchange.finish, engine.context.place
-
-        def off(divisor: Any) -> Any:
-            gradients = of_exchange(divisor)
-            for each in gradients if place.tp else ():
+    def attached(replica: Replica) -> None:
+        def off(step: int, gradients: list[Tensor | None]) -> list[Tensor | None]:
+            for each in gradients if replica.context.place.tp else ():
                 if each is not None:
                     (each._values() if each.is_sparse else each).mul_(1 + 1e-6)
             return gradients
 
-        with monkeypatch.context() as patched:
-            patched.setattr(exchange, "finish", off, raising=False)
-            return of_product(engine, exchange, divisor, device)
+        attach(replica)
+        replica.attached.synced.insert(0, off)
 
-    monkeypatch.setattr(replica_module, "finished", finished)
-    monkeypatch.setattr(gradient_completion, "adds_in_any_order", lambda device: request.param)
+    monkeypatch.setattr(replica_module, "_attach", attached)
+    monkeypatch.setattr(replica_module, "adds_in_any_order", lambda device: request.param)
     return request.param
 
 

@@ -91,7 +91,8 @@ class ChunkScope:
     def forward(self, chunk: Chunk, *, stage: int = 0, observed: bool = True) -> Iterator[None]:
         """Context of a chunk's forward on a stage, this rank's chunks in order."""
         with ExitStack() as around:
-            around.enter_context(self._now[stage].chunk())
+            if (statistics := self._now[stage]).merges:
+                around.enter_context(statistics.chunk())
             self._seed(chunk, around, self.observer if observed else None)
             yield
 
@@ -114,7 +115,8 @@ class ChunkScope:
     def seed(self, moment: Moment) -> None:
         """Torch's generator and those of modules."""
         seed_torch(moment.seed)
-        seed_own_generators(self._generators, moment.seed)
+        if self._generators:
+            seed_own_generators(self._generators, moment.seed)
 
     @contextmanager
     def evaluating(self) -> Iterator[Callable[[], AbstractContextManager[None]]]:
@@ -139,15 +141,12 @@ class ChunkScope:
         if self.observer:
             self.observer.chunk_done(chunk, float(weight), float(loss_sum.detach()))
 
-    def computed(self, gradients: Any) -> None:
-        """Lets the observer see the `Gradients` of a step, or of a turn of it."""
-        if self.observer:
-            self.observer.computed(gradients)
-
-    def updated(self, result: Any) -> None:
-        """Lets the observer see its `StepResult`."""
-        if self.observer:
-            self.observer.updated(result)
+    @property
+    def ends_chunks(self) -> bool:
+        """Whether `finish` has something to do."""
+        return bool(self._constants) or any(
+            each.merges for by_stage in self.statistics for each in by_stage.values()
+        )
 
     def finish(self) -> None:
         """After the step's last chunk: merge buffers over chunks and replicas. Raises `TrainingError` if a forward has

@@ -131,6 +131,11 @@ class Engine(ABC):
     def add_up(self, axis: Axis, sums: Tensor) -> None:
         """Sum in place over the replica's ranks along pp or tp."""
 
+    @property
+    def borrows(self) -> bool:
+        """Whether this rank holds copies of parameters that others own."""
+        return bool(self.lent)
+
     @abstractmethod
     def refresh_borrowed(self) -> None:
         """After parameters have changed, by an update or otherwise: those of which this rank holds a copy get

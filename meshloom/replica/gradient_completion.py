@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from meshloom.comm.pieces import place
 from meshloom.core.job import NamedParameters
-from meshloom.exchange.exchange import Divisor, Exchange
+from meshloom.exchange.exchange import Exchange
 from meshloom.parameters.pipeline_ownership import PipelineOwnership
 from meshloom.parameters.shards import Shards
 from meshloom.replica.engine import Engine
@@ -103,17 +103,13 @@ def sum_over_tp(
             gradient.copy_(shards.take(name, part.view(each.shape)))
 
 
-def finished(
-    engine: Engine, exchange: Exchange, divisor: Divisor, device: torch.device
-) -> list[Tensor | None]:
-    """The averaged gradients of what this rank owns. Ranks of a replica update what each of them holds by itself, and would drift apart
-    where their gradients have other last bits."""
-    gradients = exchange.finish(divisor)
-    if adds_in_any_order(device):
-        held = set(engine.replicated)
-        names = (each.name for each in exchange.owned)
-        same = [each for name, each in zip(names, gradients, strict=True) if name in held]
-        engine.team_sums.alike(same)
+def made_alike(engine: Engine, exchange: Exchange, gradients: list[Tensor | None]) -> list[Tensor | None]:
+    """The averaged gradients, of what this rank owns, with those of the first of the replica's ranks that hold the same. They update it each by
+    itself, and would drift apart where their gradients have other last bits."""
+    held = set(engine.replicated)
+    names = (each.name for each in exchange.owned)
+    same = [each for name, each in zip(names, gradients, strict=True) if name in held]
+    engine.team_sums.alike(same)
     return gradients
 
 

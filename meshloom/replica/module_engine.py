@@ -117,9 +117,10 @@ class ModuleEngine(Engine):
         recorder: Recorder | None = None,
     ) -> None:
         compiled = self._compiled_units.computing() if self._compiled_units else nullcontext()
-        watched = [] if id(self._loss) in self._begun else self._parameters
+        first = id(self._loss) not in self._begun
         self._begun.add(id(self._loss))
-        with self.computing(STEP, idle=not chunks), compiled, hooks_kept(watched, self._plan):
+        watched = hooks_kept(self._parameters, self._plan) if first else nullcontext()
+        with self.computing(STEP, idle=not chunks), compiled, watched:
             for chunk in chunks:
                 self._context.activity.enter("chunk", chunk.step, chunk.index)
                 data = scope.data(chunk)

@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -55,11 +55,12 @@ from meshloom.pipeline.schedules.spans import SpanKind
 from meshloom.program.ir.written_parameters import frozen_parameters, limited_tables, mark_declared
 from meshloom.program.store.program_cache import ProgramCache
 from meshloom.replica import step_checks
+from meshloom.replica.attachments import Attachments, Averaged
 from meshloom.replica.chunk_scope import ChunkScope
 from meshloom.replica.engine import Engine
 from meshloom.replica.exchanges.opening import open_exchange
 from meshloom.replica.exchanges.sharing import shares_copies, why_separate
-from meshloom.replica.gradient_completion import finished
+from meshloom.replica.gradient_completion import adds_in_any_order, made_alike
 from meshloom.replica.loss_sums import LossSums
 from meshloom.replica.open_engine import for_optimizers, open_engine
 from meshloom.telemetry.step_result import StepResult
@@ -107,7 +108,7 @@ class Replica:
         self.replicas = context.groups["dp"]
         # whether this rank asks for something between steps (to stop), if ranks agree on that
         self.asks: Callable[[], bool] | None = None
-        self.before_update: Callable[[], None] = lambda: None  # called while no rank has begun to update
+        self.attached = Attachments()
         self.recorder: Recorder | None = None  # of a pipeline's timeline
         self.arrivals: deque[float] = deque(maxlen=1000)  # when the newest steps waited for the exchange
         self.pace = Pace([self.replicas, context.statistics], context.device) if plan.shares == "measured" else None  # fmt: skip
@@ -193,6 +194,7 @@ class Replica:
             self.start.finish()
         self.exchange.open()
         self._undo.enter_context(self.engine.connect(self.exchange))
+        _attach(self)
 
     def step(self, step: int, chunks: Sequence[Chunk]) -> StepResult:
         """Train on this replica's chunks of global batch `step`."""
@@ -211,8 +213,9 @@ class Replica:
     def gradients(self, step: int, chunks: Sequence[Chunk]) -> Gradients:
         """Forward and backward of this replica's chunks of global batch `step`, and the exchange. Buffers
         change, parameters do not."""
-        if self.pace:
-            self.pace.begin()
+        at = self.attached
+        for begin in at.begin:
+            begin(step)
         self.exchange.begin_step()
         self.evaluations += 1
         if self.updates:
@@ -221,18 +224,19 @@ class Replica:
         doing = self.context.activity
         doing.enter("preparing", step)
         filled = [chunk for chunk in chunks if chunk.samples]
-        with self._own_gradients(), _around_chunks(self, step):
+        with self.modes.training(), ExitStack() as around:
+            for context in at.around:
+                around.enter_context(context(step))
             self.engine.run(filled, self.scope, self.sums, self.recorder)
         doing.enter("exchanging", step)
-        if self.pace:
-            self.pace.end(sum(chunk.samples for chunk in filled))
         self.arrivals.append(time.monotonic())
-        self.before_update()
+        for complete in at.chunks_done:
+            complete(sum(chunk.samples for chunk in filled))
         self.sums.wait()
-        gradients = _exchanged(self, step, chunks[0].batch)
-        if self.exchange.one_copy and self.writes:
-            first = self.evaluations == 1 and not self.inner.captures
-            self.writes.check_copy(self.context.world, first=first)
+        with _span(self, "exchange"):
+            gradients = self.exchange.finish(self.sums.divisor(chunks[0].batch))
+            for change in at.synced:
+                gradients = change(step, gradients)
         total, weight = self.sums.result()
         if self.sums.are_unlike:
             step_checks.check_groups(self.updater, self.context.world, self.plan.mesh, f"In step {step}")  # fmt: skip
@@ -240,7 +244,8 @@ class Replica:
         if not self.updating:  # optimizers that evaluate the loss themselves turn back from infinite ones
             overflow = self.sums.scale if self.sums.overflowed else None
             step_checks.check_finite(self.engine, self.scope, self.context.world, step, filled, total, weight, overflow)  # fmt: skip
-        self.scope.finish()
+        for check in at.checked:
+            check(step)
         return Gradients(
             step=step, samples=chunks[0].batch, chunks=chunks, of_owned=gradients, loss=total / weight, weight=weight,
             overflowed=self.sums.overflowed, logged=self.sums.logged,
@@ -249,7 +254,8 @@ class Replica:
     def update(self, found: Gradients) -> StepResult:
         """The second half of a step: clip, update, publish the new parameters."""
         step, doing = found.step, self.context.activity
-        self.scope.computed(found)
+        for see in self.attached.computed:
+            see(found)
         doing.enter("updating", step)
         self.updating = True  # until all ranks have updated
         with _span(self, "update"):
@@ -259,11 +265,8 @@ class Replica:
             self.exchange.publish()
             if self.exchange.settle(early=False):
                 self.updater.parameters_changed()
-            if self.exchange.one_copy and self.writes:
-                self.writes.updated()
-            with self._own_gradients():
-                self.engine.refresh_borrowed()
-        self.updater.state.average_parameters(skipped=found.overflowed)
+            for follow in self.attached.published:
+                follow(found)
         self.updating = False
         self.sums.end_update()
         doing.enter("between steps", step + 1)
@@ -271,7 +274,8 @@ class Replica:
             step=step, loss=found.loss, weight=found.weight, samples=found.samples, asked=self.sums.asked,
             norm=None if norm is None else self.sums.readbacks.read(norm), skipped=found.overflowed, logged=found.logged,
         )  # fmt: skip
-        self.scope.updated(result)
+        for see in self.attached.updated:
+            see(result)
         return result
 
     @property
@@ -298,9 +302,6 @@ class Replica:
         """Remove the hooks from the model."""
         self._undo.close()
 
-    def _own_gradients(self) -> AbstractContextManager[None]:
-        return self.own.of(self.sums.loss) if self.own else nullcontext()
-
     def _open_exchange(self, made: UserOptimizers | None, whole: NamedParameters) -> None:
         if made is None:
             setup = Setup(
@@ -321,17 +322,6 @@ def _open_engine(replica: Replica) -> None:
 
 def _span(replica: Replica, kind: SpanKind) -> AbstractContextManager[None]:
     return replica.recorder.span(kind) if replica.recorder else nullcontext()
-
-
-def _exchanged(replica: Replica, step: int, batch: int) -> list[Tensor | None]:
-    """The averaged gradients of what this rank owns; with a loss scale ranks also tell each other whether some overflowed."""
-    sums = replica.sums
-    with _span(replica, "exchange"):
-        gradients = finished(replica.engine, replica.exchange, sums.divisor(batch), replica.context.device)  # fmt: skip
-        gradients = replica.freezing.dropped(step, (each.name for each in replica.exchange.owned), gradients)
-        if sums.scale is not None:
-            sums.send(step_checks.count_overflows(gradients, replica.engine, replica.replicas, replica.context.device))  # fmt: skip
-    return gradients
 
 
 def _evaluated(replica: Replica, found: Gradients) -> tuple[list[Tensor | None], float]:
@@ -360,17 +350,64 @@ def _in_turn(replica: Replica, step: int, chunks: Sequence[Chunk]) -> StepResult
     )
 
 
-@contextmanager
-def _around_chunks(replica: Replica, step: int) -> Iterator[None]:
-    """The context of a step's chunks: what trains does, what is frozen stays, and parameters stay where they lie."""
+def _attach(replica: Replica) -> None:
+    """What this job and plan need at the points of a step."""
+    at, engine, own, writes = replica.attached, replica.engine, replica.own, replica.writes
     captures = replica.inner.captures  # programs compute all that they were captured with
-    with (
-        least_squares_alike() if captures else nullcontext(),
-        replica.freezing.without_gradients(step, [] if captures else replica.named),
-        replica.modes.training(),
-        replica.writes.chunks() if replica.writes else nullcontext(),
-    ):
-        yield
+    if pace := replica.pace:
+        at.begin.append(lambda step: pace.begin())
+        at.chunks_done.append(pace.end)
+    if own:
+        at.around.append(lambda step: own.of(replica.sums.loss))
+    if captures:
+        at.around.append(lambda step: least_squares_alike())
+    if replica.job.frozen:
+        _attach_frozen(replica, [] if captures else replica.named)
+    if writes:
+        at.around.append(lambda step: writes.chunks())
+    if adds_in_any_order(replica.context.device):
+        at.synced.insert(0, lambda step, gradients: made_alike(engine, replica.exchange, gradients))
+    if replica.sums.scale is not None:
+        at.synced.append(partial(_count_overflows, replica))
+    if writes and replica.exchange.one_copy:
+        at.synced.append(partial(_check_copy, replica, writes))
+        at.published.append(lambda found: writes.updated())
+    if replica.scope.ends_chunks:
+        at.checked.append(lambda step: replica.scope.finish())
+    if engine.borrows:
+        at.published.append(partial(_refresh_borrowed, replica))
+    if replica.updates and replica.updater.state.averages:
+        at.published.append(lambda found: replica.updater.state.average_parameters(skipped=found.overflowed))
+
+
+def _attach_frozen(replica: Replica, named: NamedParameters) -> None:
+    freezing, at = replica.freezing, replica.attached
+
+    def dropped(step: int, gradients: Averaged) -> Averaged:
+        return freezing.dropped(step, (each.name for each in replica.exchange.owned), gradients)
+
+    at.around.append(lambda step: freezing.without_gradients(step, named))
+    at.synced.append(dropped)
+
+
+def _count_overflows(replica: Replica, step: int, gradients: Averaged) -> Averaged:
+    """With a loss scale ranks also tell each other whether some gradients overflowed."""
+    device = replica.context.device
+    replica.sums.send(step_checks.count_overflows(gradients, replica.engine, replica.replicas, device))
+    return gradients
+
+
+def _check_copy(
+    replica: Replica, writes: step_checks.ChunkWrites, step: int, gradients: Averaged
+) -> Averaged:
+    first = replica.evaluations == 1 and not replica.inner.captures
+    writes.check_copy(replica.context.world, first=first)
+    return gradients
+
+
+def _refresh_borrowed(replica: Replica, found: Gradients) -> None:
+    with replica.own.of(replica.sums.loss) if replica.own else nullcontext():
+        replica.engine.refresh_borrowed()
 
 
 def _setup_of(replica: Replica, made: UserOptimizers, whole: NamedParameters) -> Setup:

@@ -73,14 +73,14 @@ class RunCheckpoints:
         self._written = SavedShare()
         self._memory = {replica.context.rank: CopyMemory() for replica in replicas.all}
         self._copying: dict[int, HostCopy] = {}  # by rank, what may not be copied yet
-        for replica in replicas.all:
-            replica.before_update = partial(self._finish_copy, replica.context.rank)
         self._saved: list[tuple[int, Path]] = []
         hosts = replicas.together(lambda replica: collect(replica.context.world, host_identity()))[0]
         self._one_host = len(set(hosts)) == 1
         self._background = out is not None and job.checkpoint == "background" and self._one_host
         if out is not None and job.checkpoint == "background" and not self._one_host:
             listener.note(SEVERAL_HOSTS.format(len(set(hosts))))
+        for replica in replicas.all if self._background else ():
+            replica.attached.chunks_done.append(partial(self._finish_copy, replica.context.rank))
         check_saved(replicas.first.model, out)
         # an earlier run's checkpoints, until this run has its own
         self._replaced = replicas.together(
@@ -205,7 +205,7 @@ class RunCheckpoints:
         with suppress(MeshloomError):
             self.finish()
 
-    def _finish_copy(self, rank: int) -> None:
+    def _finish_copy(self, rank: int, _samples: int = 0) -> None:
         if (copy := self._copying.pop(rank, None)) is not None:
             copy.before_update()
 

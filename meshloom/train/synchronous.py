@@ -203,6 +203,9 @@ class SynchronousRun:
         leaves to them."""
         for replica, observer in zip(self.replicas.all, observers, strict=True):
             replica.scope.observer = observer
+            if observer is not None:
+                replica.attached.computed.append(observer.computed)
+                replica.attached.updated.append(observer.updated)
         self._comparison.is_on = False
 
     def save_into(self, out: Path, released: Event | None = None) -> None:

@@ -32,7 +32,7 @@ class RunningStatistics:
     num_chunks: m. With one chunk a step there is nothing to do but for rules that are functions; without any buffers
     nothing is communicated. One replica's running statistics follow each other by themselves.
     synchronised: microbatch j of all replicas is one chunk, and batch norm layers see to their own statistics.
-    rules: of the job. changing: where a program runs instead of the layers' own forwards, the buffers that it changes, and the
+    rules: of the job. merges: whether there is anything to do. changing: where a program runs instead of the layers' own forwards, the buffers that it changes, and the
         only ones here; decays: of its running statistics, the share that a chunk keeps. opaque: the paths of
         modules whose own forwards the program runs. compiled: layers' forwards are compiled.
     """
@@ -82,7 +82,7 @@ class RunningStatistics:
         )
         if synchronised:
             _check_joined(self._others.declared)
-        self._active = self._others.length > 0 or (not alone and self._norms.length > 0)
+        self.merges = self._others.length > 0 or (not alone and self._norms.length > 0)
         self._moving = 0  # elements gathered in the last step because some buffer changed
         self._notes: list[str] = []
         self._noted: set[str] = set()
@@ -94,7 +94,7 @@ class RunningStatistics:
     @contextmanager
     def chunk(self) -> Iterator[None]:
         """Around one chunk's forward and backward; this replica's chunks in order."""
-        if not self._active:
+        if not self.merges:
             yield
             return
         with self._others.collecting(), self._norms.collecting():
@@ -102,7 +102,7 @@ class RunningStatistics:
 
     def finish(self) -> None:
         """After the step's last chunk: bring every replica's buffers to one device's values."""
-        if not self._active:
+        if not self.merges:
             return
         self._note_evaluated()  # of the step before
         facts = on_device(self._others.facts(), torch.int64, self._device)
@@ -132,7 +132,7 @@ class RunningStatistics:
 
     def expected_bytes(self) -> ExpectedBytes:
         """Of `finish`, given the buffers that changed in the last step."""
-        if not self._active or self._group is None:
+        if not self.merges or self._group is None:
             return ExpectedBytes()
         length = self._norms.length + self._others.length + self._moving
         return ExpectedBytes(per_step=Traffic.along("dp", all_gather=8 * length))
