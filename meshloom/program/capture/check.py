@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from meshloom.core.errors import CaptureError
+from meshloom.core.errors import CODE_ERRORS, CaptureError
 from meshloom.core.job import Job, LossFunction
 from meshloom.core.modules.own_generators import own_generators, seed_own_generators
 from meshloom.core.moments.current_step import Moment
@@ -106,10 +106,16 @@ def check_against_module(
             seed = derive("check", number)
             moment = Moment(seed, _STEPS[number % len(_STEPS)])
             seed_own_generators(own_generators(model), seed)
-            with attributes_put_back(model) if program.opaque else nullcontext(), moment.entered():
-                found = _program(program, parameters, mirror, batch, seed)
+            eager = partial(_eager, model, loss, batch, seed, keyed=draws, single=has_single_samples(program))
+            try:
+                with attributes_put_back(model) if program.opaque else nullcontext(), moment.entered():
+                    found = _program(program, parameters, mirror, batch, seed)
+            except CODE_ERRORS:
+                with moment.entered(), leaves_in(model, program.opaque):
+                    eager()  # where the job's own code fails, with its line
+                raise
             with moment.entered(), leaves_in(model, program.opaque):
-                expected = _eager(model, loss, batch, seed, keyed=draws, single=has_single_samples(program))
+                expected = eager()
             difference = _difference(found, expected)
             worst = max(worst, difference, key=lambda each: each.error)
             finite &= all(bool(torch.isfinite(torch.as_tensor(each)).all()) for each in expected.outputs)
