@@ -130,6 +130,7 @@ def _loss_of(loss: LossFunction, leaves: Leaves) -> Any:
 
 def _refuse_switch(model: nn.Module, path: str, rerun: Callable[[], Any]) -> CaptureError:
     module = submodule(model, path)
+    module.training = not module.training  # as it was
     line = describe_line(line_that_changes(rerun, lambda: module.training))
     return CaptureError(
         f"The forward switches {path or 'the model'} between training and evaluation at {line}, and a program has one mode. "
