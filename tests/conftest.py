@@ -155,6 +155,13 @@ def _worlds_on_the_device(request: pytest.FixtureRequest, monkeypatch: pytest.Mo
 
 
 @pytest.fixture
+def without_job_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files of jobs that other tests have written in this process, which stores nothing for that."""
+    for name in [each for each in sys.modules if each.startswith("meshloom_job_")]:
+        monkeypatch.delitem(sys.modules, name)
+
+
+@pytest.fixture
 def silent_export() -> Iterator[None]:
     """Transformers and torch.export warn about themselves."""
     with warnings.catch_warnings():

@@ -73,6 +73,7 @@ def test_one_plan_is_priced_by_itself(measured: Path, capsys: pytest.CaptureFixt
 
 @pytest.mark.slow
 @pytest.mark.long
+@pytest.mark.usefixtures("without_job_files")
 def test_a_second_start_captures_nothing(
     measured: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):

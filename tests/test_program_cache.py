@@ -37,16 +37,9 @@ from meshloom.train.trainer import Trainer
 from meshloom.verify.findings import Report
 from meshloom.verify.run import verify
 
-pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export")]
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export", "without_job_files")]
 
 WIDTH = 6
-
-
-@pytest.fixture(autouse=True)
-def without_job_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files of jobs that other tests have written in this process, which stores nothing for that."""
-    for name in [each for each in sys.modules if each.startswith("meshloom_job_")]:
-        monkeypatch.delitem(sys.modules, name)
 
 
 WEIGHTS = {"main": [1.0] * 100}  # more than are compared in every step
