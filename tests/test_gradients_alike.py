@@ -48,7 +48,7 @@ def agrees(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> b
         replica.attached.synced.insert(0, off)
 
     monkeypatch.setattr(replica_module, "_attach", attached)
-    monkeypatch.setattr(replica_module, "adds_in_any_order", lambda device: request.param)
+    monkeypatch.setattr(replica_module, "_adds_in_any_order", lambda device: request.param)
     return request.param
 
 

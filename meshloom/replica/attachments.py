@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -25,15 +24,15 @@ from meshloom.telemetry.step_result import StepResult
 Averaged = list[Tensor | None]
 
 
-@dataclass(frozen=True)
 class Attachments:
     """What is called at each point, in this order."""
 
-    begin: list[Callable[[int], None]] = field(default_factory=list[Any])
-    around: list[Callable[[int], AbstractContextManager[None]]] = field(default_factory=list[Any])
-    chunks_done: list[Callable[[int], None]] = field(default_factory=list[Any])
-    synced: list[Callable[[int, Averaged], Averaged]] = field(default_factory=list[Any])
-    checked: list[Callable[[int], None]] = field(default_factory=list[Any])
-    computed: list[Callable[[Any], None]] = field(default_factory=list[Any])
-    published: list[Callable[[Any], None]] = field(default_factory=list[Any])
-    updated: list[Callable[[StepResult], None]] = field(default_factory=list[Any])
+    def __init__(self) -> None:
+        self.begin: list[Callable[[int], None]] = []
+        self.around: list[Callable[[int], AbstractContextManager[None]]] = []
+        self.chunks_done: list[Callable[[int], None]] = []
+        self.synced: list[Callable[[int, Averaged], Averaged]] = []
+        self.checked: list[Callable[[int], None]] = []
+        self.computed: list[Callable[[Any], None]] = []
+        self.published: list[Callable[[Any], None]] = []
+        self.updated: list[Callable[[StepResult], None]] = []

@@ -134,7 +134,7 @@ class Engine(ABC):
     @property
     def borrows(self) -> bool:
         """Whether this rank holds copies of parameters that others own."""
-        return bool(self.lent)
+        return False
 
     @abstractmethod
     def refresh_borrowed(self) -> None:

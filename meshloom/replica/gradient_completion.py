@@ -111,8 +111,3 @@ def made_alike(engine: Engine, exchange: Exchange, gradients: list[Tensor | None
     same = [each for name, each in zip(names, gradients, strict=True) if name in held]
     engine.team_sums.alike(same)
     return gradients
-
-
-def adds_in_any_order(device: torch.device) -> bool:
-    """Whether kernels of this device may give other last bits from call to call, as those of GPUs do that add by atomics."""
-    return device.type != "cpu"

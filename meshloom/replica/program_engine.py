@@ -185,6 +185,10 @@ class ProgramEngine(Engine):
     def lent(self) -> Mapping[str, bool]:
         return {name: self.ownership.owns(name) for name in self.ownership.lent}
 
+    @property
+    def borrows(self) -> bool:
+        return bool(self.ownership.lent)
+
     def watch_rows(self, tables: Mapping[str, int], device: torch.device) -> None:
         self.rows = UsedRows(tables, device)
 

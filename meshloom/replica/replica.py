@@ -60,7 +60,7 @@ from meshloom.replica.chunk_scope import ChunkScope
 from meshloom.replica.engine import Engine
 from meshloom.replica.exchanges.opening import open_exchange
 from meshloom.replica.exchanges.sharing import shares_copies, why_separate
-from meshloom.replica.gradient_completion import adds_in_any_order, made_alike
+from meshloom.replica.gradient_completion import made_alike
 from meshloom.replica.loss_sums import LossSums
 from meshloom.replica.open_engine import for_optimizers, open_engine
 from meshloom.telemetry.step_result import StepResult
@@ -134,7 +134,7 @@ class Replica:
         self.named = trainable(self.model)
         step_checks.check_built(job, self.model, self.named, plan)
         self.own = OwnGradients(job, self.model) if job.losses else None
-        self.freezing = FrozenParameters(job, self.named, self.own)
+        self.freezing = FrozenParameters(job, self.named, self.own) if job.frozen else None
         # evaluations of losses in steps so far; by loss, the newest result
         self.evaluations, self.newest = 0, dict[str, StepResult]()
         self.num_parameters = sum(each.numel() for each in self.model.parameters())
@@ -361,11 +361,11 @@ def _attach(replica: Replica) -> None:
         at.around.append(lambda step: own.of(replica.sums.loss))
     if captures:
         at.around.append(lambda step: least_squares_alike())
-    if replica.job.frozen:
-        _attach_frozen(replica, [] if captures else replica.named)
+    if replica.freezing:
+        _attach_frozen(replica, replica.freezing, [] if captures else replica.named)
     if writes:
         at.around.append(lambda step: writes.chunks())
-    if adds_in_any_order(replica.context.device):
+    if _adds_in_any_order(replica.context.device):
         at.synced.insert(0, lambda step, gradients: made_alike(engine, replica.exchange, gradients))
     if replica.sums.scale is not None:
         at.synced.append(partial(_count_overflows, replica))
@@ -380,8 +380,13 @@ def _attach(replica: Replica) -> None:
         at.published.append(lambda found: replica.updater.state.average_parameters(skipped=found.overflowed))
 
 
-def _attach_frozen(replica: Replica, named: NamedParameters) -> None:
-    freezing, at = replica.freezing, replica.attached
+def _adds_in_any_order(device: torch.device) -> bool:
+    """Whether kernels of this device may give other last bits from call to call, as those of GPUs do that add by atomics."""
+    return device.type != "cpu"
+
+
+def _attach_frozen(replica: Replica, freezing: FrozenParameters, named: NamedParameters) -> None:
+    at = replica.attached
 
     def dropped(step: int, gradients: Averaged) -> Averaged:
         return freezing.dropped(step, (each.name for each in replica.exchange.owned), gradients)

@@ -202,10 +202,14 @@ class SynchronousRun:
         """Let these observe the steps of this process's replicas, one each. They compare what ranks hold, which the run then
         leaves to them."""
         for replica, observer in zip(self.replicas.all, observers, strict=True):
+            at, before = replica.attached, replica.scope.observer
+            if before is not None:
+                at.computed.remove(before.computed)
+                at.updated.remove(before.updated)
             replica.scope.observer = observer
             if observer is not None:
-                replica.attached.computed.append(observer.computed)
-                replica.attached.updated.append(observer.updated)
+                at.computed.append(observer.computed)
+                at.updated.append(observer.updated)
         self._comparison.is_on = False
 
     def save_into(self, out: Path, released: Event | None = None) -> None:
