@@ -139,11 +139,6 @@ class OptimizerState:
         values = [value for state in found if isinstance(state, Mapping) for value in state.values()]
         return sum(value.nbytes for value in values if isinstance(value, Tensor))
 
-    def average_parameters(self, *, skipped: bool) -> None:
-        """After a step's parameters are known: move their averages, unless the step was skipped."""
-        if self.averages and not skipped:
-            self.averages.update()
-
     def give_back(self) -> None:
         """Of what is offloaded, let go of what reading or changing it has brought into memory."""
         if self._offloaded:

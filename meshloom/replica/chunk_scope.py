@@ -159,7 +159,7 @@ class ChunkScope:
 
     def take_notes(self) -> list[str]:
         """Notes for the user about what forwards write, each once; clears them."""
-        everything = [each for by_stage in self.statistics for each in by_stage.values()]
+        everything = [each for by_stage in self.statistics for each in by_stage.values() if each.merges]
         notes = [*self.notes, *(note for statistics in everything for note in statistics.take_notes())]
         self.notes = []
         new = sorted(self._evaluation_writes - self._told)

@@ -36,6 +36,7 @@ class GradientCompletion:
         ready: Ready,
     ) -> None:
         lent, in_parts = set(ownership.lent), set(summed)
+        self._lends = bool(lent)
         self._ownership, self._shards, self._ready = ownership, shards, ready
         self._summed = [(name, each) for name, each in owned if name in in_parts]
         self._lent = [each for name, each in owned if name in lent and name not in in_parts]
@@ -64,8 +65,9 @@ class GradientCompletion:
     ) -> None:
         """After the backwards. parameters: all that this rank holds. add_up: over tp. computed: whether the
         replica had chunks."""
-        self._ownership.return_gradients(parameters)
-        self._tell(self._lent)
+        if self._lends:
+            self._ownership.return_gradients(parameters)
+            self._tell(self._lent)
         if computed and self._summed:
             sum_over_tp(self._summed, self._shards, add_up)
             self._tell([each for _, each in self._summed])

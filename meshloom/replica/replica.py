@@ -376,8 +376,8 @@ def _attach(replica: Replica) -> None:
         at.checked.append(lambda step: replica.scope.finish())
     if engine.borrows:
         at.published.append(partial(_refresh_borrowed, replica))
-    if replica.updates and replica.updater.state.averages:
-        at.published.append(lambda found: replica.updater.state.average_parameters(skipped=found.overflowed))
+    if replica.updates and (averages := replica.updater.state.averages):
+        at.published.append(lambda found: None if found.overflowed else averages.update())
 
 
 def _adds_in_any_order(device: torch.device) -> bool:
