@@ -38,9 +38,7 @@ class ShareMeasurement:
             replicas,
             listener,
         )
-        self._measures = plan.shares == "measured" and not shares.record and not simulated
-        if plan.shares != "measured":
-            return
+        self._measures = not shares.record and not simulated
         replicas.together(lambda replica: agree(replica.context.world, {"recorded_shares": shares.record}))
         if self._measures and job.batch_size < plan.dp:
             raise PlanError(
@@ -55,7 +53,7 @@ class ShareMeasurement:
     def go_on_with(self, checkpoint: Checkpoint) -> None:
         """Restore the checkpoint's record of shares, if they are measured over as many replicas."""
         record: Record = checkpoint.values.get("shares", ())
-        if self._plan.shares != "measured" or not record or self._shares.record:
+        if not record or self._shares.record:
             return
         dp = len(record[0][1])
         if dp == self._plan.dp:

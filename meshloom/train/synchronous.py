@@ -79,14 +79,18 @@ class SynchronousRun:
             self.replicas.prepare(overcommit=overcommit, cache=cache)
             self.digest = self.replicas.together(run_digest)[0]
             self.data = BatchReaders(job, plan, shares, self.replicas, timings, steps=steps)
-            self._measurement = ShareMeasurement(job, plan, shares, self.replicas, listener, simulated=world.kind == "simulated")  # fmt: skip
+            self._measurement: ShareMeasurement | None = None
+            if plan.shares == "measured":
+                self._measurement = ShareMeasurement(job, plan, shares, self.replicas, listener, simulated=world.kind == "simulated")  # fmt: skip
             self._comparison = RankComparison(plan, self.replicas)
             self._meter = StepMeter(job, plan, self.replicas)
             self.evaluation = TeamEvaluation(job, plan, shares, self.replicas, self._meter, timings)
             if resume is not None:
                 self._resume(resume)
             Shortage.trim()
-            self._recording = TimelineRecording(plan, self.replicas, out, start_step=self.next_step, steps=steps, main=world.main)  # fmt: skip
+            self._recording: TimelineRecording | None = None
+            if out is not None and first.inner.pp > 1:
+                self._recording = TimelineRecording(plan, self.replicas, out, start_step=self.next_step, steps=steps, main=world.main)  # fmt: skip
             listener.started(_beginning(plan, world, one_copy=first.exchange.one_copy))
             self.replicas.show_warnings()
             _tell(listener, [*first.notes(), *idle_lines_of(first, plan, job.batch_size), *self.replicas.warnings])  # fmt: skip
@@ -159,7 +163,7 @@ class SynchronousRun:
             send_event({"event": "saves"}) if self._stop_requests.armed else None
         replicas, meter = self.replicas, self._meter
         with meter.stepping():
-            recorded = self._recording.begin(batch.step + 1)
+            recorded = self._recording if self._recording and self._recording.begin(batch.step + 1) else None
             with self._timings.of("steps" if meter.num_steps else "first step"), replicas.computing():
                 result = replicas.together(
                     lambda replica: replica.step(batch.step, batch.shares[replicas.all.index(replica)])
@@ -170,10 +174,11 @@ class SynchronousRun:
             with self._timings.of("comparing ranks"):
                 self._comparison.after_step(self.next_step, self._steps, meter)
                 replicas.check_first_step(saved=bool(self._out)) if not meter.num_steps else None
-                self._measurement.after_step(self.next_step, self._steps)
+                if self._measurement:
+                    self._measurement.after_step(self.next_step, self._steps)
             replicas.enter("between steps", self.next_step)
         if recorded:
-            self._recording.keep(self.next_step)
+            recorded.keep(self.next_step)
         _came_to(meter, result, self._listener, replicas)
         self.losses = dict(result.losses)
         if result.asked:
@@ -249,7 +254,8 @@ class SynchronousRun:
         with self._timings.of("loading"):
             checkpoint = self._checkpoints.resume(directory, self._steps)
         _tell(self._listener, _notes_on(checkpoint, self.replicas, main=self._world.main))
-        self._measurement.go_on_with(checkpoint)
+        if self._measurement:
+            self._measurement.go_on_with(checkpoint)
         self.next_step = checkpoint.step
         _go_on_with_best(self.evaluation, self._checkpoints, checkpoint)
 

@@ -14,15 +14,14 @@ from meshloom.train.local_replicas import LocalReplicas
 
 
 class TimelineRecording:
-    """out: None writes none. start_step: steps done when this run began. steps: of the whole run. main:
-    whether this process writes.
-    """
+    """Of a run under pp. out: where to. start_step: steps done when this run began. steps: of the whole run. main: whether this
+    process writes."""
 
     def __init__(
         self,
         plan: Plan,
         replicas: LocalReplicas,
-        out: Path | None,
+        out: Path,
         *,
         start_step: int,
         steps: int,
@@ -35,11 +34,7 @@ class TimelineRecording:
     def begin(self, step: int) -> bool:
         """Turn the replicas' recorders on if the timeline of `step`, counted from 1, is kept; returns whether
         it is."""
-        kept = (
-            self._replicas.first.inner.pp > 1
-            and self._out is not None
-            and is_kept(step, self._start_step, self._steps)
-        )
+        kept = is_kept(step, self._start_step, self._steps)
         for replica in self._replicas.all:
             replica.recorder = Recorder(replica.context.device) if kept else None
         return kept
@@ -63,5 +58,5 @@ class TimelineRecording:
             )
 
         self._timelines.append(self._replicas.together(gather)[0])
-        if self._main and self._out is not None:
+        if self._main:
             write_recording(self._out, Recording(plan=str(self._plan), timelines=tuple(self._timelines)))
