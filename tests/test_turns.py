@@ -235,6 +235,15 @@ def test_grad_mode_is_each_ranks_own():
     assert in_turns([partial(rank, 0), partial(rank, 1)]) == [True, False]
 
 
+def test_the_default_device_is_that_of_who_runs_them():
+    torch.set_default_device("meta")
+    try:
+        assert in_turns([lambda: torch.empty(1).device.type] * 2) == ["meta", "meta"]
+    finally:
+        torch.set_default_device(None)
+    assert in_turns([lambda: torch.empty(1).device.type] * 2) == ["cpu", "cpu"]
+
+
 def test_threads_live_as_long_as_their_turns():
     turns, before = Turns(), threading.active_count()
     seen = [turns.run([threading.get_ident] * 2) for _ in range(3)]

@@ -181,6 +181,7 @@ class _Rank:
 
     def __init__(self, number: int, kernels: int | None) -> None:
         self.number, self._kernels = number, kernels
+        self._default = torch.get_default_device()  # each thread has its own
         self.turns: Turns | None = None
         self.function: Callable[[], Any] | None = None
         self.begun = False
@@ -206,6 +207,8 @@ class _Rank:
         torch.autograd.set_multithreading_enabled(False)
         if self._kernels is not None:
             torch.set_num_threads(self._kernels)
+        if self._default.type != "cpu":
+            torch.set_default_device(self._default)
         while True:
             self.lock.acquire()
             if self.turns is None:

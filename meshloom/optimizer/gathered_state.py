@@ -124,9 +124,8 @@ def _joined(owners: Group, flat: Tensor, spans: Sequence[Sequence[int]], num_ele
     padded = flat.new_zeros(longest)
     padded[: flat.numel()] = flat
     everyone = flat.new_empty(owners.size * longest)
-    work = owners.all_gather(everyone, padded) if longest else None
-    if work is not None:
-        work.wait()
+    if longest:
+        owners.all_gather(everyone, padded).wait()
     joined = flat.new_zeros(num_elements)
     for row, (start, stop) in zip(everyone.view(owners.size, longest), spans, strict=True):
         joined[start:stop] = row[: stop - start]

@@ -146,7 +146,7 @@ class Engine(ABC):
         """Gather full tensors on the replica's first rank, where `take` receives them one after another; None
         where the owner has none.
 
-        mine: yields this rank's parameters, buffers or gradients by name; the same kind on all ranks.
+        mine: gives this rank's parameters, buffers or gradients by name; the same kind on all ranks.
         """
 
     @abstractmethod

@@ -136,8 +136,7 @@ class LossSums:
             self.readbacks.lane.after_computation()
 
     def wait(self) -> None:
-        """Wait for that all-reduce, and send the global sums to the host, with a scale later (`send`); simulated ranks need their
-        turn between `start` and this."""
+        """Wait for that all-reduce, and send the global sums to the host, with a scale later (`send`)."""
         work, self._work = self._work, None
         if work is not None:
             with self.readbacks.lane.entered() if self._ready and self.scale is None else nullcontext():
