@@ -19,7 +19,7 @@ from meshloom.core.plan import Plan
 from meshloom.core.random import model_seed, seed_everything
 from meshloom.data.samples import first_batches
 from meshloom.optimizer.bfloat16.lowered import lowered
-from meshloom.optimizer.bfloat16.masters import Masters, WithMasters, masters_of
+from meshloom.optimizer.bfloat16.masters import Masters
 from meshloom.planner.memory.measured import measure_memory
 from meshloom.planner.memory.memory import predict_memory
 from meshloom.program.capture.capture import capture
@@ -109,7 +109,7 @@ def test_a_checkpoint_has_the_masters_under_every_plan(saved: str, plan: str, tm
     with Trainer(job, bf16(plan), devices="simulated", cache="off", resume=tmp_path, steps=4) as trainer:
         loaded = trainer.together(full_state)[0]
         for replica in trainer.replicas:
-            found = masters_of(replica.exchange)
+            found = replica.masters
             assert found and found.wrong() is None
         assert all(torch.equal(loaded[name], masters[name]) for name in masters)
     weights = load_file(next(tmp_path.glob("step-*")) / "model.safetensors")
@@ -123,7 +123,7 @@ def test_each_rank_has_masters_of_what_it_updates_alone():
     counted: dict[str, list[int]] = {}
     for plan in ("dp=2", "dp=2,zero=1", "dp=2,zero=3"):
         with Trainer(job_of("mlp"), bf16(plan), devices="simulated", cache="off") as trainer:
-            found = [masters_of(replica.exchange) for replica in trainer.replicas]
+            found = [replica.masters for replica in trainer.replicas]
             counted[plan] = [sum(one.data().nbytes for one, _ in each.copies()) for each in found if each]
             total = 4 * trainer.replicas[0].num_trainable
     assert counted["dp=2"] == [total, total]
@@ -198,7 +198,7 @@ def test_parameters_of_every_dtype_are_trained():
     with Trainer(job, bf16("dp=2,zero=1"), devices="simulated") as trainer:
         replica = trainer.replicas[0]
         state = replica.model.state_dict()
-        found = masters_of(replica.exchange)
+        found = replica.masters
         assert found
         masters = {each.name: each.data().dtype for each, _ in found.copies()}
     assert {name: each.dtype for name, each in state.items() if each.dtype != torch.bfloat16} == {
@@ -249,23 +249,21 @@ def test_verify_says_what_is_rounded_and_that_float64_leaves_it_out():
     assert exact and exact.passed and "left out" in exact.autocast
 
 
-def lost_update(self: WithMasters, gradients: list[Tensor | None]) -> list[Tensor | None]:
+def lost_update(masters: Masters, gradients: list[Tensor | None]) -> list[Tensor | None]:
     """The masters of one parameter keep their values."""
     return [
         None if master.name == "third.weight" else each
-        for master, each in zip(self.masters.owned, gradients, strict=True)
+        for master, each in zip(masters.owned, gradients, strict=True)
     ]
 
 
 @pytest.mark.parametrize("plan", ["dp=2,zero=1", slow("dp=2"), slow("tp=2"), slow("pp=2,microbatches=2")])
 @pytest.mark.long
 def test_a_master_that_is_not_updated_is_found(plan: str, monkeypatch: pytest.MonkeyPatch):
-    of_inner = WithMasters.finish
-
-    def finish(self: WithMasters, weight: float) -> Any:
-        return lost_update(self, of_inner(self, weight))
-
-    monkeypatch.setattr(WithMasters, "finish", finish)
+    right = Masters.raised
+    monkeypatch.setattr(
+        Masters, "raised", lambda masters, gradients: lost_update(masters, right(masters, gradients))
+    )
     _found(plan, "third.weight")
 
 

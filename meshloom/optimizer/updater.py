@@ -25,6 +25,7 @@ from meshloom.core.job import Job, NamedParameters
 from meshloom.exchange.exchange import Exchange, Ownership, Slice
 from meshloom.machine.process_memory import Shortage
 from meshloom.optimizer.assignment import UpdatedParameters, assign_everything, assign_parts
+from meshloom.optimizer.bfloat16.masters import Masters
 from meshloom.optimizer.clipping import clip
 from meshloom.optimizer.offload import OffloadedState, offload_state
 from meshloom.optimizer.optimizer_state import OptimizerState
@@ -121,6 +122,7 @@ class Updater:
                 for parts in self.updated.held
             ]
             self.updated = replace(self.updated, held=held)
+        self.masters: Masters | None = None  # that it updates in place of parameters
         self.state = OptimizerState(
             user, self.schedulers, self.updated, shards, exchange.owners, self._device, names, self._offloaded,
         )  # fmt: skip
@@ -158,7 +160,7 @@ class Updater:
         parts, turn = self.updated, self._turn
         Shortage.trim()  # of activations
         before = [(target, target.grad) for target in self._theirs]
-        norm = self._take(gradients)
+        norm = self._take(self.masters.raised(gradients) if self.masters else gradients)
         for optimizer in turn.optimizers if not skip else ():
             with _scaled(optimizer, rate):
                 if turn.takes_closure and evaluate is not None:
@@ -173,6 +175,8 @@ class Updater:
             parts.from_shards.give_back()
         if parts.from_slices and turn.looks_at_whole:
             parts.from_slices.give_back()
+        if self.masters:
+            self.masters.publish()
         for scheduler in turn.schedulers if not skip else ():
             scheduler.step(loss) if isinstance(scheduler, ReduceLROnPlateau) else scheduler.step()
         Shortage.trim()
@@ -247,6 +251,7 @@ class Updater:
             norm += Traffic.along(axis, all_reduce=8) if over is not None else Traffic()
         fulls = [each.expected_bytes() for each in (parts.from_slices, parts.from_shards) if each]
         whole = sum(fulls, ExpectedBytes())
+        expected += self.masters.expected_bytes() if self.masters else ExpectedBytes()
         for each in self._losses:
             sent = norm if each.clip_grad_norm is not None else Traffic()
             sent += whole.per_step if each.looks_at_whole else Traffic()

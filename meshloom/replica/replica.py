@@ -42,6 +42,7 @@ from meshloom.exchange.units.unit_slices import UnitParameters
 from meshloom.launch.transport import host_identity
 from meshloom.optimizer.bfloat16.lowered import lowered, own_model
 from meshloom.optimizer.bfloat16.master_values import master_values
+from meshloom.optimizer.bfloat16.masters import Masters
 from meshloom.optimizer.bfloat16.opening import open_updater
 from meshloom.optimizer.updater import Updater
 from meshloom.optimizer.user_optimizer import UserOptimizers, make_optimizers, make_without_values
@@ -182,7 +183,7 @@ class Replica:
                 self._notes += notes
             check_together(self.context.world, lambda: self._open_exchange(made, whole))
             if made:
-                self.exchange, self.updater = open_updater(
+                self.updater = open_updater(
                     self.job, self.inner, self.context, self.exchange, self.shards, made=made, whole=whole, local=self.named,
                     stages=self.stage_group, values=values, refused=[self.tables, limited_tables(self.model)], scaled=self.sums.scale is not None,
                 )  # fmt: skip
@@ -277,6 +278,11 @@ class Replica:
         for see in self.attached.updated:
             see(result)
         return result
+
+    @property
+    def masters(self) -> Masters | None:
+        """Copies in another precision that are updated in place of the parameters."""
+        return self.updater.masters if self.updates else None
 
     @property
     def shards(self) -> Shards:

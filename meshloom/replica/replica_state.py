@@ -22,7 +22,7 @@ from meshloom.core.losses.loss_scale import LossScale
 from meshloom.exchange.exchange import Emit, Slice
 from meshloom.exchange.zero_three import ZeroThree, slices_of
 from meshloom.optimizer.averages import ParameterAverages
-from meshloom.optimizer.bfloat16.masters import WithMasters, masters_of, sum_of_parts
+from meshloom.optimizer.bfloat16.masters import sum_of_parts
 from meshloom.optimizer.outer_state import OUTER, outer_loader, outer_pieces
 from meshloom.optimizer.state_pieces import copy_key
 from meshloom.parameters.model import state_of
@@ -199,18 +199,17 @@ def each_of_state(replica: Replica, take: Callable[[str, Tensor], None]) -> None
     """Gather every parameter and buffer, tied ones once; `take` receives the full tensors one after another
     on the replica's first rank. Of parameters that are updated as copies in another precision, those."""
 
-    exchange = replica.exchange
-    masters = exchange.masters if isinstance(exchange, WithMasters) else None
+    masters = replica.masters
     copied = masters.parts if masters else {}
 
     def mine(emit: Emit) -> None:
         for name, tensor in replicated_state(replica).items():
             if name not in copied:
                 emit(name, tensor.detach())
-        if (sliced := slices_of(exchange)) is not None:
+        if (sliced := slices_of(replica.exchange)) is not None:
             sliced.each_parameter(emit, lambda name: name not in copied)
-        if isinstance(exchange, WithMasters):
-            exchange.each_master(emit)
+        if masters:
+            masters.each(emit)
 
     parts: dict[str, list[Tensor]] = {}
 
@@ -327,7 +326,7 @@ def loader_of(replica: Replica, checkpoint: Checkpoint) -> Loader:
 
     def finish() -> None:
         finish_updater()
-        if (masters := masters_of(replica.exchange)) is not None:
+        if (masters := replica.masters) is not None:
             masters.take_parameters({name for name in masters.parts if copy_key(name, MASTER) not in keys})
         if replica.exchange.state is not None:
             replica.exchange.load(momentum)

@@ -19,7 +19,6 @@ from torch import nn
 from meshloom.comm.objects import collect
 from meshloom.data.chunks import Chunk
 from meshloom.machine.process_memory import trim
-from meshloom.optimizer.bfloat16.masters import masters_of
 from meshloom.parameters.digest import digest
 from meshloom.replica.replica import Gradients, Replica
 from meshloom.replica.replica_state import each_average, each_gradient, each_of_state, replicated_state
@@ -129,8 +128,7 @@ class StepObserver:
 def _inconsistencies(replica: Replica) -> list[str]:
     """Differences between the ranks of a replica in replicated state."""
     mine = replica.engine.check_replicated()
-    masters = masters_of(replica.exchange)
-    if masters and (name := masters.wrong()) is not None:
+    if replica.masters and (name := replica.masters.wrong()) is not None:
         mine = f"{name} of rank {replica.context.rank} is not the rounding of the copy that is updated"
     of_ranks: list[str | None] = collect(replica.context.world, mine)
     return list(dict.fromkeys(each for each in of_ranks if each))

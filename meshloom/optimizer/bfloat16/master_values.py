@@ -15,7 +15,7 @@ from meshloom.core.job import Job, NamedParameters
 from meshloom.core.random import preserved_draws
 from meshloom.exchange.exchange import Exchange
 from meshloom.optimizer.bfloat16.lowered import master_dtype
-from meshloom.optimizer.bfloat16.masters import Masters, WithMasters, num_parts
+from meshloom.optimizer.bfloat16.masters import Masters, num_parts
 from meshloom.optimizer.user_optimizer import UserOptimizers, takes_closure
 from meshloom.parameters.file_weights import agree_on_weights, copy_from_first_rank
 from meshloom.parameters.model import build_model, describe_model, state_of, trainable
@@ -79,13 +79,15 @@ class MasterValues:
     def open(
         self, exchange: Exchange, named: NamedParameters, lowered: NamedParameters, shards: Shards, made: UserOptimizers,
         refused: Sequence[Collection[str]],
-    ) -> WithMasters:  # fmt: skip
-        """`exchange` with masters of what this rank updates of `named`, and their values. Raises `JobError` on all ranks.
+    ) -> Masters:  # fmt: skip
+        """Masters of what this rank updates of `named` in `exchange`, and their values. Raises `JobError` on all ranks.
 
         lowered: all trainable parameters of the job's model. refused: of `_check`.
         """
         context = self._context
-        masters = Masters(exchange, named, self.whole, shards, context.device)
+        masters = Masters(
+            exchange, named, self.whole, shards, context.device, group=context.groups["dp"], control=context.readers, copied=self._copied,
+        )  # fmt: skip
         dtypes = {name: each.dtype for name, each in lowered}
         masters.parts = {
             name: num_parts(master_dtype(each.dtype))
@@ -101,7 +103,7 @@ class MasterValues:
             if name in shards.pieces:  # one that keeps all of it has it in memory
                 each.data = torch.empty(each.shape, dtype=master_dtype(each.dtype), device=context.device)
         check_together(context.world, start)
-        return WithMasters(exchange, masters, context.groups["dp"], context.readers, self._copied)
+        return masters
 
     def _fill(self, masters: Masters, shards: Shards) -> None:
         copies = [(each.name, each.start, each.stop, each.data()) for each, _ in masters.copies()]

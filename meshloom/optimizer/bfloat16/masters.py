@@ -1,10 +1,10 @@
 """Masters: copies, in the job's own precision, of exactly what a rank updates of parameters in bfloat16.
 
-    finish     gradient of an owned slice, bfloat16 -> the master's precision
+    raised     gradient of an owned slice, bfloat16 -> the master's precision
     (the updater clips and updates the masters)
     publish    slice = its master, rounded; then the exchange shows it to the other ranks
 
-They are an exchange around the plan's: all replicas' masters, or their slices, follow from who owns what there.
+All replicas' masters, or their slices, follow from who owns what in the plan's exchange.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from meshloom.comm.group import Group
 from meshloom.comm.objects import collect
 from meshloom.core.job import NamedParameters
-from meshloom.core.losses.loss_scale import Divisor
-from meshloom.exchange.exchange import AroundExchange, Emit, Exchange, Slice
+from meshloom.exchange.exchange import Emit, Exchange, Slice
 from meshloom.optimizer.bfloat16.lowered import master_dtype
 from meshloom.optimizer.state_pieces import OwnedSlice
 from meshloom.parameters.shards import Shards
@@ -31,7 +30,7 @@ class Masters:
     named: the trainable parameters that this rank holds. whole: by the same names, those that the job's optimizer function
     gets, of full shape in the job's precision. shards: how parameters are sharded over tp. local: what this rank holds of
     `whole`, with memory where it owns all of it. parts: of each parameter that has a master on some rank, the number of
-    `parts_of` it.
+    `parts_of` it. group: all replicas; control: these for messages that are not counted. copied: bytes, before the first step.
     """
 
     def __init__(
@@ -41,7 +40,12 @@ class Masters:
         whole: NamedParameters,
         shards: Shards,
         device: torch.device,
+        *,
+        group: Group,
+        control: Group,
+        copied: Traffic,
     ) -> None:
+        self._group, self._control, self._copied, self._inspected = group, control, copied, Traffic()
         self.owners, self.num_owners, self.one_copy = exchange.owners, exchange.num_owners, False
         self.only_slices = exchange.owners is not None
         self.slices = list(exchange.owned)  # of the parameters themselves
@@ -70,6 +74,13 @@ class Masters:
             if master.data().dtype != slice_.parameter.dtype:
                 yield master, slice_
 
+    def raised(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """The gradients of the slices, in the masters' precision."""
+        return [
+            each if each is None else each.to(master.data().dtype)
+            for each, master in zip(gradients, self.owned, strict=True)
+        ]
+
     def publish(self) -> None:
         """Parameters become their masters, rounded."""
         for master, slice_ in self.copies():
@@ -91,49 +102,15 @@ class Masters:
                 return master.name
         return None
 
-
-class WithMasters(AroundExchange):
-    """`inner`, with gradients for masters and parameters from them. group: all replicas. copied: bytes, before the first step."""
-
-    def __init__(
-        self, inner: Exchange, masters: Masters, group: Group, control: Group, copied: Traffic
-    ) -> None:
-        self._copied = copied
-        super().__init__(inner)
-        self.masters, self._group, self._control = masters, group, control
-        self._inspected = Traffic()
-
-    @property
-    def owned(self) -> Sequence[Slice]:
-        return self.masters.slices
-
-    def finish(self, weight: Divisor) -> list[Tensor | None]:
-        gradients = self._inner.finish(weight)
-        return [
-            each if each is None else each.to(master.data().dtype)
-            for each, master in zip(gradients, self.masters.owned, strict=True)
-        ]
-
-    def publish(self) -> None:
-        self.masters.publish()
-        self._inner.publish()
-
-    def each_gradient(self, gradients: list[Tensor | None], emit: Emit) -> None:
-        lowered = [
-            each if each is None else each.to(slice_.parameter.dtype)
-            for each, slice_ in zip(gradients, self.masters.slices, strict=True)
-        ]
-        self._inner.each_gradient(lowered, emit)
-
-    def each_master(self, emit: Emit) -> None:
+    def each(self, emit: Emit) -> None:
         """Passes what this rank's replica has of every master to `emit`, as several tensors in the parameter's dtype whose sum it
         is: what gathers parameters gathers these."""
-        here = [*self.masters.copies()]
+        here = [*self.copies()]
         full = {each.name: each.data() for each, _ in here}
-        if self._inner.owners is not None:
+        if self.owners is not None:
             full = self._gathered([each for each, _ in here])
-        parameters = dict(self.masters.local)
-        dtypes = {name: parameter.dtype for name, parameter in self.masters.named}
+        parameters = dict(self.local)
+        dtypes = {name: parameter.dtype for name, parameter in self.named}
         for name, flat in full.items():
             for part in parts_of(flat.view(parameters[name].shape), dtypes[name]):
                 emit(name, part)
@@ -142,9 +119,9 @@ class WithMasters(AroundExchange):
         """What all replicas own of masters, as full flat tensors; one tensor of all is sent."""
         spans = [[each.name, each.start, each.stop] for each in mine]
         everyone: list[list[tuple[str, int, int]]] = collect(self._control, spans)
-        local = dict(self.masters.local)
+        local = dict(self.local)
         full: dict[str, Tensor] = {}
-        for name, parameter in self.masters.named:
+        for name, parameter in self.named:
             if any(name == each[0] for rank in everyone for each in rank):
                 full[name] = torch.empty(parameter.numel(), dtype=local[name].dtype, device=parameter.device)
         for dtype in dict.fromkeys(each.dtype for each in full.values()):
@@ -166,12 +143,8 @@ class WithMasters(AroundExchange):
         return full
 
     def expected_bytes(self) -> ExpectedBytes:
-        return self._inner.expected_bytes() + ExpectedBytes(once=self._copied, so_far=self._inspected)
-
-
-def masters_of(exchange: Exchange) -> Masters | None:
-    """Those of an exchange that has some."""
-    return exchange.masters if isinstance(exchange, WithMasters) else None
+        """Of their first values, and of what was inspected."""
+        return ExpectedBytes(once=self._copied, so_far=self._inspected)
 
 
 def parts_of(value: Tensor, dtype: torch.dtype) -> list[Tensor]:

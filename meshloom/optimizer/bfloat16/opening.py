@@ -22,8 +22,8 @@ def open_updater(
     job: Job, plan: Plan, context: RankContext, exchange: Exchange, shards: Shards, *, made: UserOptimizers, whole: NamedParameters,
     local: NamedParameters, stages: Group | None, values: MasterValues | None, refused: Sequence[Collection[str]],
     scaled: bool,
-) -> tuple[Exchange, Updater]:  # fmt: skip
-    """The exchange, around which masters are where `values` gives them, and the updater. Raises `JobError` on all ranks.
+) -> Updater:  # fmt: skip
+    """The updater, of masters where `values` gives them. Raises `JobError` on all ranks.
 
     made, whole, local, stages, scaled: as of `Updater`, of the parameters themselves. refused: as of `MasterValues.open`.
     """
@@ -38,9 +38,8 @@ def open_updater(
                     "Job(average=...) is of parameters with dense gradients, and an embedding has sparse ones, of which only used rows are sent. Use sparse=False."
                 )
             updater.state.averages = ParameterAverages(job.average, exchange, shards)
-        return exchange, updater
-    around = values.open(exchange, local, whole, shards, made, refused)
-    masters = around.masters
+        return updater
+    masters = values.open(exchange, local, whole, shards, made, refused)
     updater = Updater(
         job,
         values.whole,
@@ -53,5 +52,5 @@ def open_updater(
         offload,
         scaled=scaled,
     )
-    updater.state.masters = masters.held
-    return around, updater
+    updater.masters, updater.state.masters = masters, masters.held
+    return updater
