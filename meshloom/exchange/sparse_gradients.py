@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor, nn
@@ -20,14 +21,14 @@ from torch import Tensor, nn
 from meshloom.comm.group import Group, Work
 from meshloom.core.errors import TrainingError
 from meshloom.core.losses.loss_scale import Divisor, divides
-from meshloom.exchange.exchange import AroundExchange, Emit, Exchange, Slice
+from meshloom.exchange.exchange import Emit, Exchange, Slice
 from meshloom.program.operators.fused_grad_accumulation import GradBuffer
 from meshloom.telemetry.traffic import ExpectedBytes, Traffic
 
 NOT_USED = -1
 
 
-class WithSparse(AroundExchange):
+class WithSparse(Exchange):
     """`inner` for dense gradients; those of `named` are sparse, with one sparse dim, the first.
 
     group: the replicas; None: there is one. Where `inner` has owners, each also owns an even share of the
@@ -47,7 +48,7 @@ class WithSparse(AroundExchange):
         sparse_only: Collection[str],
         used_rows: Callable[[str], Tensor | None] = lambda name: None,
     ) -> None:
-        super().__init__(inner)
+        self._inner = inner
         self._named, self._group = list(named), group
         self._kept, self._sparse_only = frozenset(kept), frozenset(sparse_only)
         self._used_rows = used_rows
@@ -80,6 +81,43 @@ class WithSparse(AroundExchange):
     def one_copy(self) -> bool:
         assert not self._inner.one_copy, "parameters with sparse gradients are not shared"
         return False
+
+    @property
+    def inner(self) -> Exchange:
+        return self._inner
+
+    @property
+    def owners(self) -> Group | None:
+        return self._inner.owners
+
+    @property
+    def only_slices(self) -> bool:
+        return self._inner.only_slices
+
+    def each_slice(self, *, borrowed: bool = False) -> list[Slice]:
+        return self._inner.each_slice(borrowed=borrowed)
+
+    def open(self) -> None:
+        self._inner.open()
+
+    def turn_to(self, loss: int) -> None:
+        self._inner.turn_to(loss)
+
+    @property
+    def each_chunk(self) -> bool:
+        return self._inner.each_chunk
+
+    def wait_for_nothing(self) -> None:
+        self._inner.wait_for_nothing()
+
+    def chunk(self) -> AbstractContextManager[None]:
+        return self._inner.chunk()
+
+    def end_chunks(self) -> None:
+        self._inner.end_chunks()
+
+    def begin_last_chunk(self) -> None:
+        self._inner.begin_last_chunk()
 
     def begin_step(self) -> None:
         self._inner.begin_step()

@@ -1,8 +1,7 @@
 """One rank's training step: its chunks forward and backward, the exchange, the update.
 
-Backward runs on the *sum* of each chunk's loss, which is divided
-once, by the weight of the whole global batch, so that uneven and empty shares keep the exact mean: before
-backward where all ranks know that weight (means over samples), else by `Exchange.finish`.
+Backward runs on the *sum* of each chunk's loss, which is divided once, by the weight of the whole global batch, so that uneven and
+empty shares keep the exact mean: before backward where all ranks know that weight (means over samples), else by `Exchange.finish`.
 """
 
 from __future__ import annotations
@@ -367,12 +366,12 @@ def _attach(replica: Replica) -> None:
         at.around.append(lambda step: own.of(replica.sums.loss))
     if captures:
         at.around.append(lambda step: least_squares_alike())
+    if _adds_in_any_order(replica.context.device):
+        at.synced.append(lambda step, gradients: made_alike(engine, replica.exchange, gradients))
     if replica.freezing:
         _attach_frozen(replica, replica.freezing, [] if captures else replica.named)
     if writes:
         at.around.append(lambda step: writes.chunks())
-    if _adds_in_any_order(replica.context.device):
-        at.synced.insert(0, lambda step, gradients: made_alike(engine, replica.exchange, gradients))
     if replica.sums.scale is not None:
         at.synced.append(partial(_count_overflows, replica))
     if writes and replica.exchange.one_copy:
