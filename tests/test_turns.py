@@ -189,6 +189,29 @@ def test_an_interrupted_run_ends_its_ranks_at_their_next_wait():
     assert in_turns([lambda: 1]) == [1]
 
 
+def test_a_second_interrupt_ends_a_rank_that_does_not_wait():
+    timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
+    again = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
+    ended: list[str] = []
+
+    def computes() -> None:
+        try:
+            for _ in range(2000):
+                time.sleep(0.005)
+            ended.append("by itself")
+        except KeyboardInterrupt:
+            ended.append("interrupted")
+            raise
+
+    timer.start()
+    again.start()
+    with pytest.raises(KeyboardInterrupt):
+        in_turns([computes, lambda: ended.append("the other one")])
+    assert ended == ["interrupted"]
+    timer.join()
+    again.join()
+
+
 def test_waiting_leaves_a_ranks_draws_alone():
     started: list[int] = []
 

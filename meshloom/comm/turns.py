@@ -9,6 +9,7 @@ rank that can go on, in the order of ranks, so that every run has the same order
 
 from __future__ import annotations
 
+import ctypes
 import sys
 import threading
 import weakref
@@ -63,6 +64,7 @@ class Turns:
         self._ranks: list[_Rank] = []
         self._running: list[_Rank] = []  # those of this run that have not returned, in order
         self._returned: list[_Rank] = []
+        self._now: _Rank | None = None  # whose turn it is
         self._failed: BaseException | None = None
         self._over = threading.Lock()  # held while any of them runs
         self._over.acquire()
@@ -83,6 +85,8 @@ class Turns:
                 self._over.acquire()
                 break
             except BaseException as error:  # Ctrl-C arrives in the main thread
+                if self._failed is not None and self._now is not None:  # once more: the rank does not wait
+                    _raise_in(self._now.thread, type(error))
                 self._failed = self._failed or error
         if started and self._kernels is not None:
             # threads that are made later take the newest number of any
@@ -152,6 +156,7 @@ class Turns:
         return "\n".join([*waits, *returned])
 
     def _pass_to(self, rank: _Rank) -> None:
+        self._now = rank
         rank.lock.release()
 
     def _start(self, size: int) -> bool:
@@ -165,6 +170,11 @@ class Turns:
         for number in range(len(self._ranks), size):
             self._ranks.append(_Rank(number, self._kernels))
         return True
+
+
+def _raise_in(thread: threading.Thread, error: type[BaseException]) -> None:
+    """Raises an error in the Python code of another thread, as soon as it runs some."""
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(error))
 
 
 def _end(ranks: list[_Rank]) -> None:
