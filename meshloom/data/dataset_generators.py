@@ -17,10 +17,7 @@ class DatasetGenerators:
 
     def __init__(self, dataset: Any) -> None:
         self._found = held_generators(dataset)
-
-    @property
-    def names(self) -> list[str]:
-        return list(self._found)
+        self.names = list(self._found)
 
     def seed(self, value: int) -> None:
         """Each by its name."""

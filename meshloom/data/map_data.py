@@ -51,7 +51,8 @@ class ChunkSource(Dataset[Any]):
         for index in dict.fromkeys([*request.indices, *(request.partners or ())]):
             seed = sample_seed(self._seed, request.epoch, index)
             seed_draws(seed)
-            self._generators.seed(seed)
+            if self._generators.names:
+                self._generators.seed(seed)
             try:
                 samples[index] = self._dataset[index]
             except Exception as error:

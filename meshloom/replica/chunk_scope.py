@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Protocol
@@ -28,6 +29,7 @@ from meshloom.replica.buffers.merged_buffers import RunningStatistics
 from meshloom.replica.model_state import ModelState, shown_names
 from meshloom.telemetry.traffic import ExpectedBytes
 
+_COMPILES = "torch._inductor.config"  # a module that is there once something has been compiled
 _UNCHANGED = "Metrics write {}, which is put back after each of them: training goes on as without an evaluation (docs/contract.md)."
 
 
@@ -194,7 +196,8 @@ class ChunkScope:
     def _seed(self, chunk: Chunk, around: ExitStack, observer: Observer | None) -> None:
         plan, moment = self._plan, self.moment(chunk)
         self.seed(moment)
-        draw_as_written()
+        if _COMPILES in sys.modules:
+            draw_as_written()
         around.enter_context(moment.entered())
         around.enter_context(leaves_in(self._model, self._leaves))
         if observer:

@@ -192,6 +192,8 @@ class Replica:
         self.writes = step_checks.chunk_writes(self.frozen, self.named, self.exchange, self.inner)
         with self.timings.of("building the model"):
             self.start.finish()
+        compares = self.updates and self.plan.mesh.size > 1
+        self._rates = self.updater.learning_rates if compares else None  # which ranks must have alike
         self.exchange.open()
         self._undo.enter_context(self.engine.connect(self.exchange))
         _attach(self)
@@ -220,7 +222,7 @@ class Replica:
         self.evaluations += 1
         if self.updates:
             self.updater.begin_step()
-        self.sums.begin(self.asks, self.updater.learning_rates if self.updates and self.plan.mesh.size > 1 else None)  # fmt: skip
+        self.sums.begin(self.asks, self._rates)
         doing = self.context.activity
         doing.enter("preparing", step)
         filled = [chunk for chunk in chunks if chunk.samples]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -120,7 +120,7 @@ class LocalReplicas:
     def computing(self) -> Generator[None]:
         """Context of forwards in another precision than the job's own: random draws and new tensors without a
         dtype take that precision, as in programs."""
-        with working_alone(), default_precision(self._dtype):
+        with working_alone(), default_precision(self._dtype) if self._dtype else nullcontext():
             yield
 
 

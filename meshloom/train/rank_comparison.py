@@ -62,7 +62,7 @@ class RankComparison:
             replicas.together(lambda replica: check_identical(replica, done - 1))
             meter.checks += 1
             self._checked = done
-        if plan.mesh.size > plan.dp and (done % CHECK_EVERY == 0 or last or meter.num_steps == 0):
+        if (done % CHECK_EVERY == 0 or last or meter.num_steps == 0) and plan.mesh.size > plan.dp:
             replicas.together(lambda replica: check_team(replica, done - 1))
 
     def _compare_groups(self, when: str) -> None:

@@ -61,6 +61,7 @@ class SynchronousRun:
         self._steps, self._out, self._leave, self._share = steps, out, leave, share
         self._stop_requests = StopRequests()
         self._listener = listener = listener if world.main else QUIET
+        self._is_whole = plan.mesh.size == plan.dp  # every rank a replica
         self._asked = self._closed = False  # asked: all ranks know that some of them asks for something
         self.next_step, self.losses = 0, dict[str, float]()
         self._evaluated, self.saved = dict[str, float](), None
@@ -184,7 +185,7 @@ class SynchronousRun:
         if result.asked:
             self._checkpoints.finish()
         last = self.next_step == self._steps
-        if last or meter.num_steps == 1 or self.next_step % CHECK_EVERY == 0 or self._plan.mesh.size == self._plan.dp:  # fmt: skip
+        if last or meter.num_steps == 1 or self.next_step % CHECK_EVERY == 0 or self._is_whole:
             _tell(self._listener, replicas.together(take_notes)[0])
         if last and (told := replicas.first.engine.readings):
             self._listener.note(told)

@@ -57,9 +57,8 @@ def compiled_names(model: nn.Module) -> list[str]:
 def draw_as_written() -> None:
     """What the user's `torch.compile` makes on this thread from now on draws what the code as written draws; inductor's own
     generator would give other numbers."""
-    config: Any = sys.modules.get("torch._inductor.config")
-    if config is not None:  # else nothing is compiled
-        config.fallback_random = True
+    config: Any = sys.modules["torch._inductor.config"]
+    config.fallback_random = True
 
 
 def _inside(module: Any) -> nn.Module:
