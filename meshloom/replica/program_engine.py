@@ -229,7 +229,8 @@ class ProgramEngine(Engine):
             self.programs.ready(batch)
         for parameter in self._parameters.values():
             parameter.grad = None
-        self.rows.begin()
+        if self.rows.flags.numel():
+            self.rows.begin()
         listener = BothListeners(activity, recorder) if recorder else activity
         finish, around = finish_of(chunks, scope, loss_sums), around_of(self.plan, chunks, scope)
         # On a communicator of its own: replicas may have started different numbers of gradient all-reduces.
