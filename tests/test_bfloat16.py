@@ -19,7 +19,7 @@ from meshloom.core.plan import Plan
 from meshloom.core.random import model_seed, seed_everything
 from meshloom.data.samples import first_batches
 from meshloom.optimizer.bfloat16.lowered import lowered
-from meshloom.optimizer.bfloat16.masters import Masters
+from meshloom.optimizer.masters import Masters
 from meshloom.planner.memory.measured import measure_memory
 from meshloom.planner.memory.memory import predict_memory
 from meshloom.program.capture.capture import capture

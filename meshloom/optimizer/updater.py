@@ -25,8 +25,8 @@ from meshloom.core.job import Job, NamedParameters
 from meshloom.exchange.exchange import Exchange, Ownership, Slice
 from meshloom.machine.process_memory import Shortage
 from meshloom.optimizer.assignment import UpdatedParameters, assign_everything, assign_parts
-from meshloom.optimizer.bfloat16.masters import Masters
 from meshloom.optimizer.clipping import clip
+from meshloom.optimizer.masters import Masters
 from meshloom.optimizer.offload import OffloadedState, offload_state
 from meshloom.optimizer.optimizer_state import OptimizerState
 from meshloom.optimizer.user_optimizer import (

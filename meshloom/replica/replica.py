@@ -41,8 +41,8 @@ from meshloom.exchange.units.unit_slices import UnitParameters
 from meshloom.launch.transport import host_identity
 from meshloom.optimizer.bfloat16.lowered import lowered, own_model
 from meshloom.optimizer.bfloat16.master_values import master_values
-from meshloom.optimizer.bfloat16.masters import Masters
 from meshloom.optimizer.bfloat16.opening import open_updater
+from meshloom.optimizer.masters import Masters
 from meshloom.optimizer.updater import Updater
 from meshloom.optimizer.user_optimizer import UserOptimizers, make_optimizers, make_without_values
 from meshloom.parameters.file_weights import agree_on_weights

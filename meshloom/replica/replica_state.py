@@ -22,7 +22,7 @@ from meshloom.core.losses.loss_scale import LossScale
 from meshloom.exchange.exchange import Emit, Slice
 from meshloom.exchange.zero_three import ZeroThree, slices_of
 from meshloom.optimizer.averages import ParameterAverages
-from meshloom.optimizer.bfloat16.masters import sum_of_parts
+from meshloom.optimizer.masters import sum_of_parts
 from meshloom.optimizer.outer_state import OUTER, outer_loader, outer_pieces
 from meshloom.optimizer.state_pieces import copy_key
 from meshloom.parameters.model import state_of

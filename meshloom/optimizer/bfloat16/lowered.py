@@ -73,15 +73,6 @@ def has_masters(optimizer: OptimizerFunction) -> bool:
     return isinstance(optimizer, partial) and optimizer.func is _on_copies
 
 
-def master_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Of the copy from which a parameter is rounded that the job has in `dtype`.
-
-    >>> master_dtype(torch.float32), master_dtype(torch.float16), master_dtype(torch.float64)
-    (torch.float32, torch.float32, torch.float64)
-    """
-    return torch.promote_types(dtype, torch.float32)
-
-
 def _built(function: Callable[[], nn.Module], dtype: torch.dtype) -> nn.Module:
     model = built(function)
     layers = [each for each in model.modules() if _has_statistics(each)]

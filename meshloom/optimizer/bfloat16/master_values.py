@@ -14,8 +14,7 @@ from meshloom.core.errors import JobError
 from meshloom.core.job import Job, NamedParameters
 from meshloom.core.random import preserved_draws
 from meshloom.exchange.exchange import Exchange
-from meshloom.optimizer.bfloat16.lowered import master_dtype
-from meshloom.optimizer.bfloat16.masters import Masters, num_parts
+from meshloom.optimizer.masters import Masters, master_dtype, num_parts
 from meshloom.optimizer.user_optimizer import UserOptimizers, takes_closure
 from meshloom.parameters.file_weights import agree_on_weights, copy_from_first_rank
 from meshloom.parameters.model import build_model, describe_model, state_of, trainable

@@ -18,7 +18,6 @@ from meshloom.comm.group import Group
 from meshloom.comm.objects import collect
 from meshloom.core.job import NamedParameters
 from meshloom.exchange.exchange import Emit, Exchange, Slice
-from meshloom.optimizer.bfloat16.lowered import master_dtype
 from meshloom.optimizer.state_pieces import OwnedSlice
 from meshloom.parameters.shards import Shards
 from meshloom.telemetry.traffic import ExpectedBytes, Traffic
@@ -145,6 +144,15 @@ class Masters:
     def expected_bytes(self) -> ExpectedBytes:
         """Of their first values, and of what was inspected."""
         return ExpectedBytes(once=self._copied, so_far=self._inspected)
+
+
+def master_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Of the copy from which a parameter is rounded that the job has in `dtype`.
+
+    >>> master_dtype(torch.float32), master_dtype(torch.float16), master_dtype(torch.float64)
+    (torch.float32, torch.float32, torch.float64)
+    """
+    return torch.promote_types(dtype, torch.float32)
 
 
 def parts_of(value: Tensor, dtype: torch.dtype) -> list[Tensor]:
