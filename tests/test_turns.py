@@ -129,6 +129,20 @@ def test_what_autocast_has_cast_stays_while_another_rank_leaves_its_region(size:
     assert torch.autocast_decrement_nesting() == 0
 
 
+def test_what_fails_while_a_rank_waits_for_it_ends_all():
+    """Asked for by another rank, whose part is over."""
+    asked: list[int] = []
+
+    def arrived() -> bool:
+        asked.append(1)
+        if len(asked) > 1:
+            raise ValueError("it broke on the way")
+        return False
+
+    with pytest.raises(ValueError, match="^it broke on the way$"):
+        in_turns([lambda: wait_until(arrived, lambda: "never"), lambda: None])
+
+
 @pytest.mark.parametrize("failing", [0, 1, 2])
 def test_the_first_exception_ends_the_others_one_after_the_other(failing: int):
     log: list[str] = []

@@ -139,10 +139,13 @@ class Turns:
         """Who goes on now that `rank` waits or has returned: the first after it that can; all of them can once one has failed."""
         after = [each for each in self._running if each.number > rank.number]
         others = [*after, *(each for each in self._running if each.number <= rank.number)]
-        for each in others:
-            if self._failed is not None or not each.begun or (each.ready is not None and each.ready()):
-                return each
-        self._failed = CollectiveError(self._why_none_goes_on())
+        try:
+            for each in others:
+                if self._failed is not None or not each.begun or (each.ready is not None and each.ready()):
+                    return each
+            self._failed = CollectiveError(self._why_none_goes_on())
+        except BaseException as error:  # of what another rank waits for
+            self._failed = error
         return others[0]
 
     def _why_none_goes_on(self) -> str:
