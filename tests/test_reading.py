@@ -155,3 +155,14 @@ def test_killed_worker():
         match="The processes that read data failed: process \\d+ was killed by SIGKILL .* Job.num_workers=0. reads in the rank's own process",
     ):
         read_chunks(job_of(Kills(), num_workers=1), Plan(), 0, 1)
+
+
+def test_a_worker_that_is_killed_as_it_hands_a_batch_over(monkeypatch: pytest.MonkeyPatch):
+    """The connection on which it sends a tensor's memory is reset, of which torch says nothing of its own."""
+
+    def broken(*_: object) -> None:
+        raise ConnectionResetError(104, "Connection reset by peer")
+
+    monkeypatch.setattr("torch.utils.data.dataloader._SingleProcessDataLoaderIter._next_data", broken)
+    with pytest.raises(DataError, match=r"^The processes that read data failed: .*Connection reset by peer"):
+        read_chunks(job_of(range(4)), Plan(), 0, 1)

@@ -153,8 +153,12 @@ def read_ahead(
                     item = next(iterator)
                 except StopIteration:
                     return
-                except RuntimeError as error:
-                    broken, item = str(error), None
+                except (
+                    RuntimeError,
+                    OSError,
+                    EOFError,
+                ) as error:  # the last two: it was killed as it handed a batch over
+                    broken, item = str(error) or type(error).__name__, None
             if broken:
                 raise DataError(
                     f"The processes that read data failed: {_how_ended(iterator) or broken} Continue from a checkpoint with --resume; fewer workers need less memory, "
