@@ -123,6 +123,10 @@ class Collation:
         return self._collate(samples)
 
 
+# Of torch's loader whose processes have ended; the last two where one was killed as it handed a batch over.
+_BROKEN = (RuntimeError, OSError, EOFError)
+
+
 def read_ahead(
     source: Dataset[Any], num_workers: int, requests: Iterable[Any] | None = None
 ) -> Generator[Any, None, None]:
@@ -153,12 +157,8 @@ def read_ahead(
                     item = next(iterator)
                 except StopIteration:
                     return
-                except (
-                    RuntimeError,
-                    OSError,
-                    EOFError,
-                ) as error:  # the last two: it was killed as it handed a batch over
-                    broken, item = str(error) or type(error).__name__, None
+                except _BROKEN as error:
+                    broken, item = str(error) or repr(error), None
             if broken:
                 raise DataError(
                     f"The processes that read data failed: {_how_ended(iterator) or broken} Continue from a checkpoint with --resume; fewer workers need less memory, "
