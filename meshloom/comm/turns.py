@@ -10,11 +10,12 @@ rank that can go on, in the order of ranks, so that every run has the same order
 from __future__ import annotations
 
 import ctypes
+import signal
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, closing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
@@ -28,6 +29,7 @@ T = TypeVar("T")
 Ready = Callable[[], bool]
 
 _HERE = threading.local()  # .rank: the rank whose thread this is
+_LOOK_SECONDS = 0.5  # between two looks for a signal
 _WAITING_IN = str(Path(__file__).parent)  # files whose lines say nothing about where a rank waits
 
 
@@ -63,7 +65,6 @@ class Turns:
         self._apart, self._kernels = apart, kernels
         self._ranks: list[_Rank] = []
         self._running: list[_Rank] = []  # those of this run that have not returned, in order
-        self._returned: list[_Rank] = []
         self._now: _Rank | None = None  # whose turn it is
         self._failed: BaseException | None = None
         self._over = threading.Lock()  # held while any of them runs
@@ -76,18 +77,17 @@ class Turns:
         raised."""
         started = self._start(len(functions))
         ranks = self._ranks[: len(functions)]
-        self._failed, self._running, self._returned = None, [*ranks], []
+        self._failed, self._running = None, [*ranks]
         for rank, function in zip(ranks, functions, strict=True):
-            rank.turns, rank.function, rank.begun = self, function, False
-        self._pass_to(ranks[0])
-        while True:
-            try:
-                self._over.acquire()
-                break
-            except BaseException as error:  # Ctrl-C arrives in the main thread
-                if self._failed is not None and self._now is not None:  # once more: the rank does not wait
-                    _raise_in(self._now.thread, type(error))
-                self._failed = self._failed or error
+            rank.turns, rank.function, rank.ready = self, function, _begins
+        with _interrupts(self._interrupt):
+            self._pass_to(ranks[0])
+            over = False
+            while not over:  # Python misses a signal that comes just before it blocks
+                try:
+                    over = self._over.acquire(timeout=_LOOK_SECONDS)
+                except BaseException as error:  # of another signal
+                    self._interrupt(error)
         if started and self._kernels is not None:
             # threads that are made later take the newest number of any
             torch.set_num_threads(torch.get_num_threads())
@@ -96,6 +96,12 @@ class Turns:
             failed, self._failed = self._failed, None
             raise failed
         return results
+
+    def _interrupt(self, error: BaseException) -> None:
+        """Ends all at their next wait; called once more, the one that runs, where it is."""
+        if self._failed is not None and self._now is not None:
+            _raise_in(self._now.thread, type(error))
+        self._failed = self._failed or error
 
     def wait(self, rank: _Rank, ready: Ready, what: Callable[[], str]) -> None:
         """Of a rank of this run, whose turn it is."""
@@ -118,7 +124,6 @@ class Turns:
 
     def took_turn(self, rank: _Rank) -> None:
         """Begins a rank's part in the run, in its thread, and ends it."""
-        rank.begun = True
         try:
             if self._failed is None:
                 self._regions.resume(rank.number)
@@ -128,8 +133,6 @@ class Turns:
             self._failed = self._failed or error
         self._regions.end(rank.number)
         self._running.remove(rank)
-        self._returned.append(rank)
-        rank.ready = rank.what = None
         if self._running:
             self._pass_to(self._next(rank))
         else:
@@ -141,7 +144,7 @@ class Turns:
         others = [*after, *(each for each in self._running if each.number <= rank.number)]
         try:
             for each in others:
-                if self._failed is not None or not each.begun or (each.ready is not None and each.ready()):
+                if self._failed is not None or each.ready():
                     return each
             self._failed = CollectiveError(self._why_none_goes_on())
         except BaseException as error:  # of what another rank waits for
@@ -153,9 +156,10 @@ class Turns:
         waits = [
             f"{rank.what()} It is at {_place(frames[rank.thread.ident])}."
             for rank in self._running
-            if rank.what is not None and rank.thread.ident is not None
+            if rank.thread.ident is not None
         ]
-        returned = [f"Rank {rank.number} has returned." for rank in self._returned]
+        here = [rank for rank in self._ranks if rank.turns is not None and rank not in self._running]
+        returned = [f"Rank {rank.number} has returned." for rank in here]
         return "\n".join([*waits, *returned])
 
     def _pass_to(self, rank: _Rank) -> None:
@@ -175,9 +179,35 @@ class Turns:
         return True
 
 
+@contextmanager
+def _interrupts(take: Callable[[BaseException], None]) -> Iterator[None]:
+    """A context in which Ctrl-C, which arrives in the main thread between any two lines, passes what it raises to `take` instead."""
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(before):
+        yield
+        return
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        try:
+            before(number, frame)
+        except BaseException as error:
+            take(error)
+
+    signal.signal(signal.SIGINT, handle)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def _raise_in(thread: threading.Thread, error: type[BaseException]) -> None:
     """Raises an error in the Python code of another thread, as soon as it runs some."""
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(error))
+
+
+def _begins() -> bool:
+    """What a rank waits for that has not begun."""
+    return True
 
 
 def _end(ranks: list[_Rank]) -> None:
@@ -197,10 +227,9 @@ class _Rank:
         self._default = torch.get_default_device()  # each thread has its own
         self.turns: Turns | None = None
         self.function: Callable[[], Any] | None = None
-        self.begun = False
         self.result: Any = None
-        self.ready: Ready | None = None
-        self.what: Callable[[], str] | None = None
+        self.ready: Ready = _begins  # what it waits for, and what it says of that
+        self.what: Callable[[], str] = str
         self.lock = threading.Lock()  # free when it is this rank's turn
         self.lock.acquire()
         here = threading.current_thread()

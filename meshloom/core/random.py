@@ -168,18 +168,18 @@ def mix_seed(seed: int, step: int) -> int:
 @contextmanager
 def preserved_draws() -> Iterator[None]:
     """Restore the CPU generators of torch, `random` and numpy at the end of the context."""
-    kept = generators()
+    kept = torch.get_rng_state()
     try:
-        with _drawing():
+        with _drawing(), _python_preserved():
             yield
     finally:
-        put_generators(kept)
+        torch.set_rng_state(kept)
 
 
 @contextmanager
 def preserved_draws_of_devices() -> Iterator[None]:
     """`preserved_draws`, and the generators of this process's GPUs as they are."""
-    with _torch_preserved(), preserved_draws():
+    with _torch_preserved(), _drawing(), _python_preserved():
         yield
 
 

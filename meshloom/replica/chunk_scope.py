@@ -13,7 +13,7 @@ from torch import nn
 from meshloom.comm.rank_context import RankContext
 from meshloom.core.job import Job
 from meshloom.core.losses.turns import LossTurn
-from meshloom.core.modules.compiled import draw_as_written
+from meshloom.core.modules.compiled import INDUCTOR, draw_as_written
 from meshloom.core.modules.named_leaves import named_leaves
 from meshloom.core.modules.own_generators import own_generators, seed_own_generators
 from meshloom.core.moments.bilinear import bilinear_unwatched
@@ -29,7 +29,6 @@ from meshloom.replica.buffers.merged_buffers import RunningStatistics
 from meshloom.replica.model_state import ModelState, shown_names
 from meshloom.telemetry.traffic import ExpectedBytes
 
-_COMPILES = "torch._inductor.config"  # a module that is there once something has been compiled
 _UNCHANGED = "Metrics write {}, which is put back after each of them: training goes on as without an evaluation (docs/contract.md)."
 
 
@@ -196,7 +195,7 @@ class ChunkScope:
     def _seed(self, chunk: Chunk, around: ExitStack, observer: Observer | None) -> None:
         plan, moment = self._plan, self.moment(chunk)
         self.seed(moment)
-        if _COMPILES in sys.modules:
+        if INDUCTOR in sys.modules:
             draw_as_written()
         around.enter_context(moment.entered())
         around.enter_context(leaves_in(self._model, self._leaves))

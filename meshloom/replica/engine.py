@@ -36,8 +36,6 @@ from meshloom.replica.team_sums import TeamSums
 from meshloom.telemetry.traffic import ExpectedBytes
 from meshloom.tensor_parallel.division import Division
 
-TakeTensor = Callable[[str, Tensor | None], None]
-
 
 class Engine(ABC):
     """What computes on one rank. All ranks of a replica have the same kind and call the same methods in the
@@ -142,7 +140,7 @@ class Engine(ABC):
         their owners' values."""
 
     @abstractmethod
-    def gather(self, mine: Callable[[Emit], None], take: TakeTensor) -> None:
+    def gather(self, mine: Callable[[Emit], None], take: Emit) -> None:
         """Gather full tensors on the replica's first rank, where `take` receives them one after another; None
         where the owner has none.
 

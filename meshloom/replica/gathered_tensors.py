@@ -17,7 +17,6 @@ from meshloom.exchange.zero_three import ZeroThree
 from meshloom.parameters.model import state_of
 from meshloom.parameters.pipeline_ownership import PipelineOwnership
 from meshloom.parameters.shards import Shards
-from meshloom.replica.engine import TakeTensor
 from meshloom.telemetry.traffic import ExpectedBytes, Traffic
 
 
@@ -32,7 +31,7 @@ class GatheredTensors:
         self._gathered = self._sent = 0  # bytes along tp, along pp
         self._moves = tp is None or tp.rank == 0  # whether this rank sends along pp
 
-    def gather(self, mine: Callable[[Emit], None], take: TakeTensor) -> None:
+    def gather(self, mine: Callable[[Emit], None], take: Emit) -> None:
         """As `Engine.gather`."""
         tensors = state_of(self._model)
         names, moves = list(tensors), self._moves

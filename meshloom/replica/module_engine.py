@@ -34,7 +34,7 @@ from meshloom.program.run.compiler import Compiler
 from meshloom.replica.buffers.batch_norm import synchronise_batch_norm
 from meshloom.replica.buffers.merged_buffers import RunningStatistics
 from meshloom.replica.chunk_scope import ChunkScope
-from meshloom.replica.engine import Engine, TakeTensor
+from meshloom.replica.engine import Engine
 from meshloom.replica.exchanges.gathered_rows import GatheredRows
 from meshloom.replica.gathered_tensors import weights_of_units
 from meshloom.replica.loss_sums import LossSums
@@ -161,11 +161,8 @@ class ModuleEngine(Engine):
     def refresh_borrowed(self) -> None:
         pass
 
-    def gather(self, mine: Callable[[Emit], None], take: TakeTensor) -> None:
-        def emit(name: str, tensor: Tensor | None) -> None:
-            take(name, tensor)
-
-        mine(emit)
+    def gather(self, mine: Callable[[Emit], None], take: Emit) -> None:
+        mine(take)
 
     def weights(self) -> Stream | dict[str, Any]:
         if (sliced := slices_of(self._exchange)) is not None:

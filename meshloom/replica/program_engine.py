@@ -63,7 +63,7 @@ from meshloom.program.store.program_cache import ProgramCache
 from meshloom.replica.buffers.merged_buffers import RunningStatistics
 from meshloom.replica.buffers.norm_statistics import decays
 from meshloom.replica.chunk_scope import ChunkScope
-from meshloom.replica.engine import Engine, TakeTensor
+from meshloom.replica.engine import Engine
 from meshloom.replica.gathered_tensors import GatheredTensors
 from meshloom.replica.gradient_completion import GradientCompletion
 from meshloom.replica.loss_sums import LossSums
@@ -269,7 +269,7 @@ class ProgramEngine(Engine):
     def refresh_borrowed(self) -> None:
         self.ownership.lend(self._parameters, self._held.apart(self.lent))
 
-    def gather(self, mine: Callable[[Emit], None], take: TakeTensor) -> None:
+    def gather(self, mine: Callable[[Emit], None], take: Emit) -> None:
         self._gathered.gather(mine, take)
 
     def weights(self) -> Stream:

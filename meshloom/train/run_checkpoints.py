@@ -80,7 +80,9 @@ class RunCheckpoints:
         if out is not None and job.checkpoint == "background" and not self._one_host:
             listener.note(SEVERAL_HOSTS.format(len(set(hosts))))
         for replica in replicas.all if self._background else ():
-            replica.attached.chunks_done.append(partial(self._finish_copy, replica.context.rank))
+            replica.attached.chunks_done.append(
+                lambda samples, rank=replica.context.rank: self._finish_copy(rank)
+            )
         check_saved(replicas.first.model, out)
         # an earlier run's checkpoints, until this run has its own
         self._replaced = replicas.together(
@@ -205,7 +207,7 @@ class RunCheckpoints:
         with suppress(MeshloomError):
             self.finish()
 
-    def _finish_copy(self, rank: int, _samples: int = 0) -> None:
+    def _finish_copy(self, rank: int) -> None:
         if (copy := self._copying.pop(rank, None)) is not None:
             copy.before_update()
 

@@ -54,10 +54,13 @@ def compiled_names(model: nn.Module) -> list[str]:
     return [name for name, module in modules if module._compiled_call_impl is not None]
 
 
+INDUCTOR = "torch._inductor.config"  # a module that is there once something has been compiled
+
+
 def draw_as_written() -> None:
     """What the user's `torch.compile` makes on this thread from now on draws what the code as written draws; inductor's own
     generator would give other numbers."""
-    config: Any = sys.modules["torch._inductor.config"]
+    config: Any = sys.modules[INDUCTOR]
     config.fallback_random = True
 
 
