@@ -107,6 +107,26 @@ def test_a_view_is_sent_without_the_tensor_it_is_a_view_of():
     assert torch.equal(pickle.loads(text)[0], large[5:8])
 
 
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.randn(2, 3, 5, 5).to(memory_format=torch.channels_last),
+        torch.arange(3.0).expand(4, 3),
+        torch.empty(0, 3),
+        torch.tensor(2),
+        torch.ones(3, dtype=torch.complex64).mul_(1j).conj(),
+        torch.ones(3, requires_grad=True),
+        torch.sparse_coo_tensor([[0]], [1.0], (3,), check_invariants=True),
+    ],
+)
+def test_a_tensor_arrives_as_it_was_and_no_address_is_sent(tensor):
+    text = _pickled([tensor, tensor])
+    first, second = pickle.loads(text)
+    assert first is second and first.dtype == tensor.dtype and first.requires_grad == tensor.requires_grad
+    torch.testing.assert_close(first, tensor, rtol=0, atol=0, check_stride=tensor.layout == torch.strided)
+    assert tensor.is_sparse or str(tensor.untyped_storage()._cdata).encode() not in text
+
+
 def test_what_cannot_be_pickled_is_one_sentence():
     with pytest.raises(
         DataError, match="A function cannot be sent to another rank .* Let the dataset or collate return"

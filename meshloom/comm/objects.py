@@ -167,7 +167,7 @@ def _verified(secret: bytes, source: int, rank: int, received: bytes) -> bytes:
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles a view as its elements alone, where torch would add the storage of which it is a view.
+    """Pickles a view as its elements alone, where torch would add the storage of which it is a view, and its address.
 
     Of a dataclass or named tuple that cannot be imported (defined in a function), the fields are sent.
     """
@@ -175,11 +175,19 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, type) and not _is_importable(value):
             return _by_fields(value, value.__module__, value.__qualname__)
-        is_strided = type(value) is Tensor and value.layout == torch.strided
-        if is_strided and value.untyped_storage().nbytes() > value.nbytes:
-            elements = value.detach().clone().requires_grad_(value.requires_grad)
-            return elements.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+        if type(value) is Tensor and value.layout == torch.strided and value.device.type == "cpu":
+            sent = value.detach().resolve_conj().resolve_neg()
+            if sent.untyped_storage().nbytes() > sent.nbytes:
+                sent = sent.clone()
+            elements = torch.empty(0, dtype=torch.uint8).set_(sent.untyped_storage())
+            at = sent.size(), sent.stride(), sent.storage_offset()
+            return _tensor, (pickle.PickleBuffer(elements.numpy()), sent.dtype, at, value.requires_grad)
         return NotImplemented
+
+
+def _tensor(elements: bytearray, dtype: torch.dtype, at: tuple[Any, Any, int], requires_grad: bool) -> Tensor:
+    stored = torch.frombuffer(elements, dtype=dtype) if elements else torch.empty(0, dtype=dtype)
+    return stored.as_strided(*at).requires_grad_(requires_grad)
 
 
 def _by_fields(kind: Any, module: str, name: str) -> Any:
