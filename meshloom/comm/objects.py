@@ -181,7 +181,8 @@ class _Pickler(pickle.Pickler):
                 sent = sent.clone()
             elements = torch.empty(0, dtype=torch.uint8).set_(sent.untyped_storage())
             at = sent.size(), sent.stride(), sent.storage_offset()
-            return _tensor, (pickle.PickleBuffer(elements.numpy()), sent.dtype, at, value.requires_grad)
+            stored: Any = elements.numpy()  # a buffer, which numpy does not tell before Python 3.12
+            return _tensor, (pickle.PickleBuffer(stored), sent.dtype, at, value.requires_grad)
         return NotImplemented
 
 
