@@ -21,8 +21,8 @@ from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.turns import in_turns
 from meshloom.core.job import Job
 from meshloom.core.random import KeyedDraws, preserved_draws, seed_everything
+from meshloom.pipeline.runtime.program_stage import ProgramStage
 from meshloom.pipeline.runtime.run import ActionListener, PipelineRun
-from meshloom.pipeline.runtime.stage import StageRun
 from meshloom.pipeline.schedules.schedule import Schedule
 from meshloom.pipeline.stages.stages import Stage, cut_into_stages
 from meshloom.program.capture.capture import capture
@@ -148,7 +148,7 @@ def _run_rank(
         yield
 
     runs = {
-        stage: StageRun(
+        stage: ProgramStage(
             [each[stage] for each in stages],
             dict(model.named_parameters()),
             dict(model.named_buffers()),
@@ -161,13 +161,13 @@ def _run_rank(
     }
     watch = _Watch(runs, peaks, group.rank, listener)
     crossings = [[crossing for stage in each for crossing in stage.incoming] for each in stages]
-    PipelineRun(schedule, group, runs, crossings, torch.device("cpu")).run(watch)
+    PipelineRun(schedule, group, runs, crossings, torch.device("cpu")).run([watch])
     assert all(run.num_alive == 0 for run in runs.values()), "activations are left"
 
 
 class _Watch:
     def __init__(
-        self, runs: Mapping[int, StageRun], peaks: list[int], rank: int, listener: ActionListener | None
+        self, runs: Mapping[int, ProgramStage], peaks: list[int], rank: int, listener: ActionListener | None
     ) -> None:
         self._runs, self._peaks, self._rank, self._listener = runs, peaks, rank, listener
 

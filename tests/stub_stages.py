@@ -44,6 +44,8 @@ class StubStage:
     def weight_gradients(self, microbatch: int) -> dict[str, Tensor]:
         return self._wait("W", {})
 
+    def clear(self) -> None: ...
+
     def _wait(self, kind: str, made: dict[str, Tensor]) -> dict[str, Tensor]:
         if self._seconds:
             time.sleep(self._seconds[kind])
@@ -64,7 +66,7 @@ def record_step(schedule: Schedule, group: Group, run: PipelineRun, step: int = 
     """A step with everything in it that can be recorded, on the ranks along pp."""
     recorder = Recorder(torch.device("cpu"))
     recorder.begin()
-    run.run(recorder)
+    run.run([recorder])
     with recorder.span("exchange"):
         work = group.barrier()
         work.wait()

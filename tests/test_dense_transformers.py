@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import meshloom.replica.program_engine
+import meshloom.replica.program_stages
 from meshloom.comm.recording import Count
 from meshloom.core.job import Job
 from meshloom.program.cost.rates import Rates
@@ -118,7 +118,7 @@ def step_of(dense: Dense) -> tuple[list[SentCollective], Mapping[str, str], Mapp
         batches = trainer.batches()
         trainer.step(next(batches))  # the first step also sends what later ones need
         replica = trainer.replicas[0]
-        group, division = replica.context.groups["tp"], replica.engine.division
+        group, division = replica.context.groups["tp"], replica.engine.stages.division
         before = dict(group.counts)
         trainer.step(next(batches))
         batches.close()
@@ -171,7 +171,7 @@ def test_a_block_is_divided_but_for_its_norms_and_sums_each_pair_once_per_direct
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param("gpt2", marks=pytest.mark.slow), "llama"])
 def test_with_parts_of_the_sequence_the_volume_is_the_same(name: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(meshloom.replica.program_engine, "Division", partial(Division, rates=BY_SEQUENCE))
+    monkeypatch.setattr(meshloom.replica.program_stages, "Division", partial(Division, rates=BY_SEQUENCE))
     dense = DENSE[name]
     sent, paths, shares, again = step_of(dense)
     size = BATCH * dense.length * WIDTH * 4

@@ -18,9 +18,8 @@ from meshloom.core.plan import Plan
 from meshloom.optimizer.updater import Updater
 from meshloom.program.operators.partial import CrossEntropyOfPart
 from meshloom.replica import step_checks
-from meshloom.replica.engine import Engine
 from meshloom.replica.loss_sums import LossSums
-from meshloom.replica.program_engine import ProgramEngine
+from meshloom.replica.team_sums import TeamSums
 from meshloom.verify.findings import Report
 from meshloom.verify.run import verify
 from tests.jobs import make_job
@@ -107,7 +106,7 @@ def not_unscaled(monkeypatch: pytest.MonkeyPatch) -> None:
 def not_agreed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each rank skips if its own gradients overflow."""
 
-    def alone(gradients: Sequence[Tensor | None], engine: Engine, replicas: Group, device: torch.device) -> Tensor:  # fmt: skip
+    def alone(gradients: Sequence[Tensor | None], team_sums: Any, replicas: Group, device: torch.device) -> Tensor:  # fmt: skip
         bad = any(not bool(each.isfinite().all()) for each in gradients if each is not None)
         return torch.tensor([float(bad)], dtype=torch.float64)
 
@@ -115,16 +114,16 @@ def not_agreed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def other_stages_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = ProgramEngine.add_up
+    found = TeamSums.add_up
 
-    def add_up(self: ProgramEngine, axis: Any, sums: Tensor) -> None:
+    def add_up(self: TeamSums, axis: Any, sums: Tensor) -> None:
         found(self, axis, sums.clone() if axis == "pp" else sums)
 
-    monkeypatch.setattr(ProgramEngine, "add_up", add_up)
+    monkeypatch.setattr(TeamSums, "add_up", add_up)
 
 
 def never_looked(monkeypatch: pytest.MonkeyPatch) -> None:
-    def none(gradients: Any, engine: Engine, replicas: Group, device: torch.device) -> Tensor:
+    def none(gradients: Any, team_sums: Any, replicas: Group, device: torch.device) -> Tensor:
         return torch.zeros(1, dtype=torch.float64)
 
     monkeypatch.setattr(step_checks, "count_overflows", none)

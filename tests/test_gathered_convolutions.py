@@ -91,7 +91,7 @@ def test_ranks_that_talk_as_they_compute_train_like_one_device(
             for batch in trainer.batches():
                 trainer.step(batch)
             states.append(trainer.together(full_state)[0])
-            division = trainer.replicas[0].engine.division
+            division = trainer.replicas[0].engine.stages.division
         if division:
             assert (
                 max((len(each.layers) for each in layers_in(division.first.programs[0])), default=0)

@@ -246,7 +246,7 @@ def test_how_little_is_divided_beside_leaves_is_said() -> None:
         "tp=2",
         devices="simulated",
     ) as trainer:
-        found = trainer.replicas[0].engine.notes
+        found = trainer.replicas[0].engine.stages.notes
     assert any(re.fullmatch(r"tp=2 divides \d+% of the parameters\.", each) for each in found)
 
 

@@ -37,7 +37,7 @@ WAITS: dict[str, tuple[str, str, str]] = {
     "a slice of zero=1": ("Sharded.finish", "gpt", "dp=3,zero=1"),
     "parameters of zero=1": ("OneEach.publish", "gpt", "dp=2,zero=1"),
     "a unit of zero=3": ("_Gather.wait", "gpt", "dp=2,zero=3"),
-    "a stage's input or gradient": ("PipelineRun.run", "gpt", "pp=2,microbatches=3"),
+    "a stage's input or gradient": ("PipelineRun._run", "gpt", "pp=2,microbatches=3"),
     "a tied gradient": ("PipelineOwnership.return_gradients", "gpt", "pp=2,microbatches=2"),
     "a lent value": ("PipelineOwnership.lend", "gpt", "pp=2,microbatches=2"),
     "a sum along tp": ("start_sum", "gpt", "tp=2"),

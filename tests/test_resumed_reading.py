@@ -20,7 +20,7 @@ from meshloom.core.plan import Plan
 from meshloom.parameters import unfilled_model
 from meshloom.parameters.values.building import described
 from meshloom.parameters.values.building import give_memory as give_memory_to
-from meshloom.replica.program_engine import ProgramEngine
+from meshloom.replica.program_stages import ProgramStages
 from meshloom.telemetry.progress import QUIET
 from meshloom.train.trainer import Trainer
 
@@ -66,7 +66,7 @@ def trained(
     with Trainer(
         job_of(), Plan.parse(plan), devices="simulated", steps=steps, out=out, resume=resume, listener=QUIET, cache="off"
     ) as trainer:  # fmt: skip
-        is_read = isinstance(trainer.replicas[0].engine, ProgramEngine)
+        is_read = isinstance(trainer.replicas[0].engine.stages, ProgramStages)
         assert is_read == Plan.parse(plan).captures
         losses = [trainer.step(batch) for batch in trainer.batches()]
         model = trainer.save()

@@ -126,7 +126,7 @@ def test_tables_of_bags_are_divided_by_rows():
 def test_what_is_divided_takes_less_of_every_rank():
     with keyed(make_job("mlp", "adamw"), "tp=2,tp_placements=first:column+second:row") as trainer:
         one, other = trainer.replicas
-        assert one.engine.division is not None
+        assert one.engine.stages.division is not None
         divided = [name for name, _ in one.named if name in one.shards.pieces]
         assert {"first.weight", "first.bias", "second.weight"} <= set(divided)
         for name, parameter in one.named:

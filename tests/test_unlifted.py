@@ -20,7 +20,7 @@ from meshloom.program.capture.shapes import capture_shapes
 from meshloom.program.cost.rates import Rates
 from meshloom.program.ir.program import Program
 from meshloom.program.store.unlifted import unlifted
-from meshloom.replica.program_engine import ProgramEngine
+from meshloom.replica.program_stages import ProgramStages
 from meshloom.tensor_parallel.layout.placement import Part
 from meshloom.train.trainer import Trainer
 from meshloom.verify.findings import lines_of
@@ -107,12 +107,12 @@ def job_of(model: Any) -> Job:
 def chosen(job: Job, plan: str, dtype: torch.dtype | None = None) -> Any:
     """How every operator is computed along tp, or in which stage."""
     with Trainer(job, Plan.parse(plan), devices="simulated", dtype=dtype) as trainer:
-        engine = trainer.replicas[0].engine
-        assert isinstance(engine, ProgramEngine)
-        if engine.division is not None:
-            return engine.division.first.choice.input_placements, engine.division.first.choice.strategies
-        assert engine.cutter.choice is not None
-        return engine.cutter.choice.stage_of
+        stages = trainer.replicas[0].engine.stages
+        assert isinstance(stages, ProgramStages)
+        if stages.division is not None:
+            return stages.division.first.choice.input_placements, stages.division.first.choice.strategies
+        assert stages.cutter.choice is not None
+        return stages.cutter.choice.stage_of
 
 
 @pytest.mark.slow

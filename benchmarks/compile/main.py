@@ -227,7 +227,7 @@ def time_systems(
         said = {
             system: str(compiler.report)
             for system, trainer in trainers.items()
-            if (compiler := trainer.replicas[0].engine.compiler)
+            if (compiler := trainer.replicas[0].engine.stages.compiler)
         }
         slowest = torch.tensor([min(each[num_steps:]) for each in spent.values()])
         dist.all_reduce(slowest, dist.ReduceOp.MAX)

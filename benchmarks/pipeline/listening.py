@@ -6,16 +6,16 @@ from functools import partial
 from typing import Any
 
 from meshloom.pipeline.runtime.run import ActionListener
-from meshloom.replica.program_engine import ProgramEngine
+from meshloom.replica.program_stages import ProgramStages
 from meshloom.replica.replica import Replica
 
 
 def listen(replica: Replica, listener: ActionListener) -> None:
     """From now on, instead of what the trainer records."""
-    assert isinstance(replica.engine, ProgramEngine)
-    microbatches: Any = replica.engine.microbatches
+    assert isinstance(replica.engine.stages, ProgramStages)
+    microbatches: Any = replica.engine.stages.microbatches
     microbatches.train = partial(_train, microbatches.train, listener)
 
 
-def _train(train: Any, own: ActionListener, batches: Any, *, listener: Any = None, **words: Any) -> int:
-    return train(batches, listener=own, **words)
+def _train(train: Any, own: ActionListener, batches: Any, most: int, finish: Any, around: Any, _: Any) -> Any:
+    return train(batches, most, finish, around, [own])

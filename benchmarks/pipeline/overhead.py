@@ -16,8 +16,8 @@ from torch.utils._pytree import tree_flatten
 
 from meshloom.comm.group import Group, Work
 from meshloom.core.schedules import SCHEDULES
+from meshloom.pipeline.runtime.program_stage import ProgramStage
 from meshloom.pipeline.runtime.run import PipelineRun
-from meshloom.pipeline.runtime.stage import StageRun
 from meshloom.pipeline.schedules.builders import make_schedule
 from meshloom.pipeline.stages.stages import Crossing, Stage
 from meshloom.program.ir.nodes import Input, Meta, Ref
@@ -31,7 +31,7 @@ def overheads(num_ranks: int = 4, num_microbatches: int = 32, rounds: int = 30) 
     """A record per schedule: microseconds per action of the rank whose actions take most, median and minimum
     over rounds.
 
-    `executor`: stages are objects that hand over a tensor that is there. `with stages`: they are `StageRun`s
+    `executor`: stages are objects that hand over a tensor that is there. `with stages`: they are `ProgramStage`s
     of a program without operators, so that giving, keeping and letting go of microbatches is in it, and a
     call of autograd on an empty graph.
     """
@@ -110,10 +110,13 @@ class Nothing:
         """Nothing goes anywhere."""
         return {}
 
+    def clear(self) -> None:
+        """Nothing is kept."""
+
 
 def empty_stage(
     number: int, num_stages: int, num_microbatches: int, split: bool, meta: Meta = META
-) -> StageRun:
+) -> ProgramStage:
     """A stage whose program has no operators: what comes in leaves."""
     crossings = chain(num_stages, meta)
     incoming, outgoing = (
@@ -128,7 +131,9 @@ def empty_stage(
     leaf = {"x": torch.zeros(meta.shape, requires_grad=True)}
     stage = Stage(number=number, program=program, incoming=incoming, outgoing=outgoing, returned=SPEC)
     finish = (lambda microbatch, returned: returned[0].sum()) if number + 1 == num_stages else None
-    return StageRun([stage] * num_microbatches, {}, {}, lambda microbatch: leaf, finish=finish, split=split)
+    return ProgramStage(
+        [stage] * num_microbatches, {}, {}, lambda microbatch: leaf, finish=finish, split=split
+    )
 
 
 class _Done(Work):

@@ -65,7 +65,7 @@ class Waiting:
         in which they are idle."""
         watch = Watch()
         dist.barrier()
-        self._run.run(watch)
+        self._run.run([watch])
         mine = torch.tensor([watch.first, watch.last, watch.busy], dtype=torch.float64)
         table = [torch.empty_like(mine) for _ in range(self._group.size)]
         dist.all_gather(table, mine)
@@ -83,7 +83,11 @@ class Sleeper:
         self._stage = empty_stage(
             number, schedule.num_stages, schedule.num_microbatches, bool(schedule.split), meta
         )
-        self.receive, self.receive_gradients = self._stage.receive, self._stage.receive_gradients
+        self.receive, self.receive_gradients, self.clear = (
+            self._stage.receive,
+            self._stage.receive_gradients,
+            self._stage.clear,
+        )
 
     def forward(self, microbatch: int) -> dict[str, Tensor]:
         """What leaves."""

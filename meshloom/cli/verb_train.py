@@ -20,7 +20,7 @@ from meshloom.core.plan import Plan
 from meshloom.launch.devices import choose_for_workers
 from meshloom.launch.environment import is_first_rank, is_rank
 from meshloom.planner.staged_plan import stage_plan
-from meshloom.replica.program_engine import ProgramEngine
+from meshloom.replica.program_stages import ProgramStages
 from meshloom.report.dashboards import check_dashboards, dashboards_listener
 from meshloom.report.records import Records, RunStart, listener_for, tell_summary
 from meshloom.report.stages import lines_of, stages_record
@@ -131,10 +131,10 @@ def _announce(trainer: Trainer, terminal: Terminal, records: Records) -> None:
     )
     start.announce(terminal)
     engine = trainer.replicas[0].engine if trainer.replicas else None
-    division = engine.division if engine else None
+    division = engine.stages.division if engine else None
     if division is not None and division.rates is not None:
         terminal.event(f"divided over tp={plan.tp} at {division.rates.source}")
-    cutter = engine.cutter if isinstance(engine, ProgramEngine) else None
+    cutter = engine.stages.cutter if engine and isinstance(engine.stages, ProgramStages) else None
     if cutter is not None and cutter.choice is not None and cutter.rates is not None:
         sizes = cutter.sizes
         crossings = [[each for stage in cutter.first for each in stage.incoming]] * len(sizes)

@@ -25,7 +25,7 @@ from meshloom.telemetry.traffic import ExpectedBytes, Traffic
 class PipelineOwnership:
     """The owner and the borrowers of each parameter and buffer along pp, as one rank sees them.
 
-    holders: parameter or buffer -> ranks along pp that hold it, the owner first. group: the ranks along pp.
+    holders: parameter or buffer -> ranks along pp that hold it, the owner first; {}: the only rank holds all. group: the ranks along pp.
     """
 
     def __init__(self, holders: Mapping[str, tuple[int, ...]], group: Group) -> None:
@@ -42,7 +42,7 @@ class PipelineOwnership:
 
     def owns(self, name: str) -> bool:
         """Whether this rank updates and saves it."""
-        return self.owner(name) == self.rank
+        return not self.holders or self.owner(name) == self.rank
 
     def owner(self, name: str) -> int:
         """The rank along pp that updates and saves it."""
@@ -61,7 +61,8 @@ class PipelineOwnership:
             self._first.update(dict.fromkeys(names, known))
             return None if self.rank in self.holders[known] else torch.empty_like(tensor, device="meta")
 
-        replace_tensors(model, shape_of)
+        if self.holders:
+            replace_tensors(model, shape_of)
 
     def return_gradients(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Adds the borrowers' gradients to the owners', and clears the borrowers'. parameters: those that

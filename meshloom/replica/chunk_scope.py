@@ -14,14 +14,10 @@ from meshloom.comm.rank_context import RankContext
 from meshloom.core.job import Job
 from meshloom.core.losses.turns import LossTurn
 from meshloom.core.modules.compiled import INDUCTOR, draw_as_written
-from meshloom.core.modules.named_leaves import named_leaves
 from meshloom.core.modules.own_generators import own_generators, seed_own_generators
-from meshloom.core.moments.bilinear import bilinear_unwatched
 from meshloom.core.moments.current_step import Moment
-from meshloom.core.moments.leaf_draws import leaves_in
-from meshloom.core.moments.uncompiled import uncompiled
 from meshloom.core.plan import Plan
-from meshloom.core.random import KeyedDraws, Rows, chunk_seed, evaluation_seed, seed_of_turn, seed_torch
+from meshloom.core.random import Rows, chunk_seed, evaluation_seed, seed_of_turn, seed_torch
 from meshloom.data.chunks import Chunk
 from meshloom.data.to_device import to_device
 from meshloom.program.ir.sparse_constants import sparse_attributes
@@ -73,8 +69,6 @@ class ChunkScope:
         self._finished = [0] * len(self.statistics)  # turns of each loss
         self.observer: Observer | None = None
         self._constants, self._generators = list(sparse_attributes(model)), own_generators(model)
-        # programs run leaves themselves
-        self._leaves = [] if plan.captures else named_leaves(job.leaves, model)
         self.turn = LossTurn()
         self._evaluation_writes = set[str]()  # names of what evaluations write
         self._told = set[str]()  # those that are in notes
@@ -106,7 +100,7 @@ class ChunkScope:
 
     def moment(self, chunk: Chunk) -> Moment:
         """Of a chunk's forward."""
-        seed = chunk_seed(self._job.seed, chunk.step, self._key_of(chunk)[0])
+        seed = chunk_seed(self._job.seed, chunk.step, self.key_of(chunk)[0])
         return Moment(seed_of_turn(seed, self.turn.draws), chunk.step)
 
     def evaluation(self, chunk: Chunk, updates: int) -> Moment:
@@ -127,8 +121,7 @@ class ChunkScope:
         @contextmanager
         def metric() -> Iterator[None]:
             try:
-                with leaves_in(self._model, self._leaves):
-                    yield
+                yield
             finally:
                 state.put_back()
 
@@ -179,7 +172,7 @@ class ChunkScope:
     def _now(self) -> dict[int, RunningStatistics]:
         return self.statistics[self.turn.number]
 
-    def _key_of(self, chunk: Chunk) -> tuple[int, Rows | None]:
+    def key_of(self, chunk: Chunk) -> tuple[int, Rows | None]:
         """The number of the chunk whose draws this one has, and which of its rows."""
         # With synchronised batch statistics, microbatch j of all replicas is one chunk, of which this replica
         # computes some rows. Keyed draws give it the same rows of that chunk's draws; without keys every
@@ -193,16 +186,10 @@ class ChunkScope:
         return chunk.index, None
 
     def _seed(self, chunk: Chunk, around: ExitStack, observer: Observer | None) -> None:
-        plan, moment = self._plan, self.moment(chunk)
+        moment = self.moment(chunk)
         self.seed(moment)
         if INDUCTOR in sys.modules:
             draw_as_written()
         around.enter_context(moment.entered())
-        around.enter_context(leaves_in(self._model, self._leaves))
         if observer:
             around.enter_context(observer.watch(chunk, self._model))
-        if plan.keyed_draws and not plan.captures:  # programs key their draws themselves
-            if not plan.compiles:
-                around.enter_context(uncompiled())
-                around.enter_context(bilinear_unwatched())
-            around.enter_context(KeyedDraws(self._key_of(chunk)[1], compiled=plan.compiles))

@@ -1,60 +1,69 @@
-"""The contract of an engine: it computes a replica's chunks on one rank and holds the rank's share of the
-model.
+"""What one rank holds of a replica's model, and its chunks forward and backward.
 
-    ModuleEngine    runs the user's module as it is; the rank holds all of it          (dp alone)
-    ProgramEngine   runs programs captured from the loss; the rank holds some stages along pp, its shard of them along tp
-
-Order of calls: `open`, `parameters`, `connect`; then in every step `run`, and `refresh_borrowed` after its
-update; in every turn of it, after `turn_to`, if the job has several losses.
+capture, divide, cut -> every rank releases what it does not hold -> buffers, hooks      `open`, `connect`, once
+chunks -> actions of this rank's stages -> gradients, sums of losses                     `compute`, in every step
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from meshloom.checkpoint.tensor_file import Stream
+from meshloom.comm.group import Group
+from meshloom.comm.rank_context import RankContext
+from meshloom.comm.simulated import simulated_groups
 from meshloom.core.job import LossFunction, NamedParameters
-from meshloom.core.losses.turns import LossTurn, OwnGradients
-from meshloom.core.mesh import Axis
+from meshloom.core.losses.turns import OwnGradients
 from meshloom.core.moments.current_step import Moment
+from meshloom.core.plan import Plan
 from meshloom.data.chunks import Chunk
 from meshloom.exchange.exchange import Emit, Exchange
+from meshloom.exchange.units.unit_gathering import STEP
+from meshloom.parameters.pipeline_ownership import PipelineOwnership, held
+from meshloom.parameters.replica_check import first_difference_in_replica
 from meshloom.parameters.shards import Shards
-from meshloom.parameters.unfilled_model import UnfilledModel
+from meshloom.parameters.unfilled_model import UnfilledModel, take_share
+from meshloom.pipeline.runtime.held_parameters import HeldParameters
 from meshloom.pipeline.runtime.recorder import Recorder
-from meshloom.pipeline.schedules.schedule import Schedule
-from meshloom.program.run.compiler import Compiler
+from meshloom.program.ir.written_parameters import named_buffers
+from meshloom.replica.attachments import Attachments
 from meshloom.replica.chunk_scope import ChunkScope
+from meshloom.replica.gathered_tensors import GatheredTensors, weights_of_units
+from meshloom.replica.gradient_completion import GradientCompletion
 from meshloom.replica.loss_sums import LossSums
+from meshloom.replica.stages import Stages
 from meshloom.replica.team_sums import TeamSums
+from meshloom.telemetry.timings import Timings
 from meshloom.telemetry.traffic import ExpectedBytes
-from meshloom.tensor_parallel.division import Division
 
 
-class Engine(ABC):
-    """What computes on one rank. All ranks of a replica have the same kind and call the same methods in the
-    same order.
+class Engine:
+    """Of one rank. stages: what computes.
 
-    runs_modules: whether it runs modules of the user's as they are written, which may change what they see; once it is open.
-    writes_trained: whether these are known to write trained parameters.
-    shards: this rank's shards along tp. division: how the model was sharded; None: it is not. compiler: compiles what
-    is computed; None: nothing is. is_unlike_training: whether it was divided or cut in another precision than training is.
+    shards: this rank's shards along tp. parameters: the trainable ones that this rank updates.
     """
 
-    runs_modules: bool = True
-    is_unlike_training: bool = False
-    writes_trained: bool = False
     shards: Shards
-    division: Division | None = None
-    compiler: Compiler | None = None
+    ownership: PipelineOwnership  # along pp
 
-    @abstractmethod
+    def __init__(self, plan: Plan, context: RankContext, stages: Stages, timings: Timings) -> None:
+        self.stages, self.plan, self.context, self._timings = stages, plan, context, timings
+        self._pp: Group = context.groups["pp"] if plan.pp > 1 else simulated_groups(1)[0]
+        self._tp: Group | None = context.groups["tp"] if plan.tp > 1 else None
+        self.team_sums = TeamSums(self._pp, self._tp)
+        self._model: nn.Module
+        self._scope: ChunkScope
+        self._exchange: Exchange
+        self._named: dict[str, nn.Parameter] = {}  # all that this rank holds
+        self.held: HeldParameters
+        self._completion: GradientCompletion
+        self._gathered: GatheredTensors
+
     def open(
         self, model: nn.Module, scope: ChunkScope, unfilled: UnfilledModel | None = None, own: OwnGradients | None = None
     ) -> None:  # fmt: skip
@@ -65,127 +74,169 @@ class Engine(ABC):
             exchange, which knows what is kept of them. None: the model has its values.
         own: which gradients each loss has, in a job of several.
         """
+        with self._timings.of("parts and waiting"):
+            self._model, self._scope, stages = model, scope, self.stages
+            stages.open(model, scope, unfilled, own)
+            self.ownership = PipelineOwnership(stages.holders, self._pp)
+            self.ownership.release(model)
+            self.shards = Shards(stages.pieces, self._tp)
+            take_share(model, self.shards, unfilled, self.context.world)
+            for of_loss, found in zip(scope.statistics, stages.take(model, self.shards), strict=True):
+                of_loss |= found
+            self._named = held(model.named_parameters())
+            self._gathered = GatheredTensors(
+                model, self.ownership, self.shards, self._pp, self._tp, self.context.device
+            )
 
     @property
-    @abstractmethod
     def parameters(self) -> NamedParameters:
-        """The trainable parameters that this rank updates."""
+        """The trainable ones that this rank updates."""
+        return [
+            (name, each)
+            for name, each in self._named.items()
+            if each.requires_grad and self.ownership.owns(name)
+        ]
 
     @property
-    @abstractmethod
     def replicated(self) -> Sequence[str]:
         """Names of the parameters that other ranks of the replica hold, too."""
+        if self.context.team is None:
+            return ()
+        return [name for name, _ in self.parameters if name not in self.shards.pieces]
 
     @property
     def late(self) -> Sequence[str]:
         """Names of the parameters whose gradients are complete at the end of a step, not of a chunk."""
-        return ()
+        return [*self.ownership.lent, *self.stages.late]
 
     @property
     def lent(self) -> Mapping[str, bool]:
         """Names of the parameters and buffers that several ranks along pp hold -> whether this one updates it.
         Of one order on all of them."""
-        return {}
+        return {name: self.ownership.owns(name) for name in self.ownership.lent}
 
-    team_sums: TeamSums
-
-    def watch_rows(self, tables: Mapping[str, int], device: torch.device) -> None:
-        """Called before `connect`: notes the rows of these parameters that a step uses, name -> rows of all of it, unless
-        their gradients say so themselves."""
-        return
-
-    def used_rows(self, name: str) -> Tensor | None:
-        """Which rows of what this rank holds of such a parameter the replica has used in the newest step: bool
-        [rows]. None: its gradient is sparse, and says so."""
-        return None
-
-    @abstractmethod
     def connect(self, exchange: Exchange) -> ExitStack:
         """Report complete gradients to `exchange` from now on, until the returned stack is closed."""
+        self._exchange, parameters = exchange, self.parameters
+        self._completion = GradientCompletion(
+            parameters, self.ownership, self.shards, self.stages.late, exchange.gradient_ready
+        )
+        self.held = HeldParameters(
+            self._named, exchange, self.context.readers, in_programs=bool(self.stages.holders)
+        )
+        return self.stages.connect(parameters, exchange, self.held, self._completion)
 
-    @abstractmethod
-    def turn_to(self, turn: LossTurn) -> None:
-        """In a job of several losses: from now on `run` computes that of this turn."""
+    def attach(self, at: Attachments) -> None:
+        """What computing needs at the points of a step."""
+        self.stages.attach(at)
+        if self._completion.completes_late:
+            add_up = partial(self.team_sums.add_up, "tp")
+            at.chunks_done.append(
+                lambda samples: self._completion.finish(self._named, add_up, computed=samples > 0)
+            )
+        if (rows := self.stages.row_flags) is not None:
+            at.chunks_done.append(lambda samples: self._add_rows(rows))
 
-    @abstractmethod
-    def run(
-        self,
-        chunks: Sequence[Chunk],
-        scope: ChunkScope,
-        loss_sums: LossSums,
-        recorder: Recorder | None = None,
-    ) -> None:
-        """Forward and backward of this replica's non-empty chunks. Afterwards gradients are complete and the
-        all-reduce of `loss_sums` over the replicas has started."""
+    def compute(self, chunks: Sequence[Chunk], sums: LossSums, recorder: Recorder | None) -> None:
+        """Forward and backward of this replica's non-empty chunks."""
+        activity, stages = self.context.activity, self.stages
+        most = self.held.most(len(chunks))
+        if chunks and stages_may_run_differently(self.plan, chunks[0].batch):
+            self._exchange.wait_for_nothing()
+        activity.follow(stages.actions(len(chunks), most))
+        stages.prepare(chunks)
+        last = len(chunks) - 1 if self.plan.pp == 1 and not self.held.units else None
 
-    @abstractmethod
-    def evaluate(
-        self, batch: Any, metric: LossFunction, moment: Moment, take: Callable[[Any], None]
-    ) -> None:  # fmt: skip
+        def finish(microbatch: int, returned: Any) -> Tensor:
+            root, loss, weight = sums.add(returned, chunks[microbatch])
+            self._scope.done(chunks[microbatch], weight, loss)
+            if microbatch == last:
+                self.start(sums)  # they travel beside its backward
+            return root
+
+        def around(stage: int, microbatch: int) -> AbstractContextManager[None]:
+            is_last = stage == self.plan.num_stages - 1
+            return self._scope.forward(chunks[microbatch], stage=stage, observed=is_last)
+
+        listeners = [activity, recorder] if recorder else [activity]
+        with self.computing(STEP, idle=not chunks):
+            self.team_sums.count(stages.train(chunks, most, finish, around, listeners))
+
+    def start(self, sums: LossSums) -> None:
+        """Ends the chunks of `sums`, adds them up over the replica, and starts their sum over replicas, unless it has started: on a communicator
+        of its own, as replicas may have started different numbers of sums of gradients."""
+        if sums.started:
+            return
+        sums.close()
+        if sums.told is not None:
+            self.team_sums.add_up("tp", sums.told)
+        self.team_sums.add_up("pp", sums.sums)  # known to the last stage's rank, zeros on the others
+        sums.start(self.context.statistics)
+
+    def computing(self, kind: str, *, idle: bool = False) -> AbstractContextManager[None]:
+        """Context of evaluations and other passes: what they need is gathered, where it is
+        not kept. All ranks enter and leave it together. kind: of the pass; idle: without computation here."""
+        return self.held.computing(kind, idle=idle)
+
+    def evaluate(self, batch: Any, metric: LossFunction, moment: Moment, take: Callable[[Any], None]) -> None:
         """Evaluate `metric` on a batch in evaluation mode; `take` receives the result on the ranks that
         compute it."""
-
-    @abstractmethod
-    def add_up(self, axis: Axis, sums: Tensor) -> None:
-        """Sum in place over the replica's ranks along pp or tp."""
+        self.team_sums.count(self.stages.evaluate(batch, metric, moment, take))
 
     @property
     def borrows(self) -> bool:
         """Whether this rank holds copies of parameters that others own."""
-        return False
+        return bool(self.ownership.lent)
 
-    @abstractmethod
     def refresh_borrowed(self) -> None:
         """After parameters have changed, by an update or otherwise: those of which this rank holds a copy get
         their owners' values."""
+        if self.borrows:
+            self.ownership.lend(self._named, self.held.apart(self.lent))
 
-    @abstractmethod
     def gather(self, mine: Callable[[Emit], None], take: Emit) -> None:
         """Gather full tensors on the replica's first rank, where `take` receives them one after another; None
         where the owner has none.
 
         mine: gives this rank's parameters, buffers or gradients by name; the same kind on all ranks.
         """
+        self._gathered.gather(mine, take)
 
-    @abstractmethod
     def weights(self) -> Stream | dict[str, Any]:
         """The model's full `state_dict` on the replica's first rank, one tensor at a time where it is
         sharded."""
+        if self.context.team is not None:
+            return self._gathered.weights(self.held.slices)
+        return weights_of_units(self._model, self.held.slices) if self.held.slices else self._model.state_dict()  # fmt: skip
 
-    @abstractmethod
-    def locate_nan(self, chunks: Sequence[Chunk], scope: ChunkScope) -> list[Any] | None:
-        """Where a step's loss became NaN or infinite, as [stage, text], stage -1 for a parameter; None if not on
-        this rank. Reruns the chunks."""
-
-    @abstractmethod
     def check_replicated(self) -> str | None:
         """Describes a difference between ranks of the replica that hold the same parameter or buffer; None if
         there is none."""
-
-    def computing(self, kind: str, *, idle: bool = False) -> AbstractContextManager[None]:
-        """Context of evaluations (and of this engine's own passes): what they need is gathered, where it is
-        not kept. All ranks enter and leave it together. kind: of the pass; idle: without computation here."""
-        return nullcontext()
+        if self.context.team is None:
+            return None
+        mine = {**self.held.kept(), **held(named_buffers(self._model))}
+        return first_difference_in_replica(mine, self.shards, self.context.team, self.plan)
 
     def expected_bytes(self) -> ExpectedBytes:
         """Bytes that this rank hands over along pp and tp, and within forward and backward along dp."""
-        return ExpectedBytes()
-
-    @property
-    def readings(self) -> str | None:
-        """How often the loss was captured and for which batch sizes; None: at most once."""
-        return None
-
-    @property
-    def notes(self) -> list[str]:
-        """Notes for the user before the first step."""
-        return []
+        parts = self.team_sums, self.ownership, self._gathered, self.stages
+        return sum((each.expected_bytes() for each in parts), ExpectedBytes())
 
     @property
     def holders(self) -> Mapping[str, tuple[int, ...]] | None:
         """Parameter or buffer -> the ranks along pp that hold it; None without a pipeline."""
-        return None
+        return self.stages.holders if self.plan.pp > 1 else None
 
-    def schedule(self, num_microbatches: int) -> Schedule | None:
-        """The pipeline's schedule for so many microbatches; None without a pipeline."""
-        return None
+    def _add_rows(self, flags: Tensor) -> None:
+        for axis in ("tp", "pp"):
+            self.team_sums.add_up(axis, flags.clamp_(max=1))
+
+
+def stages_may_run_differently(plan: Plan, batch: int) -> bool:
+    """Whether replicas may run a rank's stages in different orders in a step on `batch` samples: several
+    stages a rank, and different numbers of chunks."""
+    if plan.num_stages == plan.pp:
+        return False
+    sizes, m = plan.sizes(batch), plan.microbatches
+    counts = {sum(map(bool, sizes[start : start + m])) for start in range(0, len(sizes), m)}
+    return plan.shares == "measured" or len(counts) > 1

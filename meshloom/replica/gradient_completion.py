@@ -14,7 +14,7 @@ from meshloom.core.job import NamedParameters
 from meshloom.exchange.exchange import Exchange
 from meshloom.parameters.pipeline_ownership import PipelineOwnership
 from meshloom.parameters.shards import Shards
-from meshloom.replica.engine import Engine
+from meshloom.replica.team_sums import TeamSums
 
 Ready = Callable[[nn.Parameter], None]
 
@@ -37,6 +37,7 @@ class GradientCompletion:
     ) -> None:
         lent, in_parts = set(ownership.lent), set(summed)
         self._lends = bool(lent)
+        self.completes_late = bool(lent or in_parts)  # whether `finish` has something to do
         self._ownership, self._shards, self._ready = ownership, shards, ready
         self._summed = [(name, each) for name, each in owned if name in in_parts]
         self._lent = [each for name, each in owned if name in lent and name not in in_parts]
@@ -105,11 +106,13 @@ def sum_over_tp(
             gradient.copy_(shards.take(name, part.view(each.shape)))
 
 
-def made_alike(engine: Engine, exchange: Exchange, gradients: list[Tensor | None]) -> list[Tensor | None]:
+def made_alike(
+    team_sums: TeamSums, replicated: Sequence[str], exchange: Exchange, gradients: list[Tensor | None]
+) -> list[Tensor | None]:
     """The averaged gradients, of what this rank owns, with those of the first of the replica's ranks that hold the same. They update it each by
-    itself, and would drift apart where their gradients have other last bits."""
-    held = set(engine.replicated)
+    itself, and would drift apart where their gradients have other last bits. replicated: names of what several ranks hold."""
+    held = set(replicated)
     names = (each.name for each in exchange.owned)
     same = [each for name, each in zip(names, gradients, strict=True) if name in held]
-    engine.team_sums.alike(same)
+    team_sums.alike(same)
     return gradients

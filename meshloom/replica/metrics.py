@@ -87,7 +87,7 @@ def _evaluate(
                     take = partial(of_all.add, chunk) if of_all else partial(sums.add, name, chunk)
                     replica.engine.evaluate(data, metric, moment, take)
     if sums.sums.numel():
-        replica.engine.add_up("pp", sums.sums)
+        replica.engine.team_sums.add_up("pp", sums.sums)
     if sums.sums.numel() and replica.plan.dp > 1:
         replica.replicas.all_reduce(sums.sums).wait()
     values = sums.means()

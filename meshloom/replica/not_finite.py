@@ -25,7 +25,7 @@ def find_not_finite(
     chunks: Sequence[Chunk],
     loss_of: Callable[[Chunk], Tensor],
 ) -> list[Any] | None:
-    """As `Engine.locate_nan`. parameters: what this rank keeps of them. loss_of: runs a chunk once more, from the
+    """As `Stages.locate`. parameters: what this rank keeps of them. loss_of: runs a chunk once more, from the
     same draws; a scalar."""
     for name, parameter in parameters:
         if not bool(torch.isfinite(parameter).all()):
@@ -56,7 +56,7 @@ def locate_nan(
     scope: ChunkScope,
     microbatches: Microbatches,
 ) -> list[Any] | None:
-    """The first operator of this rank's stages that gives NaN, as `Engine.locate_nan`. team: all ranks of the replica.
+    """The first operator of this rank's stages that gives NaN, as `Stages.locate`. team: all ranks of the replica.
     batches: of the chunks."""
     kept = parameters.kept().items()
     bad = next((name for name, each in kept if not bool(torch.isfinite(each).all())), None)

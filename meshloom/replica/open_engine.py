@@ -20,8 +20,9 @@ from meshloom.program.store.program_cache import ProgramCache
 from meshloom.replica import step_checks
 from meshloom.replica.chunk_scope import ChunkScope
 from meshloom.replica.engine import Engine
-from meshloom.replica.module_engine import ModuleEngine
-from meshloom.replica.program_engine import ProgramEngine
+from meshloom.replica.module_stages import ModuleStages
+from meshloom.replica.program_stages import ProgramStages
+from meshloom.replica.stages import Stages
 from meshloom.telemetry.timings import Timings
 
 
@@ -41,15 +42,15 @@ def open_engine(
     """Opens the engine of one rank. Arguments as of `Replica`. Collective; raises `CaptureError` on all ranks for a loss that
     cannot be captured under a plan that needs its program."""
     model, units = start.model, list[UnitParameters]()
-    engine: Engine
+    stages: Stages
     if plan.captures:
         step_checks.check_readable(model, plan)
         units = units_of(job, plan, model) if plan.zero == 3 else units
         make_dense(model)  # programs' gradients are
-        engine = ProgramEngine(job, plan, context, dtype=dtype, timings=timings, stored=stored)
+        stages = ProgramStages(job, plan, context, dtype=dtype, timings=timings, stored=stored)
     else:
-        engine = ModuleEngine(job, plan, context, updates=updates)
-    scope = ChunkScope(job, plan, context, model, dtype=dtype)
+        stages = ModuleStages(job, plan, context, updates=updates)
+    engine, scope = Engine(plan, context, stages, timings), ChunkScope(job, plan, context, model, dtype=dtype)
     engine.open(model, scope, start.unfilled, own)
     return OpenedEngine(engine=engine, scope=scope, units=units)
 

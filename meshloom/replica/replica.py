@@ -29,7 +29,6 @@ from meshloom.core.losses.in_precision import in_precision
 from meshloom.core.losses.logged import with_logs
 from meshloom.core.losses.turns import LossTurn, OwnGradients, turns_of
 from meshloom.core.moments.branches import branches_as_written
-from meshloom.core.moments.least_squares import least_squares_alike
 from meshloom.core.moments.modes import Modes
 from meshloom.core.plan import Plan
 from meshloom.data.chunks import Chunk
@@ -206,8 +205,8 @@ class Replica:
 
     def turn_to(self, turn: LossTurn) -> None:
         """In a job of several losses: the next `gradients` and `update` are of this turn of the step."""
-        for each in (self.engine, self.scope):
-            each.turn_to(turn)
+        self.engine.stages.turn_to(self.job.losses[turn.loss].loss)
+        self.scope.turn_to(turn)
         for each in (self.exchange, self.updater):
             each.turn_to(turn.number)
         self.sums.loss = turn.loss
@@ -229,11 +228,13 @@ class Replica:
         with self.modes.training(), ExitStack() as around:
             for context in at.around:
                 around.enter_context(context(step))
-            self.engine.run(filled, self.scope, self.sums, self.recorder)
+            self.engine.compute(filled, self.sums, self.recorder)
+            for complete in at.chunks_done:
+                complete(sum(chunk.samples for chunk in filled))
+            self.engine.start(self.sums)
+            self.exchange.end_chunks()
         doing.enter("exchanging", step)
         self.arrivals.append(time.monotonic())
-        for complete in at.chunks_done:
-            complete(sum(chunk.samples for chunk in filled))
         self.sums.wait()
         with _span(self, "exchange"):
             gradients = self.exchange.finish(self.sums.divisor(chunks[0].batch))
@@ -245,7 +246,7 @@ class Replica:
         self.sums.agree_on_names(self.context.world, speaks=self.context.place.tp == 0)
         if not self.updating:  # optimizers that evaluate the loss themselves turn back from infinite ones
             overflow = self.sums.scale if self.sums.overflowed else None
-            step_checks.check_finite(self.engine, self.scope, self.context.world, step, filled, total, weight, overflow)  # fmt: skip
+            step_checks.check_finite(partial(self.engine.stages.locate, filled), self.scope.turn, self.context.world, step, total, weight, overflow)  # fmt: skip
         for check in at.checked:
             check(step)
         return Gradients(
@@ -301,7 +302,7 @@ class Replica:
             *self.start.notes,
             *self._notes,
             *self.updater.notes(),
-            *self.engine.notes,
+            *self.engine.stages.notes,
             *self.exchange.notes(),
         ]
 
@@ -361,15 +362,18 @@ def _attach(replica: Replica) -> None:
     """What this job and plan need at the points of a step."""
     at, engine, own, writes = replica.attached, replica.engine, replica.own, replica.writes
     captures = replica.inner.captures  # programs compute all that they were captured with
+    engine.attach(at)
     if pace := replica.pace:
         at.begin.append(lambda step: pace.begin())
         at.chunks_done.append(pace.end)
     if own:
         at.around.append(lambda step: own.of(replica.sums.loss))
-    if captures:
-        at.around.append(lambda step: least_squares_alike())
     if _adds_in_any_order(replica.context.device):
-        at.synced.append(lambda step, gradients: made_alike(engine, replica.exchange, gradients))
+        at.synced.append(
+            lambda step, gradients: made_alike(
+                engine.team_sums, engine.replicated, replica.exchange, gradients
+            )
+        )
     if replica.freezing:
         _attach_frozen(replica, replica.freezing, [] if captures else replica.named)
     if writes:
@@ -405,7 +409,9 @@ def _attach_frozen(replica: Replica, freezing: FrozenParameters, named: NamedPar
 def _count_overflows(replica: Replica, step: int, gradients: Averaged) -> Averaged:
     """With a loss scale ranks also tell each other whether some gradients overflowed."""
     device = replica.context.device
-    replica.sums.send(step_checks.count_overflows(gradients, replica.engine, replica.replicas, device))
+    replica.sums.send(
+        step_checks.count_overflows(gradients, replica.engine.team_sums, replica.replicas, device)
+    )
     return gradients
 
 
@@ -426,7 +432,9 @@ def _setup_of(replica: Replica, made: UserOptimizers, whole: NamedParameters) ->
     """What the exchange is opened with. whole: all trainable parameters, as the model was built with them."""
     engine, plan, context, named = replica.engine, replica.inner, replica.context, replica.named
     sparse = sparse_parameters(replica.tables, whole, made.optimizers)
-    engine.watch_rows({name: len(each) for name, each in whole if name in sparse.names}, context.device)
+    engine.stages.watch_rows(
+        {name: len(each) for name, each in whole if name in sparse.names}, context.device
+    )
     here = sparse.names.intersection(name for name, _ in named)
 
     def units() -> Sequence[UnitParameters]:
@@ -435,7 +443,7 @@ def _setup_of(replica: Replica, made: UserOptimizers, whole: NamedParameters) ->
     return Setup(
         plan=plan, named=named, frozen=replica.frozen, group=replica.replicas, replicated=engine.replicated, late=engine.late, lent=engine.lent,
         windows=replica.windows, unfilled=replica.start.unfilled,
-        may_share=lambda: replica.share and not here and not engine.writes_trained and not why_separate(made, named),
+        may_share=lambda: replica.share and not here and not engine.stages.writes_trained and not why_separate(made, named),
         units=units, slices=context.slices, control=context.readers, sparse=here, kept=sparse.kept, sparse_only=sparse.sparse_only,
-        used_rows=engine.used_rows,
+        used_rows=engine.stages.used_rows,
     )  # fmt: skip

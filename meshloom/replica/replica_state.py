@@ -44,7 +44,7 @@ def settle(replica: Replica) -> None:
 
 def take_notes(replica: Replica) -> list[str]:
     """Notes about buffers from all ranks of the replica, each once, and what its first one has compiled."""
-    mine, team, compiler = replica.scope.take_notes(), replica.context.team, replica.engine.compiler
+    mine, team, compiler = replica.scope.take_notes(), replica.context.team, replica.engine.stages.compiler
     if compiler and (team is None or team.rank == 0):
         mine += compiler.take_notes()
     everyone: list[list[str]] = collect(team, mine) if team else [mine]
@@ -130,7 +130,7 @@ def updated_weights(replica: Replica) -> frozenset[str]:
     that replicas have of them."""
     sliced, state = slices_of(replica.exchange), replica.model.state_dict(keep_vars=True)
     hidden = {name for name, each in state.items() if sliced is not None and sliced.keeps(each)}
-    if replica.engine.runs_modules and not replica.exchange.one_copy:
+    if replica.engine.stages.runs_modules and not replica.exchange.one_copy:
         return frozenset(hidden)
     trained = {id(each) for _, each in replica.named}
     return frozenset({name for name, each in state.items() if id(each) in trained} | hidden)

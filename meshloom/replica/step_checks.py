@@ -7,7 +7,7 @@ import inspect
 import json
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -21,11 +21,11 @@ from meshloom.comm.objects import collect
 from meshloom.core.errors import CaptureError, DataError, JobError, TrainingError
 from meshloom.core.job import Job, NamedParameters
 from meshloom.core.losses.loss_scale import LEAST, LossScale
+from meshloom.core.losses.turns import LossTurn
 from meshloom.core.mesh import Mesh
 from meshloom.core.modules.built import originals
 from meshloom.core.plan import Plan
 from meshloom.core.units import format_count
-from meshloom.data.chunks import Chunk
 from meshloom.exchange.exchange import Exchange
 from meshloom.launch.names import rank_name
 from meshloom.optimizer.updater import Updater
@@ -33,8 +33,7 @@ from meshloom.program.capture.guards import Guards
 from meshloom.program.ir.lines import WAY_OUT
 from meshloom.program.ir.parameter_writes import FIRST_LOOKS, LOOK_EVERY, ParameterWrites, untrained_write
 from meshloom.program.ir.written_parameters import limited_tables
-from meshloom.replica.chunk_scope import ChunkScope
-from meshloom.replica.engine import Engine
+from meshloom.replica.team_sums import TeamSums
 
 
 def check_built(job: Job, model: nn.Module, named: NamedParameters, plan: Plan) -> None:
@@ -130,7 +129,6 @@ def _hooked(named: NamedParameters) -> list[str]:
 def hooks_kept(named: NamedParameters, plan: Plan) -> Iterator[None]:
     """A context for the chunks of a step of several, which raises `JobError` naming a parameter on which they leave more hooks than they
     found: with each chunk on one device there would be another one, and replicas have but those of their own chunks."""
-    named = named if plan.num_chunks > 1 else []
     before = [_num_hooks(each) for _, each in named]
     yield
     for (name, parameter), hooks in zip(named, before, strict=True):
@@ -236,7 +234,7 @@ def _counted(named: tuple[str, nn.Parameter]) -> tuple[int, int]:
 
 
 def count_overflows(
-    gradients: Sequence[Tensor | None], engine: Engine, replicas: Group, device: torch.device
+    gradients: Sequence[Tensor | None], team_sums: TeamSums, replicas: Group, device: torch.device
 ) -> Tensor:
     """The number of ranks of all replicas with a gradient that is not finite, float64 [1], on each of them."""
     values = [
@@ -250,18 +248,19 @@ def count_overflows(
         largest = torch._foreach_norm(values, math.inf)  # pyright: ignore[reportPrivateUsage]
         flag += ~torch.stack([each.double() for each in largest]).isfinite().all()
     for axis in ("tp", "pp"):
-        engine.add_up(axis, flag)
+        team_sums.add_up(axis, flag)
     if replicas.size > 1:
         replicas.all_reduce(flag).wait()
     return flag
 
 
 def check_finite(
-    engine: Engine, scope: ChunkScope, world: Group, step: int, chunks: Sequence[Chunk], total: float, weight: float,
+    locate: Callable[[], list[Any] | None], turn: LossTurn, world: Group, step: int, total: float, weight: float,
     overflowed: LossScale | None = None,
 ) -> None:  # fmt: skip
     """Raise the same error on all ranks when the loss of the global batch is not finite or has no weight.
 
+    locate: as `Stages.locate`. turn: of the step.
     overflowed: the scale with which gradients are not finite; the step is then skipped, unless a smaller scale will not help.
     """
     if overflowed and overflowed.scale <= LEAST and math.isfinite(total) and weight > 0:
@@ -275,13 +274,13 @@ def check_finite(
         raise DataError(
             f"The weights of all chunks of step {step} sum to {weight:g}, so there is no mean loss. Leave out batches without anything to average over."
         )
-    here = engine.locate_nan(chunks, scope)
+    here = locate()
     found = collect(world, here)
     _, rank, where = min(
         ((each[0], rank, each[1]) for rank, each in enumerate(found) if each),
         default=(0, 0, "the sum over all chunks overflowed"),
     )
-    name = f"{scope.turn.loss!r} " if scope.turn.loss else ""
+    name = f"{turn.loss!r} " if turn.loss else ""
     raise TrainingError(
         f"The loss {name}of step {step} is {total / weight if weight else math.nan:g}: rank {rank}, {where}. The parameters were not updated; "
         "lower the learning rate, clip gradients, or look at this batch."

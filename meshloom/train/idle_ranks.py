@@ -67,7 +67,7 @@ def idle_lines(
 
 def idle_lines_of(replica: Replica, plan: Plan, batch_size: int) -> list[str]:
     """The same for a replica that has been built."""
-    division = replica.engine.division
+    division = replica.engine.stages.division
     divided = sum(not each.is_whole for each in division.first.parameters.values()) if division else None
     ownership = replica.engine.holders
     return idle_lines(

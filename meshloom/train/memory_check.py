@@ -37,7 +37,7 @@ from meshloom.planner.fitting import (
 from meshloom.planner.memory.stage_kept import kept_bytes_of
 from meshloom.planner.rehearsal.held import held_by
 from meshloom.program.ir.program import Program
-from meshloom.replica.program_engine import ProgramEngine
+from meshloom.replica.program_stages import ProgramStages
 from meshloom.replica.replica import Replica
 
 # ranks keep freed memory for the next step where the host has so many times what they hold at least
@@ -126,27 +126,27 @@ def check_host_fits(replica: Replica) -> None:
 
 def check_part_fits(replica: Replica, *, cache: Cache | None) -> None:
     """Before the first step of a rank that knows its part of a captured loss: with activations."""
-    plan, engine = replica.plan, replica.engine
-    if not isinstance(engine, ProgramEngine) or plan.recompute != "none":
+    plan, stages = replica.plan, replica.engine.stages
+    if not isinstance(stages, ProgramStages) or plan.recompute != "none":
         return
     limit = limit_of(plan, replica.context.device)
     parameters = list(replica.model.named_parameters())
     trained = sum(each.nbytes for _, each in parameters if each.requires_grad and not each.is_meta)
     held = held_by(replica, 0, MOST_STATE)
-    upper = _most_by_stage(engine, lambda stage: _results(stage.program))
+    upper = _most_by_stage(stages, lambda stage: _results(stage.program))
     needs: Mapping[str, int] = {}
-    if (held.total + _in_flight(engine, plan, upper)) * (
+    if (held.total + _in_flight(stages, plan, upper)) * (
         plan.mesh.size if limit.is_shared else 1
     ) > limit.num_bytes:
         whole = sum(each.nbytes for _, each in parameters if each.requires_grad)
         state = state_bytes(replica.job, parameters) or StateBytes(total=0)
         held = held_by(replica, 0, state.total / whole if whole and trained else 0.0)
-        rank = engine.tp.rank if engine.tp else 0
+        rank = stages.tp.rank if stages.tp else 0
         in_units = plan.zero == 3 and not replica.exchange.one_copy
         kept = _in_flight(
-            engine,
+            stages,
             plan,
-            _most_by_stage(engine, lambda each: kept_bytes_of(each, plan.tp, rank, in_units=in_units)),
+            _most_by_stage(stages, lambda each: kept_bytes_of(each, plan.tp, rank, in_units=in_units)),
         )
         needs = {
             "parameters": held.parameters + held.full,
@@ -191,17 +191,17 @@ def _refuse(
     raise PlanError(f"{text} (Beyond the limit by less than {MARGIN - 1:.0%} is let through.)")
 
 
-def _most_by_stage(engine: ProgramEngine, num_bytes: Callable[[Stage], int]) -> dict[int, int]:
+def _most_by_stage(stages: ProgramStages, num_bytes: Callable[[Stage], int]) -> dict[int, int]:
     """Of this rank's stages, whichever loss has most in them."""
     most: dict[int, int] = {}
-    for stage in engine.stages:
+    for stage in stages.cut:
         most[stage.number] = max(most.get(stage.number, 0), num_bytes(stage))
     return most
 
 
-def _in_flight(engine: ProgramEngine, plan: Plan, kept: Mapping[int, int]) -> int:
+def _in_flight(stages: ProgramStages, plan: Plan, kept: Mapping[int, int]) -> int:
     """Most bytes saved at one time. kept: of a microbatch, by this rank's stages."""
-    schedule = engine.cutter.schedule(plan.microbatches)
+    schedule = stages.cutter.schedule(plan.microbatches)
     return max(
         sum(size * moment[stage] for stage, size in kept.items()) for moment in held_by_stage(schedule)
     )

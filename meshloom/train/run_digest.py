@@ -14,7 +14,7 @@ from meshloom.comm.objects import collect
 from meshloom.exchange.exchange import Exchange
 from meshloom.pipeline.stages.stages import Stage
 from meshloom.program.ir.nodes import Node
-from meshloom.replica.program_engine import ProgramEngine
+from meshloom.replica.program_stages import ProgramStages
 from meshloom.replica.replica import Replica
 
 
@@ -29,17 +29,16 @@ def _hash(lines: Iterator[str] | list[str]) -> str:
 
 
 def _facts(replica: Replica) -> Iterator[str]:
-    job, engine = replica.job, replica.engine
+    job, stages = replica.job, replica.engine.stages
     yield str(replace(replica.plan, keyed_draws=False))
     yield f"batches of {job.batch_size}, seed {job.seed}, clipped to {job.clip_grad_norm}, losses {[*job.losses]}"
     yield f"batch sizes {job.batch_sizes}, frozen {job.frozen}, mixed: {job.mix is not None}"
     for name, pieces in sorted(replica.shards.pieces.items()):
         yield f"{name}: {pieces}"
-    if isinstance(engine, ProgramEngine):
-        for stage in engine.stages:
+    if isinstance(stages, ProgramStages):
+        for stage in stages.cut:
             yield from _of_stage(stage)
-    schedule = engine.schedule(replica.plan.microbatches)
-    if schedule is not None:
+        schedule = stages.schedule(replica.plan.microbatches)
         yield " ".join(map(str, schedule.actions[replica.context.place.pp]))
     exchange: Exchange | None = replica.exchange
     while exchange is not None:

@@ -132,7 +132,7 @@ class StepMeter:
                 self._steps + self._data, self._data, self._held_up, arrivals, context.rank, self.num_steps
             ),
             checkpoint=checkpoint,
-            compiled=compiler.report if (compiler := self._replicas.first.engine.compiler) else None,
+            compiled=compiler.report if (compiler := self._replicas.first.engine.stages.compiler) else None,
             scale=self._replicas.first.sums.scale,
         )
 

@@ -187,7 +187,7 @@ class SynchronousRun:
         last = self.next_step == self._steps
         if last or meter.num_steps == 1 or self.next_step % CHECK_EVERY == 0 or self._is_whole:
             _tell(self._listener, replicas.together(take_notes)[0])
-        if last and (told := replicas.first.engine.readings):
+        if last and (told := replicas.first.engine.stages.readings):
             self._listener.note(told)
         return result.loss
 

@@ -6,7 +6,6 @@ from pathlib import Path
 
 from meshloom.core.plan import Plan
 from meshloom.pipeline.runtime.recorder import Recorder, gather_timeline
-from meshloom.pipeline.schedules.schedule import Schedule
 from meshloom.replica.replica import Replica
 from meshloom.telemetry.timeline import Timeline
 from meshloom.telemetry.timeline_files import Recording, is_kept, write_recording
@@ -43,18 +42,13 @@ class TimelineRecording:
         """Write the timeline of the step just done into `out`."""
 
         def gather(replica: Replica) -> Timeline:
-            def schedule(num_microbatches: int) -> Schedule:
-                found = replica.engine.schedule(num_microbatches)
-                assert found
-                return found
-
             assert replica.recorder
             return gather_timeline(
                 replica.context.world,
                 replica.recorder.take(),
                 step=step,
                 place=replica.context.place,
-                schedule=schedule,
+                schedule=replica.engine.stages.schedule,
             )
 
         self._timelines.append(self._replicas.together(gather)[0])

@@ -10,7 +10,7 @@ import torch
 from meshloom.data.samples import first_batches
 from meshloom.data.to_device import to_device
 from meshloom.parameters.file_weights import build_filled_model
-from meshloom.replica.program_engine import ProgramEngine
+from meshloom.replica.program_stages import ProgramStages
 from meshloom.replica.replica import Replica
 from meshloom.train.contract import Batch
 from meshloom.train.trainer import Trainer
@@ -36,7 +36,7 @@ def place_of(
     if one is None:
         return OperatorPlace()
     module = one.place(values) if values is not None else None
-    wrong_step, division = first_differing(one.result().steps), trainer.replicas[0].engine.division
+    wrong_step, division = first_differing(one.result().steps), trainer.replicas[0].engine.stages.division
     followed = module or (wrong_step and (wrong_step.failed("gradient") or wrong_step.failed("loss")))
     if division is None or not followed:
         return OperatorPlace()
@@ -54,7 +54,11 @@ def _values_again(
 ) -> dict[int, list[Values]] | None:
     """What modules output in the step's forwards, once more, on parameters that one device gets; None: ranks run no programs."""
     first = trainer.replicas[0]
-    if not isinstance(first.engine, ProgramEngine) or first.plan.sync_batch_norm or first.inner.compiles:
+    if (
+        not isinstance(first.engine.stages, ProgramStages)
+        or first.plan.sync_batch_norm
+        or first.inner.compiles
+    ):
         return None
 
     def look(replica: Replica) -> dict[int, list[Values]]:

@@ -22,7 +22,7 @@ from meshloom.data.chunks import Chunk
 from meshloom.pipeline.stages.stages import Stage
 from meshloom.program.ir.nodes import Node
 from meshloom.program.operators.collectives import Transition
-from meshloom.replica.program_engine import ProgramEngine
+from meshloom.replica.program_stages import ProgramStages
 from meshloom.replica.replica import Replica
 from meshloom.replica.replica_state import each_of_state
 from meshloom.tensor_parallel.layout.placement import PARTIAL, Part
@@ -45,11 +45,11 @@ def values_of_modules(
     """What ranks say of a step's chunks, run once more: number of a chunk -> of each rank that runs it, its modules' values. All ranks call it after a
     step, with their chunks of that step. adopt: what one device does with the plan's parameters first."""
     each_of_state(replica, adopt)
-    engine = replica.engine
-    assert isinstance(engine, ProgramEngine)
+    stages = replica.engine.stages
+    assert isinstance(stages, ProgramStages)
     filled = [chunk for chunk in chunks if chunk.samples]
     counts: list[int] = collect(replica.context.world, len(filled))
-    mine = _values(engine, replica, filled, max(counts))
+    mine = _values(stages, replica, filled, max(counts))
     everyone: list[list[Any]] = collect(replica.context.world, mine)
     of_chunks: dict[int, list[Values]] = {}
     for of_rank in everyone:
@@ -117,18 +117,18 @@ class ModuleSums:
         return ending
 
 
-def _values(engine: ProgramEngine, replica: Replica, chunks: Sequence[Chunk], most: int) -> list[Any]:
+def _values(of: ProgramStages, replica: Replica, chunks: Sequence[Chunk], most: int) -> list[Any]:
     """What this rank says: of each of these chunks its number and, by module, what its programs compute, run as in the step. most: chunks of the replica
     that has most."""
-    scope, loss = replica.scope, engine.programs.losses.loss
-    along_tp = engine.tp.rank if engine.tp else 0
-    with engine.computing("forwards", idle=not chunks):
+    scope, loss = replica.scope, of.programs.losses.loss
+    along_tp = of.tp.rank if of.tp else 0
+    with replica.engine.computing("forwards", idle=not chunks):
         batches = [scope.data(chunk) for chunk in chunks]
         sums: list[ModuleSums] = []
         for batch in batches:
-            engine.programs.ready(batch)
-            choice = engine.programs.division_of(loss, training=True)
-            stages = partial(engine.programs.stages, engine.programs.key(batch))
+            of.programs.ready(batch)
+            choice = of.programs.division_of(loss, training=True)
+            stages = partial(of.programs.stages, of.programs.key(batch))
             sums.append(ModuleSums(choice.strategies if choice else {}, stages, along_tp))
         now = 0
 
@@ -141,7 +141,7 @@ def _values(engine: ProgramEngine, replica: Replica, chunks: Sequence[Chunk], mo
             sums[now].visit(stage, node, value)
 
         if batches:
-            engine.microbatches.look(batches, around, visit, most=most)
+            of.microbatches.look(batches, around, visit, most=most)
     return [[chunk.index, each.found] for chunk, each in zip(chunks, sums, strict=True)]
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from itertools import zip_longest
 from typing import Any
@@ -45,7 +45,7 @@ class StepObserver:
         self._modules = ModuleWatch(replica.model)
         self._chunks: list[ChunkRecord] = []
         self._computed: list[ChunkRecord] = []  # in the first half of the step
-        self._outputs: tuple[ModuleOutput, ...] = ()
+        self._outputs: dict[int, tuple[ModuleOutput, ...]] = {}  # by chunk, once its context is left
 
     @contextmanager
     def attached(self) -> Iterator[None]:
@@ -56,17 +56,17 @@ class StepObserver:
 
     @contextmanager
     def watch(self, chunk: Chunk, model: nn.Module) -> Iterator[None]:
-        """Wraps a chunk's forward and backward."""
+        """Wraps a chunk's forward and, where its stage is the only one, its backward."""
         self._modules.start()
         yield
-        self._outputs = self._modules.stop()
+        self._outputs[chunk.index] = self._modules.stop()
 
     def chunk_done(self, chunk: Chunk, weight: float, loss_sum: float) -> None:
-        """Record the chunk, whose forward and backward may still be under way."""
+        """Record the chunk, whose backward is still to come."""
         self._chunks.append(
             ChunkRecord(
                 index=chunk.index, samples=chunk.samples, weight=weight, loss_sum=loss_sum,
-                data=digest_values(chunk.data), modules=self._outputs
+                data=digest_values(chunk.data), modules=()
             )
         )  # fmt: skip
 
@@ -74,7 +74,8 @@ class StepObserver:
         """Compare the averaged gradients."""
         if self._alone:
             trim()
-        self._computed, self._chunks = self._chunks, []
+        self._computed = [replace(each, modules=self._outputs.pop(each.index, ())) for each in self._chunks]
+        self._chunks, self._outputs = [], {}
         self._replica.context.activity.enter("comparing", gradients.step)
         self._tell("begin")
         each_gradient(self._replica, gradients, partial(self._tell, "add_gradient"))

@@ -23,7 +23,7 @@ import torch
 from meshloom.comm.objects import collect
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
-from meshloom.replica.program_engine import ProgramEngine
+from meshloom.replica.program_stages import ProgramStages
 from meshloom.replica.replica import Replica
 from meshloom.telemetry.progress import Listener
 from meshloom.train.trainer import Trainer
@@ -149,7 +149,7 @@ class VerifiedRun:
             first = trainer.replicas[0]
             self.owned, self.devices = trainer.together(_owned)[0], trainer.world.why
             self.digest = trainer.synchronous.digest if trainer.synchronous else ""
-            self.is_unlike_training = first.engine.is_unlike_training
+            self.is_unlike_training = first.engine.stages.is_unlike_training
             if compares and trainer.world.main and self.comparison is None:
                 other = OneDevice(plan=first.inner, dtype=self.dtype, device=first.context.device, shares=self.shares)  # fmt: skip
                 self.comparison = self.compare(self.job, other)
@@ -175,7 +175,7 @@ class VerifiedRun:
                         comparison.go_to(number)
                 batch = next(batches)
                 trainer.step(batch)
-                if isinstance(first.engine, ProgramEngine) and not _agrees(trainer, comparison):
+                if isinstance(first.engine.stages, ProgramStages) and not _agrees(trainer, comparison):
                     break
             self._steps_per_epoch = run.data.steps_per_epoch
         run.observe([None] * len(observers))

@@ -33,7 +33,7 @@ def replicas_draw_alike(patch: Patch) -> None:
     def key(right: Any, self: ChunkScope, chunk: Any) -> Any:
         return chunk.index % self._plan.microbatches, None
 
-    wrap(patch, ChunkScope, "_key_of", key)
+    wrap(patch, ChunkScope, "key_of", key)
 
 
 @bug(
@@ -52,10 +52,10 @@ def recurrent_masks_by_time(patch: Patch) -> None:
 def batch_of_first_microbatch(patch: Patch) -> None:
     """Stages read the first microbatch's data for every microbatch."""
 
-    def begin(right: Any, self: Microbatches, batches: Any, *given: Any) -> None:
-        right(self, [batches[0]] * len(batches), *given)
+    def run(right: Any, self: Microbatches, run: Any, batches: Any, *given: Any) -> Any:
+        return right(self, run, [batches[0]] * len(batches), *given)
 
-    wrap(patch, Microbatches, "_begin", begin)
+    wrap(patch, Microbatches, "_run", run)
 
 
 @bug("fifth/long_texts_by_their_beginning", "told by texts", "tp=2", phase="step 1", module="long")

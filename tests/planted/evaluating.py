@@ -8,7 +8,7 @@ from typing import Any
 import meshloom.replica.metrics
 from meshloom.optimizer.averages import ParameterAverages
 from meshloom.replica.chunk_scope import ChunkScope
-from meshloom.replica.program_engine import ProgramEngine
+from meshloom.replica.engine import Engine
 from tests.planted.bugs import Patch, bug, wrap
 
 EVALUATION = "evaluation"
@@ -66,11 +66,11 @@ def borrowers_evaluate_without_averages(patch: Patch) -> None:
         shown.add(id(replica.engine))
         return right(replica, averages)
 
-    def refresh(right: Any, self: ProgramEngine) -> Any:
+    def refresh(right: Any, self: Engine) -> Any:
         if id(self) in shown:
             shown.remove(id(self))
         else:
             right(self)
 
     wrap(patch, meshloom.replica.metrics, "show_averages", show)
-    wrap(patch, ProgramEngine, "refresh_borrowed", refresh)
+    wrap(patch, Engine, "refresh_borrowed", refresh)

@@ -12,7 +12,7 @@ from tests.second_device.device import Wait
 
 PRODUCT = Path(meshloom.__file__).parent
 # within these, chunks are computed
-IN_CHUNKS = ("pipeline/runtime/run.py", "replica/module_engine.py")
+IN_CHUNKS = ("pipeline/runtime/run.py", "replica/module_stages.py")
 
 
 class Waits:

@@ -1,5 +1,4 @@
-"""The parameters of a rank's programs: full, or in slices along dp that are gathered where programs use them
-(zero=3)."""
+"""The parameters that a rank computes with: full, or in slices along dp that are gathered where they are used (zero=3)."""
 
 from __future__ import annotations
 
@@ -18,13 +17,15 @@ from meshloom.exchange.zero_three import slices_of
 class HeldParameters:
     """named: those that this rank holds. replicas: the ranks along dp, for messages that are not counted.
 
-    slices: has slices of them, if this rank keeps no more; units: gathers these.
+    in_programs: whether programs use them, not modules. slices: has slices of them, if this rank keeps no more; units: gathers these.
     """
 
-    def __init__(self, named: Mapping[str, nn.Parameter], exchange: Exchange, replicas: Group) -> None:
-        self._named, self._replicas = named, replicas
+    def __init__(
+        self, named: Mapping[str, nn.Parameter], exchange: Exchange, replicas: Group, *, in_programs: bool
+    ) -> None:
+        self.named, self._replicas, self._in_programs = named, replicas, in_programs
         self.slices = slices_of(exchange)
-        self.units = UnitAccess(self.slices.gathering, in_programs=True) if self.slices else None
+        self.units = UnitAccess(self.slices.gathering, in_programs=in_programs) if self.slices else None
 
     def computing(self, kind: str, *, idle: bool) -> AbstractContextManager[None]:
         """As `Engine.computing`."""
@@ -33,17 +34,17 @@ class HeldParameters:
     def kept(self) -> Mapping[str, Tensor]:
         """What this rank keeps of each, borrowed ones too."""
         if self.slices is None:
-            return self._named
+            return self.named
         return {each.name: each.data() for each in self.slices.each_slice(borrowed=True)}
 
     def apart(self, lent: Collection[str]) -> Mapping[str, Tensor]:
         """The same of what ranks along pp lend each other, with padding."""
-        return self.slices.kept(lent) if self.slices else self._named
+        return self.slices.kept(lent) if self.slices else self.named
 
     def most(self, microbatches: int) -> int:
         """Microbatches of the replica that has most in this step, if they take actions together; else those of
         this one."""
-        if self.units is None:
+        if self.units is None or not self._in_programs:
             return microbatches
         most = torch.tensor([microbatches])
         self._replicas.all_reduce(most, "max").wait()

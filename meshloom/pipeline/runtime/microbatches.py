@@ -15,11 +15,10 @@ from torch.utils._pytree import tree_unflatten
 
 from meshloom.comm.group import Group
 from meshloom.core.job import LossFunction
-from meshloom.core.mesh import Axis
 from meshloom.exchange.units.unit_access import UnitAccess
 from meshloom.pipeline.runtime.gradient_readiness import Readiness
-from meshloom.pipeline.runtime.run import ActionListener, BothListeners, PipelineRun
-from meshloom.pipeline.runtime.stage import StageRun
+from meshloom.pipeline.runtime.program_stage import ProgramStage
+from meshloom.pipeline.runtime.run import ActionListener, PipelineRun, Sent
 from meshloom.pipeline.schedules.schedule import Action, Schedule
 from meshloom.pipeline.stages.program_store import ProgramStore
 from meshloom.pipeline.stages.stage_traffic import sent_by_rank, sent_over_tp, traffic_of_ranks
@@ -35,6 +34,8 @@ from meshloom.program.store.fifo_cache import FifoCache
 from meshloom.program.store.program_key import ProgramKey
 
 Visit = Callable[[int, Node, Any], None]  # sees stage, node and value, in order
+# microbatch, what the loss returned for it -> where backward starts
+Finish = Callable[[int, Any], Tensor | None]
 MOST_KEPT = 64  # combinations of a step's microbatch shapes whose runs are cached
 
 
@@ -45,13 +46,12 @@ class Around(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Runs:
-    """Built once for microbatches of the same shapes. sent: axis -> kind of operation -> bytes sent."""
+class _Known:
+    """Built once for microbatches of the same shapes."""
 
     run: PipelineRun
-    stages: Mapping[int, StageRun]
+    stages: Mapping[int, ProgramStage]
     readiness: Readiness
-    sent: Mapping[Axis, Mapping[str, int]]
 
 
 class Microbatches:
@@ -78,64 +78,35 @@ class Microbatches:
         self._programs, self._parameters = programs, parameters
         self._model, self._buffers = model, LiveBuffers(model)
         self._pp, self._tp, self._device, self._ready = pp, tp, device, ready
-        self._known: dict[tuple[int, *tuple[ProgramKey, ...]], _Runs] = FifoCache(MOST_KEPT)
+        self._known: dict[tuple[int, *tuple[ProgramKey, ...]], _Known] = FifoCache(MOST_KEPT)
         self._readiness: Readiness | None = None  # of the current run
         self._batches: list[Leaves] = []
-        self._finish: Callable[[int, Any], Tensor | None] = lambda microbatch, returned: None
+        self._finish: Finish = lambda microbatch, returned: None
         self._around: Around | None = None
 
-    def actions(self, num_microbatches: int, most: int) -> Sequence[Action]:
-        """What `train` does on this rank. most: microbatches of the replica that has most."""
-        if not num_microbatches:
-            return ()
-        return first_microbatches(self._programs.cutter.schedule(most), num_microbatches).actions[
-            self._pp.rank
-        ]
-
     def train(
-        self,
-        batches: Sequence[Any],
-        most: int,
-        finish: Callable[[int, Any], Tensor],
-        around: Around,
-        listener: ActionListener | None = None,
-    ) -> Mapping[Axis, Mapping[str, int]]:
-        """Forward and backward of all microbatches; returns what this rank sent: axis -> kind -> bytes.
-
-        finish: what the loss returned for a microbatch -> where backward starts; on the last stage.
-        """
+        self, batches: Sequence[Any], most: int, finish: Finish, around: Around, listeners: Sequence[ActionListener] = ()
+    ) -> Sent:  # fmt: skip
+        """Forward and backward of all microbatches; returns what this rank sent. most: microbatches of the replica that has most. finish:
+        microbatch, what the loss returned for it -> where backward starts; on the last stage."""
         if not batches:
             return {}
-        known = self._get([self._programs.key(each) for each in batches], training=True, most=most)
-        self._begin(batches, finish, around)
+        known = self._get([self._programs.key(each) for each in batches], most)
         self._readiness = known.readiness
-        known.readiness.begin()
         try:
-            both = BothListeners(known.readiness, listener) if listener else known.readiness
-            known.run.run(both, self._meet)
+            return self._run(known.run, batches, finish, around, listeners)
         finally:
             self._readiness = None
-            self._end(known)
-        return known.sent
 
-    def evaluate(
-        self, batch: Any, loss: LossFunction, finish: Callable[[Any], None]
-    ) -> Mapping[Axis, Mapping[str, int]]:
-        """Forward of one batch in evaluation mode; returns bytes like `train`. finish: takes what `loss`
-        returned, on the last stage."""
-        keys = [self._programs.key(batch, loss=loss, training=False)]
-        known = self._get(keys, training=False)
+    def evaluate(self, batch: Any, loss: LossFunction, take: Callable[[Any], None]) -> Sent:
+        """Forward of one batch in evaluation mode; returns what this rank sent. take: gets what `loss` returned, on the last stage."""
 
-        def take(microbatch: int, returned: Any) -> None:
-            finish(returned)
+        def finish(microbatch: int, returned: Any) -> None:
+            take(returned)
 
-        self._begin([batch], take, None)
-        try:
-            with torch.no_grad():
-                known.run.run(meet=self._meet)
-        finally:
-            self._end(known)
-        return known.sent
+        known = self._get([self._programs.key(batch, loss=loss, training=False)])
+        with torch.no_grad():
+            return self._run(known.run, [batch], finish, None)
 
     def look(
         self,
@@ -148,45 +119,43 @@ class Microbatches:
         """Forwards of microbatches as `train` runs them, one after another, without gradients or changes to buffers: each finds these
         as they are. most: microbatches of the replica that has most."""
         keys = [self._programs.key(each) for each in batches]
-        known = self._get(keys, training=True, most=most if self._units else 0)
+        known = self._get(keys, most if self._units else 0)
         of_all = forward_only(self._programs.cutter.schedule(max(most, len(keys))))
         schedule = first_microbatches(of_all, len(keys))
         buffers, fresh = _with_buffers_anew(self._buffers, around)
-        self._begin(batches, lambda microbatch, returned: None, fresh)
         crossings = [_crossings(self._programs.stages(each), False) for each in keys]
         others = _others_between(of_all, schedule, self._pp.rank)
         run = PipelineRun(schedule, self._pp, known.stages, crossings, self._device, of_others=others)
         with ExitStack() as watching, torch.no_grad():
             for number, stage in known.stages.items():
                 watching.enter_context(stage.watched(partial(visit, number), buffers))
-            run.run(meet=self._meet)
-        self._batches = []
+            self._run(run, batches, lambda microbatch, returned: None, fresh)
 
     def arrived(self, parameter: nn.Parameter) -> None:
         """Gradient hook: autograd has accumulated a parameter's gradient."""
         if self._readiness:
             self._readiness.arrived(parameter)
 
-    def _begin(
-        self, batches: Sequence[Any], finish: Callable[[int, Any], Tensor | None], around: Around | None
-    ) -> None:
+    def _run(
+        self, run: PipelineRun, batches: Sequence[Any], finish: Finish, around: Around | None, listeners: Sequence[ActionListener] = ()
+    ) -> Sent:  # fmt: skip
         self._batches = [leaves_of(each) for each in batches]
         self._finish, self._around = finish, around
+        try:
+            run.run(listeners, self._meet)
+        finally:
+            self._batches = []
+        return run.sent
 
-    def _end(self, known: _Runs) -> None:
-        self._batches = []
-        for stage in known.stages.values():
-            stage.clear()
-
-    def _get(self, keys: Sequence[ProgramKey], *, training: bool, most: int = 0) -> _Runs:
+    def _get(self, keys: Sequence[ProgramKey], most: int = 0) -> _Known:
         most = max(most, len(keys))
         key = most, *keys
         if key not in self._known:
-            self._known[key] = self._make(keys, training, most)
+            self._known[key] = self._make(keys, most)
         return self._known[key]
 
-    def _make(self, keys: Sequence[ProgramKey], training: bool, most: int) -> _Runs:
-        stages = [self._programs.stages(each) for each in keys]
+    def _make(self, keys: Sequence[ProgramKey], most: int) -> _Known:
+        stages, training = [self._programs.stages(each) for each in keys], keys[0].training
         of_all = self._programs.cutter.schedule(most)
         of_all = of_all if training else forward_only(of_all)
         schedule = first_microbatches(of_all, len(stages))
@@ -206,16 +175,15 @@ class Microbatches:
         own = [each[number] for each in stages for number in mine]
         over_tp = sent_over_tp(own, self._tp.rank) if self._tp else Counter[str]()
         others = _others_between(of_all, schedule, self._pp.rank)
-        return _Runs(
-            run=PipelineRun(schedule, self._pp, runs, crossings, self._device, of_others=others),
-            stages=runs,
-            readiness=Readiness(
-                schedule, self._pp.rank, used, self._ready, each_microbatch=self._each_microbatch
-            ),
-            sent={"pp": {"send": over_pp}, "tp": over_tp},
+        readiness = Readiness(
+            schedule, self._pp.rank, used, self._ready, each_microbatch=self._each_microbatch
         )
+        run = PipelineRun(
+            schedule, self._pp, runs, crossings, self._device, of_others=others, readiness=readiness, sent={"pp": {"send": over_pp}, "tp": over_tp}
+        )  # fmt: skip
+        return _Known(run=run, stages=runs, readiness=readiness)
 
-    def _stage_run(self, stages: Sequence[Stage], is_last: bool, split: bool) -> StageRun:
+    def _stage_run(self, stages: Sequence[Stage], is_last: bool, split: bool) -> ProgramStage:
         number = stages[0].number
 
         def around(microbatch: int) -> AbstractContextManager[Any]:
@@ -226,7 +194,7 @@ class Microbatches:
         def finish(microbatch: int, values: Sequence[Any]) -> Tensor | None:
             return self._finish(microbatch, tree_unflatten(list(values), stages[microbatch].returned))
 
-        return StageRun(
+        return ProgramStage(
             stages,
             self._parameters,
             self._buffers,

@@ -10,18 +10,21 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from meshloom.comm.group import Group, Work
+from meshloom.core.mesh import Axis
+from meshloom.pipeline.runtime.gradient_readiness import Readiness
 from meshloom.pipeline.runtime.point_to_point import Edge, StageMessage, message_of, steps_of
 from meshloom.pipeline.runtime.stage import StageRun
 from meshloom.pipeline.schedules.schedule import Action, Schedule
 from meshloom.pipeline.stages.stages import Crossing
 from meshloom.program.ir.nodes import Meta
+
+Sent = Mapping[Axis, Mapping[str, int]]  # axis -> kind of operation -> bytes
 
 
 class ActionListener(Protocol):
@@ -36,28 +39,13 @@ class ActionListener(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class BothListeners:
-    """Notifies two listeners."""
-
-    first: ActionListener
-    second: ActionListener
-
-    def began(self, action: Action) -> None:
-        self.first.began(action)
-        self.second.began(action)
-
-    def ended(self, action: Action) -> None:
-        self.second.ended(action)  # before gradients are exchanged: the action itself is over
-        self.first.ended(action)
-
-
 class PipelineRun:
-    """The steps of one rank along pp.
+    """One rank's part of a step, or of an evaluation, for microbatches of given shapes.
 
     group: the ranks along pp. stages: this rank's, by number.
     crossings: [microbatch], the values exchanged between stages, for its shapes.
     of_others: how many actions only other replicas have before each of this rank's actions, and at the end.
+    readiness: knows when gradients are complete; None: autograd does. sent: by a run.
     """
 
     def __init__(
@@ -68,19 +56,34 @@ class PipelineRun:
         crossings: Sequence[Sequence[Crossing]],
         device: torch.device,
         of_others: Sequence[int] = (),
+        *,
+        readiness: Readiness | None = None,
+        sent: Sent | None = None,
     ) -> None:
         self._group = group
+        self._readiness, self.sent = readiness, sent or {}
         self._of_others = of_others
         self._ranks = schedule.ranks
         self._stages = stages
         self._device = device
+        self.actions = schedule.actions[group.rank]
         self._values = _values_of(crossings, schedule)
         self._steps = [
             (step, _body(step.action, stages)) for step in steps_of(schedule, _edges(crossings))[group.rank]
         ]
 
-    def run(self, listener: ActionListener | None = None, meet: Callable[[], None] | None = None) -> None:
+    def run(self, listeners: Sequence[ActionListener] = (), meet: Callable[[], None] | None = None) -> None:
         """Runs all actions in order. meet: called after each action, also for those of other replicas alone."""
+        if self._readiness:
+            self._readiness.begin()
+            listeners = [self._readiness, *listeners]
+        try:
+            self._run(listeners, meet)
+        finally:
+            for stage in self._stages.values():
+                stage.clear()
+
+    def _run(self, listeners: Sequence[ActionListener], meet: Callable[[], None] | None) -> None:
         receiving: dict[StageMessage, tuple[list[Work], dict[str, Tensor]]] = {}
         sending: deque[tuple[Work, Tensor]] = deque()
         for number, (step, body) in enumerate(self._steps):
@@ -92,11 +95,11 @@ class PipelineRun:
                 for work in works:
                     work.wait()
                 self._deliver(message, tensors)
-            if listener:
-                listener.began(step.action)
+            for each in listeners:
+                each.began(step.action)
             produced = body(step.action.microbatch)
-            if listener:
-                listener.ended(step.action)
+            for each in reversed(listeners):  # before gradients are exchanged: the action itself is over
+                each.ended(step.action)
             for message in step.stays:
                 self._deliver(message, {name: produced[name] for name, _ in self._values[message]})
             for message, is_send in step.posts:
@@ -140,7 +143,7 @@ class PipelineRun:
             stage.receive_gradients(message.microbatch, tensors)
 
 
-def _body(action: Action, stages: Mapping[int, StageRun]) -> Callable[[int], dict[str, Tensor]]:
+def _body(action: Action, stages: Mapping[int, StageRun]) -> Callable[[int], Mapping[str, Tensor]]:
     stage = stages[action.stage]
     bodies = {
         "F": stage.forward,

@@ -99,7 +99,7 @@ def rehearse(
                     held_by(replica, each.kept, optimizer_factor)
                     for replica, each in zip(replicas, timed, strict=True)
                 ),
-                schedule=replicas[0].engine.schedule(timed[0].num_filled)
+                schedule=replicas[0].engine.stages.schedule(timed[0].num_filled)
                 if replicas[0].inner.pp > 1
                 else None,
                 one_copy=replicas[0].exchange.one_copy,

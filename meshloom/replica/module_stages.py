@@ -1,0 +1,239 @@
+"""The user's module and loss as they are written, chunk after chunk: the only stage of plans with neither tp nor pp."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshloom.checkpoint.resuming import check_together
+from meshloom.comm.rank_context import RankContext
+from meshloom.comm.simulated import simulated_groups
+from meshloom.core.job import Job, LossFunction, NamedParameters
+from meshloom.core.losses.logged import computed_with_logs
+from meshloom.core.losses.loss_sum import as_sum
+from meshloom.core.losses.turns import OwnGradients
+from meshloom.core.modules.named_leaves import named_leaves
+from meshloom.core.moments.bilinear import bilinear_unwatched
+from meshloom.core.moments.current_step import Moment
+from meshloom.core.moments.leaf_draws import leaves_in
+from meshloom.core.moments.uncompiled import uncompiled
+from meshloom.core.plan import Plan
+from meshloom.core.random import KeyedDraws
+from meshloom.data.chunks import Chunk
+from meshloom.exchange.exchange import Exchange
+from meshloom.exchange.units.compiled_units import CompiledUnits, unwatched
+from meshloom.exchange.units.unit_access import UnitAccess
+from meshloom.parameters.shards import Shards
+from meshloom.parameters.unfilled_model import UnfilledModel
+from meshloom.pipeline.runtime.held_parameters import HeldParameters
+from meshloom.pipeline.runtime.microbatches import Around
+from meshloom.pipeline.runtime.run import ActionListener, PipelineRun, Sent
+from meshloom.pipeline.runtime.stage import StageRun
+from meshloom.pipeline.schedules.builders import make_schedule
+from meshloom.pipeline.schedules.schedule import Action, Schedule
+from meshloom.program.run.compiler import Compiler
+from meshloom.replica.attachments import Attachments
+from meshloom.replica.buffers.batch_norm import synchronise_batch_norm
+from meshloom.replica.buffers.merged_buffers import RunningStatistics
+from meshloom.replica.chunk_scope import ChunkScope
+from meshloom.replica.exchanges.gathered_rows import GatheredRows
+from meshloom.replica.gradient_completion import GradientCompletion
+from meshloom.replica.not_finite import find_not_finite
+from meshloom.replica.stages import Finish, Stages, Statistics
+from meshloom.replica.step_checks import hooks_kept
+from meshloom.telemetry.traffic import ExpectedBytes
+
+
+class ModuleStages(Stages):
+    """Of one rank, which holds all of the model. updates: whether the rank updates its parameters."""
+
+    def __init__(self, job: Job, plan: Plan, context: RankContext, *, updates: bool = True) -> None:
+        self._job, self._plan, self._context = job, plan, context
+        self.compiler = Compiler(context.device) if plan.compiles else None
+        self._compiled: dict[LossFunction, LossFunction] = {}  # by the loss as written
+        self._compiled_units: CompiledUnits | None = None
+        self.loss = job.loss  # whose turn it is
+        self._model: nn.Module
+        self.scope: ChunkScope
+        self._parameters: NamedParameters = []
+        self._held: HeldParameters
+        self._stage: ModuleStage
+        self._runs: dict[int, PipelineRun] = {}  # by number of chunks
+        self._leaves: list[str] = []
+        self.rows = GatheredRows(plan, context, num_losses=len(job.losses) or 1, updates=updates, meet=self._meet)  # fmt: skip
+
+    def open(
+        self, model: nn.Module, scope: ChunkScope, unfilled: UnfilledModel | None, own: OwnGradients | None
+    ) -> None:
+        if self.compiler:
+            check_together(self._context.world, self.compiler.check)
+        self.scope, self._leaves = scope, named_leaves(self._job.leaves, model)
+
+    def take(self, model: nn.Module, shards: Shards) -> Statistics:
+        self._model = model
+        written = RunningStatistics(
+            model, self._context.groups["dp"], num_chunks=self._plan.microbatches, synchronised=self._plan.sync_batch_norm,
+            rules=self._job.buffers, compiled=self._plan.compiles,
+        )  # fmt: skip
+        return [{0: written} for _ in self._job.losses or ("",)]
+
+    def connect(
+        self, parameters: NamedParameters, exchange: Exchange, held: HeldParameters, completion: GradientCompletion
+    ) -> ExitStack:  # fmt: skip
+        self._parameters, self._held = parameters, held
+        self._stage = ModuleStage(self, exchange, held.units)
+        undo = ExitStack()
+        if self._plan.sync_batch_norm and self._plan.dp > 1:
+            undo.enter_context(
+                synchronise_batch_norm(self._model, self._context.statistics, compiled=self._plan.compiles, meet=self._meet)
+            )  # fmt: skip
+        if held.units:
+            undo.enter_context(held.units.connect())
+        if self.compiler:
+            undo.enter_context(self._compile(self.compiler, held))
+        for _, parameter in parameters:
+            undo.callback(parameter.register_post_accumulate_grad_hook(exchange.ready_hook(parameter)).remove)
+        return undo
+
+    def attach(self, at: Attachments) -> None:
+        if self._plan.num_chunks > 1:
+            begun = set[LossFunction]()
+
+            def first_of_each(step: int) -> AbstractContextManager[None]:
+                is_first = self.loss not in begun
+                begun.add(self.loss)
+                return hooks_kept(self._parameters, self._plan) if is_first else nullcontext()
+
+            at.around.append(first_of_each)
+        if compiled := self._compiled_units:
+            at.around.append(lambda step: compiled.computing())
+
+    def turn_to(self, loss: LossFunction) -> None:
+        self.loss = loss
+
+    def schedule(self, num_microbatches: int) -> Schedule:
+        return make_schedule("1f1b", 1, num_microbatches)
+
+    def actions(self, num_chunks: int, most: int) -> Sequence[Action]:
+        return self._run_of(num_chunks).actions if num_chunks else ()
+
+    def train(
+        self, chunks: Sequence[Chunk], most: int, finish: Finish, around: Around, listeners: Sequence[ActionListener]
+    ) -> Sent:  # fmt: skip
+        if not chunks:
+            self.rows.idle(self.loss)
+            return {}
+        self._stage.begin(chunks, finish, around)
+        self._run_of(len(chunks)).run(listeners)
+        return {}
+
+    def evaluate(
+        self, batch: Any, metric: LossFunction, moment: Moment, take: Callable[[Any], None]
+    ) -> Sent:  # fmt: skip
+        with moment.entered(), self.rows.evaluating(), leaves_in(self._model, self._leaves):
+            take(metric(self._model, batch))
+        if self._held.units:
+            self._held.units.chunk_ended()
+        return {}
+
+    def locate(self, chunks: Sequence[Chunk]) -> list[Any] | None:
+        def loss_of(chunk: Chunk) -> Tensor:
+            data = self.scope.data(chunk)
+            with self.scope.draws(chunk), self.drawing(chunk), self.rows.again():
+                return as_sum(self.loss(self._model, data), chunk.samples, needs_gradient=False)[0]
+
+        with self._held.computing("rerun", idle=not chunks):
+            return find_not_finite(self._model, self._held.kept().items(), chunks, loss_of)
+
+    def expected_bytes(self) -> ExpectedBytes:
+        return self.rows.expected_bytes()
+
+    def drawing(self, chunk: Chunk) -> AbstractContextManager[Any]:
+        """The context of a chunk in which its module draws; programs key their draws themselves."""
+        if not (self._leaves or self._plan.keyed_draws):
+            return nullcontext()
+        around = ExitStack()
+        around.enter_context(leaves_in(self._model, self._leaves))
+        if self._plan.keyed_draws:
+            if not self._plan.compiles:
+                around.enter_context(uncompiled())
+                around.enter_context(bilinear_unwatched())
+            rows = self.scope.key_of(chunk)[1]
+            around.enter_context(KeyedDraws(rows, compiled=self._plan.compiles))
+        return around
+
+    def computed(self, data: Any) -> Any:
+        """What the loss returns for a chunk."""
+        return computed_with_logs(self._compiled.get(self.loss, self.loss), self._model, data)
+
+    def _run_of(self, num_chunks: int) -> PipelineRun:
+        if num_chunks not in self._runs:
+            schedule, alone = self.schedule(num_chunks), simulated_groups(1)[0]
+            self._runs[num_chunks] = PipelineRun(
+                schedule, alone, {0: self._stage}, [()] * num_chunks, self._context.device
+            )
+        return self._runs[num_chunks]
+
+    def _meet(self) -> None:
+        """Before a collective of the replicas within forward or backward."""
+        if self._held.units:
+            self._held.units.meet()
+
+    def _compile(self, compiler: Compiler, held: HeldParameters) -> AbstractContextManager[Any]:
+        """Of units, each by itself; else of the losses."""
+        units = held.slices.units if held.slices else ()
+        if compiled := CompiledUnits(units, compiler):
+            self._compiled_units = compiled
+            return compiled.connect()
+        if all(unit.module is None for unit in units):
+            of_job = [each.loss for each in self._job.losses.values()] or [self._job.loss]
+            self._compiled = {each: partial(unwatched, compiler.function(each)) for each in of_job}
+        return nullcontext()
+
+
+class ModuleStage(StageRun):
+    """Whole chunks, one after another: the context of a forward is left when its backward has ended."""
+
+    def __init__(self, stages: ModuleStages, exchange: Exchange, units: UnitAccess | None) -> None:
+        self._of, self._exchange, self._units = stages, exchange, units
+        self._chunks: Sequence[Chunk] = ()
+        self._finish: Finish
+        self._around: Around
+        self._root: Tensor | None = None
+        self._entered = ExitStack()
+
+    def begin(self, chunks: Sequence[Chunk], finish: Finish, around: Around) -> None:
+        """From now on microbatches are these chunks. finish, around: as of `Stages.train`."""
+        self._chunks, self._finish, self._around = chunks, finish, around
+
+    def forward(self, microbatch: int) -> Mapping[str, Tensor]:
+        of, chunk = self._of, self._chunks[microbatch]
+        data = of.scope.data(chunk)
+        with ExitStack() as entered:
+            entered.enter_context(self._around(0, microbatch))
+            entered.enter_context(of.drawing(chunk))
+            entered.enter_context(of.rows.chunk(of.loss, chunk.step, chunk.batch))
+            root = self._finish(microbatch, of.computed(data))
+            self._root = of.rows.end_forward(root)
+            self._entered = entered.pop_all()
+        return {}
+
+    def backward(self, microbatch: int) -> Mapping[str, Tensor]:
+        with self._entered:
+            if microbatch == len(self._chunks) - 1 and not self._units:  # communication overlaps with it
+                self._exchange.begin_last_chunk()
+            root, self._root = self._root, None
+            with self._exchange.chunk():
+                torch.autograd.backward(root)  # pyright: ignore[reportArgumentType]
+        if self._units:
+            self._units.chunk_ended()
+        return {}
+
+    def clear(self) -> None:
+        self._chunks, self._root = (), None
+        self._entered.close()
