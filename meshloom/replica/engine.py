@@ -168,7 +168,7 @@ class Engine:
         if sums.started:
             return
         sums.close()
-        if sums.told is not None:
+        if self._tp and sums.told is not None:
             self.team_sums.add_up("tp", sums.told)
         self.team_sums.add_up("pp", sums.sums)  # known to the last stage's rank, zeros on the others
         sums.start(self.context.statistics)
