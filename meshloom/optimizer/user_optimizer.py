@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import types
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -18,6 +18,7 @@ from meshloom.core.job import Job, NamedParameters
 from meshloom.core.moments.by_hand import as_scheduler, is_scheduler
 from meshloom.core.moments.by_metric import ByMetric, those_by_metric
 from meshloom.core.objectives import EachItsOwn, as_list
+from meshloom.core.plan import Plan
 from meshloom.optimizer.reach import PER_PARAMETER, Reach, added_to, is_known, reach
 from meshloom.optimizer.state_pieces import settings
 from meshloom.parameters.values.shape_alone import ShapeAlone, ValueReadError
@@ -118,6 +119,22 @@ def reach_in_words(optimizer: Optimizer) -> tuple[str, str]:
         f"{kind}{f' with {added}' if added else ''} is not one whose rule is known, so it gets all parameters",
         " Job(elementwise=True) or Job(per_parameter=True) says what it is.",
     )
+
+
+def for_optimizers(plan: Plan, made: UserOptimizers) -> tuple[Plan, list[str]]:
+    """The plan that ranks run, which is without zero where an optimizer evaluates the loss in its update; notes for the user."""
+    kind = next((type(each).__name__ for each in made.optimizers if takes_closure(each)), "")
+    if plan.zero and kind:
+        note = (
+            f"{kind} evaluates the loss in its update and looks at all parameters at once, so every rank keeps all of them: "
+            f"zero={plan.zero} divides nothing."
+        )
+        return replace(plan, zero=0, zero_within=0), [note]
+    optimizer = made.looks_at_all
+    if optimizer is None or (plan.tp == 1 and not plan.zero):
+        return plan, []
+    why, instead = reach_in_words(optimizer)
+    return plan, [f"{why}: every rank gathers them.{instead}"]
 
 
 def make_schedulers(job: Job, returned: Sequence[Any]) -> list[list[Any]]:

@@ -17,7 +17,7 @@ from meshloom.core.random import preserved_draws
 from meshloom.data.samples import first_batches
 from meshloom.machine.host_memory import free_bytes
 from meshloom.optimizer.updater import check_stages
-from meshloom.optimizer.user_optimizer import UserOptimizers, make_without_values
+from meshloom.optimizer.user_optimizer import UserOptimizers, for_optimizers, make_without_values
 from meshloom.parameters.model import trainable
 from meshloom.parameters.unfilled_model import UnfilledModel, build_unfilled
 from meshloom.planner.memory.comparison import compared_program, comparison_bytes
@@ -32,7 +32,6 @@ from meshloom.program.store.captured_loss import CapturedLoss, choices_of
 from meshloom.program.store.object_text import NoTextError
 from meshloom.program.store.program_cache import ProgramCache
 from meshloom.program.store.stored_costs import cached_costs
-from meshloom.replica.open_engine import for_optimizers
 from meshloom.replica.step_checks import check_readable
 from meshloom.telemetry.timings import Timings
 

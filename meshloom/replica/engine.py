@@ -7,7 +7,7 @@ chunks -> actions of this rank's stages -> gradients, sums of losses            
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Any
 
@@ -139,13 +139,12 @@ class Engine:
 
     def compute(self, chunks: Sequence[Chunk], sums: LossSums, recorder: Recorder | None) -> None:
         """Forward and backward of this replica's non-empty chunks."""
-        activity, stages = self.context.activity, self.stages
-        most = self.held.most(len(chunks))
-        if chunks and stages_may_run_differently(self.plan, chunks[0].batch):
+        activity, stages, units = self.context.activity, self.stages, self.held.units
+        most = self.held.most(len(chunks)) if units else len(chunks)
+        if self.plan.num_stages > self.plan.pp and chunks and stages_may_run_differently(self.plan, chunks[0].batch):  # fmt: skip
             self._exchange.wait_for_nothing()
         activity.follow(stages.actions(len(chunks), most))
-        stages.prepare(chunks)
-        last = len(chunks) - 1 if self.plan.pp == 1 and not self.held.units else None
+        last = len(chunks) - 1 if self.plan.pp == 1 and not units else None
 
         def finish(microbatch: int, returned: Any) -> Tensor:
             root, loss, weight = sums.add(returned, chunks[microbatch])
@@ -158,9 +157,11 @@ class Engine:
             is_last = stage == self.plan.num_stages - 1
             return self._scope.forward(chunks[microbatch], stage=stage, observed=is_last)
 
-        listeners = [activity, recorder] if recorder else [activity]
-        with self.computing(STEP, idle=not chunks):
-            self.team_sums.count(stages.train(chunks, most, finish, around, listeners))
+        stages.prepare(chunks, finish, around)
+        with units.computing(STEP, idle=not chunks) if units else nullcontext():
+            sent = stages.train(most, [activity, recorder] if recorder else [activity])
+        if sent:
+            self.team_sums.count(sent)
 
     def start(self, sums: LossSums) -> None:
         """Ends the chunks of `sums`, adds them up over the replica, and starts their sum over replicas, unless it has started: on a communicator
@@ -170,7 +171,8 @@ class Engine:
         sums.close()
         if self._tp and sums.told is not None:
             self.team_sums.add_up("tp", sums.told)
-        self.team_sums.add_up("pp", sums.sums)  # known to the last stage's rank, zeros on the others
+        if self.plan.pp > 1:
+            self.team_sums.add_up("pp", sums.sums)  # known to the last stage's rank, zeros on the others
         sums.start(self.context.statistics)
 
     def computing(self, kind: str, *, idle: bool = False) -> AbstractContextManager[None]:
@@ -233,10 +235,7 @@ class Engine:
 
 
 def stages_may_run_differently(plan: Plan, batch: int) -> bool:
-    """Whether replicas may run a rank's stages in different orders in a step on `batch` samples: several
-    stages a rank, and different numbers of chunks."""
-    if plan.num_stages == plan.pp:
-        return False
+    """Whether replicas may run a rank's several stages in different orders in a step on `batch` samples: in different numbers of chunks."""
     sizes, m = plan.sizes(batch), plan.microbatches
     counts = {sum(map(bool, sizes[start : start + m])) for start in range(0, len(sizes), m)}
     return plan.shares == "measured" or len(counts) > 1

@@ -122,14 +122,14 @@ class ModuleStages(Stages):
     def actions(self, num_chunks: int, most: int) -> Sequence[Action]:
         return self._run_of(num_chunks).actions if num_chunks else ()
 
-    def train(
-        self, chunks: Sequence[Chunk], most: int, finish: Finish, around: Around, listeners: Sequence[ActionListener]
-    ) -> Sent:  # fmt: skip
-        if not chunks:
-            self.rows.idle(self.loss)
-            return {}
+    def prepare(self, chunks: Sequence[Chunk], finish: Finish, around: Around) -> None:
         self._stage.begin(chunks, finish, around)
-        self._run_of(len(chunks)).run(listeners)
+
+    def train(self, most: int, listeners: Sequence[ActionListener]) -> Sent:
+        if num_chunks := len(self._stage.chunks):
+            self._run_of(num_chunks).run(listeners)
+        else:
+            self.rows.idle(self.loss)
         return {}
 
     def evaluate(
@@ -201,7 +201,7 @@ class ModuleStage(StageRun):
 
     def __init__(self, stages: ModuleStages, exchange: Exchange, units: UnitAccess | None) -> None:
         self._of, self._exchange, self._units = stages, exchange, units
-        self._chunks: Sequence[Chunk] = ()
+        self.chunks: Sequence[Chunk] = ()
         self._finish: Finish
         self._around: Around
         self._root: Tensor | None = None
@@ -209,10 +209,10 @@ class ModuleStage(StageRun):
 
     def begin(self, chunks: Sequence[Chunk], finish: Finish, around: Around) -> None:
         """From now on microbatches are these chunks. finish, around: as of `Stages.train`."""
-        self._chunks, self._finish, self._around = chunks, finish, around
+        self.chunks, self._finish, self._around = chunks, finish, around
 
     def forward(self, microbatch: int) -> Mapping[str, Tensor]:
-        of, chunk = self._of, self._chunks[microbatch]
+        of, chunk = self._of, self.chunks[microbatch]
         data = of.scope.data(chunk)
         with ExitStack() as entered:
             entered.enter_context(self._around(0, microbatch))
@@ -225,7 +225,7 @@ class ModuleStage(StageRun):
 
     def backward(self, microbatch: int) -> Mapping[str, Tensor]:
         with self._entered:
-            if microbatch == len(self._chunks) - 1 and not self._units:  # communication overlaps with it
+            if microbatch == len(self.chunks) - 1 and not self._units:  # communication overlaps with it
                 self._exchange.begin_last_chunk()
             root, self._root = self._root, None
             with self._exchange.chunk():
@@ -235,5 +235,5 @@ class ModuleStage(StageRun):
         return {}
 
     def clear(self) -> None:
-        self._chunks, self._root = (), None
+        self.chunks, self._root = (), None
         self._entered.close()

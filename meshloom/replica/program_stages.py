@@ -96,6 +96,8 @@ class ProgramStages(Stages):
         self._guards: dict[LossFunction, list[GuardedValue]] = {}
         self._held: HeldParameters
         self._batches: list[Any] = []  # of the step's chunks
+        self._finish: Finish
+        self._around: Around
         self._rows = UsedRows({}, context.device)  # which rows of tables with sparse gradients a step uses
 
     def open(
@@ -166,7 +168,8 @@ class ProgramStages(Stages):
             return ()
         return first_microbatches(self.schedule(most), num_chunks).actions[self.pp.rank]
 
-    def prepare(self, chunks: Sequence[Chunk]) -> None:
+    def prepare(self, chunks: Sequence[Chunk], finish: Finish, around: Around) -> None:
+        self._finish, self._around = finish, around
         self._batches = [self._scope.data(chunk) for chunk in chunks]
         for batch in self._batches:
             self.programs.ready(batch)
@@ -175,11 +178,9 @@ class ProgramStages(Stages):
         if self._rows.flags.numel():
             self._rows.begin()
 
-    def train(
-        self, chunks: Sequence[Chunk], most: int, finish: Finish, around: Around, listeners: Sequence[ActionListener]
-    ) -> Sent:  # fmt: skip
+    def train(self, most: int, listeners: Sequence[ActionListener]) -> Sent:
         batches, self._batches = self._batches, []
-        return self.microbatches.train(batches, most, finish, around, listeners)
+        return self.microbatches.train(batches, most, self._finish, self._around, listeners)
 
     def evaluate(
         self, batch: Any, metric: LossFunction, moment: Moment, take: Callable[[Any], None]

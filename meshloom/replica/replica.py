@@ -43,11 +43,16 @@ from meshloom.optimizer.bfloat16.master_values import master_values
 from meshloom.optimizer.bfloat16.opening import open_updater
 from meshloom.optimizer.masters import Masters
 from meshloom.optimizer.updater import Updater
-from meshloom.optimizer.user_optimizer import UserOptimizers, make_optimizers, make_without_values
+from meshloom.optimizer.user_optimizer import (
+    UserOptimizers,
+    for_optimizers,
+    make_optimizers,
+    make_without_values,
+)
 from meshloom.parameters.file_weights import agree_on_weights
 from meshloom.parameters.model import facts, trainable
 from meshloom.parameters.shards import Shards
-from meshloom.parameters.sparse_parameters import sparse_parameters, sparse_tables
+from meshloom.parameters.sparse_parameters import make_dense, sparse_parameters, sparse_tables
 from meshloom.parameters.starting_model import StartingModel
 from meshloom.pipeline.runtime.recorder import Recorder
 from meshloom.pipeline.schedules.spans import SpanKind
@@ -61,7 +66,9 @@ from meshloom.replica.exchanges.opening import open_exchange
 from meshloom.replica.exchanges.sharing import shares_copies, why_separate
 from meshloom.replica.gradient_completion import made_alike
 from meshloom.replica.loss_sums import LossSums
-from meshloom.replica.open_engine import for_optimizers, open_engine
+from meshloom.replica.module_stages import ModuleStages
+from meshloom.replica.program_stages import ProgramStages
+from meshloom.replica.stages import Stages
 from meshloom.telemetry.step_result import StepResult
 from meshloom.telemetry.timings import Timings
 from meshloom.telemetry.traffic import Traffic
@@ -161,7 +168,11 @@ class Replica:
             weights = agree_on_weights(self.job, self.model, self.context.world)
             self.copied += self.start.settle(weights)
         whole = self.named
-        _open_engine(self)
+        self.engine = Engine(self.plan, self.context, _stages_of(self), self.timings)
+        if self.plan.zero == 3 and self.plan.captures:
+            self.units = units_of(self.job, self.plan, self.model)
+        self.scope = ChunkScope(self.job, self.plan, self.context, self.model, dtype=self.dtype)
+        self.engine.open(self.model, self.scope, self.start.unfilled, self.own)
         if weights:
             with self.timings.of("reading weights"):
                 filled = self.start.unfilled is not None  # as this rank's share was
@@ -320,12 +331,14 @@ class Replica:
         self.exchange = open_exchange(_setup_of(self, made, whole), self.own)
 
 
-def _open_engine(replica: Replica) -> None:
-    opened = open_engine(
-        replica.job, replica.inner, replica.context, replica.start, replica.own, dtype=replica.dtype, timings=replica.timings,
-        stored=replica.stored, updates=replica.updates,
-    )  # fmt: skip
-    replica.engine, replica.scope, replica.units = opened.engine, opened.scope, opened.units
+def _stages_of(replica: Replica) -> Stages:
+    """Programs of the loss where the plan needs some, else the user's module as it is."""
+    job, plan, context = replica.job, replica.inner, replica.context
+    if not plan.captures:
+        return ModuleStages(job, plan, context, updates=replica.updates)
+    step_checks.check_readable(replica.model, plan)
+    make_dense(replica.model)  # programs' gradients are
+    return ProgramStages(job, plan, context, dtype=replica.dtype, timings=replica.timings, stored=replica.stored)  # fmt: skip
 
 
 def _span(replica: Replica, kind: SpanKind) -> AbstractContextManager[None]:

@@ -99,15 +99,14 @@ class Stages(ABC):
     def schedule(self, num_microbatches: int) -> Schedule:
         """For so many microbatches."""
 
-    def prepare(self, chunks: Sequence[Chunk]) -> None:  # noqa: B027
-        """Before the first action of a step, in which this rank computes these chunks."""
+    @abstractmethod
+    def prepare(self, chunks: Sequence[Chunk], finish: Finish, around: Around) -> None:
+        """Before the first action of a step, in which this rank computes these chunks. finish: called on the last stage. around: the context of
+        a forward."""
 
     @abstractmethod
-    def train(
-        self, chunks: Sequence[Chunk], most: int, finish: Finish, around: Around, listeners: Sequence[ActionListener]
-    ) -> Sent:  # fmt: skip
-        """Forward and backward of chunks; returns what this rank sent. most: those of the replica that has most. finish: called on the last
-        stage. around: the context of a forward."""
+    def train(self, most: int, listeners: Sequence[ActionListener]) -> Sent:
+        """Forward and backward of these chunks; returns what this rank sent. most: chunks of the replica that has most."""
 
     @abstractmethod
     def evaluate(

@@ -20,7 +20,7 @@ from typing import Literal, Protocol, get_args
 from meshloom.core.units import format_count
 
 Phase = Literal[
-    "starting", "joining", "own code", "setting up", "between steps", "reading", "preparing", "chunk", "before", "computing",
+    "starting", "joining", "own code", "setting up", "between steps", "reading", "preparing", "before", "computing",
     "exchanging", "updating", "comparing", "evaluating", "saving",
 ]  # fmt: skip
 PHASES: tuple[Phase, ...] = get_args(Phase)
@@ -50,8 +50,7 @@ class ActivitySnapshot:
     """A rank's activity at one moment.
 
     step: number of the batch; in "between steps", "comparing", "evaluating", "saving", of the steps done.
-    stage, kind, microbatch: of the action, in "computing" and "before"; in "chunk", microbatch is the chunk's
-        number in the batch.
+    stage, kind, microbatch: of the action, in "computing" and "before".
     since: when this activity began. moved: when the rank last began an activity, or ended a wait.
     waits: whether it waits for another rank now.
     longest_seconds: of an action of this stage and kind so far; 0: not known yet.
@@ -83,8 +82,6 @@ class ActivitySnapshot:
         match self.phase:
             case "computing":
                 return f"computing {self._action()}"
-            case "chunk":
-                return f"computing chunk {self.microbatch} of step {step}"
             case "between steps":
                 return f"between steps {step - 1} and {step}" if step else "about to begin step 0"
             case _:
@@ -126,12 +123,10 @@ class Activity:
         """The one that was entered last."""
         return self._step
 
-    def enter(self, phase: Phase, step: int = 0, microbatch: int = 0) -> None:
+    def enter(self, phase: Phase, step: int = 0) -> None:
         """An activity other than an action begins."""
         self._step = step
-        _RECORD.pack_into(
-            self._page, _START, PHASES.index(phase), step, 0, 0, microbatch, time.monotonic(), 0.0
-        )
+        _RECORD.pack_into(self._page, _START, PHASES.index(phase), step, 0, 0, 0, time.monotonic(), 0.0)
         self._doubles[_WAITS] = 0.0
 
     def follow(self, actions: Sequence[ActionLike]) -> None:

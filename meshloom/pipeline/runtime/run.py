@@ -87,7 +87,8 @@ class PipelineRun:
         receiving: dict[StageMessage, tuple[list[Work], dict[str, Tensor]]] = {}
         sending: deque[tuple[Work, Tensor]] = deque()
         for number, (step, body) in enumerate(self._steps):
-            self._pass_over(number, meet)
+            if meet:
+                self._pass_over(number, meet)
             for message in step.receives:
                 receiving[message] = self._receive(message)
             for message in step.awaits:
@@ -111,12 +112,13 @@ class PipelineRun:
                 sending.popleft()[0].wait()
             if meet:
                 meet()
-        self._pass_over(len(self._steps), meet)
+        if meet:
+            self._pass_over(len(self._steps), meet)
         while sending:
             sending.popleft()[0].wait()
 
-    def _pass_over(self, number: int, meet: Callable[[], None] | None) -> None:
-        if meet and self._of_others:
+    def _pass_over(self, number: int, meet: Callable[[], None]) -> None:
+        if self._of_others:
             for _ in range(self._of_others[number]):
                 meet()
 
