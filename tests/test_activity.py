@@ -59,7 +59,7 @@ def test_an_action_is_told_with_what_comes_next():
 @pytest.mark.parametrize("phase", [phase for phase in PHASES if phase not in ("before", "computing")])
 def test_every_phase_has_words(phase: str):
     activity = Activity()
-    activity.enter(phase, 1, 3)  # type: ignore[arg-type]
+    activity.enter(phase, 1)  # type: ignore[arg-type]
     text = str(activity.now())
     assert text and (phase in ("starting", "joining", "own code", "setting up") or "1" in text)
 

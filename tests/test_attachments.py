@@ -74,7 +74,10 @@ CASES: dict[str, tuple[Job, Job, str, set[str]]] = {
         {f"replica/buffers/{name}.py" for name in ("declared_buffers", "merged_buffers", "norm_statistics")},
     ),
     "generators": (replace(JOB, model=Noisy), replace(JOB, model=Plain), "dp=2", {"core/modules/own_generators.py"}),
-    "borrowed": (replace(JOB, model=Tied), JOB, "pp=2,microbatches=2", {"parameters/pipeline_ownership.py"}),
+    "borrowed": (
+        replace(JOB, model=Tied), JOB, "pp=2,microbatches=2",
+        {"parameters/pipeline_ownership.py", "pipeline/runtime/held_parameters.py"},
+    ),
 }  # fmt: skip
 
 

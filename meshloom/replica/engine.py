@@ -83,7 +83,7 @@ class Engine:
             take_share(model, self.shards, unfilled, self.context.world)
             for of_loss, found in zip(scope.statistics, stages.take(model, self.shards), strict=True):
                 of_loss |= found
-            self._named = held(model.named_parameters())
+            self._named = {name: each for name, each in model.named_parameters() if not each.is_meta}
             self._gathered = GatheredTensors(
                 model, self.ownership, self.shards, self._pp, self._tp, self.context.device
             )
