@@ -13,24 +13,25 @@ from torch import Tensor, nn
 from meshloom.comm.group import Group
 from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.turns import in_turns
+from meshloom.comm.windows import windows_of
 from meshloom.exchange.all_reduce import AllReduce
 from meshloom.exchange.exchange import Exchange
 from meshloom.exchange.server import Server
 from meshloom.exchange.shared import OneForAll
 from meshloom.exchange.zero import ZeroOne
-from tests.windows import OneProcess
 
 Named = Sequence[tuple[str, nn.Parameter]]
 
 
 def all_reduce_in_windows(named: Named, group: Group, **settings: Any) -> Exchange:
     """Gradients lie in memory that the other ranks see."""
-    return AllReduce(named, group, windows=OneProcess(group), **settings)
+    return AllReduce(named, group, windows=windows_of(group), **settings)
 
 
 def one_copy(named: Named, group: Group, **settings: Any) -> Exchange:
     """Parameters too, once for all ranks."""
-    windows = OneProcess(group)
+    windows = windows_of(group)
+    assert windows
     return ZeroOne(
         named,
         group,
@@ -75,7 +76,7 @@ def replicas(
 ) -> list[tuple[Net, Exchange]]:
     """`size` equal models with hooks, and their exchanges."""
     made: list[tuple[Net, Exchange]] = []
-    for group in groups or simulated_groups(size):
+    for group in groups or simulated_groups(size, of_a_host=True):
         torch.manual_seed(0)
         model = Net().double()
         exchange = KINDS[kind](

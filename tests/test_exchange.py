@@ -94,7 +94,7 @@ def test_owners_updates_become_visible_everywhere(kind: str) -> None:
 
 
 def test_bytes_are_those_of_the_formula(kind: str) -> None:
-    groups = [RecordedGroup(group, "dp") for group in simulated_groups(2)]
+    groups = [RecordedGroup(group, "dp") for group in simulated_groups(2, of_a_host=True)]
     world = replicas(2, kind, groups=groups)
     for _ in range(4):
         for model, exchange in world:
@@ -122,7 +122,7 @@ def test_the_first_bucket_starts_before_backward_ends(kind: str) -> None:
             events.append("start")
             return super().gather(outputs, tensor, destination)
 
-    groups = [Watched(group, "dp") for group in simulated_groups(2)]
+    groups = [Watched(group, "dp") for group in simulated_groups(2, of_a_host=True)]
     model, exchange = replicas(2, kind, bucket_bytes=1, groups=groups)[0]
     # the last gradient that backward computes
     model.first.weight.register_hook(lambda _: events.append("first layer"))
@@ -132,7 +132,7 @@ def test_the_first_bucket_starts_before_backward_ends(kind: str) -> None:
 
 
 def test_without_overlap_nothing_starts_during_backward(kind: str) -> None:
-    groups = [RecordedGroup(group, "dp") for group in simulated_groups(2)]
+    groups = [RecordedGroup(group, "dp") for group in simulated_groups(2, of_a_host=True)]
     for model, exchange in replicas(2, kind, overlap=False, groups=groups):
         backward(model, exchange, data(3, 3))
     # where they met before the first step
@@ -150,7 +150,7 @@ def test_a_gradient_after_its_bucket_left_is_an_error(kind: str) -> None:
 
 def test_sparse_gradients_are_added_up(kind: str) -> None:
     world = []
-    for group in simulated_groups(2):
+    for group in simulated_groups(2, of_a_host=True):
         torch.manual_seed(0)
         table = torch.nn.Embedding(6, 3, sparse=True)
         world.append(

@@ -22,7 +22,7 @@ from meshloom.comm.turns import in_turns
 from meshloom.core.job import Job
 from meshloom.exchange.alone import Alone
 from meshloom.exchange.exchange import Exchange
-from meshloom.pipeline.runtime.stage import DeferredWeightGradients
+from meshloom.pipeline.runtime.program_stage import DeferredWeightGradients
 from meshloom.program.capture.capture import capture
 from meshloom.program.operators.collectives import Transition
 from meshloom.program.operators.fused_grad_accumulation import DirectAccumulator, GradBuffer

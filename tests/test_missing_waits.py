@@ -63,7 +63,9 @@ def test_a_wait_left_out_is_noticed_by_verify(wait: str, monkeypatch: pytest.Mon
 
 def _is_noticed(job: Job, plan: str) -> bool:
     try:
-        report = verify(job, Plan.parse(plan), devices="simulated", steps=2, dtype=torch.float64)
+        report = verify(
+            job, Plan.parse(plan), devices="simulated", transport="gloo", steps=2, dtype=torch.float64
+        )
     except MeshloomError as error:
         # a loss or what an update leaves is not finite, there is no weight, or values arrive while they are used
         return any(sign in str(error) for sign in ("step 0", "not finite", "was changed in a forward"))

@@ -12,11 +12,10 @@ from torch import Tensor, nn
 from meshloom.comm.recording import RecordedGroup
 from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.turns import in_turns
-from meshloom.comm.windows import Extent, Windows
+from meshloom.comm.windows import Extent, windows_of
 from meshloom.core.errors import TrainingError
 from meshloom.exchange.buckets.pool import Pool
 from meshloom.exchange.buckets.scattered import ScatteredBuckets
-from tests.windows import OneProcess
 
 SIZES = (3, 40, 7, 25)  # odd, and one larger than a bucket
 BUCKET_BYTES = 8 * 10
@@ -36,11 +35,11 @@ class World:
 
     def __init__(self, chunks: Sequence[int], *, overlap: bool = True, in_windows: bool = False) -> None:
         self.chunks = chunks
-        self.groups = [RecordedGroup(each, "dp") for each in simulated_groups(len(chunks))]
+        self.groups = [RecordedGroup(each, "dp") for each in simulated_groups(len(chunks), of_a_host=True)]
         self.named = [parameters() for _ in chunks]
         self.buckets: list[ScatteredBuckets] = []
         for named, group in zip(self.named, self.groups, strict=True):
-            windows: Windows | None = OneProcess(group) if in_windows else None
+            windows = windows_of(group) if in_windows else None
             self.buckets.append(
                 ScatteredBuckets(
                     named,

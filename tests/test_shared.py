@@ -27,17 +27,11 @@ from meshloom.verify.findings import Report
 from meshloom.verify.run import verify
 from tests.covering import few
 from tests.jobs import MLP, make_job
-from tests.windows import give_windows
 
 pytestmark = (
     pytest.mark.on_cpu
 )  # processes share the host's memory; ranks on GPUs have parameters of their own
 QUIET = Listener(started=lambda text: None)
-
-
-@pytest.fixture(autouse=True)
-def _windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    give_windows(monkeypatch)
 
 
 def open_trainer(job: Job, plan: str = "dp=3,bucket_bytes=300", **settings: Any) -> Trainer:

@@ -29,7 +29,6 @@ from meshloom.telemetry.traffic import Traffic
 from tests.families import FAMILIES, Family
 from tests.jobs import make_job
 from tests.processes import on_ranks
-from tests.windows import give_windows
 
 CPU = torch.device("cpu")
 
@@ -106,7 +105,6 @@ def test_one_rank_gives_one_copy_its_values(plan: str, model: str, monkeypatch: 
         filled.append(sum(stop - start for _, start, stop, _ in slices))
         fill(self, slices, sliced)
 
-    give_windows(monkeypatch)
     monkeypatch.setattr(UnfilledModel, "fill_slices", counted)
     with Trainer(job, plan, devices="simulated", share=True) as trainer:
         assert_ranks_start_as_one_device(trainer, job)

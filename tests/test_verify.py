@@ -30,8 +30,10 @@ from tests.jobs import MODELS, OPTIMIZERS, images, make_job, token_loss, vectors
 from tests.reports import text_of
 
 
-def run(job: Job, plan: str, dtype: torch.dtype | None = None, steps: int = 3) -> Report:
-    report = verify(job, Plan.parse(plan), devices="simulated", dtype=dtype, steps=steps)
+def run(
+    job: Job, plan: str, dtype: torch.dtype | None = None, steps: int = 3, transport: str = "auto"
+) -> Report:
+    report = verify(job, Plan.parse(plan), devices="simulated", dtype=dtype, steps=steps, transport=transport)
     assert report
     return report
 
@@ -228,7 +230,7 @@ def test_replicas_that_drift_apart_are_reported_and_end_nothing(monkeypatch):
         return publish(self)
 
     monkeypatch.setattr(AllReduce, "publish", drift)
-    report = run(make_job("mlp", "sgd"), "dp=2", steps=1)
+    report = run(make_job("mlp", "sgd"), "dp=2", steps=1, transport="gloo")
     assert report.first_wrong and "Replicas 0 and 1 hold different parameters" in report.first_wrong.facts[0]
 
 

@@ -19,7 +19,6 @@ from meshloom.verify.run import verify
 from tests.covering import few
 from tests.jobs import make_job
 from tests.reports import largest_error
-from tests.windows import give_windows
 
 pytestmark = pytest.mark.usefixtures("silent_export", "dear_memory")
 
@@ -87,8 +86,7 @@ def test_a_rank_holds_its_slices_and_a_few_buckets(plan: str, monkeypatch: pytes
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_one_copy_for_all_replicas_of_a_host(monkeypatch: pytest.MonkeyPatch):
-    give_windows(monkeypatch)
+def test_one_copy_for_all_replicas_of_a_host():
     job = make_job("gpt", "adamw")
     with Trainer(job, "dp=3,zero=2,bucket_bytes=3000", devices="simulated", share=True) as trainer:
         exchange = trainer.replicas[0].exchange

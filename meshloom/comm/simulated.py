@@ -34,8 +34,8 @@ from meshloom.comm.turns import wait_until
 from meshloom.core.errors import CollectiveError, PeerLostError
 
 
-def simulated_groups(size: int) -> list[SimulatedGroup]:
-    """One group, as each of its `size` ranks sees it.
+def simulated_groups(size: int, *, of_a_host: bool = False) -> list[SimulatedGroup]:
+    """One group, as each of its `size` ranks sees it. of_a_host: its ranks can share memory.
 
     >>> first, second = simulated_groups(2)
     >>> tensors = torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0])
@@ -44,8 +44,8 @@ def simulated_groups(size: int) -> list[SimulatedGroup]:
     >>> tensors[0]
     tensor([4., 6.])
     """
-    rendezvous = _Rendezvous(size)
-    return [SimulatedGroup(rendezvous, rank) for rank in range(size)]
+    rendezvous, kind = _Rendezvous(size), SimulatedHost if of_a_host else SimulatedGroup
+    return [kind(rendezvous, rank) for rank in range(size)]
 
 
 class _Rendezvous:
@@ -63,6 +63,7 @@ class _Rendezvous:
         self.writing: list[list[WritingWork]] = [[] for _ in range(size)]
         # operations of each rank, in the order of their start
         self.under_way: list[deque[_RunningSteps]] = [deque() for _ in range(size)]
+        self.windows: list[SimulatedWindow] = []
 
     def join(self, rank: int, call: SimulatedCall, run: Run) -> Work:
         """Add a rank's next call."""
@@ -295,6 +296,35 @@ class SimulatedGroup(Group):
 
 def _fill(output: Tensor, value: Tensor) -> None:
     output.copy_(value)
+
+
+class SimulatedHost(SimulatedGroup):
+    """One rank's view of a group whose ranks can share memory (`comm/windows.py` `Windows`)."""
+
+    def __init__(self, rendezvous: _Rendezvous, rank: int) -> None:
+        super().__init__(rendezvous, rank)
+        self._num_windows = 0  # of this rank so far
+
+    def window(self, num_bytes: int, owner: int | None = None) -> SimulatedWindow:
+        """As of `Windows`. The rank that comes first allocates."""
+        windows = self._rendezvous.windows
+        if self._num_windows == len(windows):
+            windows.append(
+                SimulatedWindow([num_bytes if owner in (None, rank) else 0 for rank in range(self.size)])
+            )
+        self._num_windows += 1
+        return windows[self._num_windows - 1]
+
+
+class SimulatedWindow:
+    """Memory of all ranks, `sizes` bytes each."""
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self._memory = [torch.zeros(size, dtype=torch.uint8) for size in sizes]
+
+    def of(self, rank: int) -> Tensor:
+        """As of `Window`."""
+        return self._memory[rank]
 
 
 def _reduce(tensors: Sequence[Tensor], op: ReduceOp) -> Tensor:

@@ -19,10 +19,12 @@ from meshloom.launch.names import rank_name, visible_gpus
 from meshloom.launch.world import REDUCES, LocalRank, Use, World, connect_rank
 
 
-def world_in_one_process(mesh: Mesh, devices: str, *, ring: bool = False, saving: bool = False) -> World:
+def world_in_one_process(
+    mesh: Mesh, devices: str, *, of_a_host: bool = False, ring: bool = False, saving: bool = False
+) -> World:
     """All ranks of `mesh`, which run in turns; on GPUs, which must be there, they are assigned round-robin.
 
-    ring, saving: as for `open_world`.
+    of_a_host: whether ranks can share memory. ring, saving: as for `open_world`.
     """
     num_gpus = torch.cuda.device_count()
     if "cuda" in devices and not num_gpus:
@@ -54,24 +56,24 @@ def world_in_one_process(mesh: Mesh, devices: str, *, ring: bool = False, saving
             ring_group(group, name=rank_name(rank, mesh)) for rank, group in zip(members, groups, strict=True)
         ]
 
-    return World(mesh, simulated_ranks(mesh, where, wrap, saving=saving), kind, why)
+    return World(mesh, simulated_ranks(mesh, where, wrap, of_a_host=of_a_host, saving=saving), kind, why)
 
 
 def simulated_ranks(
     mesh: Mesh, devices: Sequence[torch.device],
-    wrap: Callable[[Sequence[Group], Sequence[int], Use], Sequence[Group]], *, saving: bool = False,
+    wrap: Callable[[Sequence[Group], Sequence[int], Use], Sequence[Group]], *, of_a_host: bool = False, saving: bool = False,
 ) -> list[LocalRank]:  # fmt: skip
     """All ranks of `mesh`, in this process. devices: of each.
 
     wrap: what ranks use in place of simulated groups; given these, the ranks that they connect, and what for.
-    saving: as for `open_world`.
+    of_a_host, saving: as for `world_in_one_process`.
     """
     groups: dict[tuple[Use, tuple[int, ...]], Sequence[Group]] = {}
 
     def connect(rank: int, members: Sequence[Sequence[int]], use: Use) -> Group:
         mine = next(tuple(each) for each in members if rank in each)
         if (use, mine) not in groups:
-            groups[use, mine] = wrap(simulated_groups(len(mine)), mine, use)
+            groups[use, mine] = wrap(simulated_groups(len(mine), of_a_host=of_a_host), mine, use)
         return groups[use, mine][mine.index(rank)]
 
     return [

@@ -9,7 +9,7 @@ from meshloom.core.mesh import Mesh
 from meshloom.core.units import format_count
 from meshloom.launch.allocator import keep_freed_memory
 from meshloom.launch.devices import check_devices, check_ranks
-from meshloom.launch.environment import launched_rank
+from meshloom.launch.environment import launched_rank, launched_transport
 from meshloom.launch.joining import join
 from meshloom.launch.names import sizes
 from meshloom.launch.one_process import world_in_one_process
@@ -61,7 +61,8 @@ def open_world(
     if several:
         world = join(mesh, several, devices, timeout, transport, ring=ring, saving=saving)
     else:
-        world = world_in_one_process(mesh, devices, ring=ring, saving=saving)
+        of_a_host = launched_transport(transport) != "gloo"
+        world = world_in_one_process(mesh, devices, of_a_host=of_a_host, ring=ring, saving=saving)
     if world.local[0].device.type == "cpu":
         keep_freed_memory()
     return world

@@ -118,13 +118,20 @@ class Run:
 def trained(
     job: ml.Job, plan: str, out: Path, *, devices: str = "simulated", resume: Path | None = None
 ) -> Run:
-    """All steps, with a checkpoint of each in `out`. Of ranks that are processes the first one knows the result."""
+    """All steps, with a checkpoint of each in `out`. Of ranks that are processes, which may have one copy of the parameters, the first one knows the result."""
     losses: list[float] = []
     quiet = ml.Listener(
         started=QUIET.started, note=QUIET.note, step=lambda progress: losses.append(progress.loss)
     )
     with ml.Trainer(
-        job, plan, devices=devices, out=out, resume=resume, share=True, cache="off", listener=quiet
+        job,
+        plan,
+        devices=devices,
+        out=out,
+        resume=resume,
+        share=devices != "simulated",
+        cache="off",
+        listener=quiet,
     ) as trainer:
         summary = trainer.fit()
         named = [replica.named for replica in trainer.replicas]

@@ -45,7 +45,9 @@ def bug(
 
 def verified(job: str, plan: str) -> Report:
     """The job verified at the defaults; programs that a bug has changed are not kept."""
-    report = verify(JOBS[job](), Plan.parse(plan), devices="simulated", quick=False, cache="off")
+    report = verify(
+        JOBS[job](), Plan.parse(plan), devices="simulated", transport="gloo", quick=False, cache="off"
+    )
     assert report is not None
     return report
 

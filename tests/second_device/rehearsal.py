@@ -112,7 +112,7 @@ def _on(device: SecondDevice | None) -> Iterator[None]:
     def lane_of(where: torch.device) -> lanes.Lane:
         return RecordedLane(device) if where.type == NAME else lanes.lane_of(where)
 
-    def opened(mesh: Mesh, devices: str, *, ring: bool = False, saving: bool = False) -> World:
+    def opened(mesh: Mesh, devices: str, *, saving: bool = False, **_: bool) -> World:
         def wrap(groups: Sequence[Group], members: Sequence[int], use: Use) -> Sequence[Group]:
             return [StreamedGroup(each, device) for each in groups] if use in CARRIES_TENSORS else groups
 
