@@ -16,8 +16,8 @@ import meshloom.program.operators.partial
 import meshloom.replica.model_state
 from meshloom.core.random import _RecurrentLayers
 from meshloom.pipeline.runtime.microbatches import Microbatches
-from meshloom.pipeline.runtime.run import PipelineRun
 from meshloom.pipeline.runtime.program_stage import DeferredWeightGradients
+from meshloom.pipeline.runtime.run import PipelineRun
 from meshloom.program.operators.partial import CrossEntropyOfPart
 from meshloom.replica.buffers.norm_statistics import _Layer
 from meshloom.replica.chunk_scope import ChunkScope
