@@ -75,12 +75,16 @@ class ModuleStages(Stages):
         self.scope, self._leaves = scope, named_leaves(self._job.leaves, model)
 
     def take(self, model: nn.Module, shards: Shards) -> Statistics:
-        self._model = model
-        written = RunningStatistics(
-            model, self._context.groups["dp"], num_chunks=self._plan.microbatches, synchronised=self._plan.sync_batch_norm,
-            rules=self._job.buffers, compiled=self._plan.compiles,
-        )  # fmt: skip
-        return [{0: written} for _ in self._job.losses or ("",)]
+        self._model, plan = model, self._plan
+        return [
+            {
+                0: RunningStatistics(
+                    model, self._context.groups["dp"], num_chunks=plan.microbatches, synchronised=plan.sync_batch_norm,
+                    rules=self._job.buffers, compiled=plan.compiles,
+                )
+            }
+            for _ in self._job.losses or ("",)
+        ]  # fmt: skip
 
     def connect(
         self, parameters: NamedParameters, exchange: Exchange, held: HeldParameters, completion: GradientCompletion
