@@ -109,7 +109,7 @@ class Grid:
             self.models.append(model)
             self.shards.append(shards)
             self.exchanges.append(exchange)
-            self.updaters.append(Updater(job, named, exchange, shards, parts))
+            self.updaters.append(Updater(job, named, exchange.ownership, shards, parts))
 
     def parameters(self) -> dict[str, Tensor]:
         """Whole values, which every rank agrees on to the bit; what several ranks hold is equal on all of

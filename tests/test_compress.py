@@ -80,7 +80,7 @@ class World:
             exchange.begin_last_chunk()
             model(chunk).square().sum().backward()
         found = in_turns([partial(exchange.finish, weight) for exchange in self.exchanges])
-        names = [piece.name for piece in self.exchanges[0].owned]
+        names = [piece.name for piece in self.exchanges[0].ownership.owned]
         return [
             {
                 name: None if each is None else each.clone()

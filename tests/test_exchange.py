@@ -67,11 +67,13 @@ def test_every_element_has_one_owner_or_all_ranks_own_it(kind: str) -> None:
         offsets[name] = sum(other.numel() for other in list(world[0][0].parameters())[: len(offsets)])
         assert parameter.numel() > 0
     for _, exchange in world:
-        for piece in exchange.owned:
+        for piece in exchange.ownership.owned:
             owned[offsets[piece.name] + piece.start : offsets[piece.name] + piece.stop] += 1
     assert owned.unique().tolist() == ([3] if kind.startswith("all_reduce") else [1])
     if not kind.startswith("all_reduce"):  # those that own any have about as much as each other
-        shares = [sum(piece.stop - piece.start for piece in exchange.owned) for _, exchange in world]
+        shares = [
+            sum(piece.stop - piece.start for piece in exchange.ownership.owned) for _, exchange in world
+        ]
         num_owners = {"one_server": 1, "two_servers": 2}.get(kind, 3)
         assert [share > 0 for share in shares] == [rank < num_owners for rank in range(3)]
         # buckets are padded, and the last owner has the padding
@@ -81,7 +83,7 @@ def test_every_element_has_one_owner_or_all_ranks_own_it(kind: str) -> None:
 def test_owners_updates_become_visible_everywhere(kind: str) -> None:
     world = replicas(3, kind)
     for _, exchange in world:
-        for piece in exchange.owned:
+        for piece in exchange.ownership.owned:
             piece.data().add_(torch.arange(piece.start, piece.stop, dtype=torch.float64))
     in_turns([exchange.publish for _, exchange in world])
     torch.manual_seed(0)

@@ -31,13 +31,13 @@ def open_in_one_bucket(setup: Setup) -> Exchange:
 @pytest.mark.parametrize("name", [name for name, entry in EXCHANGES.items() if entry.synchronous])
 def test_an_entry_opens_what_it_says(name: str) -> None:
     exchange = opened(exchange=name)
-    assert exchange.independent == EXCHANGES[name].independent
+    assert exchange.ownership.independent == EXCHANGES[name].independent
     assert exchange.settled
-    assert {each.name for each in exchange.owned} == {"weight", "bias"}
+    assert {each.name for each in exchange.ownership.owned} == {"weight", "bias"}
     for setting in EXCHANGES[name].settings:
         assert setting in Plan.__dataclass_fields__
     if not EXCHANGES[name].no_zero:
-        assert opened(exchange=name, zero=1).owners is not None
+        assert opened(exchange=name, zero=1).ownership.owners is not None
 
 
 @pytest.mark.parametrize("name", COMPRESSIONS)

@@ -46,7 +46,7 @@ def test_all_that_a_rank_owns_is_updated_in_one_call(plan: str, kind: str, monke
         calls.clear()  # which optimizers update element by element was tried out on small tensors
         trainer.fit()
         owned = [
-            sum(slice_.stop > slice_.start for slice_ in replica.exchange.owned)
+            sum(slice_.stop > slice_.start for slice_ in replica.exchange.ownership.owned)
             for replica in trainer.replicas
         ]
     assert sorted(calls) == sorted(owned * STEPS)

@@ -85,7 +85,7 @@ class World:
             exchange = KINDS[kind](named, group, bucket_bytes=200, overlap=True)
             for parameter in model.parameters():
                 parameter.register_post_accumulate_grad_hook(exchange.gradient_ready)
-            self.members.append((model, exchange, Updater(the_job, named, exchange)))
+            self.members.append((model, exchange, Updater(the_job, named, exchange.ownership)))
 
     def step(self, chunks: Sequence[Tensor], loss: float = 1.0) -> list[float | None]:
         weight = sum(len(chunk) for chunk in chunks)
@@ -542,12 +542,15 @@ def test_whole_parameters_travel_to_their_keeper_and_back():
         if updater.updated.from_slices
     )
     slices = sum(
-        1 for _, exchange, _ in world.members for slice_ in exchange.owned if slice_.parameter.ndim == 2
+        1
+        for _, exchange, _ in world.members
+        for slice_ in exchange.ownership.owned
+        if slice_.parameter.ndim == 2
     )
     own = sum(
         slice_.stop - slice_.start
         for _, exchange, updater in world.members
-        for slice_ in exchange.owned
+        for slice_ in exchange.ownership.owned
         if slice_.parameter.ndim == 2 and any(each is slice_.parameter for each in updater.updated.full)
     )
     assert back == 8 * (whole + slices + whole - own)

@@ -95,7 +95,8 @@ def test_workers_update_nothing_and_hold_no_state() -> None:
             trainer.step(batch)
         states = [[each.state for each in replica.updater._optimizers] for replica in trainer.replicas]
         shares = [
-            sum(piece.stop - piece.start for piece in replica.exchange.owned) for replica in trainer.replicas
+            sum(piece.stop - piece.start for piece in replica.exchange.ownership.owned)
+            for replica in trainer.replicas
         ]
     assert [any(state for state in each) for each in states] == [True, True, True, False]
     # buckets of 600 bytes are padded

@@ -283,7 +283,7 @@ def test_what_needs_whole_parameters_gets_a_copy_each() -> None:
         named = list(job.model().named_parameters())
         assert why_separate(make_optimizers(job, named), named) == sentence
     with open_trainer(replace(sgd, optimizer=hooked)) as trainer:
-        assert not trainer.replicas[0].exchange.one_copy
+        assert trainer.replicas[0].exchange.ownership.memory != "shared"
         trainer.fit()
 
 
@@ -306,10 +306,10 @@ def test_checkpoints_go_from_one_copy_to_any_plan_and_back(
         with open_trainer(
             job, first[1], share=first[0], steps=2, out=directory, dtype=torch.float64
         ) as trainer:
-            assert trainer.replicas[0].exchange.one_copy == first[0]
+            assert (trainer.replicas[0].exchange.ownership.memory == "shared") == first[0]
             trainer.fit()
         with open_trainer(job, second[1], share=second[0], resume=directory, dtype=torch.float64) as trainer:
-            assert trainer.replicas[0].exchange.one_copy == second[0]
+            assert (trainer.replicas[0].exchange.ownership.memory == "shared") == second[0]
             trainer.fit()
             results.append(
                 {name: each.clone() for name, each in trainer.replicas[0].model.state_dict().items()}
@@ -358,7 +358,7 @@ def test_copies_are_one_or_one_each() -> None:
     for share, kind in ((True, OneForAll), (False, OneEach)):
         with open_trainer(make_job("mlp", "adamw"), "dp=2,zero=1", share=share) as trainer:
             exchange: Any = trainer.replicas[0].exchange
-            assert isinstance(exchange._copies, kind) and exchange.one_copy == share
+            assert isinstance(exchange._copies, kind) and (exchange.ownership.memory == "shared") == share
 
 
 def test_even_shares_of_a_bucket_are_of_about_as_many_parameters():

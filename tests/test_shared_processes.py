@@ -83,7 +83,7 @@ def _parameters_after(steps: int, bucket_bytes: int, bug: str) -> list[torch.Ten
             model(chunk).square().sum().backward()
         gradients = exchange.finish(float(sum(map(len, chunks))))
         time.sleep(0.2 if late else 0)
-        for slice_, gradient in zip(exchange.owned, gradients, strict=True):
+        for slice_, gradient in zip(exchange.ownership.owned, gradients, strict=True):
             if gradient is not None:
                 slice_.data().sub_(gradient, alpha=0.01)
         if bug != "no meeting":
@@ -214,7 +214,7 @@ def _dies_in_its_update(directory: str) -> str:
 
     def dies(self: Updater, gradients: Any, loss: float, **settings: Any) -> Any:
         if trainer.next_step == 3 and rank == 1:
-            for slice_ in self._exchange.owned[:1]:
+            for slice_ in self._ownership.owned[:1]:
                 slice_.data().fill_(float("nan"))
             os.kill(os.getpid(), signal.SIGKILL)
         return update(self, gradients, loss, **settings)

@@ -108,7 +108,7 @@ def test_one_rank_gives_one_copy_its_values(plan: str, model: str, monkeypatch: 
     monkeypatch.setattr(UnfilledModel, "fill_slices", counted)
     with Trainer(job, plan, devices="simulated", share=True) as trainer:
         assert_ranks_start_as_one_device(trainer, job)
-        assert all(replica.exchange.one_copy for replica in trainer.replicas)
+        assert all(replica.exchange.ownership.memory == "shared" for replica in trainer.replicas)
         whole = sum(each.numel() for each in build_model(job, CPU, None).parameters())
         assert whole == sum(filled) if "tp" not in plan else whole < sum(filled)
         assert filled.count(0) == len(filled) // 2  # replicas that give none

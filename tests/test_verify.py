@@ -226,7 +226,7 @@ def test_replicas_that_drift_apart_are_reported_and_end_nothing(monkeypatch):
 
     def drift(self: Any) -> Any:
         if self._group.rank:
-            self.owned[0].data().add_(1e-3)
+            self.ownership.owned[0].data().add_(1e-3)
         return publish(self)
 
     monkeypatch.setattr(AllReduce, "publish", drift)

@@ -134,7 +134,7 @@ def test_ranks_that_drift_apart_are_found() -> None:
         (borrowed,) = (
             each for each in exchange.each_slice(borrowed=True) if each.name == "blocks.0.up.weight"
         )
-        assert not any(each.name == borrowed.name for each in exchange.owned)
+        assert not any(each.name == borrowed.name for each in exchange.ownership.owned)
         for replica in trainer.replicas:
             replica.engine.ownership.lend = lambda *held: iter(())  # type: ignore[attr-defined]
         with pytest.raises(TrainingError, match=".*weight differs between ranks pp=0 and pp=1"):

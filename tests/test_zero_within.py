@@ -41,7 +41,7 @@ def test_bytes_are_as_predicted_and_a_rank_keeps_a_part_of_its_group() -> None:
     with Trainer(unit_job("tied"), plan, devices="simulated") as trainer:
         total = sum(each.numel() for each in theirs.values())
         for replica in trainer.replicas:
-            owned = sum(each.stop - each.start for each in replica.exchange.owned)
+            owned = sum(each.stop - each.start for each in replica.exchange.ownership.owned)
             assert abs(owned - total / 2) <= len(theirs)
 
 

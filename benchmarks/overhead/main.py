@@ -169,8 +169,8 @@ def time_update(num_rounds: int) -> list[dict[str, Any]]:
         model=Tiny, loss=mean_square, optimizer=lambda named: torch.optim.SGD([each for _, each in named], 0.1, foreach=True), data=list, batch_size=3,
         steps=1,
     )  # fmt: skip
-    updater = Updater(job, named, exchange)
-    bare = [nn.Parameter(each.data()) for each in exchange.owned]
+    updater = Updater(job, named, exchange.ownership)
+    bare = [nn.Parameter(each.data()) for each in exchange.ownership.owned]
     alone = torch.optim.SGD(bare, 0.1, foreach=True)
     for each in bare:
         each.grad = torch.zeros_like(each)

@@ -15,7 +15,7 @@ from meshloom.core.losses.loss_scale import Divisor
 from meshloom.exchange.buckets.buckets import Bucket, GradientBuckets
 from meshloom.exchange.buckets.flags import set_flags, used_anywhere
 from meshloom.exchange.buckets.reduction import Exact, Reduction
-from meshloom.exchange.exchange import Emit, Exchange, Slice
+from meshloom.exchange.exchange import Emit, Exchange, Ownership, Slice
 from meshloom.exchange.registry import Setup
 from meshloom.exchange.shared import OneForAll
 from meshloom.exchange.zero import ZeroOne
@@ -73,6 +73,7 @@ class AllReduce(Exchange):
     ) -> None:
         self._group = group
         self._owned = [Slice(name, parameter, 0, parameter.numel()) for name, parameter in named]
+        self.ownership = Ownership(owned=self._owned)
         self._reduction = reduction(group)
         self._buckets = GradientBuckets(
             named,
@@ -83,10 +84,6 @@ class AllReduce(Exchange):
             replicated=replicated,
             allocate=allocation(windows, group.rank),
         )
-
-    @property
-    def owned(self) -> Sequence[Slice]:
-        return self._owned
 
     def begin_step(self) -> None:
         self._buckets.begin_step()

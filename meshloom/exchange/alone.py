@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from meshloom.core.losses.loss_scale import Divisor, divides
-from meshloom.exchange.exchange import Emit, Exchange, Slice
+from meshloom.exchange.exchange import Emit, Exchange, Ownership, Slice
 
 
 class Alone(Exchange):
@@ -16,10 +16,7 @@ class Alone(Exchange):
 
     def __init__(self, named: Sequence[tuple[str, nn.Parameter]]) -> None:
         self._owned = [Slice(name, parameter, 0, parameter.numel()) for name, parameter in named]
-
-    @property
-    def owned(self) -> Sequence[Slice]:
-        return self._owned
+        self.ownership = Ownership(owned=self._owned)
 
     def begin_step(self) -> None:
         for slice_ in self._owned:

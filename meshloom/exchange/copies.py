@@ -14,20 +14,15 @@ from torch import Tensor
 
 from meshloom.comm.group import Group
 from meshloom.exchange.buckets.buckets import BucketLayout
+from meshloom.exchange.exchange import Memory
 from meshloom.exchange.slices import flatten_parameters, share_of
 from meshloom.telemetry.traffic import ExpectedBytes, Traffic
 
 
 class ParameterCopies(ABC):
-    """One copy of the parameters for each replica, or one for several.
+    """One copy of the parameters for each replica, or one for several. memory: as of `Ownership`."""
 
-    The methods that are not abstract are those of one copy for each.
-    """
-
-    @property
-    def is_shared(self) -> bool:
-        """Whether all ranks share the memory, so that a rank's writes are visible on all."""
-        return False
+    memory: Memory = "whole"
 
     def open(self) -> None:  # noqa: B027
         """Called once, before the parameters are first read."""

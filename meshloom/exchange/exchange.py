@@ -10,7 +10,7 @@ One rank's step, in order:
     publish()        -> all parameters are up to date on all ranks
     settle(early=False)
 
-Before the first step: `open()`. `begin_step` never waits for other ranks; what is called within forward and backward does so only if `each_chunk`.
+Before the first step: `open()`. `begin_step` never waits for other ranks; what is called within forward and backward does so only if it sends `each_chunk`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal
 
 from torch import Tensor, nn
 
@@ -30,6 +30,7 @@ from meshloom.telemetry.traffic import ExpectedBytes, Traffic
 
 # receives the tensor of a parameter, by name; None: the parameter was not used
 Emit = Callable[[str, Tensor | None], None]
+Memory = Literal["whole", "shared", "sliced"]
 
 
 @dataclass(frozen=True)
@@ -66,19 +67,24 @@ class Slice:
         self.parameter.data.copy_(flat.view_as(self.parameter))
 
 
-class Ownership(Protocol):
-    """What the updater needs to know: what this rank updates, and which ranks update the rest."""
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Ownership:
+    """Who updates what, and where parameters lie: the same as long as an exchange lives.
 
-    @property
-    def owned(self) -> Sequence[Slice]: ...
-    @property
-    def owners(self) -> Group | None: ...
-    @property
-    def num_owners(self) -> int: ...
-    @property
-    def one_copy(self) -> bool: ...
-    @property
-    def only_slices(self) -> bool: ...
+    owned: the slices that this rank updates. owners: the ranks among which every element has exactly one owner, of which
+        the first `num_owners` own any; None: this rank owns all elements.
+    memory: "whole": this rank has all of its parameters; "shared": `owners` share one copy, so that a write on one rank is
+        visible on all; "sliced": it keeps its slices alone (zero=3).
+    independent: whether each replica updates its parameters with the mean gradient of its own share.
+    each_chunk: whether each chunk's gradients are sent.
+    """
+
+    owned: Sequence[Slice]
+    owners: Group | None = None
+    num_owners: int = 1
+    memory: Memory = "whole"
+    independent: bool = False
+    each_chunk: bool = False
 
 
 class Exchange(ABC):
@@ -88,34 +94,10 @@ class Exchange(ABC):
     all parameters.
     """
 
-    @property
-    @abstractmethod
-    def owned(self) -> Sequence[Slice]:
-        """The slices that this rank updates, of the same number and order as long as the exchange lives."""
-
-    @property
-    def owners(self) -> Group | None:
-        """The ranks among which every element has exactly one owner; None: this rank owns all elements."""
-        return None
-
-    @property
-    def num_owners(self) -> int:
-        """The number of `owners` that own any elements; these are the first ones."""
-        return self.owners.size if self.owners is not None else 1
-
-    @property
-    def one_copy(self) -> bool:
-        """Whether `owners` share one copy of the parameters in memory, so that a write on one rank is visible
-        on all."""
-        return False
-
-    @property
-    def only_slices(self) -> bool:
-        """Whether this rank keeps only its slices of the parameters (zero=3)."""
-        return False
+    ownership: Ownership
 
     def each_slice(self, *, borrowed: bool = False) -> list[Slice]:
-        """What this rank keeps of all parameters, frozen ones too, if `only_slices`. borrowed: also of those that
+        """What this rank keeps of all parameters, frozen ones too, if it keeps slices. borrowed: also of those that
         others own."""
         return []
 
@@ -134,12 +116,6 @@ class Exchange(ABC):
     @abstractmethod
     def begin_step(self) -> None:
         """Discards the gradients of the previous step, or of the turn before."""
-
-    @property
-    def each_chunk(self) -> bool:
-        """Whether it sends each chunk's gradients: `gradient_ready` is then called for every chunk, also for
-        parameters without gradient."""
-        return False
 
     def wait_for_nothing(self) -> None:  # noqa: B027
         """Called after `begin_step` where replicas' pipelines differ in this step, so that waits for other
@@ -206,11 +182,6 @@ class Exchange(ABC):
         return []
 
     # --- Where replicas take independent local steps.
-
-    @property
-    def independent(self) -> bool:
-        """Whether each replica updates its parameters with the mean gradient of its own share."""
-        return False
 
     @property
     def settled(self) -> bool:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 
 from meshloom.comm.group import Group
 from meshloom.core.losses.loss_scale import Divisor
-from meshloom.exchange.exchange import Emit, Exchange, Slice
+from meshloom.exchange.exchange import Emit, Exchange
 from meshloom.exchange.registry import Named, Setup
 from meshloom.telemetry.traffic import ExpectedBytes, Traffic
 
@@ -93,6 +94,7 @@ class LocalSGD(Exchange):
         replicated: Collection[str] = (),
     ) -> None:
         self._inner = inner
+        self.ownership = replace(inner.ownership, independent=True)
         self._group = group
         self._local_steps = local_steps
         self._end = end
@@ -103,14 +105,6 @@ class LocalSGD(Exchange):
         self._parameters = dict(named)
         self._taken = 0  # steps of this round
         self._times = 0  # means taken
-
-    @property
-    def owned(self) -> Sequence[Slice]:
-        return self._inner.owned
-
-    @property
-    def independent(self) -> bool:
-        return True
 
     @property
     def settled(self) -> bool:

@@ -4,7 +4,7 @@ zero=1 and 2, the servers own all under exchange=server."""
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import zip_longest
 
 import torch
@@ -16,7 +16,7 @@ from meshloom.core.losses.loss_scale import Divisor, divides
 from meshloom.exchange.buckets.buckets import GradientBuckets
 from meshloom.exchange.buckets.scattered import ScatteredBuckets
 from meshloom.exchange.copies import ParameterCopies
-from meshloom.exchange.exchange import Emit, Exchange, Slice
+from meshloom.exchange.exchange import Emit, Exchange, Ownership
 from meshloom.exchange.slices import OwnedSlices, UsedFlags, emit_bucket
 from meshloom.program.operators.fused_grad_accumulation import GradBuffer
 from meshloom.telemetry.traffic import ExpectedBytes, Traffic
@@ -24,7 +24,7 @@ from meshloom.telemetry.traffic import ExpectedBytes, Traffic
 
 class Sharded(Exchange):
     """The first `num_owners` ranks of `group` own an even share of each bucket. `copies` says where parameters
-    lie and how updates become visible."""
+    lie and how updates become visible. each_chunk: as of `Ownership`."""
 
     def __init__(
         self,
@@ -32,6 +32,8 @@ class Sharded(Exchange):
         group: Group,
         num_owners: int,
         copies: ParameterCopies,
+        *,
+        each_chunk: bool = False,
     ) -> None:
         self._group = group
         self._num_owners = num_owners
@@ -41,22 +43,13 @@ class Sharded(Exchange):
         self._used = UsedFlags(buckets.buckets, group)
         self._mine = OwnedSlices(buckets.buckets, group.rank, num_owners)
         self._sums: list[Tensor] = []  # this rank's share of each bucket's sum, of the newest step
-
-    @property
-    def owned(self) -> Sequence[Slice]:
-        return self._mine.slices
-
-    @property
-    def owners(self) -> Group:
-        return self._group
-
-    @property
-    def num_owners(self) -> int:
-        return self._num_owners
-
-    @property
-    def one_copy(self) -> bool:
-        return self._copies.is_shared
+        self.ownership = Ownership(
+            owned=self._mine.slices,
+            owners=group,
+            num_owners=num_owners,
+            memory=copies.memory,
+            each_chunk=each_chunk,
+        )
 
     def open(self) -> None:
         self._copies.open()

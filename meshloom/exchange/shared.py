@@ -36,6 +36,8 @@ class OneForAll(ParameterCopies):
     its share of them; where they are without values so far, rank 0 gives them all. unfilled: the model.
     """
 
+    memory = "shared"
+
     def __init__(
         self,
         buckets: Sequence[BucketLayout],
@@ -70,10 +72,6 @@ class OneForAll(ParameterCopies):
             parameter.data = place
         if lacking:
             lacking.fill_slices(slices if group.rank == 0 else [], {each[0] for each in slices})
-
-    @property
-    def is_shared(self) -> bool:
-        return True
 
     def open(self) -> None:
         self._meet()

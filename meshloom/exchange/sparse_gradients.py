@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -48,13 +49,14 @@ class WithSparse(Exchange):
         sparse_only: Collection[str],
         used_rows: Callable[[str], Tensor | None] = lambda name: None,
     ) -> None:
+        assert inner.ownership.memory != "shared", "parameters with sparse gradients are not shared"
         self._inner = inner
         self._named, self._group = list(named), group
         self._kept, self._sparse_only = frozenset(kept), frozenset(sparse_only)
         self._used_rows = used_rows
-        self._num_owners = inner.num_owners
+        self._owners, self._num_owners = inner.ownership.owners, inner.ownership.num_owners
         self._ids = {id(each) for _, each in self._named}
-        here = group.rank if group is not None and inner.owners is not None else 0
+        here = group.rank if group is not None and self._owners is not None else 0
         self._shares = [
             [_share(name, each, owner, self._num_owners) for name, each in self._named]
             for owner in range(self._num_owners)
@@ -62,37 +64,17 @@ class WithSparse(Exchange):
         self._mine = (
             [each for each in self._shares[here] if each.start < each.stop] if here < self._num_owners else []
         )
-        if inner.only_slices:
+        if inner.ownership.memory == "sliced":
             names = {name for name, _ in self._named}
             self._mine = [each for each in inner.each_slice() if each.name in names]
+        self.ownership = replace(inner.ownership, owned=[*inner.ownership.owned, *self._mine])
         self._arrived: dict[int, list[Tensor]] = {}  # by id of the parameter, of every chunk so far
         self._whole: dict[str, Tensor | None] = {}  # of the newest step, averaged
         self._sent: Counter[str] = Counter()
 
     @property
-    def owned(self) -> Sequence[Slice]:
-        return [*self._inner.owned, *self._mine]
-
-    @property
-    def num_owners(self) -> int:
-        return self._num_owners
-
-    @property
-    def one_copy(self) -> bool:
-        assert not self._inner.one_copy, "parameters with sparse gradients are not shared"
-        return False
-
-    @property
     def inner(self) -> Exchange:
         return self._inner
-
-    @property
-    def owners(self) -> Group | None:
-        return self._inner.owners
-
-    @property
-    def only_slices(self) -> bool:
-        return self._inner.only_slices
 
     def each_slice(self, *, borrowed: bool = False) -> list[Slice]:
         return self._inner.each_slice(borrowed=borrowed)
@@ -102,10 +84,6 @@ class WithSparse(Exchange):
 
     def turn_to(self, loss: int) -> None:
         self._inner.turn_to(loss)
-
-    @property
-    def each_chunk(self) -> bool:
-        return self._inner.each_chunk
 
     def wait_for_nothing(self) -> None:
         self._inner.wait_for_nothing()
@@ -157,7 +135,7 @@ class WithSparse(Exchange):
 
     def publish(self) -> None:
         self._inner.publish()
-        if self._group is None or self._inner.owners is None or self.only_slices:
+        if self._group is None or self._owners is None or self.ownership.memory == "sliced":
             return
         works: list[Work] = []
         for owner, shares in enumerate(self._shares):

@@ -16,7 +16,7 @@ from meshloom.comm.collectives.travelling import TravellingSums
 from meshloom.comm.group import Group, Work
 from meshloom.core.losses.loss_scale import Divisor, divides
 from meshloom.exchange.buckets.flags import set_flags, used_anywhere
-from meshloom.exchange.exchange import Emit, Exchange, Slice
+from meshloom.exchange.exchange import Emit, Exchange, Ownership, Slice
 from meshloom.exchange.registry import Setup
 from meshloom.exchange.units.unit_gathering import UnitGathering
 from meshloom.exchange.units.unit_slices import Unit, UnitFlat, UnitParameters, UnitSlice
@@ -99,22 +99,10 @@ class ZeroThree(Exchange):
         self._entries = [entry for part in self._trained for entry in part.entries]
         self._used = torch.zeros(len(self._entries), dtype=torch.uint8, device=self._parts[0].kept.device)
         self._inspected = Traffic()
-
-    @property
-    def owned(self) -> Sequence[Slice]:
-        return [_slice(part, each) for part, each in self._mine]
-
-    @property
-    def owners(self) -> Group:
-        return self._group
-
-    @property
-    def only_slices(self) -> bool:
-        return True
-
-    @property
-    def each_chunk(self) -> bool:
-        return True
+        mine = [_slice(part, each) for part, each in self._mine]
+        self.ownership = Ownership(
+            owned=mine, owners=group, num_owners=group.size, memory="sliced", each_chunk=True
+        )
 
     def turn_to(self, loss: int) -> None:
         self.gathering.turn_to(loss)
@@ -197,6 +185,7 @@ class ZeroThree(Exchange):
                     emit(entry.name, whole)
 
     def each_slice(self, *, borrowed: bool = False) -> list[Slice]:
+        """What this rank keeps of all parameters, frozen ones too. borrowed: also of those that others own."""
         parts = self._parts if borrowed else self._owned
         return [_slice(part, each) for part in parts for each in part.slices()]
 

@@ -55,11 +55,8 @@ class ZeroTwo(Sharded):
             windows=windows,
             travels=travels,
         )
-        super().__init__(self._scattered, group, group.size, copies(self._scattered.buckets, group))
-
-    @property
-    def each_chunk(self) -> bool:
-        return True
+        stored = copies(self._scattered.buckets, group)
+        super().__init__(self._scattered, group, group.size, stored, each_chunk=True)
 
     def wait_for_nothing(self) -> None:
         self._scattered.wait_for_nothing()

@@ -44,7 +44,9 @@ class UpdatedParameters:
     from_shards: FullFromShards | None = None
 
 
-def assign_everything(user: UserOptimizers, named: NamedParameters, exchange: Ownership) -> UpdatedParameters:
+def assign_everything(
+    user: UserOptimizers, named: NamedParameters, ownership: Ownership
+) -> UpdatedParameters:
     """Every rank updates all parameters: the optimizers keep those that they were built with."""
     names = {id(parameter): name for name, parameter in named}
     held = lambda parameter: OwnedSlice(  # noqa: E731
@@ -55,7 +57,7 @@ def assign_everything(user: UserOptimizers, named: NamedParameters, exchange: Ow
             [held(each) for group in optimizer.param_groups for each in group["params"]]
             for optimizer in user.optimizers
         ],
-        targets=[slice_.parameter for slice_ in exchange.owned],
+        targets=[slice_.parameter for slice_ in ownership.owned],
     )
 
 
@@ -63,7 +65,7 @@ def assign_parts(
     user: UserOptimizers,
     named: NamedParameters,
     local_parameters: NamedParameters,
-    exchange: Ownership,
+    ownership: Ownership,
     shards: Shards,
 ) -> UpdatedParameters:
     """Gives every optimizer what this rank updates in place of its parameters.
@@ -75,9 +77,9 @@ def assign_parts(
     """
     names, local = {id(parameter): name for name, parameter in named}, dict(local_parameters)
     optimizers, reaches = user.optimizers, user.reaches
-    owners, one_copy = exchange.owners, exchange.one_copy
-    assert not (one_copy and "optimizer" in reaches), "every rank would update the one copy"
-    num_owners, here = (exchange.num_owners, owners.rank) if owners else (1, 0)
+    owners, memory, num_owners = ownership.owners, ownership.memory, ownership.num_owners
+    assert not (memory == "shared" and "optimizer" in reaches), "every rank would update the one copy"
+    here = owners.rank if owners else 0
     full: dict[str, nn.Parameter] = {}
     everywhere: set[str] = set()
     for optimizer, reach in zip(optimizers, reaches, strict=True):
@@ -88,12 +90,12 @@ def assign_parts(
             full |= mine
             everywhere |= mine.keys() if reach == "optimizer" else set()
     keepers = _keepers({name: each.numel() for name, each in full.items()}, everywhere, shards, num_owners)
-    targets: list[nn.Parameter | None] = [None] * len(exchange.owned)
+    targets: list[nn.Parameter | None] = [None] * len(ownership.owned)
     kept: list[nn.Parameter] = []
 
     def slices(parameter: nn.Parameter) -> list[OwnedSlice]:
         name = names[id(parameter)]
-        return _slices(name, local.get(name), parameter.shape, exchange, shards, targets)
+        return _slices(name, local.get(name), parameter.shape, ownership, shards, targets)
 
     def all_of(parameter: nn.Parameter) -> list[OwnedSlice]:
         name = names[id(parameter)]
@@ -111,12 +113,11 @@ def assign_parts(
     from_slices: FullFromSlices | None = None
     if full and owners is not None:
         from_slices = FullFromSlices(
-            [local[name] for name in full], [keepers[name][0] for name in full], exchange.owned, owners, one_copy=one_copy,
-            only_slices=exchange.only_slices,
+            [local[name] for name in full], [keepers[name][0] for name in full], ownership.owned, owners, memory=memory,
         )  # fmt: skip
         kept += [local[name] for name in full if here in keepers[name][0] and name in shards.pieces]
     elif full:
-        for index, slice_ in enumerate(exchange.owned):
+        for index, slice_ in enumerate(ownership.owned):
             targets[index] = slice_.parameter if slice_.name in full else targets[index]
     from_shards: FullFromShards | None = None
     # on all ranks or on none, so that all wait equally often
@@ -139,17 +140,17 @@ def assign_parts(
 
 
 def _slices(
-    name: str, local: nn.Parameter | None, shape: torch.Size, exchange: Ownership, shards: Shards, targets: list[nn.Parameter | None],
+    name: str, local: nn.Parameter | None, shape: torch.Size, ownership: Ownership, shards: Shards, targets: list[nn.Parameter | None],
 ) -> list[OwnedSlice]:  # fmt: skip
     """What this rank owns of a parameter [shape], of which it holds `local`; None: it is another stage's.
     Sets their targets."""
     held: list[OwnedSlice] = []
-    for index, slice_ in enumerate(exchange.owned):
+    for index, slice_ in enumerate(ownership.owned):
         if local is not None and slice_.parameter is local:
             # A slice that is all of its parameter keeps the shape, so that a 0-dim parameter's state looks
             # the same everywhere.
             data = slice_.data().view(local.shape) if slice_.is_full else slice_.data()
-            target = nn.Parameter(data, requires_grad=local.requires_grad) if exchange.owners else local
+            target = nn.Parameter(data, requires_grad=local.requires_grad) if ownership.owners else local
             targets[index] = target
             over = shards if name in shards.pieces else None
             held.append(OwnedSlice(name, target, slice_.start, slice_.stop, tuple(shape), shards=over))

@@ -35,7 +35,7 @@ class ParameterAverages:
 
     def update(self) -> None:
         """After a step's update."""
-        owned = [each.read() for each in self._exchange.owned]
+        owned = [each.read() for each in self._exchange.ownership.owned]
         if not self.started:
             self._start()
         elif owned:
@@ -44,7 +44,7 @@ class ParameterAverages:
     def show(self) -> Callable[[], None]:
         """Replaces the parameters by their averages. Returns what puts this rank's own values back, after which they are to
         be published once more."""
-        slices = list(self._exchange.owned)
+        slices = self._exchange.ownership.owned
         own = [each.read().clone() for each in slices]
         _set(slices, [each.tensor.data for each in self.held])
         self.publish()
@@ -70,7 +70,7 @@ class ParameterAverages:
 
     def _copies(self) -> list[OwnedSlice]:
         found: list[OwnedSlice] = []
-        for each in self._exchange.owned:
+        for each in self._exchange.ownership.owned:
             divided = each.name in self._shards.pieces
             shape = self._shards.whole_shape(each.name, each.parameter)
             tensor = nn.Parameter(each.read().clone(), requires_grad=False)

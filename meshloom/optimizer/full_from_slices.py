@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from meshloom.comm.group import Group, Work
-from meshloom.exchange.exchange import Slice
+from meshloom.exchange.exchange import Memory, Slice
 from meshloom.telemetry.traffic import ExpectedBytes, Traffic
 
 
@@ -57,9 +57,8 @@ class FullFromSlices:
 
     parameters: in the same order on all ranks. keepers: for each, the ranks of `group` that update it: one,
         or all.
-    owned: what this rank owns of any parameter. one_copy: the parameters are the same memory on all ranks, so
-        no values are sent back. only_slices: a rank keeps the values of its slices alone, so keepers get
-        those of full parameters with the gradients, until `give_back`.
+    owned: what this rank owns of any parameter. memory: as of `Ownership`. If it is "shared", no values are sent
+        back; if "sliced", keepers get those of full parameters with the gradients, until `give_back`.
     """
 
     def __init__(
@@ -69,8 +68,7 @@ class FullFromSlices:
         owned: Sequence[Slice],
         group: Group,
         *,
-        one_copy: bool = False,
-        only_slices: bool = False,
+        memory: Memory = "whole",
     ) -> None:
         self._parameters = list(parameters)
         self._keepers = [tuple(ranks) for ranks in keepers]
@@ -83,9 +81,9 @@ class FullFromSlices:
         ]
         self._parts: list[list[_Part]] | None = None  # of every rank, once known
         self._dtypes = sorted({parameter.dtype for parameter in parameters}, key=str)
-        self._only_slices = only_slices
+        self._only_slices = memory == "sliced"
         self._emptied: list[tuple[nn.Parameter, Tensor]] = []  # and their values between updates
-        self._sends_back = not one_copy and any(len(ranks) < group.size for ranks in self._keepers)
+        self._sends_back = memory != "shared" and any(len(ranks) < group.size for ranks in self._keepers)
 
     def prepare(self) -> None:
         """Exchange which rank owns what, the first time it is called."""

@@ -10,6 +10,7 @@ All replicas' masters, or their slices, follow from who owns what in the plan's 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -17,14 +18,14 @@ from torch import Tensor, nn
 from meshloom.comm.group import Group
 from meshloom.comm.objects import collect
 from meshloom.core.job import NamedParameters
-from meshloom.exchange.exchange import Emit, Exchange, Slice
+from meshloom.exchange.exchange import Emit, Ownership, Slice
 from meshloom.optimizer.state_pieces import OwnedSlice
 from meshloom.parameters.shards import Shards
 from meshloom.telemetry.traffic import ExpectedBytes, Traffic
 
 
 class Masters:
-    """What this rank updates in place of the slices that `exchange` says it owns; an `Ownership`.
+    """What this rank updates in place of the slices that it owns, by `ownership`.
 
     named: the trainable parameters that this rank holds. whole: by the same names, those that the job's optimizer function
     gets, of full shape in the job's precision. shards: how parameters are sharded over tp. local: what this rank holds of
@@ -34,7 +35,7 @@ class Masters:
 
     def __init__(
         self,
-        exchange: Exchange,
+        ownership: Ownership,
         named: NamedParameters,
         whole: NamedParameters,
         shards: Shards,
@@ -45,16 +46,15 @@ class Masters:
         copied: Traffic,
     ) -> None:
         self._group, self._control, self._copied, self._inspected = group, control, copied, Traffic()
-        self.owners, self.num_owners, self.one_copy = exchange.owners, exchange.num_owners, False
-        self.only_slices = exchange.owners is not None
-        self.slices = list(exchange.owned)  # of the parameters themselves
+        owners, self.slices = ownership.owners, list(ownership.owned)  # of the parameters themselves
         self.named = named
         full = dict(whole)
         self.parts: dict[str, int] = {}
         local = {name: _shell(name, each, full[name], shards, device) for name, each in named}
         self.local: NamedParameters = list(local.items())
         self.owned = [_copy(each, local[each.name]) for each in self.slices]
-        for master, slice_ in zip(self.owned, self.slices, strict=True) if exchange.owners is None else ():
+        self.ownership = replace(ownership, owned=self.owned, memory="sliced" if owners else "whole")
+        for master, slice_ in zip(self.owned, self.slices, strict=True) if owners is None else ():
             unchanged = master.parameter.dtype == slice_.parameter.dtype
             master.parameter.data = (
                 slice_.parameter.data if unchanged else master.data().view(master.parameter.shape)
@@ -106,7 +106,7 @@ class Masters:
         is: what gathers parameters gathers these."""
         here = [*self.copies()]
         full = {each.name: each.data() for each, _ in here}
-        if self.owners is not None:
+        if self.ownership.owners is not None:
             full = self._gathered([each for each, _ in here])
         parameters = dict(self.local)
         dtypes = {name: parameter.dtype for name, parameter in self.named}

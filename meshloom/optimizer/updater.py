@@ -22,7 +22,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from meshloom.comm.group import Group
 from meshloom.core.errors import JobError
 from meshloom.core.job import Job, NamedParameters
-from meshloom.exchange.exchange import Exchange, Ownership, Slice
+from meshloom.exchange.exchange import Ownership, Slice
 from meshloom.machine.process_memory import Shortage
 from meshloom.optimizer.assignment import UpdatedParameters, assign_everything, assign_parts
 from meshloom.optimizer.clipping import clip
@@ -64,7 +64,7 @@ class Updater:
 
     named_parameters: every trainable parameter by name, each once, full. A parameter that the user's function
     gives to no optimizer is not updated.
-    shards: how parameters are sharded over tp; `exchange` is over these. local: what this rank holds of them,
+    shards: how parameters are sharded over tp; `ownership` is over these. local: what this rank holds of them,
     under the same names. stages: the ranks along pp, each of which updates other parameters: those in
     `local`.
     user: what the job's optimizer function has returned for the named parameters, if it was called already.
@@ -79,7 +79,7 @@ class Updater:
         self,
         job: Job,
         named_parameters: NamedParameters,
-        exchange: Ownership,
+        ownership: Ownership,
         shards: Shards | None = None,
         local: NamedParameters | None = None,
         stages: Group | None = None,
@@ -89,29 +89,29 @@ class Updater:
         *,
         scaled: bool = False,
     ) -> None:
-        self._job, self._exchange, self._stages = job, exchange, stages
+        self._job, self._ownership, self._stages = job, ownership, stages
         self._shards = shards = shards or Shards({}, None)
         self._device = device or named_parameters[0][1].device
         user = user or make_optimizers(job, named_parameters)
         self._optimizers = user.optimizers
-        is_divided = exchange.owners is not None or bool(shards.pieces) or stages is not None
+        is_divided = ownership.owners is not None or bool(shards.pieces) or stages is not None
         check_stages(user, stages.size if stages is not None else 1)
         self._losses = _by_loss(job, user)
         self._turn = self._losses[0]
         self.takes_closures = any(each.takes_closure for each in self._losses)
-        _check_closures(user, exchange, offload=offload, scaled=scaled)
+        _check_closures(user, ownership, offload=offload, scaled=scaled)
         self.schedulers = [scheduler for each in self._losses for scheduler in each.schedulers]
         self.updated = (
             assign_parts(
-                user, named_parameters, named_parameters if local is None else local, exchange, shards
+                user, named_parameters, named_parameters if local is None else local, ownership, shards
             )
             if is_divided
-            else assign_everything(user, named_parameters, exchange)
+            else assign_everything(user, named_parameters, ownership)
         )
-        self._theirs, self._own = _by_whose_gradients(self.updated, exchange)
+        self._theirs, self._own = _by_whose_gradients(self.updated, ownership)
         clips = any(each.clip_grad_norm is not None for each in self._losses)
         self._counted = (
-            _counted_here(exchange.owned, shards, self._device) if shards.size > 1 and clips else None
+            _counted_here(ownership.owned, shards, self._device) if shards.size > 1 and clips else None
         )
         names = {name for name, _ in local} if local is not None and stages is not None else None
         self._offloaded: OffloadedState | None = None
@@ -124,7 +124,7 @@ class Updater:
             self.updated = replace(self.updated, held=held)
         self.masters: Masters | None = None  # that it updates in place of parameters
         self.state = OptimizerState(
-            user, self.schedulers, self.updated, shards, exchange.owners, self._device, names, self._offloaded,
+            user, self.schedulers, self.updated, shards, ownership.owners, self._device, names, self._offloaded,
         )  # fmt: skip
 
     def open(self, files: Path | None) -> None:
@@ -191,7 +191,7 @@ class Updater:
             norm = clip(
                 gradients,
                 turn.clip_grad_norm,
-                self._exchange.owners,
+                self._ownership.owners,
                 self._device,
                 holders=[group for group in (over_tp, self._stages) if group is not None],
                 counted=self._counted,
@@ -246,7 +246,7 @@ class Updater:
     def expected_bytes(self) -> ExpectedBytes:
         """Of updates, for the norm and for full parameters, and of saved state."""
         parts, expected, norm = self.updated, self.state.expected_bytes(), Traffic()
-        groups = {"dp": self._exchange.owners, "tp": self._counted, "pp": self._stages}
+        groups = {"dp": self._ownership.owners, "tp": self._counted, "pp": self._stages}
         for axis, over in groups.items():
             norm += Traffic.along(axis, all_reduce=8) if over is not None else Traffic()
         fulls = [each.expected_bytes() for each in (parts.from_slices, parts.from_shards) if each]
@@ -270,10 +270,10 @@ def _step_with_closure(optimizer: Any, loss: float, evaluated: Callable[[], floa
 
 
 def _by_whose_gradients(
-    parts: UpdatedParameters, exchange: Ownership
+    parts: UpdatedParameters, ownership: Ownership
 ) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     """What gets gradients here: parameters whose `.grad` is the exchange's, and what was made for updates alone."""
-    theirs = {id(each.parameter) for each in exchange.owned}.union(map(id, parts.full))
+    theirs = {id(each.parameter) for each in ownership.owned}.union(map(id, parts.full))
     targets = [each for each in (*parts.targets, *parts.full) if each is not None]
     return [each for each in targets if id(each) in theirs], [
         each for each in targets if id(each) not in theirs
@@ -296,15 +296,14 @@ def check_stages(user: UserOptimizers, num_stages: int) -> None:
         raise JobError(f"{why}, and with pp={num_stages} no rank has them all.{instead or ' Use dp or tp.'}")
 
 
-def _check_closures(user: UserOptimizers, exchange: Ownership, *, offload: bool, scaled: bool) -> None:
+def _check_closures(user: UserOptimizers, ownership: Ownership, *, offload: bool, scaled: bool) -> None:
     kind = next((type(each).__name__ for each in user.optimizers if takes_closure(each)), None)
     if kind is not None and scaled:
         raise JobError(
             f"{kind} evaluates the loss several times in an update, of which none can be skipped when gradients overflow float16. Use precision=bf16-mixed, or an "
             "optimizer that evaluates it once."
         )
-    independent = isinstance(exchange, Exchange) and exchange.independent
-    if kind is not None and (exchange.owners is not None or independent or offload):
+    if kind is not None and (ownership.owners is not None or ownership.independent or offload):
         raise JobError(
             f"{kind} looks at all parameters and at its history of them in every evaluation of the loss, so every rank keeps all of both, equal on all; "
             "under this plan ranks would not. Use zero=0, exchange=all_reduce and offload=none."

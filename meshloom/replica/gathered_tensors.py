@@ -162,7 +162,8 @@ def weights_of_units(model: nn.Module, exchange: ZeroThree) -> Stream:
             ]
         else:
             entries.append(TensorEntry.of(*each))
-    first = exchange.owners.rank == 0
+    owners = exchange.ownership.owners
+    first = owners is not None and owners.rank == 0
 
     def run(take: Callable[[str, Tensor], None]) -> None:
         for each in parts:

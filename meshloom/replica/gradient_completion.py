@@ -112,7 +112,7 @@ def made_alike(
     """The averaged gradients, of what this rank owns, with those of the first of the replica's ranks that hold the same. They update it each by
     itself, and would drift apart where their gradients have other last bits. replicated: names of what several ranks hold."""
     held = set(replicated)
-    names = (each.name for each in exchange.owned)
+    names = (each.name for each in exchange.ownership.owned)
     same = [each for name, each in zip(names, gradients, strict=True) if name in held]
     team_sums.alike(same)
     return gradients

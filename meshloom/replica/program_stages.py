@@ -147,7 +147,7 @@ class ProgramStages(Stages):
         accumulator = DirectAccumulator(exchange.grad_buffer) if self.plan.num_chunks > 1 else None
         self.microbatches = Microbatches(
             self.programs, self._model, held.named, self.pp, self.tp, self.context.device, completion.backward_ended, accumulator,
-            each_microbatch=exchange.each_chunk, units=held.units, used_rows=self._rows, compiler=self.compiler,
+            each_microbatch=exchange.ownership.each_chunk, units=held.units, used_rows=self._rows, compiler=self.compiler,
         )  # fmt: skip
         undo = completion.watch(self.microbatches.arrived)
         undo.enter_context(self._rows.watch(self._model, self.programs.opaque))

@@ -199,7 +199,7 @@ class Replica:
                 self._undo.callback(self.updater.close)
                 check_together(self.context.world, lambda: self.updater.open(self._files))
         self.units = ()  # with parameters that other ranks hold
-        self.writes = step_checks.chunk_writes(self.frozen, self.named, self.exchange, self.inner)
+        self.writes = step_checks.chunk_writes(self.frozen, self.named, self.exchange.ownership, self.inner)
         with self.timings.of("building the model"):
             self.start.finish()
         compares = self.updates and self.plan.mesh.size > 1
@@ -393,7 +393,7 @@ def _attach(replica: Replica) -> None:
         at.around.append(lambda step: writes.chunks())
     if replica.sums.scale is not None:
         at.synced.append(partial(_count_overflows, replica))
-    if writes and replica.exchange.one_copy:
+    if writes and replica.exchange.ownership.memory == "shared":
         at.synced.append(partial(_check_copy, replica, writes))
         at.published.append(lambda found: writes.updated())
     if replica.scope.ends_chunks:
@@ -413,7 +413,7 @@ def _attach_frozen(replica: Replica, freezing: FrozenParameters, named: NamedPar
     at = replica.attached
 
     def dropped(step: int, gradients: Averaged) -> Averaged:
-        return freezing.dropped(step, (each.name for each in replica.exchange.owned), gradients)
+        return freezing.dropped(step, (each.name for each in replica.exchange.ownership.owned), gradients)
 
     at.around.append(lambda step: freezing.without_gradients(step, named))
     at.synced.append(dropped)

@@ -130,7 +130,7 @@ def updated_weights(replica: Replica) -> frozenset[str]:
     that replicas have of them."""
     sliced, state = slices_of(replica.exchange), replica.model.state_dict(keep_vars=True)
     hidden = {name for name, each in state.items() if sliced is not None and sliced.keeps(each)}
-    if replica.engine.stages.runs_modules and not replica.exchange.one_copy:
+    if replica.engine.stages.runs_modules and replica.exchange.ownership.memory != "shared":
         return frozenset(hidden)
     trained = {id(each) for _, each in replica.named}
     return frozenset({name for name, each in state.items() if id(each) in trained} | hidden)
@@ -141,7 +141,7 @@ def run_state(replica: Replica, *, gather: bool) -> tuple[list[Piece], list[Stre
     gives them, and values. Replicas that take independent local steps are averaged first: parameters by ending the round, optimizer
     state by its mean."""
     settle(replica)
-    if replica.exchange.independent:
+    if replica.exchange.ownership.independent:
         replica.updater.state.average(replica.replicas, replica.context.readers)
     pieces, streams, values = replica.updater.state.save(replica.context.world, gather=gather)
     if replica.exchange.state is not None:
@@ -244,13 +244,13 @@ def show_averages(replica: Replica, averages: ParameterAverages) -> Callable[[],
 
 def _all_have_read(replica: Replica) -> None:
     """Returns when no rank reads parameters any more of which replicas have one copy."""
-    if replica.exchange.one_copy:
+    if replica.exchange.ownership.memory == "shared":
         collect(replica.context.world, "has read")
 
 
 def replicated_state(replica: Replica) -> dict[str, Tensor]:
     """The parameters and buffers of which every replica has a copy on this rank, tied ones once."""
-    sliced = replica.exchange.only_slices
+    sliced = replica.exchange.ownership.memory == "sliced"
     return held(dict(named_buffers(replica.model)).items() if sliced else state_of(replica.model).items())
 
 

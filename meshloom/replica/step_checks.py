@@ -26,7 +26,7 @@ from meshloom.core.mesh import Mesh
 from meshloom.core.modules.built import originals
 from meshloom.core.plan import Plan
 from meshloom.core.units import format_count
-from meshloom.exchange.exchange import Exchange
+from meshloom.exchange.exchange import Ownership
 from meshloom.launch.names import rank_name
 from meshloom.optimizer.updater import Updater
 from meshloom.program.capture.guards import Guards
@@ -150,11 +150,11 @@ class SharedWriteError(TrainingError):
 
 
 def chunk_writes(
-    frozen: NamedParameters, trained: NamedParameters, exchange: Exchange, plan: Plan
+    frozen: NamedParameters, trained: NamedParameters, ownership: Ownership, plan: Plan
 ) -> ChunkWrites | None:
     """Of one rank; None: nothing that runs under the plan can write parameters of it."""
     # values of units (zero=3) are looked at where ranks let go of them
-    in_units, one_copy = exchange.only_slices, exchange.one_copy
+    in_units, one_copy = ownership.memory == "sliced", ownership.memory == "shared"
     moving = not (in_units or one_copy or plan.captures)
     if not (frozen or one_copy or moving):
         return None

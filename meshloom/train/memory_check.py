@@ -142,7 +142,7 @@ def check_part_fits(replica: Replica, *, cache: Cache | None) -> None:
         state = state_bytes(replica.job, parameters) or StateBytes(total=0)
         held = held_by(replica, 0, state.total / whole if whole and trained else 0.0)
         rank = stages.tp.rank if stages.tp else 0
-        in_units = plan.zero == 3 and not replica.exchange.one_copy
+        in_units = plan.zero == 3 and replica.exchange.ownership.memory != "shared"
         kept = _in_flight(
             stages,
             plan,
@@ -154,7 +154,7 @@ def check_part_fits(replica: Replica, *, cache: Cache | None) -> None:
             "optimizer": held.optimizer,
             "activations": kept,
         }
-    _refuse(replica, needs, limit, one_copy=replica.exchange.one_copy, cache=cache)
+    _refuse(replica, needs, limit, one_copy=replica.exchange.ownership.memory == "shared", cache=cache)
 
 
 def limit_of(plan: Plan, device: torch.device) -> Limit:

@@ -55,7 +55,9 @@ class RankComparison:
             replicas.together(settle)
         if not self.is_on:
             return
-        if done % CHECK_EVERY == 0 and not replicas.first.exchange.independent:  # which may adapt their own
+        if (
+            done % CHECK_EVERY == 0 and not replicas.first.exchange.ownership.independent
+        ):  # which may adapt their own
             self._compare_groups(f"After step {done - 1}")
         due = done // CHECK_EVERY > self._checked // CHECK_EVERY or last
         if plan.dp > 1 and due and replicas.first.exchange.settled:

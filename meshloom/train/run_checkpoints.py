@@ -279,7 +279,7 @@ def _copy_of(
     names = updated_weights(replica) if later else frozenset[str]()
     return HostCopy(
         divided, memory, replica.updater.state.lender, later=lambda span: later and _changes_in_updates(span, names),
-        trusted=dict(replica.named) if later and replica.exchange.one_copy else {}, told=written.note,
+        trusted=dict(replica.named) if later and replica.exchange.ownership.memory == "shared" else {}, told=written.note,
     )  # fmt: skip
 
 

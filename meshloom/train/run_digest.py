@@ -42,9 +42,9 @@ def _facts(replica: Replica) -> Iterator[str]:
         yield " ".join(map(str, schedule.actions[replica.context.place.pp]))
     exchange: Exchange | None = replica.exchange
     while exchange is not None:
-        yield f"{type(exchange).__name__}, one copy: {exchange.one_copy}"
+        yield f"{type(exchange).__name__}, one copy: {exchange.ownership.memory == 'shared'}"
         exchange = exchange.inner
-    yield from (f"{each.name} {each.start}:{each.stop}" for each in replica.exchange.owned)
+    yield from (f"{each.name} {each.start}:{each.stop}" for each in replica.exchange.ownership.owned)
 
 
 def _of_stage(stage: Stage) -> Iterator[str]:

@@ -92,7 +92,7 @@ class SynchronousRun:
             self._recording: TimelineRecording | None = None
             if out is not None and first.inner.pp > 1:
                 self._recording = TimelineRecording(plan, self.replicas, out, start_step=self.next_step, steps=steps, main=world.main)  # fmt: skip
-            listener.started(_beginning(plan, world, one_copy=first.exchange.one_copy))
+            listener.started(_beginning(plan, world, one_copy=first.exchange.ownership.memory == "shared"))
             self.replicas.show_warnings()
             _tell(listener, [*first.notes(), *idle_lines_of(first, plan, job.batch_size), *self.replicas.warnings])  # fmt: skip
             self.replicas.enter("between steps", self.next_step)

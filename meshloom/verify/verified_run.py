@@ -248,7 +248,7 @@ def _has_skipped_all(trainer: Trainer, one: ComparisonRun | None) -> bool:
 def _owned(replica: Replica) -> list[float]:
     """The share of the trainable elements that each rank updates."""
     elements = replica.num_trainable
-    mine = sum(part.stop - part.start for part in replica.exchange.owned)
+    mine = sum(part.stop - part.start for part in replica.exchange.ownership.owned)
     return collect(replica.context.world, mine / elements)
 
 

@@ -17,12 +17,11 @@ from torch import Tensor
 
 from meshloom.asynchronous.state.division import divide_over_servers
 from meshloom.checkpoint.checkpoint import Piece
-from meshloom.comm.group import Group
 from meshloom.comm.simulated import simulated_groups
 from meshloom.core.errors import JobError
 from meshloom.core.job import Job
 from meshloom.core.moments.by_metric import those_by_metric
-from meshloom.exchange.exchange import Slice
+from meshloom.exchange.exchange import Ownership
 from meshloom.optimizer.updater import Updater
 from meshloom.optimizer.user_optimizer import make_optimizers
 from meshloom.parameters.file_weights import fill_from_files
@@ -61,17 +60,6 @@ class Content:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Ownership:
-    """For `Updater`: these slices are updated here alone."""
-
-    owned: Sequence[Slice]
-    owners: Group | None
-    num_owners: int = 1
-    one_copy: bool = False
-    only_slices: bool = False
-
-
 class Parameters:
     """The holdings of server `number` of `num_servers`.
 
@@ -96,7 +84,7 @@ class Parameters:
         self._updater = Updater(
             replace(job, clip_grad_norm=None),  # see `_scale`
             named,
-            _Ownership(owned=self._slices, owners=self._alone if num_servers > 1 else None),
+            Ownership(owned=self._slices, owners=self._alone if num_servers > 1 else None),
             local=[(name, each) for name, each in named if name in here],
             user=user,
         )

@@ -13,7 +13,7 @@ from meshloom.comm.rank_context import RankContext
 from meshloom.core.errors import JobError
 from meshloom.core.job import Job, NamedParameters
 from meshloom.core.random import preserved_draws
-from meshloom.exchange.exchange import Exchange
+from meshloom.exchange.exchange import Ownership
 from meshloom.optimizer.masters import Masters, master_dtype, num_parts
 from meshloom.optimizer.user_optimizer import UserOptimizers, takes_closure
 from meshloom.parameters.file_weights import agree_on_weights, copy_from_first_rank
@@ -76,16 +76,16 @@ class MasterValues:
         return self._start.given(self.whole, function, without_values)
 
     def open(
-        self, exchange: Exchange, named: NamedParameters, lowered: NamedParameters, shards: Shards, made: UserOptimizers,
+        self, ownership: Ownership, named: NamedParameters, lowered: NamedParameters, shards: Shards, made: UserOptimizers,
         refused: Sequence[Collection[str]],
     ) -> Masters:  # fmt: skip
-        """Masters of what this rank updates of `named` in `exchange`, and their values. Raises `JobError` on all ranks.
+        """Masters of what this rank updates of `named` by `ownership`, and their values. Raises `JobError` on all ranks.
 
         lowered: all trainable parameters of the job's model. refused: of `_check`.
         """
         context = self._context
         masters = Masters(
-            exchange, named, self.whole, shards, context.device, group=context.groups["dp"], control=context.readers, copied=self._copied,
+            ownership, named, self.whole, shards, context.device, group=context.groups["dp"], control=context.readers, copied=self._copied,
         )  # fmt: skip
         dtypes = {name: each.dtype for name, each in lowered}
         masters.parts = {

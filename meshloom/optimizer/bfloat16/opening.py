@@ -30,7 +30,16 @@ def open_updater(
     offload = plan.offload == "optimizer"
     if values is None:
         updater = Updater(
-            job, whole, exchange, shards, local, stages, made, context.device, offload, scaled=scaled
+            job,
+            whole,
+            exchange.ownership,
+            shards,
+            local,
+            stages,
+            made,
+            context.device,
+            offload,
+            scaled=scaled,
         )
         if job.average is not None:
             if isinstance(exchange, WithSparse):
@@ -39,11 +48,11 @@ def open_updater(
                 )
             updater.state.averages = ParameterAverages(job.average, exchange, shards)
         return updater
-    masters = values.open(exchange, local, whole, shards, made, refused)
+    masters = values.open(exchange.ownership, local, whole, shards, made, refused)
     updater = Updater(
         job,
         values.whole,
-        masters,
+        masters.ownership,
         shards,
         masters.local,
         stages,

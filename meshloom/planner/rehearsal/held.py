@@ -17,13 +17,11 @@ def held_by(replica: Replica, kept: int, optimizer_factor: float) -> HeldBytes:
     there = {name: each for name, each in replica.model.named_parameters() if not each.is_meta}
     trained = {name: each.nbytes for name, each in there.items() if each.requires_grad}
     owned_names = {name for name, _ in replica.named}
-    updated = replica.updater.updated
+    one_copy, updated = exchange.ownership.memory == "shared", replica.updater.updated
     itemsizes = {name: each.itemsize for name, each in replica.model.named_parameters()}
     owned = sum((each.stop - each.start) * itemsizes[each.name] for parts in updated.held for each in parts)
     whole = sum(each.nbytes for each in there.values())
-    gradients, on_the_way = held_gradients(
-        plan, trained, owned_names, replica.engine.late, one_copy=exchange.one_copy
-    )
+    gradients, on_the_way = held_gradients(plan, trained, owned_names, replica.engine.late, one_copy=one_copy)
     full = 0
     if (sliced := slices_of(exchange)) is not None:
         whole = sum(part.kept.nbytes for unit in sliced.units for part in unit.parts)
@@ -36,7 +34,7 @@ def held_by(replica: Replica, kept: int, optimizer_factor: float) -> HeldBytes:
     if plan.tp > 1 or plan.zero >= 2:
         gradients += sum(each.nbytes for each in updated.full)
     return HeldBytes(
-        parameters=-(-whole // plan.dp) if exchange.one_copy else whole,
+        parameters=-(-whole // plan.dp) if one_copy else whole,
         gradients=gradients,
         **state_by_place(plan, round(optimizer_factor * owned)),
         buffers=sum(each.nbytes for each in replica.model.buffers() if not each.is_meta),

@@ -102,7 +102,7 @@ def rehearse(
                 schedule=replicas[0].engine.stages.schedule(timed[0].num_filled)
                 if replicas[0].inner.pp > 1
                 else None,
-                one_copy=replicas[0].exchange.one_copy,
+                one_copy=replicas[0].exchange.ownership.memory == "shared",
                 turns=cycle / period,
                 ran=replicas[0].inner,
             )

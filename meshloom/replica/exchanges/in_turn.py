@@ -9,9 +9,8 @@ from dataclasses import replace
 
 from torch import Tensor, nn
 
-from meshloom.comm.group import Group
 from meshloom.core.losses.loss_scale import Divisor
-from meshloom.exchange.exchange import Emit, Exchange, Slice
+from meshloom.exchange.exchange import Emit, Exchange, Ownership
 from meshloom.program.operators.fused_grad_accumulation import GradBuffer
 from meshloom.telemetry.traffic import ExpectedBytes, Traffic
 
@@ -22,31 +21,19 @@ class InTurn(Exchange):
     def __init__(self, inner: Sequence[Exchange], names: Sequence[Sequence[str]]) -> None:
         self._inner, self._names = list(inner), names
         self._turn = 0
+        several = [each.ownership for each in inner]
+        self.ownership = Ownership(
+            owned=[slice_ for each in several for slice_ in each.owned],
+            owners=next((each.owners for each in several if each.owners is not None), None),
+            num_owners=max(each.num_owners for each in several),
+            memory=next((each.memory for each in several if each.memory != "whole"), "whole"),
+            each_chunk=any(each.each_chunk for each in several),
+        )
         self._steps = [0] * len(inner)  # of each so far
 
     @property
     def _now(self) -> Exchange:
         return self._inner[self._turn]
-
-    @property
-    def owned(self) -> Sequence[Slice]:
-        return [slice_ for each in self._inner for slice_ in each.owned]
-
-    @property
-    def owners(self) -> Group | None:
-        return next((each.owners for each in self._inner if each.owners is not None), None)
-
-    @property
-    def num_owners(self) -> int:
-        return max(each.num_owners for each in self._inner)
-
-    @property
-    def one_copy(self) -> bool:
-        return any(each.one_copy for each in self._inner)
-
-    @property
-    def each_chunk(self) -> bool:
-        return any(each.each_chunk for each in self._inner)
 
     def open(self) -> None:
         for each in self._inner:
@@ -83,15 +70,15 @@ class InTurn(Exchange):
         return [
             gradient
             for each in self._inner
-            for gradient in (mine if each is self._now else [None] * len(each.owned))
+            for gradient in (mine if each is self._now else [None] * len(each.ownership.owned))
         ]
 
     def publish(self) -> None:
         self._now.publish()
 
     def each_gradient(self, gradients: list[Tensor | None], emit: Emit) -> None:
-        start = sum(len(each.owned) for each in self._inner[: self._turn])
-        self._now.each_gradient(gradients[start : start + len(self._now.owned)], emit)
+        start = sum(len(each.ownership.owned) for each in self._inner[: self._turn])
+        self._now.each_gradient(gradients[start : start + len(self._now.ownership.owned)], emit)
         for number, names in enumerate(self._names):
             for name in names if number != self._turn else ():
                 emit(name, None)
