@@ -4,6 +4,7 @@ with."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -14,11 +15,21 @@ from meshloom.comm.group import Group
 from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.turns import in_turns
 from meshloom.comm.windows import windows_of
+from meshloom.core.step_shape import StepShape
 from meshloom.exchange.all_reduce import AllReduce
+from meshloom.exchange.alone import Alone
+from meshloom.exchange.disjoint import Disjoint, Part
 from meshloom.exchange.exchange import Exchange
+from meshloom.exchange.local_sgd import LocalSGD, TakeMean, rounds_of
 from meshloom.exchange.server import Server
 from meshloom.exchange.shared import OneForAll
+from meshloom.exchange.sparse_gradients import SparseGradients
+from meshloom.exchange.units.unit_access import UnitAccess
+from meshloom.exchange.units.unit_gathering import STEP
+from meshloom.exchange.units.unit_slices import UnitParameters
 from meshloom.exchange.zero import ZeroOne
+from meshloom.exchange.zero_three import ZeroThree, slices_of
+from meshloom.exchange.zero_two import ZeroTwo
 
 Named = Sequence[tuple[str, nn.Parameter]]
 
@@ -51,6 +62,44 @@ KINDS: dict[str, Callable[..., Exchange]] = {
 }
 
 
+def alone(named: Named, group: Group, **settings: Any) -> Exchange:
+    """Of one replica."""
+    return Alone(named)
+
+
+def zero_three(named: Named, group: Group, *, bucket_bytes: int, overlap: bool) -> Exchange:
+    """All parameters are one unit."""
+    units = [UnitParameters(name="", module=None, named=named)]
+    return ZeroThree(units, group, group, replicas=group, overlap=overlap)
+
+
+def local_steps(named: Named, group: Group, **settings: Any) -> Exchange:
+    """Rounds of two steps."""
+    return LocalSGD(named, named, group, local_steps=2, end=TakeMean())
+
+
+def sparse(kind: Callable[..., Exchange], named: Named, group: Group, **settings: Any) -> Exchange:
+    """Beside an exchange of this kind. The gradients of some tables arrive dense, and one is not used."""
+    dense = [pair for pair in named if pair[0] not in TABLES]
+    tables = [pair for pair in named if pair[0] in TABLES]
+    inner = kind(dense, group, **settings)
+    settings = {"slices": [], "kept": [], "sparse_only": [], "used_rows": lambda name: None}
+    rows = SparseGradients(tables, group, inner.ownership, **settings)
+    return Disjoint([Part(exchange=inner, named=dense), Part(exchange=rows, named=tables)])
+
+
+TABLES = ("first.weight", "never.weight")
+EVERY: dict[str, Callable[..., Exchange]] = {
+    **KINDS,
+    "alone": alone,
+    "zero_two": partial(ZeroTwo, rounds=2),
+    "zero_three": zero_three,
+    "local_steps": local_steps,
+    "sparse": partial(sparse, AllReduce),
+    "sparse_zero": partial(sparse, ZeroOne),
+}
+
+
 class Net(nn.Module):
     """Two layers of odd sizes; `twice` is used twice, `never` not at all."""
 
@@ -79,23 +128,33 @@ def replicas(
     for group in groups or simulated_groups(size, of_a_host=True):
         torch.manual_seed(0)
         model = Net().double()
-        exchange = KINDS[kind](
+        exchange = EVERY[kind](
             list(model.named_parameters()), group, bucket_bytes=bucket_bytes, overlap=overlap
         )
-        for parameter in model.parameters():
-            parameter.register_post_accumulate_grad_hook(exchange.gradient_ready)
+        watch(model, exchange)
         made.append((model, exchange))
-    in_turns([exchange.open for _, exchange in made])
     return made
+
+
+def watch(model: nn.Module, exchange: Exchange) -> None:
+    """The exchange hears of gradients as they come."""
+    for parameter in model.parameters():
+        if ready := exchange.hook(parameter):
+            parameter.register_post_accumulate_grad_hook(ready)
 
 
 def backward(model: nn.Module, exchange: Exchange, chunks: Sequence[Tensor]) -> None:
     """Forward and backward of the sum of each chunk's loss."""
-    exchange.begin_step()
-    for chunk in chunks:
-        if chunk is chunks[-1]:
-            exchange.begin_last_chunk()
-        model(chunk).square().sum().backward()
+    exchange.begin(StepShape(chunks=len(chunks)))
+    sliced = slices_of(exchange)
+    with UnitAccess(sliced.gathering).computing(STEP) if sliced else nullcontext():
+        for chunk in chunks:
+            loss = model(chunk).square().sum()
+            exchange.begin_chunk()
+            loss.backward()
+            exchange.end_chunk()
+    if not chunks:
+        exchange.end_chunk()
 
 
 def whole_gradients(world: Sequence[tuple[Net, Exchange]], weight: float) -> list[dict[str, Tensor | None]]:
@@ -114,9 +173,9 @@ def gathered(exchange: Exchange, gradients: list[Tensor | None]) -> dict[str, Te
 
     def emit(name: str, gradient: Tensor | None) -> None:
         whole[name] = None if gradient is None else gradient.clone()
-        return
 
-    exchange.each_gradient(gradients, emit)
+    rounds = rounds_of(exchange)
+    exchange.gather(gradients, rounds.mean(emit) if rounds else emit)
     return whole
 
 
@@ -127,6 +186,15 @@ def one_device(chunks: Sequence[Tensor], weight: float) -> dict[str, Any]:
     for chunk in chunks:
         (model(chunk).square().sum() / weight).backward()
     return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def mean_of_replicas(shares: Sequence[Sequence[Tensor]]) -> dict[str, Any]:
+    """Of the gradient of each replica's own mean."""
+    found = [one_device(chunks, float(sum(map(len, chunks)))) for chunks in shares]
+    return {
+        name: None if each is None else sum(of[name] for of in found) / len(found)
+        for name, each in found[0].items()
+    }
 
 
 def data(*sizes: int) -> list[Tensor]:

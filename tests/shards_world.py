@@ -25,6 +25,7 @@ from meshloom.comm.recording import RecordedGroup
 from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.turns import in_turns
 from meshloom.core.job import Job
+from meshloom.core.step_shape import StepShape
 from meshloom.exchange.alone import Alone
 from meshloom.exchange.exchange import Exchange
 from meshloom.optimizer.updater import Updater
@@ -131,13 +132,13 @@ class Grid:
         parameters = self.parameters()
         whole = [gradients(parameters, chunk) for chunk in chunks]
         for number, (model, exchange) in enumerate(zip(self.models, self.exchanges, strict=True)):
-            exchange.begin_step()
-            exchange.begin_last_chunk()
+            exchange.begin(StepShape())
             for name, part in model.named_parameters():
                 gradient = whole[number // self.tp][name]
                 if gradient is not None:
                     part.grad = self.shards[number].take(name, gradient).clone()
-                    exchange.gradient_ready(part)
+                    if ready := exchange.hook(part):
+                        ready(part)
 
         def rank(number: int) -> float | None:
             exchange, groups = self.exchanges[number], self.groups[number]

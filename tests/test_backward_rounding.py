@@ -99,7 +99,7 @@ def test_only_other_rounding_in_backward_moves_the_gradient_of_a_saturated_gate(
 
 @pytest.mark.long
 def test_a_wrong_gradient_of_a_saturated_gate_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = Alone.each_gradient
+    right = Alone.gather
 
     def scaled(self: Any, gradients: Any, emit: Any) -> Any:
         def other(name: str, gradient: Tensor | None) -> Any:
@@ -109,7 +109,7 @@ def test_a_wrong_gradient_of_a_saturated_gate_is_seen(monkeypatch: pytest.Monkey
 
         return right(self, gradients, other)
 
-    monkeypatch.setattr(Alone, "each_gradient", scaled)
+    monkeypatch.setattr(Alone, "gather", scaled)
     report = verify(job_of(), Plan.parse("tp=2"), devices="simulated", dtype=torch.float64, steps=2)
     assert report is not None and report.first_wrong is not None
     assert "1.gate.weight" in report.first_wrong.failed("gradient")

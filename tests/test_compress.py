@@ -17,6 +17,7 @@ from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.turns import in_turns
 from meshloom.core.errors import PlanError
 from meshloom.core.plan import Plan
+from meshloom.core.step_shape import StepShape
 from meshloom.exchange.all_reduce import AllReduce
 from meshloom.exchange.buckets.bf16 import BF16
 from meshloom.exchange.buckets.powersgd import PowerSGD
@@ -25,7 +26,7 @@ from meshloom.exchange.buckets.topk import TopK
 from meshloom.telemetry.traffic import Traffic
 from meshloom.train.trainer import Trainer
 from meshloom.verify.run import verify
-from tests.exchange_world import data
+from tests.exchange_world import data, watch
 from tests.jobs import make_job
 
 SIZE, STEPS = 3, 6
@@ -68,16 +69,14 @@ class World:
                 overlap=True,
                 reduction=reduction,
             )
-            for parameter in model.parameters():
-                parameter.register_post_accumulate_grad_hook(exchange.gradient_ready)
+            watch(model, exchange)
             self.models.append(model)
             self.exchanges.append(exchange)
 
     def step(self, chunks: Sequence[Tensor], weight: float = 1.0) -> list[dict[str, Tensor | None]]:
         """What each replica sees of the mean, by name."""
         for model, exchange, chunk in zip(self.models, self.exchanges, chunks, strict=True):
-            exchange.begin_step()
-            exchange.begin_last_chunk()
+            exchange.begin(StepShape())
             model(chunk).square().sum().backward()
         found = in_turns([partial(exchange.finish, weight) for exchange in self.exchanges])
         names = [piece.name for piece in self.exchanges[0].ownership.owned]

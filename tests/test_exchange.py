@@ -7,16 +7,30 @@ from functools import partial
 
 import pytest
 import torch
+from torch import Tensor
 
 from meshloom.comm.recording import RecordedGroup
 from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.turns import in_turns
 from meshloom.core.errors import TrainingError
+from meshloom.core.step_shape import StepShape
 from meshloom.telemetry.traffic import Traffic
 from tests.covering import few
-from tests.exchange_world import KINDS, assert_same, backward, data, one_device, replicas, whole_gradients
+from tests.exchange_world import (
+    EVERY,
+    KINDS,
+    assert_same,
+    backward,
+    data,
+    gathered,
+    mean_of_replicas,
+    one_device,
+    replicas,
+    watch,
+    whole_gradients,
+)
 
-pytestmark = pytest.mark.parametrize("kind", KINDS)
+every_kind = pytest.mark.parametrize("kind", KINDS)
 
 
 @pytest.mark.covering("200-3", "1-4", "1000000000-2")
@@ -25,17 +39,31 @@ pytestmark = pytest.mark.parametrize("kind", KINDS)
 )
 @pytest.mark.parametrize("bucket_bytes", few([200, 1, 10**9]))
 @pytest.mark.every
+@pytest.mark.parametrize("kind", EVERY)
 def test_gradients_are_those_of_one_device(kind: str, size: int, bucket_bytes: int) -> None:
-    chunks = data(*range(3, 3 + 2 * size))
-    weight = float(sum(len(chunk) for chunk in chunks))
+    """The naive sum over all chunks, of which the last replica has fewer."""
+    size = 1 if kind == "alone" else size
+    chunks = data(*range(3, 2 + 2 * size))
     world = replicas(size, kind, bucket_bytes=bucket_bytes)
+    independent = world[0][1].ownership.independent
+    weight = 0.0 if independent else float(sum(map(len, chunks)))
+    shares = [chunks[2 * rank : 2 * rank + 2] for rank in range(size)]
+    expected = mean_of_replicas(shares) if independent else one_device(chunks, weight)
+
+    def step(rank: int) -> dict[str, Tensor | None]:
+        (model, exchange), share = world[rank], shares[rank]
+        backward(model, exchange, share)
+        gradients = exchange.finish(weight or float(sum(map(len, share))))
+        found = gathered(exchange, gradients)
+        exchange.publish()
+        return found
+
     for _ in range(3):  # the second step has an order of buckets of its own, and old gradients to forget
-        for rank, (model, exchange) in enumerate(world):
-            backward(model, exchange, chunks[2 * rank : 2 * rank + 2])
-        for found in whole_gradients(world, weight):
-            assert_same(found, one_device(chunks, weight))
+        for found in in_turns([partial(step, rank) for rank in range(size)]):
+            assert_same(found, expected)
 
 
+@every_kind
 def test_a_rank_without_samples_takes_part(kind: str) -> None:
     world = replicas(3, kind)
     chunks = data(4, 2)
@@ -45,12 +73,12 @@ def test_a_rank_without_samples_takes_part(kind: str) -> None:
         assert_same(found, one_device(chunks, 6.0))
 
 
+@every_kind
 def test_what_one_rank_alone_used_is_not_none_anywhere(kind: str) -> None:
     world = replicas(2, kind)
     backward(*world[0], data(4))
     model, exchange = world[1]
-    exchange.begin_step()
-    exchange.begin_last_chunk()
+    exchange.begin(StepShape())
     model.never(torch.ones(1, 3, dtype=torch.float64)).sum().backward()
     for found in whole_gradients(world, 4.0):
         torch.testing.assert_close(
@@ -59,6 +87,7 @@ def test_what_one_rank_alone_used_is_not_none_anywhere(kind: str) -> None:
         assert found["first.weight"] is not None
 
 
+@every_kind
 def test_every_element_has_one_owner_or_all_ranks_own_it(kind: str) -> None:
     world = replicas(3, kind)
     owned = torch.zeros(sum(parameter.numel() for parameter in world[0][0].parameters()), dtype=torch.int64)
@@ -80,6 +109,7 @@ def test_every_element_has_one_owner_or_all_ranks_own_it(kind: str) -> None:
         assert max(shares) - min(shares[:num_owners]) < 0.1 * sum(shares)
 
 
+@every_kind
 def test_owners_updates_become_visible_everywhere(kind: str) -> None:
     world = replicas(3, kind)
     for _, exchange in world:
@@ -95,6 +125,7 @@ def test_owners_updates_become_visible_everywhere(kind: str) -> None:
             ), name
 
 
+@every_kind
 def test_bytes_are_those_of_the_formula(kind: str) -> None:
     groups = [RecordedGroup(group, "dp") for group in simulated_groups(2, of_a_host=True)]
     world = replicas(2, kind, groups=groups)
@@ -108,6 +139,7 @@ def test_bytes_are_those_of_the_formula(kind: str) -> None:
         assert exchange.expected_bytes().after(steps=4).over(counted.bytes) == counted
 
 
+@every_kind
 def test_the_first_bucket_starts_before_backward_ends(kind: str) -> None:
     events: list[str] = []
 
@@ -133,23 +165,24 @@ def test_the_first_bucket_starts_before_backward_ends(kind: str) -> None:
     assert events.index("start") < events.index("first layer", 1)
 
 
+@every_kind
 def test_without_overlap_nothing_starts_during_backward(kind: str) -> None:
     groups = [RecordedGroup(group, "dp") for group in simulated_groups(2, of_a_host=True)]
     for model, exchange in replicas(2, kind, overlap=False, groups=groups):
         backward(model, exchange, data(3, 3))
-    # where they met before the first step
-    assert not {name for group in groups for name in group.counts} - {"barrier"}
+    assert not [name for group in groups for name in group.counts]
 
 
+@every_kind
 def test_a_gradient_after_its_bucket_left_is_an_error(kind: str) -> None:
     model, exchange = replicas(2, kind, bucket_bytes=1)[0]
-    exchange.begin_step()
-    exchange.begin_last_chunk()
+    exchange.begin(StepShape())
     model.last(torch.ones(2, 7, dtype=torch.float64)).sum().backward()
     with pytest.raises(TrainingError, match=r"last\.(weight|bias) arrived again .* overlap=false"):
         model.last(torch.ones(2, 7, dtype=torch.float64)).sum().backward()
 
 
+@every_kind
 def test_sparse_gradients_are_added_up(kind: str) -> None:
     world = []
     for group in simulated_groups(2, of_a_host=True):
@@ -158,12 +191,11 @@ def test_sparse_gradients_are_added_up(kind: str) -> None:
         world.append(
             (table, KINDS[kind](list(table.named_parameters()), group, bucket_bytes=100, overlap=True))
         )
-    in_turns([exchange.open for _, exchange in world])
     for table, exchange in world:
-        table.weight.register_post_accumulate_grad_hook(exchange.gradient_ready)
-        exchange.begin_step()
+        watch(table, exchange)
+        exchange.begin(StepShape(chunks=2))
         for rows in ([1, 1], [4]):
-            exchange.begin_last_chunk() if rows == [4] else None
+            exchange.begin_chunk()
             table(torch.tensor(rows)).sum().backward()
     expected = torch.zeros(6, 3)
     expected[1], expected[4] = 4.0, 2.0  # two ranks

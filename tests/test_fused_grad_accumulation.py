@@ -20,6 +20,7 @@ from meshloom.comm.recording import RecordedGroup
 from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.turns import in_turns
 from meshloom.core.job import Job
+from meshloom.core.step_shape import StepShape
 from meshloom.exchange.alone import Alone
 from meshloom.exchange.exchange import Exchange
 from meshloom.pipeline.runtime.program_stage import DeferredWeightGradients
@@ -29,7 +30,7 @@ from meshloom.program.operators.fused_grad_accumulation import DirectAccumulator
 from meshloom.program.operators.linears import GatheredLinears
 from meshloom.program.run.with_fused_accumulation import FusedLinear, with_fused_accumulation
 from tests.covering import few
-from tests.exchange_world import KINDS, assert_same, gathered
+from tests.exchange_world import KINDS, assert_same, gathered, watch
 
 WIDTH, WORDS = 6, 9
 Linear = Callable[..., Tensor]
@@ -71,20 +72,20 @@ def chunks_of(replica: int) -> list[Tensor]:
 
 
 def accumulator(exchange: Exchange) -> Linear:
-    """Linear layers whose weights' gradients land in the grad_buffers of the exchange."""
-    return partial(FusedLinear(DirectAccumulator(exchange.grad_buffer)).run, None)
+    """Linear layers whose weights' gradients land in the buffers of the exchange."""
+    return partial(FusedLinear(DirectAccumulator(exchange.buffer)).run, None)
 
 
 def train(model: Net, exchange: Exchange, chunks: Sequence[Tensor], *, at_the_end: bool) -> None:
     """Backward of all chunks; the exchange hears of gradients as they come or, as from a pipeline's stage, at
     the end of all."""
-    exchange.begin_step()
+    exchange.begin(StepShape(chunks=len(chunks)))
     for chunk in chunks:
-        if chunk is chunks[-1]:
-            exchange.begin_last_chunk()
+        exchange.begin_chunk()
         model(chunk).backward()
     for _, each in trainable(model) if at_the_end else ():
-        exchange.gradient_ready(each)
+        if ready := exchange.hook(each):
+            ready(each)
 
 
 def averaged(world: Sequence[Exchange], weight: float) -> list[dict[str, Tensor | None]]:
@@ -120,8 +121,8 @@ def test_what_lands_equals_autograd(kind: str, overlap: bool, told: str, sparse:
         model = Net(sparse=sparse).double()
         exchange = open_exchange(kind, model, group, overlap=overlap)
         model.linear = accumulator(exchange)
-        for _, each in trainable(model) if "come" in told else ():
-            each.register_post_accumulate_grad_hook(exchange.gradient_ready)
+        if "come" in told:
+            watch(model, exchange)
         world.append((model, exchange))
     expected = by_autograd([chunk for replica in range(len(world)) for chunk in chunks_of(replica)], 7.0)
     assert expected["never.weight"] is None
@@ -141,7 +142,9 @@ def test_what_is_ready_leaves_before_the_step_is_finished(kind: str):
     train(model, exchange, chunks_of(0), at_the_end=False)
     assert not group.counts
     for _, each in trainable(model):
-        exchange.gradient_ready(each)
+        ready = exchange.hook(each)
+        assert ready
+        ready(each)
     # One operation, or one for each server: the next bucket holds a parameter that is never used.
     assert sum(count.calls for count in group.counts.values()) == (2 if kind == "two_servers" else 1)
 
@@ -169,11 +172,11 @@ def test_nothing_is_copied_on_the_way_into_a_bucket(kind: str):
         exchange = KINDS[kind](
             list(weight.named_parameters()), simulated_groups(1)[0], bucket_bytes=10, overlap=False
         )
-        weight.weight.register_post_accumulate_grad_hook(exchange.gradient_ready)
+        watch(weight, exchange)
         linear = accumulator(exchange) if accumulates else F.linear
-        exchange.begin_step()
-        for number in range(3):
-            exchange.begin_last_chunk() if number == 2 else None
+        exchange.begin(StepShape(chunks=3))
+        for _ in range(3):
+            exchange.begin_chunk()
             loss = linear(torch.randn(2, 11), weight.weight).sum()
             with Made(11 * 13) as made:
                 loss.backward()

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from exchange_world import KINDS, Net, data
+from exchange_world import KINDS, Net, data, watch
 from test_reach import ALL, WHOLE, Lamb, NeedsSome, OwnList, Together
 from torch import Tensor, nn
 from torch.optim import Optimizer, lr_scheduler
@@ -23,6 +23,7 @@ from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.turns import in_turns
 from meshloom.core.errors import CheckpointError, JobError
 from meshloom.core.job import Job, NamedParameters
+from meshloom.core.step_shape import StepShape
 from meshloom.exchange.exchange import Exchange
 from meshloom.optimizer.updater import Updater
 from tests.covering import few
@@ -83,15 +84,13 @@ class World:
             model = Net().to(dtype)
             named = list(model.named_parameters())
             exchange = KINDS[kind](named, group, bucket_bytes=200, overlap=True)
-            for parameter in model.parameters():
-                parameter.register_post_accumulate_grad_hook(exchange.gradient_ready)
+            watch(model, exchange)
             self.members.append((model, exchange, Updater(the_job, named, exchange.ownership)))
 
     def step(self, chunks: Sequence[Tensor], loss: float = 1.0) -> list[float | None]:
         weight = sum(len(chunk) for chunk in chunks)
         for (model, exchange, _), chunk in zip(self.members, chunks, strict=True):
-            exchange.begin_step()
-            exchange.begin_last_chunk()
+            exchange.begin(StepShape())
             model(chunk).square().sum().backward()
 
         def rank(exchange: Exchange, updater: Updater) -> float | None:

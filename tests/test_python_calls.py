@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from meshloom.core.job import Job
+from meshloom.core.step_shape import StepShape
 from meshloom.exchange.all_reduce import AllReduce
 from meshloom.program.capture.capture import capture
 from meshloom.program.ir.leaves import leaves_of
@@ -96,15 +97,14 @@ def test_a_gradient_goes_into_its_bucket_by_one_call(overlap: bool):
     named = [(f"p{number}", nn.Parameter(torch.randn(4))) for number in range(PARAMETERS)]
     group: Any = Nobody()
     exchange = AllReduce(named, group, bucket_bytes=25 * 2**20, overlap=overlap)
-    hooks = [(exchange.ready_hook(each), each) for _, each in named]
+    hooks = [(exchange.hook(each), each) for _, each in named]
 
     def report() -> None:
         for hook, parameter in hooks:
             hook(parameter)
 
     for _ in range(2):
-        exchange.begin_step()
-        exchange.begin_last_chunk()
+        exchange.begin(StepShape())
         for _, parameter in named:
             parameter.grad = torch.zeros(4)
         found = calls_of(report)

@@ -14,6 +14,7 @@ from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.turns import in_turns
 from meshloom.comm.windows import Extent, windows_of
 from meshloom.core.errors import TrainingError
+from meshloom.core.step_shape import StepShape
 from meshloom.exchange.buckets.pool import Pool
 from meshloom.exchange.buckets.scattered import ScatteredBuckets
 
@@ -56,14 +57,15 @@ class World:
 
         def rank(number: int) -> list[Tensor]:
             buckets, named = self.buckets[number], self.named[number]
-            buckets.begin_step()
+            buckets.begin(StepShape(chunks=self.chunks[number] if whole_chunks else None))
             for chunk in range(self.chunks[number]):
                 if whole_chunks:
-                    with buckets.chunk():
-                        self._backward(number, chunk, order)
-                else:
-                    self._backward(number, chunk, order)
-            buckets.end_chunks()
+                    buckets.begin_chunk()
+                self._backward(number, chunk, order)
+                if whole_chunks:
+                    buckets.end_chunk()
+            if not whole_chunks or not self.chunks[number]:
+                buckets.end_chunk()
             buckets.start_rest()
             buckets.share_order(self.groups[number])
             assert all(each.grad is None for _, each in named)
@@ -75,7 +77,7 @@ class World:
         for number in order:
             parameter = self.named[rank][number][1]
             parameter.grad = gradient(rank, chunk, number)
-            self.buckets[rank].gradient_ready(parameter)
+            self.buckets[rank].hook(parameter)(parameter)
 
     def expected(self, unused: Sequence[int] = ()) -> list[list[Tensor]]:
         """Rounds one after another, each a sum in the order of ranks."""
@@ -143,11 +145,9 @@ def test_each_round_sends_each_bucket_once():
 def test_a_gradient_that_comes_after_its_round_is_an_error():
     world = World((1,))
     buckets, (_, last) = world.buckets[0], world.named[0][3]
-    buckets.begin_step()
-    with (
-        pytest.raises(TrainingError, match="The gradient of 3 arrived again after it had been sent"),
-        buckets.chunk(),
-    ):
+    buckets.begin(StepShape(chunks=1))
+    buckets.begin_chunk()
+    with pytest.raises(TrainingError, match="The gradient of 3 arrived again after it had been sent"):
         world._backward(0, 0, (3, 2, 1, 0, 3))
     world = World((1,), overlap=False)
     (found,) = world.step((3, 2, 1, 0, 3))

@@ -29,7 +29,7 @@ from meshloom.replica.replica_state import check_identical
 from meshloom.telemetry.progress import Listener
 from meshloom.train.trainer import Trainer
 from meshloom.verify.run import verify
-from tests.exchange_world import Net, data
+from tests.exchange_world import Net, backward, data, watch
 from tests.jobs import GPT, make_job
 from tests.processes import on_ranks
 
@@ -71,16 +71,11 @@ def _parameters_after(steps: int, bucket_bytes: int, bug: str) -> list[torch.Ten
         list(model.named_parameters()), group, bucket_bytes=bucket_bytes, overlap=True, windows=group,
         copies=lambda buckets, _: OneForAll(buckets, group, group),
     )  # fmt: skip
-    for parameter in model.parameters():
-        parameter.register_post_accumulate_grad_hook(exchange.gradient_ready)
-    exchange.open()
+    watch(model, exchange)
+    group.barrier().wait()
     chunks = data(*range(3, 3 + 2 * group.size))
     for _ in range(steps):
-        exchange.begin_step()
-        for chunk in chunks[2 * group.rank : 2 * group.rank + 2]:
-            if chunk is chunks[2 * group.rank + 1]:
-                exchange.begin_last_chunk()
-            model(chunk).square().sum().backward()
+        backward(model, exchange, chunks[2 * group.rank : 2 * group.rank + 2])
         gradients = exchange.finish(float(sum(map(len, chunks))))
         time.sleep(0.2 if late else 0)
         for slice_, gradient in zip(exchange.ownership.owned, gradients, strict=True):

@@ -74,14 +74,14 @@ def test_settings_that_others_need_stay():
 def noise_in_later_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """With zero=2, chunks after the first add a gradient that is noise."""
     monkeypatch.setattr(sys, "path", list(sys.path))
-    ready, generator = ScatteredBuckets.gradient_ready, torch.Generator().manual_seed(0)
+    ready, generator = ScatteredBuckets._ready, torch.Generator().manual_seed(0)
 
-    def noisy(self: Any, parameter: torch.nn.Parameter) -> None:
+    def noisy(self: Any, place: Any, parameter: torch.nn.Parameter) -> None:
         if self._chunk and parameter.grad is not None:
             parameter.grad += torch.randn(parameter.shape, generator=generator) * parameter.grad.norm()
-        ready(self, parameter)
+        ready(self, place, parameter)
 
-    monkeypatch.setattr(ScatteredBuckets, "gradient_ready", noisy)
+    monkeypatch.setattr(ScatteredBuckets, "_ready", noisy)
 
 
 @pytest.mark.usefixtures("noise_in_later_chunks")

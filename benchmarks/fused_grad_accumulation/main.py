@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from meshloom.comm.pieces import take
 from meshloom.comm.simulated import simulated_groups
 from meshloom.core.job import Job
+from meshloom.core.step_shape import StepShape
 from meshloom.exchange.all_reduce import AllReduce
 from meshloom.exchange.alone import Alone
 from meshloom.exchange.exchange import Exchange
@@ -77,21 +78,22 @@ class Way:
             else AllReduce(named, simulated_groups(1)[0], bucket_bytes=2**23, overlap=False)
         )
         self.program: Program = (
-            with_fused_accumulation(part.programs[0], DirectAccumulator(self.exchange.grad_buffer))
+            with_fused_accumulation(part.programs[0], DirectAccumulator(self.exchange.buffer))
             if accumulator
             else part.programs[0]
         )
         for parameter in self.parameters.values():
-            parameter.register_post_accumulate_grad_hook(self.exchange.gradient_ready)
+            if ready := self.exchange.hook(parameter):
+                parameter.register_post_accumulate_grad_hook(ready)
 
     def step(self, num_chunks: int) -> float:
         """Seconds of the backwards."""
         group: Any = Silent()
-        self.exchange.begin_step()
+        self.exchange.begin(StepShape(chunks=num_chunks))
         seconds = 0.0
-        for number in range(num_chunks):
-            self.exchange.begin_last_chunk() if number == num_chunks - 1 else None
+        for _ in range(num_chunks):
             loss = run_program(self.program, self.parameters, self.buffers, self.batch, group=group)
+            self.exchange.begin_chunk()
             start = time.process_time()
             loss.backward()
             seconds += time.process_time() - start

@@ -26,6 +26,7 @@ import meshloom as ml
 from meshloom.comm.liveness.activity import Activity
 from meshloom.comm.recording import RecordedGroup
 from meshloom.core.moments.current_step import Moment
+from meshloom.core.step_shape import StepShape
 from meshloom.data.chunks import Chunk
 from meshloom.exchange.all_reduce import AllReduce
 from meshloom.exchange.zero import ZeroOne
@@ -135,12 +136,11 @@ def time_buckets(num_rounds: int) -> list[dict[str, Any]]:
     named = [(f"p{number}", nn.Parameter(torch.randn(4))) for number in range(NUM_PARAMETERS)]
     group: Any = Nobody()
     exchange = AllReduce(named, group, bucket_bytes=25 * 2**20, overlap=False)
-    hooks = [(exchange.ready_hook(each), each) for _, each in named]
+    hooks = [(exchange.hook(each), each) for _, each in named]
     buffers = [torch.zeros(4) for _ in named]
     reported, copied = list[float](), list[float]()
     for _ in range(num_rounds):
-        exchange.begin_step()
-        exchange.begin_last_chunk()
+        exchange.begin(StepShape())
         for _, parameter in named:
             parameter.grad = torch.zeros(4)
         started = time.process_time()

@@ -12,10 +12,12 @@ from torch import Tensor, nn
 from meshloom.comm.group import Group
 from meshloom.comm.windows import Windows, allocation
 from meshloom.core.losses.loss_scale import Divisor
+from meshloom.core.step_shape import StepShape
+from meshloom.exchange.alone import Alone
 from meshloom.exchange.buckets.buckets import Bucket, GradientBuckets
 from meshloom.exchange.buckets.flags import set_flags, used_anywhere
 from meshloom.exchange.buckets.reduction import Exact, Reduction
-from meshloom.exchange.exchange import Emit, Exchange, Ownership, Slice
+from meshloom.exchange.exchange import Exchange, Ready
 from meshloom.exchange.registry import Setup
 from meshloom.exchange.shared import OneForAll
 from meshloom.exchange.zero import ZeroOne
@@ -38,7 +40,8 @@ def open_all_reduce(setup: Setup) -> Exchange:
         return AllReduce(setup.dense, setup.group, reduction=setup.reduction(), **settings)
     if windows is not None and setup.may_share():
         if not setup.dense:
-            return setup.nothing()
+            setup.fill_parameters()
+            return Alone([])
         copies = partial(OneForAll, windows=windows, frozen=setup.frozen, unfilled=setup.unfilled)
         return zero(setup.dense, setup.group, windows=windows, copies=copies, **settings)
     if plan.zero == 3:
@@ -50,7 +53,7 @@ def open_all_reduce(setup: Setup) -> Exchange:
     return zero(setup.dense, setup.group, windows=windows, travels=setup.travels, **settings)
 
 
-class AllReduce(Exchange):
+class AllReduce(Alone):
     """Sums gradients over `group`, bucket by bucket, while backward is running.
 
     After a bucket's gradients there is one flag per parameter: the number of ranks on which it was used. If
@@ -72,8 +75,7 @@ class AllReduce(Exchange):
         windows: Windows | None = None,
     ) -> None:
         self._group = group
-        self._owned = [Slice(name, parameter, 0, parameter.numel()) for name, parameter in named]
-        self.ownership = Ownership(owned=self._owned)
+        super().__init__(named)
         self._reduction = reduction(group)
         self._buckets = GradientBuckets(
             named,
@@ -85,20 +87,17 @@ class AllReduce(Exchange):
             allocate=allocation(windows, group.rank),
         )
 
-    def begin_step(self) -> None:
-        self._buckets.begin_step()
+    def begin(self, shape: StepShape) -> None:
+        self._buckets.begin(shape)
 
-    def begin_last_chunk(self) -> None:
-        self._buckets.begin_last_chunk()
+    def begin_chunk(self) -> None:
+        self._buckets.begin_chunk()
 
-    def grad_buffer(self, parameter: Tensor) -> GradBuffer | None:
-        return self._buckets.grad_buffer(parameter)
+    def buffer(self, parameter: Tensor) -> GradBuffer | None:
+        return self._buckets.buffer(parameter)
 
-    def gradient_ready(self, parameter: nn.Parameter) -> None:
-        self._buckets.gradient_ready(parameter)
-
-    def ready_hook(self, parameter: nn.Parameter) -> Callable[[nn.Parameter], None]:
-        return self._buckets.ready_hook(parameter)
+    def hook(self, parameter: nn.Parameter) -> Ready:
+        return self._buckets.hook(parameter)
 
     def finish(self, weight: Divisor) -> list[Tensor | None]:
         self._buckets.start_rest()
@@ -112,10 +111,6 @@ class AllReduce(Exchange):
                 gradients[entry.name] = bucket.flat[entry.start : entry.stop] if is_used else None
         self._buckets.share_order(self._group)
         return [gradients[slice_.name] for slice_ in self._owned]
-
-    def each_gradient(self, gradients: list[Tensor | None], emit: Emit) -> None:
-        for slice_, each in zip(self._owned, gradients, strict=True):
-            emit(slice_.name, None if each is None else each.view(slice_.parameter.shape))
 
     def expected_bytes(self) -> ExpectedBytes:
         return self._reduction.expected_bytes(self._buckets.buckets) + self._buckets.expected_bytes()

@@ -16,24 +16,19 @@ from meshloom.comm.group import Group
 from meshloom.exchange.buckets.buckets import BucketLayout
 from meshloom.exchange.exchange import Memory
 from meshloom.exchange.slices import flatten_parameters, share_of
-from meshloom.telemetry.traffic import ExpectedBytes, Traffic
+from meshloom.telemetry.traffic import Traffic
 
 
 class ParameterCopies(ABC):
-    """One copy of the parameters for each replica, or one for several. memory: as of `Ownership`."""
+    """One copy of the parameters for each replica, or one for several. memory: as of `Ownership`. traffic: of
+    a `publish`."""
 
     memory: Memory = "whole"
-
-    def open(self) -> None:  # noqa: B027
-        """Called once, before the parameters are first read."""
+    traffic = Traffic()
 
     @abstractmethod
     def publish(self) -> None:
         """Returns when the updates of all owners can be read here."""
-
-    @abstractmethod
-    def expected_bytes(self) -> ExpectedBytes:
-        """Bytes of `publish`."""
 
 
 class OneEach(ParameterCopies):
@@ -42,6 +37,9 @@ class OneEach(ParameterCopies):
     def __init__(self, buckets: Sequence[BucketLayout], group: Group) -> None:
         self._group = group
         self._flats = [flatten_parameters(bucket) for bucket in buckets]
+        self.traffic = Traffic.along(
+            "dp", all_gather=sum(segment(flat, group).nbytes for flat in self._flats)
+        )
 
     def publish(self) -> None:
         own = [segment(flat, self._group) for flat in self._flats]
@@ -51,10 +49,6 @@ class OneEach(ParameterCopies):
         ]
         for work in works:
             work.wait()
-
-    def expected_bytes(self) -> ExpectedBytes:
-        num_bytes = sum(segment(flat, self._group).nbytes for flat in self._flats)
-        return ExpectedBytes(per_step=Traffic.along("dp", all_gather=num_bytes))
 
 
 def segment(flat: Tensor, group: Group) -> Tensor:

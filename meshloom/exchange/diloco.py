@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from meshloom.exchange.exchange import Exchange
-from meshloom.exchange.local_sgd import RoundEnd, open_local_sgd
+from meshloom.exchange.local_sgd import RoundEnd, open_local_sgd, rounds_of
 from meshloom.exchange.registry import Named, Setup
 
 
@@ -40,13 +40,6 @@ class OuterStep(RoundEnd):
         self._beginning: list[Tensor] = []
         self.momentum: Mapping[str, Tensor] = {}
 
-    @property
-    def state(self) -> Mapping[str, Tensor]:
-        return self.momentum
-
-    def load(self, state: Mapping[str, Tensor]) -> None:
-        self.momentum = state
-
     def begin(self, named: Named) -> None:
         self._beginning = [parameter.detach().clone() for _, parameter in named]
 
@@ -58,3 +51,9 @@ class OuterStep(RoundEnd):
             momentum = self.momentum[name].mul_(self._momentum).add_(change)
             parameter.data.copy_(beginning - self._learning_rate * (change + self._momentum * momentum))
         self._beginning = []
+
+
+def outer_of(exchange: Exchange) -> OuterStep | None:
+    """The outer optimizer, whose momentum checkpoints save; None: there is none."""
+    rounds = rounds_of(exchange)
+    return rounds.end if rounds is not None and isinstance(rounds.end, OuterStep) else None

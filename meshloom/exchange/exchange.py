@@ -2,22 +2,21 @@
 
 One rank's step, in order:
 
-    begin_step()
-    for each chunk:  backward -> gradient_ready(parameter), as gradients are computed; some are computed into grad_buffer(parameter)
-    end_chunks()
+    begin(shape)
+    for each chunk:  begin_chunk()  backward -> hook(parameter), as gradients are computed, some into buffer(parameter)
+                     end_chunk()
     finish(weight)   -> gradients of what this rank owns, averaged
     (the updater clips and updates what this rank owns)
     publish()        -> all parameters are up to date on all ranks
-    settle(early=False)
 
-Before the first step: `open()`. `begin_step` never waits for other ranks; what is called within forward and backward does so only if it sends `each_chunk`.
+`begin` never waits for other ranks; what is called within forward and backward does so only if it sends
+`each_chunk`.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -25,11 +24,13 @@ from torch import Tensor, nn
 
 from meshloom.comm.group import Group
 from meshloom.core.losses.loss_scale import Divisor
+from meshloom.core.step_shape import StepShape
 from meshloom.program.operators.fused_grad_accumulation import GradBuffer
-from meshloom.telemetry.traffic import ExpectedBytes, Traffic
+from meshloom.telemetry.traffic import ExpectedBytes
 
 # receives the tensor of a parameter, by name; None: the parameter was not used
 Emit = Callable[[str, Tensor | None], None]
+Ready = Callable[[nn.Parameter], None]
 Memory = Literal["whole", "shared", "sliced"]
 
 
@@ -71,10 +72,10 @@ class Slice:
 class Ownership:
     """Who updates what, and where parameters lie: the same as long as an exchange lives.
 
-    owned: the slices that this rank updates. owners: the ranks among which every element has exactly one owner, of which
-        the first `num_owners` own any; None: this rank owns all elements.
-    memory: "whole": this rank has all of its parameters; "shared": `owners` share one copy, so that a write on one rank is
-        visible on all; "sliced": it keeps its slices alone (zero=3).
+    owned: the slices that this rank updates. owners: the ranks among which every element has exactly one
+        owner, of which the first `num_owners` own any; None: this rank owns all elements.
+    memory: "whole": this rank has all of its parameters; "shared": `owners` share one copy, so that a write
+        on one rank is visible on all; "sliced": it keeps its slices alone (zero=3).
     independent: whether each replica updates its parameters with the mean gradient of its own share.
     each_chunk: whether each chunk's gradients are sent.
     """
@@ -88,66 +89,38 @@ class Ownership:
 
 
 class Exchange(ABC):
-    """How the replicas of a job agree on gradients and parameters.
-
-    The methods that are not abstract are those of an exchange in which every replica makes the same update of
-    all parameters.
-    """
+    """How the replicas of a job agree on gradients and parameters. Parameters are first read when all ranks
+    have made theirs."""
 
     ownership: Ownership
 
-    def each_slice(self, *, borrowed: bool = False) -> list[Slice]:
-        """What this rank keeps of all parameters, frozen ones too, if it keeps slices. borrowed: also of those that
-        others own."""
-        return []
-
-    @property
-    def inner(self) -> Exchange | None:
-        """The exchange of most parameters, where this one is around it."""
-        return None
-
-    def open(self) -> None:  # noqa: B027
-        """Called once, before the parameters are first read."""
-
-    def turn_to(self, loss: int) -> None:  # noqa: B027
-        """In a job of several losses: from now on gradients are of the parameters of the loss of this number, whose
-        turn it is in the step."""
-
     @abstractmethod
-    def begin_step(self) -> None:
+    def begin(self, shape: StepShape) -> None:
         """Discards the gradients of the previous step, or of the turn before."""
 
-    def wait_for_nothing(self) -> None:  # noqa: B027
-        """Called after `begin_step` where replicas' pipelines differ in this step, so that waits for other
-        replicas inside backwards could deadlock."""
+    @abstractmethod
+    def begin_chunk(self) -> None:
+        """The backward of the next of `shape.chunks` begins."""
 
-    def chunk(self) -> AbstractContextManager[None]:
-        """The context of a chunk's backward where chunks are computed one after another: at its end all of
-        the chunk's gradients are complete."""
-        return nullcontext()
+    @abstractmethod
+    def end_chunk(self) -> None:
+        """All gradients of that chunk have come. A pipeline, and a rank without chunks, call this once, when
+        those of the step have, before they wait for other replicas."""
 
-    def end_chunks(self) -> None:  # noqa: B027
-        """Called after this rank's last backward of the step, before it waits for other replicas."""
-
-    def begin_last_chunk(self) -> None:  # noqa: B027
-        """Called before this rank's last backward of the step: from now on complete gradients may be sent."""
-
-    def grad_buffer(self, parameter: Tensor) -> GradBuffer | None:
+    @abstractmethod
+    def buffer(self, parameter: Tensor) -> GradBuffer | None:
         """The buffer into which a gradient may be accumulated without a copy; `.grad` is then that buffer.
         None: `.grad` is an ordinary tensor."""
-        return None
 
-    def gradient_ready(self, parameter: nn.Parameter) -> None:  # noqa: B027
-        """Accumulates `parameter.grad` (of the loss sum, not of the mean), if there is one, and starts to
-        send the gradient when it is complete.
+    @abstractmethod
+    def hook(self, parameter: nn.Parameter) -> Ready | None:
+        """What to call with this parameter when a backward has completed its `.grad`; None: it stays there.
 
-        Called for each chunk when all of the chunk's gradient is there, or once after the last chunk. A
-        gradient that was computed into the parameter's grad_buffer is not copied.
+        It takes `.grad` (of the loss sum, not of the mean), which is not copied where it was computed into
+        the parameter's buffer, and starts to send the gradient when it is complete. Pipelines call it once
+        the last backward that uses the parameter has ended; if `each_chunk`, once for every chunk, also
+        without a gradient.
         """
-
-    def ready_hook(self, parameter: nn.Parameter) -> Callable[[nn.Parameter], None]:
-        """What a hook on this parameter calls: `gradient_ready`, in as few calls as can be."""
-        return self.gradient_ready
 
     @abstractmethod
     def finish(self, weight: Divisor) -> list[Tensor | None]:
@@ -161,48 +134,16 @@ class Exchange(ABC):
         (`exchange/sparse_gradients.py`).
         """
 
-    def publish(self) -> None:  # noqa: B027
-        """Makes the owners' updated parameters visible on all ranks."""
-
-    def publish_bytes(self) -> Traffic:
-        """What this rank hands to collectives in a `publish`, where that is always the same."""
-        return Traffic()
+    @abstractmethod
+    def publish(self) -> bool:
+        """Makes the owners' updated parameters visible on all ranks; whether these then have other values
+        than updates gave them."""
 
     @abstractmethod
-    def each_gradient(self, gradients: list[Tensor | None], emit: Emit) -> None:
+    def gather(self, gradients: list[Tensor | None], emit: Emit) -> None:
         """Passes the full gradients that `finish` returned to `emit`, one by one, on every rank, for
-        inspection. At most one bucket is gathered at a time."""
+        inspection: where replicas are `independent`, this one's. At most one bucket is gathered at a time."""
 
+    @abstractmethod
     def expected_bytes(self) -> ExpectedBytes:
         """The bytes that this rank hands to collectives of the group of replicas."""
-        return ExpectedBytes()
-
-    def notes(self) -> list[str]:
-        """Messages for the user before the first step."""
-        return []
-
-    # --- Where replicas take independent local steps.
-
-    @property
-    def settled(self) -> bool:
-        """Whether all replicas hold the same parameters. Equal on all ranks."""
-        return True
-
-    def settle(self, *, early: bool) -> bool:
-        """Makes the parameters equal on all replicas, if that is due or `early`; returns whether parameters
-        have changed outside an update."""
-        return False
-
-    def show_mean(self) -> Callable[[], None]:
-        """Replaces the parameters by their mean over the replicas, until the returned function is called."""
-        return lambda: None
-
-    @property
-    def state(self) -> Mapping[str, Tensor] | None:
-        """The additional tensors that checkpoints save, by parameter and in its shape; {}: none yet. None:
-        this exchange never has any."""
-        return None
-
-    def load(self, state: Mapping[str, Tensor]) -> None:
-        """Restores `state`."""
-        raise AssertionError("this exchange has no state")

@@ -14,7 +14,7 @@ ended early: a checkpoint, and the end of the run, need one model.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -23,6 +23,8 @@ from torch import Tensor, nn
 
 from meshloom.comm.group import Group
 from meshloom.core.losses.loss_scale import Divisor
+from meshloom.exchange.alone import Alone
+from meshloom.exchange.disjoint import parts_of
 from meshloom.exchange.exchange import Emit, Exchange
 from meshloom.exchange.registry import Named, Setup
 from meshloom.telemetry.traffic import ExpectedBytes, Traffic
@@ -30,15 +32,6 @@ from meshloom.telemetry.traffic import ExpectedBytes, Traffic
 
 class RoundEnd(ABC):
     """How parameters continue from their mean over the replicas at the end of a round."""
-
-    @property
-    def state(self) -> Mapping[str, Tensor] | None:
-        """As `Exchange.state`."""
-        return None
-
-    def load(self, state: Mapping[str, Tensor]) -> None:
-        """Restores `state`."""
-        raise AssertionError("nothing is kept between rounds")
 
     @abstractmethod
     def begin(self, named: Named) -> None:
@@ -64,28 +57,27 @@ class TakeMean(RoundEnd):
 def open_local_sgd(setup: Setup, end: RoundEnd | None = None) -> Exchange:
     """The exchange with the plan's number of local steps. end: of a round; default: every replica continues
     from the mean."""
-    steps = setup.plan.local_steps
     return LocalSGD(
-        setup.alone(),
+        setup.dense,
         setup.named,
         setup.group,
-        local_steps=steps,
+        local_steps=setup.plan.local_steps,
         end=end or TakeMean(),
         replicated=setup.replicated,
     )
 
 
-class LocalSGD(Exchange):
-    """Each replica of `group` steps with its own gradients, those of `inner`; parameters are averaged at the
-    end of a round.
+class LocalSGD(Alone):
+    """Each replica of `group` steps with its own gradients; parameters are averaged at the end of a round.
 
-    named: the trainable parameters. replicated: names of those that are replicated over other groups. They
-    are averaged in messages of their own, so that the results have the same bits in all groups.
+    dense: the parameters whose gradients it takes. named: all that are trained. replicated: names of those
+    that are replicated over other groups. They are averaged in messages of their own, so that the results
+    have the same bits in all groups.
     """
 
     def __init__(
         self,
-        inner: Exchange,
+        dense: Named,
         named: Named,
         group: Group,
         *,
@@ -93,59 +85,47 @@ class LocalSGD(Exchange):
         end: RoundEnd,
         replicated: Collection[str] = (),
     ) -> None:
-        self._inner = inner
-        self.ownership = replace(inner.ownership, independent=True)
+        super().__init__(dense)
+        self.ownership = replace(self.ownership, independent=True)
         self._group = group
         self._local_steps = local_steps
-        self._end = end
+        self.end = end
         self._kinds: dict[tuple[torch.dtype, bool], list[tuple[str, nn.Parameter]]] = {}
         for name, parameter in named:
             self._kinds.setdefault((parameter.dtype, name in replicated), []).append((name, parameter))
         self._named = [pair for pairs in self._kinds.values() for pair in pairs]
         self._parameters = dict(named)
-        self._taken = 0  # steps of this round
+        self.taken = 0  # steps of this round
         self._times = 0  # means taken
 
-    @property
-    def settled(self) -> bool:
-        return self._taken == 0
-
-    @property
-    def state(self) -> Mapping[str, Tensor] | None:
-        return self._end.state
-
-    def load(self, state: Mapping[str, Tensor]) -> None:
-        self._end.load(state if len(state) == len(self._named) else {})
-
-    def begin_step(self) -> None:
-        self._inner.begin_step()
-
-    def gradient_ready(self, parameter: nn.Parameter) -> None:
-        self._inner.gradient_ready(parameter)
-
     def finish(self, weight: Divisor) -> list[Tensor | None]:
-        if self.settled:
-            self._end.begin(self._named)
-        self._taken += 1
-        return self._inner.finish(weight)
+        if not self.taken:
+            self.end.begin(self._named)
+        self.taken += 1
+        return super().finish(weight)
 
-    def settle(self, *, early: bool) -> bool:
-        if self.settled or not (early or self._taken >= self._local_steps):
-            return False
-        means = self._means()
-        self._end.end(self._named, means)
-        self._taken = 0
-        return True
+    def publish(self) -> bool:
+        is_due = self.taken >= self._local_steps
+        if is_due:
+            self.settle()
+        return is_due
+
+    def settle(self) -> None:
+        """Ends the round: parameters become equal on all replicas."""
+        self.end.end(self._named, self._means())
+        self.taken = 0
 
     def show_mean(self) -> Callable[[], None]:
+        """Replaces the parameters by their mean over the replicas, until the returned function is called."""
         means = self._means()
         own = [parameter.data.clone() for _, parameter in self._named]
         self._set(means)
         return lambda: self._set(own)
 
-    def each_gradient(self, gradients: list[Tensor | None], emit: Emit) -> None:
-        """The plain mean over replicas of full gradients; None counts as zero."""
-        self._inner.each_gradient(gradients, partial(self._emit_mean, emit))
+    def mean(self, emit: Emit) -> Emit:
+        """Passes the plain mean over replicas of the full gradients that it gets to `emit`; None counts as
+        zero."""
+        return partial(self._emit_mean, emit)
 
     def expected_bytes(self) -> ExpectedBytes:
         num_bytes = sum(
@@ -181,6 +161,17 @@ class LocalSGD(Exchange):
             pieces = flat.split([each.numel() for _, each in pairs])
             means += [piece.view(each.shape) for piece, (_, each) in zip(pieces, pairs, strict=True)]
         return means
+
+
+def rounds_of(exchange: Exchange) -> LocalSGD | None:
+    """Whose replicas take local steps; None: they do not."""
+    return next(iter(parts_of(exchange, LocalSGD)), None)
+
+
+def within_round(exchange: Exchange) -> LocalSGD | None:
+    """The same while their parameters differ, on all ranks at the same time; else None."""
+    rounds = rounds_of(exchange)
+    return rounds if rounds is not None and rounds.taken else None
 
 
 def _precision(dtype: torch.dtype) -> torch.dtype:

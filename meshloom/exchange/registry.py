@@ -18,7 +18,6 @@ from meshloom.core.plan import Plan
 from meshloom.exchange.alone import Alone
 from meshloom.exchange.buckets.reduction import Reduction
 from meshloom.exchange.exchange import Exchange
-from meshloom.exchange.sparse_gradients import WithSparse
 from meshloom.exchange.units.unit_slices import UnitParameters
 from meshloom.parameters.unfilled_model import UnfilledModel
 
@@ -34,7 +33,7 @@ class Setup:
     a step only. windows: the group, if its ranks can share memory. may_share: whether they may then share one
     copy of the parameters. units: of all parameters, for zero=3. control: the replicas' group for messages
     that are not counted. slices: parts of the replicas, under zero_within. lent: name of what several ranks along pp hold -> whether this one updates it. sparse:
-    names of the parameters with sparse gradients; kept, sparse_only, used_rows: of these, as for `WithSparse`. loss_of:
+    names of the parameters with sparse gradients; kept, sparse_only, used_rows: of these, as for `SparseGradients`. loss_of:
     name -> number of the loss that trains the parameter.
     """
 
@@ -77,28 +76,17 @@ class Setup:
         name = REDUCED_AS[self.plan.reduce]
         return getattr(torch, name) if name else None
 
-    def alone(self) -> Exchange:
-        """The exchange of a single replica."""
-        self.fill_parameters()
-        return self._with_sparse(Alone(self.dense), None)
-
     def open(self) -> Exchange:
-        """The plan's exchange."""
-        if self.plan.dp == 1:
-            return self.alone()
-        entry = EXCHANGES[self.plan.exchange]
-        if (self.sparse and self.plan.zero < 3) or not entry.fills:
+        """The plan's exchange of these. Ranks that own nothing may borrow parameters or have frozen ones."""
+        plan, entry = self.plan, EXCHANGES[self.plan.exchange]
+        sends = (
+            plan.dp > 1
+            and entry.synchronous
+            and (entry.independent or self.dense or (plan.zero == 3 and self.units()))
+        )
+        if not sends or (self.sparse and plan.zero < 3) or not entry.fills:
             self.fill_parameters()
-        if entry.independent:
-            return resolve_name(entry.factory)(self)
-        if self.dense or (self.plan.zero == 3 and self.units()):
-            return self._with_sparse(resolve_name(entry.factory)(self), self.group)
-        return self.nothing()
-
-    def nothing(self) -> Exchange:
-        """The exchange of ranks that update nothing, but may borrow parameters or have frozen ones."""
-        self.fill_parameters()
-        return self._with_sparse(Alone([]), self.group)
+        return resolve_name(entry.factory)(self) if sends else Alone(self.dense)
 
     def fill_parameters(self) -> None:
         """Gives memory to parameters that have none, for exchanges that keep them whole on every rank; their values come
@@ -112,11 +100,3 @@ class Setup:
         made = resolve_name(entry.factory)
         read = entry.number
         return (lambda group: made(group, read(number))) if read else made
-
-    def _with_sparse(self, exchange: Exchange, group: Group | None) -> Exchange:
-        if not self.sparse:
-            return exchange
-        sparse = [(name, each) for name, each in self.named if name in self.sparse]
-        return WithSparse(
-            exchange, sparse, group, kept=self.kept, sparse_only=self.sparse_only, used_rows=self.used_rows
-        )

@@ -111,13 +111,10 @@ class _FromServers(ParameterCopies):
     def __init__(self, buckets: Sequence[Bucket], group: Group, num_servers: int) -> None:
         self._group, self._num_servers = group, num_servers
         self._flats = [flatten_parameters(bucket) for bucket in buckets]
+        self.traffic = Traffic.along("dp", broadcast=sum(each.nbytes for each in self._flats))
 
     def publish(self) -> None:
         _pull(self._flats, self._group, self._num_servers)
-
-    def expected_bytes(self) -> ExpectedBytes:
-        num_bytes = sum(each.nbytes for each in self._flats)
-        return ExpectedBytes(per_step=Traffic.along("dp", broadcast=num_bytes))
 
 
 def _pull(flats: Sequence[Tensor], group: Group, num_servers: int) -> None:

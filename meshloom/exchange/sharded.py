@@ -4,7 +4,6 @@ zero=1 and 2, the servers own all under exchange=server."""
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
 from itertools import zip_longest
 
 import torch
@@ -13,10 +12,11 @@ from torch import Tensor, nn
 from meshloom.comm.group import Group, Work
 from meshloom.comm.windows import separate
 from meshloom.core.losses.loss_scale import Divisor, divides
+from meshloom.core.step_shape import StepShape
 from meshloom.exchange.buckets.buckets import GradientBuckets
 from meshloom.exchange.buckets.scattered import ScatteredBuckets
 from meshloom.exchange.copies import ParameterCopies
-from meshloom.exchange.exchange import Emit, Exchange, Ownership
+from meshloom.exchange.exchange import Emit, Exchange, Ownership, Ready
 from meshloom.exchange.slices import OwnedSlices, UsedFlags, emit_bucket
 from meshloom.program.operators.fused_grad_accumulation import GradBuffer
 from meshloom.telemetry.traffic import ExpectedBytes, Traffic
@@ -39,6 +39,8 @@ class Sharded(Exchange):
         self._num_owners = num_owners
         self._copies = copies
         self._works: list[Work] = []
+        self._is_published = True  # whether this step has; else that of an evaluation of averages is one more
+        self._again = 0  # these
         self._buckets = buckets
         self._used = UsedFlags(buckets.buckets, group)
         self._mine = OwnedSlices(buckets.buckets, group.rank, num_owners)
@@ -51,24 +53,22 @@ class Sharded(Exchange):
             each_chunk=each_chunk,
         )
 
-    def open(self) -> None:
-        self._copies.open()
-
-    def begin_step(self) -> None:
+    def begin(self, shape: StepShape) -> None:
         self._works.clear()
-        self._buckets.begin_step()
+        self._is_published = False
+        self._buckets.begin(shape)
 
-    def begin_last_chunk(self) -> None:
-        self._buckets.begin_last_chunk()
+    def begin_chunk(self) -> None:
+        self._buckets.begin_chunk()
 
-    def grad_buffer(self, parameter: Tensor) -> GradBuffer | None:
-        return self._buckets.grad_buffer(parameter)
+    def end_chunk(self) -> None:
+        self._buckets.end_chunk()
 
-    def gradient_ready(self, parameter: nn.Parameter) -> None:
-        self._buckets.gradient_ready(parameter)
+    def buffer(self, parameter: Tensor) -> GradBuffer | None:
+        return self._buckets.buffer(parameter)
 
-    def ready_hook(self, parameter: nn.Parameter) -> Callable[[nn.Parameter], None]:
-        return self._buckets.ready_hook(parameter)
+    def hook(self, parameter: nn.Parameter) -> Ready:
+        return self._buckets.hook(parameter)
 
     def finish(self, weight: Divisor) -> list[Tensor | None]:
         self._buckets.start_rest()
@@ -84,13 +84,13 @@ class Sharded(Exchange):
         self._buckets.share_order(self._group)
         return self._mine.gradients(self._sums, is_used)
 
-    def publish(self) -> None:
+    def publish(self) -> bool:
+        self._again += self._is_published
+        self._is_published = True
         self._copies.publish()
+        return False
 
-    def publish_bytes(self) -> Traffic:
-        return self._copies.expected_bytes().per_step
-
-    def each_gradient(self, gradients: list[Tensor | None], emit: Emit) -> None:
+    def gather(self, gradients: list[Tensor | None], emit: Emit) -> None:
         # owners have none of what the job freezes, though ranks computed it
         buckets = self._buckets.buckets
         flags = torch.zeros(sum(len(each.entries) for each in buckets), device=buckets[0].extent.device)
@@ -104,8 +104,9 @@ class Sharded(Exchange):
             emit_bucket(bucket, whole, is_used, emit)
 
     def expected_bytes(self) -> ExpectedBytes:
-        flags = ExpectedBytes(per_step=Traffic.along("dp", all_reduce=self._used.num_bytes))
-        return flags + self._buckets.expected_bytes() + self._copies.expected_bytes() + self._expected_bytes()
+        flags, values = Traffic.along("dp", all_reduce=self._used.num_bytes), self._copies.traffic
+        own = ExpectedBytes(per_step=flags + values, so_far=values * self._again)
+        return own + self._buckets.expected_bytes() + self._expected_bytes()
 
     @abstractmethod
     def _expected_bytes(self) -> ExpectedBytes:

@@ -25,7 +25,6 @@ from meshloom.comm.windows import Extent, Windows, in_window, window_bytes
 from meshloom.exchange.buckets.buckets import BucketLayout
 from meshloom.exchange.copies import ParameterCopies
 from meshloom.parameters.unfilled_model import UnfilledModel
-from meshloom.telemetry.traffic import ExpectedBytes
 
 
 class OneForAll(ParameterCopies):
@@ -73,14 +72,5 @@ class OneForAll(ParameterCopies):
         if lacking:
             lacking.fill_slices(slices if group.rank == 0 else [], {each[0] for each in slices})
 
-    def open(self) -> None:
-        self._meet()
-
     def publish(self) -> None:
-        self._meet()
-
-    def expected_bytes(self) -> ExpectedBytes:
-        return ExpectedBytes()
-
-    def _meet(self) -> None:
         self._group.barrier().wait()

@@ -6,14 +6,13 @@
 
 Every rank gathers all rows and adds them up in rank order, so the sum has the same bits on all ranks. Which
 rows were used is part of the gradient, even where a row's values are 0: an optimizer such as SparseAdam
-updates exactly those rows. All other parameters are left to another exchange.
+updates exactly those rows. All other parameters are another exchange's.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
 
 import torch
@@ -22,94 +21,74 @@ from torch import Tensor, nn
 from meshloom.comm.group import Group, Work
 from meshloom.core.errors import TrainingError
 from meshloom.core.losses.loss_scale import Divisor, divides
-from meshloom.exchange.exchange import Emit, Exchange, Slice
+from meshloom.core.step_shape import StepShape
+from meshloom.exchange.exchange import Emit, Exchange, Ownership, Ready, Slice
 from meshloom.program.operators.fused_grad_accumulation import GradBuffer
 from meshloom.telemetry.traffic import ExpectedBytes, Traffic
 
 NOT_USED = -1
 
 
-class WithSparse(Exchange):
-    """`inner` for dense gradients; those of `named` are sparse, with one sparse dim, the first.
+class SparseGradients(Exchange):
+    """Of `named`, whose gradients are sparse, with one sparse dim, the first.
 
-    group: the replicas; None: there is one. Where `inner` has owners, each also owns an even share of the
-    elements of `named`. kept: names of parameters whose optimizer takes sparse gradients. `finish` returns
-    those as sparse tensors, of the parameter's shape where all of it is owned, else of one dim. sparse_only:
-    names of those whose optimizer takes no others, so that a dense gradient is an error. used_rows: of a name, the rows
-    that were used in the step, where gradients arrive dense; None: they arrive sparse.
+    group: the replicas; None: this one takes its own gradients. beside: who owns the other parameters; where
+    these have owners, each owns an even share of the elements of `named`, too. slices: what this rank keeps
+    of `named`, where it keeps no more. kept: names of parameters whose optimizer takes sparse gradients.
+    `finish` returns those as sparse tensors, of the parameter's shape where all of it is owned, else of one
+    dim. sparse_only: names of those whose optimizer takes no others, so that a dense gradient is an error.
+    used_rows: of a name, the rows that were used in the step, where gradients arrive dense; None: they arrive
+    sparse.
     """
 
     def __init__(
         self,
-        inner: Exchange,
         named: Sequence[tuple[str, nn.Parameter]],
         group: Group | None,
+        beside: Ownership,
         *,
+        slices: Sequence[Slice],
         kept: Collection[str],
         sparse_only: Collection[str],
-        used_rows: Callable[[str], Tensor | None] = lambda name: None,
+        used_rows: Callable[[str], Tensor | None],
     ) -> None:
-        assert inner.ownership.memory != "shared", "parameters with sparse gradients are not shared"
-        self._inner = inner
         self._named, self._group = list(named), group
         self._kept, self._sparse_only = frozenset(kept), frozenset(sparse_only)
         self._used_rows = used_rows
-        self._owners, self._num_owners = inner.ownership.owners, inner.ownership.num_owners
-        self._ids = {id(each) for _, each in self._named}
-        here = group.rank if group is not None and self._owners is not None else 0
+        assert beside.memory != "shared", "parameters with sparse gradients are not shared"
         self._shares = [
-            [_share(name, each, owner, self._num_owners) for name, each in self._named]
-            for owner in range(self._num_owners)
+            [_share(name, each, owner, beside.num_owners) for name, each in self._named]
+            for owner in range(beside.num_owners)
         ]
-        self._mine = (
-            [each for each in self._shares[here] if each.start < each.stop] if here < self._num_owners else []
-        )
-        if inner.ownership.memory == "sliced":
-            names = {name for name, _ in self._named}
-            self._mine = [each for each in inner.each_slice() if each.name in names]
-        self.ownership = replace(inner.ownership, owned=[*inner.ownership.owned, *self._mine])
+        here = group.rank if group is not None and beside.owners is not None else 0
+        mine = self._shares[here] if here < beside.num_owners else []
+        self._mine = [each for each in mine if each.start < each.stop]
+        if beside.memory == "sliced":
+            self._mine = list(slices)
+        self.ownership = replace(beside, owned=self._mine)
         self._arrived: dict[int, list[Tensor]] = {}  # by id of the parameter, of every chunk so far
         self._whole: dict[str, Tensor | None] = {}  # of the newest step, averaged
         self._sent: Counter[str] = Counter()
 
-    @property
-    def inner(self) -> Exchange:
-        return self._inner
-
-    def each_slice(self, *, borrowed: bool = False) -> list[Slice]:
-        return self._inner.each_slice(borrowed=borrowed)
-
-    def open(self) -> None:
-        self._inner.open()
-
-    def turn_to(self, loss: int) -> None:
-        self._inner.turn_to(loss)
-
-    def wait_for_nothing(self) -> None:
-        self._inner.wait_for_nothing()
-
-    def chunk(self) -> AbstractContextManager[None]:
-        return self._inner.chunk()
-
-    def end_chunks(self) -> None:
-        self._inner.end_chunks()
-
-    def begin_last_chunk(self) -> None:
-        self._inner.begin_last_chunk()
-
-    def begin_step(self) -> None:
-        self._inner.begin_step()
+    def begin(self, shape: StepShape) -> None:
         self._arrived = {id(parameter): [] for _, parameter in self._named}
         for _, parameter in self._named:
             parameter.grad = None
 
-    def grad_buffer(self, parameter: Tensor) -> GradBuffer | None:
-        return None if id(parameter) in self._ids else self._inner.grad_buffer(parameter)
+    def begin_chunk(self) -> None:
+        pass
 
-    def gradient_ready(self, parameter: nn.Parameter) -> None:
-        if id(parameter) not in self._ids:
-            self._inner.gradient_ready(parameter)
-        elif parameter.grad is not None:
+    def end_chunk(self) -> None:
+        pass
+
+    def buffer(self, parameter: Tensor) -> GradBuffer | None:
+        return None
+
+    def hook(self, parameter: nn.Parameter) -> Ready:
+        return self._take
+
+    def _take(self, parameter: nn.Parameter) -> None:
+        if parameter.grad is not None:
             arrived, gradient = self._arrived[id(parameter)], parameter.grad
             if arrived and arrived[-1].layout == gradient.layout == torch.strided:
                 arrived[-1].add_(gradient)
@@ -117,42 +96,33 @@ class WithSparse(Exchange):
                 arrived.append(gradient)
             parameter.grad = None
 
-    def ready_hook(self, parameter: nn.Parameter) -> Callable[[nn.Parameter], None]:
-        return self.gradient_ready if id(parameter) in self._ids else self._inner.ready_hook(parameter)
-
     def finish(self, weight: Divisor) -> list[Tensor | None]:
         for _, parameter in self._named:
-            self.gradient_ready(parameter)  # if it was not reported as ready
+            self._take(parameter)  # if it was not reported as ready
         mine = [self._add_up(name, parameter) for name, parameter in self._named]
         self._arrived = {id(parameter): [] for _, parameter in self._named}
-        dense = self._inner.finish(weight)
         sums = _Sums(self._named, self._group, self._sent).sums(mine) if self._group else mine
         for total in sums if divides(weight) else ():
             if total is not None:
                 total.values().div_(weight)
         self._whole = {name: total for (name, _), total in zip(self._named, sums, strict=True)}
-        return [*dense, *(self._of_slice(each) for each in self._mine)]
+        return [self._of_slice(each) for each in self._mine]
 
-    def publish(self) -> None:
-        self._inner.publish()
-        if self._group is None or self._owners is None or self.ownership.memory == "sliced":
-            return
+    def publish(self) -> bool:
         works: list[Work] = []
-        for owner, shares in enumerate(self._shares):
-            for each in shares:
-                if each.start < each.stop:
-                    works.append(self._group.broadcast(each.data(), owner))
-                    self._sent["broadcast"] += (each.stop - each.start) * each.parameter.element_size()
+        if self._group is not None and self.ownership.owners is not None and self.ownership.memory == "whole":
+            for owner, shares in enumerate(self._shares):
+                for each in shares:
+                    if each.start < each.stop:
+                        works.append(self._group.broadcast(each.data(), owner))
+                        self._sent["broadcast"] += (each.stop - each.start) * each.parameter.element_size()
         for work in works:
             work.wait()
+        return False
 
-    def each_gradient(self, gradients: list[Tensor | None], emit: Emit) -> None:
-        of_inner = len(gradients) - len(self._mine)
-        self._inner.each_gradient(gradients[:of_inner], emit)
+    def gather(self, gradients: list[Tensor | None], emit: Emit) -> None:
         dropped = {
-            each.name
-            for each, gradient in zip(self._mine, gradients[of_inner:], strict=True)
-            if gradient is None
+            each.name for each, gradient in zip(self._mine, gradients, strict=True) if gradient is None
         }
         for name, total in self._whole.items():
             if name in dropped:
@@ -162,9 +132,10 @@ class WithSparse(Exchange):
             emit(name, total)
 
     def expected_bytes(self) -> ExpectedBytes:
-        return self._inner.expected_bytes() + ExpectedBytes(so_far=Traffic({"dp": dict(self._sent)}))
+        return ExpectedBytes(so_far=Traffic({"dp": dict(self._sent)}))
 
     def notes(self) -> list[str]:
+        """For the user, before the first step."""
         if self._group is None:
             return []
         # a count, and all rows
@@ -198,7 +169,7 @@ class WithSparse(Exchange):
         if owned.name not in self._kept:
             return total.to_dense().reshape(-1)[owned.start : owned.stop]
         if owned.is_full:
-            return total.clone()  # clipping scales it, and `each_gradient` is before that
+            return total.clone()  # clipping scales it, and `gather` is of what was before
         width = _width(owned.parameter)
         at = (total.indices()[0][:, None] * width + torch.arange(width, device=total.device)).reshape(-1)
         inside = (at >= owned.start) & (at < owned.stop)

@@ -15,16 +15,19 @@ from torch import Tensor, nn
 from meshloom.comm.collectives.travelling import TravellingSums
 from meshloom.comm.group import Group, Work
 from meshloom.core.losses.loss_scale import Divisor, divides
+from meshloom.core.step_shape import StepShape
 from meshloom.exchange.buckets.flags import set_flags, used_anywhere
-from meshloom.exchange.exchange import Emit, Exchange, Ownership, Slice
+from meshloom.exchange.disjoint import parts_of
+from meshloom.exchange.exchange import Emit, Exchange, Ownership, Ready, Slice
 from meshloom.exchange.registry import Setup
 from meshloom.exchange.units.unit_gathering import UnitGathering
 from meshloom.exchange.units.unit_slices import Unit, UnitFlat, UnitParameters, UnitSlice
+from meshloom.program.operators.fused_grad_accumulation import GradBuffer
 from meshloom.telemetry.traffic import ExpectedBytes, Traffic
 
 
 def open_zero_three(setup: Setup) -> Exchange:
-    """The exchange of a plan with zero=3. Gradients of `setup.sparse` are left to `WithSparse` around it."""
+    """The exchange of a plan with zero=3. Gradients of `setup.sparse` are left to another."""
     assert setup.control is not None
     late, replicated = set(setup.late), set(setup.replicated)
 
@@ -104,23 +107,34 @@ class ZeroThree(Exchange):
             owned=mine, owners=group, num_owners=group.size, memory="sliced", each_chunk=True
         )
 
-    def turn_to(self, loss: int) -> None:
-        self.gathering.turn_to(loss)
-
-    def begin_step(self) -> None:
+    def begin(self, shape: StepShape) -> None:
+        self.gathering.loss = shape.loss
         for part in self._trained:
             part.summed = part.gradient = None
             for entry in part.entries:
                 entry.parameter.grad = None
                 entry.used = entry.waits = False
 
-    def gradient_ready(self, parameter: nn.Parameter) -> None:
-        if parameter.grad is None:
-            return
+    def begin_chunk(self) -> None:
+        pass
+
+    def end_chunk(self) -> None:
+        pass
+
+    def buffer(self, parameter: Tensor) -> GradBuffer | None:
+        return None
+
+    def hook(self, parameter: nn.Parameter) -> Ready:
         _, part, entry = self.gathering.places[id(parameter)]
-        part.add_gradient(entry)
-        if part.is_complete:
-            self.gathering.complete(part)
+
+        def ready(parameter: nn.Parameter) -> None:
+            if parameter.grad is None:
+                return
+            part.add_gradient(entry)
+            if part.is_complete:
+                self.gathering.complete(part)
+
+        return ready
 
     def finish(self, weight: Divisor) -> list[Tensor | None]:
         self.gathering.end_step(late=self._late)
@@ -149,12 +163,13 @@ class ZeroThree(Exchange):
         for work in works:
             work.wait()
 
-    def publish(self) -> None:
+    def publish(self) -> bool:
         """Units are gathered when they are used. The gradients' slices have been, and are let go of."""
         for part in self._trained:
             part.summed = None
+        return False
 
-    def each_gradient(self, gradients: list[Tensor | None], emit: Emit) -> None:
+    def gather(self, gradients: list[Tensor | None], emit: Emit) -> None:
         found = {id(each.entry): gradient for (_, each), gradient in zip(self._mine, gradients, strict=True)}
         # owners have none of what the job freezes, though ranks computed it
         flags = torch.zeros_like(self._used)
@@ -167,7 +182,7 @@ class ZeroThree(Exchange):
                 gradient = found[id(each.entry)]
                 if gradient is not None:
                     each.of(share).copy_(gradient)
-            flat = self.gather(part, share)
+            flat = self.full(part, share)
             for entry in part.entries:
                 whole = flat[entry.start : entry.stop].view(entry.parameter.shape)
                 emit(entry.name, None if next(is_none) or not entry.used else whole)
@@ -179,7 +194,7 @@ class ZeroThree(Exchange):
         time."""
         for part in self._owned:
             if any(wanted(entry.name) for entry in part.entries):
-                flat = self.gather(part, part.kept)
+                flat = self.full(part, part.kept)
                 for entry in part.entries:
                     whole = flat[entry.start : entry.stop].view(entry.parameter.shape)
                     emit(entry.name, whole)
@@ -211,7 +226,7 @@ class ZeroThree(Exchange):
         flags = ExpectedBytes(per_step=Traffic.along("dp", all_reduce=self._used.numel() + sums))
         return flags + self.gathering.expected_bytes() + ExpectedBytes(so_far=self._inspected)
 
-    def gather(self, part: UnitFlat, share: Tensor) -> Tensor:
+    def full(self, part: UnitFlat, share: Tensor) -> Tensor:
         """The full flat tensor of all ranks' shares."""
         flat = part.full()
         self._inspected += Traffic.along("dp", all_gather=share.nbytes)
@@ -221,7 +236,7 @@ class ZeroThree(Exchange):
 
 def slices_of(exchange: Exchange) -> ZeroThree | None:
     """What keeps slices of the parameters in an exchange; None: it keeps all of them."""
-    return exchange if isinstance(exchange, ZeroThree) else exchange.inner and slices_of(exchange.inner)
+    return next(iter(parts_of(exchange, ZeroThree)), None)
 
 
 def _slice(part: UnitFlat, mine: UnitSlice) -> Slice:

@@ -12,7 +12,6 @@ So the gradients of m microbatches are sent m times.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor, nn
@@ -57,15 +56,6 @@ class ZeroTwo(Sharded):
         )
         stored = copies(self._scattered.buckets, group)
         super().__init__(self._scattered, group, group.size, stored, each_chunk=True)
-
-    def wait_for_nothing(self) -> None:
-        self._scattered.wait_for_nothing()
-
-    def chunk(self) -> AbstractContextManager[None]:
-        return self._scattered.chunk()
-
-    def end_chunks(self) -> None:
-        self._scattered.end_chunks()
 
     def _expected_bytes(self) -> ExpectedBytes:
         return ExpectedBytes()

@@ -18,7 +18,6 @@ from meshloom.checkpoint.format import AVERAGE
 from meshloom.exchange.exchange import Exchange, Slice
 from meshloom.optimizer.state_pieces import OwnedSlice, Read, load_copies
 from meshloom.parameters.shards import Shards
-from meshloom.telemetry.traffic import ExpectedBytes, Traffic
 
 _torch: Any = torch
 
@@ -31,7 +30,6 @@ class ParameterAverages:
         self._decay, self._exchange, self._shards = decay, exchange, shards
         self.held: Sequence[OwnedSlice] = ()
         self.started = False  # on all ranks, also those that own nothing
-        self._traffic = Traffic()  # of evaluations
 
     def update(self) -> None:
         """After a step's update."""
@@ -52,7 +50,6 @@ class ParameterAverages:
 
     def publish(self) -> None:
         """Make what this rank owns visible on all."""
-        self._traffic += self._exchange.publish_bytes()
         self._exchange.publish()
 
     def load(self, path: str, shape: Sequence[int], read: Read) -> None:
@@ -60,10 +57,6 @@ class ParameterAverages:
         if not self.started:
             self._start()
         load_copies(self.held, path, shape, read, AVERAGE)
-
-    def expected_bytes(self) -> ExpectedBytes:
-        """Of evaluations so far."""
-        return ExpectedBytes(so_far=self._traffic)
 
     def _start(self) -> None:
         self.started, self.held = True, self._copies()

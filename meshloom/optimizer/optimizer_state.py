@@ -195,6 +195,5 @@ class OptimizerState:
         return take, finish
 
     def expected_bytes(self) -> ExpectedBytes:
-        """Of all that was saved and averaged so far."""
-        averages = self.averages.expected_bytes() if self.averages else ExpectedBytes()
-        return ExpectedBytes(so_far=self._traffic) + averages
+        """Of all that was saved so far."""
+        return ExpectedBytes(so_far=self._traffic)

@@ -58,7 +58,6 @@ class Engine:
         self.team_sums = TeamSums(self._pp, self._tp)
         self._model: nn.Module
         self._scope: ChunkScope
-        self._exchange: Exchange
         self._named: dict[str, nn.Parameter] = {}  # all that this rank holds
         self.held: HeldParameters
         self._completion: GradientCompletion
@@ -117,9 +116,9 @@ class Engine:
 
     def connect(self, exchange: Exchange) -> ExitStack:
         """Report complete gradients to `exchange` from now on, until the returned stack is closed."""
-        self._exchange, parameters = exchange, self.parameters
+        parameters = self.parameters
         self._completion = GradientCompletion(
-            parameters, self.ownership, self.shards, self.stages.late, exchange.gradient_ready
+            parameters, self.ownership, self.shards, self.stages.late, exchange.hook
         )
         self.held = HeldParameters(
             self._named, exchange, self.context.readers, in_programs=bool(self.stages.holders)
@@ -141,8 +140,6 @@ class Engine:
         """Forward and backward of this replica's non-empty chunks."""
         activity, stages, units = self.context.activity, self.stages, self.held.units
         most = self.held.most(len(chunks)) if units else len(chunks)
-        if self.plan.num_stages > self.plan.pp and chunks and stages_may_run_differently(self.plan, chunks[0].batch):  # fmt: skip
-            self._exchange.wait_for_nothing()
         activity.follow(stages.actions(len(chunks), most))
         last = len(chunks) - 1 if self.plan.pp == 1 and not units else None
 
@@ -232,10 +229,3 @@ class Engine:
     def _add_rows(self, flags: Tensor) -> None:
         for axis in ("tp", "pp"):
             self.team_sums.add_up(axis, flags.clamp_(max=1))
-
-
-def stages_may_run_differently(plan: Plan, batch: int) -> bool:
-    """Whether replicas may run a rank's several stages in different orders in a step on `batch` samples: in different numbers of chunks."""
-    sizes, m = plan.sizes(batch), plan.microbatches
-    counts = {sum(map(bool, sizes[start : start + m])) for start in range(0, len(sizes), m)}
-    return plan.shares == "measured" or len(counts) > 1

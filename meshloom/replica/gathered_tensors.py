@@ -136,7 +136,7 @@ class _Held:
             self._unit = unit
             self._flats.clear()
         if id(part) not in self._flats:
-            self._flats[id(part)] = self._exchange.gather(part, part.kept)
+            self._flats[id(part)] = self._exchange.full(part, part.kept)
         return self._flats[id(part)][entry.start : entry.stop].view(entry.parameter.shape)
 
 
@@ -170,7 +170,7 @@ def weights_of_units(model: nn.Module, exchange: ZeroThree) -> Stream:
             if not isinstance(each, UnitFlat):
                 take(*each) if first else None
                 continue
-            flat = exchange.gather(each, each.kept)
+            flat = exchange.full(each, each.kept)
             for entry in each.entries:
                 for name in names.get(id(entry.parameter), ()) if first else ():
                     take(name, flat[entry.start : entry.stop].view(entry.parameter.shape))

@@ -11,12 +11,10 @@ from torch import Tensor, nn
 
 from meshloom.comm.pieces import place
 from meshloom.core.job import NamedParameters
-from meshloom.exchange.exchange import Exchange
+from meshloom.exchange.exchange import Exchange, Ready
 from meshloom.parameters.pipeline_ownership import PipelineOwnership
 from meshloom.parameters.shards import Shards
 from meshloom.replica.team_sums import TeamSums
-
-Ready = Callable[[nn.Parameter], None]
 
 
 class GradientCompletion:
@@ -33,21 +31,26 @@ class GradientCompletion:
         ownership: PipelineOwnership,
         shards: Shards,
         summed: Sequence[str],
-        ready: Ready,
+        hook: Callable[[nn.Parameter], Ready | None],
     ) -> None:
         lent, in_parts = set(ownership.lent), set(summed)
         self._lends = bool(lent)
         self.completes_late = bool(lent or in_parts)  # whether `finish` has something to do
-        self._ownership, self._shards, self._ready = ownership, shards, ready
+        self._ownership, self._shards = ownership, shards
+        self._hooks = {id(each): ready for _, each in owned if (ready := hook(each)) is not None}
         self._summed = [(name, each) for name, each in owned if name in in_parts]
         self._lent = [each for name, each in owned if name in lent and name not in in_parts]
-        self._at_once = [each for name, each in owned if name not in lent and name not in in_parts]
+        self._at_once = [
+            each
+            for name, each in owned
+            if name not in lent and name not in in_parts and id(each) in self._hooks
+        ]
         self._ids = {id(each) for each in self._at_once}
 
     def backward_ended(self, parameter: nn.Parameter) -> None:
         """The last backward that uses a parameter has ended."""
         if id(parameter) in self._ids:
-            self._ready(parameter)
+            self._hooks[id(parameter)](parameter)
 
     def watch(self, accumulated: Ready) -> ExitStack:
         """From now on `accumulated` hears of additions to gradients that backward completes. Closing what is
@@ -75,8 +78,8 @@ class GradientCompletion:
 
     def _tell(self, parameters: Sequence[nn.Parameter]) -> None:
         for parameter in parameters:
-            if parameter.grad is not None:
-                self._ready(parameter)
+            if parameter.grad is not None and (ready := self._hooks.get(id(parameter))):
+                ready(parameter)
 
 
 def sum_over_tp(

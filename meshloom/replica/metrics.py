@@ -19,6 +19,7 @@ from meshloom.core.losses.all_samples import ComputeError, Whole, checked_sample
 from meshloom.core.losses.loss_sum import as_sum
 from meshloom.core.objectives import Metric
 from meshloom.data.chunks import Chunk
+from meshloom.exchange.local_sgd import within_round
 from meshloom.replica.replica import Replica
 from meshloom.replica.replica_state import show_averages
 from meshloom.telemetry.traffic import ExpectedBytes, Traffic
@@ -46,9 +47,10 @@ def evaluate(
         replica.engine.refresh_borrowed()
         replica.updating = False
         return values
-    if replica.exchange.settled:
+    rounds = within_round(replica.exchange)
+    if rounds is None:
         return _evaluate(replica, chunks, updates, trial=trial)
-    put_back = replica.exchange.show_mean()
+    put_back = rounds.show_mean()
     try:
         replica.engine.refresh_borrowed()
         values = _evaluate(replica, chunks, updates, trial=trial)

@@ -101,7 +101,8 @@ class ModuleStages(Stages):
         if self.compiler:
             undo.enter_context(self._compile(self.compiler, held))
         for _, parameter in parameters:
-            undo.callback(parameter.register_post_accumulate_grad_hook(exchange.ready_hook(parameter)).remove)
+            if ready := exchange.hook(parameter):
+                undo.callback(parameter.register_post_accumulate_grad_hook(ready).remove)
         return undo
 
     def attach(self, at: Attachments) -> None:
@@ -229,11 +230,10 @@ class ModuleStage(StageRun):
 
     def backward(self, microbatch: int) -> Mapping[str, Tensor]:
         with self._entered:
-            if microbatch == len(self.chunks) - 1 and not self._units:  # communication overlaps with it
-                self._exchange.begin_last_chunk()
+            self._exchange.begin_chunk()
             root, self._root = self._root, None
-            with self._exchange.chunk():
-                torch.autograd.backward(root)  # pyright: ignore[reportArgumentType]
+            torch.autograd.backward(root)  # pyright: ignore[reportArgumentType]
+            self._exchange.end_chunk()
         if self._units:
             self._units.chunk_ended()
         return {}

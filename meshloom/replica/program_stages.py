@@ -144,7 +144,7 @@ class ProgramStages(Stages):
     ) -> ExitStack:  # fmt: skip
         self._held = held
         # With a single chunk autograd already writes gradients in place.
-        accumulator = DirectAccumulator(exchange.grad_buffer) if self.plan.num_chunks > 1 else None
+        accumulator = DirectAccumulator(exchange.buffer) if self.plan.num_chunks > 1 else None
         self.microbatches = Microbatches(
             self.programs, self._model, held.named, self.pp, self.tp, self.context.device, completion.backward_ended, accumulator,
             each_microbatch=exchange.ownership.each_chunk, units=held.units, used_rows=self._rows, compiler=self.compiler,

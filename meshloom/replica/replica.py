@@ -62,7 +62,7 @@ from meshloom.replica import step_checks
 from meshloom.replica.attachments import Attachments, Averaged
 from meshloom.replica.chunk_scope import ChunkScope
 from meshloom.replica.engine import Engine
-from meshloom.replica.exchanges.opening import open_exchange
+from meshloom.replica.exchanges.opening import notes_of, open_exchange, shape_of
 from meshloom.replica.exchanges.sharing import shares_copies, why_separate
 from meshloom.replica.gradient_completion import made_alike
 from meshloom.replica.loss_sums import LossSums
@@ -204,7 +204,6 @@ class Replica:
             self.start.finish()
         compares = self.updates and self.plan.mesh.size > 1
         self._rates = self.updater.learning_rates if compares else None  # which ranks must have alike
-        self.exchange.open()
         self._undo.enter_context(self.engine.connect(self.exchange))
         _attach(self)
 
@@ -218,8 +217,7 @@ class Replica:
         """In a job of several losses: the next `gradients` and `update` are of this turn of the step."""
         self.engine.stages.turn_to(self.job.losses[turn.loss].loss)
         self.scope.turn_to(turn)
-        for each in (self.exchange, self.updater):
-            each.turn_to(turn.number)
+        self.updater.turn_to(turn.number)
         self.sums.loss = turn.loss
 
     def gradients(self, step: int, chunks: Sequence[Chunk]) -> Gradients:
@@ -228,7 +226,8 @@ class Replica:
         at = self.attached
         for begin in at.begin:
             begin(step)
-        self.exchange.begin_step()
+        shape = shape_of(self.inner, chunks, self.scope.turn.number)
+        self.exchange.begin(shape)
         self.evaluations += 1
         if self.updates:
             self.updater.begin_step()
@@ -243,7 +242,8 @@ class Replica:
             for complete in at.chunks_done:
                 complete(sum(chunk.samples for chunk in filled))
             self.engine.start(self.sums)
-            self.exchange.end_chunks()
+            if not shape.chunks:
+                self.exchange.end_chunk()
         doing.enter("exchanging", step)
         self.arrivals.append(time.monotonic())
         self.sums.wait()
@@ -276,8 +276,7 @@ class Replica:
             evaluate = partial(_evaluated, self, found)
             norm = self.updater.update(found.of_owned, found.loss, evaluate=evaluate, skip=found.overflowed)  # fmt: skip
         with _span(self, "exchange"):
-            self.exchange.publish()
-            if self.exchange.settle(early=False):
+            if self.exchange.publish():
                 self.updater.parameters_changed()
             for follow in self.attached.published:
                 follow(found)
@@ -314,7 +313,7 @@ class Replica:
             *self._notes,
             *self.updater.notes(),
             *self.engine.stages.notes,
-            *self.exchange.notes(),
+            *notes_of(self.exchange),
         ]
 
     def close(self) -> None:
@@ -326,7 +325,7 @@ class Replica:
             setup = Setup(
                 plan=self.inner, named=self.named, group=self.replicas, unfilled=self.start.unfilled
             )
-            self.exchange = setup.alone()
+            self.exchange = setup.open()
             return
         self.exchange = open_exchange(_setup_of(self, made, whole), self.own)
 

@@ -19,7 +19,9 @@ from meshloom.comm.group import Group
 from meshloom.comm.objects import collect
 from meshloom.core.errors import CheckpointError, TrainingError
 from meshloom.core.losses.loss_scale import LossScale
+from meshloom.exchange.diloco import outer_of
 from meshloom.exchange.exchange import Emit, Slice
+from meshloom.exchange.local_sgd import rounds_of, within_round
 from meshloom.exchange.zero_three import ZeroThree, slices_of
 from meshloom.optimizer.averages import ParameterAverages
 from meshloom.optimizer.masters import sum_of_parts
@@ -37,7 +39,8 @@ SCALE = "loss_scale"  # among a checkpoint's values, if the run had one
 
 def settle(replica: Replica) -> None:
     """End a round of local steps, so that all replicas hold the same parameters."""
-    if replica.exchange.settle(early=True):
+    if (rounds := within_round(replica.exchange)) is not None:
+        rounds.settle()
         replica.updater.parameters_changed()
         replica.engine.refresh_borrowed()
 
@@ -144,17 +147,17 @@ def run_state(replica: Replica, *, gather: bool) -> tuple[list[Piece], list[Stre
     if replica.exchange.ownership.independent:
         replica.updater.state.average(replica.replicas, replica.context.readers)
     pieces, streams, values = replica.updater.state.save(replica.context.world, gather=gather)
-    if replica.exchange.state is not None:
+    if (outer := outer_of(replica.exchange)) is not None:
         here = {name for name, _ in replica.named} if replica.stage_group else None
-        outer, gathered = outer_pieces(
-            replica.exchange.state,
+        mine, gathered = outer_pieces(
+            outer.momentum,
             replica.shards,
             replica.context.world,
             replica.context.device,
             here,
             gather=gather,
         )
-        pieces = pieces + outer
+        pieces = pieces + mine
         if gathered:
             replica.saved += gathered.traffic
             streams = [*streams, gathered.stream]
@@ -175,7 +178,7 @@ def resume(replica: Replica, directory: Path, check: Callable[[Checkpoint], None
     check_together(world, lambda: check(checkpoint))
     found: list[Loader] = []
     check_together(world, lambda: found.append(loader_of(replica, checkpoint)))
-    wanted = (STATE, OUTER) if replica.exchange.state is not None else STATE
+    wanted = (STATE, OUTER) if outer_of(replica.exchange) is not None else STATE
     load_together(
         checkpoint,
         [key for key in checkpoint.keys() if key.startswith(wanted)],  # noqa: SIM118
@@ -265,8 +268,10 @@ def each_gradient(replica: Replica, found: Gradients, take: Callable[[str, Tenso
     """Gather the averaged gradient of every trainable parameter; `take` receives the full tensors one after
     another on the replica's first rank."""
 
+    rounds = rounds_of(replica.exchange)
+
     def mine(emit: Emit) -> None:
-        replica.exchange.each_gradient(found.of_owned, emit)
+        replica.exchange.gather(found.of_owned, rounds.mean(emit) if rounds is not None else emit)
 
     replica.engine.gather(mine, take)
 
@@ -328,9 +333,8 @@ def loader_of(replica: Replica, checkpoint: Checkpoint) -> Loader:
         finish_updater()
         if (masters := replica.masters) is not None:
             masters.take_parameters({name for name in masters.parts if copy_key(name, MASTER) not in keys})
-        if replica.exchange.state is not None:
-            replica.exchange.load(momentum)
-
+        if (outer := outer_of(replica.exchange)) is not None:
+            outer.momentum = momentum if len(momentum) == len(replica.named) else {}
         if replica.sums.scale is not None and SCALE in checkpoint.values:
             replica.sums.scale = LossScale.from_dict(checkpoint.values[SCALE])
 

@@ -16,6 +16,7 @@ from meshloom.core.mesh import Mesh
 from meshloom.core.plan import Plan
 from meshloom.data.map_data import EVALUATION
 from meshloom.data.samples import SomeSamples, some_samples
+from meshloom.exchange.local_sgd import within_round
 from meshloom.launch.names import rank_name
 from meshloom.program.store.object_text import NoTextError, ObjectText
 from meshloom.replica.replica import Replica
@@ -55,12 +56,11 @@ class RankComparison:
             replicas.together(settle)
         if not self.is_on:
             return
-        if (
-            done % CHECK_EVERY == 0 and not replicas.first.exchange.ownership.independent
-        ):  # which may adapt their own
+        adapt = replicas.first.exchange.ownership.independent  # rates of their own
+        if done % CHECK_EVERY == 0 and not adapt:
             self._compare_groups(f"After step {done - 1}")
         due = done // CHECK_EVERY > self._checked // CHECK_EVERY or last
-        if plan.dp > 1 and due and replicas.first.exchange.settled:
+        if plan.dp > 1 and due and within_round(replicas.first.exchange) is None:
             replicas.together(lambda replica: check_identical(replica, done - 1))
             meter.checks += 1
             self._checked = done

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from meshloom.comm.objects import collect
+from meshloom.exchange.disjoint import parts_of
 from meshloom.exchange.exchange import Exchange
 from meshloom.pipeline.stages.stages import Stage
 from meshloom.program.ir.nodes import Node
@@ -40,10 +41,8 @@ def _facts(replica: Replica) -> Iterator[str]:
             yield from _of_stage(stage)
         schedule = stages.schedule(replica.plan.microbatches)
         yield " ".join(map(str, schedule.actions[replica.context.place.pp]))
-    exchange: Exchange | None = replica.exchange
-    while exchange is not None:
-        yield f"{type(exchange).__name__}, one copy: {exchange.ownership.memory == 'shared'}"
-        exchange = exchange.inner
+    for each in parts_of(replica.exchange, Exchange):
+        yield f"{type(each).__name__}, one copy: {each.ownership.memory == 'shared'}"
     yield from (f"{each.name} {each.start}:{each.stop}" for each in replica.exchange.ownership.owned)
 
 

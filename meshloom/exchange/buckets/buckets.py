@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from meshloom.comm.group import Group
 from meshloom.comm.windows import Extent, next_start, separate
 from meshloom.core.errors import TrainingError
+from meshloom.core.step_shape import StepShape
 from meshloom.core.units import round_up
 from meshloom.program.operators.fused_grad_accumulation import GradBuffer, add_gradient
 from meshloom.telemetry.traffic import ExpectedBytes, Traffic
@@ -128,23 +129,28 @@ class GradientBuckets:
         self._order = list(range(len(self.buckets)))
         self._completed: list[int] = []  # as observed in this step's last chunk
         self._next = 0
-        self._last_chunk = False
+        self._left, self._last_chunk = 0, False  # chunks of this step whose backward has not begun
         self._order_shared = False
 
-    def begin_step(self) -> None:
+    def begin(self, shape: StepShape) -> None:
         """Discards all gradients; buckets are not written before one arrives."""
         for bucket in self.buckets:
             bucket.missing, bucket.started = len(bucket.entries), False
             for entry in bucket.entries:
                 entry.arrived = entry.counted = False
                 entry.parameter.grad = None
-        self._completed, self._next, self._last_chunk = [], 0, False
+        self._completed, self._next = [], 0
+        self._left, self._last_chunk = shape.chunks or 0, shape.chunks is None
 
-    def begin_last_chunk(self) -> None:
-        """From now on complete buckets may start."""
-        self._last_chunk = True
+    def begin_chunk(self) -> None:
+        """From the last one on complete buckets may start."""
+        self._left -= 1
+        self._last_chunk = not self._left
 
-    def grad_buffer(self, parameter: Tensor) -> GradBuffer | None:
+    def end_chunk(self) -> None:
+        """Not before the last chunk has ended is anything sent that backward has not completed."""
+
+    def buffer(self, parameter: Tensor) -> GradBuffer | None:
         """The parameter's place in its bucket; None if it has none, or the bucket has been sent."""
         place = self._place.get(id(parameter))
         if place is None or place[0].started:
@@ -152,13 +158,9 @@ class GradientBuckets:
         _, entry, view = place
         return GradBuffer(tensor=view, filled=entry.arrived)
 
-    def gradient_ready(self, parameter: nn.Parameter) -> None:
-        """Moves `parameter.grad`, if there is one, into its bucket, unless it is there already. In the last
-        chunk the gradient is then complete."""
-        self._ready[id(parameter)](parameter)
-
-    def ready_hook(self, parameter: nn.Parameter) -> Callable[[nn.Parameter], None]:
-        """`gradient_ready` of this parameter, which need not be looked up."""
+    def hook(self, parameter: nn.Parameter) -> Callable[[nn.Parameter], None]:
+        """What moves `parameter.grad`, if there is one, into its bucket, unless it is there already. In the
+        last chunk the gradient is then complete."""
         return self._ready[id(parameter)]
 
     def _ready_of(self, bucket: Bucket, entry: BucketEntry, view: Tensor) -> Callable[[nn.Parameter], None]:
@@ -190,7 +192,8 @@ class GradientBuckets:
         are zero."""
         for bucket in self.buckets:
             for entry in bucket.entries:
-                self.gradient_ready(entry.parameter) if entry.parameter.grad is not None else None
+                if entry.parameter.grad is not None:
+                    self._ready[id(entry.parameter)](entry.parameter)
         while self._next < len(self._order):
             self._start_next()
 

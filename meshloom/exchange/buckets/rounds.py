@@ -89,8 +89,8 @@ class _Round:
 class RoundsUnderWay:
     """The rounds that this rank has started over `group`, first in, first out.
 
-    buckets: all. windows: `group`, if its ranks can share memory, where the pool then lies. waits: whether it
-    waits for earlier rounds where the pool is short, rather than take more memory. sums: over `group`.
+    buckets: all. windows: `group`, if its ranks can share memory, where the pool then lies. sums: over
+    `group`. In a step it `waits` for earlier rounds where the pool is short, or takes more memory.
     """
 
     def __init__(
@@ -102,14 +102,14 @@ class RoundsUnderWay:
             for device, extent in pool_extents([each.extent for each in buckets], bucket_bytes).items()
         }
         self._started: deque[_Round] = deque()
-        self.waits = True
+        self._waits = True
 
-    def begin_step(self) -> None:
+    def begin(self, *, waits: bool) -> None:
         """Forgets the previous step's, if it did not end."""
         self._started.clear()
         for pool in self.pools.values():
             pool.clear()
-        self.waits = True
+        self._waits = waits
 
     def open(self, bucket: ScatteredBucket) -> None:
         """Gives a bucket memory, unless it has some."""
@@ -117,7 +117,7 @@ class RoundsUnderWay:
             return
         pool = self.pools[bucket.extent.device]
         flat = pool.take(bucket.extent)
-        while flat is None and self._started and (self.waits or self._started[0].work.is_finished()):
+        while flat is None and self._started and (self._waits or self._started[0].work.is_finished()):
             self._end_one()
             flat = pool.take(bucket.extent)
         if flat is None:  # too many are filled at the same time, or wait until the order lets them start

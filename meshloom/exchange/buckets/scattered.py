@@ -14,8 +14,8 @@ after round, then the order in which rank 0's backward completed them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from meshloom.comm.collectives.travelling import TravellingSums
 from meshloom.comm.group import Group
 from meshloom.comm.windows import Extent, Windows, separate
+from meshloom.core.step_shape import StepShape
 from meshloom.exchange.buckets.buckets import (
     arrived_again,
     entries_of,
@@ -71,51 +72,43 @@ class ScatteredBuckets:
         ]
         self._completed: list[int] = []  # as observed in this step
         self._next = 0
+        self._left = 0  # chunks of this step whose backward has not begun
         self._order_shared = False
 
-    def begin_step(self) -> None:
+    def begin(self, shape: StepShape) -> None:
         """Discards all gradients."""
-        self._rounds.begin_step()
+        self._rounds.begin(waits=shape.may_wait)
         for bucket in self.buckets:
             bucket.flat, bucket.views, bucket.sent = None, [], 0
             for place in bucket.places:
                 place.chunks, place.filled, place.entry.arrived = 0, False, False
                 place.entry.parameter.grad = None
             bucket.count()
-        self._completed, self._next, self._chunk = [], 0, None
+        self._completed, self._next, self._chunk, self._left = [], 0, None, shape.chunks or 0
 
-    def wait_for_nothing(self) -> None:
-        """Until the end of the step: takes more memory than the pool has rather than wait."""
-        self._rounds.waits = False
-
-    def begin_last_chunk(self) -> None:
-        """All chunks are alike."""
-
-    @contextmanager
-    def chunk(self) -> Iterator[None]:
-        """What is reported as ready within is of one chunk. At its end the chunk's round of all buckets
-        starts."""
+    def begin_chunk(self) -> None:
+        """What is reported as ready until `end_chunk` is of one chunk."""
         self._chunk = 0 if self._chunk is None else self._chunk + 1
-        yield
-        for bucket in self.buckets:
-            for place in bucket.places:
-                self._count(place, self._chunk + 1)
-        self._start_complete(rest=True)
+        self._left -= 1
 
-    def end_chunks(self) -> None:
-        """Starts all other rounds, with gradients that were not reported as ready; those without gradient are
-        zero."""
-        while self._next < len(self._order):
-            self._start_next(rest=True)
+    def end_chunk(self) -> None:
+        """The chunk's round of all buckets starts; after the last chunk all other rounds, with gradients that
+        were not reported as ready. Those without gradient are zero."""
+        if self._chunk is not None:
+            for place in self._place.values():
+                self._count(place, self._chunk + 1)
+            self._start_complete(rest=True)
+        if not self._left:
+            self._start_all()
 
     def start_rest(self) -> None:
-        """`end_chunks`, and checks that all gradients have been sent."""
-        self.end_chunks()
+        """Starts what has not been, and checks that all gradients have been sent."""
+        self._start_all()
         late = next((each for each in self._place.values() if each.entry.parameter.grad is not None), None)
         if late is not None:
             raise arrived_again(late.entry)
 
-    def grad_buffer(self, parameter: Tensor) -> GradBuffer | None:
+    def buffer(self, parameter: Tensor) -> GradBuffer | None:
         """The parameter's place in the memory that its bucket has now; None if it has none, or all has been
         sent."""
         place = self._place.get(id(parameter))
@@ -124,10 +117,12 @@ class ScatteredBuckets:
         self._rounds.open(place.bucket)
         return GradBuffer(tensor=place.view, filled=place.filled)
 
-    def gradient_ready(self, parameter: nn.Parameter) -> None:
-        """Moves `parameter.grad`, if there is one, into its bucket. The chunk's gradient is then complete;
-        within `chunk`, only if there is one."""
-        place = self._place[id(parameter)]
+    def hook(self, parameter: nn.Parameter) -> Callable[[nn.Parameter], None]:
+        """What moves `parameter.grad`, if there is one, into its bucket. The chunk's gradient is then
+        complete; after `begin_chunk`, only if there is one."""
+        return partial(self._ready, self._place[id(parameter)])
+
+    def _ready(self, place: BucketPlace, parameter: nn.Parameter) -> None:
         has_gradient = parameter.grad is not None
         if self._chunk is not None and not self._overlap:
             return
@@ -140,10 +135,6 @@ class ScatteredBuckets:
         elif has_gradient:
             self._count(place, self._chunk + 1)
         self._start_complete()
-
-    def ready_hook(self, parameter: nn.Parameter) -> Callable[[nn.Parameter], None]:
-        """What a hook on this parameter calls."""
-        return self.gradient_ready
 
     def collect(self) -> list[Tensor]:
         """Waits for all rounds; this rank's slice [n] of each bucket's sum."""
@@ -213,6 +204,10 @@ class ScatteredBuckets:
     def _start_complete(self, *, rest: bool = False) -> None:
         while self._next < len(self._order) and self.buckets[self._order[self._next]].is_complete:
             self._start_next(rest=rest)
+
+    def _start_all(self) -> None:
+        while self._next < len(self._order):
+            self._start_next(rest=True)
 
     def _start_next(self, *, rest: bool) -> None:
         """rest: gradients that were not reported belong to this round."""

@@ -86,7 +86,7 @@ class UnitGathering:
         self._kind = ""
         self._chunks = 0  # that have ended in this pass, here
         self._most_chunks = 0  # on the rank that has most
-        self._loss = 0  # of several: that of which the next step is
+        self.loss = 0  # of several: that of which the next step is; passes are like others of the same one
         self._first_steps: dict[tuple[int, int], Traffic] = {}  # by loss and the most chunks of a rank
         self._expected = Traffic()  # of all passes so far
         self._group, self._control, self._looks_ahead = group, control, ahead
@@ -98,13 +98,9 @@ class UnitGathering:
         self._orders: dict[tuple[str, int], _Order] = {}
         self._order = _Order()
 
-    def turn_to(self, loss: int) -> None:
-        """In a job of several losses: passes are like others of the same loss."""
-        self._loss = loss
-
     def begin_pass(self, kind: str) -> None:
         """From now on units are needed in the order of the last pass of this kind."""
-        self._order = self._orders.setdefault((kind, self._loss), _Order())
+        self._order = self._orders.setdefault((kind, self.loss), _Order())
         self._order.begin()
         self._kind, self._traffic, self._chunks = kind, Traffic(), 0
 
@@ -159,7 +155,7 @@ class UnitGathering:
         """After the pass that is a step. late: whether more gradients have come since it ended."""
         if late:
             self.end_pass()
-        key = self._loss, self._most_chunks
+        key = self.loss, self._most_chunks
         self._expected += self._first_steps.setdefault(key, self._traffic)
 
     def expected_bytes(self) -> ExpectedBytes:

@@ -9,8 +9,9 @@ from meshloom.comm.rank_context import RankContext
 from meshloom.core.errors import JobError
 from meshloom.core.job import Job, NamedParameters
 from meshloom.core.plan import Plan
+from meshloom.exchange.disjoint import parts_of
 from meshloom.exchange.exchange import Exchange
-from meshloom.exchange.sparse_gradients import WithSparse
+from meshloom.exchange.sparse_gradients import SparseGradients
 from meshloom.optimizer.averages import ParameterAverages
 from meshloom.optimizer.bfloat16.master_values import MasterValues
 from meshloom.optimizer.updater import Updater
@@ -42,7 +43,7 @@ def open_updater(
             scaled=scaled,
         )
         if job.average is not None:
-            if isinstance(exchange, WithSparse):
+            if parts_of(exchange, SparseGradients):
                 raise JobError(
                     "Job(average=...) is of parameters with dense gradients, and an embedding has sparse ones, of which only used rows are sent. Use sparse=False."
                 )

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from meshloom.core.exchanges import EXCHANGES, compression_of
+from meshloom.core.exchanges import EXCHANGES, REDUCED_AS, compression_of
 from meshloom.core.plan import Plan
 from meshloom.core.precisions import PRECISIONS
 from meshloom.optimizer.offload.windows import WINDOW_BYTES
@@ -215,9 +215,10 @@ def copied_by(held: HeldBytes, plan: Plan, *, one_copy: bool = False) -> int:
 
 def _travelling(plan: Plan, gradients: int) -> int:
     """Bytes of copies of gradients that travel in another dtype."""
-    if PRECISIONS[plan.precision].parameters == "bfloat16":
-        return 2 * gradients if plan.reduce == "float32" else 0
-    return gradients // 2 if plan.reduce == "bf16" else 0  # of float32
+    own = PRECISIONS[plan.precision].parameters or "float32"
+    sent = REDUCED_AS[plan.reduce] or own
+    itemsizes = {"float32": 4, "bfloat16": 2}
+    return gradients * itemsizes[sent] // itemsizes[own] if sent != own else 0
 
 
 def _of_exchange(plan: Plan, held: HeldBytes, *, one_copy: bool) -> tuple[int, int]:

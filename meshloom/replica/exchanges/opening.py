@@ -1,13 +1,21 @@
-"""Opens a replica's exchange: one of all parameters, or one for each of several losses."""
+"""Opens a replica's exchange: one of all parameters, or several of some each, where some have sparse
+gradients or there are several losses; and says what a step is like for it."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
+from meshloom.core.exchanges import EXCHANGES
 from meshloom.core.losses.turns import OwnGradients
+from meshloom.core.plan import Plan
+from meshloom.core.step_shape import StepShape
+from meshloom.data.chunks import Chunk
+from meshloom.exchange.disjoint import Disjoint, Part, parts_of
 from meshloom.exchange.exchange import Exchange
 from meshloom.exchange.registry import Setup
-from meshloom.replica.exchanges.in_turn import InTurn
+from meshloom.exchange.sparse_gradients import SparseGradients
+from meshloom.exchange.zero_three import slices_of
 
 
 def open_exchange(setup: Setup, own: OwnGradients | None) -> Exchange:
@@ -16,26 +24,56 @@ def open_exchange(setup: Setup, own: OwnGradients | None) -> Exchange:
     A single replica, and units of parameters that are gathered for whichever loss uses them (zero=3), need no
     exchange for each: they send what has a gradient, and that is what the loss of the turn trains.
     """
-    if own is None:
-        return setup.open()
     in_units = setup.plan.zero == 3 and not (setup.windows is not None and setup.may_share())
-    if setup.plan.dp == 1 or in_units:
-        return replace(setup, loss_of=own.number_of).open()
-    inner: list[Exchange] = []
-    by_loss = [
-        [(name, each) for name, each in setup.named if own.number_of(name) == number]
-        for number in range(own.num_losses)
-    ]
-    for named in by_loss:
-        names = {name for name, _ in named}
-        inner.append(
-            replace(
-                setup,
-                named=named,
-                frozen=() if inner else setup.frozen,
-                sparse=names.intersection(setup.sparse),
-                kept=names.intersection(setup.kept),
-                sparse_only=names.intersection(setup.sparse_only),
-            ).open()
+    parts: list[Part] = []
+    if own is None:
+        parts = _parts(setup)
+    elif setup.plan.dp == 1 or in_units:
+        parts = _parts(replace(setup, loss_of=own.number_of))
+    else:
+        for number in range(own.num_losses):
+            named = [(name, each) for name, each in setup.named if own.number_of(name) == number]
+            frozen = () if number else setup.frozen
+            parts += _parts(replace(setup, named=named, frozen=frozen), number)
+    return parts[0].exchange if len(parts) == 1 else Disjoint(parts)
+
+
+def _parts(setup: Setup, loss: int | None = None) -> list[Part]:
+    """The exchange of dense gradients, and that of sparse ones where there are some."""
+    dense = setup.open()
+    parts = [Part(exchange=dense, named=setup.dense, loss=loss)]
+    named = [(name, each) for name, each in setup.named if name in setup.sparse]
+    if named:
+        alone = setup.plan.dp == 1 or EXCHANGES[setup.plan.exchange].independent
+        sliced = slices_of(dense)
+        sparse = SparseGradients(
+            named,
+            None if alone else setup.group,
+            dense.ownership,
+            slices=[each for each in sliced.each_slice() if each.name in setup.sparse] if sliced else [],
+            kept=setup.kept,
+            sparse_only=setup.sparse_only,
+            used_rows=setup.used_rows,
         )
-    return InTurn(inner, [[name for name, _ in named] for named in by_loss])
+        parts.append(Part(exchange=sparse, named=named, loss=loss))
+    return parts
+
+
+def notes_of(exchange: Exchange) -> list[str]:
+    """For the user, before the first step."""
+    return list(dict.fromkeys(note for each in parts_of(exchange, SparseGradients) for note in each.notes()))
+
+
+def shape_of(plan: Plan, chunks: Sequence[Chunk], loss: int) -> StepShape:
+    """A step on this rank's `chunks`, of which some may be empty."""
+    filled = None if plan.captures else sum(1 for each in chunks if each.samples)
+    differ = plan.num_stages > plan.pp and _may_differ(plan, chunks[0].batch)
+    return StepShape(chunks=filled, may_wait=not differ, loss=loss)
+
+
+def _may_differ(plan: Plan, batch: int) -> bool:
+    """Whether replicas may run a rank's several stages in different orders in a step on `batch` samples: in
+    different numbers of chunks."""
+    sizes, m = plan.sizes(batch), plan.microbatches
+    counts = {sum(map(bool, sizes[start : start + m])) for start in range(0, len(sizes), m)}
+    return plan.shares == "measured" or len(counts) > 1

@@ -1,0 +1,20 @@
+"""What is known of a step before it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepShape:
+    """Of a step on one rank, or of a turn of it.
+
+    chunks: that the rank computes, each from its forward to the end of its backward before the next; None:
+        those of a pipeline, whose forwards and backwards are in another order. may_wait: whether a backward
+        may wait for other replicas, as all of them compute in one order. loss: number of the one that is
+        computed, in a job of several.
+    """
+
+    chunks: int | None = None
+    may_wait: bool = True
+    loss: int = 0
