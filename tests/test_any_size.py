@@ -87,7 +87,7 @@ def follow(forward: Forward, sizes: Sequence[tuple[int, int]]) -> list[int]:
         if number == 0:
             programs.open([batch], world, model)
         programs.ready(batch)
-        (stage,) = programs.stages(programs.key(batch))
+        (stage,) = programs.stages(programs.ready(batch).key)
         tensors = dict(model.named_parameters()), dict(model.named_buffers())
 
         def run(given: Any, stage: Any = stage, tensors: Any = tensors) -> Any:

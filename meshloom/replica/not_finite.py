@@ -15,6 +15,7 @@ from meshloom.comm.objects import collect
 from meshloom.data.chunks import Chunk
 from meshloom.pipeline.runtime.held_parameters import HeldParameters
 from meshloom.pipeline.runtime.microbatches import Microbatches
+from meshloom.pipeline.stages.program_store import ReadyBatch
 from meshloom.program.ir.nodes import Node
 from meshloom.replica.chunk_scope import ChunkScope
 
@@ -52,7 +53,7 @@ def locate_nan(
     parameters: HeldParameters,
     team: Group,
     chunks: Sequence[Chunk],
-    batches: Sequence[Any],
+    batches: Sequence[ReadyBatch],
     scope: ChunkScope,
     microbatches: Microbatches,
 ) -> list[Any] | None:

@@ -43,7 +43,7 @@ from meshloom.pipeline.runtime.held_parameters import HeldParameters
 from meshloom.pipeline.runtime.microbatches import Around, Microbatches, first_microbatches
 from meshloom.pipeline.runtime.run import ActionListener, Sent
 from meshloom.pipeline.schedules.schedule import Action, Schedule
-from meshloom.pipeline.stages.program_store import ProgramStore
+from meshloom.pipeline.stages.program_store import ProgramStore, ReadyBatch
 from meshloom.pipeline.stages.stages import Stage
 from meshloom.program.capture.guarded_values import GuardedValue, check_step
 from meshloom.program.capture.guards import Guards
@@ -95,7 +95,7 @@ class ProgramStages(Stages):
         self._shards: Shards
         self._guards: dict[LossFunction, list[GuardedValue]] = {}
         self._held: HeldParameters
-        self._batches: list[Any] = []  # of the step's chunks
+        self._batches: list[ReadyBatch] = []  # of the step's chunks
         self._finish: Finish
         self._around: Around
         self._rows = UsedRows({}, context.device)  # which rows of tables with sparse gradients a step uses
@@ -170,9 +170,7 @@ class ProgramStages(Stages):
 
     def prepare(self, chunks: Sequence[Chunk], finish: Finish, around: Around) -> None:
         self._finish, self._around = finish, around
-        self._batches = [self._scope.data(chunk) for chunk in chunks]
-        for batch in self._batches:
-            self.programs.ready(batch)
+        self._batches = self._ready(chunks)
         for parameter in self._held.named.values():
             parameter.grad = None
         if self._rows.flags.numel():
@@ -187,15 +185,17 @@ class ProgramStages(Stages):
     ) -> Sent:  # fmt: skip
         if metric in self._guards:
             check_step(self._guards[metric])
-        self.programs.ready(batch, loss=metric, training=False)
+        ready = self.programs.ready(batch, loss=metric, training=False)
         if metric not in self._guards:
             self._guards[metric] = Guards(metric, self._model, self.programs.opaque).values
         with moment.entered():
-            return self.microbatches.evaluate(batch, metric, take)
+            return self.microbatches.evaluate(ready, take)
 
     def locate(self, chunks: Sequence[Chunk]) -> list[Any] | None:
-        batches = [self._scope.data(chunk) for chunk in chunks]
-        return locate_nan(self._held, self._team, chunks, batches, self._scope, self.microbatches)
+        return locate_nan(self._held, self._team, chunks, self._ready(chunks), self._scope, self.microbatches)
+
+    def _ready(self, chunks: Sequence[Chunk]) -> list[ReadyBatch]:
+        return [self.programs.ready(batch) for batch in [self._scope.data(chunk) for chunk in chunks]]
 
     def watch_rows(self, tables: Mapping[str, int], device: torch.device) -> None:
         self._rows = UsedRows(tables, device)

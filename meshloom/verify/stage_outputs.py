@@ -123,12 +123,11 @@ def _values(of: ProgramStages, replica: Replica, chunks: Sequence[Chunk], most: 
     scope, loss = replica.scope, of.programs.losses.loss
     along_tp = of.tp.rank if of.tp else 0
     with replica.engine.computing("forwards", idle=not chunks):
-        batches = [scope.data(chunk) for chunk in chunks]
+        batches = [of.programs.ready(batch) for batch in [scope.data(chunk) for chunk in chunks]]
         sums: list[ModuleSums] = []
         for batch in batches:
-            of.programs.ready(batch)
             choice = of.programs.division_of(loss, training=True)
-            stages = partial(of.programs.stages, of.programs.key(batch))
+            stages = partial(of.programs.stages, batch.key)
             sums.append(ModuleSums(choice.strategies if choice else {}, stages, along_tp))
         now = 0
 

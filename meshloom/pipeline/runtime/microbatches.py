@@ -14,16 +14,14 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_unflatten
 
 from meshloom.comm.group import Group
-from meshloom.core.job import LossFunction
 from meshloom.exchange.units.unit_access import UnitAccess
 from meshloom.pipeline.runtime.gradient_readiness import Readiness
 from meshloom.pipeline.runtime.program_stage import ProgramStage
 from meshloom.pipeline.runtime.run import ActionListener, PipelineRun, Sent
 from meshloom.pipeline.schedules.schedule import Action, Schedule
-from meshloom.pipeline.stages.program_store import ProgramStore
+from meshloom.pipeline.stages.program_store import ProgramStore, ReadyBatch
 from meshloom.pipeline.stages.stage_traffic import sent_by_rank, sent_over_tp, traffic_of_ranks
 from meshloom.pipeline.stages.stages import Crossing, Stage
-from meshloom.program.ir.leaves import Leaves, leaves_of
 from meshloom.program.ir.nodes import Node
 from meshloom.program.ir.written_parameters import named_buffers
 from meshloom.program.opaque.bound import bound
@@ -80,37 +78,37 @@ class Microbatches:
         self._pp, self._tp, self._device, self._ready = pp, tp, device, ready
         self._known: dict[tuple[int, *tuple[ProgramKey, ...]], _Known] = FifoCache(MOST_KEPT)
         self._readiness: Readiness | None = None  # of the current run
-        self._batches: list[Leaves] = []
+        self._batches: Sequence[ReadyBatch] = ()
         self._finish: Finish = lambda microbatch, returned: None
         self._around: Around | None = None
 
     def train(
-        self, batches: Sequence[Any], most: int, finish: Finish, around: Around, listeners: Sequence[ActionListener] = ()
+        self, batches: Sequence[ReadyBatch], most: int, finish: Finish, around: Around, listeners: Sequence[ActionListener] = ()
     ) -> Sent:  # fmt: skip
         """Forward and backward of all microbatches; returns what this rank sent. most: microbatches of the replica that has most. finish:
         microbatch, what the loss returned for it -> where backward starts; on the last stage."""
         if not batches:
             return {}
-        known = self._get([self._programs.key(each) for each in batches], most)
+        known = self._get([each.key for each in batches], most)
         self._readiness = known.readiness
         try:
             return self._run(known.run, batches, finish, around, listeners)
         finally:
             self._readiness = None
 
-    def evaluate(self, batch: Any, loss: LossFunction, take: Callable[[Any], None]) -> Sent:
-        """Forward of one batch in evaluation mode; returns what this rank sent. take: gets what `loss` returned, on the last stage."""
+    def evaluate(self, batch: ReadyBatch, take: Callable[[Any], None]) -> Sent:
+        """Forward of one batch in evaluation mode; returns what this rank sent. take: gets what the metric returned, on the last stage."""
 
         def finish(microbatch: int, returned: Any) -> None:
             take(returned)
 
-        known = self._get([self._programs.key(batch, loss=loss, training=False)])
+        known = self._get([batch.key])
         with torch.no_grad():
             return self._run(known.run, [batch], finish, None)
 
     def look(
         self,
-        batches: Sequence[Any],
+        batches: Sequence[ReadyBatch],
         around: Around,
         visit: Visit,
         *,
@@ -118,7 +116,7 @@ class Microbatches:
     ) -> None:
         """Forwards of microbatches as `train` runs them, one after another, without gradients or changes to buffers: each finds these
         as they are. most: microbatches of the replica that has most."""
-        keys = [self._programs.key(each) for each in batches]
+        keys = [each.key for each in batches]
         known = self._get(keys, most if self._units else 0)
         of_all = forward_only(self._programs.cutter.schedule(max(most, len(keys))))
         schedule = first_microbatches(of_all, len(keys))
@@ -137,14 +135,14 @@ class Microbatches:
             self._readiness.arrived(parameter)
 
     def _run(
-        self, run: PipelineRun, batches: Sequence[Any], finish: Finish, around: Around | None, listeners: Sequence[ActionListener] = ()
+        self, run: PipelineRun, batches: Sequence[ReadyBatch], finish: Finish, around: Around | None, listeners: Sequence[ActionListener] = ()
     ) -> Sent:  # fmt: skip
-        self._batches = [leaves_of(each) for each in batches]
+        self._batches = batches
         self._finish, self._around = finish, around
         try:
             run.run(listeners, self._meet)
         finally:
-            self._batches = []
+            self._batches = ()
         return run.sent
 
     def _get(self, keys: Sequence[ProgramKey], most: int = 0) -> _Known:
@@ -198,7 +196,7 @@ class Microbatches:
             stages,
             self._parameters,
             self._buffers,
-            lambda microbatch: self._batches[microbatch],
+            lambda microbatch: self._batches[microbatch].leaves,
             finish=finish if is_last else None,
             group=self._tp,
             split=split,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -26,7 +26,7 @@ from meshloom.program.cost.cost import costs
 from meshloom.program.cost.opaque_shares import opaque_notes
 from meshloom.program.cost.rates import Rates
 from meshloom.program.ir.batch_values import fits
-from meshloom.program.ir.leaves import leaves_of
+from meshloom.program.ir.leaves import Leaves, leaves_of
 from meshloom.program.ir.program import Program
 from meshloom.program.sizes.alike import alike
 from meshloom.program.store.captured_loss import CapturedLoss, choices_of
@@ -41,6 +41,13 @@ from meshloom.tensor_parallel.division import Division
 from meshloom.tensor_parallel.search.choose import DivisionChoice
 
 MOST_KEPT = 64  # programs whose stages are kept, besides those of a step
+
+
+class ReadyBatch(NamedTuple):
+    """A batch that has stages, by its key."""
+
+    leaves: Leaves
+    key: ProgramKey
 
 
 class LossJobs:
@@ -107,26 +114,20 @@ class ProgramStore:
         key = self._capture(self.losses.loss, True, batches, world, model, losses_left)
         return self.stages(key)
 
-    def ready(self, batch: Any, *, loss: LossFunction | None = None, training: bool = True) -> ProgramKey:
+    def ready(self, batch: Any, *, loss: LossFunction | None = None, training: bool = True) -> ReadyBatch:
         """Makes sure that batches like this one have stages. The replica's ranks all pass the same batch."""
-        loss = loss or self.losses.loss
-        key = self._key(batch, loss, training)
+        loss, leaves = loss or self.losses.loss, leaves_of(batch)
+        key = self._key(leaves, loss, training)
         if key is not None and key in self._entries:
             if len(self._entries) >= MOST_KEPT:
                 self._entries[key] = self._entries.pop(key)  # the last to be evicted
-            return key
+            return ReadyBatch(leaves, key)
         program = self._of(loss).at_any_size(self._team, batch, training=training)
         if program is None:
-            return self._capture(loss, training, [batch], self._team)
+            return ReadyBatch(leaves, self._capture(loss, training, [batch], self._team))
         key = self._add(program, loss, self._team)
         self._entries[key] = self._sharing(self._entries[key])
-        return key
-
-    def key(self, batch: Any, *, loss: LossFunction | None = None, training: bool = True) -> ProgramKey:
-        """The key of a batch that is ready."""
-        key = self._key(batch, loss or self.losses.loss, training)
-        assert key is not None, "ready() comes first"
-        return key
+        return ReadyBatch(leaves, key)
 
     def stages(self, key: ProgramKey) -> tuple[Stage, ...]:
         """All stages of this rank's shard, for batches that are ready."""
@@ -167,9 +168,8 @@ class ProgramStore:
         """How many captures served which sizes, for people; None: each loss was captured once."""
         return told_of_captures(self._captured.values())
 
-    def _key(self, batch: Any, loss: LossFunction, training: bool) -> ProgramKey | None:
+    def _key(self, leaves: Leaves, loss: LossFunction, training: bool) -> ProgramKey | None:
         """The key of a batch; None: there is no program for its values besides tensors."""
-        leaves = leaves_of(batch)
         key = ProgramKey(loss, training, shapes_of(leaves))
         if not leaves.values:
             return key
