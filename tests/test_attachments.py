@@ -68,7 +68,7 @@ def unnormed() -> nn.Module:
 JOB = replace(make_job("mlp", "sgd"), steps=LAST + 2, clip_grad_norm=None)
 CASES: dict[str, tuple[Job, Job, str, set[str]]] = {
     "frozen": (replace(JOB, frozen={"first": range(4)}), JOB, "dp=2", {"core/losses/frozen.py"}),
-    "averages": (replace(JOB, average=0.9), JOB, "dp=2", {"optimizer/averages.py"}),
+    "averages": (replace(JOB, average=0.9), JOB, "dp=2", {"optimizer/averages.py", "exchange/exchange.py"}),
     "batch statistics": (
         replace(JOB, model=normed), replace(JOB, model=unnormed), "dp=2",
         {f"replica/buffers/{name}.py" for name in ("declared_buffers", "merged_buffers", "norm_statistics")},
