@@ -93,7 +93,7 @@ class World:
     """The ranks of a mesh, as seen by one process: a context manager that ends its groups.
 
     local: the ranks that live here: one in a rank process, all when simulated.
-    kind, why: the devices, and the line that explains their choice.
+    kind, why: the devices, and the line that explains their choice. main: whether rank 0 lives here.
     turns: the threads of ranks that are simulated.
     """
 
@@ -101,17 +101,12 @@ class World:
         self, mesh: Mesh, local: list[LocalRank], kind: Kind, why: str,
         end: Callable[[bool], None] | None = None,
     ) -> None:  # fmt: skip
-        self.mesh, self.local = mesh, local
+        self.mesh, self.local, self.main = mesh, local, local[0].rank == 0
         # each with a pool of threads of its own they would be slower, and not alike from run to run
         self.turns = Turns(kernels=1)
         self.kind: Kind = kind
         self.why = why
         self._end = end
-
-    @property
-    def main(self) -> bool:
-        """Whether rank 0 lives here."""
-        return self.local[0].rank == 0
 
     def memory_bytes(self) -> int:
         """Peak memory of this process: of its GPU if its ranks are on one, else resident."""

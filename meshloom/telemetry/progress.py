@@ -44,6 +44,10 @@ class Progress:
     saving: float | None = None
 
 
+def unheard(progress: Progress) -> None:
+    """Nobody listens to steps, which makes their progress needless."""
+
+
 @dataclass
 class Listener:
     """What is called at the events of a run, in the process of rank 0 only, in this order:
@@ -60,7 +64,7 @@ class Listener:
     """
 
     started: Callable[[str], None] = _say
-    step: Callable[[Progress], None] = lambda progress: None
+    step: Callable[[Progress], None] = unheard
     evaluated: Callable[[int, dict[str, float]], None] = lambda step, metrics: None
     saved: Callable[[int, Path], None] = lambda step, path: None
     note: Callable[[str], None] = _say

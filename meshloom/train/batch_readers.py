@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
 from meshloom.core.errors import JobError, TrainingError
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
@@ -11,7 +14,6 @@ from meshloom.data.map_data import Batches
 from meshloom.data.shares import Shares
 from meshloom.data.team_data import open_team_reader
 from meshloom.replica.replica import Replica
-from meshloom.telemetry.timings import Timings
 from meshloom.train.contract import Batch
 from meshloom.train.local_replicas import LocalReplicas
 
@@ -19,19 +21,19 @@ _LOOP = "for batch in trainer.batches(): loss = trainer.step(batch)"
 
 
 class BatchReaders:
-    """Of a run of `steps`."""
+    """Of a run of `steps`. phase: the context of what is timed under a name."""
 
     def __init__(
-        self, job: Job, plan: Plan, shares: Shares, replicas: LocalReplicas, timings: Timings, *, steps: int
-    ) -> None:
+        self, job: Job, plan: Plan, shares: Shares, replicas: LocalReplicas, phase: Callable[[str], AbstractContextManager[None]], *, steps: int
+    ) -> None:  # fmt: skip
         self._job, self._plan, self._shares, self._replicas = job, plan, shares, replicas
-        self._timings, self._steps = timings, steps
+        self._phase, self._steps = phase, steps
         self._readers: list[Reader] = []
 
     def open(self, start: int) -> None:
         """Before step `start`. All ranks call it."""
         self._replicas.enter("reading", start)
-        with self._timings.of("data"):
+        with self._phase("data"):
             self._readers = self._replicas.together(lambda replica: self._open(replica, start))
 
     @property
@@ -44,7 +46,7 @@ class BatchReaders:
         """The batch of that step, which is the next one. All ranks call it."""
         replicas = self._replicas
         replicas.enter("reading", step)
-        with self._timings.of("data"):
+        with self._phase("data"):
             shares = replicas.together(lambda replica: self._readers[replicas.all.index(replica)].read(step))
         replicas.enter("between steps", step)
         return Batch(step, shares)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -49,7 +49,10 @@ class LocalReplicas:
         files: Path | None = None,
         resumed: bool = False,
     ) -> None:
-        self._job, self._plan, self._world, self._dtype = job, plan, world, dtype
+        self._job, self._plan, self._world = job, plan, world
+        # the context of forwards: in another precision than the job's own random draws and new tensors without a dtype take that
+        # precision, as in programs
+        self.computing: Callable[[], AbstractContextManager[None]] = partial(_in_precision, dtype) if dtype else nullcontext  # fmt: skip
         self.all: list[Replica] = []
         self.warnings: list[str] = []
         with ExitStack() as building:
@@ -116,12 +119,11 @@ class LocalReplicas:
         except PeerLostError as error:
             raise PeerLostError(f"{error} It was {self._world.local[0].activity.now()}.") from error
 
-    @contextmanager
-    def computing(self) -> Generator[None]:
-        """Context of forwards in another precision than the job's own: random draws and new tensors without a
-        dtype take that precision, as in programs."""
-        with working_alone(), default_precision(self._dtype) if self._dtype else nullcontext():
-            yield
+
+@contextmanager
+def _in_precision(dtype: torch.dtype) -> Generator[None]:
+    with working_alone(), default_precision(dtype):
+        yield
 
 
 def _stored(cache: str, timings: Timings) -> ProgramCache | None:

@@ -3,6 +3,7 @@ of replicas, and of the ranks of each."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Set
 from contextlib import suppress
 from functools import partial
@@ -29,12 +30,13 @@ CHECK_EVERY = 100  # steps between comparisons; the first is after the run's fir
 
 
 class RankComparison:
-    """Of a run under `plan`. is_on: False where who observes every step compares by itself."""
+    """Of a run under `plan`. due: after so many steps something is compared next, beside the last; infinite where who observes every
+    step compares by itself."""
 
     def __init__(self, plan: Plan, replicas: LocalReplicas) -> None:
         self._plan, self._replicas = plan, replicas
-        self._checked = -1  # the step after which replicas were compared
-        self.is_on, self._has_read = True, False
+        self.due: float = 0
+        self._has_read = False
         self._compare_groups("At the start")
 
     def read_data(self, job: Job) -> list[str]:
@@ -54,16 +56,17 @@ class RankComparison:
         plan, replicas, last = self._plan, self._replicas, done == steps
         if last:
             replicas.together(settle)
-        if not self.is_on:
+        if self.due == math.inf:
             return
         adapt = replicas.first.exchange.ownership.independent  # rates of their own
         if done % CHECK_EVERY == 0 and not adapt:
             self._compare_groups(f"After step {done - 1}")
-        due = done // CHECK_EVERY > self._checked // CHECK_EVERY or last
-        if plan.dp > 1 and due and within_round(replicas.first.exchange) is None:
-            replicas.together(lambda replica: check_identical(replica, done - 1))
-            meter.checks += 1
-            self._checked = done
+        if done >= self.due or last:
+            settled = within_round(replicas.first.exchange) is None
+            if plan.dp > 1 and settled:
+                replicas.together(lambda replica: check_identical(replica, done - 1))
+                meter.checks += 1
+            self.due = CHECK_EVERY * (done // CHECK_EVERY + 1) if plan.dp == 1 or settled else done + 1
         if (done % CHECK_EVERY == 0 or last or meter.num_steps == 0) and plan.mesh.size > plan.dp:
             replicas.together(lambda replica: check_team(replica, done - 1))
 

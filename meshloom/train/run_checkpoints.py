@@ -58,8 +58,9 @@ SEVERAL_HOSTS = (
 
 class RunCheckpoints:
     """In directory `out`, if any; opened by all ranks. `newest`: step and path of the newest one of this
-    run that is whole. `also`: what else is in their values, equal on all ranks. released: a save in the background copies by itself
-    only once this is set, so that training finds as much left to copy as there can be; None: at once."""
+    run that is whole. `saves`: whether there is a directory to save to. `also`: what else is in their values, equal on all ranks.
+    released: a save in the background copies by itself only once this is set, so that training finds as much left to copy as there can
+    be; None: at once."""
 
     def __init__(
         self, job: Job, plan: Plan, shares: Shares, replicas: LocalReplicas, out: Path | None, listener: Listener, *,
@@ -67,6 +68,7 @@ class RunCheckpoints:
     ) -> None:  # fmt: skip
         self._job, self._plan, self._shares, self._replicas, self._out = job, plan, shares, replicas, out
         self.newest: tuple[int, Path] | None = None
+        self.saves = out is not None
         self.also: dict[str, Any] = also if also is not None else {}
         self._listener, self._told, self._has_waited, self._released = listener, False, False, released
         self._under_way: BackgroundSave | None = None
@@ -165,11 +167,6 @@ class RunCheckpoints:
             self._came_to(step, path)
         self._replicas.enter("between steps", step)
         return path
-
-    @property
-    def saves(self) -> bool:
-        """Whether there is a directory to save to."""
-        return self._out is not None
 
     @property
     def failed(self) -> bool:

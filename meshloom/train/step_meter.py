@@ -53,7 +53,7 @@ class ProgressLines:
 
 class StepMeter:
     """Made when all ranks are ready: their clocks start together. `checks`, `evaluations`: how many there
-    were, which send bytes too."""
+    were, which send bytes too. `reading`, `stepping`: seconds of getting batches, and of steps."""
 
     def __init__(self, job: Job, plan: Plan, replicas: LocalReplicas) -> None:
         self._job, self._plan, self._replicas = job, plan, replicas
@@ -61,52 +61,46 @@ class StepMeter:
         self._results: list[StepResult] = []  # the first and the newest
         self._num_samples = 0
         self._start = time.monotonic()
-        self._data = self._steps = 0.0  # seconds
-        self._held_up = 0.0  # part of `_steps`: in collectives
+        self.reading = self.stepping = 0.0
+        self._elsewhere = self._seconds_in_collectives()  # those of no step
 
-    @contextmanager
-    def reading(self) -> Generator[None]:
-        """Around what gets a batch."""
-        started = time.monotonic()
-        yield
-        self._data += time.monotonic() - started
-
-    @contextmanager
-    def stepping(self) -> Generator[None]:
-        """Around a step."""
-        started, held_up = time.monotonic(), self._seconds_in_collectives()
-        yield
-        self._steps += time.monotonic() - started
-        self._held_up += self._seconds_in_collectives() - held_up
-        self.num_steps += 1
-
-    def came_to(self, result: StepResult) -> None:
-        """What the newest step came to."""
+    def add(self, result: StepResult, seconds: float) -> None:
+        """A step, and what it came to."""
         self._results[1:] = [result]
         self._num_samples += result.samples
+        self.stepping += seconds
+        self.num_steps += 1
+
+    @contextmanager
+    def between_steps(self) -> Generator[None]:
+        """Around what has collectives that are of no step."""
+        before = self._seconds_in_collectives()
+        yield
+        self._elsewhere += self._seconds_in_collectives() - before
 
     @property
-    def norm(self) -> Readback | None:
-        """Of the newest step's gradient, if the job clips."""
-        return self._results[-1].norm
+    def newest(self) -> StepResult:
+        """The newest step's."""
+        return self._results[-1]
 
-    def progress(self, step: int, steps: int, loss: float, memory_bytes: int) -> Progress:
+    def progress(self, step: int, steps: int, *, memory_bytes: int, saving: float | None) -> Progress:
         """After `step` of `steps`, without the gradient's norm."""
-        seconds = max(self._steps + self._data, 1e-9)
+        seconds = max(self.stepping + self.reading, 1e-9)
         samples = self._num_samples / seconds
         return Progress(
             step=step,
             steps=steps,
-            loss=loss,
+            loss=self.newest.loss,
             gradient_norm=None,
             learning_rates=self._replicas.first.updater.learning_rates(),
             samples_per_second=samples,
             tokens_per_second=samples * self._job.tokens_per_sample if self._job.tokens_per_sample else None,
             seconds_left=seconds / self.num_steps * (steps - step),
             memory_bytes=memory_bytes,
-            losses=self._results[-1].losses,
-            logged=self._results[-1].logged,
+            losses=self.newest.losses,
+            logged=self.newest.logged,
             loss_scale=self._replicas.first.sums.scale,
+            saving=saving,
         )
 
     def summary(self, seconds: float, evaluation: dict[str, float], checkpoint: Path | None) -> Summary:
@@ -122,14 +116,19 @@ class StepMeter:
             steps=self.num_steps,
             seconds=seconds,
             first_loss=self._results[0].loss if self._results else math.nan,
-            last_loss=self._results[-1].loss if self._results else math.nan,
+            last_loss=self.newest.loss if self._results else math.nan,
             evaluation=evaluation,
             predicted=expected_bytes(self._replicas.first)
             .after(steps=self.num_steps, checks=self.checks, evaluations=self.evaluations)
             .over(["dp", *self._axes_within]),
             counted=counted,
             shares=time_shares(
-                self._steps + self._data, self._data, self._held_up, arrivals, context.rank, self.num_steps
+                self.stepping + self.reading,
+                self.reading,
+                self._seconds_in_collectives() - self._elsewhere,
+                arrivals,
+                context.rank,
+                self.num_steps,
             ),
             checkpoint=checkpoint,
             compiled=compiler.report if (compiler := self._replicas.first.engine.stages.compiler) else None,

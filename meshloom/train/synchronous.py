@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from threading import Event
@@ -26,7 +27,7 @@ from meshloom.machine.process_memory import Shortage
 from meshloom.replica.chunk_scope import Observer
 from meshloom.replica.model_state import shown_names
 from meshloom.replica.replica_state import take_notes
-from meshloom.telemetry.progress import QUIET, Listener
+from meshloom.telemetry.progress import QUIET, Listener, Progress, unheard
 from meshloom.telemetry.step_result import StepResult
 from meshloom.telemetry.summary import Summary
 from meshloom.telemetry.timings import Timings
@@ -46,14 +47,15 @@ from meshloom.train.timeline_recording import TimelineRecording
 class SynchronousRun:
     """A job under a plan in `world`.
 
-    `next_step`: steps done; set to another, `batches()` goes on with the data of that step. losses: of several, the newest of each. digest: of what runs.
+    `next_step`: steps done; set to another, `batches()` goes on with the data of that step. digest: of what runs.
     saved: the newest checkpoint of `after_step`.
-    leave: closes this run and then the world, while all ranks are still there.
+    leave: closes this run and then the world, while all ranks are still there. times_steps: whether `timings` are of steps too.
     """
 
     def __init__(
         self, job: Job, plan: Plan, world: World, listener: Listener, shares: Shares, timings: Timings, *, steps: int, out: Path | None,
         resume: Path | None, overwrite: bool, dtype: torch.dtype | None, share: bool, cache: str, overcommit: bool, leave: Callable[[], None],
+        times_steps: bool,
     ) -> None:  # fmt: skip
         if resume is not None:  # weights were read before
             job = replace(job, weights=None, weight_names=None)
@@ -61,9 +63,9 @@ class SynchronousRun:
         self._steps, self._out, self._leave, self._share = steps, out, leave, share
         self._stop_requests = StopRequests()
         self._listener = listener = listener if world.main else QUIET
-        self._is_whole = plan.mesh.size == plan.dp  # every rank a replica
         self._asked = self._closed = False  # asked: all ranks know that some of them asks for something
-        self.next_step, self.losses = 0, dict[str, float]()
+        self.next_step = 0
+        self._phase: Callable[[str], AbstractContextManager[None]] = timings.of if times_steps else lambda _: nullcontext()  # fmt: skip
         self._evaluated, self.saved = dict[str, float](), None
         with ExitStack() as building:
             building.callback(self._stop_requests.close)
@@ -79,7 +81,7 @@ class SynchronousRun:
             building.callback(self._checkpoints.close)
             self.replicas.prepare(overcommit=overcommit, cache=cache)
             self.digest = self.replicas.together(run_digest)[0]
-            self.data = BatchReaders(job, plan, shares, self.replicas, timings, steps=steps)
+            self.data = BatchReaders(job, plan, shares, self.replicas, self._phase, steps=steps)
             self._measurement: ShareMeasurement | None = None
             if plan.shares == "measured":
                 self._measurement = ShareMeasurement(job, plan, shares, self.replicas, listener, simulated=world.kind == "simulated")  # fmt: skip
@@ -89,9 +91,10 @@ class SynchronousRun:
             if resume is not None:
                 self._resume(resume)
             Shortage.trim()
-            self._recording: TimelineRecording | None = None
-            if out is not None and first.inner.pp > 1:
-                self._recording = TimelineRecording(plan, self.replicas, out, start_step=self.next_step, steps=steps, main=world.main)  # fmt: skip
+            # called with the number of a step, counted from 1, before it, and with what it came to
+            self._before: list[Callable[[int], None]] = []
+            self._after: list[Callable[[StepResult], None]] = []
+            self._attach()
             listener.started(_beginning(plan, world, one_copy=first.exchange.ownership.memory == "shared"))
             self.replicas.show_warnings()
             _tell(listener, [*first.notes(), *idle_lines_of(first, plan, job.batch_size), *self.replicas.warnings])  # fmt: skip
@@ -107,13 +110,14 @@ class SynchronousRun:
     def fit(self) -> Summary:
         """Train to the last step, evaluating and saving when due."""
         began = time.monotonic()
-        with ProgressLines(self._listener.step) as lines:
+        lines = ProgressLines(self._listener.step) if self._listener.step is not unheard else None
+        with lines or nullcontext():
             for batch in self.batches():
-                loss = self.step(batch)
-                if self._world.main:
-                    progress = self._meter.progress(self.next_step, self._steps, loss, self._world.memory_bytes())  # fmt: skip
-                    lines.add(replace(progress, saving=self._checkpoints.written_share), self._meter.norm)
-                self.after_step(last=self.next_step == self._steps, tell=lines.tell)
+                self.step(batch)
+                if lines:
+                    lines.add(self._progress(), self._meter.newest.norm)
+                if self._job.evaluate or self._checkpoints.saves:
+                    self.after_step(last=self.next_step == self._steps, tell=lines.tell if lines else lambda: None)  # fmt: skip
         summary = self.summary(time.monotonic() - began, self._evaluated, self.saved)
         self._listener.ended(summary)
         return summary
@@ -125,7 +129,9 @@ class SynchronousRun:
             tell()
             self._evaluated = self.evaluate(due=self.next_step % given.every == 0)
             self._listener.evaluated(self.next_step, self._evaluated)
-            if _keep_best(self.evaluation, self._checkpoints, self.next_step, self._evaluated) and not last:
+            with self._meter.between_steps():
+                stops = _keep_best(self.evaluation, self._checkpoints, self.next_step, self._evaluated)
+            if stops and not last:
                 self._listener.note(f"Training ends after step {self.next_step} of {self._steps}: {self.evaluation.best}.")  # fmt: skip
                 self._steps, last = self.next_step, True
         if self._checkpoints.saves and (last or (every and self.next_step % every == 0)):
@@ -137,7 +143,8 @@ class SynchronousRun:
         """This process's share of every remaining global batch; see `Trainer.batches`."""
         if self.next_step < self._steps:
             _tell(self._listener, self._comparison.read_data(self._job))
-            self.evaluation.try_out(self.next_step)
+            with self._meter.between_steps():
+                self.evaluation.try_out(self.next_step)
         try:
             if self._out:
                 self._stop_requests.open()
@@ -145,8 +152,9 @@ class SynchronousRun:
             while self.next_step < self._steps:
                 if self._asked or (self._stop_requests.received and len(self.replicas.all) == self._plan.mesh.size):  # fmt: skip
                     self._stop()
-                with self._meter.reading():
-                    batch = self.data.read(self.next_step)
+                began = time.monotonic()
+                batch = self.data.read(self.next_step)
+                self._meter.reading += time.monotonic() - began
                 yield batch
                 if self.next_step == batch.step and not self._closed:
                     raise TrainingError(
@@ -158,43 +166,33 @@ class SynchronousRun:
 
     def step(self, batch: Batch) -> float:
         """Train on a batch of `batches()`; returns the mean loss of the global batch."""
-        self.data.check(batch, self.next_step)
-        if self._out and not self._stop_requests.armed:
-            self._stop_requests.arm()
-            send_event({"event": "saves"}) if self._stop_requests.armed else None
-        replicas, meter = self.replicas, self._meter
-        with meter.stepping():
-            recorded = self._recording if self._recording and self._recording.begin(batch.step + 1) else None
-            with self._timings.of("steps" if meter.num_steps else "first step"), replicas.computing():
-                result = replicas.together(
-                    lambda replica: replica.step(batch.step, batch.shares[replicas.all.index(replica)])
-                )[0]
-            self.next_step = batch.step + 1
-            self._asked = result.asked
-            replicas.enter("comparing", self.next_step)
-            with self._timings.of("comparing ranks"):
-                self._comparison.after_step(self.next_step, self._steps, meter)
-                replicas.check_first_step(saved=bool(self._out)) if not meter.num_steps else None
-                if self._measurement:
-                    self._measurement.after_step(self.next_step, self._steps)
-            replicas.enter("between steps", self.next_step)
-        if recorded:
-            recorded.keep(self.next_step)
-        _came_to(meter, result, self._listener, replicas)
-        self.losses = dict(result.losses)
-        if result.asked:
-            self._checkpoints.finish()
-        last = self.next_step == self._steps
-        if last or meter.num_steps == 1 or self.next_step % CHECK_EVERY == 0 or self._is_whole:
-            _tell(self._listener, replicas.together(take_notes)[0])
-        if last and (told := replicas.first.engine.stages.readings):
-            self._listener.note(told)
+        replicas, done = self.replicas, batch.step + 1
+        began, is_first, is_last = time.monotonic(), not self._meter.num_steps, done == self._steps
+        for begin in self._before:
+            begin(done)
+        with self._phase("first step" if is_first else "steps"), replicas.computing():
+            result = replicas.together(
+                lambda replica: replica.step(batch.step, batch.shares[replicas.all.index(replica)])
+            )[0]
+        self.next_step = done
+        if is_first or is_last or self._measurement or done >= self._comparison.due:
+            self._compare(is_first=is_first)
+        self._meter.add(result, time.monotonic() - began)
+        for follow in self._after:
+            follow(result)
+        if is_first or is_last or done % CHECK_EVERY == 0:
+            self._take_notes(is_last=is_last)
         return result.loss
+
+    @property
+    def losses(self) -> dict[str, float]:
+        """Of several, the newest of each."""
+        return dict(self._meter.newest.losses) if self._meter.num_steps else {}
 
     def evaluate(self, *, due: bool = True) -> dict[str, float]:
         """Every metric of the job's `Evaluate`, averaged over all of its data. due: schedulers that go by one are stepped."""
         self._checkpoints.finish_copies()
-        with self._timings.of("evaluating"):
+        with self._timings.of("evaluating"), self._meter.between_steps():
             found = self.evaluation.evaluate(self.next_step, due=due)
         _tell(self._listener, self.replicas.together(take_notes)[0])
         return found
@@ -216,7 +214,7 @@ class SynchronousRun:
             if observer is not None:
                 at.computed.append(observer.computed)
                 at.updated.append(observer.updated)
-        self._comparison.is_on = False
+        self._comparison.due = math.inf
 
     def save_into(self, out: Path, released: Event | None = None) -> None:
         """Write checkpoints into `out` from now on. released: of `RunCheckpoints`. All ranks call it."""
@@ -233,8 +231,65 @@ class SynchronousRun:
         """Bytes and seconds of the steps so far, of this process's first rank."""
         return self._meter.summary(seconds, evaluation, checkpoint)
 
+    def _attach(self) -> None:
+        """What this run does before and after a step, beside it."""
+        replicas, out = self.replicas, self._out
+        if out is not None:
+            self._before.append(self._arm)
+        if out is not None and replicas.first.inner.pp > 1:
+            recording = TimelineRecording(
+                self._plan, replicas, out, start_step=self.next_step, steps=self._steps, main=self._world.main
+            )  # fmt: skip
+            self._before.append(recording.begin)
+            self._after.append(recording.keep)
+        if replicas.first.sums.scale is not None:
+            self._after.append(self._tell_skipped)
+        if out is not None:
+            self._after.append(self._note_asked)
+        writes = replicas.first.scope.ends_chunks or replicas.first.engine.stages.compiler is not None
+        if writes and self._plan.mesh.size == self._plan.dp:  # every rank a replica, whose notes are its own
+            self._after.append(lambda result: _tell(self._listener, replicas.together(take_notes)[0]))
+
+    def _arm(self, step: int) -> None:
+        """From the first step on there is something to save when the run is asked to stop."""
+        if not self._stop_requests.armed:
+            self._stop_requests.arm()
+            send_event({"event": "saves"}) if self._stop_requests.armed else None
+
+    def _note_asked(self, result: StepResult) -> None:
+        self._asked = result.asked
+        if result.asked:
+            self._checkpoints.finish()
+
+    def _tell_skipped(self, result: StepResult) -> None:
+        scale = self.replicas.first.sums.scale
+        if result.skipped and scale is not None:
+            self._listener.note(
+                f"Step {result.step + 1} was skipped: gradients overflowed float16. The loss is now scaled by {scale.scale:g}."
+            )
+
+    def _compare(self, *, is_first: bool) -> None:
+        """What ranks must have alike, where that is due after a step."""
+        done, replicas = self.next_step, self.replicas
+        replicas.enter("comparing", done)
+        with self._phase("comparing ranks"):
+            self._comparison.after_step(done, self._steps, self._meter)
+            replicas.check_first_step(saved=bool(self._out)) if is_first else None
+            if self._measurement:
+                self._measurement.after_step(done, self._steps)
+        replicas.enter("between steps", done)
+
+    def _take_notes(self, *, is_last: bool) -> None:
+        _tell(self._listener, self.replicas.together(take_notes)[0])
+        if is_last and (told := self.replicas.first.engine.stages.readings):
+            self._listener.note(told)
+
+    def _progress(self) -> Progress:
+        memory, saving = self._world.memory_bytes(), self._checkpoints.written_share
+        return self._meter.progress(self.next_step, self._steps, memory_bytes=memory, saving=saving)
+
     def _save(self, *, wait: bool, later: bool) -> Path:
-        with self._timings.of("saving"):
+        with self._timings.of("saving"), self._meter.between_steps():
             return self._checkpoints.save(self.next_step, wait=wait, later=later)
 
     def _stop(self) -> NoReturn:
@@ -252,7 +307,7 @@ class SynchronousRun:
         raise SystemExit(code)
 
     def _resume(self, directory: Path) -> None:
-        with self._timings.of("loading"):
+        with self._timings.of("loading"), self._meter.between_steps():
             checkpoint = self._checkpoints.resume(directory, self._steps)
         _tell(self._listener, _notes_on(checkpoint, self.replicas, main=self._world.main))
         if self._measurement:
@@ -305,15 +360,6 @@ def _go_on_with_best(evaluation: TeamEvaluation, checkpoints: RunCheckpoints, ch
 def _tell(listener: Listener, notes: Sequence[str]) -> None:
     for note in notes:
         listener.note(note)
-
-
-def _came_to(meter: StepMeter, result: StepResult, listener: Listener, replicas: LocalReplicas) -> None:
-    meter.came_to(result)
-    scale = replicas.first.sums.scale
-    if result.skipped and scale is not None:
-        listener.note(
-            f"Step {result.step + 1} was skipped: gradients overflowed float16. The loss is now scaled by {scale.scale:g}."
-        )
 
 
 def _beginning(plan: Plan, world: World, *, one_copy: bool) -> str:

@@ -7,6 +7,7 @@ from pathlib import Path
 from meshloom.core.plan import Plan
 from meshloom.pipeline.runtime.recorder import Recorder, gather_timeline
 from meshloom.replica.replica import Replica
+from meshloom.telemetry.step_result import StepResult
 from meshloom.telemetry.timeline import Timeline
 from meshloom.telemetry.timeline_files import Recording, is_kept, write_recording
 from meshloom.train.local_replicas import LocalReplicas
@@ -30,23 +31,23 @@ class TimelineRecording:
         self._start_step, self._steps, self._main = start_step, steps, main
         self._timelines: list[Timeline] = []
 
-    def begin(self, step: int) -> bool:
-        """Turn the replicas' recorders on if the timeline of `step`, counted from 1, is kept; returns whether
-        it is."""
+    def begin(self, step: int) -> None:
+        """Turn the replicas' recorders on if the timeline of `step`, counted from 1, is kept."""
         kept = is_kept(step, self._start_step, self._steps)
         for replica in self._replicas.all:
             replica.recorder = Recorder(replica.context.device) if kept else None
-        return kept
 
-    def keep(self, step: int) -> None:
-        """Write the timeline of the step just done into `out`."""
+    def keep(self, result: StepResult) -> None:
+        """Write the timeline of the step just done into `out`, if it is kept."""
+        if self._replicas.first.recorder is None:
+            return
 
         def gather(replica: Replica) -> Timeline:
             assert replica.recorder
             return gather_timeline(
                 replica.context.world,
                 replica.recorder.take(),
-                step=step,
+                step=result.step + 1,
                 place=replica.context.place,
                 schedule=replica.engine.stages.schedule,
             )

@@ -71,7 +71,7 @@ class Trainer:
     measurements: the same chunks once more. oversubscribe: whether simulated ranks may be more than make
         sense. overcommit: run although memory is predicted not to suffice (docs/memory.md).
     cache: directory in which readings of losses and choices are kept for later starts of the same job; auto:
-    the user's cache; off: none. timings: what the start takes, as this process's first rank sees it, is added
+    the user's cache; off: none. timings: what the start takes, and what the steps take, as this process's first rank sees it, is added
     to them.
 
     Trainers of several threads take turns, from step to step, because all threads of a process draw from the
@@ -147,6 +147,7 @@ class Trainer:
                 self._opened = partial(
                     SynchronousRun, job, self.plan, self.world, shares=self.shares, timings=self.timings, steps=self.steps, out=self.out,
                     resume=earlier, overwrite=overwrite, dtype=dtype, cache=str(cache), overcommit=overcommit, leave=self.close,
+                    times_steps=timings is not None,
                 )  # fmt: skip
                 self._run = self._opened(listener=self.listener, share=share)
             building.callback(self._run.close)
@@ -190,6 +191,8 @@ class Trainer:
     def step(self, batch: Batch) -> float:
         """Train on a batch that `batches()` gave; the mean loss of the whole global batch, of several the first."""
         self._check_open("step()")
+        if self.synchronous:
+            self.synchronous.data.check(batch, self.next_step)
         return self._run.step(batch)
 
     def evaluate(self) -> dict[str, float]:
