@@ -7,6 +7,7 @@ import inspect
 import os
 import select
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -160,9 +161,10 @@ def test_killed_worker():
 def test_a_worker_that_is_killed_as_it_hands_a_batch_over(monkeypatch: pytest.MonkeyPatch):
     """The connection on which it sends a tensor's memory is reset, of which torch says nothing of its own."""
 
-    def broken(*_: object) -> None:
+    def broken(*_: object) -> Iterator[None]:
         raise ConnectionResetError(104, "Connection reset by peer")
+        yield
 
-    monkeypatch.setattr("torch.utils.data.dataloader._SingleProcessDataLoaderIter._next_data", broken)
+    monkeypatch.setattr("meshloom.data.reading_ahead._without_handler", broken)
     with pytest.raises(DataError, match=r"^The processes that read data failed: .*Connection reset by peer"):
-        read_chunks(job_of(range(4)), Plan(), 0, 1)
+        read_chunks(job_of(range(4), num_workers=1), Plan(), 0, 1)

@@ -9,13 +9,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 from meshloom.core.plan import Plan
 
 
-@dataclass(frozen=True)
-class Chunk:
+class Chunk(NamedTuple):
     """A chunk with its data.
 
     step: of the run. batch: samples of the step's global batch. index: of the chunk in that batch.
@@ -24,7 +23,7 @@ class Chunk:
 
     step: int
     batch: int
-    index: int
+    index: int  # pyright: ignore[reportIncompatibleMethodOverride]
     samples: int
     data: Any
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.utils.data import Dataset
 
@@ -19,14 +19,14 @@ from meshloom.core.plan import Plan
 from meshloom.core.random import partner_order, sample_order, sample_seed
 from meshloom.data.chunks import Chunk, ChunkRange, Reader, share_of, split_batch
 from meshloom.data.dataset_generators import DatasetGenerators
-from meshloom.data.reading import Collation, ReadFailure, read_ahead, seed_draws
+from meshloom.data.reading import Collation, ReadFailure, seed_draws
+from meshloom.data.reading_ahead import read_ahead
 from meshloom.data.shares import Shares
 
 EVALUATION = -1  # the epoch of draws while evaluation data is read
 
 
-@dataclass(frozen=True)
-class ReadRequest:
+class ReadRequest(NamedTuple):
     """Samples `indices` of the dataset, as chunk `chunk` of `step`. partners: those that they are mixed with; None: none."""
 
     step: int
@@ -41,13 +41,13 @@ class ChunkSource(Dataset[Any]):
 
     def __init__(self, dataset: Any, job: Job) -> None:
         self._dataset = dataset
-        self._seed = job.seed
+        self._seed, self._set_epoch = job.seed, getattr(dataset, "set_epoch", None)
         self._collate, self._generators = Collation(job), DatasetGenerators(dataset)
 
     def __getitem__(self, request: ReadRequest) -> Any:
         samples: dict[int, Any] = {}
-        if request.epoch != EVALUATION and hasattr(self._dataset, "set_epoch"):
-            self._dataset.set_epoch(request.epoch)
+        if self._set_epoch is not None and request.epoch != EVALUATION:
+            self._set_epoch(request.epoch)
         for index in dict.fromkeys([*request.indices, *(request.partners or ())]):
             seed = sample_seed(self._seed, request.epoch, index)
             seed_draws(seed)
@@ -159,6 +159,8 @@ class MapReader(Reader):
         self._num_samples = num_samples
         self._batches = Batches(job, num_samples)
         self._num_workers = job.num_workers
+        self._mixes, self._measures = job.mix is not None, plan.shares == "measured"
+        self._cuts: dict[Any, list[ChunkRange]] = {}  # of batches of a size, under some shares
         self._plan, self._shares, self._replica, self._stop_step = plan, shares, replica, stop_step
         for step in {start_step, *(each for each in self._batches.changes() if each > start_step)}:
             # the first batch of each size, and the last one of its epoch, which may be short
@@ -196,7 +198,7 @@ class MapReader(Reader):
         """The chunks to read from `start_step` to the end of the run."""
         for step in range(start_step, self._stop_step):
             epoch, indices = self._batches.of(step)
-            partners = self._batches.partners(step)
+            partners = self._batches.partners(step) if self._mixes else None
             for cut in self._ranges(step, len(indices)):
                 own = slice(cut.start, cut.stop)
                 if cut.samples:
@@ -204,8 +206,12 @@ class MapReader(Reader):
                     yield ReadRequest(step, cut.index, epoch, indices[own], others)
 
     def _ranges(self, step: int, num_samples: int) -> list[ChunkRange]:
-        ranges = split_batch(num_samples, self._plan, self._shares.of(step))
-        return share_of(self._replica, ranges, self._plan)
+        """Of this replica's chunks of a batch."""
+        shares = self._shares.of(step) if self._measures else ()
+        if (found := self._cuts.get((num_samples, shares))) is None:
+            ranges = split_batch(num_samples, self._plan, shares)
+            found = self._cuts[num_samples, shares] = share_of(self._replica, ranges, self._plan)
+        return found
 
 
 def map_chunks(

@@ -24,7 +24,8 @@ from meshloom.core.plan import Plan
 from meshloom.core.random import derive, partner_order, sample_seed
 from meshloom.data.chunks import Chunk, Reader, split_batch
 from meshloom.data.dataset_generators import DatasetGenerators
-from meshloom.data.reading import Collation, ReadFailure, read_ahead, seed_draws
+from meshloom.data.reading import Collation, ReadFailure, seed_draws
+from meshloom.data.reading_ahead import read_ahead
 from meshloom.data.shares import Shares
 
 Sample = tuple[str, Any]  # its name in errors, and the sample

@@ -27,7 +27,14 @@ def to_device(tree: Any, device: torch.device | str, dtype: torch.dtype | None =
     {'x': tensor([1., 1.], dtype=torch.float64), 'names': ['a', 'b']}
     """
     if isinstance(tree, Tensor):
-        return tree.to(device=device, dtype=lifted(tree.dtype, dtype), non_blocking=True)
+        wanted = lifted(tree.dtype, dtype) if dtype else None
+        return tree.to(device=device, dtype=wanted, non_blocking=True)
+    if type(tree) in (list, tuple):
+        return type(tree)([to_device(value, device, dtype) for value in tree])
+    return _other_to_device(tree, device, dtype)
+
+
+def _other_to_device(tree: Any, device: torch.device | str, dtype: torch.dtype | None) -> Any:
     if isinstance(tree, numpy.ndarray):  # stays on the CPU
         return in_dtype(tree, dtype)
     if isinstance(tree, PackedSequence):

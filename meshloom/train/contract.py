@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from meshloom.data.chunks import Chunk
 from meshloom.telemetry.summary import Summary
 
 
-@dataclass(frozen=True)
-class Batch:
+class Batch(NamedTuple):
     """This process's share of one global batch: the chunks of each replica that lives here (of all, when
     simulated)."""
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from meshloom.core.errors import JobError
-from meshloom.core.moments.leaf_draws import leaves_drawing
+from meshloom.core.moments.leaf_draws import CHUNK
 from meshloom.core.random import python_draws_of
 
 # What answers `step()` in this thread: a function, as a loss that is being read is answered by an input of its program.
@@ -52,8 +52,7 @@ def at_step(number: int) -> Iterator[None]:
         yield
 
 
-@dataclass(frozen=True)
-class Moment:
+class Moment(NamedTuple):
     """What code that is not torch's depends on while a chunk is computed: the seed of what `random` and numpy draw, and
     the step."""
 
@@ -63,5 +62,10 @@ class Moment:
     @contextmanager
     def entered(self) -> Iterator[None]:
         """A context in which the user's code runs at this moment."""
-        with at_step(self.step), python_draws_of(self.seed), leaves_drawing(self.seed):
-            yield
+        answer, chunk = _ANSWER.set(lambda: self.step), CHUNK.set((self.seed, Counter()))
+        try:
+            with python_draws_of(self.seed):
+                yield
+        finally:
+            CHUNK.reset(chunk)
+            _ANSWER.reset(answer)
