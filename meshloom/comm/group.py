@@ -33,33 +33,19 @@ class Group(ABC):
     """A set of ranks that communicate. Any call and any wait raises `PeerLostError` if one of them is lost.
 
     An example that runs is `simulated_groups` (`comm/simulated.py`).
+
+    rank: this rank's number within the group. size: number of ranks in the group.
+    secret: the key with which its ranks sign what they send over a network; b"": none, or no network.
+    is_in_place: whether rank r may pass slice r of the full tensor as `output` of `reduce_scatter`, which then
+        overwrites the other slices, and as `tensor` of `all_gather`.
+    has_streams: whether operations run on streams of their own, so that a wait orders the stream that is current, and no other.
     """
 
-    @property
-    @abstractmethod
-    def rank(self) -> int:
-        """This rank's number within the group."""
-
-    @property
-    @abstractmethod
-    def size(self) -> int:
-        """Number of ranks in the group."""
-
-    @property
-    @abstractmethod
-    def secret(self) -> bytes:
-        """The key with which its ranks sign what they send over a network; b"": none, or no network."""
-
-    @property
-    def is_in_place(self) -> bool:
-        """Whether rank r may pass slice r of the full tensor as `output` of `reduce_scatter`, which then
-        overwrites the other slices, and as `tensor` of `all_gather`."""
-        return False
-
-    @property
-    def has_streams(self) -> bool:
-        """Whether operations run on streams of their own, so that a wait orders the stream that is current, and no other."""
-        return False
+    rank: int
+    size: int
+    secret = b""
+    is_in_place = False
+    has_streams = False
 
     @abstractmethod
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -12,7 +14,7 @@ from meshloom.comm.group import Group, ReduceOp, Work
 from meshloom.core.mesh import Axis
 
 
-@dataclass(frozen=True)
+@dataclass
 class Count:
     """The traffic of one rank by one kind of operation.
 
@@ -28,27 +30,13 @@ class Count:
     def __add__(self, other: Count) -> Count:
         return Count(self.calls + other.calls, self.bytes + other.bytes, self.seconds + other.seconds)
 
-    def __sub__(self, other: Count) -> Count:
-        return Count(self.calls - other.calls, self.bytes - other.bytes, self.seconds - other.seconds)
-
 
 class AroundGroup(Group):
     """A group that does with calls what it adds, and has the ranks of `group`."""
 
     def __init__(self, group: Group) -> None:
         self.group = group
-
-    @property
-    def rank(self) -> int:
-        return self.group.rank
-
-    @property
-    def size(self) -> int:
-        return self.group.size
-
-    @property
-    def secret(self) -> bytes:
-        return self.group.secret
+        self.rank, self.size, self.secret = group.rank, group.size, group.secret
 
     def abort(self) -> None:
         self.group.abort()
@@ -70,73 +58,61 @@ class RecordedGroup(AroundGroup):
     def __init__(self, group: Group, axis: Axis) -> None:
         super().__init__(group)
         self.axis: Axis = axis
-        self.counts: dict[str, Count] = {}
-
-    @property
-    def is_in_place(self) -> bool:
-        return self.group.is_in_place
-
-    @property
-    def has_streams(self) -> bool:
-        return self.group.has_streams
+        self.is_in_place, self.has_streams = group.is_in_place, group.has_streams
+        self.counts: dict[str, Count] = defaultdict(Count)
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
-        return self._start("all_reduce", tensor.nbytes, lambda: self.group.all_reduce(tensor, op))
+        return self._start("all_reduce", tensor.nbytes, tensor, op)
 
     def reduce_scatter(self, output: Tensor, tensor: Tensor, op: ReduceOp = "sum") -> Work:
-        return self._start(
-            "reduce_scatter", tensor.nbytes, lambda: self.group.reduce_scatter(output, tensor, op)
-        )
+        return self._start("reduce_scatter", tensor.nbytes, output, tensor, op)
 
     def all_gather(self, output: Tensor, tensor: Tensor) -> Work:
-        return self._start("all_gather", tensor.nbytes, lambda: self.group.all_gather(output, tensor))
+        return self._start("all_gather", tensor.nbytes, output, tensor)
 
     def all_to_all(
         self, output: Tensor, tensor: Tensor, output_sizes: Sequence[int], sizes: Sequence[int]
     ) -> Work:
-        return self._start(
-            "all_to_all", tensor.nbytes, lambda: self.group.all_to_all(output, tensor, output_sizes, sizes)
-        )
+        return self._start("all_to_all", tensor.nbytes, output, tensor, output_sizes, sizes)
 
     def gather(self, outputs: Sequence[Tensor] | None, tensor: Tensor, destination: int) -> Work:
-        return self._start("gather", tensor.nbytes, lambda: self.group.gather(outputs, tensor, destination))
+        return self._start("gather", tensor.nbytes, outputs, tensor, destination)
 
     def scatter(self, output: Tensor, tensors: Sequence[Tensor] | None, source: int) -> Work:
-        passed_in = sum(tensor.nbytes for tensor in tensors or ())
-        return self._start("scatter", passed_in, lambda: self.group.scatter(output, tensors, source))
+        return self._start("scatter", sum(tensor.nbytes for tensor in tensors or ()), output, tensors, source)
 
     def broadcast(self, tensor: Tensor, source: int) -> Work:
-        return self._start("broadcast", tensor.nbytes, lambda: self.group.broadcast(tensor, source))
+        return self._start("broadcast", tensor.nbytes, tensor, source)
 
     def send(self, tensor: Tensor, destination: int) -> Work:
-        return self._start("send", tensor.nbytes, lambda: self.group.send(tensor, destination))
+        return self._start("send", tensor.nbytes, tensor, destination)
 
     def recv(self, tensor: Tensor, source: int) -> Work:
-        return self._start("recv", 0, lambda: self.group.recv(tensor, source))
+        return self._start("recv", 0, tensor, source)
 
     def barrier(self) -> Work:
-        return self._start("barrier", 0, self.group.barrier)
+        return self._start("barrier", 0)
 
-    def _start(self, name: str, num_bytes: int, start: Callable[[], Work]) -> Work:
+    def _start(self, name: str, num_bytes: int, *arguments: Any) -> Work:
         began = time.perf_counter()
-        work = start()
-        self._add(name, Count(1, num_bytes, time.perf_counter() - began))
-        return _RecordedWork(work, lambda seconds: self._add(name, Count(seconds=seconds)))
-
-    def _add(self, name: str, count: Count) -> None:
-        self.counts[name] = self.counts.get(name, Count()) + count
+        work: Work = getattr(self.group, name)(*arguments)
+        count = self.counts[name]
+        count.calls += 1
+        count.bytes += num_bytes
+        count.seconds += time.perf_counter() - began
+        return _RecordedWork(work, count)
 
 
 class _RecordedWork(Work):
-    def __init__(self, work: Work, add_seconds: Callable[[float], None]) -> None:
-        self._work, self._add_seconds = work, add_seconds
+    def __init__(self, work: Work, count: Count) -> None:
+        self._work, self._count = work, count
 
     def wait(self) -> None:
         began = time.perf_counter()
         try:
             self._work.wait()
         finally:
-            self._add_seconds(time.perf_counter() - began)
+            self._count.seconds += time.perf_counter() - began
 
     def is_finished(self) -> bool:
         return self._work.is_finished()

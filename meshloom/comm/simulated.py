@@ -149,19 +149,7 @@ class SimulatedGroup(Group):
 
     def __init__(self, rendezvous: _Rendezvous, rank: int) -> None:
         self._rendezvous = rendezvous
-        self._rank = rank
-
-    @property
-    def rank(self) -> int:
-        return self._rank
-
-    @property
-    def size(self) -> int:
-        return self._rendezvous.size
-
-    @property
-    def secret(self) -> bytes:
-        return b""
+        self.rank, self.size = rank, rendezvous.size
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
         def run(tensors: list[Tensor]) -> Callable[[int], None]:
@@ -226,7 +214,7 @@ class SimulatedGroup(Group):
 
             return deliver
 
-        early = outputs or () if self._rank == destination else ()
+        early = outputs or () if self.rank == destination else ()
         return self._join(
             "gather", (tuple(tensor.shape), tensor.dtype, destination), (outputs, tensor), run, *early
         )
@@ -247,25 +235,25 @@ class SimulatedGroup(Group):
             outputs = {rank: output for rank, output in enumerate(tensors) if rank != source}
             return lambda rank: None if rank == source else _fill(outputs.pop(rank), sent)
 
-        early = () if self._rank == source else (tensor,)
+        early = () if self.rank == source else (tensor,)
         return self._join("broadcast", (tuple(tensor.shape), tensor.dtype, source), tensor, run, *early)
 
     def barrier(self) -> Work:
         return self._join("barrier", (), None, lambda _: lambda _: None)
 
     def send(self, tensor: Tensor, destination: int) -> Work:
-        mail = self._rendezvous.mail.setdefault((self._rank, destination), SimulatedMail())
+        mail = self._rendezvous.mail.setdefault((self.rank, destination), SimulatedMail())
         number = mail.send(tensor)
         return _SimulatedWork(lambda: True, str, lambda: mail.keep(number))
 
     def recv(self, tensor: Tensor, source: int) -> Work:
-        mail = self._rendezvous.mail.setdefault((source, self._rank), SimulatedMail())
+        mail = self._rendezvous.mail.setdefault((source, self.rank), SimulatedMail())
         number = mail.receive()
         if (
             not self._rendezvous.advancing
         ):  # it may hold what is still to be sent, before what arrives was computed
             poison(tensor)
-        what = f"rank {self._rank} waits for a message that rank {source} will not send."
+        what = f"rank {self.rank} waits for a message that rank {source} will not send."
         return _SimulatedWork(
             lambda: mail.has(number),
             lambda: what,
@@ -275,13 +263,13 @@ class SimulatedGroup(Group):
     def start_steps(self, what: str, steps: Waits) -> Work:
         """Start an operation of several messages, which runs after earlier ones, whenever any rank waits."""
         operation = _RunningSteps(steps)
-        self._rendezvous.under_way[self._rank].append(operation)
+        self._rendezvous.under_way[self.rank].append(operation)
 
         def ready() -> bool:
             self._rendezvous.advance()
             return operation.over
 
-        missing = f"{what} on rank {self._rank} waits for messages that will not come."
+        missing = f"{what} on rank {self.rank} waits for messages that will not come."
         return _SimulatedWork(ready, lambda: missing, lambda: None)
 
     def abort(self) -> None:
@@ -289,9 +277,9 @@ class SimulatedGroup(Group):
 
     def _join(self, name: str, arguments: tuple[Any, ...], tensors: Any, run: Run, *outputs: Tensor) -> Work:
         """outputs: of this rank, that hold nothing until it has waited."""
-        work = self._rendezvous.join(self._rank, SimulatedCall(name, arguments, tensors), run)
+        work = self._rendezvous.join(self.rank, SimulatedCall(name, arguments, tensors), run)
         poison_apart_from(tensors, outputs)
-        return WritingWork(work, outputs, self._rendezvous.writing[self._rank]) if outputs else work
+        return WritingWork(work, outputs, self._rendezvous.writing[self.rank]) if outputs else work
 
 
 def _fill(output: Tensor, value: Tensor) -> None:

@@ -23,13 +23,11 @@ from tests.second_device.device import SecondDevice
 class StreamedGroup(AroundGroup):
     """In place of `group`, of simulated ranks."""
 
+    has_streams = True
+
     def __init__(self, group: Group, device: SecondDevice) -> None:
         super().__init__(group)
         self._device = device
-
-    @property
-    def has_streams(self) -> bool:
-        return True
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
         return self._start([tensor], [tensor], lambda own: self.group.all_reduce(own[0], op))

@@ -51,22 +51,11 @@ class HostsGroup(Group):
                 f"Hosts with ranks {list(hosts)} need the same number on each, and groups of these sizes; they are {sizes}."
             )
         self._parts, self._members = parts, tuple(members)
+        self.rank, self.size, self.secret = parts.all_ranks.rank, parts.all_ranks.size, parts.all_ranks.secret
         self._two_level = TwoLevel(hosts, parts)
         self.who_left = who_left
         self._patience = Patience(self._members[self.rank], activity, who_left)
         self._line = PhasedLine(f"group of {self._members[self.rank]}")
-
-    @property
-    def rank(self) -> int:
-        return self._parts.all_ranks.rank
-
-    @property
-    def size(self) -> int:
-        return self._parts.all_ranks.size
-
-    @property
-    def secret(self) -> bytes:
-        return self._parts.all_ranks.secret
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
         flat = tensor.detach().view(-1)

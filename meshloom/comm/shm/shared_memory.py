@@ -81,7 +81,10 @@ class ShmGroup(Group):
         files: Files | None = None,
         secret: bytes = b"",
     ) -> None:
-        self._rank, self._size = rank, size
+        self.rank, self.size = (
+            rank,
+            size,
+        )  # no secret: whoever could change what is sent could change the memory
         self._members = tuple(members)
         self._windows: list[SharedWindow] = []
         settings = settings or SharedMemorySettings()
@@ -97,18 +100,6 @@ class ShmGroup(Group):
             files,
         )
 
-    @property
-    def rank(self) -> int:
-        return self._rank
-
-    @property
-    def size(self) -> int:
-        return self._size
-
-    @property
-    def secret(self) -> bytes:
-        return b""  # whoever could change what is sent could change the memory
-
     def all_reduce(self, tensor: Tensor, op: Op = "sum") -> Work:
         memory = writable(tensor)
         how = reduction(tensor.dtype, op)
@@ -121,31 +112,31 @@ class ShmGroup(Group):
         return self._start(REDUCE, memory.tensor, memory, memory, how, destination, tensor.shape)
 
     def reduce_scatter(self, output: Tensor, tensor: Tensor, op: Op = "sum") -> Work:
-        check_slices(self._here("reduce_scatter"), tensor, output, self._size)
+        check_slices(self._here("reduce_scatter"), tensor, output, self.size)
         target, how = writable(output), reduction(tensor.dtype, op)
         return self._start(REDUCE_SCATTER, target.tensor, readable(tensor), target, how)
 
     def scatter_reduced(self, output: Tensor, tensors: Sequence[Tensor], op: Op = "sum") -> Work:
         """`reduce_scatter` of one input tensor for each rank, anywhere in memory."""
-        sources = readable_each(check_each(self._here("reduce_scatter"), tensors, output, self._size))
+        sources = readable_each(check_each(self._here("reduce_scatter"), tensors, output, self.size))
         target, how = writable(output), reduction(output.dtype, op)
         return self._start(REDUCE_SCATTER, target.tensor, sources, target, how)
 
     def all_gather(self, output: Tensor, tensor: Tensor) -> Work:
-        check_slices(self._here("all_gather"), output, tensor, self._size)
+        check_slices(self._here("all_gather"), output, tensor, self.size)
         source = readable(tensor)
         return self._start(ALL_GATHER, source.tensor, source, writable(output))
 
     def gather_all(self, outputs: Sequence[Tensor], tensor: Tensor) -> Work:
         """`all_gather` into one output tensor for each rank, anywhere in memory."""
-        targets = writable_each(check_each(self._here("all_gather"), outputs, tensor, self._size))
+        targets = writable_each(check_each(self._here("all_gather"), outputs, tensor, self.size))
         source = readable(tensor)
         return self._start(ALL_GATHER, source.tensor, source, targets)
 
     def all_to_all(
         self, output: Tensor, tensor: Tensor, output_sizes: Sequence[int], sizes: Sequence[int]
     ) -> Work:
-        check_sizes(self._here("all_to_all"), output, tensor, output_sizes, sizes, self._size)
+        check_sizes(self._here("all_to_all"), output, tensor, output_sizes, sizes, self.size)
         source, target = readable(tensor), writable(output)
         check_cpu(full := source.tensor, into := target.tensor)
         engine, handle = self._engine.opened()
@@ -156,14 +147,14 @@ class ShmGroup(Group):
 
     def gather(self, outputs: Sequence[Tensor] | None, tensor: Tensor, destination: int) -> Work:
         source, targets = readable(tensor), NONE
-        if self._rank == destination:
-            targets = writable_each(check_each(self._here("gather"), outputs, tensor, self._size))
+        if self.rank == destination:
+            targets = writable_each(check_each(self._here("gather"), outputs, tensor, self.size))
         return self._start(GATHER, source.tensor, source, targets, root=destination)
 
     def scatter(self, output: Tensor, tensors: Sequence[Tensor] | None, source: int) -> Work:
         target, sources = writable(output), NONE
-        if self._rank == source:
-            sources = readable_each(check_each(self._here("scatter"), tensors, output, self._size))
+        if self.rank == source:
+            sources = readable_each(check_each(self._here("scatter"), tensors, output, self.size))
         return self._start(SCATTER, target.tensor, sources, target, root=source)
 
     def broadcast(self, tensor: Tensor, source: int) -> Work:
@@ -220,7 +211,7 @@ class ShmGroup(Group):
         self._windows.clear()
 
     def _here(self, operation: str) -> str:
-        return f"{operation} on {self._members[self._rank]}"
+        return f"{operation} on {self._members[self.rank]}"
 
     def _start(
         self,

@@ -48,6 +48,8 @@ class C10dGroup(Group):
     secret: known to the ranks and not to their network.
     """
 
+    is_in_place = True
+
     def __init__(
         self,
         process_group: dist.ProcessGroup,
@@ -56,33 +58,14 @@ class C10dGroup(Group):
         activity: Activity | None = None,
         secret: bytes = b"",
     ) -> None:
-        self._secret = secret
+        self.rank, self.size, self.secret = process_group.rank(), process_group.size(), secret
         self._process_group = process_group
         self._members = tuple(members)
         self._device = device or torch.device("cpu")
+        self.has_streams = self._device.type == "cuda"
         activity = activity or Activity()
         self._operations = C10dOperations(process_group, self._members, activity)
         self._direct = DirectExchange(process_group, self._members, self._operations, activity)
-
-    @property
-    def rank(self) -> int:
-        return self._process_group.rank()
-
-    @property
-    def size(self) -> int:
-        return self._process_group.size()
-
-    @property
-    def secret(self) -> bytes:
-        return self._secret
-
-    @property
-    def is_in_place(self) -> bool:
-        return True
-
-    @property
-    def has_streams(self) -> bool:
-        return self._device.type == "cuda"
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
         tensor = tensor.detach()

@@ -136,19 +136,7 @@ class _Unheard(Group):
     """One of some ranks, without the others: what it would receive has a shape and no values."""
 
     def __init__(self, size: int, rank: int) -> None:
-        self._size, self._rank = size, rank
-
-    @property
-    def rank(self) -> int:
-        return self._rank
-
-    @property
-    def size(self) -> int:
-        return self._size
-
-    @property
-    def secret(self) -> bytes:
-        return b""
+        self.size, self.rank = size, rank
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
         return _Done()

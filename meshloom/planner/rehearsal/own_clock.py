@@ -104,15 +104,12 @@ class RehearsedGroup(AroundGroup):
         self, group: Group, axis: Axis, clock: OwnClock, common: CommonMemory | None = None, members: Sequence[int] = ()
     ) -> None:  # fmt: skip
         super().__init__(group)
+        self.secret = b""
         self._clock, self._common = clock, common
         self._members = tuple(members)
         self._axis: Axis = axis
         if common is not None:
             self.window = self._window  # with it the group is one of `Windows`
-
-    @property
-    def secret(self) -> bytes:
-        return b""
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
         return self._run("all_reduce", tensor, lambda: self.group.all_reduce(tensor, op))
