@@ -110,9 +110,10 @@ def test_phases_end_around_each_update(monkeypatch: pytest.MonkeyPatch):
         steps=2,
     )
     trims: list[int] = []
+    monkeypatch.setattr("meshloom.launch.opening.keep_freed_memory", lambda: None)
+    monkeypatch.setattr(process_memory.Shortage, "is_there", True)
     with Trainer(job, "dp=1", devices="simulated") as trainer:
         monkeypatch.setattr(process_memory, "trim", lambda: trims.append(trainer.next_step))
-        monkeypatch.setattr(process_memory.Shortage, "is_there", True)
         for batch in trainer.batches():
             trainer.step(batch)
     assert trims == [0, 0, 1, 1]

@@ -8,7 +8,7 @@ changes afterwards (`assignment.py`). The optimizer objects stay, because schedu
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,6 @@ from meshloom.comm.group import Group
 from meshloom.core.errors import JobError
 from meshloom.core.job import Job, NamedParameters
 from meshloom.exchange.exchange import Ownership, Slice
-from meshloom.machine.process_memory import Shortage
 from meshloom.optimizer.assignment import UpdatedParameters, assign_everything, assign_parts
 from meshloom.optimizer.clipping import clip
 from meshloom.optimizer.masters import Masters
@@ -48,7 +47,8 @@ class _OfOneLoss:
     """What updates the parameters of one of the job's losses.
 
     looks_at_whole: whether some of the optimizers update whole parameters, not elements. takes_closure: whether its
-    optimizer evaluates the loss itself. evaluations: of the loss so far, for updates.
+    optimizer evaluates the loss itself. evaluations: of the loss so far, for updates. fetch, give_back: how gradients reach whole
+    parameters, and how updated values return.
     """
 
     optimizers: Sequence[Optimizer]
@@ -57,6 +57,8 @@ class _OfOneLoss:
     looks_at_whole: bool
     takes_closure: bool
     evaluations: int = 0
+    fetch: Sequence[Callable[[Sequence[Tensor | None]], None]] = ()
+    give_back: Sequence[Callable[[], None]] = ()
 
 
 class Updater:
@@ -108,6 +110,9 @@ class Updater:
             if is_divided
             else assign_everything(user, named_parameters, ownership)
         )
+        for each in self._losses:
+            if each.looks_at_whole:
+                each.fetch, each.give_back = _of_whole(self.updated)
         self._theirs, self._own = _by_whose_gradients(self.updated, ownership)
         clips = any(each.clip_grad_norm is not None for each in self._losses)
         self._counted = (
@@ -157,46 +162,34 @@ class Updater:
             multiplied by in this update. evaluate: for optimizers that take a closure. skip: neither optimizers nor
             schedulers step, and there is no norm; the ranks meet as in any update.
         """
-        parts, turn = self.updated, self._turn
-        Shortage.trim()  # of activations
+        turn, masters = self._turn, self.masters
         before = [(target, target.grad) for target in self._theirs]
-        norm = self._take(self.masters.raised(gradients) if self.masters else gradients)
-        for optimizer in turn.optimizers if not skip else ():
-            with _scaled(optimizer, rate):
-                if turn.takes_closure and evaluate is not None:
-                    _step_with_closure(optimizer, loss, partial(self._evaluated, evaluate))
-                else:
-                    self._offloaded.step(optimizer) if self._offloaded else optimizer.step()
+        norm = self._take(masters.raised(gradients) if masters else gradients)
+        if not skip:
+            with _scaled(turn.optimizers, rate) if rate != 1.0 else nullcontext():
+                for optimizer in turn.optimizers:
+                    if turn.takes_closure and evaluate is not None:
+                        _step_with_closure(optimizer, loss, partial(self._evaluated, evaluate))
+                    else:
+                        self._offloaded.step(optimizer) if self._offloaded else optimizer.step()
         for target, gradient in before:
             target.grad = gradient  # it is the exchange's
         for target in self._own:
             target.grad = None
-        if parts.from_shards and turn.looks_at_whole:
-            parts.from_shards.give_back()
-        if parts.from_slices and turn.looks_at_whole:
-            parts.from_slices.give_back()
-        if self.masters:
-            self.masters.publish()
+        for give_back in turn.give_back:
+            give_back()
+        if masters:
+            masters.publish()
         for scheduler in turn.schedulers if not skip else ():
             scheduler.step(loss) if isinstance(scheduler, ReduceLROnPlateau) else scheduler.step()
-        Shortage.trim()
         return None if skip else norm
 
     def _take(self, gradients: Sequence[Tensor | None]) -> Tensor | None:
         """Clip, and give the optimizers of this turn their gradients; the norm."""
-        norm, turn, parts = None, self._turn, self.updated
+        turn = self._turn
         turn.evaluations += 1
-        if turn.clip_grad_norm is not None:
-            over_tp = self._shards.group if self._counted is not None else None
-            norm = clip(
-                gradients,
-                turn.clip_grad_norm,
-                self._ownership.owners,
-                self._device,
-                holders=[group for group in (over_tp, self._stages) if group is not None],
-                counted=self._counted,
-            )
-        for target, gradient in zip(parts.targets, gradients, strict=True):
+        norm = None if turn.clip_grad_norm is None else self._clipped(gradients, turn.clip_grad_norm)
+        for target, gradient in zip(self.updated.targets, gradients, strict=True):
             if target is not None:
                 if (
                     gradient is not None
@@ -205,11 +198,15 @@ class Updater:
                 ):
                     gradient = gradient.view(target.shape)
                 target.grad = gradient
-        if parts.from_slices and turn.looks_at_whole:
-            parts.from_slices.fetch(gradients)
-        if parts.from_shards and turn.looks_at_whole:
-            parts.from_shards.fetch()
+        for fetch in turn.fetch:
+            fetch(gradients)
         return norm
+
+    def _clipped(self, gradients: Sequence[Tensor | None], limit: float) -> Tensor:
+        """Their norm before they were clipped."""
+        over_tp = self._shards.group if self._counted is not None else None
+        holders = [group for group in (over_tp, self._stages) if group is not None]
+        return clip(gradients, limit, self._ownership.owners, self._device, holders=holders, counted=self._counted)  # fmt: skip
 
     def _evaluated(self, evaluate: Evaluate) -> float:
         """The loss where an optimizer has moved the parameters; the gradients there are set."""
@@ -269,6 +266,17 @@ def _step_with_closure(optimizer: Any, loss: float, evaluated: Callable[[], floa
     optimizer.step(lambda: torch.tensor(known.pop() if known else evaluated(), dtype=torch.float64))
 
 
+def _of_whole(
+    parts: UpdatedParameters,
+) -> tuple[list[Callable[[Sequence[Tensor | None]], None]], list[Callable[[], None]]]:
+    """How gradients reach parameters that are updated as a whole, and how their values return."""
+    slices, shards = parts.from_slices, parts.from_shards
+    fetch = [slices.fetch] if slices else []
+    if shards:
+        return [*fetch, lambda gradients: shards.fetch()], [shards.give_back, *([slices.give_back] if slices else [])]  # fmt: skip
+    return fetch, [slices.give_back] if slices else []
+
+
 def _by_whose_gradients(
     parts: UpdatedParameters, ownership: Ownership
 ) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
@@ -324,9 +332,10 @@ def _by_loss(job: Job, user: UserOptimizers) -> list[_OfOneLoss]:
 
 
 @contextmanager
-def _scaled(optimizer: Optimizer, rate: float) -> Iterator[None]:
+def _scaled(optimizers: Sequence[Optimizer], rate: float) -> Iterator[None]:
     """With the learning rates multiplied by `rate`; schedulers do not see it."""
-    own = [(group, group["lr"]) for group in optimizer.param_groups if "lr" in group and rate != 1.0]
+    groups = [group for each in optimizers for group in each.param_groups]
+    own = [(group, group["lr"]) for group in groups if "lr" in group]
     for group, learning_rate in own:
         group["lr"] = learning_rate * rate
     try:

@@ -234,6 +234,9 @@ class SynchronousRun:
     def _attach(self) -> None:
         """What this run does before and after a step, beside it."""
         replicas, out = self.replicas, self._out
+        for replica in replicas.all if Shortage.is_there else ():
+            replica.attached.computed.append(lambda found: Shortage.trim())  # of activations
+            replica.attached.updated.append(lambda result: Shortage.trim())
         if out is not None:
             self._before.append(self._arm)
         if out is not None and replicas.first.inner.pp > 1:
