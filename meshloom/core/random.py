@@ -34,7 +34,7 @@ def derive(*parts: int | str) -> int:
     >>> derive(0, "chunk", 3) == derive(0, "chunk", 3) != derive(0, "chunk", 4)
     True
     """
-    text = "/".join(str(part) for part in parts).encode()
+    text = "/".join(map(str, parts)).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
 
 

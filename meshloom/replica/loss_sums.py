@@ -14,7 +14,7 @@ from torch import Tensor
 
 from meshloom.comm.group import Group, Work
 from meshloom.comm.objects import collect
-from meshloom.core.device.readback import Readback, Readbacks
+from meshloom.core.device.readback import Readbacks
 from meshloom.core.errors import JobError
 from meshloom.core.exchanges import EXCHANGES
 from meshloom.core.losses.logged import taken_apart
@@ -52,20 +52,16 @@ class LossSums:
         self._new: dict[str, list[Any]] = {}  # those of this rank: sum and weight
         self._named_bytes = 0  # of sums of names so far
         self.logged: Mapping[str, float] = {}  # the newest step's means
-        self._clear(device)
         self.asked = self.overflowed = self.are_unlike = False
         self.scale, self.num_ranks = scale, num_ranks
         self.loss = ""
         self._own: Tensor | None = None
         self._keeps_own = keeps_own
-        self.readbacks = Readbacks(device)
-        self._ready = self.started = False
-        self._global: Readback | None = None
-        self._of_own: Readback | None = None
-        self._asks: Callable[[], bool] | None = None
-        self._rates: Callable[[], Sequence[float]] | None = None
+        self.readbacks, self._on_host = Readbacks(device), device.type == "cpu"
         self._told = Told(num_ranks)  # by this rank
         self._work: Work | None = None
+        self.sums = torch.empty(0, dtype=torch.float64, device=device)
+        self.begin()
         self._one = {
             is_mean: torch.tensor([1.0, float(is_mean)], dtype=torch.float64, device=device)
             for is_mean in (False, True)
@@ -89,10 +85,15 @@ class LossSums:
     ) -> None:
         """Start a step. asks: whether this rank asks for something between steps; None: ranks do not agree on
         that. rates: those of the optimizers, which ranks must have alike; None: they are not compared."""
-        self._clear(self.sums.device)
+        device, length = self.sums.device, _LOGGED_FROM + 2 * len(self.names)
+        self.sums = torch.zeros(length, dtype=torch.float64, device=device)
+        self._parts = self.sums[0], self.sums[1], self.sums[2:4]
+        self._new = {}
         self._asks, self._rates = asks, rates
         self._ready = self.started = False
-        self._global = self._of_own = None
+        # once they have been sent to the host; of all replicas, and of this one
+        self._global: Callable[[], Tensor] | None = None
+        self._of_own: Callable[[], Tensor] | None = None
 
     def add(self, returned: Any, chunk: Chunk) -> tuple[Tensor, Tensor, Tensor | float]:
         """Add what the loss returned for a chunk; returns the root of its backward, the loss sum and its
@@ -101,7 +102,9 @@ class LossSums:
         For a mean over samples the global weight is known in advance, and dividing the loss is cheaper than
         dividing the gradients. A scale is that of the mean, as far as it is known: of a sum it would be too large.
         """
-        returned, logged = taken_apart(returned)
+        logged: Mapping[str, Any] = {}
+        if isinstance(returned, dict):
+            returned, logged = taken_apart(returned)
         loss, weight = as_sum(returned, chunk.samples, of=self.loss)
         for name, value in logged.items():
             self._add_logged(name, value, weight)
@@ -117,10 +120,11 @@ class LossSums:
     def close(self) -> None:
         """End this rank's chunks. What it asks, and its rates, travel with the sums, so that all ranks know of them after the
         same step."""
-        if self.told is not None:
-            asks = self._asks is not None and self._asks()
-            self._told = Told(self.num_ranks, asks=asks, rates=self._rates() if self._rates else ())
-            self.told.fill_(self._told.value)
+        if (told := self.told) is not None:
+            asks, rates = bool(self._asks and self._asks()), self._rates() if self._rates else ()
+            if not self._told.is_of(asks, rates):
+                self._told = Told(self.num_ranks, asks=asks, rates=rates)
+            told.fill_(self._told.value)
         if self._new:
             self.sums[5] = 1
 
@@ -131,7 +135,7 @@ class LossSums:
         if self._keeps_own:
             self._own = self.sums.clone()
         self._work = group.all_reduce(self.sums) if group.size > 1 else None
-        self._ready = group.size == 1 or group.has_streams
+        self._ready = not self._on_host and (group.size == 1 or group.has_streams)
         if self._ready:
             self.readbacks.lane.after_computation()
 
@@ -144,8 +148,8 @@ class LossSums:
         if self.scale is not None:
             return
         if self._own is not None:
-            self._of_own = self.readbacks.read(self._own, ready=self._ready)
-        self._global = self.readbacks.read(self.sums, ready=self._ready)
+            self._of_own = self._sent(self._own)
+        self._global = self._sent(self.sums)
 
     def end_update(self) -> None:
         """After a step's update, or where it would have been: the next one's scale."""
@@ -162,8 +166,10 @@ class LossSums:
     def agree_on_names(self, world: Group, *, speaks: bool) -> None:
         """After `result`, where some rank has logged names that others do not know: add these up, so that all know
         them. All ranks call it. speaks: whether this rank is the one of those with equal values that counts."""
-        if not self.unknown:
-            return
+        if self.unknown:
+            self._learn_names(world, speaks=speaks)
+
+    def _learn_names(self, world: Group, *, speaks: bool) -> None:
         mine = {name: [float(each) for each in pair] for name, pair in self._new.items()} if speaks else {}
         everyone = collect(world, mine)
         totals: dict[str, list[float]] = {}
@@ -180,35 +186,37 @@ class LossSums:
             weight = self.sums[1] if self._own is None else self._own[1]
             return torch.where(weight == 0, 1.0, weight / batch * self.scale.scale)
         _, weight = self.result()
-        are_means = bool(self._global and self._global.values()[3])
+        are_means = bool(self._global and self._global()[3])
         if self._of_own is not None:
-            weight = float(self._of_own.values()[1])
+            weight = float(self._of_own()[1])
             return weight / batch if are_means else weight or 1.0
         return weight / batch if are_means else weight
 
     def send(self, overflowed: Tensor) -> None:
         """Send the global sums to the host, and with them how many ranks' gradients overflowed, float64 [1], so that it waits once."""
-        self._global = self.readbacks.read(torch.cat([self.sums, overflowed]))
+        self._global = self.readbacks.read(torch.cat([self.sums, overflowed])).values
 
     def result(self) -> tuple[float, float]:
         """The global loss and weight, after `wait`. Waits for them to arrive."""
         assert self._global
-        total, weight, num_chunks, num_means, told, num_unknown, *others = self._global.values().tolist()
-        named, overflowed = others[: 2 * len(self.names)], others[2 * len(self.names) :]
+        total, weight, num_chunks, num_means, told, num_unknown, *others = self._global().tolist()
         self.asked, self.are_unlike = self._told.answered(told) if self.told is not None else (False, False)
-        self.unknown, self.overflowed = num_unknown > 0, any(overflowed)
-        pairs = zip(self.names, named[::2], named[1::2], strict=True)
-        self.logged = {name: _mean(*pair) for name, *pair in pairs if pair[1]}
+        self.unknown, self.overflowed = num_unknown > 0, any(others[2 * len(self.names) :])
+        self.logged = self._means(others) if self.names else {}
         if num_means not in (0, num_chunks):
             raise JobError(
                 f"The loss function returned a mean for {num_means:g} of {num_chunks:g} chunks and (sum, weight) for the others. Return one kind always."
             )
         return total, weight
 
-    def _clear(self, device: torch.device) -> None:
-        self.sums = torch.zeros(_LOGGED_FROM + 2 * len(self.names), dtype=torch.float64, device=device)
-        self._parts = self.sums[0], self.sums[1], self.sums[2:4]
-        self._new = {}
+    def _sent(self, sums: Tensor) -> Callable[[], Tensor]:
+        """What returns them on the host. They may not change until then."""
+        return sums.cpu if self._on_host else self.readbacks.read(sums, ready=self._ready).values
+
+    def _means(self, named: Sequence[float]) -> dict[str, float]:
+        """Of what was logged. named: sum and weight of each of the names."""
+        pairs = zip(self.names, named[::2], named[1::2], strict=False)
+        return {name: _mean(total, weight) for name, total, weight in pairs if weight}
 
     def _add_logged(self, name: str, value: Tensor | float, weight: Tensor | float) -> None:
         if name in self.names:
@@ -237,9 +245,14 @@ class Told:
         of_ranks = (num_ranks - 1).bit_length()
         bits = min(32, 52 - 2 * of_ranks)
         digest = hashlib.blake2b(array("d", rates).tobytes(), digest_size=8).digest()
+        self._said = asks, list(rates)
         self._digest, self._num_ranks = int.from_bytes(digest, "little") % 2**bits, num_ranks
         self._asking = 2 ** (bits + of_ranks)
         self.value = asks * self._asking + self._digest
+
+    def is_of(self, asks: bool, rates: Sequence[float]) -> bool:
+        """Whether it says this."""
+        return self._said == (asks, list(rates))
 
     def answered(self, total: float) -> tuple[bool, bool]:
         """Whether some rank asks, and whether some have other rates than this one. total: of all ranks' values."""

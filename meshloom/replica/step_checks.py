@@ -8,7 +8,7 @@ import json
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -193,17 +193,27 @@ class ChunkWrites:
         before = self._since_update or list(map(_counted, self._watched))
         looks = self._steps < self._first_looks or self._steps % LOOK_EVERY == 0
         seen = ParameterWrites(self._watched) if self._watched and looks else None
+        self._steps += 1
+        with self._memory_kept() if self._moving else nullcontext():
+            yield
+        self._written = None
+        if seen or before != list(map(_counted, self._watched)):
+            self._note_written(before, seen)
+
+    @contextmanager
+    def _memory_kept(self) -> Iterator[None]:
+        """What a forward gives other memory (`.data = ...`) has its own again, with the values."""
         places = [each.data_ptr() for each in self._moving]
         if places != self._places:
             self._places, self._memory = places, [each.data for each in self._moving]
-        self._steps += 1
         yield
         for parameter, memory, place in zip(self._moving, self._memory, places, strict=True):
-            if parameter.data_ptr() != place:  # `.data = ...`
+            if parameter.data_ptr() != place:
                 memory.copy_(parameter.data)
                 parameter.data = memory
-        now = list(map(_counted, self._watched))
-        pairs = zip(self._watched, before, now, strict=True)
+
+    def _note_written(self, before: Sequence[tuple[int, int]], seen: ParameterWrites | None) -> None:
+        pairs = zip(self._watched, before, map(_counted, self._watched), strict=True)
         written = [name for (name, _), was, is_now in pairs if was != is_now]
         written += seen.names() if seen else []
         if untrained := [name for name in dict.fromkeys(written) if name in dict(self._frozen)]:
@@ -263,15 +273,29 @@ def check_finite(
     locate: as `Stages.locate`. turn: of the step.
     overflowed: the scale with which gradients are not finite; the step is then skipped, unless a smaller scale will not help.
     """
+    if overflowed is None and weight > 0 and math.isfinite(total):
+        return
     if overflowed and overflowed.scale <= LEAST and math.isfinite(total) and weight > 0:
         raise TrainingError(
             f"The gradients of step {step} overflow float16 even with the loss scaled by {overflowed.scale:.1e}, after {overflowed.skipped} skipped steps. Look for a "
             "division by zero or a logarithm of zero in the loss, or use precision=bf16-mixed, which needs no scale."
         )
-    if weight > 0 and (math.isfinite(total) or (overflowed and overflowed.scale > 1)):
+    if weight > 0 and overflowed and (math.isfinite(total) or overflowed.scale > 1):
         return
+    raise _not_finite(locate, turn, world, step, total, weight)
+
+
+def _not_finite(
+    locate: Callable[[], list[Any] | None],
+    turn: LossTurn,
+    world: Group,
+    step: int,
+    total: float,
+    weight: float,
+) -> DataError | TrainingError:
+    """The same on all ranks."""
     if math.isfinite(total):
-        raise DataError(
+        return DataError(
             f"The weights of all chunks of step {step} sum to {weight:g}, so there is no mean loss. Leave out batches without anything to average over."
         )
     here = locate()
@@ -281,7 +305,7 @@ def check_finite(
         default=(0, 0, "the sum over all chunks overflowed"),
     )
     name = f"{turn.loss!r} " if turn.loss else ""
-    raise TrainingError(
+    return TrainingError(
         f"The loss {name}of step {step} is {total / weight if weight else math.nan:g}: rank {rank}, {where}. The parameters were not updated; "
         "lower the learning rate, clip gradients, or look at this batch."
     )

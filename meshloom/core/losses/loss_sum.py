@@ -21,33 +21,40 @@ def as_sum(
     >>> as_sum(torch.tensor(2.0), 3, needs_gradient=False)
     (tensor(6.), 3)
     """
+    value, weight = loss if isinstance(loss, tuple) and len(loss) == 2 else (loss, None)
+    if not isinstance(value, Tensor) or value.numel() != 1 or (needs_gradient and not value.requires_grad):
+        raise _refused(loss, value, who, of, needs_gradient=needs_gradient)
+    if isinstance(weight, Tensor):
+        if weight.requires_grad or weight.numel() != 1:
+            raise _refused(loss, value, who, of, needs_gradient=needs_gradient)
+        weight = weight.reshape(())
+    if value.dtype == torch.float16:  # whose largest number is 65504
+        value = value.float()
+    return (value.reshape(()) * samples, samples) if weight is None else (value.reshape(()), weight)
+
+
+def _refused(loss: object, value: object, who: str, of: str, *, needs_gradient: bool) -> JobError:
+    """The error for a loss that is not one. value: what it returned, or the first of two. Else as `as_sum`."""
     who = f"{who} of {of!r}" if of else who
-    mean_or_sum, weight = loss if isinstance(loss, tuple) and len(loss) == 2 else (loss, None)
     several = _SEVERAL if needs_gradient else ""
-    if not isinstance(mean_or_sum, Tensor):
-        raise JobError(
+    if not isinstance(value, Tensor):
+        return JobError(
             f"{who} returned {_kind(loss)}. Return one scalar tensor (the mean over the samples), or (sum, weight).{several}"
         )
-    if mean_or_sum.numel() != 1:
-        raise JobError(
-            f"{who} returned a tensor of shape {list(mean_or_sum.shape)}, not a scalar. Return its mean over the samples, or (sum, weight)."
+    if value.numel() != 1:
+        return JobError(
+            f"{who} returned a tensor of shape {list(value.shape)}, not a scalar. Return its mean over the samples, or (sum, weight)."
         )
-    if needs_gradient and not mean_or_sum.requires_grad:
-        raise JobError(
+    if needs_gradient and not value.requires_grad:
+        return JobError(
             f"The loss {of!r} does not depend on any of its own parameters, so it trains nothing. Look for a detach() or no_grad() on the way from them, "
             "or for the wrong names in its parameters=..."
             if of
             else "The loss does not depend on any trainable parameter (requires_grad is False), so there is nothing to train."
         )
-    if isinstance(weight, Tensor) and (weight.requires_grad or weight.numel() != 1):
-        raise JobError(
-            f"{who} returned (sum, weight), where the weight must be a number without gradient: the number of items in the sum.{several}"
-        )
-    if mean_or_sum.dtype == torch.float16:  # whose largest number is 65504
-        mean_or_sum = mean_or_sum.float()
-    if weight is None:
-        return mean_or_sum.reshape(()) * samples, samples
-    return mean_or_sum.reshape(()), weight.reshape(()) if isinstance(weight, Tensor) else weight
+    return JobError(
+        f"{who} returned (sum, weight), where the weight must be a number without gradient: the number of items in the sum.{several}"
+    )
 
 
 _SEVERAL = " A job of several losses (a GAN) gives them by name, as Job(losses=...)."

@@ -33,6 +33,7 @@ class Modes:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._built = [(name, module, module.training) for name, module in model.named_modules()]
+        self._modes = [trains for *_, trains in self._built]
         self._left = self._now()
 
     @contextmanager
@@ -42,14 +43,8 @@ class Modes:
         Raises `TrainingError` if a part of the model was put into evaluation mode since the last step, which
         programs that are already captured could not follow.
         """
-        if self._model.training:
-            for (name, module, trains), left in zip(self._built, self._left, strict=True):
-                if trains and left and not module.training:
-                    raise TrainingError(
-                        f"{name} was put into evaluation mode between two steps, and the rest of the model was not. Modules train in the mode in which "
-                        "Job(model=...) returned them: set its mode there, or build a new Trainer from a job that does."
-                    )
-        self._restore()
+        if self._now() != self._modes:
+            self._restore()
         try:
             yield
         finally:
@@ -67,6 +62,13 @@ class Modes:
                 module.training = training
 
     def _restore(self) -> None:
+        if self._model.training:
+            for (name, module, trains), left in zip(self._built, self._left, strict=True):
+                if trains and left and not module.training:
+                    raise TrainingError(
+                        f"{name} was put into evaluation mode between two steps, and the rest of the model was not. Modules train in the mode in which "
+                        "Job(model=...) returned them: set its mode there, or build a new Trainer from a job that does."
+                    )
         for _, module, trains in self._built:
             if module.training is not trains:
                 module.training = trains
