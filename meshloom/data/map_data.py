@@ -41,13 +41,13 @@ class ChunkSource(Dataset[Any]):
 
     def __init__(self, dataset: Any, job: Job) -> None:
         self._dataset = dataset
-        self._seed, self._set_epoch = job.seed, getattr(dataset, "set_epoch", None)
+        self._seed = job.seed
         self._collate, self._generators = Collation(job), DatasetGenerators(dataset)
 
     def __getitem__(self, request: ReadRequest) -> Any:
         samples: dict[int, Any] = {}
-        if self._set_epoch is not None and request.epoch != EVALUATION:
-            self._set_epoch(request.epoch)
+        if request.epoch != EVALUATION and hasattr(self._dataset, "set_epoch"):
+            self._dataset.set_epoch(request.epoch)
         for index in dict.fromkeys([*request.indices, *(request.partners or ())]):
             seed = sample_seed(self._seed, request.epoch, index)
             seed_draws(seed)

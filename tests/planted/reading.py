@@ -39,7 +39,7 @@ def partners_of_first_chunk(patch: Patch) -> None:
     def requests(right: Any, self: MapReader, start_step: int) -> Iterator[Any]:
         for each in right(self, start_step):
             partners = self._batches.partners(each.step)
-            yield each if partners is None else replace(each, partners=partners[: len(each.indices)])
+            yield each if partners is None else each._replace(partners=partners[: len(each.indices)])
 
     wrap(patch, MapReader, "_requests", requests)
 
