@@ -17,6 +17,8 @@ from torch import Tensor, nn
 
 import meshloom as ml
 from meshloom.core.job import Job
+from meshloom.telemetry.progress import QUIET
+from meshloom.telemetry.timings import Timings
 from tests.jobs import class_loss, make_job
 
 ROOT = Path(ml.__file__).parent
@@ -69,6 +71,7 @@ JOB = replace(make_job("mlp", "sgd"), steps=LAST + 2, clip_grad_norm=None)
 CASES: dict[str, tuple[Job, Job, str, set[str]]] = {
     "frozen": (replace(JOB, frozen={"first": range(4)}), JOB, "dp=2", {"core/losses/frozen.py"}),
     "averages": (replace(JOB, average=0.9), JOB, "dp=2", {"optimizer/averages.py", "exchange/exchange.py"}),
+    "clipping": (replace(JOB, clip_grad_norm=1.0), JOB, "dp=2", {"core/device/readback.py", "optimizer/clipping.py"}),
     "batch statistics": (
         replace(JOB, model=normed), replace(JOB, model=unnormed), "dp=2",
         {f"replica/buffers/{name}.py" for name in ("declared_buffers", "merged_buffers", "norm_statistics")},
@@ -88,6 +91,46 @@ def test_a_feature_enters_its_own_files_and_no_others(name: str) -> None:
     there, here = entered(with_it, plan), entered(without, plan)
     assert there - here == files
     assert here - there == set()
+
+
+SETTINGS: dict[str, tuple[dict[str, Any], set[str]]] = {
+    "a listener of steps": (
+        {"listener": ml.Listener(started=lambda line: None, step=lambda progress: None)},
+        {"launch/world.py", "machine/process_memory.py", "train/run_checkpoints.py"},
+    ),
+    "timings": ({"timings": Timings()}, {"telemetry/timings.py"}),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.long
+def test_a_setting_of_the_trainer_enters_its_own_files_and_no_others(name: str) -> None:
+    settings, files = SETTINGS[name]
+    there, here = entered_by_run(**{"listener": QUIET, **settings}), entered_by_run(listener=QUIET)
+    assert there - here == files
+    assert here - there == set()
+
+
+def entered_by_run(**settings: Any) -> set[str]:
+    """The files of the package that a few steps of `fit()` enter."""
+    found = set[str]()
+    with (
+        noted(found) as noting,
+        ml.Trainer(
+            replace(JOB, loss=class_loss), "dp=2", devices="simulated", cache="off", **settings
+        ) as trainer,
+    ):
+        run = trainer.synchronous
+        assert run is not None
+        step = run.step
+
+        def stepped(batch: Any) -> float:
+            noting.set() if FIRST <= batch.step <= LAST else noting.clear()
+            return step(batch)
+
+        run.step = stepped  # type: ignore[method-assign]
+        trainer.fit()
+    return {str(Path(each).relative_to(ROOT)) for each in found if Path(each).is_relative_to(ROOT)}
 
 
 def entered(job: Job, plan: str) -> set[str]:
