@@ -23,11 +23,6 @@ class Operand(NamedTuple):
     addresses: int | tuple[int, ...]
     copy_back: Callable[[], None] | None = None
 
-    @property
-    def tensor(self) -> Tensor:
-        """The memory of one tensor."""
-        return self.tensors[0]
-
 
 NONE = Operand((), 0)  # of a rank that hands in nothing
 
@@ -74,15 +69,17 @@ def check_cpu(*tensors: Tensor) -> None:
             )
 
 
-def check_slices(operation: str, full: Tensor, part: Tensor, size: int) -> None:
+def check_slices(operation: str, member: str, full: Tensor, part: Tensor, size: int) -> None:
     """Raise `CollectiveError` unless `full` has the elements of `size` tensors like `part`."""
     if full.numel() != size * part.numel() or full.dtype != part.dtype:
         raise CollectiveError(
-            f"{operation}: {describe(full)} is not {size} times {describe(part)}, for {size} ranks."
+            f"{operation} on {member}: {describe(full)} is not {size} times {describe(part)}, for {size} ranks."
         )
 
 
-def check_each(operation: str, tensors: Sequence[Tensor] | None, like: Tensor, size: int) -> Sequence[Tensor]:
+def check_each(
+    operation: str, member: str, tensors: Sequence[Tensor] | None, like: Tensor, size: int
+) -> Sequence[Tensor]:
     """`tensors`, one for each rank. Raises `CollectiveError` unless all of them are as large as `like`."""
     if (
         tensors is None
@@ -90,12 +87,15 @@ def check_each(operation: str, tensors: Sequence[Tensor] | None, like: Tensor, s
         or any(each.numel() != like.numel() or each.dtype != like.dtype for each in tensors)
     ):
         found = "none" if tensors is None else ", ".join(describe(each) for each in tensors)
-        raise CollectiveError(f"{operation} needs {size} tensors of {describe(like)}, and was given {found}.")
+        raise CollectiveError(
+            f"{operation} on {member} needs {size} tensors of {describe(like)}, and was given {found}."
+        )
     return tensors
 
 
 def check_sizes(
     operation: str,
+    member: str,
     output: Tensor,
     tensor: Tensor,
     output_sizes: Sequence[int],
@@ -110,7 +110,7 @@ def check_sizes(
         or len(output_sizes) != size
     ):
         raise CollectiveError(
-            f"{operation} sends {list(sizes)} of {tensor.numel()} elements and receives {list(output_sizes)} into "
+            f"{operation} on {member} sends {list(sizes)} of {tensor.numel()} elements and receives {list(output_sizes)} into "
             f"{output.numel()}: give one size for each of the {size} ranks, adding up to each."
         )
 

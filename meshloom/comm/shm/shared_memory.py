@@ -85,7 +85,7 @@ class ShmGroup(Group):
             rank,
             size,
         )  # no secret: whoever could change what is sent could change the memory
-        self._members = tuple(members)
+        self._members, self._name = tuple(members), members[rank]
         self._windows: list[SharedWindow] = []
         settings = settings or SharedMemorySettings()
         if (ranks_here or size) > cores():
@@ -103,83 +103,88 @@ class ShmGroup(Group):
     def all_reduce(self, tensor: Tensor, op: Op = "sum") -> Work:
         memory = writable(tensor)
         how = reduction(tensor.dtype, op)
-        return self._start(ALL_REDUCE, memory.tensor, memory, memory, how, shape=tensor.shape)
+        return self._start(ALL_REDUCE, tensor, memory, memory, how, shape=tensor.shape)
 
     def reduce(self, tensor: Tensor, destination: int, op: Op = "sum") -> Work:
         """Replace rank `destination`'s `tensor` by the reduction over all ranks; the others' stay."""
         memory = writable(tensor)
         how = reduction(tensor.dtype, op)
-        return self._start(REDUCE, memory.tensor, memory, memory, how, destination, tensor.shape)
+        return self._start(REDUCE, tensor, memory, memory, how, destination, tensor.shape)
 
     def reduce_scatter(self, output: Tensor, tensor: Tensor, op: Op = "sum") -> Work:
-        check_slices(self._here("reduce_scatter"), tensor, output, self.size)
+        check_slices("reduce_scatter", self._name, tensor, output, self.size)
         target, how = writable(output), reduction(tensor.dtype, op)
-        return self._start(REDUCE_SCATTER, target.tensor, readable(tensor), target, how)
+        return self._start(REDUCE_SCATTER, output, readable(tensor), target, how)
 
     def scatter_reduced(self, output: Tensor, tensors: Sequence[Tensor], op: Op = "sum") -> Work:
         """`reduce_scatter` of one input tensor for each rank, anywhere in memory."""
-        sources = readable_each(check_each(self._here("reduce_scatter"), tensors, output, self.size))
+        sources = readable_each(check_each("reduce_scatter", self._name, tensors, output, self.size))
         target, how = writable(output), reduction(output.dtype, op)
-        return self._start(REDUCE_SCATTER, target.tensor, sources, target, how)
+        return self._start(REDUCE_SCATTER, output, sources, target, how)
 
     def all_gather(self, output: Tensor, tensor: Tensor) -> Work:
-        check_slices(self._here("all_gather"), output, tensor, self.size)
+        check_slices("all_gather", self._name, output, tensor, self.size)
         source = readable(tensor)
-        return self._start(ALL_GATHER, source.tensor, source, writable(output))
+        return self._start(ALL_GATHER, tensor, source, writable(output))
 
     def gather_all(self, outputs: Sequence[Tensor], tensor: Tensor) -> Work:
         """`all_gather` into one output tensor for each rank, anywhere in memory."""
-        targets = writable_each(check_each(self._here("all_gather"), outputs, tensor, self.size))
+        targets = writable_each(check_each("all_gather", self._name, outputs, tensor, self.size))
         source = readable(tensor)
-        return self._start(ALL_GATHER, source.tensor, source, targets)
+        return self._start(ALL_GATHER, tensor, source, targets)
 
     def all_to_all(
         self, output: Tensor, tensor: Tensor, output_sizes: Sequence[int], sizes: Sequence[int]
     ) -> Work:
-        check_sizes(self._here("all_to_all"), output, tensor, output_sizes, sizes, self.size)
+        check_sizes("all_to_all", self._name, output, tensor, output_sizes, sizes, self.size)
         source, target = readable(tensor), writable(output)
-        check_cpu(full := source.tensor, into := target.tensor)
+        check_cpu(tensor, output)
         engine, handle = self._engine.opened()
         number = engine.start_all_to_all(
-            handle, dtype_number(tensor), full.data_ptr(), into.data_ptr(), tuple(sizes), tuple(output_sizes)
+            handle,
+            dtype_number(tensor),
+            source.addresses,
+            target.addresses,
+            tuple(sizes),
+            tuple(output_sizes),
         )
-        return self._started(number, ALL_TO_ALL, full, source, target)
+        return self._started(number, ALL_TO_ALL, tensor, source, target)
 
     def gather(self, outputs: Sequence[Tensor] | None, tensor: Tensor, destination: int) -> Work:
         source, targets = readable(tensor), NONE
         if self.rank == destination:
-            targets = writable_each(check_each(self._here("gather"), outputs, tensor, self.size))
-        return self._start(GATHER, source.tensor, source, targets, root=destination)
+            targets = writable_each(check_each("gather", self._name, outputs, tensor, self.size))
+        return self._start(GATHER, tensor, source, targets, root=destination)
 
     def scatter(self, output: Tensor, tensors: Sequence[Tensor] | None, source: int) -> Work:
         target, sources = writable(output), NONE
         if self.rank == source:
-            sources = readable_each(check_each(self._here("scatter"), tensors, output, self.size))
-        return self._start(SCATTER, target.tensor, sources, target, root=source)
+            sources = readable_each(check_each("scatter", self._name, tensors, output, self.size))
+        return self._start(SCATTER, output, sources, target, root=source)
 
     def broadcast(self, tensor: Tensor, source: int) -> Work:
         memory = writable(tensor)
-        return self._start(BROADCAST, memory.tensor, memory, memory, root=source, shape=tensor.shape)
+        return self._start(BROADCAST, tensor, memory, memory, root=source, shape=tensor.shape)
 
     def send(self, tensor: Tensor, destination: int, tag: int = 0) -> Work:
         """Send to a rank; finished as soon as the tensor may be changed."""
         memory = readable(tensor)
-        check_cpu(flat := memory.tensor)
+        check_cpu(tensor)
         engine, handle = self._engine.opened()
         dtype, shape = dtype_number(tensor), tensor.shape
-        number = engine.send(handle, destination, tag, dtype, flat.numel(), shape, memory.addresses)
-        what = f"send of {describe(flat)} to {self._members[destination]}"
+        number = engine.send(handle, destination, tag, dtype, tensor.numel(), shape, memory.addresses)
+        what = f"send of {describe(tensor)} to {self._members[destination]}"
         return StartedMessage(self._engine, number, what, destination, memory)
 
     def recv(self, tensor: Tensor, source: int | None, tag: int = 0) -> StartedMessage:
         """Fill `tensor` with what rank `source` (None: any rank) sent under that tag."""
         memory = writable(tensor)
-        check_cpu(flat := memory.tensor)
+        check_cpu(tensor)
         engine, handle = self._engine.opened()
         peer = _ANY_RANK if source is None else source
         dtype, shape = dtype_number(tensor), tensor.shape
-        number = engine.receive(handle, peer, tag, dtype, flat.numel(), shape, memory.addresses)
-        what = f"recv of {describe(flat)} from {'any rank' if source is None else self._members[source]}"
+        number = engine.receive(handle, peer, tag, dtype, tensor.numel(), shape, memory.addresses)
+        what = f"recv of {describe(tensor)} from {'any rank' if source is None else self._members[source]}"
         return StartedMessage(self._engine, number, what, source, memory)
 
     def barrier(self) -> Work:
@@ -209,9 +214,6 @@ class ShmGroup(Group):
         """Unmap the memory; other ranks may do so at another time. Nothing can be started afterwards."""
         self._engine.close()
         self._windows.clear()
-
-    def _here(self, operation: str) -> str:
-        return f"{operation} on {self._members[self.rank]}"
 
     def _start(
         self,
