@@ -143,10 +143,10 @@ class Updater:
         if self._offloaded:
             self._offloaded.close()
 
-    def begin_step(self) -> None:
-        """Gradients are about to be computed."""
-        if self._offloaded:
-            self._offloaded.begin_step()
+    @property
+    def fetch_ahead(self) -> Callable[[], None] | None:
+        """What is called before gradients are computed; None: nothing is offloaded."""
+        return self._offloaded.begin_step if self._offloaded else None
 
     def turn_to(self, number: int) -> None:
         """From now on updates are of the parameters of the job's loss of this number."""

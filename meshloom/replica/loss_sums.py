@@ -152,9 +152,9 @@ class LossSums:
         self._global = self._sent(self.sums)
 
     def end_update(self) -> None:
-        """After a step's update, or where it would have been: the next one's scale."""
-        if self.scale is not None:
-            self.scale = self.scale.after(overflowed=self.overflowed)
+        """After a step's update, or where it would have been: the next one's scale, if there is one."""
+        assert self.scale is not None
+        self.scale = self.scale.after(overflowed=self.overflowed)
 
     def expected_bytes(self) -> ExpectedBytes:
         """Bytes of a step of several replicas."""
@@ -166,10 +166,6 @@ class LossSums:
     def agree_on_names(self, world: Group, *, speaks: bool) -> None:
         """After `result`, where some rank has logged names that others do not know: add these up, so that all know
         them. All ranks call it. speaks: whether this rank is the one of those with equal values that counts."""
-        if self.unknown:
-            self._learn_names(world, speaks=speaks)
-
-    def _learn_names(self, world: Group, *, speaks: bool) -> None:
         mine = {name: [float(each) for each in pair] for name, pair in self._new.items()} if speaks else {}
         everyone = collect(world, mine)
         totals: dict[str, list[float]] = {}

@@ -11,9 +11,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -74,8 +75,7 @@ from meshloom.telemetry.timings import Timings
 from meshloom.telemetry.traffic import Traffic
 
 
-@dataclass(frozen=True, kw_only=True)
-class Gradients:
+class Gradients(NamedTuple):
     """The result of a step's first half.
 
     of_owned: gradient of each slice that this rank owns in the exchange; None: unused. loss: mean over the
@@ -91,7 +91,7 @@ class Gradients:
     loss: float
     weight: float
     overflowed: bool = False
-    logged: Mapping[str, float] = field(default_factory=dict[str, float])
+    logged: Mapping[str, float] = {}
 
 
 class Replica:
@@ -229,8 +229,6 @@ class Replica:
         shape = shape_of(self.inner, chunks, self.scope.turn.number)
         self.exchange.begin(shape)
         self.evaluations += 1
-        if self.updates:
-            self.updater.begin_step()
         self.sums.begin(self.asks, self._rates)
         doing = self.context.activity
         doing.enter("preparing", step)
@@ -254,7 +252,8 @@ class Replica:
         total, weight = self.sums.result()
         if self.sums.are_unlike:
             step_checks.check_groups(self.updater, self.context.world, self.plan.mesh, f"In step {step}")  # fmt: skip
-        self.sums.agree_on_names(self.context.world, speaks=self.context.place.tp == 0)
+        if self.sums.unknown:
+            self.sums.agree_on_names(self.context.world, speaks=self.context.place.tp == 0)
         if not self.updating:  # optimizers that evaluate the loss themselves turn back from infinite ones
             overflow = self.sums.scale if self.sums.overflowed else None
             step_checks.check_finite(partial(self.engine.stages.locate, filled), self.scope.turn, self.context.world, step, total, weight, overflow)  # fmt: skip
@@ -281,7 +280,6 @@ class Replica:
             for follow in self.attached.published:
                 follow(found)
         self.updating = False
-        self.sums.end_update()
         doing.enter("between steps", step + 1)
         result = StepResult(
             step=step, loss=found.loss, weight=found.weight, samples=found.samples, asked=self.sums.asked,
@@ -362,11 +360,10 @@ def _in_turn(replica: Replica, step: int, chunks: Sequence[Chunk]) -> StepResult
     replica.recorder = recorder
     losses = {name: each.loss for name, each in replica.newest.items()}
     logged = {name: value for each in replica.newest.values() for name, value in each.logged.items()}
-    first = replica.newest.get(next(iter(replica.job.losses))) or replace(
-        next(iter(replica.newest.values())), loss=math.nan
-    )
-    return replace(
-        first, step=step, samples=chunks[0].batch, asked=asked, losses=losses, skipped=skipped, logged=logged
+    one = next(iter(replica.newest.values()))
+    first = replica.newest.get(next(iter(replica.job.losses))) or one._replace(loss=math.nan)
+    return first._replace(
+        step=step, samples=chunks[0].batch, asked=asked, losses=losses, skipped=skipped, logged=logged
     )
 
 
@@ -392,6 +389,9 @@ def _attach(replica: Replica) -> None:
         at.around.append(lambda step: writes.chunks())
     if replica.sums.scale is not None:
         at.synced.append(partial(_count_overflows, replica))
+        at.published.append(lambda found: replica.sums.end_update())
+    if replica.updates and (fetch := replica.updater.fetch_ahead):
+        at.begin.append(lambda step: fetch())
     if writes and replica.exchange.ownership.memory == "shared":
         at.synced.append(partial(_check_copy, replica, writes))
         at.published.append(lambda found: writes.updated())

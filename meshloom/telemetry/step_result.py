@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from meshloom.core.device.readback import Readback
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepResult:
+class StepResult(NamedTuple):
     """The result of a step: loss (mean over the global batch), its weight, its samples, and the gradient norm
     if clipping is on, which may still be on its way.
 
@@ -23,9 +22,9 @@ class StepResult:
     samples: int
     norm: Readback | None
     asked: bool = False
-    losses: Mapping[str, float] = field(default_factory=dict[str, float])
+    losses: Mapping[str, float] = {}
     skipped: bool = False
-    logged: Mapping[str, float] = field(default_factory=dict[str, float])
+    logged: Mapping[str, float] = {}
 
     @property
     def gradient_norm(self) -> float | None:
