@@ -25,6 +25,8 @@ class TravellingSums:
         self, group: Group, dtype: torch.dtype | None, never_cast: Collection[torch.dtype] = NEVER_CAST
     ) -> None:
         self._group, self._dtype, self._never_cast = group, dtype, never_cast
+        if dtype is None:
+            self.all_reduce, self.reduce_scatter, self.gather = group.all_reduce, group.reduce_scatter, group.gather  # fmt: skip
 
     def num_bytes(self, num_elements: int, dtype: torch.dtype) -> int:
         """Of so many elements of gradients of `dtype` on the way."""
@@ -33,14 +35,14 @@ class TravellingSums:
         assert self._dtype is not None
         return num_elements * (2 if dtype.is_complex else 1) * self._dtype.itemsize
 
-    def all_reduce(self, flat: Tensor) -> Work:
+    def all_reduce(self, flat: Tensor, /) -> Work:
         """In place."""
         if not self._casts(flat.dtype):
             return self._group.all_reduce(flat)
         sent = self._cast(flat)
         return _CastBack(self._group.all_reduce(sent), lambda: _real(flat).copy_(sent))
 
-    def reduce_scatter(self, out: Tensor, flat: Tensor) -> Work:
+    def reduce_scatter(self, out: Tensor, flat: Tensor, /) -> Work:
         """out: this rank's slice of the sum; it may lie in `flat`."""
         if not self._casts(flat.dtype):
             return self._group.reduce_scatter(out, flat)
@@ -52,7 +54,7 @@ class TravellingSums:
             self._group.reduce_scatter(received, sent), lambda: _real(out).view(-1).copy_(received)
         )
 
-    def gather(self, rows: Sequence[Tensor] | None, mine: Tensor, root: int) -> Work:
+    def gather(self, rows: Sequence[Tensor] | None, mine: Tensor, root: int, /) -> Work:
         """rows: on rank `root`, where each rank's gradients arrive."""
         if not self._casts(mine.dtype):
             return self._group.gather(None if rows is None else list(rows), mine, root)
