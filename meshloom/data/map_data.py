@@ -17,7 +17,7 @@ from meshloom.core.errors import DataError
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
 from meshloom.core.random import partner_order, sample_order, sample_seed
-from meshloom.data.chunks import Chunk, ChunkRange, Reader, share_of, split_batch
+from meshloom.data.chunks import Chunk, Reader, share_of, split_batch
 from meshloom.data.dataset_generators import DatasetGenerators
 from meshloom.data.reading import Collation, ReadFailure, seed_draws
 from meshloom.data.reading_ahead import read_ahead
@@ -160,7 +160,8 @@ class MapReader(Reader):
         self._batches = Batches(job, num_samples)
         self._num_workers = job.num_workers
         self._mixes, self._measures = job.mix is not None, plan.shares == "measured"
-        self._cuts: dict[Any, list[ChunkRange]] = {}  # of batches of a size, under some shares
+        # of batches of a size, under some shares: the number, place and size of each of this replica's chunks
+        self._cuts: dict[Any, list[tuple[int, slice, int]]] = {}
         self._plan, self._shares, self._replica, self._stop_step = plan, shares, replica, stop_step
         for step in {start_step, *(each for each in self._batches.changes() if each > start_step)}:
             # the first batch of each size, and the last one of its epoch, which may be short
@@ -179,9 +180,9 @@ class MapReader(Reader):
             self._seek(step)
         size = self._batches.size(step)
         chunks: list[Chunk] = []
-        for cut in self._ranges(step, size):
-            data = next(self._items) if cut.samples else None
-            chunks.append(Chunk(step, size, cut.index, cut.samples, data))
+        for index, _, samples in self._cut(step, size):
+            data = next(self._items) if samples else None
+            chunks.append(Chunk(step, size, index, samples, data))
         self._next_step = step + 1
         return chunks
 
@@ -199,19 +200,17 @@ class MapReader(Reader):
         for step in range(start_step, self._stop_step):
             epoch, indices = self._batches.of(step)
             partners = self._batches.partners(step) if self._mixes else None
-            for cut in self._ranges(step, len(indices)):
-                own = slice(cut.start, cut.stop)
-                if cut.samples:
+            for index, own, samples in self._cut(step, len(indices)):
+                if samples:
                     others = None if partners is None else partners[own]
-                    yield ReadRequest(step, cut.index, epoch, indices[own], others)
+                    yield ReadRequest(step, index, epoch, indices[own], others)
 
-    def _ranges(self, step: int, num_samples: int) -> list[ChunkRange]:
-        """Of this replica's chunks of a batch."""
+    def _cut(self, step: int, num_samples: int) -> list[tuple[int, slice, int]]:
         shares = self._shares.of(step) if self._measures else ()
-        if (found := self._cuts.get((num_samples, shares))) is None:
-            ranges = split_batch(num_samples, self._plan, shares)
-            found = self._cuts[num_samples, shares] = share_of(self._replica, ranges, self._plan)
-        return found
+        if (num_samples, shares) not in self._cuts:
+            ranges = share_of(self._replica, split_batch(num_samples, self._plan, shares), self._plan)
+            self._cuts[num_samples, shares] = [(each.index, slice(each.start, each.stop), each.samples) for each in ranges]  # fmt: skip
+        return self._cuts[num_samples, shares]
 
 
 def map_chunks(

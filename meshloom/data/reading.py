@@ -93,36 +93,44 @@ class Collation:
     ) -> Any:
         """The batch of `samples` for chunk `index` of `step`, or a `ReadFailure` that has their `names`. partners: what each is
         mixed with; None: nothing is."""
-        doing = "Collating"
+        if partners is not None:
+            return self._mixed(samples, partners, step, index, names)
         try:
-            if partners is None:
-                data = self._collated(samples, step, index)
-            else:
-                if self._may_change:
-                    partners = copied_samples(partners)  # a sample may be another's partner, too
-                data, others = (self._collated(each, step, index) for each in (samples, partners))
-                doing = "Mixing"
-                data = self._mixed(data, others, step)
-            if self._unsent:
-                self._check_sendable(data)
+            return self._sendable(self._collated(samples, step, index))
         except Exception as error:
-            what = f"{doing} chunk {index} of step {step} (samples {', '.join(map(str, names))})"
-            return ReadFailure.of(what, error)
-        return data
+            return _failed("Collating", step, index, names, error)
 
     def _collated(self, samples: list[Any], step: int, index: int) -> Any:
         seed_draws(derive(self._seed, "collate", step, index))
         return self._collate(samples)
 
-    def _mixed(self, data: Any, others: Any, step: int) -> Any:
-        seed_draws(mix_seed(self._seed, step))
-        return self._mix(data, others) if self._mix is not None else data
+    def _mixed(
+        self, samples: list[Any], partners: list[Any], step: int, index: int, names: Iterable[object]
+    ) -> Any:
+        assert self._mix is not None
+        doing = "Collating"
+        try:
+            if self._may_change:
+                partners = copied_samples(partners)  # a sample may be another's partner, too
+            data, others = self._collated(samples, step, index), self._collated(partners, step, index)
+            doing = "Mixing"
+            seed_draws(mix_seed(self._seed, step))
+            return self._sendable(self._mix(data, others))
+        except Exception as error:
+            return _failed(doing, step, index, names, error)
 
-    def _check_sendable(self, data: Any) -> None:
-        """Once per worker process: its parent would wait forever for what cannot be pickled."""
-        if get_worker_info() is not None:
+    def _sendable(self, data: Any) -> Any:
+        """`data`. Raises, once for each worker process, for what cannot be pickled: its parent would wait for it forever."""
+        if self._unsent and get_worker_info() is not None:
             pickle.dumps(data)
             self._unsent = False
+        return data
+
+
+def _failed(doing: str, step: int, index: int, names: Iterable[object], error: Exception) -> ReadFailure:
+    return ReadFailure.of(
+        f"{doing} chunk {index} of step {step} (samples {', '.join(map(str, names))})", error
+    )
 
 
 def read_here(source: Dataset[Any], requests: Iterable[Any] | None) -> Generator[Any, None, None]:

@@ -32,6 +32,7 @@ class LossSums:
     sum and the weight.
 
     asked: whether some rank asks, once the sums are global. are_unlike: whether ranks have other learning rates than this one.
+    are_means: whether losses of chunks are means over samples.
     keeps_own: whether `own_divisor` is needed. loss: the name of that whose turn it is, if there are several. num_ranks: that tell.
     scale: by which backward's roots and the divisor of gradients are multiplied; None: there is none. overflowed: whether some
         rank's gradients overflowed with it, once that is known.
@@ -52,7 +53,7 @@ class LossSums:
         self._new: dict[str, list[Any]] = {}  # those of this rank: sum and weight
         self._named_bytes = 0  # of sums of names so far
         self.logged: Mapping[str, float] = {}  # the newest step's means
-        self.asked = self.overflowed = self.are_unlike = False
+        self.asked = self.overflowed = self.are_unlike = self.are_means = False
         self.scale, self.num_ranks = scale, num_ranks
         self.loss = ""
         self._own: Tensor | None = None
@@ -182,11 +183,9 @@ class LossSums:
             weight = self.sums[1] if self._own is None else self._own[1]
             return torch.where(weight == 0, 1.0, weight / batch * self.scale.scale)
         _, weight = self.result()
-        are_means = bool(self._global and self._global()[3])
         if self._of_own is not None:
-            weight = float(self._of_own()[1])
-            return weight / batch if are_means else weight or 1.0
-        return weight / batch if are_means else weight
+            weight = float(self._of_own()[1]) or (0.0 if self.are_means else 1.0)
+        return weight / batch if self.are_means else weight
 
     def send(self, overflowed: Tensor) -> None:
         """Send the global sums to the host, and with them how many ranks' gradients overflowed, float64 [1], so that it waits once."""
@@ -198,6 +197,7 @@ class LossSums:
         total, weight, num_chunks, num_means, told, num_unknown, *others = self._global().tolist()
         self.asked, self.are_unlike = self._told.answered(told) if self.told is not None else (False, False)
         self.unknown, self.overflowed = num_unknown > 0, any(others[2 * len(self.names) :])
+        self.are_means = num_means > 0
         self.logged = self._means(others) if self.names else {}
         if num_means not in (0, num_chunks):
             raise JobError(
