@@ -214,6 +214,10 @@ def test_a_job_file_that_parses_words_finds_none_where_none_follow(
             "--against is gone: verify --dtype float64 tells rounding from mistakes.",
         ),
         (
+            ["verify", FILE, "--plan", "dp=2", "--blocks", "2"],
+            "--blocks is gone: build the model with fewer layers where one device cannot hold it",
+        ),
+        (
             ["verify", FILE, "--plan", "dp=2", "--junit=verify.xml"],
             "--junit is gone: --json has the same records.",
         ),

@@ -149,5 +149,5 @@ def test_a_process_that_was_killed_is_one_sentence(apart: ReferenceProcess) -> N
         verify(the_job(), Plan.parse("dp=2"), devices="simulated", compare=apart.compare)
     assert str(failure.value) == (
         "The process of one device, which the plan is compared with, was killed by SIGKILL (the system does that when memory runs out). It holds the whole model: "
-        "--blocks 2 verifies the same job with fewer of its repeated blocks."
+        "verify the same job with fewer layers, or where there is more memory."
     )

@@ -13,6 +13,7 @@ from meshloom.launch.transport import TRANSPORTS
 from meshloom.report.dashboards import DASHBOARDS
 
 _GONE = {  # options that `verify` had, and what says the same
+    "--blocks": "--blocks is gone: build the model with fewer layers where one device cannot hold it, as in meshloom verify FILE.py --plan tp=2 -- --layers 2.",
     "--against": "--against is gone: verify --dtype float64 tells rounding from mistakes.",
     "--junit": "--junit is gone: --json has the same records.",
 }
@@ -181,9 +182,6 @@ def _add_runs(train: argparse.ArgumentParser, verify: argparse.ArgumentParser) -
     verify.add_argument(
         "--dtype", choices=["float64", "float32"], help="compare in this precision (default: the model's own)"
     )
-    verify.add_argument(
-        "--blocks", type=int, metavar="N", help="verify the same job with only the first N of its model's repeated blocks"
-    )  # fmt: skip
 
 
 def _add_plan(plan: argparse.ArgumentParser) -> None:

@@ -133,7 +133,7 @@ def _run_here(arguments: argparse.Namespace) -> int:
         if (descriptor := reference_descriptor()) is not None:
             from meshloom.verify.apart import serve_reference
 
-            serve_reference(job, descriptor, arguments.blocks)
+            serve_reference(job, descriptor)
             return 0
         from meshloom.report.records import Records
 

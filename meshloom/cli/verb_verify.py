@@ -50,7 +50,7 @@ def verify_plan(arguments: argparse.Namespace, job: Job, records: Records) -> in
     began = time.monotonic()
     verified = partial(
         verify, job, steps=arguments.steps, dtype=dtype, timeout_seconds=arguments.timeout, transport=arguments.transport,
-        oversubscribe=arguments.oversubscribe, overcommit=arguments.overcommit, blocks=arguments.blocks, cache=arguments.cache,
+        oversubscribe=arguments.oversubscribe, overcommit=arguments.overcommit, cache=arguments.cache,
     )  # fmt: skip
     with (
         ExitStack() as around,

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from meshloom.core.random import derive
-from meshloom.parameters.model import replace_tensors
-from meshloom.parameters.values.building import READS, swap_memory
+from meshloom.parameters.values.building import READS
 from meshloom.parameters.values.conventions import values_by_convention
 from meshloom.program.ir.written_parameters import written_parameters
 
@@ -49,18 +48,6 @@ def stand_in_bytes(model: nn.Module) -> int:
     """Bytes of the values that `standing_in` gives to the parameters."""
     alike = [[model.get_parameter(name) for name in names] for names in _alike(model)]
     return sum(each[0].nbytes + APART * (len(each) - 1) * each[0].itemsize for each in alike)
-
-
-def fill_by_convention(model: nn.Module, seed: int) -> None:
-    """Gives values to what is on the meta device of a model: by convention where there is one."""
-    lacking = {name: each for name, each in model.named_parameters() if each.is_meta}
-    for name, values in [*_made(model, lacking, seed)]:
-        swap_memory(lacking[name], values)
-
-    def of_buffer(names: list[str], tensor: Tensor) -> Tensor | None:
-        return drawn(tensor, derive(seed, names[0])) if tensor.is_meta else None
-
-    replace_tensors(model, of_buffer)
 
 
 def drawn(tensor: Tensor, seed: int) -> Tensor:

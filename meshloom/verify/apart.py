@@ -34,7 +34,6 @@ from meshloom.launch.processes.child import start_child
 from meshloom.launch.processes.rank_process import signal_name
 from meshloom.machine.process_memory import trim
 from meshloom.verify.comparison_run import ComparisonRun, OneDevice, compare_here
-from meshloom.verify.fewer_blocks import with_fewer_blocks
 
 
 class ReferenceProcess:
@@ -86,8 +85,8 @@ class ReferenceProcess:
         hint = OUT_OF_MEMORY if -code == signal.SIGKILL else ""
         how = f"was killed by {signal_name(-code)}{hint}" if code < 0 else f"ended with exit code {code}"
         return DeviceError(
-            f"The process of one device, which the plan is compared with, {how}. It holds the whole model: --blocks 2 verifies the same job with fewer of its "
-            "repeated blocks."
+            f"The process of one device, which the plan is compared with, {how}. It holds the whole model: verify the same job with fewer "
+            "layers, or where there is more memory."
         )
 
 
@@ -99,10 +98,8 @@ class _Remote:
         return partial(self._process.call, name)
 
 
-def serve_reference(job: Job, descriptor: int, blocks: int | None = None) -> None:
-    """Compares as rank 0 says. descriptor: of the socket to it. blocks: of `verify`."""
-    if blocks is not None:
-        job = with_fewer_blocks(job, blocks).job
+def serve_reference(job: Job, descriptor: int) -> None:
+    """Compares as rank 0 says. descriptor: of the socket to it."""
     comparison: ComparisonRun | None = None
     with socket.socket(fileno=descriptor) as connection:
         while True:

@@ -15,7 +15,6 @@ from meshloom.verify.between_steps.checks import BetweenSteps, DifferingTensor, 
 from meshloom.verify.compared.compare import Comparison, first_differing
 from meshloom.verify.compared.whole_batch import WholeBatch
 from meshloom.verify.factors import few
-from meshloom.verify.fewer_blocks import FewerBlocks
 from meshloom.verify.reference.step_records import Cast
 from meshloom.verify.smaller_plans import SmallestPlan
 
@@ -30,7 +29,7 @@ class Report:
         reference, but the plan's own. autocast: what the plan computes losses under, in a sentence; "": nothing.
         settings: torch's, of both sides, that change what operators return.
     owned: the share of the trainable elements that each rank updates. whole: the comparison with the whole
-        batch, in the first step. fewer: the blocks of the model that were verified, if not all.
+        batch, in the first step.
     digest: of what ran. unlike_training: why training may have another; "": it has not. notes: in what both sides are not as
         in training, a sentence each. between: what was compared between steps.
     explained: by which factor the first difference is. operator: the first that differs in lockstep, if it was looked for. moment: of the step that
@@ -44,7 +43,6 @@ class Report:
     casts: Sequence[Cast]
     owned: Sequence[float]
     whole: WholeBatch | None
-    fewer: FewerBlocks | None = None
     explained: str = ""
     operator: str = ""
     moment: str = ""
@@ -96,7 +94,6 @@ class Report:
             "between_steps": [_record(each, _OF_BETWEEN) for each in self.between],
             "smallest_plan": _plain(self.smallest),
             "casts": [_record(each, ("place", "dtype", "in_optimizer")) for each in self.casts],
-            "blocks": self.fewer.to_dict() if self.fewer else None,
             "whole_batch": {**_plain(self.whole), "equal": self.whole.equal} if self.whole else None,
         }
         return [*steps, end]
@@ -148,8 +145,6 @@ def print_report(report: Report, console: Console) -> None:
     print_line(
         f"verify {report.plan} on {report.devices}, {report.precision}, against one device that runs the same chunks"
     )
-    if report.fewer:
-        print_line(report.fewer.sentence)
     console.print(_losses(report))
     console.print(_errors(report))
     for line in lines[above:]:
@@ -199,9 +194,8 @@ def _step_lines(report: Report) -> list[str]:
         return [first, *(f"  {each}" for each in known if each)]
     turns = f" of {len(report.steps)} turns" if report.steps and report.steps[0].turn else ""
     steps = format_count(len({each.step for each in report.steps}), "step")
-    blocks = f", with {report.fewer.kept} of the repeated blocks each" if report.fewer else ""
     verdict = "EQUAL" if report.passed else "steps are equal"
-    return [f"{verdict} to one device that runs the same chunks: {steps}{turns}{blocks}"]
+    return [f"{verdict} to one device that runs the same chunks: {steps}{turns}"]
 
 
 def _notes_of(report: Report) -> list[str]:

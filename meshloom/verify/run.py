@@ -26,7 +26,6 @@ from meshloom.replica.step_checks import SharedWriteError
 from meshloom.telemetry.timings import Timings
 from meshloom.verify.compared.compare import Comparer
 from meshloom.verify.comparison_run import compare_here
-from meshloom.verify.fewer_blocks import FewerBlocks, with_fewer_blocks, without_values
 from meshloom.verify.findings import Report
 from meshloom.verify.reference_size import check_reference_fits
 from meshloom.verify.tolerances.of_precision import rounds_partial_sums
@@ -47,7 +46,6 @@ def verify(
     transport: str = "auto",
     oversubscribe: bool = False,
     overcommit: bool = False,
-    blocks: int | None = None,
     quick: bool = True,
     cache: str = "auto",
     timings: Timings | None = None,
@@ -56,20 +54,17 @@ def verify(
     """Run `steps` steps of `job` under `plan` and on one device, and compare. Returns None on ranks other
     than 0.
 
-    dtype: run both in this precision; float64 tells a mistake from rounding. blocks: how many of the model's
-    repeated blocks both run; None: all. quick: the steps alone, without evaluation, checkpoint, resuming and the
-    end of an epoch. cache, timings: as of a Trainer. overcommit: run although memory is predicted not to
+    dtype: run both in this precision; float64 tells a mistake from rounding. quick: the steps alone, without evaluation,
+    checkpoint, resuming and the end of an epoch. cache, timings: as of a Trainer. overcommit: run although memory is predicted not to
     suffice. compare: where one device runs, beside rank 0: in its process, or in another. Raises as the trainer does, and `DeviceError` if one device cannot
     hold what the plan is compared with.
     """
     check_promised(plan)
-    fewer = None if blocks is None else with_fewer_blocks(job, blocks)
-    job = fewer.job if fewer else job
     launched = launched_rank()
     if launched is None or launched.rank == 0:  # the one that runs the reference
         on_gpu = devices == "auto" and 0 < plan.mesh.size <= torch.cuda.device_count()
         on_gpu = on_gpu or devices.endswith("cuda")
-        check_reference_fits(job, without_values(job), dtype, on_gpu=on_gpu)
+        check_reference_fits(job, dtype, on_gpu=on_gpu)
     # Replicas that share a chunk draw for the rows of each, which one device can do only where every draw has a key.
     keyed = plan.sync_batch_norm and plan.dp > 1 and not plan.keyed_draws
     run = VerifiedRun(
@@ -83,14 +78,14 @@ def verify(
     take = partial(VerifiedRun.quick, steps=steps)
     if not quick:
         take = partial(VerifiedRun.whole, steps=max(steps, 3 if job.average is None else 4))
-    with working_alone(), collected_once(), _explained(dtype, fewer):
+    with working_alone(), collected_once(), _explained(dtype):
         try:
             take(run)
         except SharedWriteError:
             run = replace(run, share=False, comparison=None)
         if not run.share:
             take(run)
-    return replace(_report(run, plan, keyed=keyed), fewer=fewer) if run.result else None
+    return _report(run, plan, keyed=keyed) if run.result else None
 
 
 def _report(run: VerifiedRun, plan: Plan, *, keyed: bool) -> Report:
@@ -146,14 +141,11 @@ def _of_precision(plan: Plan, comparer: Comparer, dtype: torch.dtype | None) -> 
 
 
 @contextmanager
-def _explained(dtype: torch.dtype | None, fewer: FewerBlocks | None) -> Iterator[None]:
-    """A context whose errors say so where a job has dtypes of its own, which `dtype` does not go with, and that its model has fewer blocks, which may be
-    why. Raises `JobError` for the first."""
+def _explained(dtype: torch.dtype | None) -> Iterator[None]:
+    """A context that raises `JobError` where a job has dtypes of its own, which `dtype` does not go with."""
     try:
         yield
     except Exception as error:
-        if fewer:
-            error.add_note(fewer.sentence)
         said = " ".join(f"{type(each).__name__}: {each}" for each in (error, error.__cause__))
         is_torchs = "RuntimeError" in said or "NotImplementedError" in said
         if (
