@@ -118,7 +118,6 @@ class ProgramStages(Stages):
         self._check_divided(model)
         self.writes_trained = any(trained_writes(each.program) for each in self.cut)
         self.late, self.runs_modules = self.programs.summed, bool(self.programs.opaque)
-        self.is_unlike_training = self.programs.is_unlike_training
 
     @property
     def holders(self) -> Mapping[str, tuple[int, ...]]:

@@ -47,14 +47,12 @@ class Stages(ABC):
     """All ranks of a replica have the same kind and call the same methods in the same order.
 
     runs_modules: whether it runs modules of the user's as they are written, which may change what they see; once it is open.
-    writes_trained: whether these are known to write trained parameters. is_unlike_training: whether it was divided or cut in
-    another precision than training is.
+    writes_trained: whether these are known to write trained parameters.
     division: how the model was sharded; None: it is not. compiler: compiles what is computed; None: nothing is.
     """
 
     runs_modules: bool = True
     writes_trained: bool = False
-    is_unlike_training: bool = False
     division: Division | None = None
     compiler: Compiler | None = None
     late: Sequence[str] = ()  # parameters whose gradients ranks along tp have in parts until a step's end

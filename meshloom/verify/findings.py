@@ -30,7 +30,7 @@ class Report:
         settings: torch's, of both sides, that change what operators return.
     owned: the share of the trainable elements that each rank updates. whole: the comparison with the whole
         batch, in the first step.
-    digest: of what ran. unlike_training: why training may have another; "": it has not. notes: in what both sides are not as
+    digest: of what ran. notes: in what both sides are not as
         in training, a sentence each. between: what was compared between steps.
     explained: by which factor the first difference is. operator: the first that differs in lockstep, if it was looked for. moment: of the step that
         differs, in the run. differing: the first tensor of a step that differs. smallest: if it was looked for.
@@ -49,7 +49,6 @@ class Report:
     autocast: str = ""
     settings: Mapping[str, str] = field(default_factory=dict[str, str])
     digest: str = ""
-    unlike_training: str = ""
     notes: Sequence[str] = ()
     between: Sequence[BetweenSteps] = ()
     differing: DifferingTensor | None = None
@@ -108,7 +107,6 @@ _OF_ALL = (
     "precision",
     "passed",
     "digest",
-    "unlike_training",
     "notes",
     "explained",
     "operator",
@@ -200,11 +198,6 @@ def _step_lines(report: Report) -> list[str]:
 
 def _notes_of(report: Report) -> list[str]:
     lines = [*([report.smallest.sentence] if report.smallest else []), *report.notes]
-    if report.digest:
-        other = f"and training may have another: {report.unlike_training}" if report.unlike_training else ""
-        lines.append(
-            f"what ran has digest {report.digest}, {other or 'as `meshloom train` prints it for this job and plan'}"
-        )
     skipped = sum(step.skipped and step.passed for step in report.steps)
     if skipped:
         lines.append(

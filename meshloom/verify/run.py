@@ -99,19 +99,15 @@ def _report(run: VerifiedRun, plan: Plan, *, keyed: bool) -> Report:
         plan=str(plan), devices=run.devices, precision=_name_of(result.comparer.precision), owned=run.owned,
         steps=result.steps, explained=result.explained, operator=run.place.operator, moment=run.moment, casts=result.comparer.casts,
         whole=result.whole, autocast=_of_precision(run.plan, result.comparer, run.dtype),
-        settings=numeric_settings(), differing=result.differing, digest=run.digest, unlike_training=_why_unlike(run),
-        notes=[*run.notes, *([of_draws] if keyed else [])], between=run.between
+        settings=numeric_settings(), differing=result.differing, digest=run.digest,
+        notes=[*run.notes, *([of_draws] if keyed else []), *([_of_digest(run)] if run.digest else [])], between=run.between
     )  # fmt: skip
 
 
-def _why_unlike(run: VerifiedRun) -> str:
-    """Why what training runs may have another digest."""
-    if run.is_unlike_training:
-        here = _name_of(run.dtype)
-        return f"the loss has other operators in {here} than in the job's own precision, so they are divided and cut as is best in {here}"
-    if run.dtype is not None and PRECISIONS[run.plan.precision].parameters:
-        return f"there are no copies to round from in {_name_of(run.dtype)}"
-    return ""
+def _of_digest(run: VerifiedRun) -> str:
+    own = "as `meshloom train` prints it for this job and plan"
+    other = "and training in the job's own precision may have another"
+    return f"what ran has digest {run.digest}, {own if run.dtype is None else other}"
 
 
 def _name_of(dtype: torch.dtype | None) -> str:

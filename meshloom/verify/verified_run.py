@@ -58,9 +58,8 @@ class VerifiedRun:
     """Of `job` under `plan`. dtype: of both sides; None: the job's own.
     settings: of every Trainer. compare: where one device is. share: whether replicas may have one copy of the parameters.
 
-    result, between, place, moment: on rank 0, what came of it. digest: of what ran. is_unlike_training: whether training may be divided
-    or cut otherwise. devices: one line about them. owned: the share of the trainable elements that each rank updates.
-    notes: on what was left out.
+    result, between, place, moment: on rank 0, what came of it. digest: of what ran. devices: one line about them. owned: the
+    share of the trainable elements that each rank updates. notes: on what was left out.
     """
 
     job: Job
@@ -77,7 +76,6 @@ class VerifiedRun:
     moment: str = ""  # in the run, of a step that differs
     owned: Sequence[float] = ()
     digest: str = ""
-    is_unlike_training: bool = False
     devices: str = ""
     notes: list[str] = field(default_factory=list[str])
     _steps_per_epoch: int | None = None
@@ -149,7 +147,6 @@ class VerifiedRun:
             first = trainer.replicas[0]
             self.owned, self.devices = trainer.together(_owned)[0], trainer.world.why
             self.digest = trainer.synchronous.digest if trainer.synchronous else ""
-            self.is_unlike_training = first.engine.stages.is_unlike_training
             if compares and trainer.world.main and self.comparison is None:
                 other = OneDevice(plan=first.inner, dtype=self.dtype, device=first.context.device, shares=self.shares)  # fmt: skip
                 self.comparison = self.compare(self.job, other)

@@ -83,7 +83,6 @@ class ProgramStore:
         self._job, self._plan, self._team, self._division = job, plan, team, division
         self.losses = LossJobs(job)
         self._dtype, self._stored = dtype, stored
-        self.is_unlike_training = False  # whether something was decided in another precision than training's
         self._default = torch.get_default_dtype()
         # dtypes of a batch's tensors in the job's own precision, if it is lifted to another
         self._own_dtypes: dict[str, torch.dtype] = {}
@@ -208,7 +207,6 @@ class ProgramStore:
                     return unlifted(program, job, batches[0], self._own_dtypes, self._stored)
 
             own = on_rank_0(group, in_own_precision, CaptureError)
-            self.is_unlike_training |= own is None
         return self._add(program, loss, group, own, losses_left)
 
     def _add(
