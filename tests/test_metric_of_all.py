@@ -45,10 +45,6 @@ def f1(ours: Tensor, right: Tensor) -> Tensor:
     return 2 * (ours & right).sum() / (ours.sum() + right.sum()).clamp(min=1)
 
 
-def mean_f1(model: nn.Module, batch: Any) -> Tensor:
-    return f1(*predicted(model, batch))
-
-
 def scores(model: nn.Module, batch: Any) -> dict[str, Tensor]:
     return {"scores": model(batch[0]), "right": batch[1]}
 
@@ -165,18 +161,6 @@ def test_samples_that_are_not_gathered_rightly_differ_from_one_device(
     report = verify(given, Plan.parse("dp=2"), devices="simulated", dtype=torch.float64, quick=False)
     assert report is not None and not report.passed
     assert lines_of(report)[0].startswith("DIFFERS: the evaluation after step 0")
-
-
-@pytest.mark.long
-def test_verification_says_which_plain_metric_is_no_mean():
-    """F1 was 0.794, 0.749 and 0.587 under dp=1, 2 and 4, and all that was said is EQUAL."""
-    report = verify(
-        job(f1=mean_f1), Plan.parse("dp=4"), devices="simulated", dtype=torch.float64, quick=False
-    )
-    assert report is not None and report.passed
-    told = next(line for line in lines_of(report) if line.startswith("f1 is "))
-    assert "in the mean over chunks and" in told
-    assert "where it does not draw, it is no mean over samples. ml.Metric(update, compute)" in told
 
 
 def test_best_patience_and_schedules_go_by_it(tmp_path: Path):

@@ -35,7 +35,7 @@ from meshloom.verify.between_steps.checks import (
 from meshloom.verify.between_steps.saved_check import check_saved
 from meshloom.verify.compared.compare import Comparer, Comparison, placed
 from meshloom.verify.compared.compare_evaluation import PlanEvaluation, compare_evaluation
-from meshloom.verify.compared.whole_batch import WholeBatch, compare_whole_batch, may_fit
+from meshloom.verify.compared.whole_batch import WholeBatch, compare_whole_batch
 from meshloom.verify.factors import Wrong, of_gradients, of_norm, of_updates
 from meshloom.verify.reference.float64_blocks import subsample
 from meshloom.verify.reference.reference import Reference, adopt, changed_buffers, held_by, replace_value
@@ -256,10 +256,8 @@ class ComparisonRun:
 
     def check_metrics(self, ours: PlanEvaluation, updates: int) -> BetweenSteps:
         """Compare the plan's metrics after so many updates."""
-        whole = max(self._comparer.modules, self.of_outputs) if may_fit(self.reference) else None
         return compare_evaluation(
-            ours, self.reference, updates, self._averages, self._reference_record, unmeasured=unmeasured(self._comparer.precision), lower=self._comparer.partial,
-            whole=whole,
+            ours, self.reference, updates, self._averages, self._reference_record, unmeasured=unmeasured(self._comparer.precision), lower=self._comparer.partial
         )  # fmt: skip
 
     def step_schedulers(self, metrics: Mapping[str, float]) -> None:

@@ -232,7 +232,7 @@ def _between_lines(checked: BetweenSteps) -> list[str]:
     worst = max(checked.errors, key=_severity, default=None)
     if checked.passed:
         size = f" (largest error {worst.error:.1e}, of {worst.name})" if worst else ""
-        return [f"{what}: equal{size}", *checked.notes]
+        return [f"{what}: equal{size}"]
     wrong = sorted((error for error in checked.errors if not error.passed), key=_severity, reverse=True)[
         :ROWS
     ]

@@ -49,13 +49,12 @@ class DifferingTensor:
 @dataclass(frozen=True, kw_only=True)
 class BetweenSteps:
     """What was compared, such as "the evaluation after 2 steps". facts: differences other than numbers, a sentence each. first_module: where
-    something differs, the first one in the order of the program that is wrong, if there is one. notes: on the job, which are no differences."""
+    something differs, the first one in the order of the program that is wrong, if there is one."""
 
     what: str
     errors: Sequence[TensorError] = ()
     facts: Sequence[str] = ()
     first_module: str | None = None
-    notes: Sequence[str] = ()
 
     @property
     def passed(self) -> bool:

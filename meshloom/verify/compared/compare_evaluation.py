@@ -14,8 +14,6 @@ from dataclasses import dataclass
 
 import torch
 
-from meshloom.core.errors import CODE_ERRORS
-from meshloom.core.objectives import Metric
 from meshloom.verify.between_steps.checks import AverageErrors, BetweenSteps, TensorError, metric_error
 from meshloom.verify.compared.compare_chunks import order_of_modules, place_of_owner
 from meshloom.verify.reference.evaluation import evaluate
@@ -44,10 +42,10 @@ class PlanEvaluation:
 
 def compare_evaluation(
     ours: PlanEvaluation, reference: Reference, updates: int, averages: AverageErrors | None, record: StepRecord,
-    *, unmeasured: float, lower: torch.dtype | None, whole: float | None
+    *, unmeasured: float, lower: torch.dtype | None
 ) -> BetweenSteps:  # fmt: skip
     """After `updates` updates. averages: what evaluations see in place of parameters. record: of one device's last step. unmeasured: of numbers,
-    relative to their size. lower: what partial sums are rounded to. whole: tolerance of metrics on batches that are not divided; None: they may not fit in memory."""
+    relative to their size. lower: what partial sums are rounded to."""
     with having(reference, averages.values) if averages else nullcontext():
         right = evaluate(reference, updates, ours.batches)
         errors = {name: metric_error(ours.metrics.get(name, math.nan), each) for name, each in right.items()}
@@ -60,7 +58,6 @@ def compare_evaluation(
                     moved = evaluate(reference, updates, ours.batches)
                 for name, value in right.items():
                     allowed[name] = max(allowed[name], times * metric_error(moved[name], value))
-        notes = [] if whole is None else _on_whole_batches(ours, reference, updates, right, whole)
     found = [
         TensorError(
             name=name,
@@ -73,35 +70,8 @@ def compare_evaluation(
         for name, error in errors.items()
     ]
     facts = [*(f"The evaluation changes {name}." for name in ours.changed), *ours.disagree]
-    return BetweenSteps(
-        what=ours.what,
-        errors=found,
-        facts=facts,
-        first_module=_first_changed(ours, reference, record),
-        notes=notes,
-    )
-
-
-def _on_whole_batches(
-    ours: PlanEvaluation, reference: Reference, updates: int, right: Mapping[str, float], tolerance: float
-) -> list[str]:
-    """The plain metrics of which one device has another mean on batches that are not divided, a line each."""
-    given = reference.job.evaluate
-    assert given is not None
-    plain = [name for name, each in given.metrics.items() if not isinstance(each, Metric)]
-    if reference.plan.num_chunks == 1 or not plain:
-        return []
-    try:
-        found = evaluate(reference, updates, ours.batches, undivided=True)
-    # of the job's own code, which gets no such batch under the plan, or of memory
-    except CODE_ERRORS as error:
-        return [f"metrics on whole batches: not compared, {type(error).__name__}: {error}".splitlines()[0]]
-    return [
-        f"{name} is {right[name]:.6g} in the mean over chunks and {found[name]:.6g} in that over whole batches: where it does not draw, it is no mean over "
-        "samples. ml.Metric(update, compute) computes it of all samples, alike under every plan"
-        for name in plain
-        if not metric_error(found[name], right[name]) <= tolerance
-    ]
+    module = _first_changed(ours, reference, record)
+    return BetweenSteps(what=ours.what, errors=found, facts=facts, first_module=module)
 
 
 def _first_changed(ours: PlanEvaluation, reference: Reference, record: StepRecord) -> str | None:

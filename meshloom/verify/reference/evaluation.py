@@ -15,7 +15,6 @@ from meshloom.core.errors import CODE_ERRORS
 from meshloom.core.modules.held_generators import held_generators
 from meshloom.core.moments.current_step import at_step
 from meshloom.core.objectives import Metric
-from meshloom.core.plan import Plan
 from meshloom.core.random import (
     KeyedDraws,
     derive,
@@ -32,11 +31,9 @@ from meshloom.verify.reference.reference import Reference
 from meshloom.verify.reference.samples_of_epoch import seed_reading
 
 
-def evaluate(
-    reference: Reference, updates: int, batches: int | None = None, *, undivided: bool = False
-) -> dict[str, float]:
+def evaluate(reference: Reference, updates: int, batches: int | None = None) -> dict[str, float]:
     """The mean of every metric after `updates` updates, and of a `Metric` what it computes of all samples; nan where there is no weight, or it cannot.
-    batches: so many of the data alone. undivided: each batch is one chunk.
+    batches: so many of the data alone.
 
     Nothing of the reference changes: modules are put into evaluation mode and back, and metrics run without gradients.
     """
@@ -45,7 +42,7 @@ def evaluate(
     metrics = job.evaluate.metrics
     found: dict[str, list[Any]] = {name: [] for name in metrics}
     with _evaluating(reference) as (dataset, before):
-        for batch, chunk, samples in _chunks(reference, dataset, batches, undivided):
+        for batch, chunk, samples in _chunks(reference, dataset, batches):
             seed_everything(derive(job.seed, "collate", batch, chunk))
             data = convert(
                 collated(job, samples), reference.device, reference.dtype or reference.updated.dtype
@@ -116,7 +113,7 @@ def _evaluating(reference: Reference) -> Iterator[tuple[Any, StateBefore]]:
 
 
 def _chunks(
-    reference: Reference, dataset: Any, batches: int | None, undivided: bool
+    reference: Reference, dataset: Any, batches: int | None
 ) -> Iterator[tuple[int, int, Sequence[Any]]]:
     """Number of the batch, of the chunk, and its samples. batches: of so many alone; None: of all."""
     job = reference.job
@@ -128,8 +125,7 @@ def _chunks(
         for index in range(start, min(start + size, len(dataset))):
             seed_reading(held, sample_seed(job.seed, -1, index))  # -1: the epoch of evaluations
             samples.append(dataset[index])
-        plan, shares = (Plan(), None) if undivided else (reference.plan, reference.shares_now)
-        for chunk in forwards_of(plan, samples, shares, synchronised=False):
+        for chunk in forwards_of(reference.plan, samples, reference.shares_now, synchronised=False):
             yield batch, chunk.members[0][0], chunk.samples
 
 
