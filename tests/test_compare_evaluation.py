@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
+from meshloom.verify.compared.compare_chunks import first_wrong
 from meshloom.verify.reference.step_records import ModuleOutput
-from meshloom.verify.stage_outputs import ModuleSums, Values, first_wrong_value
+from meshloom.verify.stage_outputs import ModuleSums, Values, pairs_of_values
 
 
 def test_programs_are_placed_by_their_values():
@@ -22,8 +23,9 @@ def test_programs_are_placed_by_their_values():
         {"first": [(True, 1.2, 3.0, 2, None)], "last": [whole]},
         {"first": [(True, 0.8, 1.0, 2, None)], "last": [whole]},
     ]
-    assert first_wrong_value(right, halves, 1e-5) is None
-    assert first_wrong_value(right, [halves[0], {"first": [(True, 0.7, 1.0, 2, None)]}], 1e-5) == "first"
+    assert first_wrong(pairs_of_values(right, halves), 1e-5) is None
+    wrong: list[Values] = [halves[0], {"first": [(True, 0.7, 1.0, 2, None)]}]
+    assert first_wrong(pairs_of_values(right, wrong), 1e-5) == "first"
 
 
 def test_a_value_within_a_module_is_not_its_output():

@@ -38,7 +38,7 @@ from meshloom.verify.compared.compare_evaluation import PlanEvaluation, compare_
 from meshloom.verify.compared.whole_batch import WholeBatch, compare_whole_batch
 from meshloom.verify.factors import Wrong, of_gradients, of_norm, of_updates
 from meshloom.verify.reference.float64_blocks import subsample
-from meshloom.verify.reference.reference import Reference, adopt, changed_buffers, held_by, replace_value
+from meshloom.verify.reference.reference import Reference, changed_buffers, held_by, replace_value
 from meshloom.verify.reference.reruns import (
     ENLARGED,
     backward_effect,
@@ -161,7 +161,7 @@ class ComparisonRun:
 
     def adopt(self, name: str, ours: Tensor) -> None:
         """Once something differs: one device has this value of a parameter or buffer."""
-        adopt(self.reference, name, ours)
+        replace_value(self.reference, name, ours)
 
     def place(self, of_chunks: Mapping[int, Sequence[Values]]) -> str | None:
         """Then: the first module whose output differs, which is that of the first step that does; of `stage_outputs.py`."""

@@ -36,7 +36,8 @@ from meshloom.tensor_parallel.partition import Partition
 from meshloom.tensor_parallel.search.choose import DivisionChoice
 
 TOLERANCE = 1e-9  # both run in float64; rounding of the deepest models stays below 1e-12
-Found = tuple[bool, str, str]  # of `first_wrong_operator`
+Found = tuple[str, str]  # of `first_wrong_operator`
+_NO_MODULE = "the model or loss"
 # number of a tensor -> what is one number of one device's, or one of each rank, and the tensor's scale
 Products = dict[int, tuple[list[float], float]]
 AGREE = (
@@ -47,8 +48,8 @@ _SEED = 7
 
 
 def first_wrong_operator(part: Partition, model: nn.Module, batch: Any) -> Found:
-    """Whether one is wrong; one sentence: the operator and the user's line, or that all agree; and the module of what is wrong first, "" for
-    none. model: unsharded, in the program's precision."""
+    """One sentence: the operator and the user's line, or that all agree; and the module of what is wrong first, "" if nothing is. model: unsharded, in
+    the program's precision."""
     program = bound(part.choice.layout.program, model)
     programs = [bound(each, model) for each in part.programs]
     state = {
@@ -72,7 +73,7 @@ def first_wrong_operator(part: Partition, model: nn.Module, batch: Any) -> Found
                 dtype=torch.float64, visit=ranks.note
             )
         )  # fmt: skip
-    return _of_values(reference, ranks, part) or _of_gradients(reference, ranks, part) or (False, AGREE, "")
+    return _of_values(reference, ranks, part) or _of_gradients(reference, ranks, part) or (AGREE, "")
 
 
 def _of_values(reference: _InnerProducts, ranks: _InnerProducts, part: Partition) -> Found | None:
@@ -80,11 +81,10 @@ def _of_values(reference: _InnerProducts, ranks: _InnerProducts, part: Partition
     for name, values in reference.values.items():
         if name in ranks.nodes and (error := _error(values, ranks.values[name])) > TOLERANCE:
             node = reference.nodes[name]
-            return (
-                True,
-                f"In lockstep the first operator whose shards differ is {_named(node, part)}: by {error:.1e}.",
-                node.path,
+            said = (
+                f"In lockstep the first operator whose shards differ is {_named(node, part)}: by {error:.1e}."
             )
+            return said, node.path or _NO_MODULE
     return None
 
 
@@ -104,7 +104,7 @@ def _of_gradients(reference: _InnerProducts, ranks: _InnerProducts, part: Partit
     by = " and of ".join(_named(each, part) for each in readers[:3])
     back = f" It is what the backward of {by} returns." if readers else ""
     sentence = f"In lockstep all values agree; backward, the first gradient that differs is that of {_named(reference.nodes[first], part)}: by {wrong[first]:.1e}.{back}"
-    return True, sentence, next((path for name in wrong if (path := reference.nodes[name].path)), "")
+    return sentence, next((path for name in wrong if (path := reference.nodes[name].path)), _NO_MODULE)
 
 
 @dataclass
@@ -218,4 +218,4 @@ def _error(reference: Products, ranks: Products) -> float:
 
 def _named(node: Node, part: Partition) -> str:
     strategy = part.choice.strategies[node.name]
-    return f"{node.operator} of {node.path or 'the model or loss'} ({strategy.output}) at {describe_line(node.line)}"
+    return f"{node.operator} of {node.path or _NO_MODULE} ({strategy.output}) at {describe_line(node.line)}"

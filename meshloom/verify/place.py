@@ -3,8 +3,6 @@ in lockstep."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
 from meshloom.data.samples import first_batches
@@ -20,33 +18,25 @@ from meshloom.verify.lockstep_check import first_wrong_operator
 from meshloom.verify.stage_outputs import Values, values_of_modules
 
 
-@dataclass(frozen=True, kw_only=True)
-class OperatorPlace:
-    """module: of the operator, or "" if none is wrong. operator: a sentence, or "" if operators were not searched."""
-
-    module: str = ""
-    operator: str = ""
-
-
 def place_of(
     trainer: Trainer, one: ComparisonRun | None, batch: Batch, dtype: torch.dtype | None
-) -> OperatorPlace:
-    """The place in programs, after the step of `batch`, which differs; on rank 0. The first module is noted in the steps of `one`. All ranks call it."""
+) -> tuple[str, str]:
+    """The operator, in a sentence, and its module, after the step of `batch`, which differs; on rank 0. "": none was looked for, or is wrong. The first
+    module is noted in the steps of `one`. All ranks call it."""
     values = _values_again(trainer, batch, one)
     if one is None:
-        return OperatorPlace()
+        return "", ""
     module = one.place(values) if values is not None else None
     wrong_step, division = first_differing(one.result().steps), trainer.replicas[0].engine.stages.division
     followed = module or (wrong_step and (wrong_step.failed("gradient") or wrong_step.failed("loss")))
     if division is None or not followed:
-        return OperatorPlace()
+        return "", ""
     replica = trainer.replicas[0]
     device, job = replica.context.device, replica.job
     batches = first_batches(job, 1, replica.plan.largest_share(job.batch_size)[0])
     model = build_filled_model(job, device, dtype)
     (example,) = (to_device(each, device, dtype) for each in batches)
-    wrong, sentence, path = first_wrong_operator(division.first, model, example)
-    return OperatorPlace(module=path or ("the model or loss" if wrong else ""), operator=sentence)
+    return first_wrong_operator(division.first, model, example)
 
 
 def _values_again(

@@ -97,7 +97,7 @@ def _report(run: VerifiedRun, plan: Plan, *, keyed: bool) -> Report:
     )
     return Report(
         plan=str(plan), devices=run.devices, precision=_name_of(result.comparer.precision), owned=run.owned,
-        steps=result.steps, explained=result.explained, operator=run.place.operator, moment=run.moment, casts=result.comparer.casts,
+        steps=result.steps, explained=result.explained, operator=run.operator, moment=run.moment, casts=result.comparer.casts,
         whole=result.whole, autocast=_of_precision(run.plan, result.comparer, run.dtype),
         settings=numeric_settings(), differing=result.differing, digest=run.digest,
         notes=[*run.notes, *([of_draws] if keyed else []), *([_of_digest(run)] if run.digest else [])], between=run.between

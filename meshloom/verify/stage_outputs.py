@@ -27,7 +27,7 @@ from meshloom.replica.replica import Replica
 from meshloom.replica.replica_state import each_of_state
 from meshloom.tensor_parallel.layout.placement import PARTIAL, Part
 from meshloom.tensor_parallel.search.strategies import Strategy
-from meshloom.verify.compared.compare_chunks import OutputSteps, output_error
+from meshloom.verify.compared.compare_chunks import first_wrong, output_error
 from meshloom.verify.reference.float64_blocks import ramp_of
 from meshloom.verify.reference.reference import Reference, watching
 from meshloom.verify.reference.step_records import ModuleOutput
@@ -70,7 +70,8 @@ def first_wrong_module(
             reference.buffers.load(start)
             with watching(reference):
                 outputs = reference.run_forward(forward).modules
-            if (found := first_wrong_value(outputs, of_chunks[numbers[0]], tolerance)) is not None:
+            pairs = pairs_of_values(outputs, of_chunks[numbers[0]])
+            if (found := first_wrong(pairs, tolerance)) is not None:
                 return found
     return None
 
@@ -172,20 +173,11 @@ def ramp_of_part(part: Tensor, pieces: Pieces, rank: int) -> float:
     return 2 * places / last - float(part.double().sum()) if last else 0.0
 
 
-def first_wrong_value(
-    outputs: Sequence[ModuleOutput], of_ranks: Sequence[Values], tolerance: float
-) -> str | None:
-    """The first module, in one device's order, whose output differs from what ranks say; None: all agree that ranks have. outputs: one
-    device's; of several calls of a module the last counts."""
-    steps = OutputSteps(tolerance)
-    wrong = (right.name for ours, right in _pairs_of_values(outputs, of_ranks) if steps.differs(ours, right))
-    return next(wrong, None)
-
-
-def _pairs_of_values(
+def pairs_of_values(
     outputs: Sequence[ModuleOutput], of_ranks: Sequence[Values]
 ) -> Iterator[tuple[ModuleOutput, ModuleOutput]]:
-    """What ranks say of a module and what one device does, of modules of which ranks have as many elements."""
+    """What ranks say of a module and what one device does, in its order, of modules of which ranks have as many elements. outputs: one
+    device's; of several calls of a module the last counts."""
     last = {output.name: (number, output) for number, output in enumerate(outputs)}
     # in the order of these last calls
     for name, (_, right) in sorted(last.items(), key=lambda each: each[1][0]):

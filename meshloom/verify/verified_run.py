@@ -39,7 +39,7 @@ from meshloom.verify.between_steps.saving_again import (
 )
 from meshloom.verify.compared.compare import placed
 from meshloom.verify.comparison_run import ComparisonResult, ComparisonRun, OneDevice
-from meshloom.verify.place import OperatorPlace, place_of
+from meshloom.verify.place import place_of
 from meshloom.verify.plan_evaluation import checked_evaluation, steps_schedulers_apart
 from meshloom.verify.reference.samples_of_epoch import batches_of_first_epoch
 from meshloom.verify.step_observer import StepObserver
@@ -58,7 +58,7 @@ class VerifiedRun:
     """Of `job` under `plan`. dtype: of both sides; None: the job's own.
     settings: of every Trainer. compare: where one device is. share: whether replicas may have one copy of the parameters.
 
-    result, between, place, moment: on rank 0, what came of it. digest: of what ran. devices: one line about them. owned: the
+    result, between, operator, module, moment: on rank 0, what came of it. digest: of what ran. devices: one line about them. owned: the
     share of the trainable elements that each rank updates. notes: on what was left out.
     """
 
@@ -72,7 +72,8 @@ class VerifiedRun:
     comparison: ComparisonRun | None = None
     result: ComparisonResult | None = None
     between: list[BetweenSteps] = field(default_factory=list[BetweenSteps])
-    place: OperatorPlace = field(default_factory=OperatorPlace)
+    operator: str = ""  # of `place_of`
+    module: str = ""
     moment: str = ""  # in the run, of a step that differs
     owned: Sequence[float] = ()
     digest: str = ""
@@ -131,7 +132,7 @@ class VerifiedRun:
         wrong = [
             each for each in self.between if self.moment and not each.passed and "checkpoint" in each.what
         ]
-        module = (wrong[0].first_module if wrong else None) or self.place.module
+        module = (wrong[0].first_module if wrong else None) or self.module
         if self.result and module:
             self.result = replace(self.result, steps=placed(self.result.steps, module))
         self.comparison = None
@@ -178,7 +179,8 @@ class VerifiedRun:
         run.observe([None] * len(observers))
         passed = _agrees(trainer, comparison)
         if not passed and batch:
-            self.place, self.moment = place_of(trainer, comparison, batch, self.dtype), moment
+            self.moment = moment
+            self.operator, self.module = place_of(trainer, comparison, batch, self.dtype)
         return passed
 
     def _evaluate(self, trainer: Trainer, into: Path | None = None, *, last: bool = False) -> bool:

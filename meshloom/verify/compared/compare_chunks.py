@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from meshloom.core.plan import Plan
 from meshloom.verify.between_steps.checks import TensorError
@@ -91,11 +90,8 @@ def first_module(reference: StepRecord, errors: Sequence[TensorError], plan: Pla
 
 def first_output(ours: StepRecord, reference: StepRecord, tolerance: float, plan: Plan) -> str | None:
     """The first module in order of execution whose output differs; None: all that were observed agree."""
-    steps = OutputSteps(tolerance)
-    for here, there in _both(ours, reference, plan):
-        if steps.differs(here, there):
-            return there.name or "the whole model"
-    return None
+    found = first_wrong(_both(ours, reference, plan), tolerance)
+    return None if found is None else found or "the whole model"
 
 
 def _both(ours: StepRecord, reference: StepRecord, plan: Plan) -> Iterator[tuple[ModuleOutput, ModuleOutput]]:
@@ -147,20 +143,17 @@ def add_outputs(a: ModuleOutput, b: ModuleOutput) -> ModuleOutput:
     )  # fmt: skip
 
 
-@dataclass
-class OutputSteps:
-    """Outputs in order of execution, of which one differs that is off by more than `tolerance`, or by much more than all before
-    it, as rounding grows bit by bit."""
-
-    tolerance: float
-    _largest: float | None = None  # error so far
-
-    def differs(self, ours: ModuleOutput, right: ModuleOutput) -> bool:
-        """Whether the next one does."""
-        error, before = output_error(ours, right), self._largest
-        self._largest = max(error, before or 0.0)
-        jumps = before is not None and error > max(_SUDDEN * before, self.tolerance / _SMALL)
-        return not error <= self.tolerance or jumps
+def first_wrong(outputs: Iterable[tuple[ModuleOutput, ModuleOutput]], tolerance: float) -> str | None:
+    """The first module, of pairs of a plan's output and one device's in order of execution, that is off by more than `tolerance`, or by much more
+    than all before it, as rounding grows bit by bit; None: all agree."""
+    largest: float | None = None
+    for ours, right in outputs:
+        error = output_error(ours, right)
+        jumps = largest is not None and error > max(_SUDDEN * largest, tolerance / _SMALL)
+        if jumps or not error <= tolerance:
+            return right.name
+        largest = max(error, largest or 0.0)
+    return None
 
 
 def output_differs(a: ModuleOutput, b: ModuleOutput, tolerance: float) -> bool:

@@ -237,7 +237,7 @@ def is_frozen(reference: Reference, name: str) -> bool:
 
 
 def replace_value(reference: Reference, name: str, value: Tensor) -> None:
-    """Continue with this value of a parameter or buffer in place of the reference's, which it equals up to rounding."""
+    """Continue with this value of a parameter or buffer in place of the reference's."""
     if name in reference.parameters:
         reference.updated.replace(name, value)
     else:
@@ -248,13 +248,6 @@ def held_by(reference: Reference, name: str) -> Tensor:
     """Its parameter, as it is updated, or buffer of this name."""
     updated = reference.updated.all
     return updated[name] if name in updated else reference.model.get_buffer(name)
-
-
-def adopt(reference: Reference, name: str, value: Tensor) -> None:
-    """Have this value of a parameter or buffer, whatever its own is; to be called when nothing is compared any more."""
-    known = reference.parameters
-    tensor = known[name] if name in known else reference.model.get_buffer(name)
-    tensor.detach().copy_(value)
 
 
 @contextmanager
