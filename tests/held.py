@@ -11,7 +11,8 @@ from torch import Tensor
 
 from meshloom.verify.compared.compare import Comparer, Comparison
 from meshloom.verify.compared.whole_batch import whole_batch
-from meshloom.verify.comparison_run import ComparisonResult, ComparisonRun
+from meshloom.verify.comparison_run import ComparisonRun
+from meshloom.verify.findings import Report
 from meshloom.verify.reference.reference import Reference
 from meshloom.verify.reference.reruns import chunk_by_chunk, with_equal_draws
 from meshloom.verify.reference.step_records import StepRecord
@@ -43,7 +44,7 @@ def step_of(reference: Reference, *, look: bool = False) -> WholeRecord:
     return WholeRecord(**{**record, "gradients": gradients}, buffers=buffers, parameters=parameters)
 
 
-def hold_against(reference: Reference, records: Iterable[WholeRecord]) -> ComparisonResult:
+def hold_against(reference: Reference, records: Iterable[WholeRecord]) -> Report:
     """Each record against the reference's next step."""
     comparison = ComparisonRun(reference)
     for ours in records:

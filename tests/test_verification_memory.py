@@ -13,11 +13,9 @@ from meshloom.core.errors import DeviceError
 from meshloom.core.plan import Plan
 from meshloom.machine.process_memory import collected_once
 from meshloom.parameters.model import build_model
-from meshloom.verify import reference_size
 from meshloom.verify.compared import whole_batch
 from meshloom.verify.reference.reference import Reference
-from meshloom.verify.reference_size import reference_bytes
-from meshloom.verify.run import verify
+from meshloom.verify.run import reference_bytes, verify
 from tests.jobs import GPT, make_job
 
 CPU = torch.device("cpu")
@@ -40,7 +38,7 @@ def test_a_model_that_one_device_cannot_hold_is_refused(monkeypatch: pytest.Monk
     num_bytes = sum(each.nbytes for each in model.parameters())
     # parameters twice, gradients, two averages
     assert reference_bytes(job, model) - sum(each.nbytes for each in model.buffers()) == 5 * num_bytes
-    monkeypatch.setattr(reference_size, "free_bytes", lambda: num_bytes)
+    monkeypatch.setattr("meshloom.verify.run.free_bytes", lambda: num_bytes)
     with pytest.raises(
         DeviceError, match="Verify the same job with fewer layers, or where there is more memory"
     ):

@@ -33,7 +33,7 @@ from meshloom.launch.failure import OUT_OF_MEMORY, own_lines
 from meshloom.launch.processes.child import start_child
 from meshloom.launch.processes.rank_process import signal_name
 from meshloom.machine.process_memory import trim
-from meshloom.verify.comparison_run import ComparisonRun, OneDevice, compare_here
+from meshloom.verify.comparison_run import ComparisonRun, compare_here
 
 
 class ReferenceProcess:
@@ -63,9 +63,9 @@ class ReferenceProcess:
         self._process.kill()
         self._process.wait()
 
-    def compare(self, job: Job, other: OneDevice) -> ComparisonRun:
+    def compare(self, job: Job, *given: Any) -> ComparisonRun:
         """Begins a comparison there, in place of an earlier one; what is called of it is called there. The job is the one that it has loaded."""
-        self.call("open", other)
+        self.call("open", *given)
         return cast(ComparisonRun, _Remote(self))
 
     def call(self, name: str, *arguments: Any) -> Any:

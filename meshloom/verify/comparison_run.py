@@ -15,15 +15,17 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from meshloom.core.job import Job
 from meshloom.core.moments.by_metric import those_by_metric
+from meshloom.core.moments.numerics import numeric_settings
 from meshloom.core.plan import Plan
 from meshloom.verify.between_steps.checks import (
     AverageErrors,
@@ -33,10 +35,11 @@ from meshloom.verify.between_steps.checks import (
     TensorError,
 )
 from meshloom.verify.between_steps.saved_check import check_saved
-from meshloom.verify.compared.compare import Comparer, Comparison, placed
+from meshloom.verify.compared.compare import Comparer, Comparison, name_of, placed
 from meshloom.verify.compared.compare_evaluation import PlanEvaluation, compare_evaluation
 from meshloom.verify.compared.whole_batch import WholeBatch, compare_whole_batch
 from meshloom.verify.factors import Wrong, of_gradients, of_norm, of_updates
+from meshloom.verify.findings import Report
 from meshloom.verify.reference.float64_blocks import subsample
 from meshloom.verify.reference.reference import Reference, changed_buffers, held_by, replace_value
 from meshloom.verify.reference.reruns import (
@@ -69,31 +72,9 @@ from meshloom.verify.tolerances.state_errors import (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class ComparisonResult:
-    """What came of it. whole: None if the whole batch does not fit in memory. explained: by which factor the first difference is, in a sentence; "": by
-    none. differing: the first tensor that does, if one does."""
-
-    steps: Sequence[Comparison]
-    explained: str
-    whole: WholeBatch | None
-    comparer: Comparer
-    differing: DifferingTensor | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class OneDevice:
-    """What a plan's run is compared with. dtype, device, shares: of the `Reference`."""
-
-    plan: Plan
-    dtype: torch.dtype | None
-    device: torch.device
-    shares: Sequence[tuple[int, Sequence[int]]]
-
-
-def compare_here(job: Job, other: OneDevice) -> ComparisonRun:
-    """In this process."""
-    return ComparisonRun(Reference(job, other.plan, other.dtype, other.device, other.shares))
+def compare_here(job: Job, *given: Any) -> ComparisonRun:
+    """In this process. given: what else a `Reference` takes."""
+    return ComparisonRun(Reference(job, *given))
 
 
 class ComparisonRun:
@@ -314,10 +295,12 @@ class ComparisonRun:
             return ""
         return of_updates(wrong, right / limit if right and limit else 1.0)
 
-    def result(self) -> ComparisonResult:
-        """Of all steps so far."""
-        return ComparisonResult(
-            steps=self._steps, explained=self._explained, whole=self._whole, comparer=self._comparer, differing=self._differing
+    def result(self) -> Report:
+        """Of all steps so far; what ran the plan is not known here."""
+        comparer, dtype = self._comparer, self.reference.dtype
+        return Report(
+            plan=str(comparer.plan), precision=name_of(comparer.precision), steps=self._steps, casts=comparer.casts, whole=self._whole,
+            explained=self._explained, autocast=comparer.under(dtype), settings=numeric_settings(), differing=self._differing
         )  # fmt: skip
 
 

@@ -37,12 +37,12 @@ class Report:
     """
 
     plan: str
-    devices: str
     precision: str
     steps: Sequence[Comparison]
     casts: Sequence[Cast]
-    owned: Sequence[float]
     whole: WholeBatch | None
+    devices: str = ""
+    owned: Sequence[float] = ()
     explained: str = ""
     operator: str = ""
     moment: str = ""

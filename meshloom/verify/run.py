@@ -9,30 +9,34 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 
 import torch
+from torch import nn
 
-from meshloom.core.errors import JobError, PlanError
+from meshloom.core.errors import DeviceError, JobError, PlanError
 from meshloom.core.job import Job
-from meshloom.core.moments.numerics import numeric_settings
 from meshloom.core.plan import Plan
-from meshloom.core.precisions import PRECISIONS, Precision
+from meshloom.core.random import preserved_draws
+from meshloom.core.units import format_bytes
 from meshloom.launch.environment import launched_rank
 from meshloom.launch.failure import own_line
 from meshloom.launch.one_at_a_time import working_alone
+from meshloom.machine.host_memory import free_bytes
 from meshloom.machine.process_memory import collected_once
+from meshloom.optimizer.reach import OPTIMIZER_FACTOR
+from meshloom.parameters.model import build_model, describe_model
+from meshloom.parameters.values.building import NotDescribableError
+from meshloom.planner.fitting import state_bytes
 from meshloom.replica.step_checks import SharedWriteError
 from meshloom.telemetry.timings import Timings
-from meshloom.verify.compared.compare import Comparer
+from meshloom.verify.compared.compare import name_of
 from meshloom.verify.comparison_run import compare_here
 from meshloom.verify.findings import Report
-from meshloom.verify.reference_size import check_reference_fits
-from meshloom.verify.tolerances.of_precision import rounds_partial_sums
 from meshloom.verify.verified_run import Compare, VerifiedRun
 
 # what torch's own errors of dtypes call them
-_PRECISIONS_IN_ERRORS = {torch.float64: "double", torch.float32: "float"}
+_IN_ERRORS: dict[torch.dtype | None, str] = {torch.float64: "double", torch.float32: "float"}
+_OF_DRAWS = "draws are keyed, one by one, on both sides: replicas that share chunks draw for the rows of each"
 
 
 def verify(
@@ -64,7 +68,7 @@ def verify(
     if launched is None or launched.rank == 0:  # the one that runs the reference
         on_gpu = devices == "auto" and 0 < plan.mesh.size <= torch.cuda.device_count()
         on_gpu = on_gpu or devices.endswith("cuda")
-        check_reference_fits(job, dtype, on_gpu=on_gpu)
+        _check_reference_fits(job, dtype, on_gpu=on_gpu)
     # Replicas that share a chunk draw for the rows of each, which one device can do only where every draw has a key.
     keyed = plan.sync_batch_norm and plan.dp > 1 and not plan.keyed_draws
     run = VerifiedRun(
@@ -73,67 +77,16 @@ def verify(
             "devices": devices, "timeout_seconds": timeout_seconds, "transport": transport, "oversubscribe": oversubscribe, "overcommit": overcommit,
             "cache": cache, "timings": timings
         },
-        compare=compare
+        compare=compare, notes=[_OF_DRAWS] if keyed else []
     )  # fmt: skip
-    take = partial(VerifiedRun.quick, steps=steps)
-    if not quick:
-        take = partial(VerifiedRun.whole, steps=max(steps, 3 if job.average is None else 4))
     with working_alone(), collected_once(), _explained(dtype):
         try:
-            take(run)
+            run.take(steps, quick=quick)
         except SharedWriteError:
             run = replace(run, share=False, comparison=None)
         if not run.share:
-            take(run)
-    return _report(run, plan, keyed=keyed) if run.result else None
-
-
-def _report(run: VerifiedRun, plan: Plan, *, keyed: bool) -> Report:
-    """What came of a run."""
-    result = run.result
-    assert result is not None
-    of_draws = (
-        "draws are keyed, one by one, on both sides: replicas that share chunks draw for the rows of each"
-    )
-    return Report(
-        plan=str(plan), devices=run.devices, precision=_name_of(result.comparer.precision), owned=run.owned,
-        steps=result.steps, explained=result.explained, operator=run.operator, moment=run.moment, casts=result.comparer.casts,
-        whole=result.whole, autocast=_of_precision(run.plan, result.comparer, run.dtype),
-        settings=numeric_settings(), differing=result.differing, digest=run.digest,
-        notes=[*run.notes, *([of_draws] if keyed else []), *([_of_digest(run)] if run.digest else [])], between=run.between
-    )  # fmt: skip
-
-
-def _of_digest(run: VerifiedRun) -> str:
-    own = "as `meshloom train` prints it for this job and plan"
-    other = "and training in the job's own precision may have another"
-    return f"what ran has digest {run.digest}, {own if run.dtype is None else other}"
-
-
-def _name_of(dtype: torch.dtype | None) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _of_precision(plan: Plan, comparer: Comparer, dtype: torch.dtype | None) -> str:
-    if dtype == torch.float64 and PRECISIONS[plan.precision] != Precision():
-        why = "autocast casts nothing in float64" if comparer.autocast else "both sides are in float64"
-        return f"precision={plan.precision} is left out on both sides, as {why}"
-    rounded = comparer.autocast or comparer.lowered
-    if rounded is None:
-        return ""
-    name = _name_of(rounded)
-    if comparer.autocast:
-        what = f"losses are computed under autocast to {name}, on one device too"
-        if PRECISIONS[plan.precision].scaled:
-            what += ", and scaled, by each with a scale of its own"
-    else:
-        what = f"parameters are {name}, each the rounding of a copy in {_name_of(comparer.precision)} that is updated and compared, on one device too"
-    if not rounds_partial_sums(plan):
-        return what
-    if plan.compiles:
-        return f"{what}; compiled operators round to it in other places, so gradients may differ as far as rounding moves one device's"
-    setting = f"tp={plan.tp}" if plan.tp > 1 else "sync_batch_norm=true"
-    return f"{what}; with {setting} partial sums are rounded to it, so gradients may differ as far as rounding moves one device's"
+            run.take(steps, quick=quick)
+    return replace(run.report, plan=str(plan)) if run.report else None
 
 
 @contextmanager
@@ -143,14 +96,10 @@ def _explained(dtype: torch.dtype | None) -> Iterator[None]:
         yield
     except Exception as error:
         said = " ".join(f"{type(each).__name__}: {each}" for each in (error, error.__cause__))
-        is_torchs = "RuntimeError" in said or "NotImplementedError" in said
-        if (
-            dtype not in _PRECISIONS_IN_ERRORS
-            or not is_torchs
-            or _PRECISIONS_IN_ERRORS[dtype] not in said.lower()
-        ):
+        is_torchs, word = "RuntimeError" in said or "NotImplementedError" in said, _IN_ERRORS.get(dtype)
+        if not is_torchs or word is None or word not in said.lower():
             raise
-        name, line = _name_of(dtype), own_line(error)
+        name, line = name_of(dtype), own_line(error)
         raise JobError(
             f"In {name} this job cannot be computed{f' ({line})' if line else ''}: it has tensors of a dtype that it names itself, and {name} does not go with "
             f"them. Verify it in its own precision, without --dtype, or write x.to(weight.dtype) in place of what names one."
@@ -164,6 +113,36 @@ def check_promised(plan: Plan) -> None:
             f"{plan.exempt}: such a plan does not promise to compute what one device computes, so there is nothing to verify. "
             "Verify it without that setting, and compare losses with it."
         )
+
+
+def _check_reference_fits(job: Job, dtype: torch.dtype | None, *, on_gpu: bool = False) -> None:
+    """Raises `DeviceError` if one device cannot hold the whole model.
+
+    dtype: the precision to run in instead of the job's own. on_gpu: whether the device is this process's GPU, not the host.
+    """
+    with preserved_draws():
+        try:
+            model = describe_model(job, dtype)
+        except NotDescribableError:
+            model = build_model(job, torch.device("cpu"), dtype)
+    needed = reference_bytes(job, model)
+    free = torch.cuda.mem_get_info()[0] if on_gpu else free_bytes()
+    if needed > free:
+        raise DeviceError(
+            f"One device needs at least {format_bytes(needed)} to run what the plan is compared with (parameters before and after an update, gradients, "
+            f"optimizer state), and {format_bytes(free)} are free here. Verify the same job with fewer layers, or where there is more memory."
+        )
+
+
+def reference_bytes(job: Job, model: nn.Module) -> int:
+    """Bytes that the reference holds of `model`, of which only shapes are read, at an update, without activations: its parameters
+    twice, gradients, buffers and optimizer state."""
+    named = [*model.named_parameters()]
+    trained = sum(each.nbytes for _, each in named if each.requires_grad)
+    held = 2 * sum(each.nbytes for _, each in named) + trained
+    held += sum(each.nbytes for each in model.buffers() if each.layout == torch.strided)
+    state = state_bytes(job, named)
+    return held + (int(OPTIMIZER_FACTOR * trained) if state is None else state.total)
 
 
 def _varying_shares(plan: Plan, steps: int) -> list[tuple[int, tuple[int, ...]]]:

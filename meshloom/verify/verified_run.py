@@ -38,7 +38,8 @@ from meshloom.verify.between_steps.saving_again import (
     why_nothing_is_saved,
 )
 from meshloom.verify.compared.compare import placed
-from meshloom.verify.comparison_run import ComparisonResult, ComparisonRun, OneDevice
+from meshloom.verify.comparison_run import ComparisonRun
+from meshloom.verify.findings import Report
 from meshloom.verify.place import place_of
 from meshloom.verify.plan_evaluation import checked_evaluation, steps_schedulers_apart
 from meshloom.verify.reference.samples_of_epoch import batches_of_first_epoch
@@ -47,7 +48,7 @@ from meshloom.verify.step_observer import StepObserver
 _MOST_SAMPLES, _MOST_SECONDS = 4096, 5.0  # of iterable data, to find the end of its first epoch
 _MOST_SKIPPED = 24  # steps further, until a loss scale has fallen so far that a first update is made
 Shares = Sequence[tuple[int, tuple[int, ...]]]
-Compare = Callable[[Job, OneDevice], ComparisonRun]  # begins a comparison
+Compare = Callable[..., ComparisonRun]  # begins a comparison with a `Reference` of these arguments
 # moments of steps, as what follows "from step 3 on"
 _RESUMED = ", after resuming the checkpoint"
 _NEXT_EPOCH = ", at the end of an epoch, or where batches get another size or something freezes or thaws"
@@ -58,7 +59,7 @@ class VerifiedRun:
     """Of `job` under `plan`. dtype: of both sides; None: the job's own.
     settings: of every Trainer. compare: where one device is. share: whether replicas may have one copy of the parameters.
 
-    result, between, operator, module, moment: on rank 0, what came of it. digest: of what ran. devices: one line about them. owned: the
+    report, between, operator, module, moment: on rank 0, what came of it. digest: of what ran. devices: one line about them. owned: the
     share of the trainable elements that each rank updates. notes: on what was left out.
     """
 
@@ -70,7 +71,7 @@ class VerifiedRun:
     compare: Compare
     share: bool = True
     comparison: ComparisonRun | None = None
-    result: ComparisonResult | None = None
+    report: Report | None = None
     between: list[BetweenSteps] = field(default_factory=list[BetweenSteps])
     operator: str = ""  # of `place_of`
     module: str = ""
@@ -81,17 +82,17 @@ class VerifiedRun:
     notes: list[str] = field(default_factory=list[str])
     _steps_per_epoch: int | None = None
 
-    def quick(self, steps: int) -> None:
-        """So many steps."""
-        with self._opened(steps) as trainer:
-            self._take(trainer, range(steps))
-        self._end()
-
-    def whole(self, steps: int) -> None:
-        """So many steps, three or more, and what lies between them. The second one after resuming is the first whose learning
-        rate the schedule computes."""
-        self._whole(steps)
-        self._end()
+    def take(self, steps: int, *, quick: bool) -> None:
+        """So many steps, or more where there is something between them."""
+        if quick:
+            with self._opened(steps) as trainer:
+                self._take(trainer, range(steps))
+        else:
+            # the second one after resuming is the first whose learning rate the schedule computes
+            self._whole(max(steps, 3 if self.job.average is None else 4))
+        if self.comparison:
+            self.report = self._reported(self.comparison.result())
+        self.comparison = None  # lets go of one device
 
     def _whole(self, steps: int) -> None:
         total = max(self.job.steps, steps)
@@ -125,17 +126,20 @@ class VerifiedRun:
             elif passed and self.devices.startswith("simulated") and self.plan.mesh.size > 1:
                 self._resume_elsewhere(path, total)
 
-    def _end(self) -> None:
-        """Lets go of one device."""
-        self.result = self.comparison.result() if self.comparison else None
+    def _reported(self, report: Report) -> Report:
+        """With what is known here."""
         # what is resumed from a wrong checkpoint is wrong where that is
         wrong = [
             each for each in self.between if self.moment and not each.passed and "checkpoint" in each.what
         ]
         module = (wrong[0].first_module if wrong else None) or self.module
-        if self.result and module:
-            self.result = replace(self.result, steps=placed(self.result.steps, module))
-        self.comparison = None
+        own = "as `meshloom train` prints it for this job and plan"
+        other = "and training in the job's own precision may have another"
+        ran = f"what ran has digest {self.digest}, {own if self.dtype is None else other}"
+        return replace(
+            report, devices=self.devices, owned=self.owned, operator=self.operator, moment=self.moment, digest=self.digest,
+            steps=placed(report.steps, module) if module else report.steps, notes=[*self.notes, ran], between=self.between
+        )  # fmt: skip
 
     @contextmanager
     def _opened(self, steps: int, *, resume: Path | None = None, compares: bool = True) -> Iterator[Trainer]:
@@ -147,10 +151,10 @@ class VerifiedRun:
         ) as trainer:  # fmt: skip
             first = trainer.replicas[0]
             self.owned, self.devices = trainer.together(_owned)[0], trainer.world.why
-            self.digest = trainer.synchronous.digest if trainer.synchronous else ""
+            assert trainer.synchronous is not None
+            self.digest = trainer.synchronous.digest
             if compares and trainer.world.main and self.comparison is None:
-                other = OneDevice(plan=first.inner, dtype=self.dtype, device=first.context.device, shares=self.shares)  # fmt: skip
-                self.comparison = self.compare(self.job, other)
+                self.comparison = self.compare(self.job, first.inner, self.dtype, first.context.device, self.shares)  # fmt: skip
             yield trainer
 
     def _take(self, trainer: Trainer, numbers: Sequence[int], moment: str = "") -> bool:

@@ -24,6 +24,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from meshloom.core.plan import Plan
+from meshloom.core.precisions import PRECISIONS, Precision
 from meshloom.verify.between_steps.checks import Kind, TensorError, metric_error
 from meshloom.verify.compared.compare_chunks import facts_of, first_module, first_output, module_of_names
 from meshloom.verify.reference.float64_blocks import relative
@@ -128,6 +129,29 @@ class Comparer:
         are cast to equal ones."""
         return max(most_tolerated(self.precision), most_tolerated(self.partial))
 
+    def under(self, dtype: torch.dtype | None) -> str:
+        """What losses are computed under, in a sentence; "": nothing. dtype: of both sides; None: the job's own."""
+        plan = self.plan
+        if dtype == torch.float64 and PRECISIONS[plan.precision] != Precision():
+            why = "autocast casts nothing in float64" if self.autocast else "both sides are in float64"
+            return f"precision={plan.precision} is left out on both sides, as {why}"
+        rounded = self.autocast or self.lowered
+        if rounded is None:
+            return ""
+        name = name_of(rounded)
+        if self.autocast:
+            what = f"losses are computed under autocast to {name}, on one device too"
+            if PRECISIONS[plan.precision].scaled:
+                what += ", and scaled, by each with a scale of its own"
+        else:
+            what = f"parameters are {name}, each the rounding of a copy in {name_of(self.precision)} that is updated and compared, on one device too"
+        if not rounds_partial_sums(plan):
+            return what
+        if plan.compiles:
+            return f"{what}; compiled operators round to it in other places, so gradients may differ as far as rounding moves one device's"
+        setting = f"tp={plan.tp}" if plan.tp > 1 else "sync_batch_norm=true"
+        return f"{what}; with {setting} partial sums are rounded to it, so gradients may differ as far as rounding moves one device's"
+
     def compare(
         self,
         ours: StepRecord,
@@ -174,6 +198,11 @@ class Comparer:
         allowed = min(relative(TIMES * effect(), size), most_tolerated(self.precision))
         moved = replace(wrong[0], tolerance=max(wrong[0].tolerance, allowed))
         return [moved if each is wrong[0] else each for each in errors]
+
+
+def name_of(dtype: torch.dtype | None) -> str:
+    """As a user writes it."""
+    return str(dtype).removeprefix("torch.")
 
 
 def _loss_errors(
