@@ -102,7 +102,7 @@ class VerifiedRun:
                     return
                 after = range(trainer.next_step, trainer.next_step + 2)
                 directory = around.enter_context(saving_directory(trainer))
-                ends = self._epoch_end(trainer, after, total)
+                ends = self._further_steps(trainer, after.stop, total)
                 lacking = trainer.together(partial(why_nothing_is_saved, directory=directory))[0]
                 if not self._evaluate(trainer, None if lacking else directory, last=True):
                     return
@@ -202,19 +202,29 @@ class VerifiedRun:
             passed = self._take(trainer, [trainer.next_step])
         return passed
 
-    def _epoch_end(self, trainer: Trainer, after: range, steps: int) -> list[int]:
-        """Steps at the end of an epoch, and where batch sizes or what is frozen change. after: those that follow when the checkpoint is
-        resumed. Of iterable data rank 0 counts, if it does not take long."""
-        length = self._steps_per_epoch
-        repeats = length is not None and not self.job.batch_sizes
+    def _further_steps(self, trainer: Trainer, first: int, steps: int) -> list[int]:
+        """Steps from `first` on, of a run of `steps`: the last one of an epoch and the first of the next, the first at which batches get another size, also
+        after that end, and the first at which something freezes or thaws. Of iterable data rank 0 counts the first epoch, if it does not take long, and
+        no more samples than that are passed over."""
+        job, length, ends = self.job, self._steps_per_epoch, list[int]()
         if length is None:
-            counted = batches_of_first_epoch(self.job, _MOST_SAMPLES, _MOST_SECONDS) if trainer.world.main else None  # fmt: skip
+            counted = (
+                batches_of_first_epoch(job, _MOST_SAMPLES, _MOST_SECONDS) if trainer.world.main else None
+            )
             length = of_first_rank(trainer, counted)
-        ends = (
-            _steps_at_epoch_end(length, (range(after.start), after), steps, repeats=repeats) if length else []
-        )
-        most = None if self._steps_per_epoch else _MOST_SAMPLES
-        return _steps_of_changes(self.job, after.stop, ends, steps, most)
+        if length:
+            end = length * (first // length + 1)
+            if self._steps_per_epoch is None or job.batch_sizes or end >= steps:
+                end = length  # the other epochs' are not known
+            ends = [step for step in (end - 1, end) if first <= step < steps]
+        sizes = sorted(job.batch_sizes)
+        edges = sorted(edge for each in job.frozen.values() for edge in (each.start, each.stop))
+        for changes, begin in ((sizes, first), (sizes, max(ends, default=first)), (edges, first)):
+            found = [each for each in changes if begin <= each < steps][:1]
+            if self._steps_per_epoch is None:
+                found = [each for each in found if sum(map(job.batch_size_at, range(each))) <= _MOST_SAMPLES]
+            ends = ends + found
+        return sorted({*ends})
 
     def _saved(self, trainer: Trainer, directory: Path) -> Path:
         """The checkpoint after the evaluation, compared; with schedulers that go by a metric as one device has them."""
@@ -253,49 +263,3 @@ def _owned(replica: Replica) -> list[float]:
     elements = replica.num_trainable
     mine = sum(part.stop - part.start for part in replica.exchange.ownership.owned)
     return collect(replica.context.world, mine / elements)
-
-
-def _steps_at_epoch_end(length: int, taken: Sequence[range], steps: int, *, repeats: bool) -> list[int]:
-    """The last step of an epoch and the first of the next, as far as a run of `steps` has them; none where both were taken in one
-    stretch, in which data is read without a break.
-
-    length: of the first epoch, in steps. taken: stretches of steps, in order. repeats: whether all epochs have this length.
-
-    >>> _steps_at_epoch_end(5, [range(1), range(1, 3)], 40, repeats=True)
-    [4, 5]
-    >>> _steps_at_epoch_end(3, [range(1), range(1, 3)], 40, repeats=True)
-    [5, 6]
-    >>> _steps_at_epoch_end(3, [range(1), range(1, 3)], 40, repeats=False)
-    [3]
-    >>> _steps_at_epoch_end(2, [range(1), range(1, 3)], 40, repeats=True)
-    []
-    """
-    end = taken[-1].stop
-    for first in range(length, steps, length) if repeats else range(length, min(length + 1, steps)):
-        if any(first - 1 in stretch and first in stretch for stretch in taken):
-            return []
-        if first > end:
-            return [first - 1, first]
-    return [step for step in (length - 1, length) if end <= step < steps]
-
-
-def _steps_of_changes(
-    job: Job, first: int, ends: Sequence[int], steps: int, most_samples: int | None
-) -> list[int]:
-    """With `ends`, steps at the end of an epoch: the first step from `first` on at which batches get another size, and the first after that end,
-    and the first at which something freezes or thaws, as far as a run of `steps` has them. most_samples: how many may be read on the way
-    there; None: data on the way is passed over."""
-    sizes = sorted(job.batch_sizes)
-    edges = sorted(edge for each in job.frozen.values() for edge in (each.start, each.stop))
-    after = max(ends, default=first)
-    found = [
-        next((each for each in changes if begin <= each < steps), None)
-        for changes, begin in ((sizes, first), (sizes, after), (edges, first))
-    ]
-    known = [
-        each
-        for each in found
-        if each is not None
-        and (most_samples is None or sum(map(job.batch_size_at, range(each))) <= most_samples)
-    ]
-    return sorted({*ends, *known})
