@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from meshloom.core.moments import numerics
 from meshloom.core.moments.numerics import numeric_settings, rounded_products
 from meshloom.core.plan import Plan
 from meshloom.verify.findings import lines_of
-from meshloom.verify.reference.observers import CastWatch, ModuleWatch
+from meshloom.verify.reference.reference import Reference
 from meshloom.verify.run import verify
 from tests.jobs import make_job
 
@@ -64,22 +64,14 @@ def test_settings_of_products_are_those_of_all_ranks(medium: None):
     assert numeric_settings()["float32 products on CPUs"] == "bf16"
 
 
-def test_modules_that_multiply_are_noted(monkeypatch: pytest.MonkeyPatch):
+def test_what_products_round_to_is_noted_of_float32_alone(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(
-        "meshloom.verify.reference.observers.rounded_products", lambda device: (torch.float16, torch.bfloat16)
+        "meshloom.verify.reference.reference.rounded_products", lambda device: (torch.float16, torch.bfloat16)
     )
-    model = nn.Sequential(nn.Conv1d(3, 5, 1), nn.ReLU(), nn.Flatten(), nn.Linear(20, 2))
-    watch = ModuleWatch(model)
-    with watch.attached(), CastWatch(torch.float32, watch, device=CPU) as casts:
-        watch.start()
-        model(torch.randn(2, 3, 4)).sum().backward()
-    noted = {(each.place, each.dtype) for each in casts.casts}
-    assert {("0", "bfloat16"), ("3", "float16")} <= noted and all(each.in_products for each in casts.casts)
-    assert not any(place in ("1", "2") for place, _ in noted)
-    double = model.double()
-    with watch.attached(), CastWatch(torch.float64, watch, device=CPU) as casts:
-        double(torch.randn(2, 3, 4).double()).sum().backward()
-    assert casts.casts == ()
+    single = Reference(make_job("mlp", "sgd"), Plan()).casts
+    assert [(each.place, each.dtype) for each in single] == [("", "bfloat16"), ("", "float16")]
+    assert all(each.in_products for each in single)
+    assert Reference(make_job("mlp", "sgd"), Plan(), torch.float64).casts == ()
 
 
 @pytest.mark.parametrize("plan", ["dp=2", "tp=2"])

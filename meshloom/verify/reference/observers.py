@@ -19,7 +19,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from meshloom.core.device.flat_bytes import flat_bytes
-from meshloom.core.moments.numerics import rounded_products
 from meshloom.verify.reference.float64_blocks import float64_blocks, ramp_of
 from meshloom.verify.reference.step_records import Cast, ModuleOutput
 
@@ -146,27 +145,14 @@ def _is_transformed(leaf: Tensor) -> bool:
     return functorch.is_functorch_wrapped_tensor(leaf)
 
 
-# in names of operators that multiply matrices
-_MULTIPLY = "mm", "mv", "dot", "linear", "einsum", "attention", "rnn", "transformer"
-
-
 class CastWatch(TorchDispatchMode):
     """Records operations that take a tensor of at least `precision` and return a less precise
-    floating-point tensor, with the module that `ModuleWatch` reports.
-
-    device: of float32 values that it may round where they are multiplied; such products are recorded, too."""
+    floating-point tensor, with the module that `ModuleWatch` reports."""
 
     def __init__(
-        self,
-        precision: torch.dtype,
-        modules: ModuleWatch | None = None,
-        optimizer: str | None = None,
-        device: torch.device | None = None,
+        self, precision: torch.dtype, modules: ModuleWatch | None = None, optimizer: str | None = None
     ) -> None:
         super().__init__()
-        self._rounded = (
-            rounded_products(device) if device is not None and precision == torch.float32 else (None, None)
-        )
         self._bits = torch.finfo(precision).bits
         self._modules, self._optimizer = modules, optimizer
         self._seen: dict[Cast, None] = {}
@@ -194,20 +180,13 @@ class CastWatch(TorchDispatchMode):
         if low and any(torch.finfo(dtype).bits >= self._bits for dtype in _precisions(args)):
             for dtype in low:
                 self._note(dtype)
-        # a backward multiplies what its forward did, but no module is known there
-        if self._rounded != (None, None) and torch.float32 in _precisions(output) and not _is_in_backward():
-            name = func._schema.name
-            multiplies = any(word in name for word in _MULTIPLY)
-            rounded = self._rounded[0] if multiplies else self._rounded[1] if "convolution" in name else None
-            if rounded is not None:
-                self._note(rounded, in_products=True)
         return output
 
-    def _note(self, dtype: torch.dtype, *, in_products: bool = False) -> None:
+    def _note(self, dtype: torch.dtype) -> None:
         place = self._optimizer or (self._modules.place if self._modules else "")
         cast = Cast(
             place=place, dtype=str(dtype).removeprefix("torch."), in_optimizer=self._optimizer is not None,
-            in_gradients=self._in_loss and _is_in_backward(), in_products=in_products
+            in_gradients=self._in_loss and _is_in_backward()
         )  # fmt: skip
         self._seen.setdefault(cast)
 

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from meshloom.core.job import Job
+from meshloom.core.moments.numerics import rounded_products
 from meshloom.core.plan import Plan
 from meshloom.core.random import preserved_draws
 from meshloom.parameters.values.keyed_init import call_model
@@ -82,7 +83,7 @@ class Reference:
         self.buffers = ReferenceBuffers(job, self.model)
         self.precision = most_precise(self.model)
         self._watch = ModuleWatch(self.model)
-        self._casts = CastWatch(self.precision, self._watch, device=self.device)
+        self._casts = CastWatch(self.precision, self._watch)
         self.scale = ReferenceScale(plan)
         self.chunk_run = ChunkRun(
             job, plan, self.model, self.device, dtype, dtype or self.updated.dtype, self._watch, self.scale
@@ -108,8 +109,10 @@ class Reference:
 
     @property
     def casts(self) -> tuple[Cast, ...]:
-        """Reductions of precision in the last `run`."""
-        return self._casts.casts
+        """Reductions of precision in the last `run`, and of float32 wherever it is multiplied, by torch's settings."""
+        rounded = rounded_products(self.device) if self.precision == torch.float32 else ()
+        names = {str(each).removeprefix("torch.") for each in rounded if each}
+        return *self._casts.casts, *(Cast(place="", dtype=each, in_optimizer=False, in_products=True) for each in sorted(names))  # fmt: skip
 
     def run(self) -> None:
         """The first half of a step, or of one of its turns: forward and backward of all chunks, after which
@@ -121,7 +124,7 @@ class Reference:
                 module.training = training
             self.before = {}
             self._start = StateBefore(self.model)
-            self._casts = CastWatch(self.precision, self._watch, device=self.device)
+            self._casts = CastWatch(self.precision, self._watch)
             self._loss_sum, self._weight, self.chunks = self.evaluate()
             self.scale.look(self.gradients.values())
 
@@ -165,7 +168,7 @@ class Reference:
         self.updated.take_gradients()
         if self.turn.clip_grad_norm is not None and norm is not None:
             clip(self.updated, self.turn.clip_grad_norm, norm)
-        casts = list(self._casts.casts)
+        casts = list(self.casts)
         with preserved_draws(), default_dtype(self.dtype):
             casts += [] if self.scale.overflowed else _step_all(self)
         self.updated.round()
@@ -297,10 +300,7 @@ def _step_all(reference: Reference) -> list[Cast]:
     casts: list[Cast] = []
     for optimizer in reference.turn.optimizers:
         densify_gradients(optimizer)
-        device = next((each.device for group in optimizer.param_groups for each in group["params"]), None)
-        with CastWatch(
-            most_precise(reference.updated), optimizer=type(optimizer).__name__, device=device
-        ) as watch:
+        with CastWatch(most_precise(reference.updated), optimizer=type(optimizer).__name__) as watch:
             optimizer.step(closure_of(reference)) if needs_closure(optimizer) else optimizer.step()
         casts += watch.casts
     for scheduler in reference.turn.schedulers:

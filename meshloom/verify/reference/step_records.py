@@ -41,8 +41,8 @@ class ModuleOutput:
 @dataclass(frozen=True, kw_only=True)
 class Cast:
     """A reduction of precision below that of the parameters: its dtype, and the module (or optimizer) it
-    is in. in_gradients: it is of gradients that the loss takes itself. in_products: of float32 values where they are multiplied,
-    by a setting of torch; float16 stands for TF32."""
+    is in. in_gradients: it is of gradients that the loss takes itself. in_products: of float32 values wherever they are
+    multiplied, by a setting of torch; float16 stands for TF32."""
 
     place: str
     dtype: str
