@@ -123,15 +123,12 @@ class ComparisonRun:
         """How far rounding moves the gradients of this step; and once, how far buffers, relative to their size."""
         reference = self.reference
         if self._measured_in != len(self._steps):
-            found = rounding_effect(reference)
-            self._measured_in, self._effects = len(self._steps), found.gradients
-            sizes, before = (
-                buffer_sizes(dict(reference.model.named_buffers()), self._changed),
-                self._buffer_effects,
-            )
+            self._measured_in = len(self._steps)
+            self._effects, of_buffers = rounding_effect(reference)
+            sizes = buffer_sizes(dict(reference.model.named_buffers()), self._changed)
             self._buffer_effects = {
-                name: max(effect / sizes[name], before.get(name, 0.0))
-                for name, effect in found.buffers.items()
+                name: max(effect / sizes[name], self._buffer_effects.get(name, 0.0))
+                for name, effect in of_buffers.items()
                 if sizes[name]
             }
         return self._effects

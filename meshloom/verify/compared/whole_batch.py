@@ -210,9 +210,7 @@ def _rerun(
     with reference.rerun() as gradients:
         chunks: list[ChunkRecord] = []
         loss = weight = 0.0
-        for forward in forwards:
-            reference.restore()
-            result = reference.run_forward(forward)
+        for forward, result in reference.again(forwards, watched=True):
             loss, weight = loss + result.loss_sum, weight + result.weight
             chunks += reference.chunk_run.records(forward, result, reference.step)
         reference.divide(weight)

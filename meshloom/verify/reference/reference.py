@@ -14,7 +14,7 @@ others' gradients is thrown away.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -211,9 +211,13 @@ class Reference:
                 average = parameter.grad / (weight / self._divisor * self.scale.value)
                 parameter.grad = average.coalesce() if average.is_sparse else average  # each row once
 
-    def restore(self) -> None:
-        """Restore buffers, untrained parameters and attributes as they were at the start of the last step."""
-        self._start.put_back()
+    def again(
+        self, forwards: Iterable[ReferenceForward], *, watched: bool = False
+    ) -> Iterator[tuple[ReferenceForward, ChunkResult]]:
+        """Each of these in a rerun, with the state before the last step; gradients accumulate."""
+        for forward in forwards:
+            self._start.put_back()
+            yield forward, self.run_forward(forward, watched=watched)
 
     @contextmanager
     def rerun(self) -> Iterator[Gradients]:
@@ -223,7 +227,7 @@ class Reference:
         rows = self.chunk_run.together.rows
         with preserved_draws(), self._watch.attached():
             try:
-                self.restore()
+                self._start.put_back()
                 self.model.zero_grad(set_to_none=True)
                 yield gradients
             finally:

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_map
 
 from meshloom.core.plan import Plan
 from meshloom.core.random import derive
+from meshloom.verify.reference.chunks_of_plan import ReferenceForward
 from meshloom.verify.reference.float64_blocks import Subsampled, norm, rerun_distance, subsample_each
 from meshloom.verify.reference.reference import Gradients, Reference, changed_buffers
 
@@ -31,41 +32,30 @@ ENLARGED = 256  # how many times larger a perturbation is in which terms that ca
 _OTHER_ORDERS = 3  # how much farther than in the opposite order a sum may be in another
 
 
-@dataclass(frozen=True, kw_only=True)
-class RoundingEffect:
-    """How far rounding moves averaged gradients and buffers, by name: ||g(w (1 + u)) - g(w)||."""
-
-    gradients: Mapping[str, float]
-    buffers: Mapping[str, float]
-
-
-def rounding_effect(reference: Reference) -> RoundingEffect:
+def rounding_effect(reference: Reference) -> tuple[dict[str, float], dict[str, float]]:
     """How far the averaged gradients, and the buffers that the step changes, move when the parameters are perturbed by a
-    few units of rounding.
+    few units of rounding, by name: ||g(w (1 + u)) - g(w)||.
 
     Random |u| <= units * eps for each element, where eps is that of the parameters or, in modules that compute in a lower
-    precision, of that. To first order, rounding errors are such perturbations (backward error analysis).
+    precision, of that. To first order, rounding errors are such perturbations (backward error analysis). Where parameters are rounded
+    copies, and equal values are rounded to equal ones, chunks are run in the opposite order instead.
     """
-    times = 1
-    moved: AbstractContextManager[None] = perturbed_parameters(reference)
     backwards = bool(reference.updated.dtype and _is_whole(reference.plan))
-    if backwards:
-        times, moved = _OTHER_ORDERS, nullcontext()
     changed = changed_buffers(reference)
-    with reference.rerun() as gradients, moved:
+    with reference.rerun() as gradients, nullcontext() if backwards else perturbed_parameters(reference):
         if backwards:
-            _run_backwards(reference)
+            chunks = reference.again([*reference.forwards()][::-1])
+            reference.divide(sum(result.weight for _, result in chunks))
         else:
             reference.evaluate(watched=False)
-        buffers = dict(reference.model.named_buffers())
-        return RoundingEffect(
-            gradients={name: times * moved for name, moved in _moved_from(reference, gradients).items()},
-            buffers={
-                name: rerun_distance(buffers[name], each)
-                for name, each in changed.items()
-                if buffers[name].shape == each.shape
-            },
-        )
+        times = _OTHER_ORDERS if backwards else 1
+        of_gradients = {name: times * moved for name, moved in _moved_from(reference, gradients).items()}
+        buffers = {name: each for name, each in reference.model.named_buffers() if name in changed}
+        return of_gradients, {
+            name: rerun_distance(each, changed[name])
+            for name, each in buffers.items()
+            if each.shape == changed[name].shape
+        }
 
 
 def outputs_effect(reference: Reference, times: int = 1) -> dict[str, float]:
@@ -115,15 +105,6 @@ def loss_effect(reference: Reference) -> float:
     return max(abs(each - means[0]) if math.isfinite(each) else 0.0 for each in means)
 
 
-def _run_backwards(reference: Reference) -> None:
-    """The last step's chunks in the opposite order; buffers are as at its start."""
-    weight = 0.0
-    for forward in [*reference.forwards()][::-1]:
-        reference.restore()
-        weight += reference.run_forward(forward, watched=False).weight
-    reference.divide(weight)
-
-
 def _is_whole(plan: Plan) -> bool:
     """Whether operators are of whole chunks."""
     return plan.tp == 1 and not plan.sync_batch_norm and not plan.compiles
@@ -141,24 +122,20 @@ def travel_effect(reference: Reference, unit: float) -> dict[str, float]:
     each chunk's gradients travel (zero=2, 3), of the chunks'.
     """
     plan, weight = reference.plan, sum(chunk.weight for chunk in reference.chunks)
+    apart = plan.zero >= 2 or plan.sync_batch_norm
     sizes: dict[str, float] = {}
 
-    def add() -> None:
-        reference.divide(weight)
-        for name, each in reference.gradients.items():
-            sizes[name] = sizes.get(name, 0.0) + (0.0 if each is None else norm(each))
-        reference.model.zero_grad(set_to_none=True)
+    def place(forward: ReferenceForward) -> int:
+        return forward.key if apart else forward.members[0][0] // plan.microbatches
 
     with reference.rerun():
-        replica = 0
-        for forward in reference.forwards():
-            now = forward.members[0][0] // plan.microbatches
-            if now != replica or plan.zero >= 2 or plan.sync_batch_norm:
-                add()
-            replica = now
-            reference.restore()
-            reference.run_forward(forward, watched=False)
-        add()
+        for _, part in itertools.groupby(reference.forwards(), place):
+            for _ in reference.again(part):
+                pass
+            reference.divide(weight)
+            for name, each in reference.gradients.items():
+                sizes[name] = sizes.get(name, 0.0) + (0.0 if each is None else norm(each))
+            reference.model.zero_grad(set_to_none=True)
     return {name: unit * size for name, size in sizes.items()}
 
 
@@ -301,13 +278,11 @@ def chunk_by_chunk(reference: Reference) -> list[ChunkGradients]:
     """Each forward by itself, from the start of the step."""
     found: list[ChunkGradients] = []
     with reference.rerun():
-        for forward in reference.forwards():
-            reference.restore()
-            reference.model.zero_grad(set_to_none=True)
-            weight = reference.run_forward(forward, watched=False).weight
+        for forward, result in reference.again(reference.forwards()):
             reference.divide(1.0)
             chunks, gradients = [index for index, _ in forward.members], subsample_each(reference.gradients)
-            found.append(ChunkGradients(chunks=chunks, weight=weight, gradients=gradients))
+            found.append(ChunkGradients(chunks=chunks, weight=result.weight, gradients=gradients))
+            reference.model.zero_grad(set_to_none=True)
     return found
 
 

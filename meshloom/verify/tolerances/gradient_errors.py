@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -70,11 +70,12 @@ class GradientErrors:
 
     def __init__(self, reference: Gradients, step: int, rounding: Rounding) -> None:
         self.norms = {name: norm(each) for name, each in reference.items() if each is not None}
-        self._reference, self._step, self._rounding = reference, step, rounding
+        self._reference, self._rounding = reference, rounding
         self._measures = [*rounding.measures, *([rounding.of_terms] if rounding.of_terms else [])]
         self._largest = max(self.norms.values(), default=0.0)
         self._effects: list[Mapping[str, float]] = []  # of the measures so far
         self._travels = cache(rounding.measure_travels or dict[str, float])
+        self._error = partial(TensorError, kind="gradient", step=step)
         self._grown = 0.0  # the largest effect beyond what is tolerated, relative to its gradient
         self._compared: dict[str, TensorError] = {}
 
@@ -99,16 +100,15 @@ class GradientErrors:
                     allowed = max(allowed, min(TIMES * effect, most), effect, self._grown * self._size(name))
         moved = off < math.inf and allowed > self._most(name)
         size = own or self._largest or 1.0
-        compared = self._tensor_error(
-            name, off / size, allowed / size, moved=moved, noise=0 < off < math.inf and allowed >= own
-        )
-        self._compared[name] = compared
-        return compared
+        noise = 0 < off < math.inf and allowed >= own
+        found = self._error(name=name, error=off / size, tolerance=allowed / size, moved=moved, noise=noise)
+        self._compared[name] = found
+        return found
 
     def errors(self) -> list[TensorError]:
         """The errors of all gradients; infinite for those that did not arrive."""
         return [
-            self._compared.get(name) or self._tensor_error(name, math.inf, 0.0)
+            self._compared.get(name) or self._error(name=name, error=math.inf, tolerance=0.0)
             for name in dict.fromkeys([*self._reference, *self._compared])
         ]
 
@@ -150,16 +150,3 @@ class GradientErrors:
                 if self._most(each) < effect < math.inf:
                     self._grown = max(self._grown, effect / self._size(each))
         return self._effects[number].get(name, 0.0)
-
-    def _tensor_error(
-        self, name: str, error: float, tolerance: float, *, moved: bool = False, noise: bool = False
-    ) -> TensorError:
-        return TensorError(
-            name=name,
-            kind="gradient",
-            step=self._step,
-            error=error,
-            tolerance=tolerance,
-            moved=moved,
-            noise=noise,
-        )
