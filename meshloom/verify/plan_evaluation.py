@@ -38,7 +38,12 @@ def evaluate_plan(trainer: Trainer, *, last: bool = False) -> PlanEvaluation:
     changed = [
         [name for name in old if old[name] != new.get(name)] for old, new in zip(before, after, strict=True)
     ]
-    of_ranks = _collected(trainer, [[each] for each in zip(changed, ours, strict=True)])
+
+    def collected(replica: Replica) -> list[list[Any]]:
+        number = trainer.replicas.index(replica)
+        return collect(replica.context.world, [changed[number], ours[number]])
+
+    of_ranks = trainer.together(collected)[0]
     what = "" if whole else f" of the first {_MOST_BATCHES} batches"
     return PlanEvaluation(
         what=f"the evaluation{what} after step {trainer.next_step - 1}", metrics=ours[0], batches=batches,
@@ -105,12 +110,3 @@ def _state(replica: Replica) -> dict[str, int]:
     }
     held = {name: int(digest(each)) for name, each in replicated_state(replica).items()}
     return {**held, **attributes, **modes, **trained}
-
-
-def _collected(trainer: Trainer, of_replicas: Sequence[Sequence[Any]]) -> list[Any]:
-    """What all ranks say, one after another."""
-
-    def everyone(replica: Replica) -> list[list[Any]]:
-        return collect(replica.context.world, list(of_replicas[trainer.replicas.index(replica)]))
-
-    return [each for of_rank in trainer.together(everyone)[0] for each in of_rank]

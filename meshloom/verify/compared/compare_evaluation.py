@@ -11,11 +11,12 @@ import math
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from meshloom.verify.between_steps.checks import AverageErrors, BetweenSteps, TensorError, metric_error
-from meshloom.verify.compared.compare_chunks import order_of_modules, place_of_owner
+from meshloom.verify.compared.compare_chunks import module_of_names
 from meshloom.verify.reference.evaluation import evaluate
 from meshloom.verify.reference.reference import Reference
 from meshloom.verify.reference.reruns import having, perturbed_parameters
@@ -58,28 +59,12 @@ def compare_evaluation(
                     moved = evaluate(reference, updates, ours.batches)
                 for name, value in right.items():
                     allowed[name] = max(allowed[name], times * metric_error(moved[name], value))
+    of_metric = partial(TensorError, kind="metric", step=updates - 1)
     found = [
-        TensorError(
-            name=name,
-            kind="metric",
-            step=updates - 1,
-            error=error,
-            tolerance=allowed[name],
-            moved=allowed[name] > unmeasured,
-        )
+        of_metric(name=name, error=error, tolerance=allowed[name], moved=allowed[name] > unmeasured)
         for name, error in errors.items()
     ]
     facts = [*(f"The evaluation changes {name}." for name in ours.changed), *ours.disagree]
-    module = _first_changed(ours, reference, record)
+    names = [f"{each.removeprefix(MODE)}." if each.startswith(MODE) else each.removeprefix(TRAINED) for each in ours.changed]  # fmt: skip
+    module = module_of_names(names, record, reference.plan)
     return BetweenSteps(what=ours.what, errors=found, facts=facts, first_module=module)
-
-
-def _first_changed(ours: PlanEvaluation, reference: Reference, record: StepRecord) -> str | None:
-    """The first module, in one device's order, of which the evaluation changes something."""
-    owners = [
-        name.removeprefix(MODE) if name.startswith(MODE) else name.removeprefix(TRAINED).rpartition(".")[0]
-        for name in ours.changed
-    ]
-    order = order_of_modules(record, reference.plan)
-    first = min(owners, key=lambda each: place_of_owner(f"{each}.", order), default=None)
-    return None if first is None else first or "the whole model"

@@ -74,10 +74,12 @@ def compare_whole_batch(reference: Reference, tolerance: float) -> WholeBatch | 
         found = WholeBatch(error=error[0], loss=whole.loss, why="")
         if max(error) <= tolerance:
             return found
-        norms, draws = _batch_norms(reference.model), any(map(_draws, reference.chunks))
-        reasons, interacts = [*norms], bool(norms)
+        # draws with a space are operations that may have drawn nothing
+        draws = any(" " not in drawn for chunk in reference.chunks for drawn in chunk.draws)
+        reasons = norms = _batch_norms(reference.model)
+        interacts = bool(norms)
         if draws:
-            reasons.append("random draws, such as dropout masks, belong to a chunk")
+            reasons = [*norms, "random draws, such as dropout masks, belong to a chunk"]
         if not norms:
             why = (
                 _why_with_equal_draws(reference, tolerance)
@@ -118,14 +120,10 @@ def _largest_error(ours: Gradients, right: Gradients) -> float:
 def _batch_norms(model: nn.Module) -> list[str]:
     """That batch statistics make a difference, if there are any."""
     kind = nn.modules.batchnorm._BatchNorm  # pyright: ignore[reportPrivateUsage]
-    norms = [name for name, each in model.named_modules() if isinstance(each, kind) and _uses_batch(each)]
+    layers = [(name, each) for name, each in model.named_modules() if isinstance(each, kind)]
+    norms = [name for name, each in layers if each.training or getattr(each, "running_mean", None) is None]
     shown = f"{', '.join(norms[:3])}{', ...' if len(norms) > 3 else ''}"
     return [f"batch statistics ({shown}) are taken over a chunk, not over the whole batch"] if norms else []
-
-
-def _draws(chunk: ChunkRecord) -> bool:
-    # entries with a space are operations that may have drawn nothing
-    return any(" " not in drawn for drawn in chunk.draws)
 
 
 def _why_with_equal_draws(reference: Reference, tolerance: float) -> str:
@@ -148,10 +146,6 @@ def _why(whole: StepRecord, chunks: Sequence[ChunkRecord], tolerance: float) -> 
         or "the loss, or it averages over something else than samples, such as tokens: return (sum, weight)"
     )
     return f"samples of a batch interact in {where}"
-
-
-def _uses_batch(module: nn.Module) -> bool:
-    return bool(module.training) or getattr(module, "running_mean", None) is None
 
 
 def _first_that_mixes(whole: StepRecord, chunked: Sequence[ChunkRecord], tolerance: float) -> str | None:
