@@ -78,53 +78,33 @@ class Report:
     def records(self) -> list[dict[str, Any]]:
         """JSON-able values: one record per step, and a final one. Infinite errors are null."""
         steps = [
-            {
-                "event": "verify_step",
-                **_record(step, _OF_STEPS),
-                "loss": step.loss[0],
-                "one_device_loss": step.loss[1],
-            }
+            {"event": "verify_step", **_plain(step), "loss": step.loss[0], "one_device_loss": step.loss[1]}
             for step in self.steps
         ]
         end = {
             "event": "verify",
-            **_record(self, _OF_ALL),
-            "worst": list(map(_plain, self.worst())),
-            "between_steps": [_record(each, _OF_BETWEEN) for each in self.between],
+            **{name: _plain(getattr(self, name)) for name in _OF_ALL},
+            "worst": _plain(self.worst()),
+            "between_steps": _plain(self.between),
             "smallest_plan": _plain(self.smallest),
-            "casts": [_record(each, ("place", "dtype", "in_optimizer")) for each in self.casts],
+            "casts": [
+                {"place": each.place, "dtype": each.dtype, "in_optimizer": each.in_optimizer}
+                for each in self.casts
+            ],
             "whole_batch": {**_plain(self.whole), "equal": self.whole.equal} if self.whole else None,
         }
         return [*steps, end]
 
 
-# what records have
-_OF_BETWEEN = ("what", "passed", "first_module", "facts", "errors")
-_OF_STEPS = ("step", "passed", "skipped", "first_module", "facts", "errors")
-_OF_ALL = (
-    "plan",
-    "devices",
-    "precision",
-    "passed",
-    "digest",
-    "notes",
-    "explained",
-    "operator",
-    "autocast",
-    "settings",
-    "owned",
-)
-
-
-def _record(value: Any, names: Sequence[str]) -> dict[str, Any]:
-    return {name: _plain(getattr(value, name)) for name in names}
+# of the whole report, in its last record
+_OF_ALL = ("plan", "devices", "precision", "passed", "digest", "notes", "explained", "operator", "autocast", "settings", "owned")  # fmt: skip
 
 
 def _plain(value: Any) -> Any:
     """As JSON has it."""
     if is_dataclass(value):
-        own = _record(value, [each.name for each in fields(value)])
-        return {**own, "passed": value.passed} if isinstance(value, TensorError) else own
+        own = {each.name: _plain(getattr(value, each.name)) for each in fields(value)}
+        return {**own, "passed": cast(Any, value).passed} if hasattr(value, "passed") else own
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     return list(map(_plain, cast(Sequence[Any], value))) if isinstance(value, list | tuple) else value

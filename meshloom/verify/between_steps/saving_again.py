@@ -95,10 +95,17 @@ def saved_again(opened: AbstractContextManager[Trainer], path: Path, elsewhere: 
         return same_files(path, again, what, with_values=not elsewhere)
 
 
-def saving_directory(trainer: Trainer) -> AbstractContextManager[Path]:
+@contextmanager
+def saving_directory(trainer: Trainer) -> Iterator[Path]:
     """A directory for checkpoints, of one name on all ranks; the first one removes it. The trainer is not held until then."""
     made = tempfile.mkdtemp(prefix="meshloom-verify-", dir=scratch_directory()) if trainer.world.main else ""
-    return _removed_at_end(Path(of_first_rank(trainer, made)), made)
+    directory = Path(of_first_rank(trainer, made))
+    del trainer
+    try:
+        yield directory
+    finally:
+        if made:
+            shutil.rmtree(made, ignore_errors=True)
 
 
 def of_first_rank(trainer: Trainer, value: T) -> T:
@@ -115,13 +122,3 @@ def why_nothing_is_saved(replica: Replica, directory: Path) -> str:
     if not why and directory.is_dir() and (free := shutil.disk_usage(directory).free) < needed:
         why = f"a checkpoint may take {format_bytes(needed)}, and {directory.parent} has {format_bytes(free)} left. TMPDIR names another directory"
     return share(replica.context.world, f"nothing was saved and resumed: {why}" if why else "")
-
-
-@contextmanager
-def _removed_at_end(directory: Path, made: str) -> Iterator[Path]:
-    """made: by this process; else ""."""
-    try:
-        yield directory
-    finally:
-        if made:
-            shutil.rmtree(made, ignore_errors=True)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from functools import partial
 from typing import Any
 
 import torch
@@ -57,35 +56,31 @@ def evaluate(reference: Reference, updates: int, batches: int | None = None) -> 
 def _of_all(metric: Any, found: Sequence[Any], dtype: torch.dtype | None) -> float:
     """Of what a metric has given for all chunks."""
     if isinstance(metric, Metric):
-        with suppress(*CODE_ERRORS):
-            return _computed(partial(_compute, metric.compute, dtype), found)
+        with suppress(*CODE_ERRORS), default_dtype(dtype):
+            return _computed(metric.compute, found)
         return math.nan
     total, weight = (sum(each[place] for each in found) for place in (0, 1))
     return total / weight if weight else math.nan
 
 
-def _computed(compute: Callable[..., float], returned: Sequence[Any]) -> float:
+def _computed(compute: Any, returned: Sequence[Any]) -> float:
     """Of all samples."""
     first = returned[0]
     if isinstance(first, dict):
-        return compute(**{name: _joined(each[name] for each in returned) for name in first})
-    if isinstance(first, tuple | list):
-        return compute(*(_joined(each[number] for each in returned) for number in range(len(first))))
-    return compute(_joined(returned))
+        value = compute(**{name: _joined(each[name] for each in returned) for name in first})
+    elif isinstance(first, tuple | list):
+        value = compute(*(_joined(each[number] for each in returned) for number in range(len(first))))
+    else:
+        value = compute(_joined(returned))
+    value = float(value)
+    if hasattr(compute, "reset"):
+        compute.reset()
+    return value
 
 
 def _joined(parts: Iterable[Tensor]) -> Tensor:
     whole = torch.cat([each.cpu() for each in parts])
     return whole.float() if whole.dtype in (torch.float16, torch.bfloat16) else whole
-
-
-def _compute(function: Any, dtype: torch.dtype | None, *arguments: Tensor, **named: Tensor) -> float:
-    """What `Metric.compute` makes of all samples, where new numbers are of this dtype."""
-    with default_dtype(dtype):
-        value = float(function(*arguments, **named))
-    if hasattr(function, "reset"):
-        function.reset()
-    return value
 
 
 @contextmanager
