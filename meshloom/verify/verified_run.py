@@ -23,9 +23,13 @@ import torch
 from meshloom.comm.objects import collect
 from meshloom.core.job import Job
 from meshloom.core.plan import Plan
+from meshloom.data.samples import first_batches
+from meshloom.data.to_device import to_device
+from meshloom.parameters.file_weights import build_filled_model
 from meshloom.replica.program_stages import ProgramStages
 from meshloom.replica.replica import Replica
 from meshloom.telemetry.progress import Listener
+from meshloom.train.contract import Batch
 from meshloom.train.trainer import Trainer
 from meshloom.verify.between_steps.checks import BetweenSteps
 from meshloom.verify.between_steps.saving_again import (
@@ -37,12 +41,13 @@ from meshloom.verify.between_steps.saving_again import (
     saving_directory,
     why_nothing_is_saved,
 )
-from meshloom.verify.compared.compare import placed
+from meshloom.verify.compared.compare import first_differing, placed
 from meshloom.verify.comparison_run import ComparisonRun
 from meshloom.verify.findings import Report
-from meshloom.verify.place import place_of
+from meshloom.verify.lockstep_check import first_wrong_operator
 from meshloom.verify.plan_evaluation import checked_evaluation, steps_schedulers_apart
 from meshloom.verify.reference.samples_of_epoch import batches_of_first_epoch
+from meshloom.verify.stage_outputs import Values, values_of_modules
 from meshloom.verify.step_observer import StepObserver
 
 _MOST_SAMPLES, _MOST_SECONDS = 4096, 5.0  # of iterable data, to find the end of its first epoch
@@ -73,7 +78,7 @@ class VerifiedRun:
     comparison: ComparisonRun | None = None
     report: Report | None = None
     between: list[BetweenSteps] = field(default_factory=list[BetweenSteps])
-    operator: str = ""  # of `place_of`
+    operator: str = ""  # of `_place_of`
     module: str = ""
     moment: str = ""  # in the run, of a step that differs
     owned: Sequence[float] = ()
@@ -184,7 +189,7 @@ class VerifiedRun:
         passed = _agrees(trainer, comparison)
         if not passed and batch:
             self.moment = moment
-            self.operator, self.module = place_of(trainer, comparison, batch, self.dtype)
+            self.operator, self.module = _place_of(trainer, comparison, batch, self.dtype)
         return passed
 
     def _evaluate(self, trainer: Trainer, into: Path | None = None, *, last: bool = False) -> bool:
@@ -246,6 +251,43 @@ class VerifiedRun:
         """Resume the checkpoint under dp=1, and save it again."""
         elsewhere = replace(self, plan=Plan(precision=self.plan.precision), shares=(), comparison=None, between=[])  # fmt: skip
         self.between.append(saved_again(elsewhere._opened(steps, resume=path, compares=False), path, "dp=1"))
+
+
+def _place_of(
+    trainer: Trainer, one: ComparisonRun | None, batch: Batch, dtype: torch.dtype | None
+) -> tuple[str, str]:
+    """The operator, in a sentence, and its module, after the step of `batch`, which differs; on rank 0. "": none was looked for, or is wrong. The first
+    module is noted in the steps of `one`. All ranks call it."""
+    values = _values_again(trainer, batch, one)
+    if one is None:
+        return "", ""
+    module = one.place(values) if values is not None else None
+    wrong_step, division = first_differing(one.result().steps), trainer.replicas[0].engine.stages.division
+    followed = module or (wrong_step and (wrong_step.failed("gradient") or wrong_step.failed("loss")))
+    if division is None or not followed:
+        return "", ""
+    replica = trainer.replicas[0]
+    device, job = replica.context.device, replica.job
+    batches = first_batches(job, 1, replica.plan.largest_share(job.batch_size)[0])
+    model = build_filled_model(job, device, dtype)
+    (example,) = (to_device(each, device, dtype) for each in batches)
+    return first_wrong_operator(division.first, model, example)
+
+
+def _values_again(
+    trainer: Trainer, batch: Batch, one: ComparisonRun | None
+) -> dict[int, list[Values]] | None:
+    """What modules output in the step's forwards, once more, on parameters that one device gets; None: ranks run no programs."""
+    first = trainer.replicas[0]
+    runs_programs = isinstance(first.engine.stages, ProgramStages)
+    if not runs_programs or first.plan.sync_batch_norm or first.inner.compiles:
+        return None
+
+    def look(replica: Replica) -> dict[int, list[Values]]:
+        adopt = one.adopt if one and replica is first else lambda name, ours: None
+        return values_of_modules(replica, batch.shares[trainer.replicas.index(replica)], adopt)
+
+    return trainer.together(look)[0]
 
 
 def _agrees(trainer: Trainer, one: ComparisonRun | None) -> bool:
