@@ -70,22 +70,16 @@ def first_module(reference: StepRecord, errors: Sequence[TensorError], plan: Pla
     """Where all outputs agree: the first module in order of backward, from the last one to the first, whose gradient differs, one that is
     not called (the model itself as well) only if no other does; else the first in order of execution whose buffer, parameter or update does, or whose average."""
     place = order_of_modules(reference, plan)
-    for kinds, last in (
-        (("gradient",), True),
-        (("buffer", "parameter", "update"), False),
-        (("average",), False),
-    ):
-        wrong = [error.name for error in errors if error.kind in kinds and not error.passed]
-        owners = {
-            place_of_owner(name, place): name.rpartition(".")[0]
-            for name in (wrong if last else reversed(wrong))
-        }
-        if last:  # parameters of the model itself, and of modules that are not called, may be used anywhere
-            called = {number: owner for number, owner in owners.items() if owner and owner in place}
-            owners = called or owners
-        if owners:
-            return owners[max(owners) if last else min(owners)] or "the whole model"
-    return None
+    wrong = [(error.kind, error.name) for error in errors if not error.passed]
+    owners = {
+        place_of_owner(name, place): name.rpartition(".")[0] for kind, name in wrong if kind == "gradient"
+    }
+    if owners:  # parameters of the model itself, and of modules that are not called, may be used anywhere
+        called = {number: owner for number, owner in owners.items() if owner and owner in place}
+        owners = called or owners
+        return owners[max(owners)] or "the whole model"
+    states = [name for kind, name in wrong if kind in ("buffer", "parameter", "update")]
+    return module_of_names(states or [name for kind, name in wrong if kind == "average"], reference, plan)
 
 
 def first_output(ours: StepRecord, reference: StepRecord, tolerance: float, plan: Plan) -> str | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -41,13 +41,6 @@ class ReferenceMasters:
     def parameters(self) -> Iterator[nn.Parameter]:
         """As of the model."""
         yield from self.all.values()
-
-    def values_before(self, initial: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Copies of all values before an update. initial: those at the start of the step, of what forwards may change."""
-        return {
-            name: initial[name] if name in initial else each.detach().clone()
-            for name, each in self.all.items()
-        }
 
     def take_gradients(self) -> None:
         """Each copy gets its parameter's gradient, in its own precision."""

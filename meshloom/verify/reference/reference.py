@@ -162,7 +162,11 @@ class Reference:
     def update(self) -> StepRecord:
         """The second half: clip, optimizer, scheduler. Returns the record of the whole step."""
         gradients = subsample_each(self.gradients)
-        self.before = self.updated.values_before(self._start.tensors)
+        start = self._start.tensors  # of what forwards may change
+        self.before = {
+            name: start[name] if name in start else each.detach().clone()
+            for name, each in self.updated.all.items()
+        }
         # Of the replaced gradients: this compares the norms alone, not the gradients a second time.
         norm = None if self.scale.overflowed else norm_of_all(self.gradients)
         self.updated.take_gradients()
@@ -204,8 +208,9 @@ class Reference:
     def divide(self, weight: float) -> None:
         """Turn what forwards have accumulated into averages, of a weight of 1 into gradient sums; those of other losses'
         parameters are thrown away."""
+        frozen = [text for text, steps in self.job.frozen.items() if self.step in steps]
         for name, parameter in self.parameters.items():
-            if name not in self.turn.names or is_frozen(self, name):
+            if name not in self.turn.names or any(is_meant(text, name) for text in frozen):
                 parameter.grad = None
             if parameter.grad is not None:
                 average = parameter.grad / (weight / self._divisor * self.scale.value)
@@ -235,12 +240,6 @@ class Reference:
                 self.chunk_run.together.rows = rows
                 for name, gradient in gradients.items():
                     self.parameters[name].grad = gradient
-
-
-def is_frozen(reference: Reference, name: str) -> bool:
-    """Whether the job freezes the parameter in the step whose gradients there are."""
-    frozen = reference.job.frozen.items()
-    return any(reference.step in steps and is_meant(text, name) for text, steps in frozen)
 
 
 def replace_value(reference: Reference, name: str, value: Tensor) -> None:
