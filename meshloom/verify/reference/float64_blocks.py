@@ -21,17 +21,11 @@ def float64_blocks(tensor: Tensor) -> Iterator[Tensor]:
     >>> [block.tolist() for block in float64_blocks(torch.tensor([1 + 2j]))]
     [[1.0, 2.0]]
     """
-    dense = elements(tensor)
+    parts = tensor.detach()
+    dense = torch.cat([part.reshape(-1) for part in parts.unbind()]) if tensor.is_nested else parts
     flat = (torch.view_as_real(dense.resolve_conj()) if dense.is_complex() else dense).reshape(-1)
     for block in flat.split(BLOCK_ELEMENTS):
         yield block.double()
-
-
-def elements(tensor: Tensor) -> Tensor:
-    """A tensor without its gradient; of a nested one the elements of its parts, flat."""
-    if not tensor.is_nested:
-        return tensor.detach()
-    return torch.cat([part.reshape(-1) for part in tensor.detach().unbind()])
 
 
 def norm(tensor: Tensor) -> float:

@@ -3,7 +3,7 @@ sign of a write and compares everything."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -16,7 +16,11 @@ class StateBefore:
     """Buffers, untrained parameters, and plain values in attributes of `model`, as they are now. tensors: copies of the first two, by name."""
 
     def __init__(self, model: nn.Module) -> None:
-        named = [*untrained(model)]
+        # all that a forward may change; parameters without gradients are a teacher's
+        named: list[tuple[str, Tensor]] = [
+            each for each in model.named_parameters() if not each[1].requires_grad
+        ]
+        named += model.named_buffers()
         self.tensors = {name: each.detach().clone() for name, each in named}
         known = {id(each): _kept_tensor(each, self.tensors[name]) for name, each in named}
         self._tensors = [*known.values()]
@@ -45,12 +49,6 @@ class StateBefore:
                 for name in vars(module).keys() - others - attributes.keys() - _TORCHS:
                     del vars(module)[name]
                 vars(module).update({name: put() for name, put in attributes.items() if name not in others})
-
-
-def untrained(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """All that a forward may change: parameters without gradients (a teacher's), and buffers."""
-    yield from ((name, each) for name, each in model.named_parameters() if not each.requires_grad)
-    yield from model.named_buffers()
 
 
 def _buffers(module: nn.Module) -> dict[str, Tensor | None]:
