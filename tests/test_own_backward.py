@@ -168,6 +168,16 @@ def test_another_backward_is_refused(function: Any):
         )
 
 
+def test_a_call_whose_shape_depends_on_values_is_refused_for_that():
+    """Equal calls were looked for by sizes that nobody knows: a TypeError, also where the line would have become a leaf."""
+    with pytest.raises(CaptureError, match=r"The shape of the result of aten.index.Tensor at .*Rounds.apply"):
+        capture_module(
+            nn.Linear(3, 3),
+            lambda model, batch: Rounds.apply(model(batch)[batch.sum(1) > 0]).sum(),
+            (*batches(2),),
+        )
+
+
 @pytest.mark.long
 def test_its_backward_is_tried_once_and_on_small_tensors():
     """BLOOM-560M did not end in 150 s: its activation was tried in each of 24 blocks, thrice, on tensors of 8
