@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from meshloom.core.buffer_rules import BufferRule
+from tests.jobs import Samples
 
-class Samples(torch.utils.data.Dataset[dict[str, Tensor]]):
-    """Samples that lie in memory: field name -> [samples, ...]."""
 
-    def __init__(self, **fields: Tensor) -> None:
-        self.fields = fields
+@dataclass(frozen=True, kw_only=True)
+class Turn:
+    """One of several losses of a model: its function, the module that it trains, and every which step it is due."""
 
-    def __len__(self) -> int:
-        return len(next(iter(self.fields.values())))
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return {name: values[index] for name, values in self.fields.items()}
+    loss: Callable[[Any, Any], Any]
+    parameters: str
+    every: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,8 +31,8 @@ class Model:
     cut: the module that begins the second of two stages; "": it has none that could. pins: a value of `tp_placements`;
     "": none. norms: whether batch statistics may be synchronised. several: whether a chunk of one sample cannot be computed,
     as vectors of one sample have no statistics. late: a module that may be frozen in the first step. sparse: whether
-    gradients of tables are sparse. leaves: of its job. interacts: whether a whole batch has another
-    result than its parts, as samples interact or the loss draws.
+    gradients of tables are sparse. leaves, buffers: of its job. turns: by name, its losses if it has several. interacts: whether
+    a whole batch has another result than its parts, as samples interact or the loss draws.
     """
 
     name: str
@@ -50,6 +49,8 @@ class Model:
     late: str = ""
     sparse: bool = False
     leaves: tuple[str, ...] = ()
+    buffers: Mapping[str, BufferRule] = field(default_factory=dict[str, BufferRule])
+    turns: Mapping[str, Turn] = field(default_factory=dict[str, Turn])
     interacts: bool = False
 
 

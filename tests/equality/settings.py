@@ -15,6 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from meshloom.core.job import Job
+from meshloom.core.objectives import Objective
 from meshloom.core.plan import Plan
 from meshloom.core.schedules import SCHEDULES
 from tests.equality.model import Model
@@ -128,6 +129,8 @@ def refused_for(model: Model) -> dict[str, Collection[str]]:
         found["sync_batch_norm"] = ("true",)
     if model.sparse:
         found |= {"optimizer": others("optimizer", "adagrad"), "average": ("0.9",)}
+    if model.turns:
+        found |= {"average": ("0.9",)}
     if model.several:  # a chunk of one sample has no statistics
         found |= {"shares": others("shares"), "batch": ("few", "short", "growing")}
     return found
@@ -177,12 +180,16 @@ def job_of(model: Model, case: Case) -> Job:
     """The job of a cell: two batches, and a third one if the last is to be short."""
     chunks = int(case["dp"]) * int(case["microbatches"])
     full, kind = chunks * model.chunk, case["batch"]
+    update: dict[str, Any] = {
+        "optimizer": OPTIMIZERS[case["optimizer"]],
+        "scheduler": warmup if case["scheduler"] == "warmup" else None,
+        "clip_grad_norm": None if case["clip"] == "none" else float(case["clip"]),
+    }
+    turns = {name: Objective(**vars(turn), **update) for name, turn in model.turns.items()}
     size = {"uneven": max(1, full - 1), "few": max(1, chunks // 2)}.get(kind, full)
     number = STEPS * size + (max(1, size // 2) if kind == "short" else 0)
     return Job(
         model=partial(with_convention, model.build) if case["init"] == "keyed" else model.build,
-        loss=model.loss,
-        optimizer=OPTIMIZERS[case["optimizer"]],
         data=lambda: model.samples(number),
         batch_size=size,
         batch_sizes={0: max(1, size // 2), 1: size} if kind == "growing" else {},
@@ -190,11 +197,11 @@ def job_of(model: Model, case: Case) -> Job:
         seed=3,
         init=case["init"],
         shuffle=case["order"] == "shuffled",
-        scheduler=warmup if case["scheduler"] == "warmup" else None,
-        clip_grad_norm=None if case["clip"] == "none" else float(case["clip"]),
         average=None if case["average"] == "none" else float(case["average"]),
         leaves=model.leaves,
+        buffers=model.buffers,
         frozen={} if case["frozen"] == "none" else {model.late: range(1)},
+        **({"losses": turns} if turns else {"loss": model.loss, **update}),
     )
 
 
