@@ -2,7 +2,6 @@
 # make check      style, types, and the quick ones of the tests that start no processes
 # make test       the part of all tests that risk chooses
 # make test-all   everything: facts, processes, faults, real sizes, the equality matrix; AREA=launch limits it to tests/test_launch*.py
-# make zoo        395 jobs as people write them, each under five plans: hours
 # make campaigns  all further cases, the rest of the equality matrix, faults and random choices with hundreds of further seeds: many hours
 # make bits       whether this tree trains the same bits as another one: AGAINST=REV, which is built in a worktree; twelve plans, ten steps, two precisions
 # make browser    pages in a real browser, those of the site among them: installs Debian's chromium where there is none
@@ -17,10 +16,10 @@ EXAMPLE := examples/01_gpt_bytes.py
 PLAN := dp=2,pp=2,tp=2,microbatches=2
 BOTH_CORES := --numprocesses 2 --dist worksteal
 # What `make test-all` does not run.
-OTHERS := not campaign and not browser and not site and not zoo
+OTHERS := not campaign and not browser and not site
 AREA_FILES = $(wildcard tests/test_$(AREA)*.py)
 WITH_PROCESSES = $(shell grep -l 'mark\.processes' $(AREA_FILES))
-NOT_QUICK = $(shell grep -rlE --include='test_*.py' '^pytestmark = .*mark\.(processes|long|slow|zoo)' tests) tests/test_from_lightning.py
+NOT_QUICK = $(shell grep -rlE --include='test_*.py' '^pytestmark = .*mark\.(processes|long|slow)' tests) tests/test_from_lightning.py
 # pytest's exit status where all tests of an area start processes.
 NONE := 5
 # Compiled code is kept: the tests start hundreds of processes, and each would compile the package again.
@@ -34,7 +33,7 @@ GPU_PYTHON := .venv-gpu/bin/python
 GPU_READY := .venv-gpu/.meshloom-ready
 GPU_PACKAGES := numpy rich safetensors scipy pyzmq scikit-learn transformers pytest pytest-timeout pytest-xdist hypothesis psutil expecttest pyyaml setuptools
 
-.PHONY: dist docs matrix train check types quick test test-all zoo campaigns bits browser gpu
+.PHONY: dist docs matrix train check types quick test test-all campaigns bits browser gpu
 .DELETE_ON_ERROR:
 
 train: $(READY)
@@ -67,9 +66,6 @@ test-all: $(READY)
 	$(PYTHON) -m pytest $(BOTH_CORES) -m "not processes and $(OTHERS)" $(if $(AREA),$(AREA_FILES)) || test $$? = $(NONE) || ended=1; \
 	$(if $(WITH_PROCESSES),$(PYTHON) -m pytest $(BOTH_CORES) -m "processes and $(OTHERS)" $(WITH_PROCESSES) || test $$? = $(NONE) || ended=1;) \
 	exit $$ended
-
-zoo: $(READY)
-	$(PYTHON) -m pytest $(BOTH_CORES) -m zoo
 
 campaigns: $(READY)
 	$(PYTHON) -m pytest -m campaign

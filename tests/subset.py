@@ -10,7 +10,7 @@ import pytest
 
 CASES = 6  # of a test whose mark `covering` does not say which
 FURTHER = 1  # of a test of which `make test` leaves cases out, unless it has the mark `every`
-LEFT_OUT = {"slow", "campaign", "browser", "site", "zoo"}
+LEFT_OUT = {"slow", "campaign", "browser", "site"}
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 import meshloom as ml
 from meshloom.core.plan import Plan
 from meshloom.verify.run import verify
-from tests.zoo import normal
+from tests.jobs_in_memory import normal
 
 QUIET = ml.Listener(started=str, note=str)
 X, Y = normal(1, 7), normal(2, 3)

@@ -18,7 +18,7 @@ from meshloom.core.modules.compiled import named_as_written, without_compilation
 from meshloom.core.plan import Plan
 from meshloom.train.trainer import Trainer
 from meshloom.verify.run import verify
-from tests import zoo
+from tests import jobs_in_memory
 from tests.jobs import MLP, make_job
 
 pytestmark = pytest.mark.usefixtures("silent_export")
@@ -117,8 +117,11 @@ def centred(h: torch.Tensor) -> torch.Tensor:
 
 
 def normalising() -> Job:
-    return zoo.job_of(
-        Normalising, lambda model, x: model(x).square().mean(), list(zoo.normal(3, 5)), optimizer=zoo.sgd
+    return jobs_in_memory.job_of(
+        Normalising,
+        lambda model, x: model(x).square().mean(),
+        list(jobs_in_memory.normal(3, 5)),
+        optimizer=jobs_in_memory.sgd,
     )
 
 

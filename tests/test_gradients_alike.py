@@ -15,8 +15,8 @@ from meshloom.replica.replica import Replica
 from meshloom.verify.run import verify
 from tests.covering import few
 from tests.jobs import class_loss
+from tests.jobs_in_memory import integers, job_of, sgd
 from tests.reports import text_of
-from tests.zoo import integers, job_of, sgd
 
 IDS = {"x": integers(3, 11, 4), "y": integers(2, 5)}
 PLANS = ["tp=2", "dp=2,tp=2,zero=1", "dp=2,tp=2,zero=3", "pp=2,tp=2,microbatches=2"]

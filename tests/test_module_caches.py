@@ -12,7 +12,7 @@ from meshloom.core.job import Job
 from meshloom.core.modules.module_caches import no_tensors_kept
 from meshloom.core.plan import Plan
 from meshloom.verify.run import verify
-from tests.zoo import integers, job_of, sgd
+from tests.jobs_in_memory import integers, job_of, sgd
 
 WAVES: dict[int, Tensor] = {}
 TABLES: dict[str, tuple[list[dict[int, Tensor]], int]] = {}

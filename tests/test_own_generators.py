@@ -15,7 +15,7 @@ from meshloom.core.modules.own_generators import OwnGenerator, drawing_modules, 
 from meshloom.core.plan import Plan
 from meshloom.train.trainer import Trainer
 from meshloom.verify.run import verify
-from tests.zoo import job_of, normal, sgd
+from tests.jobs_in_memory import job_of, normal, sgd
 
 
 class Noisy(nn.Module):

@@ -18,8 +18,8 @@ from meshloom.planner.describe import describe
 from meshloom.planner.pricing import Devices
 from meshloom.planner.readings import Readings
 from meshloom.telemetry.progress import QUIET
+from tests.jobs_in_memory import integers, job_of, normal
 from tests.rehearsals import machine
-from tests.zoo import integers, job_of, normal
 
 pytestmark = pytest.mark.usefixtures("silent_export")
 LINE = r"test_refused_losses.py:\d+ \(at = int\(random.random\(\) \* 6\)"
@@ -62,6 +62,28 @@ def hooked() -> nn.Module:
     return model
 
 
+class Named(Tensor):
+    """A tensor of a class of its own."""
+
+
+class Classed(Cut):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.two(torch.tanh(self.one(x.as_subclass(Named)))).as_subclass(Tensor)
+
+
+class Spectrum(Cut):
+    def forward(self, x: Tensor) -> Tensor:
+        waves = torch.fft.rfft(self.one(x))
+        kept = torch.zeros_like(waves)
+        kept[:, 1] = 2 * waves[:, 1]
+        return self.two(torch.fft.irfft(kept, n=9))
+
+
+def nested(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    parts = [row["x"][: 3 + number % 4] for number, row in enumerate(rows)]
+    return {"x": torch.nested.nested_tensor(parts, layout=torch.jagged), "y": torch.stack([row["y"] for row in rows])}  # fmt: skip
+
+
 def quasi_newton(named: ml.NamedParameters) -> torch.optim.Optimizer:
     return torch.optim.LBFGS([each for _, each in named])
 
@@ -89,13 +111,14 @@ def test_a_loss_that_reads_a_tensor_as_an_array_is_one_whose_values_decide() -> 
     [
         (job(hooked), "tp=2", r"0.weight has a hook on its gradient \(register_hook\)"),
         (job(readable, optimizer=quasi_newton), "pp=2", "LBFGS looks at all parameters at once, and with pp=2 no rank has them all."),
+        (job(Classed), "tp=2", r"The loss could not be captured at .*\(return self.two\(torch.tanh.*: RuntimeError: .* Write it with torch operators"),
+        (job(Spectrum), "tp=2", r"aten.select_scatter.default at .*\(kept\[:, 1\] = .* could not run without values"),
+        (job(readable, collate=nested), "tp=2", "The batch holds x, a nested tensor, whose parts have other lengths in every batch"),
     ],
-    ids=["hook", "optimizer"],
+    ids=["hook", "optimizer", "class of tensors", "complex slice", "nested batch"],
 )  # fmt: skip
 @pytest.mark.long
-def test_so_are_hooks_and_optimizers_that_no_stage_has_all_for(
-    what: ml.Job, plan: str, sentence: str
-) -> None:
+def test_so_is_what_is_no_operator_of_a_program(what: ml.Job, plan: str, sentence: str) -> None:
     with pytest.raises(ml.MeshloomError, match=sentence) as refused:
         ml.Trainer(what, plan, devices="simulated", listener=QUIET)
     assert refused.value.exit_code == 2

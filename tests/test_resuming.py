@@ -46,9 +46,9 @@ from meshloom.parameters.whole_model import WholeModel
 from meshloom.telemetry.progress import QUIET
 from meshloom.train.trainer import Trainer
 from tests.jobs import make_job
+from tests.jobs_in_memory import integers, job_of, normal
 from tests.processes import on_ranks
 from tests.saving_jobs import SHAPES, save_step, state_of, weights_of, written_in_parallel
-from tests.zoo import integers, job_of, normal
 
 
 class Reads:

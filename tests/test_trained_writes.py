@@ -20,7 +20,7 @@ from meshloom.train.trainer import Trainer
 from meshloom.verify.run import verify
 from tests.covering import few
 from tests.jobs import class_loss
-from tests.zoo import integers, job_of, normal
+from tests.jobs_in_memory import integers, job_of, normal
 
 DATA = {"x": normal(1, 7), "y": integers(2, 5)}
 
