@@ -6,10 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from program_jobs import job_of
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from meshloom.core.job import Job
 from meshloom.program.capture.shapes import capture_shapes
 from meshloom.tensor_parallel.layout.layout import Layout, layout_of
 from meshloom.tensor_parallel.rules.table import BUILT_IN
@@ -103,18 +103,6 @@ def tokens(size: int = 3) -> dict[str, Tensor]:
 def normal(*shape: int) -> dict[str, Tensor]:
     """Normal numbers."""
     return {"x": torch.randn(shape, generator=torch.Generator().manual_seed(0))}
-
-
-def job_of(build: Callable[[], nn.Module], loss: Callable[[Any, Any], Tensor]) -> Job:
-    """A job that is read and never trained."""
-    return Job(
-        model=build,
-        loss=loss,
-        optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
-        data=lambda: [0],
-        batch_size=1,
-        steps=1,
-    )
 
 
 def layout_by_shapes(

@@ -192,6 +192,13 @@ def dear_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(meshloom.tensor_parallel.division, "rates_for", lambda *_: rates)
 
 
+@pytest.fixture
+def unmeasured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No machine was measured in this home."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+
+
 # --- What all tests share: how to read it and how to put it back.
 
 

@@ -54,6 +54,11 @@ def in_turn(names: Sequence[str], values: Sequence[Any], each: int = 1) -> list[
     return [(name, next(following)) for name in names for _ in range(each)]
 
 
+def slow(*values: Any) -> Any:
+    """A case of a test that is marked so."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 def few(values: Iterable[Any], count: int = 1, rest: Any = pytest.mark.long) -> list[Any]:
     """Parameters of a test, of which all but the first `count` are marked as `rest`."""
     return [value if number < count else _marked(value, rest) for number, value in enumerate(values)]

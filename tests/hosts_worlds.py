@@ -40,6 +40,25 @@ def hosts_groups(hosts: Sequence[Sequence[int]]) -> Generator[list[HostsGroup]]:
             group.close()
 
 
+def calls_of(*sizes: tuple[int, int]) -> list[Call]:
+    """Every operation with every kind of sum. sizes: elements and root."""
+    names = [
+        "all_reduce",
+        "reduce_scatter",
+        "all_gather",
+        "broadcast",
+        "send",
+        "barrier",
+        "gather",
+        "scatter",
+        "all_to_all",
+    ]
+    sums = ((torch.float32, "sum"), (torch.int64, "max"), (torch.bfloat16, "avg"))
+    return [
+        Call(name, count, dtype, op, root) for dtype, op in sums for count, root in sizes for name in names
+    ]
+
+
 @dataclass(frozen=True)
 class Call:
     """One operation of all ranks. count: elements of what a rank gets or sends, per rank where it is divided.

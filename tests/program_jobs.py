@@ -12,6 +12,8 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
+from meshloom.core.job import Job
+
 Batch = Callable[[torch.Generator], Any]
 Model = tuple[Callable[[], nn.Module], Callable[[nn.Module, Any], Any], Batch]
 
@@ -31,6 +33,24 @@ def mean_square(model: nn.Module, batch: Any) -> Tensor:
     """Mean square of the output: every element has a gradient."""
     output = model(batch["x"])
     return (output[0] if isinstance(output, tuple) else output).float().square().mean()
+
+
+def job_of(build: Any, loss: Any = lambda model, batch: model(batch["x"]).square().mean()) -> Job:
+    """A job that is read and never trained."""
+    return Job(
+        model=build,
+        loss=loss,
+        optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
+        data=lambda: [0],
+        batch_size=1,
+        steps=1,
+    )
+
+
+def batches_of(model: Model, count: int = 2) -> list[Any]:
+    """So many of a model's batches."""
+    generator = torch.Generator().manual_seed(3)
+    return [model[2](generator) for _ in range(count)]
 
 
 def normal(*shape: int) -> Batch:

@@ -27,14 +27,11 @@ from meshloom.replica.replica_state import full_state
 from meshloom.telemetry.progress import Listener
 from meshloom.train.trainer import Trainer
 from meshloom.verify.run import verify
+from tests.covering import slow
 from tests.precision_jobs import job_of
 from tests.test_memory import job_and_batches
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export", "compiler")]
-
-
-def slow(*values: Any) -> Any:
-    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 def bf16(plan: str) -> Plan:

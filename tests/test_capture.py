@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 import torch
 from jobs import MODELS, make_job
-from program_jobs import OWN, TRANSFORMERS, Loss, Model
+from program_jobs import OWN, TRANSFORMERS, Loss, Model, batches_of, job_of
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import default_collate
 
 from meshloom.core.errors import CaptureError
-from meshloom.core.job import Job
 from meshloom.core.random import KeyedDraws, seed_everything
 from meshloom.program.capture.capture import capture, capture_module
 from meshloom.program.capture.check import check_against_eager, check_against_module
@@ -30,23 +29,6 @@ ALL: dict[str, Model] = {**OWN, **TRANSFORMERS}
 NOT_BITWISE = {"llama", "mixtral", "checkpointed"}
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export")]
-
-
-def job_of(model: Model) -> Job:
-    build, loss, _ = model
-    return Job(
-        model=build,
-        loss=loss,
-        optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
-        data=lambda: [0],
-        batch_size=1,
-        steps=1,
-    )
-
-
-def batches_of(model: Model, count: int = 4) -> list[Any]:
-    generator = torch.Generator().manual_seed(3)
-    return [model[2](generator) for _ in range(count)]
 
 
 @pytest.mark.covering(
@@ -76,7 +58,7 @@ def batches_of(model: Model, count: int = 4) -> list[Any]:
 )
 @pytest.mark.slow
 def test_program_equals_eager(name: str, dtype: torch.dtype):
-    job, batches = job_of(ALL[name]), batches_of(ALL[name])
+    job, batches = job_of(*ALL[name][:2]), batches_of(ALL[name], 4)
     program = capture(job, (batches[0], batches[1]), dtype=dtype)
     # The same operators in the same order give the same bits; otherwise the order of sums differs.
     tolerance = 0.0 if name not in NOT_BITWISE else {torch.float32: 1e-6, torch.float64: 1e-12}[dtype]
@@ -101,7 +83,7 @@ def test_program_of_a_job_equals_eager(name: str, training: bool):
 def test_lifted_program_computes_all_in_float64_near_the_unlifted_value(name: str):
     model = ALL[name]
     batch, other = batches_of(model, 2)
-    program = capture(job_of(model), (batch, other), training=False)
+    program = capture(job_of(*model[:2]), (batch, other), training=False)
     seed_everything(0)
     eager = model[0]().eval()
     low = run_program(program, dict(eager.named_parameters()), dict(eager.named_buffers()), batch)
@@ -158,7 +140,7 @@ def test_a_job_is_read_on_the_device_of_its_batch(training: bool):
 def test_draws_are_those_of_keyed_eager():
     model = OWN["noise"]
     first, second = batches_of(model, 2)
-    program = capture(job_of(model), (first, second))
+    program = capture(job_of(*model[:2]), (first, second))
     seed_everything(0)
     eager = model[0]()
     seen: list[list[str]] = []
@@ -191,7 +173,7 @@ def test_without_draws_the_program_is_compared_with_plain_eager():
 
 @pytest.mark.long
 def test_nodes_know_module_line_and_context():
-    program = capture(job_of(OWN["autocast"]), (*batches_of(OWN["autocast"], 2),))
+    program = capture(job_of(*OWN["autocast"][:2]), (*batches_of(OWN["autocast"], 2),))
     linears = [node for node in program.nodes if node.operator == "linear"]
     assert [node.path for node in linears] == ["first", "first", "first", "second", "second", "second"]
     assert [str(node.context) for node in linears] == [

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from choice_jobs import GPT, ConvNet, job_of, layout_by_shapes, next_token, normal, square, tokens
+from choice_jobs import GPT, ConvNet, layout_by_shapes, next_token, normal, square, tokens
+from program_jobs import job_of
 from torch import Tensor, nn
 
 import meshloom.tensor_parallel.search.bucket_elimination

@@ -6,7 +6,6 @@ from __future__ import annotations
 import io
 import json
 import re
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,18 +30,11 @@ from meshloom.telemetry.timings import Timings
 from tests.jobs import deciding_loss
 
 FILE = str(Path(__file__).with_name("describe_jobs.py"))
-pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export", "_alone")]
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export", "unmeasured")]
 
 
 def describe(job: ml.Job, **how: Any) -> planner.Description:
     return planner.describe(Readings(job), **how)
-
-
-@pytest.fixture
-def _alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """No machine was measured in this home."""
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(Path, "home", lambda: tmp_path)
 
 
 class Layer(nn.Module):

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from hosts_worlds import Call
+from hosts_worlds import calls_of
 from launch_scripts import run, write_script
 from processes import on_ranks
 from torch import Tensor
@@ -31,22 +31,7 @@ from tests.jobs import make_job
 
 pytestmark = [pytest.mark.processes, pytest.mark.skipif(bool(why_not()), reason=why_not())]
 
-CALLS = [
-    Call(name, count, dtype, op, root)
-    for dtype, op in ((torch.float32, "sum"), (torch.int64, "max"), (torch.bfloat16, "avg"))
-    for count, root in ((0, 0), (1, 3), (5, 2), (4099, 1))
-    for name in (
-        "all_reduce",
-        "reduce_scatter",
-        "all_gather",
-        "broadcast",
-        "send",
-        "barrier",
-        "gather",
-        "scatter",
-        "all_to_all",
-    )
-]
+CALLS = calls_of((0, 0), (1, 3), (5, 2), (4099, 1))
 
 
 def _live_on(hosts: Sequence[str]) -> None:

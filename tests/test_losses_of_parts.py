@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from choice_jobs import job_of
+from program_jobs import job_of
 from torch import Tensor, nn
 from torch.nn import functional as F
 

@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from tests.published import PUBLISHED
 from tests.published.row import Rows, plans_of
 
-pytestmark = pytest.mark.usefixtures("silent_export", "_alone")
+pytestmark = pytest.mark.usefixtures("silent_export", "unmeasured")
 FAST = ("recommender",)
-
-
-@pytest.fixture
-def _alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """No machine was measured in this home."""
-    monkeypatch.setattr(Path, "home", lambda: tmp_path)
 
 
 @pytest.mark.timeout(1200)  # Mamba's loop is long

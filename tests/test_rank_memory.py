@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ from meshloom.planner.memory.rank_memory import PHASES, RankMemory
 from meshloom.planner.readings import Readings
 from meshloom.planner.rehearsal.held import held_by
 from meshloom.train.trainer import Trainer
+from tests.covering import slow
 from tests.live_bytes import blocks_job, is_followed_from_the_start, live_bytes
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export")]
@@ -26,10 +26,6 @@ ROUGH = 0.1
 
 def predicted(text: str, *, one_copy: bool = False) -> tuple[RankMemory, ...]:
     return predicted_ranks(Readings(blocks_job()), Plan.parse(text), one_copy=one_copy)
-
-
-def slow(*values: Any) -> Any:
-    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 @pytest.mark.covering("dp=2,zero=1")

@@ -5,17 +5,15 @@ from __future__ import annotations
 
 import random
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import pytest
 import torch
-from program_jobs import OWN, Model
+from program_jobs import OWN, batches_of, job_of
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 from torch.utils.data import default_collate
 
 from meshloom.core.errors import CaptureError, JobError
-from meshloom.core.job import Job
 from meshloom.program.capture.capture import capture
 from meshloom.program.capture.shapes import capture_shapes
 from meshloom.program.run.execute import run_program
@@ -27,22 +25,6 @@ pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export")]
 # normals.
 COVERING = {"siglip"}
 COVERING_OWN = {"slice_writes", "autocast", "checkpointed", "tied", "parametrised", "noise"}
-
-
-def job_of(build: Any, loss: Any = lambda model, batch: model(batch["x"]).square().mean()) -> Job:
-    return Job(
-        model=build,
-        loss=loss,
-        optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
-        data=lambda: [0],
-        batch_size=1,
-        steps=1,
-    )
-
-
-def batches_of(model: Model, count: int = 2) -> list[Any]:
-    generator = torch.Generator().manual_seed(3)
-    return [model[2](generator) for _ in range(count)]
 
 
 @pytest.mark.covering("slice_writes", "tied", "autocast")

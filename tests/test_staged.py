@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,18 +20,11 @@ from meshloom.planner.staged_plan import StagePlan, staged
 from meshloom.report.stages import lines_of
 from tests.test_describe import FILE, Stack, job_of
 
-pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export", "_alone")]
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("silent_export", "unmeasured")]
 MACHINE = example_machine()
 # Calls of no time, as every operator of a model this small would take as long as any other.
 FAST = replace(MACHINE, operations=tuple(replace(each, points=((1e-3, 1e-12), (1e9, 1.0))) for each in MACHINE.operations), call_seconds=1e-12,
                backward_call_seconds=1e-12, links=tuple(replace(each, latency_seconds=0.0, bytes_per_second=1e12) for each in MACHINE.links))  # fmt: skip
-
-
-@pytest.fixture
-def _alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """No machine was measured in this home."""
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(Path, "home", lambda: tmp_path)
 
 
 def plan(text: str) -> ml.Plan:

@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from program_jobs import OWN, TRANSFORMERS, Model
-from test_shapes import batches_of, job_of
+from program_jobs import OWN, TRANSFORMERS, Model, batches_of, job_of
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import default_collate
