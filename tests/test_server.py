@@ -1,8 +1,7 @@
-"""Plans with parameter servers equal one device, whoever serves."""
+"""Parameter servers: optimizers that look at everything, what workers hold, and checkpoints from and to other plans."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,47 +18,6 @@ ONE, THREE = (
     "dp=3,exchange=server,microbatches=2,bucket_bytes=600",
     "dp=4,exchange=server,servers=3,bucket_bytes=600",
 )
-
-
-def equal(model: str, optimizer: str | Callable[[Any], Any], plan: str) -> bool:
-    """Whether the plan equals one device in float64; shares are uneven."""
-    job = make_job(model, optimizer if isinstance(optimizer, str) else "sgd", batch_size=13)
-    job = job if isinstance(optimizer, str) else replace(job, optimizer=optimizer)
-    report = verify(job, Plan.parse(plan), devices="simulated", steps=3, dtype=torch.float64)
-    assert report
-    return report.passed
-
-
-@pytest.mark.covering("mlp-sgd", "cnn-adamw", "branch-adafactor")
-@pytest.mark.parametrize(
-    ("model", "optimizer", "plan"),
-    [
-        ("mlp", "sgd", ONE),
-        ("cnn", "adamw", THREE),
-        pytest.param("gpt", "muon", ONE, marks=pytest.mark.long),
-        pytest.param("gpt", "muon", THREE, marks=pytest.mark.long),
-        pytest.param("branch", "adafactor", THREE, marks=pytest.mark.long),
-        pytest.param("unused_twice", "adamw", ONE, marks=pytest.mark.long),
-        pytest.param(
-            "gpt", "sgd", "dp=2,pp=2,microbatches=2,exchange=server,servers=2", marks=pytest.mark.long
-        ),
-        pytest.param("gpt", "muon", "dp=2,tp=2,exchange=server", marks=pytest.mark.slow),
-        pytest.param(
-            "gpt",
-            "adamw",
-            "dp=3,pp=2,tp=2,microbatches=2,exchange=server,servers=2,bucket_bytes=600",
-            marks=pytest.mark.slow,
-        ),
-    ],
-)
-@pytest.mark.long
-def test_servers_equal_one_device(model: str, optimizer: str, plan: str) -> None:
-    assert equal(model, optimizer, plan)
-
-
-@pytest.mark.long
-def test_synchronised_batch_statistics_go_with_servers() -> None:
-    assert equal("cnn", "sgd", "dp=2,exchange=server,sync_batch_norm=true")
 
 
 class ByWholeNorm(torch.optim.SGD):
@@ -82,8 +40,10 @@ def test_an_optimizer_that_looks_at_everything_runs_on_every_server() -> None:
     def optimizer(named: Any) -> torch.optim.Optimizer:
         return ByWholeNorm(named, lr=0.1)
 
-    assert equal("mlp", optimizer, THREE)
-    with Trainer(replace(make_job("mlp", "sgd"), optimizer=optimizer), THREE, devices="simulated") as trainer:
+    job = replace(make_job("mlp", "sgd", batch_size=13), optimizer=optimizer)
+    report = verify(job, Plan.parse(THREE), devices="simulated", steps=3, dtype=torch.float64)
+    assert report is not None and report.passed
+    with Trainer(job, THREE, devices="simulated") as trainer:
         held = [len(replica.updater.updated.held[0]) for replica in trainer.replicas]
     assert held == [6, 6, 6, 0]
 
