@@ -21,6 +21,7 @@ from meshloom.core.job import LossFunction, NamedParameters
 from meshloom.core.losses.turns import OwnGradients
 from meshloom.core.moments.current_step import Moment
 from meshloom.core.plan import Plan
+from meshloom.core.step_shape import StepShape
 from meshloom.data.chunks import Chunk
 from meshloom.exchange.exchange import Emit, Exchange
 from meshloom.exchange.units.unit_gathering import STEP
@@ -53,6 +54,7 @@ class Engine:
 
     def __init__(self, plan: Plan, context: RankContext, stages: Stages, timings: Timings) -> None:
         self.stages, self.plan, self.context, self._timings = stages, plan, context, timings
+        self._overlaps, self._has_several = plan.captures, plan.num_stages > plan.pp  # chunks, stages
         self._pp: Group = context.groups["pp"] if plan.pp > 1 else simulated_groups(1)[0]
         self._tp: Group | None = context.groups["tp"] if plan.tp > 1 else None
         self.team_sums = TeamSums(self._pp, self._tp)
@@ -135,6 +137,12 @@ class Engine:
             )
         if (rows := self.stages.row_flags) is not None:
             at.chunks_done.append(lambda samples: self._add_rows(rows))
+
+    def shape(self, chunks: Sequence[Chunk], batch: int) -> StepShape:
+        """What a step on these non-empty chunks is like, of a batch of so many samples."""
+        differ = self._has_several and stages_may_run_differently(self.plan, batch)
+        one_after_another = None if self._overlaps else len(chunks)
+        return StepShape(chunks=one_after_another, may_wait=not differ, loss=self._scope.turn.number)
 
     def compute(self, chunks: Sequence[Chunk], sums: LossSums, recorder: Recorder | None) -> None:
         """Forward and backward of this replica's non-empty chunks."""
@@ -229,3 +237,10 @@ class Engine:
     def _add_rows(self, flags: Tensor) -> None:
         for axis in ("tp", "pp"):
             self.team_sums.add_up(axis, flags.clamp_(max=1))
+
+
+def stages_may_run_differently(plan: Plan, batch: int) -> bool:
+    """Whether replicas may run a rank's several stages in different orders in a step on `batch` samples: in different numbers of chunks."""
+    sizes, m = plan.sizes(batch), plan.microbatches
+    counts = {sum(map(bool, sizes[start : start + m])) for start in range(0, len(sizes), m)}
+    return plan.shares == "measured" or len(counts) > 1

@@ -63,7 +63,7 @@ from meshloom.replica import step_checks
 from meshloom.replica.attachments import Attachments, Averaged
 from meshloom.replica.chunk_scope import ChunkScope
 from meshloom.replica.engine import Engine
-from meshloom.replica.exchanges.opening import notes_of, open_exchange, shape_of
+from meshloom.replica.exchanges.opening import notes_of, open_exchange
 from meshloom.replica.exchanges.sharing import shares_copies, why_separate
 from meshloom.replica.gradient_completion import made_alike
 from meshloom.replica.loss_sums import LossSums
@@ -226,13 +226,13 @@ class Replica:
         at = self.attached
         for begin in at.begin:
             begin(step)
-        shape = shape_of(self.inner, chunks, self.scope.turn.number)
+        filled = [chunk for chunk in chunks if chunk.samples]
+        shape = self.engine.shape(filled, chunks[0].batch)
         self.exchange.begin(shape)
         self.evaluations += 1
         self.sums.begin(self.asks, self._rates)
         doing = self.context.activity
         doing.enter("preparing", step)
-        filled = [chunk for chunk in chunks if chunk.samples]
         with self.modes.training(), ExitStack() as around:
             for context in at.around:
                 around.enter_context(context(step))

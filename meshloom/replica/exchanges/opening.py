@@ -1,16 +1,12 @@
 """Opens a replica's exchange: one of all parameters, or several of some each, where some have sparse
-gradients or there are several losses; and says what a step is like for it."""
+gradients or there are several losses."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 from meshloom.core.exchanges import EXCHANGES
 from meshloom.core.losses.turns import OwnGradients
-from meshloom.core.plan import Plan
-from meshloom.core.step_shape import StepShape
-from meshloom.data.chunks import Chunk
 from meshloom.exchange.disjoint import Disjoint, Part, parts_of
 from meshloom.exchange.exchange import Exchange
 from meshloom.exchange.registry import Setup
@@ -62,18 +58,3 @@ def _parts(setup: Setup, loss: int | None = None) -> list[Part]:
 def notes_of(exchange: Exchange) -> list[str]:
     """For the user, before the first step."""
     return list(dict.fromkeys(note for each in parts_of(exchange, SparseGradients) for note in each.notes()))
-
-
-def shape_of(plan: Plan, chunks: Sequence[Chunk], loss: int) -> StepShape:
-    """A step on this rank's `chunks`, of which some may be empty."""
-    filled = None if plan.captures else sum(1 for each in chunks if each.samples)
-    differ = plan.num_stages > plan.pp and _may_differ(plan, chunks[0].batch)
-    return StepShape(chunks=filled, may_wait=not differ, loss=loss)
-
-
-def _may_differ(plan: Plan, batch: int) -> bool:
-    """Whether replicas may run a rank's several stages in different orders in a step on `batch` samples: in
-    different numbers of chunks."""
-    sizes, m = plan.sizes(batch), plan.microbatches
-    counts = {sum(map(bool, sizes[start : start + m])) for start in range(0, len(sizes), m)}
-    return plan.shares == "measured" or len(counts) > 1
