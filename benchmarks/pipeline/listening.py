@@ -17,5 +17,5 @@ def listen(replica: Replica, listener: ActionListener) -> None:
     microbatches.train = partial(_train, microbatches.train, listener)
 
 
-def _train(train: Any, own: ActionListener, batches: Any, most: int, finish: Any, around: Any, _: Any) -> Any:
-    return train(batches, most, finish, around, [own])
+def _train(train: Any, own: ActionListener, _: Any) -> Any:
+    return train([own])

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepShape:
+class StepShape(NamedTuple):
     """Of a step on one rank, or of a turn of it.
 
     chunks: that the rank computes, each from its forward to the end of its backward before the next; None:

@@ -54,7 +54,7 @@ class Engine:
 
     def __init__(self, plan: Plan, context: RankContext, stages: Stages, timings: Timings) -> None:
         self.stages, self.plan, self.context, self._timings = stages, plan, context, timings
-        self._overlaps, self._has_several = plan.captures, plan.num_stages > plan.pp  # chunks, stages
+        self._has_several, self._last_stage = plan.num_stages > plan.pp, plan.num_stages - 1
         self._pp: Group = context.groups["pp"] if plan.pp > 1 else simulated_groups(1)[0]
         self._tp: Group | None = context.groups["tp"] if plan.tp > 1 else None
         self.team_sums = TeamSums(self._pp, self._tp)
@@ -141,14 +141,13 @@ class Engine:
     def shape(self, chunks: Sequence[Chunk], batch: int) -> StepShape:
         """What a step on these non-empty chunks is like, of a batch of so many samples."""
         differ = self._has_several and stages_may_run_differently(self.plan, batch)
-        one_after_another = None if self._overlaps else len(chunks)
-        return StepShape(chunks=one_after_another, may_wait=not differ, loss=self._scope.turn.number)
+        one_by_one = len(chunks) if self.stages.one_by_one else None
+        return StepShape(chunks=one_by_one, may_wait=not differ, loss=self._scope.turn.number)
 
     def compute(self, chunks: Sequence[Chunk], sums: LossSums, recorder: Recorder | None) -> None:
         """Forward and backward of this replica's non-empty chunks."""
         activity, stages, units = self.context.activity, self.stages, self.held.units
         most = self.held.most(len(chunks)) if units else len(chunks)
-        activity.follow(stages.actions(len(chunks), most))
         last = len(chunks) - 1 if self.plan.pp == 1 and not units else None
 
         def finish(microbatch: int, returned: Any) -> Tensor:
@@ -159,12 +158,12 @@ class Engine:
             return root
 
         def around(stage: int, microbatch: int) -> AbstractContextManager[None]:
-            is_last = stage == self.plan.num_stages - 1
+            is_last = stage == self._last_stage
             return self._scope.forward(chunks[microbatch], stage=stage, observed=is_last)
 
-        stages.prepare(chunks, finish, around)
+        activity.follow(stages.prepare(chunks, most, finish, around))
         with units.computing(STEP, idle=not chunks) if units else nullcontext():
-            sent = stages.train(most, [activity, recorder] if recorder else [activity])
+            sent = stages.train([activity, recorder] if recorder else [activity])
         if sent:
             self.team_sums.count(sent)
 

@@ -64,6 +64,7 @@ class ModuleStages(Stages):
         self._held: HeldParameters
         self._stage: ModuleStage
         self._runs: dict[int, PipelineRun] = {}  # by number of chunks
+        self._run: PipelineRun | None = None  # of the step
         self._leaves: list[str] = []
         self.rows = GatheredRows(plan, context, num_losses=len(job.losses) or 1, updates=updates, meet=self._meet)  # fmt: skip
 
@@ -124,15 +125,14 @@ class ModuleStages(Stages):
     def schedule(self, num_microbatches: int) -> Schedule:
         return make_schedule("1f1b", 1, num_microbatches)
 
-    def actions(self, num_chunks: int, most: int) -> Sequence[Action]:
-        return self._run_of(num_chunks).actions if num_chunks else ()
-
-    def prepare(self, chunks: Sequence[Chunk], finish: Finish, around: Around) -> None:
+    def prepare(self, chunks: Sequence[Chunk], most: int, finish: Finish, around: Around) -> Sequence[Action]:
         self._stage.begin(chunks, finish, around)
+        self._run = self._run_of(len(chunks)) if chunks else None
+        return self._run.actions if self._run else ()
 
-    def train(self, most: int, listeners: Sequence[ActionListener]) -> Sent:
-        if num_chunks := len(self._stage.chunks):
-            self._run_of(num_chunks).run(listeners)
+    def train(self, listeners: Sequence[ActionListener]) -> Sent:
+        if self._run:
+            self._run.run(listeners)
         else:
             self.rows.idle(self.loss)
         return {}

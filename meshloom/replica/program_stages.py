@@ -40,7 +40,7 @@ from meshloom.parameters.model import make_row_major
 from meshloom.parameters.shards import Shards
 from meshloom.parameters.unfilled_model import UnfilledModel
 from meshloom.pipeline.runtime.held_parameters import HeldParameters
-from meshloom.pipeline.runtime.microbatches import Around, Microbatches, first_microbatches
+from meshloom.pipeline.runtime.microbatches import Around, Microbatches
 from meshloom.pipeline.runtime.run import ActionListener, Sent
 from meshloom.pipeline.schedules.schedule import Action, Schedule
 from meshloom.pipeline.stages.program_store import ProgramStore, ReadyBatch
@@ -69,6 +69,8 @@ from meshloom.tensor_parallel.division import Division
 class ProgramStages(Stages):
     """One rank's stages of `job`'s losses under `plan`."""
 
+    one_by_one = False
+
     def __init__(
         self, job: Job, plan: Plan, context: RankContext, *, dtype: torch.dtype | None = None, timings: Timings | None = None,
         stored: ProgramCache | None = None,
@@ -95,9 +97,6 @@ class ProgramStages(Stages):
         self._shards: Shards
         self._guards: dict[LossFunction, list[GuardedValue]] = {}
         self._held: HeldParameters
-        self._batches: list[ReadyBatch] = []  # of the step's chunks
-        self._finish: Finish
-        self._around: Around
         self._rows = UsedRows({}, context.device)  # which rows of tables with sparse gradients a step uses
 
     def open(
@@ -162,22 +161,15 @@ class ProgramStages(Stages):
     def schedule(self, num_microbatches: int) -> Schedule:
         return self.cutter.schedule(num_microbatches)
 
-    def actions(self, num_chunks: int, most: int) -> Sequence[Action]:
-        if not num_chunks:
-            return ()
-        return first_microbatches(self.schedule(most), num_chunks).actions[self.pp.rank]
-
-    def prepare(self, chunks: Sequence[Chunk], finish: Finish, around: Around) -> None:
-        self._finish, self._around = finish, around
-        self._batches = self._ready(chunks)
+    def prepare(self, chunks: Sequence[Chunk], most: int, finish: Finish, around: Around) -> Sequence[Action]:
         for parameter in self._held.named.values():
             parameter.grad = None
         if self._rows.flags.numel():
             self._rows.begin()
+        return self.microbatches.prepare(self._ready(chunks), most, finish, around)
 
-    def train(self, most: int, listeners: Sequence[ActionListener]) -> Sent:
-        batches, self._batches = self._batches, []
-        return self.microbatches.train(batches, most, self._finish, self._around, listeners)
+    def train(self, listeners: Sequence[ActionListener]) -> Sent:
+        return self.microbatches.train(listeners)
 
     def evaluate(
         self, batch: Any, metric: LossFunction, moment: Moment, take: Callable[[Any], None]

@@ -370,7 +370,6 @@ def _in_turn(replica: Replica, step: int, chunks: Sequence[Chunk]) -> StepResult
 def _attach(replica: Replica) -> None:
     """What this job and plan need at the points of a step."""
     at, engine, own, writes = replica.attached, replica.engine, replica.own, replica.writes
-    captures = replica.inner.captures  # programs compute all that they were captured with
     engine.attach(at)
     if pace := replica.pace:
         at.begin.append(lambda step: pace.begin())
@@ -384,7 +383,8 @@ def _attach(replica: Replica) -> None:
             )
         )
     if replica.freezing:
-        _attach_frozen(replica, replica.freezing, [] if captures else replica.named)
+        # programs compute all that they were captured with
+        _attach_frozen(replica, replica.freezing, replica.named if engine.stages.one_by_one else [])
     if writes:
         at.around.append(lambda step: writes.chunks())
     if replica.sums.scale is not None:
@@ -430,7 +430,7 @@ def _count_overflows(replica: Replica, step: int, gradients: Averaged) -> Averag
 def _check_copy(
     replica: Replica, writes: step_checks.ChunkWrites, step: int, gradients: Averaged
 ) -> Averaged:
-    first = replica.evaluations == 1 and not replica.inner.captures
+    first = replica.evaluations == 1 and replica.engine.stages.one_by_one
     writes.check_copy(replica.context.world, first=first)
     return gradients
 

@@ -46,11 +46,13 @@ Finish = Callable[[int, Any], Tensor]
 class Stages(ABC):
     """All ranks of a replica have the same kind and call the same methods in the same order.
 
-    runs_modules: whether it runs modules of the user's as they are written, which may change what they see; once it is open.
-    writes_trained: whether these are known to write trained parameters.
-    division: how the model was sharded; None: it is not. compiler: compiles what is computed; None: nothing is.
+    one_by_one: whether a chunk's backward ends before the next one's forward. runs_modules: whether it runs modules of the user's
+    as they are written, which may change what they see; once it is open. writes_trained: whether these are known to write trained
+    parameters. is_unlike_training: whether it was divided or cut in another precision than training is. division: how the model
+    was sharded; None: it is not. compiler: compiles what is computed; None: nothing is.
     """
 
+    one_by_one: bool = True
     runs_modules: bool = True
     writes_trained: bool = False
     division: Division | None = None
@@ -98,13 +100,13 @@ class Stages(ABC):
         """For so many microbatches."""
 
     @abstractmethod
-    def prepare(self, chunks: Sequence[Chunk], finish: Finish, around: Around) -> None:
-        """Before the first action of a step, in which this rank computes these chunks. finish: called on the last stage. around: the context of
-        a forward."""
+    def prepare(self, chunks: Sequence[Chunk], most: int, finish: Finish, around: Around) -> Sequence[Action]:
+        """Before the first action of a step, in which this rank computes these chunks; its actions. most: chunks of the replica that has most.
+        finish: called on the last stage. around: the context of a forward."""
 
     @abstractmethod
-    def train(self, most: int, listeners: Sequence[ActionListener]) -> Sent:
-        """Forward and backward of these chunks; returns what this rank sent. most: chunks of the replica that has most."""
+    def train(self, listeners: Sequence[ActionListener]) -> Sent:
+        """Forward and backward of these chunks; returns what this rank sent."""
 
     @abstractmethod
     def evaluate(
@@ -116,10 +118,6 @@ class Stages(ABC):
     def locate(self, chunks: Sequence[Chunk]) -> list[Any] | None:
         """Where a step's loss became NaN or infinite, as [stage, text], stage -1 for a parameter; None if not on
         this rank. Reruns the chunks."""
-
-    @abstractmethod
-    def actions(self, num_chunks: int, most: int) -> Sequence[Action]:
-        """What `train` does on this rank, for so many chunks. most: those of the replica that has most."""
 
     def watch_rows(self, tables: Mapping[str, int], device: torch.device) -> None:  # noqa: B027
         """From now on, notes which rows of these tables, whose sizes are given, a step uses, where their gradients arrive dense."""

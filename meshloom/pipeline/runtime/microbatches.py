@@ -77,22 +77,32 @@ class Microbatches:
         self._model, self._buffers = model, LiveBuffers(model)
         self._pp, self._tp, self._device, self._ready = pp, tp, device, ready
         self._known: dict[tuple[int, *tuple[ProgramKey, ...]], _Known] = FifoCache(MOST_KEPT)
+        self._step: tuple[_Known, Sequence[ReadyBatch], Finish, Around] | None = None  # that was prepared
         self._readiness: Readiness | None = None  # of the current run
         self._batches: Sequence[ReadyBatch] = ()
         self._finish: Finish = lambda microbatch, returned: None
         self._around: Around | None = None
 
-    def train(
-        self, batches: Sequence[ReadyBatch], most: int, finish: Finish, around: Around, listeners: Sequence[ActionListener] = ()
-    ) -> Sent:  # fmt: skip
-        """Forward and backward of all microbatches; returns what this rank sent. most: microbatches of the replica that has most. finish:
-        microbatch, what the loss returned for it -> where backward starts; on the last stage."""
+    def prepare(
+        self, batches: Sequence[ReadyBatch], most: int, finish: Finish, around: Around
+    ) -> Sequence[Action]:
+        """The actions of the next `train`, on these microbatches. most: those of the replica that has most. finish: microbatch, what the loss
+        returned for it -> where backward starts; on the last stage."""
+        self._step = None
         if not batches:
-            return {}
+            return ()
         known = self._get([each.key for each in batches], most)
+        self._step = known, batches, finish, around
+        return known.run.actions
+
+    def train(self, listeners: Sequence[ActionListener] = ()) -> Sent:
+        """Forward and backward of all microbatches; returns what this rank sent."""
+        if self._step is None:
+            return {}
+        (known, *given), self._step = self._step, None
         self._readiness = known.readiness
         try:
-            return self._run(known.run, batches, finish, around, listeners)
+            return self._run(known.run, *given, listeners)
         finally:
             self._readiness = None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,19 +29,16 @@ Finish = Callable[[int, Sequence[Any]], Tensor | None]
 _autograd: Any = torch.autograd
 
 
-@dataclass
 class _Activations:
     """A microbatch until its backward has ended. Of outputs only the gradient edges are kept."""
 
-    # values of other stages, as leaves of the local graph
-    inputs: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
-    # output -> its gradient edge
-    edges: dict[str, Any] = field(default_factory=dict[str, Any])
-    # sum of the gradients received so far
-    gradients: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
-    root: Tensor | None = None
-    is_forward: bool = False
-    weights: list[Callable[[], None]] = field(default_factory=list[Callable[[], None]])
+    def __init__(self) -> None:
+        self.inputs: dict[str, Tensor] = {}  # values of other stages, as leaves of the local graph
+        self.edges: dict[str, Any] = {}  # output -> its gradient edge
+        self.gradients: dict[str, Tensor] = {}  # sum of those received so far
+        self.root: Tensor | None = None
+        self.is_forward = False
+        self.weights: Sequence[Callable[[], None]] = ()  # computations of gradients that are left
 
 
 class ProgramStage(StageRun):
@@ -82,6 +79,7 @@ class ProgramStage(StageRun):
         }
         self._programs = [programs[id(each)] for each in stages]
         self._stages = stages
+        self._sent, self._changing = [each.sent for each in stages], [each.changing for each in stages]
         self._parameters, self._buffers = parameters, buffers
         self._batch, self._finish, self._group, self._around = batch, finish, group, around
         self._live: dict[int, _Activations] = {}
@@ -103,10 +101,10 @@ class ProgramStage(StageRun):
             live.inputs[name] = value.detach().requires_grad_(requires_grad[name])
 
     def forward(self, microbatch: int) -> dict[str, Tensor]:
-        stage, live = self._stages[microbatch], self._live.setdefault(microbatch, _Activations())
+        live = self._live.setdefault(microbatch, _Activations())
         with self._around(microbatch) if self._around else nullcontext():
             values = self.rerun(microbatch)
-        outputs: dict[str, Tensor] = dict(zip(stage.sent, values, strict=False))
+        outputs: dict[str, Tensor] = dict(zip(self._sent[microbatch], values, strict=False))
         live.is_forward = True
         # without gradients, as in evaluations, a parameter that is sent is a leaf
         live.edges = {
@@ -126,7 +124,7 @@ class ProgramStage(StageRun):
             inputs[each.value] if each.value in inputs else tensor_of(batch, each) for each in program.inputs
         ]
         # The backward may need a buffer as this forward saw it, and other forwards come in between.
-        changed = {name: self._buffers[name].clone() for name in self._stages[microbatch].changing}
+        changed = {name: self._buffers[name].clone() for name in self._changing[microbatch]}
         live: Any = self._buffers  # a `ChainMap` only reads its second mapping
         buffers = ChainMap(changed, live) if changed else live
         values = run_flat(
@@ -173,7 +171,8 @@ class ProgramStage(StageRun):
             gradients = self._backward(microbatch)
         finally:
             self._deferred.collecting = False
-        self._live[microbatch] = _Activations(weights=self._deferred.take(), is_forward=True)
+        left = self._live[microbatch] = _Activations()
+        left.weights, left.is_forward = self._deferred.take(), True
         return gradients
 
     def weight_gradients(self, microbatch: int) -> dict[str, Tensor]:

@@ -173,7 +173,7 @@ class ProgramStore:
         if not leaves.values:
             return key
         found = next((others for others in self._others.get(key, ()) if fits(others, leaves.values)), None)
-        return None if found is None else replace(key, shapes=(*key.shapes, *found.items()))
+        return None if found is None else key._replace(shapes=(*key.shapes, *found.items()))
 
     def _of(self, loss: LossFunction) -> CapturedLoss:
         if loss not in self._captured:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from meshloom.core.job import LossFunction
 from meshloom.program.ir.leaves import Leaves, leaves_of
@@ -13,8 +12,7 @@ from meshloom.program.ir.program import Program
 Shapes = tuple[tuple[str, tuple[int, ...], str] | tuple[str, str | None], ...]
 
 
-@dataclass(frozen=True)
-class ProgramKey:
+class ProgramKey(NamedTuple):
     """The program of a loss or metric, for training or evaluation, for batches of these shapes.
 
     >>> import torch
@@ -39,7 +37,7 @@ class ProgramKey:
 
     def tensors_only(self, others: int) -> ProgramKey:
         """The same key without the last `others` entries, which are not tensors."""
-        return replace(self, shapes=self.shapes[: len(self.shapes) - others])
+        return self._replace(shapes=self.shapes[: len(self.shapes) - others])
 
 
 def shapes_of(leaves: Leaves) -> tuple[tuple[str, tuple[int, ...], str], ...]:
