@@ -23,6 +23,7 @@ from meshloom.data.team_data import open_team_reader
 from meshloom.exchange.zero_three import ZeroThree
 from meshloom.planner.memory.measured import LiveBytes
 from meshloom.planner.rehearsal.rehearse import RehearsedRank, rehearsed_ranks
+from meshloom.replica.prepare import prepare
 from meshloom.replica.replica import Replica
 
 
@@ -64,7 +65,7 @@ def _follow(
     rank.clock.begin()
     if not is_followed_from_the_start(plan):
         replica = Replica(job, plan, context)
-        replica.prepare()
+        prepare(replica)
         watch = LiveBytes(_standing(replica))
         watch.phase = "start-up"
     else:
@@ -72,7 +73,7 @@ def _follow(
         watch.phase = "start-up"
         with watch:
             replica = Replica(job, plan, context)
-            replica.prepare()
+            prepare(replica)
     if context.team is None:
         reader = open_reader(job, plan, context.readers, 0, steps)
     else:

@@ -9,7 +9,8 @@ import pytest
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-import meshloom.replica.replica as replica_module
+import meshloom.replica.attach as attach_module
+import meshloom.replica.prepare as prepare_module
 from meshloom.core.plan import Plan
 from meshloom.replica.replica import Replica
 from meshloom.verify.run import verify
@@ -35,20 +36,20 @@ class Words(nn.Module):
 @pytest.fixture(params=[False, True])
 def agrees(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Gradients of ranks other than the first of a replica are off by one part in a million; whether that is put right."""
-    attach = replica_module._attach
+    attach = prepare_module.attach
 
-    def attached(replica: Replica) -> None:
+    def attached(replica: Replica, *given: Any) -> None:
         def off(step: int, gradients: list[Tensor | None]) -> list[Tensor | None]:
             for each in gradients if replica.context.place.tp else ():
                 if each is not None:
                     (each._values() if each.is_sparse else each).mul_(1 + 1e-6)
             return gradients
 
-        attach(replica)
+        attach(replica, *given)
         replica.attached.synced.insert(0, off)
 
-    monkeypatch.setattr(replica_module, "_attach", attached)
-    monkeypatch.setattr(replica_module, "_adds_in_any_order", lambda device: request.param)
+    monkeypatch.setattr(prepare_module, "attach", attached)
+    monkeypatch.setattr(attach_module, "_adds_in_any_order", lambda device: request.param)
     return request.param
 
 

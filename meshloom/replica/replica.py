@@ -19,13 +19,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from meshloom.checkpoint.resuming import check_together
 from meshloom.comm.group import Group
-from meshloom.comm.objects import agree
 from meshloom.comm.rank_context import RankContext
 from meshloom.comm.windows import windows_of
-from meshloom.core.job import Job, NamedParameters
-from meshloom.core.losses.frozen import FrozenParameters
+from meshloom.core.job import Job
 from meshloom.core.losses.in_precision import in_precision
 from meshloom.core.losses.logged import with_logs
 from meshloom.core.losses.turns import LossTurn, OwnGradients, turns_of
@@ -35,41 +32,24 @@ from meshloom.core.plan import Plan
 from meshloom.data.chunks import Chunk
 from meshloom.data.measured_shares import Pace
 from meshloom.exchange.exchange import Exchange
-from meshloom.exchange.registry import Setup
-from meshloom.exchange.units.find_units import held_units, units_of
-from meshloom.exchange.units.unit_slices import UnitParameters
 from meshloom.launch.transport import host_identity
 from meshloom.optimizer.bfloat16.lowered import lowered, own_model
-from meshloom.optimizer.bfloat16.master_values import master_values
-from meshloom.optimizer.bfloat16.opening import open_updater
 from meshloom.optimizer.masters import Masters
 from meshloom.optimizer.updater import Updater
-from meshloom.optimizer.user_optimizer import (
-    UserOptimizers,
-    for_optimizers,
-    make_optimizers,
-    make_without_values,
-)
-from meshloom.parameters.file_weights import agree_on_weights
-from meshloom.parameters.model import facts, trainable
+from meshloom.parameters.model import trainable
 from meshloom.parameters.shards import Shards
-from meshloom.parameters.sparse_parameters import make_dense, sparse_parameters, sparse_tables
 from meshloom.parameters.starting_model import StartingModel
 from meshloom.pipeline.runtime.recorder import Recorder
 from meshloom.pipeline.schedules.spans import SpanKind
-from meshloom.program.ir.written_parameters import frozen_parameters, limited_tables, mark_declared
+from meshloom.program.ir.written_parameters import mark_declared
 from meshloom.program.store.program_cache import ProgramCache
 from meshloom.replica import step_checks
-from meshloom.replica.attachments import Attachments, Averaged
+from meshloom.replica.attachments import Attachments
 from meshloom.replica.chunk_scope import ChunkScope
 from meshloom.replica.engine import Engine
-from meshloom.replica.exchanges.opening import notes_of, open_exchange
-from meshloom.replica.exchanges.sharing import shares_copies, why_separate
-from meshloom.replica.gradient_completion import made_alike
+from meshloom.replica.exchanges.opening import notes_of
+from meshloom.replica.exchanges.sharing import shares_copies
 from meshloom.replica.loss_sums import LossSums
-from meshloom.replica.module_stages import ModuleStages
-from meshloom.replica.program_stages import ProgramStages
-from meshloom.replica.stages import Stages
 from meshloom.telemetry.step_result import StepResult
 from meshloom.telemetry.timings import Timings
 from meshloom.telemetry.traffic import Traffic
@@ -109,7 +89,7 @@ class Replica:
     ) -> None:  # fmt: skip
         self.timings, job = timings or Timings(), lowered(in_precision(job, plan), plan, dtype)
         job = with_logs(job) if plan.captures else job
-        self.job, self.plan, self.context, self.dtype, self._files = job, plan, context, dtype, files
+        self.job, self.plan, self.context, self.dtype, self.files = job, plan, context, dtype, files
         self.share, self.updates, self.updating = share, updates, False
         self.replicas = context.groups["dp"]
         # whether this rank asks for something between steps (to stop), if ranks agree on that
@@ -118,8 +98,8 @@ class Replica:
         self.recorder: Recorder | None = None  # of a pipeline's timeline
         self.arrivals: deque[float] = deque(maxlen=1000)  # when the newest steps waited for the exchange
         self.pace = Pace([self.replicas, context.statistics], context.device) if plan.shares == "measured" else None  # fmt: skip
-        self.windows = windows_of(self.replicas) if context.device.type == "cpu" else None
-        self.may_share = share and self.windows is not None and shares_copies(plan)
+        on_a_host = context.device.type == "cpu" and windows_of(self.replicas) is not None
+        self.may_share = share and on_a_host and shares_copies(plan)
         with self.timings.of("building the model"):
             exact = replace(job, model=own_model(job)) if own_model(job) is not job.model else None
             self.start = StartingModel(
@@ -134,78 +114,27 @@ class Replica:
             )
         self.model = self.start.model
         self.modes = Modes(self.model)
-        self.tables = sparse_tables(self.model)
         step_checks.check_limited(self.model, plan)
         mark_declared(self.model, job.buffers)
         self.named = trainable(self.model)
         step_checks.check_built(job, self.model, self.named, plan)
         self.own = OwnGradients(job, self.model) if job.losses else None
-        self.freezing = FrozenParameters(job, self.named, self.own) if job.frozen else None
         # evaluations of losses in steps so far; by loss, the newest result
         self.evaluations, self.newest = 0, dict[str, StepResult]()
         self.num_parameters = sum(each.numel() for each in self.model.parameters())
         self.num_trainable = sum(each.numel() for _, each in self.named)
-        self._undo = ExitStack()
-        self._undo.enter_context(branches_as_written())
+        self.undo = ExitStack()
+        self.undo.enter_context(branches_as_written())
         self.sums = LossSums.of(plan, context.device)
         self.stored = stored
         self.inner = plan  # what its parts run under
+        self.rates: Callable[[], Sequence[float]] | None = None  # which ranks must have alike
         self.engine: Engine
         self.scope: ChunkScope
-        self.frozen: NamedParameters = []
-        self.writes: step_checks.ChunkWrites | None = None  # where chunks may write parameters
         self.copied, self.saved = Traffic(), Traffic()  # at the start; the exchange's state in checkpoints
-        self._notes: list[str] = []
-        self.units: Sequence[UnitParameters] = ()  # of the full model, where ranks hold different parts of it
+        self.told: list[str] = []
         self.exchange: Exchange
         self.updater: Updater
-
-    def prepare(self) -> None:
-        """Check that all ranks have the same job, copy rank 0's values or read those of its files, and build the
-        parts of a step."""
-        with self.timings.of("copying values"):  # includes waiting for ranks that build more slowly
-            agree(self.context.world, facts(self.job, self.plan, self.model))
-            weights = agree_on_weights(self.job, self.model, self.context.world)
-            self.copied += self.start.settle(weights)
-        whole = self.named
-        self.engine = Engine(self.plan, self.context, _stages_of(self), self.timings)
-        if self.plan.zero == 3 and self.plan.captures:
-            self.units = units_of(self.job, self.plan, self.model)
-        self.scope = ChunkScope(self.job, self.plan, self.context, self.model, dtype=self.dtype)
-        self.engine.open(self.model, self.scope, self.start.unfilled, self.own)
-        if weights:
-            with self.timings.of("reading weights"):
-                filled = self.start.unfilled is not None  # as this rank's share was
-                fill = partial(weights.fill, self.model, self.engine.shards)
-                check_together(self.context.world, (lambda: None) if filled else fill)
-        self._notes += weights.notes if weights and self.dtype is None else ()
-        self.named = self.engine.parameters
-        self.frozen = frozen_parameters(self.model)
-        with self.timings.of("optimizer and buffers"):
-            values = master_values(self.context, self.start)
-            made: UserOptimizers | None = None
-            if self.updates:
-                made = (values or self.start).given(
-                    whole, partial(make_optimizers, self.job), partial(make_without_values, self.job)
-                )
-                self.inner, notes = for_optimizers(self.inner, made)
-                self._notes += notes
-            check_together(self.context.world, lambda: self._open_exchange(made, whole))
-            if made:
-                self.updater = open_updater(
-                    self.job, self.inner, self.context, self.exchange, self.shards, made=made, whole=whole, local=self.named,
-                    stages=self.stage_group, values=values, refused=[self.tables, limited_tables(self.model)], scaled=self.sums.scale is not None,
-                )  # fmt: skip
-                self._undo.callback(self.updater.close)
-                check_together(self.context.world, lambda: self.updater.open(self._files))
-        self.units = ()  # with parameters that other ranks hold
-        self.writes = step_checks.chunk_writes(self.frozen, self.named, self.exchange.ownership, self.inner)
-        with self.timings.of("building the model"):
-            self.start.finish()
-        compares = self.updates and self.plan.mesh.size > 1
-        self._rates = self.updater.learning_rates if compares else None  # which ranks must have alike
-        self._undo.enter_context(self.engine.connect(self.exchange))
-        _attach(self)
 
     def step(self, step: int, chunks: Sequence[Chunk]) -> StepResult:
         """Train on this replica's chunks of global batch `step`."""
@@ -230,7 +159,7 @@ class Replica:
         shape = self.engine.shape(filled, chunks[0].batch)
         self.exchange.begin(shape)
         self.evaluations += 1
-        self.sums.begin(self.asks, self._rates)
+        self.sums.begin(self.asks, self.rates)
         doing = self.context.activity
         doing.enter("preparing", step)
         with self.modes.training(), ExitStack() as around:
@@ -308,7 +237,7 @@ class Replica:
         """Notes for the user before the first step."""
         return [
             *self.start.notes,
-            *self._notes,
+            *self.told,
             *self.updater.notes(),
             *self.engine.stages.notes,
             *notes_of(self.exchange),
@@ -316,26 +245,7 @@ class Replica:
 
     def close(self) -> None:
         """Remove the hooks from the model."""
-        self._undo.close()
-
-    def _open_exchange(self, made: UserOptimizers | None, whole: NamedParameters) -> None:
-        if made is None:
-            setup = Setup(
-                plan=self.inner, named=self.named, group=self.replicas, unfilled=self.start.unfilled
-            )
-            self.exchange = setup.open()
-            return
-        self.exchange = open_exchange(_setup_of(self, made, whole), self.own)
-
-
-def _stages_of(replica: Replica) -> Stages:
-    """Programs of the loss where the plan needs some, else the user's module as it is."""
-    job, plan, context = replica.job, replica.inner, replica.context
-    if not plan.captures:
-        return ModuleStages(job, plan, context, updates=replica.updates)
-    step_checks.check_readable(replica.model, plan)
-    make_dense(replica.model)  # programs' gradients are
-    return ProgramStages(job, plan, context, dtype=replica.dtype, timings=replica.timings, stored=replica.stored)  # fmt: skip
+        self.undo.close()
 
 
 def _span(replica: Replica, kind: SpanKind) -> AbstractContextManager[None]:
@@ -365,97 +275,3 @@ def _in_turn(replica: Replica, step: int, chunks: Sequence[Chunk]) -> StepResult
     return first._replace(
         step=step, samples=chunks[0].batch, asked=asked, losses=losses, skipped=skipped, logged=logged
     )
-
-
-def _attach(replica: Replica) -> None:
-    """What this job and plan need at the points of a step."""
-    at, engine, own, writes = replica.attached, replica.engine, replica.own, replica.writes
-    engine.attach(at)
-    if pace := replica.pace:
-        at.begin.append(lambda step: pace.begin())
-        at.chunks_done.append(pace.end)
-    if own:
-        at.around.append(lambda step: own.of(replica.sums.loss))
-    if _adds_in_any_order(replica.context.device):
-        at.synced.append(
-            lambda step, gradients: made_alike(
-                engine.team_sums, engine.replicated, replica.exchange, gradients
-            )
-        )
-    if replica.freezing:
-        # programs compute all that they were captured with
-        _attach_frozen(replica, replica.freezing, replica.named if engine.stages.one_by_one else [])
-    if writes:
-        at.around.append(lambda step: writes.chunks())
-    if replica.sums.scale is not None:
-        at.synced.append(partial(_count_overflows, replica))
-        at.published.append(lambda found: replica.sums.end_update())
-    if replica.updates and (fetch := replica.updater.fetch_ahead):
-        at.begin.append(lambda step: fetch())
-    if writes and replica.exchange.ownership.memory == "shared":
-        at.synced.append(partial(_check_copy, replica, writes))
-        at.published.append(lambda found: writes.updated())
-    if replica.scope.ends_chunks:
-        at.checked.append(lambda step: replica.scope.finish())
-    if engine.borrows:
-        at.published.append(partial(_refresh_borrowed, replica))
-    if replica.updates and (averages := replica.updater.state.averages):
-        at.published.append(lambda found: None if found.overflowed else averages.update())
-
-
-def _adds_in_any_order(device: torch.device) -> bool:
-    """Whether kernels of this device may give other last bits from call to call, as those of GPUs do that add by atomics."""
-    return device.type != "cpu"
-
-
-def _attach_frozen(replica: Replica, freezing: FrozenParameters, named: NamedParameters) -> None:
-    at = replica.attached
-
-    def dropped(step: int, gradients: Averaged) -> Averaged:
-        return freezing.dropped(step, (each.name for each in replica.exchange.ownership.owned), gradients)
-
-    at.around.append(lambda step: freezing.without_gradients(step, named))
-    at.synced.append(dropped)
-
-
-def _count_overflows(replica: Replica, step: int, gradients: Averaged) -> Averaged:
-    """With a loss scale ranks also tell each other whether some gradients overflowed."""
-    device = replica.context.device
-    replica.sums.send(
-        step_checks.count_overflows(gradients, replica.engine.team_sums, replica.replicas, device)
-    )
-    return gradients
-
-
-def _check_copy(
-    replica: Replica, writes: step_checks.ChunkWrites, step: int, gradients: Averaged
-) -> Averaged:
-    first = replica.evaluations == 1 and replica.engine.stages.one_by_one
-    writes.check_copy(replica.context.world, first=first)
-    return gradients
-
-
-def _refresh_borrowed(replica: Replica, found: Gradients) -> None:
-    with replica.own.of(replica.sums.loss) if replica.own else nullcontext():
-        replica.engine.refresh_borrowed()
-
-
-def _setup_of(replica: Replica, made: UserOptimizers, whole: NamedParameters) -> Setup:
-    """What the exchange is opened with. whole: all trainable parameters, as the model was built with them."""
-    engine, plan, context, named = replica.engine, replica.inner, replica.context, replica.named
-    sparse = sparse_parameters(replica.tables, whole, made.optimizers)
-    engine.stages.watch_rows(
-        {name: len(each) for name, each in whole if name in sparse.names}, context.device
-    )
-    here = sparse.names.intersection(name for name, _ in named)
-
-    def units() -> Sequence[UnitParameters]:
-        return held_units([*replica.units] or units_of(replica.job, plan, replica.model), replica.model)
-
-    return Setup(
-        plan=plan, named=named, frozen=replica.frozen, group=replica.replicas, replicated=engine.replicated, late=engine.late, lent=engine.lent,
-        windows=replica.windows, unfilled=replica.start.unfilled,
-        may_share=lambda: replica.share and not here and not engine.stages.writes_trained and not why_separate(made, named),
-        units=units, slices=context.slices, control=context.readers, sparse=here, kept=sparse.kept, sparse_only=sparse.sparse_only,
-        used_rows=engine.stages.used_rows,
-    )  # fmt: skip

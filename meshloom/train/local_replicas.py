@@ -24,7 +24,7 @@ from meshloom.program.trace.precision import default_precision
 from meshloom.replica.replica import Replica
 from meshloom.replica.step_checks import check_copies
 from meshloom.telemetry.timings import Timings
-from meshloom.train.memory_check import prepare
+from meshloom.train.memory_check import prepare_if_it_fits
 
 T = TypeVar("T")
 
@@ -100,9 +100,9 @@ class LocalReplicas:
             context.activity.enter(phase, step)
 
     def prepare(self, *, overcommit: bool, cache: str) -> None:
-        """Prepare all of them. Arguments: of `memory_check.prepare`. Warnings of trials of the user's code are held."""
+        """Prepare all of them. Arguments: of `prepare_if_it_fits`. Warnings of trials of the user's code are held."""
         with held_warnings() as self._held:
-            self.together(lambda replica: prepare(replica, overcommit=overcommit, cache=cache))
+            self.together(lambda replica: prepare_if_it_fits(replica, overcommit=overcommit, cache=cache))
 
     def show_warnings(self) -> None:
         """Show those, once the run has said what it is, where no step gives them: it runs programs."""

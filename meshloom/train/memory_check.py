@@ -37,6 +37,7 @@ from meshloom.planner.fitting import (
 from meshloom.planner.memory.stage_kept import kept_bytes_of
 from meshloom.planner.rehearsal.held import held_by
 from meshloom.program.ir.program import Program
+from meshloom.replica.prepare import prepare
 from meshloom.replica.program_stages import ProgramStages
 from meshloom.replica.replica import Replica
 
@@ -45,8 +46,8 @@ KEPT_WITHIN = 4
 MOST_STATE = 4.0  # bytes of state per byte of parameters that hardly any optimizer exceeds
 
 
-def prepare(replica: Replica, *, overcommit: bool, cache: str) -> None:
-    """`Replica.prepare`, unless its plan cannot fit. overcommit: it is not looked at. cache: as for `Trainer`, of
+def prepare_if_it_fits(replica: Replica, *, overcommit: bool, cache: str) -> None:
+    """`prepare`, unless its plan cannot fit. overcommit: it is not looked at. cache: as for `Trainer`, of
     captured losses, for plans that would fit. Raises `PlanError`."""
     least = _Least(replica)
     choose_allocation(replica, least)
@@ -55,7 +56,7 @@ def prepare(replica: Replica, *, overcommit: bool, cache: str) -> None:
         check_model_fits(replica, least, cache=kept)
         if replica.plan.offload != "none" and replica.context.device.type != "cpu":
             check_host_fits(replica)
-    replica.prepare()
+    prepare(replica)
     if not overcommit and replica.inner != replica.plan:  # more than was asked about
         check_model_fits(replica, _Least(replica), cache=kept)
     if not overcommit:

@@ -20,6 +20,7 @@ from meshloom.data.chunks import Chunk
 from meshloom.exchange.exchange import Slice
 from meshloom.launch.one_process import world_in_one_process
 from meshloom.replica.metrics import evaluate
+from meshloom.replica.prepare import prepare
 from meshloom.replica.replica import Replica
 from meshloom.replica.replica_state import full_gradients
 
@@ -36,7 +37,7 @@ class WorkerReplica:
         own_job = replace(job, batch_size=share, clip_grad_norm=None)
         self._replica = Replica(own_job, alone, rank, dtype=dtype, updates=False)
         self.whole_model = WorkerModel(job, plan, self._replica.model)
-        self._replica.prepare()
+        prepare(self._replica)
 
     @property
     def model(self) -> torch.nn.Module:

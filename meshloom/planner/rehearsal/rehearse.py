@@ -39,6 +39,7 @@ from meshloom.planner.rehearsal.held import held_by
 from meshloom.planner.rehearsal.own_clock import CommonMemory, OwnClock, RehearsedGroup
 from meshloom.planner.rehearsal.rehearsal import RankStep, Rehearsal
 from meshloom.program.store.program_cache import ProgramCache
+from meshloom.replica.prepare import prepare
 from meshloom.replica.replica import Replica
 from meshloom.replica.step_checks import SharedWriteError
 from meshloom.telemetry.timings import Timings
@@ -174,7 +175,7 @@ def _ranks(
             rank.replica = Replica(job, plan, rank.context, share=share, stored=stored, timings=first)
             rank.replica.sums.num_ranks = 1  # what is added up stays this rank's own
             _check_room(rank.replica, plan.mesh.size - rank.context.rank)
-        ranks.run(lambda rank: rank.replica.prepare())
+        ranks.run(lambda rank: prepare(rank.replica))
         yield ranks
     finally:
         turns.close()

@@ -1,0 +1,91 @@
+"""What a job and its plan attach to a rank's step, once, when it has been built."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from functools import partial
+
+import torch
+
+from meshloom.core.job import NamedParameters
+from meshloom.core.losses.frozen import FrozenParameters
+from meshloom.program.ir.written_parameters import frozen_parameters
+from meshloom.replica import step_checks
+from meshloom.replica.attachments import Averaged
+from meshloom.replica.gradient_completion import made_alike
+from meshloom.replica.replica import Gradients, Replica
+
+
+def attach(replica: Replica, freezing: FrozenParameters | None) -> None:
+    """What this job and plan need at the points of a step."""
+    at, engine, own, plan = replica.attached, replica.engine, replica.own, replica.inner
+    ownership, frozen = replica.exchange.ownership, frozen_parameters(replica.model)
+    writes = step_checks.chunk_writes(frozen, replica.named, ownership, plan)
+    engine.attach(at)
+    if pace := replica.pace:
+        at.begin.append(lambda step: pace.begin())
+        at.chunks_done.append(pace.end)
+    if own:
+        at.around.append(lambda step: own.of(replica.sums.loss))
+    if _adds_in_any_order(replica.context.device):
+        at.synced.append(
+            lambda step, gradients: made_alike(
+                engine.team_sums, engine.replicated, replica.exchange, gradients
+            )
+        )
+    if freezing:
+        # programs compute all that they were captured with
+        _attach_frozen(replica, freezing, replica.named if engine.stages.one_by_one else [])
+    if writes:
+        at.around.append(lambda step: writes.chunks())
+    if replica.sums.scale is not None:
+        at.synced.append(partial(_count_overflows, replica))
+        at.published.append(lambda found: replica.sums.end_update())
+    if replica.updates and (fetch := replica.updater.fetch_ahead):
+        at.begin.append(lambda step: fetch())
+    if writes and ownership.memory == "shared":
+        at.synced.append(partial(_check_copy, replica, writes))
+        at.published.append(lambda found: writes.updated())
+    if replica.scope.ends_chunks:
+        at.checked.append(lambda step: replica.scope.finish())
+    if engine.borrows:
+        at.published.append(partial(_refresh_borrowed, replica))
+    if replica.updates and (averages := replica.updater.state.averages):
+        at.published.append(lambda found: None if found.overflowed else averages.update())
+
+
+def _adds_in_any_order(device: torch.device) -> bool:
+    """Whether kernels of this device may give other last bits from call to call, as those of GPUs do that add by atomics."""
+    return device.type != "cpu"
+
+
+def _attach_frozen(replica: Replica, freezing: FrozenParameters, named: NamedParameters) -> None:
+    at = replica.attached
+
+    def dropped(step: int, gradients: Averaged) -> Averaged:
+        return freezing.dropped(step, (each.name for each in replica.exchange.ownership.owned), gradients)
+
+    at.around.append(lambda step: freezing.without_gradients(step, named))
+    at.synced.append(dropped)
+
+
+def _count_overflows(replica: Replica, step: int, gradients: Averaged) -> Averaged:
+    """With a loss scale ranks also tell each other whether some gradients overflowed."""
+    device = replica.context.device
+    replica.sums.send(
+        step_checks.count_overflows(gradients, replica.engine.team_sums, replica.replicas, device)
+    )
+    return gradients
+
+
+def _check_copy(
+    replica: Replica, writes: step_checks.ChunkWrites, step: int, gradients: Averaged
+) -> Averaged:
+    first = replica.evaluations == 1 and replica.engine.stages.one_by_one
+    writes.check_copy(replica.context.world, first=first)
+    return gradients
+
+
+def _refresh_borrowed(replica: Replica, found: Gradients) -> None:
+    with replica.own.of(replica.sums.loss) if replica.own else nullcontext():
+        replica.engine.refresh_borrowed()
