@@ -74,12 +74,13 @@ CASES: dict[str, tuple[Job, Job, str, set[str]]] = {
     "clipping": (replace(JOB, clip_grad_norm=1.0), JOB, "dp=2", {"core/device/readback.py", "optimizer/clipping.py"}),
     "batch statistics": (
         replace(JOB, model=normed), replace(JOB, model=unnormed), "dp=2",
-        {f"replica/buffers/{name}.py" for name in ("declared_buffers", "merged_buffers", "norm_statistics")},
+        {f"replica/buffers/{name}.py" for name in ("declared_buffers", "merged_buffers", "norm_statistics")}
+        | {"core/device/readback.py", "replica/replica_state.py"},  # what is noted of them
     ),
     "generators": (replace(JOB, model=Noisy), replace(JOB, model=Plain), "dp=2", {"core/modules/own_generators.py"}),
     "borrowed": (
         replace(JOB, model=Tied), JOB, "pp=2,microbatches=2",
-        {"parameters/pipeline_ownership.py", "pipeline/runtime/held_parameters.py"},
+        {"parameters/pipeline_ownership.py", "pipeline/runtime/held_parameters.py", "replica/attach.py"},
     ),
 }  # fmt: skip
 
