@@ -72,7 +72,7 @@ class Nobody:
     def all_reduce(self, *_: Any) -> Nobody:
         return self
 
-    reduce_scatter = all_gather = all_reduce
+    reduce_scatter = all_gather = gather = all_reduce
 
     def wait(self) -> None:
         """Nothing is on its way."""
