@@ -151,15 +151,7 @@ class Silent(Group):
     """A group whose messages are there at once and hold nothing."""
 
     def __init__(self, rank: int, size: int) -> None:
-        self._rank, self._size = rank, size
-
-    @property
-    def rank(self) -> int:
-        return self._rank
-
-    @property
-    def size(self) -> int:
-        return self._size
+        self.rank, self.size = rank, size
 
     def send(self, tensor: Tensor, destination: int) -> Work:
         return DONE
