@@ -9,10 +9,9 @@ from typing import TypeVar
 
 from torch import Tensor, nn
 
-from meshloom.core.job import NamedParameters
 from meshloom.core.losses.loss_scale import Divisor
 from meshloom.core.step_shape import StepShape
-from meshloom.exchange.exchange import Emit, Exchange, Ownership, Ready
+from meshloom.exchange.exchange import Emit, Exchange, Memory, Ownership, Ready
 from meshloom.program.operators.fused_grad_accumulation import GradBuffer
 from meshloom.telemetry.traffic import ExpectedBytes, Traffic
 
@@ -25,7 +24,7 @@ class Part:
     None: every turn."""
 
     exchange: Exchange
-    named: NamedParameters
+    named: Sequence[tuple[str, nn.Parameter]]
     loss: int | None = None
 
 
@@ -38,11 +37,12 @@ class Disjoint(Exchange):
         self._part = {id(parameter): part for part in parts for _, parameter in part.named}
         self._turns = [0] * len(parts)  # of each so far
         several = [each.exchange.ownership for each in parts]
+        apart: list[Memory] = [each.memory for each in several if each.memory != "whole"]
         self.ownership = Ownership(
             owned=[slice_ for each in several for slice_ in each.owned],
             owners=next((each.owners for each in several if each.owners is not None), None),
             num_owners=max(each.num_owners for each in several),
-            memory=next((each.memory for each in several if each.memory != "whole"), "whole"),
+            memory=apart[0] if apart else "whole",
             independent=any(each.independent for each in several),
             each_chunk=any(each.each_chunk for each in several),
         )

@@ -10,7 +10,7 @@ connect     hooks, and what attaches itself to a step
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 
 from meshloom.checkpoint.resuming import check_together
@@ -114,7 +114,11 @@ def _stages_of(replica: Replica) -> Stages:
 
 
 def _exchange_of(
-    replica: Replica, made: UserOptimizers | None, whole: NamedParameters, tables: Sequence[str], units: Units
+    replica: Replica,
+    made: UserOptimizers | None,
+    whole: NamedParameters,
+    tables: Collection[str],
+    units: Units,
 ) -> Exchange:
     """whole: all trainable parameters, as the model was built with them. tables: with sparse gradients, as written. units: of the full
     model, where ranks hold different parts of it."""

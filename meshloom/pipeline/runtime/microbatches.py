@@ -99,10 +99,10 @@ class Microbatches:
         """Forward and backward of all microbatches; returns what this rank sent."""
         if self._step is None:
             return {}
-        (known, *given), self._step = self._step, None
+        (known, batches, finish, around), self._step = self._step, None
         self._readiness = known.readiness
         try:
-            return self._run(known.run, *given, listeners)
+            return self._run(known.run, batches, finish, around, listeners)
         finally:
             self._readiness = None
 
