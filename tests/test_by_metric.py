@@ -18,6 +18,7 @@ from meshloom.core.errors import JobError
 from meshloom.core.moments.by_metric import ByMetric, those_by_metric, without_evaluation
 from meshloom.core.plan import Plan
 from meshloom.train.evaluation import TeamEvaluation
+from meshloom.train.synchronous import SynchronousRun
 from meshloom.verify.run import verify
 from tests.jobs import class_loss, vectors
 from tests.logging_jobs import in_a_plain_loop, logging_job
@@ -142,14 +143,22 @@ def test_ranks_that_do_not_step_it_differ_from_one_device(monkeypatch: pytest.Mo
 @pytest.mark.long
 @pytest.mark.slow
 def test_what_training_does_after_its_last_step_is_verified(monkeypatch: pytest.MonkeyPatch):
-    """What is best is kept beside the other checkpoint."""
+    """The evaluation there is not due and leaves schedulers as they are; what is best is kept beside the other checkpoint."""
     evaluate = ml.Evaluate(data=vectors, metrics={"score": score, "loss": class_loss}, every=50, best="loss:min")  # fmt: skip
     ends = job(evaluate=evaluate)
     found = verify(ends, Plan.parse("dp=2"), devices="simulated", dtype=torch.float64, quick=False)
     assert found is not None and found.passed, found.between
-    assert [each.what.partition(" after")[0] for each in found.between][:3] == [
-        "the evaluation", "the checkpoint", "the checkpoint of the best evaluation,",
+    assert [each.what.partition(" after")[0] for each in found.between][:4] == [
+        "the evaluation", "the checkpoint of a run that ends with an evaluation that is not due,", "the checkpoint",
+        "the checkpoint of the best evaluation,",
     ]  # fmt: skip
+    evaluated = SynchronousRun.evaluate
+    with monkeypatch.context() as planted:
+        planted.setattr(SynchronousRun, "evaluate", lambda run, *, due: evaluated(run, due=True))
+        found = verify(ends, Plan.parse("dp=2"), devices="simulated", dtype=torch.float64, quick=False)
+        assert found is not None and not found.passed
+        wrong = next(each for each in found.between if not each.passed)
+        assert "an evaluation that is not due" in wrong.what and " scheduler 0 " in wrong.facts[0]
     with monkeypatch.context() as planted:
         planted.setattr("meshloom.train.synchronous._keep_best", lambda *_: False)
         found = verify(ends, Plan.parse("dp=2"), devices="simulated", dtype=torch.float64, quick=False)

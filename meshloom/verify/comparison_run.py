@@ -239,7 +239,7 @@ class ComparisonRun:
         )  # fmt: skip
 
     def step_schedulers(self, metrics: Mapping[str, float]) -> None:
-        """Step one device's schedulers that go by a metric. metrics: the plan's, so that rounding cannot make the
+        """Step one device's schedulers that go by a metric, here and not by what steps the plan's. metrics: the plan's, so that rounding cannot make the
         two decide differently."""
         for each in (each for loss in self.reference.losses for each in those_by_metric(loss.schedulers)):
             value = metrics[each.metric]

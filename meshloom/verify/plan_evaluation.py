@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from meshloom.comm.objects import collect
+from meshloom.core.moments.by_metric import those_by_metric
 from meshloom.parameters.digest import digest
 from meshloom.replica.replica import Replica
 from meshloom.replica.replica_state import replicated_state
@@ -17,6 +18,7 @@ from meshloom.verify.comparison_run import ComparisonRun
 
 _ALIKE = 1e-6  # how far ranks' metrics may be apart
 _MOST_BATCHES = 8  # of an evaluation, which may be of many
+_NOT_DUE = "the checkpoint of a run that ends with an evaluation that is not due,"
 
 
 def evaluate_plan(trainer: Trainer, *, last: bool = False) -> PlanEvaluation:
@@ -30,7 +32,7 @@ def evaluate_plan(trainer: Trainer, *, last: bool = False) -> PlanEvaluation:
         if last:
             run.after_step(last=True)
         else:
-            run.evaluate()
+            run.evaluate(due=False)
     ours = run.evaluation.newest
     after = [_state(each) for each in trainer.replicas]
     changed = [
@@ -54,7 +56,8 @@ def checked_evaluation(
     trainer: Trainer, one: ComparisonRun | None, into: Path | None = None, *, last: bool
 ) -> tuple[list[BetweenSteps], bool]:
     """An evaluation compared with one device, on rank 0, if the job has any; and whether it leaves everything as it is, by what this rank knows.
-    last: what training does after its last step, which saves, too, into this directory if there is one. All ranks call it."""
+    Then schedulers that go by a metric are stepped. last: what training does after its last step, which saves, too, into this directory if there
+    is one. All ranks call it."""
     run = trainer.synchronous
     assert run is not None
     if into is not None:
@@ -64,11 +67,25 @@ def checked_evaluation(
             run.after_step(last=True)
         return [], True
     ours = evaluate_plan(trainer, last=last)
-    if one is None:
-        return [], not ours.changed
-    checked = one.check_metrics(ours, trainer.next_step)
-    one.step_schedulers(ours.metrics)
-    return [checked], not ours.changed
+    compared = one.check_metrics(ours, trainer.next_step) if one else None
+    checked, unchanged = [compared] if compared else [], not ours.changed
+    if not last or steps_schedulers_apart(trainer):
+        if last and one and run.saved:
+            saved = one.check_saved(run.saved, _NOT_DUE)
+            stepped = all(each.passed for each in saved.errors) and any(" scheduler " in each for each in saved.facts)  # fmt: skip
+            checked.append(saved)
+            unchanged = unchanged and not stepped
+        run.evaluation.step_schedulers(ours.metrics)
+    if one:
+        one.step_schedulers(ours.metrics)
+    return checked, unchanged
+
+
+def steps_schedulers_apart(trainer: Trainer) -> bool:
+    """Whether schedulers go by a metric and training leaves them as they are in an evaluation after this step, as it is not due."""
+    given = trainer.job.evaluate
+    schedulers = trainer.replicas[0].updater.schedulers
+    return given is not None and trainer.next_step % given.every != 0 and bool(those_by_metric(schedulers))
 
 
 def _disagreements(of_ranks: Sequence[Mapping[str, float]]) -> Iterator[str]:

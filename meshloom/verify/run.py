@@ -69,8 +69,6 @@ def verify(
         on_gpu = devices == "auto" and 0 < plan.mesh.size <= torch.cuda.device_count()
         on_gpu = on_gpu or devices.endswith("cuda")
         _check_reference_fits(job, dtype, on_gpu=on_gpu)
-    if job.evaluate is not None:  # the evaluation is due, so that it steps schedulers that go by a metric
-        job = replace(job, evaluate=replace(job.evaluate, every=1))
     # Replicas that share a chunk draw for the rows of each, which one device can do only where every draw has a key.
     keyed = plan.sync_batch_norm and plan.dp > 1 and not plan.keyed_draws
     run = VerifiedRun(

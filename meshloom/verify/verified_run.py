@@ -45,7 +45,7 @@ from meshloom.verify.compared.compare import first_differing, placed
 from meshloom.verify.comparison_run import ComparisonRun
 from meshloom.verify.findings import Report
 from meshloom.verify.lockstep_check import first_wrong_operator
-from meshloom.verify.plan_evaluation import checked_evaluation
+from meshloom.verify.plan_evaluation import checked_evaluation, steps_schedulers_apart
 from meshloom.verify.reference.samples_of_epoch import batches_of_first_epoch
 from meshloom.verify.stage_outputs import Values, values_of_modules
 from meshloom.verify.step_observer import StepObserver
@@ -232,10 +232,13 @@ class VerifiedRun:
         return sorted({*ends})
 
     def _saved(self, trainer: Trainer, directory: Path) -> Path:
-        """The checkpoint after the evaluation, compared."""
+        """The checkpoint after the evaluation, compared; with schedulers that go by a metric as one device has them."""
         run = trainer.synchronous
         assert run is not None and run.saved is not None
         path = run.saved
+        if steps_schedulers_apart(trainer):
+            run.save_into(directory / "stepped")
+            path = trainer.save()
         if self.comparison:
             self.between.append(self.comparison.check_saved(path, "the checkpoint"))
             self.between += best_saved(directory, path, run.evaluation)
