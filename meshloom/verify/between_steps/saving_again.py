@@ -20,6 +20,7 @@ from meshloom.train.evaluation import TeamEvaluation
 from meshloom.train.run_checkpoints import BEST
 from meshloom.train.trainer import Trainer
 from meshloom.verify.between_steps.checks import BetweenSteps
+from meshloom.verify.between_steps.kept_checkpoints import kept_checkpoints
 from meshloom.verify.between_steps.saved_check import same_files
 
 _QUICKLY_WRITTEN = 1 << 28  # bytes
@@ -69,16 +70,19 @@ def best_saved(directory: Path, path: Path, evaluation: TeamEvaluation) -> list[
 def saved_after_resuming(
     trainer: Trainer, path: Path, compare: Callable[[Path, str], BetweenSteps] | None
 ) -> list[BetweenSteps]:
-    """The next checkpoint of a Trainer that has resumed the one in `path` and taken steps; none where writing it takes long. The
-    trainer is for closing. compare: with one device, on rank 0. All ranks call it."""
+    """The next checkpoint of a Trainer that has resumed the one in `path` and taken steps, and which of further ones are kept; none where writing
+    them takes long. The trainer is for closing. compare: with one device, on rank 0. All ranks call it."""
     run = trainer.synchronous
     assert run is not None
     size = sum(each.stat().st_size for each in path.rglob("*") if each.is_file()) if trainer.world.main else 0
-    if of_first_rank(trainer, size) > _QUICKLY_WRITTEN:
+    if (size := of_first_rank(trainer, size)) > _QUICKLY_WRITTEN:
         return []
     run.save_into(path.parent / "resumed")
     saved = trainer.save()
-    return [compare(saved, "the next checkpoint of the run that was resumed,")] if compare else []
+    checked = [compare(saved, "the next checkpoint of the run that was resumed,")] if compare else []
+    if size * trainer.job.keep_checkpoints > _QUICKLY_WRITTEN:
+        return checked
+    return [*checked, *kept_checkpoints(trainer, path.parent / "kept")]
 
 
 def saved_again(opened: AbstractContextManager[Trainer], path: Path, elsewhere: str = "") -> BetweenSteps:
