@@ -191,5 +191,5 @@ def test_a_job_in_a_precision_is_wrapped_once():
 def test_a_bug_of_the_plan_is_found_under_autocast(monkeypatch: pytest.MonkeyPatch):
     BUGS["sixth/all_reduce_last_undivided"].plant(monkeypatch)
     plan = Plan.parse("dp=2,precision=bf16-mixed")
-    report = verify(JOBS["weighted"](), plan, devices="simulated", steps=1)
+    report = verify(JOBS["weighted"](), plan, devices="simulated", transport="gloo", steps=1)
     assert report and not report.passed and report.steps[0].first_module == "first"

@@ -79,7 +79,7 @@ class World:
 
     def __init__(self, the_job: Job, kind: str, size: int = 4, dtype: torch.dtype = torch.float64) -> None:
         self.members: list[tuple[Net, Exchange, Updater]] = []
-        for group in simulated_groups(size):
+        for group in simulated_groups(size, of_a_host=True):
             torch.manual_seed(0)
             model = Net().to(dtype)
             named = list(model.named_parameters())

@@ -94,13 +94,12 @@ def weigh_wrongly(patch: pytest.MonkeyPatch) -> None:
 
 def count_twice(patch: pytest.MonkeyPatch) -> None:
     """What is sent is counted again."""
-    real: Any = RecordedGroup._add
+    real: Any = RecordedGroup._start
 
-    def add(group: RecordedGroup, name: str, count: Any) -> None:
-        real(group, name, count)
-        real(group, name, count)
+    def start(group: RecordedGroup, name: str, num_bytes: int, *arguments: Any) -> Any:
+        return real(group, name, 2 * num_bytes, *arguments)
 
-    patch.setattr(RecordedGroup, "_add", add)
+    patch.setattr(RecordedGroup, "_start", start)
 
 
 def divide_nothing(patch: pytest.MonkeyPatch) -> None:
