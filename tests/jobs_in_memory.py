@@ -16,7 +16,11 @@ SAMPLES = 24
 def job_of(model: Callable[[], nn.Module], loss: Callable[..., Any], data: Any, **settings: Any) -> Job:
     """A job of three steps of eight samples. data: name -> [samples, ...], or a list of samples."""
     defaults: dict[str, Any] = {"optimizer": adam, "batch_size": 8, "steps": 3}
-    samples = data if isinstance(data, list) else [{name: each[row] for name, each in data.items()} for row in range(SAMPLES)]  # fmt: skip
+    samples = (
+        data
+        if isinstance(data, list)
+        else [{name: each[row] for name, each in data.items()} for row in range(SAMPLES)]
+    )
     return Job(model=model, loss=loss, data=lambda: samples, **{**defaults, **settings})
 
 

@@ -31,8 +31,9 @@ class Model:
     cut: the module that begins the second of two stages; "": it has none that could. pins: a value of `tp_placements`;
     "": none. norms: whether batch statistics may be synchronised. several: whether a chunk of one sample cannot be computed,
     as vectors of one sample have no statistics. late: a module that may be frozen in the first step. sparse: whether
-    gradients of tables are sparse. leaves, buffers: of its job. turns: by name, its losses if it has several. interacts: whether
-    a whole batch has another result than its parts, as samples interact or the loss draws.
+    gradients of tables are sparse. computed: whether a buffer begins with what the values of a parameter come to.
+    leaves, buffers: of its job. turns: by name, its losses if it has several. interacts: whether a whole batch has another
+    result than its parts, as samples interact or the loss draws.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Model:
     several: bool = False
     late: str = ""
     sparse: bool = False
+    computed: bool = False
     leaves: tuple[str, ...] = ()
     buffers: Mapping[str, BufferRule] = field(default_factory=dict[str, BufferRule])
     turns: Mapping[str, Turn] = field(default_factory=dict[str, Turn])

@@ -1,4 +1,5 @@
-"""Models as people write them: hooks, replaced forwards, parametrizations, leaves, checkpoints, records, gradients of parameters, matrix factors, sorting."""
+"""Models as people write them: hooks, replaced forwards, parametrizations, leaves, checkpoints, records, gradients of
+parameters, matrix factors, sorting."""
 
 from __future__ import annotations
 
@@ -31,7 +32,9 @@ class Hooked(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.trunk = nn.Sequential(nn.Linear(7, 12), nn.Tanh(), nn.Linear(12, 12), nn.Tanh()).requires_grad_(False)  # fmt: skip
+        self.trunk = nn.Sequential(nn.Linear(7, 12), nn.Tanh(), nn.Linear(12, 12), nn.Tanh()).requires_grad_(
+            False
+        )
         self.adapters = nn.ModuleList(
             nn.Sequential(nn.Linear(12, 3), nn.GELU(), nn.Linear(3, 12)) for _ in range(2)
         )
@@ -85,7 +88,7 @@ class Turned(nn.Module):
 
 
 def parametrized() -> nn.Module:
-    """[batch, 7] -> [batch, 5]: parametrizations of frozen weights, two on one, and of a trained one; the last is pruned."""
+    """[batch, 7] -> [batch, 5]: parametrizations of frozen weights, two on one, and of a trained one; one is pruned."""
     model = nn.Sequential(
         nn.Linear(7, 9), nn.Tanh(), nn.Linear(9, 9), nn.Tanh(), nn.Linear(9, 9), nn.Tanh(), nn.Linear(9, 5)
     )
@@ -248,7 +251,9 @@ class Process(nn.Module):
         x = self.features(batch["x"]) * self.log_scale.exp()
         kernel = torch.exp(-0.5 * (x[:, :, None] - x[:, None]).square().sum(-1))
         kernel = kernel + self.log_noise.exp() * torch.eye(6, dtype=x.dtype)
-        chances = torch.distributions.MultivariateNormal(torch.zeros_like(batch["y"]), covariance_matrix=kernel)  # fmt: skip
+        chances = torch.distributions.MultivariateNormal(
+            torch.zeros_like(batch["y"]), covariance_matrix=kernel
+        )
         volume = torch.linalg.slogdet(x.transpose(1, 2) @ x + torch.eye(5, dtype=x.dtype))[1]
         return (0.01 * volume - chances.log_prob(batch["y"])).mean()
 
@@ -271,10 +276,14 @@ class Sorted(nn.Module):
         near = torch.cdist(kept, kept).topk(2, largest=False).indices.flatten(1)
         other = kept.gather(1, near[:, :, None].expand(-1, -1, width)).unflatten(1, (3, 2))
         edges = F.gelu(self.pair(torch.cat([other, kept[:, :, None].expand_as(other)], dim=-1))).amax(2)
-        kept = torch.zeros_like(kept).scatter_add_(1, near[:, ::2, None].expand(-1, -1, width), edges).add_(kept)  # fmt: skip
+        kept = (
+            torch.zeros_like(kept).scatter_add_(1, near[:, ::2, None].expand(-1, -1, width), edges).add_(kept)
+        )
         back = torch.cat([kept, self.token.expand(count, length - 3, width)], dim=1)
         h = back.gather(1, order.argsort(1)[:, :, None].expand(-1, -1, width)) + h.sort(1).values
-        seen = F.grid_sample(self.picture(batch["picture"]), torch.tanh(self.point(h))[:, :, None], align_corners=False)  # fmt: skip
+        seen = F.grid_sample(
+            self.picture(batch["picture"]), torch.tanh(self.point(h))[:, :, None], align_corners=False
+        )
         return F.l1_loss(self.head(h + seen.squeeze(-1).transpose(1, 2)), batch["x"])
 
 
@@ -313,6 +322,7 @@ IDIOMS = [
         loss=classify,
         samples=vectors(7, 5, seed=141),
         stages=2,
+        computed=True,
         late="6",
     ),
     Model(

@@ -43,7 +43,10 @@ class Followed(nn.Module):
             self.centre = self.centre * 0.9 + 0.1 * taught.mean(0)
             follow(self.teacher, self.student)
         scores = F.normalize(found, dim=-1) @ F.normalize(taught, dim=-1).T
-        return F.cross_entropy(2 * scores, torch.arange(len(scores))) - (wanted * found.log_softmax(-1)).sum(-1).mean()  # fmt: skip
+        return (
+            F.cross_entropy(2 * scores, torch.arange(len(scores)))
+            - (wanted * found.log_softmax(-1)).sum(-1).mean()
+        )
 
 
 class Codes(nn.Module):
@@ -159,6 +162,7 @@ STATES = [
         loss=judge,
         samples=transitions,
         stages=2,
+        computed=True,
         buffers={"target.*": ema(0.9)},
         turns={
             "critic": Turn(loss=judge, parameters="critic"),
