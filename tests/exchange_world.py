@@ -18,7 +18,7 @@ from meshloom.comm.windows import windows_of
 from meshloom.core.step_shape import StepShape
 from meshloom.exchange.all_reduce import AllReduce
 from meshloom.exchange.alone import Alone
-from meshloom.exchange.disjoint import Disjoint, Part
+from meshloom.exchange.disjoint import Disjoint, OfSome
 from meshloom.exchange.exchange import Exchange
 from meshloom.exchange.local_sgd import LocalSGD, TakeMean, rounds_of
 from meshloom.exchange.server import Server
@@ -85,7 +85,7 @@ def sparse(kind: Callable[..., Exchange], named: Named, group: Group, **settings
     inner = kind(dense, group, **settings)
     settings = {"slices": [], "kept": [], "sparse_only": [], "used_rows": lambda name: None}
     rows = SparseGradients(tables, group, inner.ownership, **settings)
-    return Disjoint([Part(exchange=inner, named=dense), Part(exchange=rows, named=tables)])
+    return Disjoint([OfSome(exchange=inner, named=dense), OfSome(exchange=rows, named=tables)])
 
 
 TABLES = ("first.weight", "never.weight")
@@ -139,7 +139,7 @@ def replicas(
 def watch(model: nn.Module, exchange: Exchange) -> None:
     """The exchange hears of gradients as they come."""
     for parameter in model.parameters():
-        if ready := exchange.hook(parameter):
+        if parameter.requires_grad and (ready := exchange.hook(parameter)):
             parameter.register_post_accumulate_grad_hook(ready)
 
 

@@ -135,7 +135,7 @@ def test_what_lands_equals_autograd(kind: str, overlap: bool, told: str, sparse:
 
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_what_is_ready_leaves_before_the_step_is_finished(kind: str):
-    group = RecordedGroup(simulated_groups(2)[0], "dp")
+    group = RecordedGroup(simulated_groups(2, of_a_host=True)[0], "dp")
     model = Net().double()
     exchange = open_exchange(kind, model, group, overlap=True)
     model.linear = accumulator(exchange)
@@ -170,7 +170,10 @@ def test_nothing_is_copied_on_the_way_into_a_bucket(kind: str):
     for accumulates in (False, True):
         weight = nn.Linear(11, 13, bias=False)
         exchange = KINDS[kind](
-            list(weight.named_parameters()), simulated_groups(1)[0], bucket_bytes=10, overlap=False
+            list(weight.named_parameters()),
+            simulated_groups(1, of_a_host=True)[0],
+            bucket_bytes=10,
+            overlap=False,
         )
         watch(weight, exchange)
         linear = accumulator(exchange) if accumulates else F.linear

@@ -215,14 +215,14 @@ def report_of(model: str, optimizer: str, plan: str, steps: int = 3, **settings:
 @pytest.mark.long
 def test_every_step_of_a_measured_plan_is_verified_with_other_shares() -> None:
     seen: list[tuple[int, ...]] = []
-    cuts = MapReader._ranges
+    cuts = MapReader._cut
 
     def noted(self: MapReader, step: int, num_samples: int) -> Any:
-        seen.append((step, self._replica, sum(cut.samples for cut in cuts(self, step, num_samples))))
+        seen.append((step, self._replica, sum(samples for _, _, samples in cuts(self, step, num_samples))))
         return cuts(self, step, num_samples)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(MapReader, "_ranges", noted)
+        patch.setattr(MapReader, "_cut", noted)
         assert report_of("mlp", "sgd", "dp=3,shares=measured", drop_last=True).passed
     assert sorted(set(seen)) == [
         (0, 0, 4),
@@ -251,7 +251,7 @@ def mean_of_replicas_means(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def shares_of_the_step_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """One replica learns of new shares a step too late."""
-    cuts = MapReader._ranges
+    cuts = MapReader._cut
 
     def late(self: MapReader, step: int, num_samples: int) -> Any:
         current = cuts(self, step, num_samples)

@@ -19,7 +19,7 @@ T = TypeVar("T", bound=Exchange)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Part:
+class OfSome:
     """named: the parameters whose gradients `exchange` takes. loss: number of the one whose turns these are;
     None: every turn."""
 
@@ -32,7 +32,7 @@ class Disjoint(Exchange):
     """Of the parts whose turn it is gradients are exchanged; nothing is sent of the others, whose gradients
     are None."""
 
-    def __init__(self, parts: Sequence[Part]) -> None:
+    def __init__(self, parts: Sequence[OfSome]) -> None:
         self.parts, self._now = parts, list(parts)
         self._part = {id(parameter): part for part in parts for _, parameter in part.named}
         self._turns = [0] * len(parts)  # of each so far

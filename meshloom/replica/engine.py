@@ -36,8 +36,8 @@ from meshloom.replica.attachments import Attachments
 from meshloom.replica.chunk_scope import ChunkScope
 from meshloom.replica.gathered_tensors import GatheredTensors, weights_of_units
 from meshloom.replica.gradient_completion import GradientCompletion
+from meshloom.replica.loss_stages import Stages
 from meshloom.replica.loss_sums import LossSums
-from meshloom.replica.stages import Stages
 from meshloom.replica.team_sums import TeamSums
 from meshloom.telemetry.timings import Timings
 from meshloom.telemetry.traffic import ExpectedBytes

@@ -43,8 +43,8 @@ from meshloom.replica.buffers.merged_buffers import RunningStatistics
 from meshloom.replica.chunk_scope import ChunkScope
 from meshloom.replica.exchanges.gathered_rows import GatheredRows
 from meshloom.replica.gradient_completion import GradientCompletion
+from meshloom.replica.loss_stages import Finish, Stages, Statistics
 from meshloom.replica.not_finite import find_not_finite
-from meshloom.replica.stages import Finish, Stages, Statistics
 from meshloom.replica.step_checks import hooks_kept
 from meshloom.telemetry.traffic import ExpectedBytes
 

@@ -40,10 +40,10 @@ from meshloom.replica.chunk_scope import ChunkScope
 from meshloom.replica.engine import Engine
 from meshloom.replica.exchanges.opening import open_exchange
 from meshloom.replica.exchanges.sharing import why_separate
+from meshloom.replica.loss_stages import Stages
 from meshloom.replica.module_stages import ModuleStages
 from meshloom.replica.program_stages import ProgramStages
 from meshloom.replica.replica import Replica
-from meshloom.replica.stages import Stages
 
 Units = Sequence[UnitParameters]
 

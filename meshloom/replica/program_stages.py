@@ -60,8 +60,8 @@ from meshloom.replica.buffers.merged_buffers import RunningStatistics
 from meshloom.replica.buffers.norm_statistics import decays
 from meshloom.replica.chunk_scope import ChunkScope
 from meshloom.replica.gradient_completion import GradientCompletion
+from meshloom.replica.loss_stages import Finish, Stages, Statistics
 from meshloom.replica.not_finite import locate_nan
-from meshloom.replica.stages import Finish, Stages, Statistics
 from meshloom.telemetry.timings import Timings
 from meshloom.tensor_parallel.division import Division
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from meshloom.core.exchanges import EXCHANGES
 from meshloom.core.losses.turns import OwnGradients
-from meshloom.exchange.disjoint import Disjoint, Part, parts_of
+from meshloom.exchange.disjoint import Disjoint, OfSome, parts_of
 from meshloom.exchange.exchange import Exchange
 from meshloom.exchange.registry import Setup
 from meshloom.exchange.sparse_gradients import SparseGradients
@@ -21,7 +21,7 @@ def open_exchange(setup: Setup, own: OwnGradients | None) -> Exchange:
     exchange for each: they send what has a gradient, and that is what the loss of the turn trains.
     """
     in_units = setup.plan.zero == 3 and not (setup.windows is not None and setup.may_share())
-    parts: list[Part] = []
+    parts: list[OfSome] = []
     if own is None:
         parts = _parts(setup)
     elif setup.plan.dp == 1 or in_units:
@@ -34,10 +34,10 @@ def open_exchange(setup: Setup, own: OwnGradients | None) -> Exchange:
     return parts[0].exchange if len(parts) == 1 else Disjoint(parts)
 
 
-def _parts(setup: Setup, loss: int | None = None) -> list[Part]:
+def _parts(setup: Setup, loss: int | None = None) -> list[OfSome]:
     """The exchange of dense gradients, and that of sparse ones where there are some."""
     dense = setup.open()
-    parts = [Part(exchange=dense, named=setup.dense, loss=loss)]
+    parts = [OfSome(exchange=dense, named=setup.dense, loss=loss)]
     named = [(name, each) for name, each in setup.named if name in setup.sparse]
     if named:
         alone = setup.plan.dp == 1 or EXCHANGES[setup.plan.exchange].independent
@@ -51,7 +51,7 @@ def _parts(setup: Setup, loss: int | None = None) -> list[Part]:
             sparse_only=setup.sparse_only,
             used_rows=setup.used_rows,
         )
-        parts.append(Part(exchange=sparse, named=named, loss=loss))
+        parts.append(OfSome(exchange=sparse, named=named, loss=loss))
     return parts
 
 
