@@ -51,17 +51,20 @@ def test_a_cell_equals_a_plain_loop(number: int, tmp_path: Path) -> None:
     with ml.Trainer(job, plan_of(MODELS[name], cell), devices="simulated", dtype=torch.float64, out=tmp_path / "run", share=True) as trainer:  # fmt: skip
         found = [trainer.step(batch) for batch in trainer.batches()]
         state = load_file(trainer.save() / "model.safetensors")
+    rounded = name.startswith("hf_")  # its norms compute in float32, which the loop leaves to them
     # float64: sums in another order
-    assert found == pytest.approx(losses, rel=1e-12), f"{name}, {named(cell)}"
+    assert found == pytest.approx(losses, rel=1e-6 if rounded else 1e-12), f"{name}, {named(cell)}"
     assert sum(int(each.sum()) for each in clear.values()) > 0.5 * sum(
         each.numel() for each in clear.values()
     )
-    wrong = [key for key, each in expected.items() if _differs(state[key], each, clear.get(key))]
+    wrong = [
+        key for key, each in expected.items() if _differs(state[key], each, clear.get(key), rounded=rounded)
+    ]
     assert not wrong, f"{name}, {named(cell)}: {wrong}"
 
 
-def _differs(one: Tensor, other: Tensor, where: Tensor | None) -> bool:
-    near = torch.isclose(one, other, rtol=1e-10, atol=1e-12)
+def _differs(one: Tensor, other: Tensor, where: Tensor | None, *, rounded: bool) -> bool:
+    near = torch.isclose(one, other, rtol=1e-5 if rounded else 1e-10, atol=1e-7 if rounded else 1e-12)
     return not bool((near if where is None else near | ~where).all())
 
 
