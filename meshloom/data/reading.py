@@ -93,44 +93,28 @@ class Collation:
     ) -> Any:
         """The batch of `samples` for chunk `index` of `step`, or a `ReadFailure` that has their `names`. partners: what each is
         mixed with; None: nothing is."""
-        if partners is not None:
-            return self._mixed(samples, partners, step, index, names)
+        doing = "Collating"
         try:
-            return self._sendable(self._collated(samples, step, index))
+            if partners is not None and self._may_change:
+                partners = copied_samples(partners)  # a sample may be another's partner, too
+            data = self._collated(samples, step, index)
+            if partners is not None and self._mix is not None:
+                others = self._collated(partners, step, index)
+                doing = "Mixing"
+                seed_draws(mix_seed(self._seed, step))
+                data = self._mix(data, others)
+            if self._unsent and get_worker_info() is not None:
+                # once for each worker process: its parent would wait for ever for what cannot be pickled
+                pickle.dumps(data)
+                self._unsent = False
         except Exception as error:
-            return _failed("Collating", step, index, names, error)
+            what = f"{doing} chunk {index} of step {step} (samples {', '.join(map(str, names))})"
+            return ReadFailure.of(what, error)
+        return data
 
     def _collated(self, samples: list[Any], step: int, index: int) -> Any:
         seed_draws(derive(self._seed, "collate", step, index))
         return self._collate(samples)
-
-    def _mixed(
-        self, samples: list[Any], partners: list[Any], step: int, index: int, names: Iterable[object]
-    ) -> Any:
-        assert self._mix is not None
-        doing = "Collating"
-        try:
-            if self._may_change:
-                partners = copied_samples(partners)  # a sample may be another's partner, too
-            data, others = self._collated(samples, step, index), self._collated(partners, step, index)
-            doing = "Mixing"
-            seed_draws(mix_seed(self._seed, step))
-            return self._sendable(self._mix(data, others))
-        except Exception as error:
-            return _failed(doing, step, index, names, error)
-
-    def _sendable(self, data: Any) -> Any:
-        """`data`. Raises, once for each worker process, for what cannot be pickled: its parent would wait for it forever."""
-        if self._unsent and get_worker_info() is not None:
-            pickle.dumps(data)
-            self._unsent = False
-        return data
-
-
-def _failed(doing: str, step: int, index: int, names: Iterable[object], error: Exception) -> ReadFailure:
-    return ReadFailure.of(
-        f"{doing} chunk {index} of step {step} (samples {', '.join(map(str, names))})", error
-    )
 
 
 def read_here(source: Dataset[Any], requests: Iterable[Any] | None) -> Generator[Any, None, None]:

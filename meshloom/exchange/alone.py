@@ -14,7 +14,20 @@ from meshloom.program.operators.fused_grad_accumulation import GradBuffer
 from meshloom.telemetry.traffic import ExpectedBytes
 
 
-class Alone(Exchange):
+class Unbuffered(Exchange):
+    """An exchange that takes gradients where autograd leaves them, whenever a chunk begins and ends."""
+
+    def begin_chunk(self) -> None:
+        pass
+
+    def end_chunk(self) -> None:
+        pass
+
+    def buffer(self, parameter: Tensor) -> GradBuffer | None:
+        return None
+
+
+class Alone(Unbuffered):
     """The exchange of plans with dp=1, and of ranks that update no parameters. Every replica owns all of its
     parameters."""
 
@@ -25,15 +38,6 @@ class Alone(Exchange):
     def begin(self, shape: StepShape) -> None:
         for slice_ in self._owned:
             slice_.parameter.grad = None
-
-    def begin_chunk(self) -> None:
-        pass
-
-    def end_chunk(self) -> None:
-        pass
-
-    def buffer(self, parameter: Tensor) -> GradBuffer | None:
-        return None
 
     def hook(self, parameter: nn.Parameter) -> Ready | None:
         return None

@@ -22,14 +22,14 @@ from meshloom.comm.group import Group, Work
 from meshloom.core.errors import TrainingError
 from meshloom.core.losses.loss_scale import Divisor, divides
 from meshloom.core.step_shape import StepShape
-from meshloom.exchange.exchange import Emit, Exchange, Ownership, Ready, Slice
-from meshloom.program.operators.fused_grad_accumulation import GradBuffer
+from meshloom.exchange.alone import Unbuffered
+from meshloom.exchange.exchange import Emit, Ownership, Ready, Slice
 from meshloom.telemetry.traffic import ExpectedBytes, Traffic
 
 NOT_USED = -1
 
 
-class SparseGradients(Exchange):
+class SparseGradients(Unbuffered):
     """Of `named`, whose gradients are sparse, with one sparse dim, the first.
 
     group: the replicas; None: this one takes its own gradients. beside: who owns the other parameters; where
@@ -74,15 +74,6 @@ class SparseGradients(Exchange):
         self._arrived = {id(parameter): [] for _, parameter in self._named}
         for _, parameter in self._named:
             parameter.grad = None
-
-    def begin_chunk(self) -> None:
-        pass
-
-    def end_chunk(self) -> None:
-        pass
-
-    def buffer(self, parameter: Tensor) -> GradBuffer | None:
-        return None
 
     def hook(self, parameter: nn.Parameter) -> Ready:
         return self._take

@@ -16,13 +16,13 @@ from meshloom.comm.collectives.travelling import TravellingSums
 from meshloom.comm.group import Group, Work
 from meshloom.core.losses.loss_scale import Divisor, divides
 from meshloom.core.step_shape import StepShape
+from meshloom.exchange.alone import Unbuffered
 from meshloom.exchange.buckets.flags import set_flags, used_anywhere
 from meshloom.exchange.disjoint import parts_of
 from meshloom.exchange.exchange import Emit, Exchange, Ownership, Ready, Slice
 from meshloom.exchange.registry import Setup
 from meshloom.exchange.units.unit_gathering import UnitGathering
 from meshloom.exchange.units.unit_slices import Unit, UnitFlat, UnitParameters, UnitSlice
-from meshloom.program.operators.fused_grad_accumulation import GradBuffer
 from meshloom.telemetry.traffic import ExpectedBytes, Traffic
 
 
@@ -61,7 +61,7 @@ def open_zero_three(setup: Setup) -> Exchange:
     return exchange
 
 
-class ZeroThree(Exchange):
+class ZeroThree(Unbuffered):
     """Over `group`. units: all parameters, frozen ones too. control: the same ranks, for messages that are
     not counted. overlap: whether units are gathered ahead. together, elsewhere: as for `Unit`.
 
@@ -114,15 +114,6 @@ class ZeroThree(Exchange):
             for entry in part.entries:
                 entry.parameter.grad = None
                 entry.used = entry.waits = False
-
-    def begin_chunk(self) -> None:
-        pass
-
-    def end_chunk(self) -> None:
-        pass
-
-    def buffer(self, parameter: Tensor) -> GradBuffer | None:
-        return None
 
     def hook(self, parameter: nn.Parameter) -> Ready:
         _, part, entry = self.gathering.places[id(parameter)]

@@ -206,7 +206,9 @@ class Updater:
         """Their norm before they were clipped."""
         over_tp = self._shards.group if self._counted is not None else None
         holders = [group for group in (over_tp, self._stages) if group is not None]
-        return clip(gradients, limit, self._ownership.owners, self._device, holders=holders, counted=self._counted)  # fmt: skip
+        return clip(
+            gradients, limit, self._ownership.owners, self._device, holders=holders, counted=self._counted
+        )
 
     def _evaluated(self, evaluate: Evaluate) -> float:
         """The loss where an optimizer has moved the parameters; the gradients there are set."""
@@ -271,10 +273,11 @@ def _of_whole(
 ) -> tuple[list[Callable[[Sequence[Tensor | None]], None]], list[Callable[[], None]]]:
     """How gradients reach parameters that are updated as a whole, and how their values return."""
     slices, shards = parts.from_slices, parts.from_shards
-    fetch = [slices.fetch] if slices else []
+    fetch, give_back = ([slices.fetch], [slices.give_back]) if slices else ([], [])
     if shards:
-        return [*fetch, lambda gradients: shards.fetch()], [shards.give_back, *([slices.give_back] if slices else [])]  # fmt: skip
-    return fetch, [slices.give_back] if slices else []
+        fetch.append(lambda gradients: shards.fetch())
+        give_back.insert(0, shards.give_back)
+    return fetch, give_back
 
 
 def _by_whose_gradients(

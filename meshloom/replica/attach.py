@@ -9,17 +9,16 @@ import torch
 
 from meshloom.core.job import NamedParameters
 from meshloom.core.losses.frozen import FrozenParameters
-from meshloom.program.ir.written_parameters import frozen_parameters
 from meshloom.replica import step_checks
 from meshloom.replica.attachments import Averaged
 from meshloom.replica.gradient_completion import made_alike
 from meshloom.replica.replica import Gradients, Replica
 
 
-def attach(replica: Replica, freezing: FrozenParameters | None) -> None:
-    """What this job and plan need at the points of a step."""
+def attach(replica: Replica, frozen: NamedParameters, freezing: FrozenParameters | None) -> None:
+    """What this job and plan need at the points of a step. frozen: what nothing trains. freezing: of what the job freezes in some steps."""
     at, engine, own, plan = replica.attached, replica.engine, replica.own, replica.inner
-    ownership, frozen = replica.exchange.ownership, frozen_parameters(replica.model)
+    ownership = replica.exchange.ownership
     writes = step_checks.chunk_writes(frozen, replica.named, ownership, plan)
     engine.attach(at)
     if pace := replica.pace:

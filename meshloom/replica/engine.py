@@ -213,7 +213,9 @@ class Engine:
         sharded."""
         if self.context.team is not None:
             return self._gathered.weights(self.held.slices)
-        return weights_of_units(self._model, self.held.slices) if self.held.slices else self._model.state_dict()  # fmt: skip
+        return (
+            weights_of_units(self._model, self.held.slices) if self.held.slices else self._model.state_dict()
+        )
 
     def check_replicated(self) -> str | None:
         """Describes a difference between ranks of the replica that hold the same parameter or buffer; None if

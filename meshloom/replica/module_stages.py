@@ -66,7 +66,9 @@ class ModuleStages(Stages):
         self._runs: dict[int, PipelineRun] = {}  # by number of chunks
         self._run: PipelineRun | None = None  # of the step
         self._leaves: list[str] = []
-        self.rows = GatheredRows(plan, context, num_losses=len(job.losses) or 1, updates=updates, meet=self._meet)  # fmt: skip
+        self.rows = GatheredRows(
+            plan, context, num_losses=len(job.losses) or 1, updates=updates, meet=self._meet
+        )
 
     def open(
         self, model: nn.Module, scope: ChunkScope, unfilled: UnfilledModel | None, own: OwnGradients | None
@@ -206,7 +208,7 @@ class ModuleStage(StageRun):
 
     def __init__(self, stages: ModuleStages, exchange: Exchange, units: UnitAccess | None) -> None:
         self._of, self._exchange, self._units = stages, exchange, units
-        self.chunks: Sequence[Chunk] = ()
+        self._chunks: Sequence[Chunk] = ()
         self._finish: Finish
         self._around: Around
         self._root: Tensor | None = None
@@ -214,10 +216,10 @@ class ModuleStage(StageRun):
 
     def begin(self, chunks: Sequence[Chunk], finish: Finish, around: Around) -> None:
         """From now on microbatches are these chunks. finish, around: as of `Stages.train`."""
-        self.chunks, self._finish, self._around = chunks, finish, around
+        self._chunks, self._finish, self._around = chunks, finish, around
 
     def forward(self, microbatch: int) -> Mapping[str, Tensor]:
-        of, chunk = self._of, self.chunks[microbatch]
+        of, chunk = self._of, self._chunks[microbatch]
         data = of.scope.data(chunk)
         with ExitStack() as entered:
             entered.enter_context(self._around(0, microbatch))
@@ -239,5 +241,5 @@ class ModuleStage(StageRun):
         return {}
 
     def clear(self) -> None:
-        self.chunks, self._root = (), None
+        self._chunks, self._root = (), None
         self._entered.close()

@@ -15,7 +15,6 @@ from functools import partial
 
 from meshloom.checkpoint.resuming import check_together
 from meshloom.comm.objects import agree
-from meshloom.comm.windows import windows_of
 from meshloom.core.job import NamedParameters
 from meshloom.core.losses.frozen import FrozenParameters
 from meshloom.exchange.exchange import Exchange
@@ -73,7 +72,7 @@ def prepare(replica: Replica) -> None:
             fill = partial(weights.fill, model, engine.shards)
             check_together(context.world, (lambda: None) if filled else fill)
     replica.told += weights.notes if weights and replica.dtype is None else ()
-    replica.named = engine.parameters
+    replica.named, frozen = engine.parameters, frozen_parameters(model)
     with timings.of("optimizer and buffers"):
         values = master_values(context, start)
         made: UserOptimizers | None = None
@@ -85,7 +84,7 @@ def prepare(replica: Replica) -> None:
             replica.told += notes
 
         def open_one() -> None:
-            replica.exchange = _exchange_of(replica, made, whole, tables, units)
+            replica.exchange = _exchange_of(replica, made, whole, frozen, tables, units)
 
         check_together(context.world, open_one)
         if made:
@@ -100,7 +99,7 @@ def prepare(replica: Replica) -> None:
     if replica.updates and plan.mesh.size > 1:
         replica.rates = replica.updater.learning_rates
     replica.undo.enter_context(engine.connect(replica.exchange))
-    attach(replica, freezing)
+    attach(replica, frozen, freezing)
 
 
 def _stages_of(replica: Replica) -> Stages:
@@ -110,17 +109,20 @@ def _stages_of(replica: Replica) -> Stages:
         return ModuleStages(job, plan, context, updates=replica.updates)
     step_checks.check_readable(replica.model, plan)
     make_dense(replica.model)  # programs' gradients are
-    return ProgramStages(job, plan, context, dtype=replica.dtype, timings=replica.timings, stored=replica.stored)  # fmt: skip
+    return ProgramStages(
+        job, plan, context, dtype=replica.dtype, timings=replica.timings, stored=replica.stored
+    )
 
 
 def _exchange_of(
     replica: Replica,
     made: UserOptimizers | None,
     whole: NamedParameters,
+    frozen: NamedParameters,
     tables: Collection[str],
     units: Units,
 ) -> Exchange:
-    """whole: all trainable parameters, as the model was built with them. tables: with sparse gradients, as written. units: of the full
+    """whole: all trainable parameters, as the model was built with them. frozen: what nothing trains. tables: with sparse gradients, as written. units: of the full
     model, where ranks hold different parts of it."""
     engine, plan, context, named = replica.engine, replica.inner, replica.context, replica.named
     if made is None:
@@ -130,8 +132,8 @@ def _exchange_of(
     engine.stages.watch_rows(rows, context.device)
     here = sparse.names.intersection(name for name, _ in named)
     setup = Setup(
-        plan=plan, named=named, frozen=frozen_parameters(replica.model), group=replica.replicas, replicated=engine.replicated,
-        late=engine.late, lent=engine.lent, windows=windows_of(replica.replicas) if context.device.type == "cpu" else None,
+        plan=plan, named=named, frozen=frozen, group=replica.replicas, replicated=engine.replicated,
+        late=engine.late, lent=engine.lent, windows=replica.windows,
         may_share=lambda: replica.share and not here and not engine.stages.writes_trained and not why_separate(made, named),
         units=lambda: held_units([*units] or units_of(replica.job, plan, replica.model), replica.model),
         unfilled=replica.start.unfilled, slices=context.slices, control=context.readers,

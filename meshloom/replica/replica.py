@@ -98,8 +98,8 @@ class Replica:
         self.recorder: Recorder | None = None  # of a pipeline's timeline
         self.arrivals: deque[float] = deque(maxlen=1000)  # when the newest steps waited for the exchange
         self.pace = Pace([self.replicas, context.statistics], context.device) if plan.shares == "measured" else None  # fmt: skip
-        on_a_host = context.device.type == "cpu" and windows_of(self.replicas) is not None
-        self.may_share = share and on_a_host and shares_copies(plan)
+        self.windows = windows_of(self.replicas) if context.device.type == "cpu" else None
+        self.may_share = share and self.windows is not None and shares_copies(plan)
         with self.timings.of("building the model"):
             exact = replace(job, model=own_model(job)) if own_model(job) is not job.model else None
             self.start = StartingModel(

@@ -273,14 +273,12 @@ def check_finite(
     locate: as `Stages.locate`. turn: of the step.
     overflowed: the scale with which gradients are not finite; the step is then skipped, unless a smaller scale will not help.
     """
-    if overflowed is None and weight > 0 and math.isfinite(total):
-        return
     if overflowed and overflowed.scale <= LEAST and math.isfinite(total) and weight > 0:
         raise TrainingError(
             f"The gradients of step {step} overflow float16 even with the loss scaled by {overflowed.scale:.1e}, after {overflowed.skipped} skipped steps. Look for a "
             "division by zero or a logarithm of zero in the loss, or use precision=bf16-mixed, which needs no scale."
         )
-    if weight > 0 and overflowed and (math.isfinite(total) or overflowed.scale > 1):
+    if weight > 0 and (math.isfinite(total) or (overflowed and overflowed.scale > 1)):
         return
     raise _not_finite(locate, turn, world, step, total, weight)
 

@@ -52,7 +52,9 @@ class LocalReplicas:
         self._job, self._plan, self._world = job, plan, world
         # the context of forwards: in another precision than the job's own random draws and new tensors without a dtype take that
         # precision, as in programs
-        self.computing: Callable[[], AbstractContextManager[None]] = partial(_in_precision, dtype) if dtype else nullcontext  # fmt: skip
+        self.computing: Callable[[], AbstractContextManager[None]] = (
+            partial(_in_precision, dtype) if dtype else nullcontext
+        )
         self.all: list[Replica] = []
         self.warnings: list[str] = []
         with ExitStack() as building:

@@ -65,7 +65,9 @@ class SynchronousRun:
         self._listener = listener = listener if world.main else QUIET
         self._asked = self._closed = False  # asked: all ranks know that some of them asks for something
         self.next_step = 0
-        self._phase: Callable[[str], AbstractContextManager[None]] = timings.of if times_steps else lambda _: nullcontext()  # fmt: skip
+        self._phase: Callable[[str], AbstractContextManager[None]] = (
+            timings.of if times_steps else lambda _: nullcontext()
+        )
         self._evaluated, self.saved = dict[str, float](), None
         with ExitStack() as building:
             building.callback(self._stop_requests.close)
@@ -117,7 +119,9 @@ class SynchronousRun:
                 if lines:
                     lines.add(self._progress(), self._meter.newest.norm)
                 if self._job.evaluate or self._checkpoints.saves:
-                    self.after_step(last=self.next_step == self._steps, tell=lines.tell if lines else lambda: None)  # fmt: skip
+                    self.after_step(
+                        last=self.next_step == self._steps, tell=lines.tell if lines else lambda: None
+                    )
         summary = self.summary(time.monotonic() - began, self._evaluated, self.saved)
         self._listener.ended(summary)
         return summary
@@ -181,7 +185,9 @@ class SynchronousRun:
         for follow in self._after:
             follow(result)
         if is_first or is_last or done % CHECK_EVERY == 0:
-            self._take_notes(is_last=is_last)
+            self._tell_notes()
+        if is_last and (told := replicas.first.engine.stages.readings):
+            self._listener.note(told)
         return result.loss
 
     @property
@@ -194,7 +200,7 @@ class SynchronousRun:
         self._checkpoints.finish_copies()
         with self._timings.of("evaluating"), self._meter.between_steps():
             found = self.evaluation.evaluate(self.next_step, due=due)
-        _tell(self._listener, self.replicas.together(take_notes)[0])
+        self._tell_notes()
         return found
 
     def save(self, *, wait: bool = True) -> Path:
@@ -251,7 +257,7 @@ class SynchronousRun:
             self._after.append(self._note_asked)
         writes = replicas.first.scope.ends_chunks or replicas.first.engine.stages.compiler is not None
         if writes and self._plan.mesh.size == self._plan.dp:  # every rank a replica, whose notes are its own
-            self._after.append(lambda result: _tell(self._listener, replicas.together(take_notes)[0]))
+            self._after.append(lambda result: self._tell_notes())
 
     def _arm(self, step: int) -> None:
         """From the first step on there is something to save when the run is asked to stop."""
@@ -282,10 +288,9 @@ class SynchronousRun:
                 self._measurement.after_step(done, self._steps)
         replicas.enter("between steps", done)
 
-    def _take_notes(self, *, is_last: bool) -> None:
+    def _tell_notes(self) -> None:
+        """What forwards have written, and the like, since it was told last."""
         _tell(self._listener, self.replicas.together(take_notes)[0])
-        if is_last and (told := self.replicas.first.engine.stages.readings):
-            self._listener.note(told)
 
     def _progress(self) -> Progress:
         memory, saving = self._world.memory_bytes(), self._checkpoints.written_share

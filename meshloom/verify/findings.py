@@ -97,7 +97,19 @@ class Report:
 
 
 # of the whole report, in its last record
-_OF_ALL = ("plan", "devices", "precision", "passed", "digest", "notes", "explained", "operator", "autocast", "settings", "owned")  # fmt: skip
+_OF_ALL = (
+    "plan",
+    "devices",
+    "precision",
+    "passed",
+    "digest",
+    "notes",
+    "explained",
+    "operator",
+    "autocast",
+    "settings",
+    "owned",
+)
 
 
 def _plain(value: Any) -> Any:

@@ -159,7 +159,9 @@ class VerifiedRun:
             assert trainer.synchronous is not None
             self.digest = trainer.synchronous.digest
             if compares and trainer.world.main and self.comparison is None:
-                self.comparison = self.compare(self.job, first.inner, self.dtype, first.context.device, self.shares)  # fmt: skip
+                self.comparison = self.compare(
+                    self.job, first.inner, self.dtype, first.context.device, self.shares
+                )
             yield trainer
 
     def _take(self, trainer: Trainer, numbers: Sequence[int], moment: str = "") -> bool:

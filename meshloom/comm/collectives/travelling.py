@@ -26,7 +26,11 @@ class TravellingSums:
     ) -> None:
         self._group, self._dtype, self._never_cast = group, dtype, never_cast
         if dtype is None:
-            self.all_reduce, self.reduce_scatter, self.gather = group.all_reduce, group.reduce_scatter, group.gather  # fmt: skip
+            self.all_reduce, self.reduce_scatter, self.gather = (
+                group.all_reduce,
+                group.reduce_scatter,
+                group.gather,
+            )
 
     def num_bytes(self, num_elements: int, dtype: torch.dtype) -> int:
         """Of so many elements of gradients of `dtype` on the way."""

@@ -81,10 +81,8 @@ class ShmGroup(Group):
         files: Files | None = None,
         secret: bytes = b"",
     ) -> None:
-        self.rank, self.size = (
-            rank,
-            size,
-        )  # no secret: whoever could change what is sent could change the memory
+        # no secret: whoever could change what is sent could change the memory
+        self.rank, self.size = rank, size
         self._members, self._name = tuple(members), members[rank]
         self._windows: list[SharedWindow] = []
         settings = settings or SharedMemorySettings()

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 from meshloom.core.errors import JobError
-from meshloom.core.moments.leaf_draws import CHUNK
+from meshloom.core.moments.leaf_draws import leaves_drawing
 from meshloom.core.random import python_draws_of
 
 # What answers `step()` in this thread: a function, as a loss that is being read is answered by an input of its program.
@@ -62,10 +61,5 @@ class Moment(NamedTuple):
     @contextmanager
     def entered(self) -> Iterator[None]:
         """A context in which the user's code runs at this moment."""
-        answer, chunk = _ANSWER.set(lambda: self.step), CHUNK.set((self.seed, Counter()))
-        try:
-            with python_draws_of(self.seed):
-                yield
-        finally:
-            CHUNK.reset(chunk)
-            _ANSWER.reset(answer)
+        with at_step(self.step), python_draws_of(self.seed), leaves_drawing(self.seed):
+            yield

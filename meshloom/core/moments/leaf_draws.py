@@ -19,28 +19,28 @@ from meshloom.core.modules.named_leaves import is_function
 from meshloom.core.random import derive, python_draws_of
 
 # The seed of the chunk that this thread computes, and the calls of its leaves so far.
-CHUNK: ContextVar[tuple[int, Counter[str]] | None] = ContextVar("chunk", default=None)
+_CHUNK: ContextVar[tuple[int, Counter[str]] | None] = ContextVar("chunk", default=None)
 
 
 @contextmanager
 def leaves_drawing(seed: int) -> Iterator[None]:
     """A context in which this thread computes a chunk of this seed."""
-    before = CHUNK.set((seed, Counter()))
+    before = _CHUNK.set((seed, Counter()))
     try:
         yield
     finally:
-        CHUNK.reset(before)
+        _CHUNK.reset(before)
 
 
 def call_of_leaf(name: str, number: int) -> AbstractContextManager[None]:
     """The context of a leaf's call of this number in a chunk; outside of a chunk, and inside of a leaf, nothing."""
-    chunk = CHUNK.get()
+    chunk = _CHUNK.get()
     return _alone(derive(chunk[0], "leaf", name, number)) if chunk else nullcontext()
 
 
 def next_call_of(name: str) -> AbstractContextManager[None]:
     """The context of a leaf's next call in a chunk."""
-    chunk = CHUNK.get()
+    chunk = _CHUNK.get()
     if chunk is None:
         return nullcontext()
     number = chunk[1][name]
@@ -50,12 +50,12 @@ def next_call_of(name: str) -> AbstractContextManager[None]:
 
 @contextmanager
 def _alone(seed: int) -> Iterator[None]:
-    before = CHUNK.set(None)
+    before = _CHUNK.set(None)
     try:
         with python_draws_of(seed):
             yield
     finally:
-        CHUNK.reset(before)
+        _CHUNK.reset(before)
 
 
 @contextmanager

@@ -42,9 +42,9 @@ class HeldParameters:
         return self.slices.kept(lent) if self.slices else self.named
 
     def most(self, microbatches: int) -> int:
-        """Microbatches of the replica that has most in this step, if they take actions together; else those of
+        """Where slices are gathered: microbatches of the replica that has most in this step, if they take actions together; else those of
         this one."""
-        if self.units is None or not self._in_programs:
+        if not self._in_programs:
             return microbatches
         most = torch.tensor([microbatches])
         self._replicas.all_reduce(most, "max").wait()

@@ -65,6 +65,9 @@ def compare_evaluation(
         for name, error in errors.items()
     ]
     facts = [*(f"The evaluation changes {name}." for name in ours.changed), *ours.disagree]
-    names = [f"{each.removeprefix(MODE)}." if each.startswith(MODE) else each.removeprefix(TRAINED) for each in ours.changed]  # fmt: skip
+    names = [
+        f"{each.removeprefix(MODE)}." if each.startswith(MODE) else each.removeprefix(TRAINED)
+        for each in ours.changed
+    ]
     module = module_of_names(names, record, reference.plan)
     return BetweenSteps(what=ours.what, errors=found, facts=facts, first_module=module)

@@ -112,7 +112,9 @@ class Reference:
         """Reductions of precision in the last `run`, and of float32 wherever it is multiplied, by torch's settings."""
         rounded = rounded_products(self.device) if self.precision == torch.float32 else ()
         names = {str(each).removeprefix("torch.") for each in rounded if each}
-        return *self._casts.casts, *(Cast(place="", dtype=each, in_optimizer=False, in_products=True) for each in sorted(names))  # fmt: skip
+        return *self._casts.casts, *(
+            Cast(place="", dtype=each, in_optimizer=False, in_products=True) for each in sorted(names)
+        )
 
     def run(self) -> None:
         """The first half of a step, or of one of its turns: forward and backward of all chunks, after which
