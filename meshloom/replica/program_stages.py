@@ -154,6 +154,8 @@ class ProgramStages(Stages):
     def attach(self, at: Attachments) -> None:
         at.begin.append(lambda step: check_step(self._guards[self.programs.losses.loss]))
         at.around.append(lambda step: least_squares_alike())
+        if self._rows.flags.numel():
+            at.begin.append(lambda step: self._rows.begin())
 
     def turn_to(self, loss: LossFunction) -> None:
         self.programs.losses.loss = loss
@@ -164,8 +166,6 @@ class ProgramStages(Stages):
     def prepare(self, chunks: Sequence[Chunk], most: int, finish: Finish, around: Around) -> Sequence[Action]:
         for parameter in self._held.named.values():
             parameter.grad = None
-        if self._rows.flags.numel():
-            self._rows.begin()
         return self.microbatches.prepare(self._ready(chunks), most, finish, around)
 
     def train(self, listeners: Sequence[ActionListener]) -> Sent:

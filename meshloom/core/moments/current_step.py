@@ -61,5 +61,5 @@ class Moment(NamedTuple):
     @contextmanager
     def entered(self) -> Iterator[None]:
         """A context in which the user's code runs at this moment."""
-        with at_step(self.step), python_draws_of(self.seed), leaves_drawing(self.seed):
+        with answered_by(lambda: self.step), python_draws_of(self.seed), leaves_drawing(self.seed):
             yield

@@ -147,8 +147,7 @@ class Microbatches:
     def _run(
         self, run: PipelineRun, batches: Sequence[ReadyBatch], finish: Finish, around: Around | None, listeners: Sequence[ActionListener] = ()
     ) -> Sent:  # fmt: skip
-        self._batches = batches
-        self._finish, self._around = finish, around
+        self._batches, self._finish, self._around = batches, finish, around
         try:
             run.run(listeners, self._meet)
         finally:
@@ -156,10 +155,9 @@ class Microbatches:
         return run.sent
 
     def _get(self, keys: Sequence[ProgramKey], most: int = 0) -> _Known:
-        most = max(most, len(keys))
-        key = most, *keys
+        key = max(most, len(keys)), *keys
         if key not in self._known:
-            self._known[key] = self._make(keys, most)
+            self._known[key] = self._make(keys, key[0])
         return self._known[key]
 
     def _make(self, keys: Sequence[ProgramKey], most: int) -> _Known:
