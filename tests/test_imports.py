@@ -31,6 +31,7 @@ ORDER = [
     ["verify.between_steps"],
     ["verify.reference"],
     ["verify.reference.between_chunks"],
+    ["loops"],
     ["train"],
     ["train.log"],
     ["train.from_torch"],

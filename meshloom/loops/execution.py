@@ -1,0 +1,36 @@
+"""The contract of what a plan makes of a module's calls."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch import Tensor
+
+
+class Execution(ABC):
+    """Of one parallel module on one rank. Every rank of a replica makes the same calls with the same inputs; ranks of other
+    replicas the same calls with their own."""
+
+    @abstractmethod
+    def call(self, compute: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """What the module's forward returns for these inputs, whole on every rank of the replica; in grad mode a backward through it
+        leaves in each parameter's `.grad` this rank's part of the gradient of the global batch.
+
+        compute: the module's own call, hooks and all.
+        """
+
+    @abstractmethod
+    def accumulating(self) -> AbstractContextManager[None]:
+        """A context whose backwards need not leave gradients that are complete: the first one after it does, for all of them."""
+
+    @abstractmethod
+    def whole(self) -> AbstractContextManager[None]:
+        """A context in which parameters and their gradients are whole on every rank; what is written to them is kept. All ranks enter
+        and leave it together."""
+
+    @abstractmethod
+    def tensors(self) -> Iterator[tuple[str, Callable[[], Tensor]]]:
+        """The entries of the module's state dict in its order, each with what gathers it, whole, on every rank."""

@@ -1,0 +1,117 @@
+"""The ranks of a loop of one's own: each runs the whole script, and this process is one of them."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import fields
+from typing import NamedTuple
+
+import torch
+
+from meshloom.comm.group import Group
+from meshloom.comm.recording import RecordedGroup
+from meshloom.core.errors import PlanError
+from meshloom.core.plan import Plan
+from meshloom.launch.environment import launched_plan, launched_rank
+from meshloom.launch.opening import open_world
+from meshloom.launch.world import LocalRank, World
+
+# What a plan may say of a loop of one's own. All else is what a loop does itself, or what only a job has.
+OF_LOOPS = {
+    "dp", "pp", "tp", "microbatches", "zero", "overlap", "bucket_bytes", "exchange", "reduce", "tp_placements", "memory_bytes", "cuts",
+}  # fmt: skip
+_EXCHANGES = ("all_reduce", "ring")
+
+
+class LoopRanks(NamedTuple):
+    """The mesh of `plan` as this process sees it. own: its rank, with the groups that it communicates in."""
+
+    plan: Plan
+    world: World
+    own: LocalRank
+
+    @property
+    def replicas(self) -> RecordedGroup:
+        """The ranks along dp."""
+        return self.own.groups["dp"]
+
+    @property
+    def replica(self) -> int:
+        """The number of this rank's replica."""
+        return self.own.place.dp
+
+    @property
+    def everyone(self) -> Group:
+        """All ranks, for what is small and not counted; tensors on the CPU."""
+        return self.own.world
+
+    @property
+    def device(self) -> torch.device:
+        return self.own.device
+
+
+_OPENED: list[LoopRanks] = []
+
+
+def ranks(plan: Plan | str | None = None) -> LoopRanks:
+    """This process's ranks, which meet at the first call. plan: None takes the launcher's; several ranks without one are replicas.
+
+    Raises `PlanError` for a plan that is not the one they met with, or that says what only a job has.
+    """
+    wanted = Plan.parse(plan) if isinstance(plan, str) else plan
+    if not _OPENED:
+        _OPENED.append(_open(wanted))
+    found = _OPENED[0]
+    if wanted is not None and wanted != found.plan:
+        raise PlanError(
+            f"The ranks of this script run under {found.plan}, and parallel() is given {wanted}. All modules of a script have one plan: "
+            "say it once, on the command line (meshloom run --plan) or in the first parallel()."
+        )
+    return found
+
+
+def has_ranks() -> bool:
+    """Whether the ranks have met."""
+    return bool(_OPENED)
+
+
+def leave_ranks(*, well: bool) -> None:
+    """At the end of the script; well: it has come to its end. Otherwise what other ranks wait for fails there."""
+    while _OPENED:
+        world = _OPENED.pop().world
+        world.close() if well else world.abort()
+
+
+def _open(wanted: Plan | None) -> LoopRanks:
+    launched = launched_rank()
+    text = launched_plan()
+    if wanted is None and text is not None:
+        wanted = Plan.parse(text)
+    if wanted is None:
+        size = launched.size if launched else 1
+        wanted = Plan(dp=size)
+        if size > 1 and launched and launched.rank == 0:
+            print(f"meshloom: {size} ranks and no plan: dp={size}", file=sys.stderr)  # noqa: T201
+    check_of_loops(wanted)
+    if wanted.mesh.size > 1 and (launched is None or launched.size == 1):
+        raise PlanError(
+            f"The plan {wanted} has {wanted.mesh.size} ranks, and this script is one process. Start it with "
+            f"meshloom run SCRIPT.py --plan {wanted}, or with torchrun --nproc-per-node {wanted.mesh.size} SCRIPT.py."
+        )
+    world = open_world(wanted.mesh, ring=wanted.on_ring)
+    return LoopRanks(wanted, world, world.local[0])
+
+
+def check_of_loops(plan: Plan) -> None:
+    """Raises `PlanError` for settings that a loop of one's own does not take from its plan."""
+    plain = Plan(dp=plan.dp, pp=plan.pp, tp=plan.tp)
+    said = [each.name for each in fields(plan) if getattr(plan, each.name) != getattr(plain, each.name)]
+    refused = [name for name in said if name not in OF_LOOPS]
+    if plan.exchange not in _EXCHANGES:
+        refused.append("exchange")
+    if refused:
+        name = refused[0]
+        raise PlanError(
+            f"A loop of one's own takes no {name}={getattr(plan, name)} from its plan: its steps are the script's. Leave it out, "
+            "or describe the training as a Job (docs/loops.md)."
+        )

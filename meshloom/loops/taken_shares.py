@@ -1,0 +1,84 @@
+"""The shares of global batches that this replica has taken: what a gradient, or a mean, of a share counts."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from meshloom.core.plan_shares import chunk_sizes
+
+
+class TakenShare(NamedTuple):
+    """sizes: samples of each replica that count. replica: whose share it is.
+
+    A replica whose size is 0 has one sample all the same, which counts nothing: no share is empty.
+    """
+
+    sizes: tuple[int, ...]
+    replica: int
+
+    @property
+    def start(self) -> int:
+        """The first row of the global batch that is this replica's."""
+        return sum(self.sizes[: self.replica])
+
+    @property
+    def rows(self) -> int:
+        """Samples that the script has, of which none may count."""
+        return self.sizes[self.replica] or 1
+
+    @property
+    def is_even(self) -> bool:
+        """Whether all replicas' shares count the same."""
+        return len(set(self.sizes)) == 1
+
+    @property
+    def weight(self) -> float:
+        """What the mean over this share counts in the mean over the global batch, times the number of replicas: 1 where
+        shares are even."""
+        return self.sizes[self.replica] * len(self.sizes) / sum(self.sizes)
+
+
+def share_sizes(samples: int, replicas: int) -> tuple[int, ...]:
+    """Samples of each replica in a global batch, larger shares first.
+
+    >>> share_sizes(7, 3), share_sizes(1, 2)
+    ((3, 2, 2), (1, 0))
+    """
+    return tuple(chunk_sizes(samples, replicas))
+
+
+_RECENT: deque[TakenShare] = deque(maxlen=16)
+_BOUND: list[TakenShare] = []
+
+
+def took(share: TakenShare) -> None:
+    """The script has this share from now on."""
+    if not _RECENT or _RECENT[-1] != share:
+        _RECENT.append(share)
+
+
+def bind(inputs: Any) -> TakenShare | None:
+    """The share that a module is called with: the newest that has as many rows as one of `inputs`, else the newest. Until the next
+    call it is what `ml.mean` counts by. None: the script has taken none."""
+    found = _RECENT[-1] if _RECENT else None
+    if len(_RECENT) > 1:
+        shapes = [each.shape for each in _tensors(inputs)]
+        found = next(
+            (each for each in reversed(_RECENT) if any(each.rows in shape for shape in shapes)), found
+        )
+    _BOUND[:] = [found] if found else []
+    return found
+
+
+def bound() -> TakenShare | None:
+    """The share of the newest call of a module; before one, the newest taken."""
+    return _BOUND[0] if _BOUND else _RECENT[-1] if _RECENT else None
+
+
+def _tensors(inputs: Any) -> Iterable[Tensor]:
+    return (each for each in tree_leaves(inputs) if isinstance(each, Tensor) and each.ndim)
