@@ -11,7 +11,6 @@ from meshloom.core.losses.logged import log
 from meshloom.core.mesh import Mesh
 from meshloom.core.moments.by_metric import ByMetric
 from meshloom.core.moments.current_step import step
-from meshloom.core.moments.gather import gather
 from meshloom.core.moments.leaf import leaf
 from meshloom.core.objectives import Metric, Objective
 from meshloom.core.plan import Plan
@@ -20,6 +19,9 @@ from meshloom.telemetry.progress import Listener, Progress
 if TYPE_CHECKING:
     from meshloom.adapters.from_lightning import from_lightning
     from meshloom.adapters.from_transformers import from_transformers
+    from meshloom.loops.means import gather, mean, sum  # noqa: A004
+    from meshloom.loops.parallel import accumulate, parallel, whole
+    from meshloom.loops.saving import save
     from meshloom.train.trainer import Trainer
 
 __all__ = [
@@ -35,16 +37,29 @@ __all__ = [
     "Plan",
     "Progress",
     "Trainer",
+    "accumulate",
     "ema",
     "from_lightning",
     "from_transformers",
     "gather",
     "leaf",
     "log",
+    "mean",
+    "parallel",
+    "save",
     "step",
+    "sum",
+    "whole",
 ]
 __version__ = "0.2.0.dev0"
 _LATER = {
+    "accumulate": "meshloom.loops.parallel",
+    "gather": "meshloom.loops.means",
+    "mean": "meshloom.loops.means",
+    "parallel": "meshloom.loops.parallel",
+    "save": "meshloom.loops.saving",
+    "sum": "meshloom.loops.means",
+    "whole": "meshloom.loops.parallel",
     "Trainer": "meshloom.train.trainer",
     "from_lightning": "meshloom.adapters.from_lightning",
     "from_transformers": "meshloom.adapters.from_transformers",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -34,3 +34,19 @@ class Execution(ABC):
     @abstractmethod
     def tensors(self) -> Iterator[tuple[str, Callable[[], Tensor]]]:
         """The entries of the module's state dict in its order, each with what gathers it, whole, on every rank."""
+
+    def check_complete(self) -> None:  # noqa: B027
+        """Before an update. Raises `TrainingError` where gradients are not those of the global batch yet."""
+
+    def alike(self) -> Iterable[tuple[str, Tensor]]:
+        """The tensors that all replicas have alike between steps, by name."""
+        return ()
+
+    def take_notes(self) -> list[str]:
+        """For the user, each once."""
+        return []
+
+    @property
+    def backwards(self) -> int:
+        """Backwards whose gradients ranks have added up."""
+        return 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import fields
 from typing import NamedTuple
 
@@ -15,6 +14,7 @@ from meshloom.core.plan import Plan
 from meshloom.launch.environment import launched_plan, launched_rank
 from meshloom.launch.opening import open_world
 from meshloom.launch.world import LocalRank, World
+from meshloom.loops.lines import say
 
 # What a plan may say of a loop of one's own. All else is what a loop does itself, or what only a job has.
 OF_LOOPS = {
@@ -91,7 +91,7 @@ def _open(wanted: Plan | None) -> LoopRanks:
         size = launched.size if launched else 1
         wanted = Plan(dp=size)
         if size > 1 and launched and launched.rank == 0:
-            print(f"meshloom: {size} ranks and no plan: dp={size}", file=sys.stderr)  # noqa: T201
+            say(f"{size} ranks and no plan: dp={size}")
     check_of_loops(wanted)
     if wanted.mesh.size > 1 and (launched is None or launched.size == 1):
         raise PlanError(

@@ -75,6 +75,11 @@ def bind(inputs: Any) -> TakenShare | None:
     return found
 
 
+def newest() -> TakenShare | None:
+    """The share that the script has taken last."""
+    return _RECENT[-1] if _RECENT else None
+
+
 def bound() -> TakenShare | None:
     """The share of the newest call of a module; before one, the newest taken."""
     return _BOUND[0] if _BOUND else _RECENT[-1] if _RECENT else None

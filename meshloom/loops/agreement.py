@@ -1,0 +1,125 @@
+"""What all ranks of a script must have alike is compared in its first steps and now and then, and named where it is not."""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_leaves
+
+from meshloom.comm.objects import agree, collect
+from meshloom.core.errors import TrainingError
+from meshloom.loops.execution import Execution
+from meshloom.loops.lines import say
+from meshloom.loops.means import mean
+from meshloom.loops.ranks import LoopRanks
+from meshloom.parameters.digest import digest
+
+FIRST_STEPS, EVERY_STEPS, FIRST_CALLS = 3, 50, 3
+
+
+class Agreement:
+    """Of the ranks of a script."""
+
+    def __init__(self, ranks: LoopRanks) -> None:
+        self._ranks, self._steps, self._calls = ranks, 0, 0
+        self._executions: list[tuple[str, Execution]] = []
+        self._said = False
+        self._hook = register_optimizer_step_pre_hook(self._before_step)
+
+    def watch(self, name: str, execution: Execution) -> None:
+        """Of a module of this class."""
+        self._executions.append((name, execution))
+
+    def called(self, name: str, inputs: Any) -> None:
+        """A module of this class is called in grad mode."""
+        self._calls += 1
+        if self._calls > FIRST_CALLS:
+            return
+        given = [
+            int(digest(each))
+            for each in tree_leaves(inputs)
+            if isinstance(each, Tensor) and each.layout == torch.strided
+        ]
+        everyone = collect(self._ranks.everyone, given)
+        mesh = self._ranks.plan.mesh
+        first = {mesh.place(rank).dp: each for rank, each in reversed([*enumerate(everyone)])}
+        for rank, theirs in enumerate(everyone):
+            if theirs != first[mesh.place(rank).dp]:
+                raise TrainingError(
+                    f"Ranks of one replica call {name} with different inputs: rank {rank} has others than the first of its replica. What the script draws or "
+                    "reads may not depend on the process (seed random and numpy as torch; ml.loader and ml.share give ranks of a replica the same)."
+                )
+        if (
+            given
+            and mesh.dp > 1
+            and self._calls == FIRST_CALLS
+            and not self._said
+            and len({str(each) for each in first.values()}) == 1
+        ):
+            self._said = True
+            if self._ranks.world.main:
+                say(
+                    f"all {mesh.dp} replicas call {name} with the same inputs, and compute the same {mesh.dp} times: ml.loader and ml.share give each its share"
+                )
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+        self._compare(optimizer)
+        # an optimizer with a closure decides by what that returns
+        if len(args) > 1 and args[1] is not None:
+            return (args[0], _of_the_batch(args[1]), *args[2:]), kwargs
+        return (
+            (args, {**kwargs, "closure": _of_the_batch(kwargs["closure"])}) if kwargs.get("closure") else None
+        )
+
+    def _compare(self, optimizer: torch.optim.Optimizer) -> None:
+        for _, each in self._executions:
+            each.check_complete()
+            for note in each.take_notes():
+                say(note) if self._ranks.world.main else None
+        step = self._steps
+        self._steps += 1
+        if step >= FIRST_STEPS and step % EVERY_STEPS:
+            return
+        facts: dict[str, Any] = {
+            "the number of steps": step,
+            "the number of calls of modules": self._calls,
+            "the number of backwards": sum(each.backwards for _, each in self._executions),
+            "the learning rates": [float(group["lr"]) for group in optimizer.param_groups if "lr" in group],
+            **{f"the state of {name}'s generator": state for name, state in _generators().items()},
+            **{f"{kind}.{name}": int(digest(each.detach())) for kind, one in self._executions for name, each in one.alike()},
+        }  # fmt: skip
+        way_out = f"This was seen before step {step} of the script's optimizers. Every rank must do the same: decide by ml.mean(), draw for the whole batch."
+        agree(self._ranks.everyone, facts, way_out, TrainingError)
+
+
+def _of_the_batch(closure: Callable[[], Any]) -> Callable[[], Any]:
+    """The same, with the loss of the global batch in place of that of this replica's share."""
+    return lambda: mean(closure())
+
+
+def _generators() -> dict[str, str]:
+    """A digest of the state of each generator that scripts draw from."""
+    states = {
+        "torch": torch.get_rng_state().numpy().tobytes(),
+        "random": pickle.dumps(random.getstate()),
+        "numpy": pickle.dumps(numpy.random.get_state(legacy=True)),
+    }
+    return {name: hashlib.blake2b(each, digest_size=8).hexdigest() for name, each in states.items()}
+
+
+_OF: list[Agreement] = []
+
+
+def agreement_of(ranks: LoopRanks) -> Agreement:
+    """Of the ranks of this process's script."""
+    if not _OF:
+        _OF.append(Agreement(ranks))
+    return _OF[0]

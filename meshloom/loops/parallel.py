@@ -1,0 +1,158 @@
+"""`meshloom.parallel()`: a module of a script computes as a part of the global batch's, and stays the module that it is."""
+
+from __future__ import annotations
+
+import copyreg
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from meshloom.core.buffer_rules import BufferRule
+from meshloom.core.errors import JobError
+from meshloom.core.plan import Plan
+from meshloom.loops.agreement import agreement_of
+from meshloom.loops.copies import Copies
+from meshloom.loops.execution import Execution
+from meshloom.loops.lines import say
+from meshloom.loops.ranks import LoopRanks, ranks
+from meshloom.loops.start_values import start_alike
+
+M = TypeVar("M", bound=nn.Module)
+_MADE: list[weakref.ref[nn.Module]] = []
+_HELD = "_meshloom_execution"  # in a module's __dict__
+
+
+def parallel(
+    module: M, plan: Plan | str | None = None, *, leaves: Sequence[str] = (), buffers: Mapping[str, BufferRule] | None = None
+) -> M:  # fmt: skip
+    """Make `module` compute on many devices, in place, and return it.
+
+    Every rank runs the whole script. The module is called with this replica's share of the global batch (`ml.loader`, `ml.share`), and after
+    `backward()` its parameters have the gradient of the global batch. It stays the same object, with its parameters and their names; its
+    class becomes a subclass of its own.
+
+    plan: None takes the launcher's (`meshloom run --plan`); with one process nothing happens. leaves: names of modules within that run as
+    written where the plan reads the module. buffers: patterns of names -> what becomes of buffers that replicas have changed
+    (`ml.ema(0.99)`, "sum", "last"; docs/contract.md).
+
+    Raises `PlanError` for a plan that this script cannot run under, `JobError` for a module that cannot be made parallel.
+    """
+    module = _unwrapped(module)
+    found = ranks(plan)
+    if found.plan.mesh.size > 1:
+        _check(module)
+        _make(module, found, leaves, buffers or {})
+    _MADE.append(weakref.ref(module))
+    return module
+
+
+def modules() -> list[nn.Module]:
+    """Those that a script has made parallel, in order; with one process, too."""
+    return [found for each in _MADE if (found := each()) is not None]
+
+
+def _make(
+    module: nn.Module, found: LoopRanks, leaves: Sequence[str], rules: Mapping[str, BufferRule]
+) -> None:
+    start_alike(module, found)
+    original = type(module)
+    module.__dict__[_HELD] = _execution(module, found, leaves, rules)
+    body = {
+        "__call__": _call,
+        "__reduce_ex__": _reduce,
+        "__module__": original.__module__,
+        "__doc__": original.__doc__,
+    }
+    made = type(original.__name__, (original,), body)
+    made.__qualname__ = original.__qualname__
+    module.__class__ = made
+    agreement_of(found).watch(type(module).__name__, execution_of(module))
+
+
+def execution_of(module: nn.Module) -> Execution:
+    """What the plan makes of a parallel module's calls."""
+    return module.__dict__[_HELD]
+
+
+@contextmanager
+def accumulate(*modules: nn.Module) -> Iterator[None]:
+    """A context whose backwards need not leave complete gradients: the first backward after it sends the sum of all. It saves time; without it
+    results are the same."""
+    with ExitStack() as stack:
+        for each in modules:
+            if _HELD in each.__dict__:
+                stack.enter_context(execution_of(each).accumulating())
+        yield
+
+
+def whole(module: nn.Module) -> AbstractContextManager[None]:
+    """A context in which the module's parameters and gradients are whole on every rank; what is written to them is kept. All ranks enter and
+    leave it together."""
+    return execution_of(module).whole() if _HELD in module.__dict__ else ExitStack()
+
+
+def _call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    found = ranks()
+    if torch.is_grad_enabled():
+        agreement_of(found).called(type(self).__name__, (args, kwargs))
+    return execution_of(self).call(partial(_original(self).__call__, self), args, kwargs)
+
+
+_call._torchdynamo_disable = True  # pyright: ignore[reportFunctionMemberAccess] # a compiler around it runs it as it is
+
+
+def _original(module: nn.Module) -> type[nn.Module]:
+    return type(module).__mro__[1]
+
+
+def _reduce(self: nn.Module, protocol: Any) -> Any:
+    """A copy, or what a pickle gives, is a module of the author's class."""
+    make, arguments, *state = super(type(self), self).__reduce_ex__(protocol)
+    if make is copyreg.__newobj__:  # which is for objects of the class itself  # pyright: ignore[reportAttributeAccessIssue]
+        make, arguments = copyreg._reconstructor, (_original(self), object, None)  # pyright: ignore[reportAttributeAccessIssue]
+    if state and isinstance(state[0], dict):
+        state[0] = {name: each for name, each in state[0].items() if name != _HELD}
+    return (make, arguments, *state)
+
+
+def _execution(
+    module: nn.Module, found: LoopRanks, leaves: Sequence[str], rules: Mapping[str, BufferRule]
+) -> Execution:
+    return Copies(module, found, rules)
+
+
+def _unwrapped(module: Any) -> Any:
+    """The module that torch.compile was given."""
+    if not isinstance(module, nn.Module):
+        raise JobError(f"meshloom.parallel() takes an nn.Module, not a {type(module).__name__}.")
+    inner = getattr(module, "_orig_mod", None)
+    if isinstance(inner, nn.Module):
+        say("torch.compile around a parallel module is left out: it runs as written")
+        return inner
+    return module
+
+
+def _check(module: nn.Module) -> None:
+    name = type(module).__name__
+    if isinstance(module, nn.DataParallel | nn.parallel.DistributedDataParallel):
+        raise JobError(
+            f"{name} is parallel already. Give meshloom.parallel() the module within it (.module), and leave {name} out of the script."
+        )
+    if isinstance(module, torch.jit.ScriptModule):
+        raise JobError(
+            f"{name} is a script of torch.jit, whose class is fixed. Give meshloom.parallel() the module that it was made from."
+        )
+    if not any(True for _ in module.parameters()):
+        raise JobError(
+            f"No parameters are registered in {name}, so there is nothing to train together. Modules in a Python list are not found: use nn.ModuleList."
+        )
+    for each in modules():
+        if {id(one) for one in each.parameters()} & {id(one) for one in module.parameters()}:
+            raise JobError(
+                f"{name} has parameters of {type(each).__name__}, which is parallel already. Make the module parallel that has them all, once."
+            )
