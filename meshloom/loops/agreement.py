@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import pickle
 import random
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,7 @@ from meshloom.loops.execution import Execution
 from meshloom.loops.lines import say
 from meshloom.loops.means import mean
 from meshloom.loops.ranks import LoopRanks
+from meshloom.loops.taken_shares import bound
 from meshloom.parameters.digest import digest
 
 FIRST_STEPS, EVERY_STEPS, FIRST_CALLS = 3, 50, 3
@@ -30,13 +32,13 @@ class Agreement:
 
     def __init__(self, ranks: LoopRanks) -> None:
         self._ranks, self._steps, self._calls = ranks, 0, 0
-        self._executions: list[tuple[str, Execution]] = []
+        self._watched: list[tuple[str, weakref.ref[Execution]]] = []
         self._said = False
         self._hook = register_optimizer_step_pre_hook(self._before_step)
 
     def watch(self, name: str, execution: Execution) -> None:
         """Of a module of this class."""
-        self._executions.append((name, execution))
+        self._watched.append((name, weakref.ref(execution)))
 
     def called(self, name: str, inputs: Any) -> None:
         """A module of this class is called in grad mode."""
@@ -80,8 +82,10 @@ class Agreement:
         )
 
     def _compare(self, optimizer: torch.optim.Optimizer) -> None:
-        for _, each in self._executions:
-            each.check_complete()
+        executions = [(name, each) for name, found in self._watched if (each := found()) is not None]
+        updated = {id(each) for group in optimizer.param_groups for each in group["params"]}
+        for _, each in executions:
+            each.check_complete(updated)
             for note in each.take_notes():
                 say(note) if self._ranks.world.main else None
         step = self._steps
@@ -91,10 +95,11 @@ class Agreement:
         facts: dict[str, Any] = {
             "the number of steps": step,
             "the number of calls of modules": self._calls,
-            "the number of backwards": sum(each.backwards for _, each in self._executions),
+            "the number of backwards": sum(each.backwards for _, each in executions),
+            "the share of the newest call": list(share.sizes) if (share := bound()) else [],
             "the learning rates": [float(group["lr"]) for group in optimizer.param_groups if "lr" in group],
             **{f"the state of {name}'s generator": state for name, state in _generators().items()},
-            **{f"{kind}.{name}": int(digest(each.detach())) for kind, one in self._executions for name, each in one.alike()},
+            **{f"{kind}.{name}": int(digest(each.detach())) for kind, one in executions for name, each in one.alike()},
         }  # fmt: skip
         way_out = f"This was seen before step {step} of the script's optimizers. Every rank must do the same: decide by ml.mean(), draw for the whole batch."
         agree(self._ranks.everyone, facts, way_out, TrainingError)

@@ -16,9 +16,9 @@ from meshloom.core.buffer_rules import BufferRule
 from meshloom.core.errors import JobError
 from meshloom.core.plan import Plan
 from meshloom.loops.agreement import agreement_of
-from meshloom.loops.copies import Copies
 from meshloom.loops.execution import Execution
 from meshloom.loops.lines import say
+from meshloom.loops.module_copies import ModuleCopies
 from meshloom.loops.ranks import LoopRanks, ranks
 from meshloom.loops.start_values import start_alike
 
@@ -123,7 +123,7 @@ def _reduce(self: nn.Module, protocol: Any) -> Any:
 def _execution(
     module: nn.Module, found: LoopRanks, leaves: Sequence[str], rules: Mapping[str, BufferRule]
 ) -> Execution:
-    return Copies(module, found, rules)
+    return ModuleCopies(module, found, rules)
 
 
 def _unwrapped(module: Any) -> Any:

@@ -63,6 +63,7 @@ def ranks(plan: Plan | str | None = None) -> LoopRanks:
         _OPENED.append(_open(wanted))
     found = _OPENED[0]
     if wanted is not None and wanted != found.plan:
+        _check_started(wanted, found.plan.mesh.size)
         raise PlanError(
             f"The ranks of this script run under {found.plan}, and parallel() is given {wanted}. All modules of a script have one plan: "
             "say it once, on the command line (meshloom run --plan) or in the first parallel()."
@@ -93,13 +94,17 @@ def _open(wanted: Plan | None) -> LoopRanks:
         if size > 1 and launched and launched.rank == 0:
             say(f"{size} ranks and no plan: dp={size}")
     check_of_loops(wanted)
-    if wanted.mesh.size > 1 and (launched is None or launched.size == 1):
-        raise PlanError(
-            f"The plan {wanted} has {wanted.mesh.size} ranks, and this script is one process. Start it with "
-            f"meshloom run SCRIPT.py --plan {wanted}, or with torchrun --nproc-per-node {wanted.mesh.size} SCRIPT.py."
-        )
+    _check_started(wanted, launched.size if launched else 1)
     world = open_world(wanted.mesh, ring=wanted.on_ring)
     return LoopRanks(wanted, world, world.local[0])
+
+
+def _check_started(plan: Plan, size: int) -> None:
+    if plan.mesh.size > 1 and size == 1:
+        raise PlanError(
+            f"The plan {plan} has {plan.mesh.size} ranks, and this script is one process. Start it with "
+            f"meshloom run SCRIPT.py --plan {plan}, or with torchrun --nproc-per-node {plan.mesh.size} SCRIPT.py."
+        )
 
 
 def check_of_loops(plan: Plan) -> None:
@@ -108,7 +113,7 @@ def check_of_loops(plan: Plan) -> None:
     said = [each.name for each in fields(plan) if getattr(plan, each.name) != getattr(plain, each.name)]
     refused = [name for name in said if name not in OF_LOOPS]
     if plan.exchange not in _EXCHANGES:
-        refused.append("exchange")
+        refused.insert(0, "exchange")
     if refused:
         name = refused[0]
         raise PlanError(

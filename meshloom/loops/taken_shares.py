@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
 
 from meshloom.core.plan_shares import chunk_sizes
 
@@ -53,24 +54,28 @@ def share_sizes(samples: int, replicas: int) -> tuple[int, ...]:
 
 
 _RECENT: deque[TakenShare] = deque(maxlen=16)
+_OF_TENSOR: Any = WeakIdKeyDictionary()
 _BOUND: list[TakenShare] = []
 
 
-def took(share: TakenShare) -> None:
-    """The script has this share from now on."""
+def took(share: TakenShare, batch: Any = None) -> None:
+    """The script has this share from now on, of which are the tensors of `batch`."""
     if not _RECENT or _RECENT[-1] != share:
         _RECENT.append(share)
+    for each in _tensors(batch):
+        _OF_TENSOR[each] = share
 
 
 def bind(inputs: Any) -> TakenShare | None:
-    """The share that a module is called with: the newest that has as many rows as one of `inputs`, else the newest. Until the next
-    call it is what `ml.mean` counts by. None: the script has taken none."""
+    """The share that a module is called with: that of which one of `inputs` is, or is a view; where the script has made new tensors of it, the
+    newest that has as many rows as one of them, else the newest. Until the next call it is what `ml.mean` counts by. None: the script has
+    taken none."""
     found = _RECENT[-1] if _RECENT else None
     if len(_RECENT) > 1:
-        shapes = [each.shape for each in _tensors(inputs)]
-        found = next(
-            (each for each in reversed(_RECENT) if any(each.rows in shape for shape in shapes)), found
-        )
+        given = [*_tensors(inputs)]
+        of_rows = (share for share in reversed(_RECENT) if any(share.rows in each.shape for each in given))
+        of_tensors = (_OF_TENSOR.get(one) for each in given for one in (each, each._base) if one is not None)
+        found = next(filter(None, of_tensors), None) or next(of_rows, found)
     _BOUND[:] = [found] if found else []
     return found
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -18,7 +18,7 @@ from meshloom.loops.taken_shares import bind
 from meshloom.replica.buffers.merged_buffers import RunningStatistics
 
 
-class Copies(Execution):
+class ModuleCopies(Execution):
     """Of `module`. rules: of its buffers (docs/contract.md)."""
 
     def __init__(self, module: nn.Module, ranks: LoopRanks, rules: Mapping[str, BufferRule]) -> None:
@@ -46,9 +46,9 @@ class Copies(Execution):
     def accumulating(self) -> AbstractContextManager[None]:
         return self._mean.accumulating() if self._mean else nullcontext()
 
-    def check_complete(self) -> None:
+    def check_complete(self, updated: Collection[int]) -> None:
         if self._mean:
-            self._mean.check_complete()
+            self._mean.check_complete(updated)
 
     def whole(self) -> AbstractContextManager[None]:
         return nullcontext()
