@@ -267,19 +267,20 @@ def closure() -> list[Any]:
 def frozen_added_averaged_copied() -> list[Any]:
     model = ml.parallel(made())
     model.second.requires_grad_(False)
-    average = AveragedModel(model)
+    average, last = AveragedModel(model), nn.Identity()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     for number, (x, y) in enumerate(batches()):
         if number == 2:
             model.second.requires_grad_(True)
         if number == 3:
-            model.last = nn.Linear(2, 2).to(F64)
-            nn.init.constant_(model.last.weight, 0.3)
-            nn.init.constant_(model.last.bias, 0.1)
-            optimizer.add_param_group({"params": model.last.parameters()})
+            added = nn.Linear(2, 2).to(F64)
+            nn.init.constant_(added.weight, 0.3)
+            nn.init.constant_(added.bias, 0.1)
+            model.last = last = added
+            optimizer.add_param_group({"params": last.parameters()})
         results = model(x)
         optimizer.zero_grad()
-        F.cross_entropy(model.last(results) if number > 2 else results, y).backward()
+        F.cross_entropy(last(results), y).backward()
         optimizer.step()
         if number < 3:
             average.update_parameters(model)

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from meshloom.comm.windows import windows_of
@@ -113,7 +114,7 @@ class GradientMean:
         self._runs = True
         if self._is_local and all(each.grad is None for each in self._named.values()):
             self._is_local, self._aside = False, {}  # the script has let go of them
-        torch.autograd.Variable._execution_engine.queue_callback(self._end)  # pyright: ignore[reportAttributeAccessIssue]
+        torch.autograd.Variable._execution_engine.queue_callback(self._end)  # pyright: ignore[reportAttributeAccessIssue, reportPrivateUsage]
         if not self._is_local:
             self._aside = {name: each.grad for name, each in self._named.items() if each.grad is not None}
         if self._aside:
@@ -188,4 +189,4 @@ class GradientMean:
 
 def tensors_in(results: Any) -> list[Tensor]:
     """The tensors of a module's results."""
-    return [each for each in torch.utils._pytree.tree_leaves(results) if isinstance(each, Tensor)]
+    return [each for each in tree_leaves(results) if isinstance(each, Tensor)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copyreg
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, TypeVar
 
@@ -93,7 +93,7 @@ def accumulate(*modules: nn.Module) -> Iterator[None]:
 def whole(module: nn.Module) -> AbstractContextManager[None]:
     """A context in which the module's parameters and gradients are whole on every rank; what is written to them is kept. All ranks enter and
     leave it together."""
-    return execution_of(module).whole() if _HELD in module.__dict__ else ExitStack()
+    return execution_of(module).whole() if _HELD in module.__dict__ else nullcontext()
 
 
 def _call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
