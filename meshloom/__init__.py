@@ -14,6 +14,8 @@ from meshloom.core.moments.current_step import step
 from meshloom.core.moments.leaf import leaf
 from meshloom.core.objectives import Metric, Objective
 from meshloom.core.plan import Plan
+from meshloom.core.random import seed_script
+from meshloom.launch.environment import begin_script, script_seed
 from meshloom.telemetry.progress import Listener, Progress
 
 if TYPE_CHECKING:
@@ -64,6 +66,9 @@ _LATER = {
     "from_lightning": "meshloom.adapters.from_lightning",
     "from_transformers": "meshloom.adapters.from_transformers",
 }
+
+if begin_script():  # ranks draw alike from here on
+    seed_script(script_seed())
 
 
 def __getattr__(name: str) -> Any:

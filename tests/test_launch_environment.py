@@ -9,15 +9,14 @@ import pytest
 
 from meshloom.cli.main import main
 from meshloom.core.errors import DeviceError
+from meshloom.launch.child_environment import rank_environment, reference_environment
 from meshloom.launch.environment import (
     cache_directory,
     is_rank,
     launched_plan,
     launched_rank,
-    rank_environment,
     ranks_aside,
     read_launched_rank,
-    reference_environment,
 )
 
 SRUN = {

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from meshloom.comm.shm.native_engine import why_not
 from meshloom.comm.torch.process_group import ShmProcessGroup
 from meshloom.core.errors import DeviceError
+from meshloom.launch.environment import bring_ranks_back
 
 __all__ = ["ShmProcessGroup"]
 
@@ -24,6 +25,7 @@ def _create(options: Any, _own_options: object) -> ShmProcessGroup:
     return ShmProcessGroup(options)
 
 
+bring_ranks_back()  # by which `init_process_group` finds the others
 if reason := why_not():
     raise DeviceError(f"The shm backend is not available: {reason}")
 dist.Backend.register_backend("shm", _create, extended_api=True, devices=["cpu", "cuda"])

@@ -44,6 +44,12 @@ def seed_everything(value: int) -> None:
     _seed_python(value)
 
 
+def seed_script(value: int) -> None:
+    """The same before a script begins, which may still choose the devices that it sees: none is asked for."""
+    torch.manual_seed(value)
+    _seed_python(value)
+
+
 def seed_torch(value: int) -> None:
     """`torch.manual_seed`; without accelerators only the CPU generator, which is forty times as fast."""
     if torch.accelerator.is_available():

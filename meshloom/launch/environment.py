@@ -6,7 +6,6 @@ import hmac
 import json
 import os
 import re
-import socket
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -22,20 +21,23 @@ from meshloom.machine.cores import cores
 
 SCRATCH = "MESHLOOM_SCRATCH"  # see `scratch_directory`
 LEAST_SECRET = 16  # characters of MESHLOOM_SECRET
-_REFERENCE = "MESHLOOM_REFERENCE_FD"
-_ASIDE = "MESHLOOM_LAUNCHED"  # the variables that describe a rank, as JSON, while a job runs
+REFERENCE = "MESHLOOM_REFERENCE_FD"
+_ASIDE, _PROCESS = (
+    "MESHLOOM_LAUNCHED",
+    "process",
+)  # what describes a rank, as JSON, with the process that is it
 _OF_A_RANK = re.compile(  # by which a program knows which of several it is, and where they meet
     r"((LOCAL|GROUP|ROLE|NODE)_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_\w+"
     r"|SLURM_(PROCID|LOCALID|NODEID|NTASKS|NPROCS|NNODES|STEP_NUM_TASKS|STEP_NUM_NODES|(STEP_)?TASKS_PER_NODE)"
     r"|(PMI|PMIX|OMPI_COMM_WORLD|MV2_COMM_WORLD)_((LOCAL|NODE)_)?(RANK|SIZE)"
+    r"|MESHLOOM_(PLAN|SECRET|DEVICES|TIMEOUT|REPORT_FD|ACTIVITY_FD|BEGAN)"
 )
-_OF_OUR_LAUNCHER = ("MESHLOOM_PLAN", "MESHLOOM_SECRET", "MESHLOOM_DEVICES", "MESHLOOM_REPORT_FD", "MESHLOOM_ACTIVITY_FD", "MESHLOOM_BEGAN")  # fmt: skip
 
 
 def is_rank() -> bool:
     """Whether this process is one of several that were started as ranks. Raises as `launched_rank` does."""
     launched = launched_rank()
-    return launched is not None and (launched.size > 1 or "RANK" in _with_what_is_aside())
+    return launched is not None and (launched.size > 1 or "RANK" in _told())
 
 
 def is_first_rank() -> bool:
@@ -46,12 +48,12 @@ def is_first_rank() -> bool:
 
 def launched_plan() -> str | None:
     """The text of the launcher's plan; None if this process is not a rank of our launcher."""
-    return os.environ.get("MESHLOOM_PLAN")
+    return _told().get("MESHLOOM_PLAN")
 
 
 def launched_devices(devices: str) -> str:
     """What to use for `devices` "auto": the launcher's choice, if there is one."""
-    return os.environ.get("MESHLOOM_DEVICES", devices) if devices == "auto" else devices
+    return _told().get("MESHLOOM_DEVICES", devices) if devices == "auto" else devices
 
 
 def launched_transport(transport: str) -> str:
@@ -59,12 +61,17 @@ def launched_transport(transport: str) -> str:
     return os.environ.get("MESHLOOM_TRANSPORT", transport) if transport == "auto" else transport
 
 
+def launched_timeout() -> float:
+    """Seconds that a rank waits for another where its program does not say."""
+    return float(_told().get("MESHLOOM_TIMEOUT", 600.0))
+
+
 def launched_secret() -> bytes:
     """The key that this run's ranks share, set by our launcher, or by the user under another; b"": none.
 
     Raises `DeviceError` if it is short enough to be guessed.
     """
-    return read_secret(os.environ)
+    return read_secret(_told())
 
 
 def read_secret(environment: Mapping[str, str]) -> bytes:
@@ -85,7 +92,7 @@ def launched_role() -> Role | None:
 
 def report_descriptor() -> int | None:
     """The pipe to our launcher; None if there is none."""
-    descriptor = os.environ.get("MESHLOOM_REPORT_FD")
+    descriptor = _told().get("MESHLOOM_REPORT_FD")
     return None if descriptor is None else int(descriptor)
 
 
@@ -96,13 +103,13 @@ def scratch_directory() -> str | None:
 
 def reference_descriptor() -> int | None:
     """The socket to rank 0 of the process in which verification has one device; None: this is another process."""
-    descriptor = os.environ.get(_REFERENCE)
+    descriptor = os.environ.get(REFERENCE)
     return None if descriptor is None else int(descriptor)
 
 
 def activity_descriptor() -> int | None:
     """The one-page file in which our launcher reads this rank's activity; None if there is none."""
-    descriptor = os.environ.get("MESHLOOM_ACTIVITY_FD")
+    descriptor = _told().get("MESHLOOM_ACTIVITY_FD")
     return None if descriptor is None else int(descriptor)
 
 
@@ -129,11 +136,12 @@ def opened_cache(said: str) -> Cache | None:
 def launching_seconds() -> float:
     """Seconds from the start of our launcher to that of this process; 0 if there is no launcher. Start times
     are estimated by processor time, so waiting of either until now is not seen."""
-    began = os.environ.get("MESHLOOM_BEGAN")
-    return max(0.0, _began() - float(began)) if began else 0.0
+    began = _told().get("MESHLOOM_BEGAN")
+    return max(0.0, process_began() - float(began)) if began else 0.0
 
 
-def _began() -> float:
+def process_began() -> float:
+    """When this process started, by its processor time."""
     return time.time() - time.process_time()
 
 
@@ -169,16 +177,15 @@ class LaunchedRank:
 
 def launched_rank() -> LaunchedRank | None:
     """This process's rank; None if it is none. Raises `DeviceError` for variables that are missing or make no sense."""
-    return read_launched_rank(_with_what_is_aside())
+    return read_launched_rank(_told())
 
 
 @contextmanager
 def ranks_aside() -> Iterator[None]:
     """A context in which a job finds no variables that tell it, or a library of its, which rank this process is: the job is a
     program for one device, and its ranks are meshloom's."""
-    found = {name: os.environ.pop(name) for name in [*os.environ] if _OF_A_RANK.fullmatch(name)}
     before = os.environ.get(_ASIDE)
-    os.environ[_ASIDE] = json.dumps({**json.loads(before or "{}"), **found})
+    found = _put_aside()
     try:
         yield
     finally:
@@ -186,11 +193,67 @@ def ranks_aside() -> Iterator[None]:
         os.environ.update(found if before is None else {**found, _ASIDE: before})
 
 
-def _with_what_is_aside() -> Mapping[str, str]:
-    return {**os.environ, **json.loads(os.environ.get(_ASIDE, "{}"))}
+def begin_script() -> bool:
+    """At `import meshloom`: put aside, for good, what tells a script or a library of its which rank this process is, and where ranks
+    meet. MESHLOOM_KEEP_RANKS=1 keeps it, and so does a process group that the script has made. Whether this is a rank of a script:
+    ranks of our launcher begin with a command of ours."""
+    if dist.is_available() and dist.is_initialized():
+        return False
+    try:
+        if not is_rank():
+            return False
+    except DeviceError:  # whoever asks for the rank raises it
+        return False
+    if os.environ.get("MESHLOOM_KEEP_RANKS") != "1":
+        _put_aside()
+    return report_descriptor() is None
 
 
-def _of_no_rank() -> dict[str, str]:
+def bring_ranks_back() -> None:
+    """The script makes its own process group: what was put aside is in its environment."""
+    found = dict(_aside())
+    os.environ.pop(_ASIDE, None)
+    found.pop(_PROCESS, None)
+    os.environ.update(found)
+
+
+def script_seed() -> int:
+    """The seed of what a rank's script draws."""
+    text = os.environ.get("MESHLOOM_SEED", "0")
+    if not _DIGITS.fullmatch(text):
+        raise DeviceError(
+            f"MESHLOOM_SEED={text!r} of this process's environment must be a whole number, 0 or more."
+        )
+    return int(text)
+
+
+def set_for_script(plan: str, devices: str, transport: str, timeout_seconds: float) -> None:
+    """A script that is run in this process finds these where it does not say otherwise. plan: "" is none."""
+    said = {"PLAN": plan, "DEVICES": devices, "TRANSPORT": transport, "TIMEOUT": str(timeout_seconds)}
+    told = {f"MESHLOOM_{name}": value for name, value in said.items() if value}
+    os.environ.update({name: value for name, value in told.items() if name not in _told()})
+    if _aside():
+        _put_aside()
+
+
+def _put_aside() -> dict[str, str]:
+    found = {name: os.environ.pop(name) for name in [*os.environ] if _OF_A_RANK.fullmatch(name)}
+    os.environ[_ASIDE] = json.dumps({**_aside(), **found, _PROCESS: str(os.getpid())})
+    return found
+
+
+def _aside() -> Mapping[str, str]:
+    """What this process has put aside. A process that it has started is no rank."""
+    found = json.loads(os.environ.get(_ASIDE, "{}"))
+    return found if found.get(_PROCESS) == str(os.getpid()) else {}
+
+
+def _told() -> Mapping[str, str]:
+    """This process's environment, with what is aside."""
+    return {**os.environ, **_aside()}
+
+
+def of_no_rank() -> dict[str, str]:
     """The environment without what describes this process as a rank."""
     return {
         name: value
@@ -313,52 +376,3 @@ def first_host(nodes: str) -> str:
     """
     found = re.match(r"([^,\[]*)(?:\[([^\],-]*)[^\]]*\]([^,\[]*))?", nodes)
     return "".join(part or "" for part in found.groups()) if found else nodes
-
-
-def rank_environment(
-    rank: int, size: int, port: int, secret: str, devices: str, plan_text: str, transport: str = "auto"
-) -> dict[str, str]:
-    """The whole environment of a rank that this process starts; the store listens on `port` of this machine.
-
-    secret: with which its ranks sign. Only this user can read a process's environment.
-    """
-    loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
-    replaceable = {
-        "OMP_NUM_THREADS": str(threads_per_rank(size)),
-        "PYTHONUNBUFFERED": "1",  # what a rank printed before it was killed is not lost
-        **({"GLOO_SOCKET_IFNAME": loopback} if loopback else {}),
-    }
-    launched = {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(size),
-        "LOCAL_WORLD_SIZE": str(size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        # the store is hosted by whoever started the ranks, as under torchrun
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "MESHLOOM_PLAN": plan_text,
-        "MESHLOOM_SECRET": secret,
-        "MESHLOOM_DEVICES": devices,
-        "MESHLOOM_TRANSPORT": launched_transport(transport),
-        "MESHLOOM_BEGAN": str(_began()),
-    }
-    return {**replaceable, **_of_no_rank(), **launched}
-
-
-def reference_environment(descriptor: int) -> dict[str, str]:
-    """The whole environment of the process in which verification has one device: as of this rank, but of no rank.
-    descriptor: of the socket to it."""
-    kept = {name: value for name, value in _of_no_rank().items() if name not in _OF_OUR_LAUNCHER}
-    return {**kept, _REFERENCE: str(descriptor)}
-
-
-def role_environment(role: Role, num_workers: int) -> dict[str, str]:
-    """The whole environment of a server or worker that this process starts."""
-    replaceable = {"OMP_NUM_THREADS": str(threads_per_rank(num_workers)), "PYTHONUNBUFFERED": "1"}
-    return {**replaceable, **_of_no_rank(), "MESHLOOM_ROLE": role.to_json()}
-
-
-def with_report(environment: Mapping[str, str], descriptor: int, activity: int) -> dict[str, str]:
-    """`environment` of a rank that reports on `descriptor`, and notes what it does in the file `activity`."""
-    return {**environment, "MESHLOOM_REPORT_FD": str(descriptor), "MESHLOOM_ACTIVITY_FD": str(activity)}

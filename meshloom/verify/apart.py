@@ -28,7 +28,7 @@ from torch import Tensor
 from meshloom.core.device.flat_bytes import flat_bytes
 from meshloom.core.errors import DeviceError, MeshloomError
 from meshloom.core.job import Job
-from meshloom.launch.environment import reference_environment
+from meshloom.launch.child_environment import reference_environment
 from meshloom.launch.failure import OUT_OF_MEMORY, own_lines
 from meshloom.launch.processes.child import start_child
 from meshloom.launch.processes.rank_process import signal_name

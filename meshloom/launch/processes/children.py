@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 import torch.distributed as dist
 
 from meshloom.core.mesh import Mesh
-from meshloom.launch.environment import rank_environment
+from meshloom.launch.child_environment import rank_environment
 from meshloom.launch.processes.guard import Guard
 from meshloom.launch.processes.rank_process import RankProcess
 

@@ -25,7 +25,7 @@ from typing import Any, Literal, Self
 from meshloom.comm.messaging.keys import make_keys, write_key
 from meshloom.comm.messaging.sockets import resolve_address
 from meshloom.core.errors import EndpointError
-from meshloom.launch.environment import role_environment
+from meshloom.launch.child_environment import role_environment
 from meshloom.launch.failure import EndedError
 from meshloom.launch.processes.children import Children
 from meshloom.launch.processes.guard import Guard

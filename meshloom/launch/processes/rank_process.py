@@ -15,7 +15,7 @@ from contextlib import suppress
 from typing import Any
 
 from meshloom.comm.liveness.activity import PAGE_BYTES, ActivitySnapshot, new_page, read
-from meshloom.launch.environment import with_report
+from meshloom.launch.child_environment import with_report
 from meshloom.launch.events import STACK_SIGNAL
 from meshloom.launch.failure import OUT_OF_MEMORY, Failure
 from meshloom.launch.processes.child import start_child
