@@ -25,13 +25,13 @@ from meshloom.launch.events import send_event
 from meshloom.launch.names import capital, rank_name
 
 
-def report_failure(error: BaseException, mesh: Mesh | None = None) -> int:
+def report_failure(error: BaseException, mesh: Mesh | None = None, left_by: Sequence[str] = ()) -> int:
     """Report to the launcher, or on stderr, what ended this process; the exit code for it.
 
     One message: the error, this rank and its place, and the lines of the user's own code that led to it, the
     deepest last. The whole traceback is shown where the error is not in the user's code, and with
     `MESHLOOM_TRACEBACK=full`; an error that meshloom explains itself has the deepest line alone.
-    mesh: gives the rank's place under torchrun; under our launcher the plan does.
+    mesh: gives the rank's place under torchrun; under our launcher the plan does. left_by: of `World`.
     """
     if isinstance(error, KeyboardInterrupt):
         return 130
@@ -41,6 +41,9 @@ def report_failure(error: BaseException, mesh: Mesh | None = None) -> int:
     if isinstance(error, SystemExit):
         return _report_exit(error)
     failure = _failure_of(error, mesh)
+    if left_by:
+        text = f"{left_by[0]} has come to its end while this rank waits for it: {failure.message}"
+        failure = replace(failure, message=text, consequence=False)
     if not send_event({"event": "failed", **vars(failure)}):
         # one short line of a rank that only lost another: the cause is in that rank's message
         text = str(failure)
@@ -92,11 +95,26 @@ def _report_exit(error: SystemExit) -> int:
         return 0
     text = "" if isinstance(error.code, int) else str(error.code)
     code = error.code if isinstance(error.code, int) else 1
-    message = text or f"the job left with exit code {code}."
+    message = text or f"left with exit code {code}."
     failure = replace(_failure_of(error, None), message=message, traceback="", exit_code=code)
     if not send_event({"event": "failed", **vars(failure)}) and text:
         print(text, file=sys.stderr, flush=True)  # noqa: T201
     return code
+
+
+def report_interrupt(error: KeyboardInterrupt) -> int:
+    """Report Ctrl-C, or what a script raises as such, on one rank of several; the exit code for it."""
+    failure = replace(
+        _failure_of(error, None),
+        kind="",
+        message="was interrupted.",
+        line=own_line(error),
+        traceback="",
+        exit_code=130,
+    )
+    if not send_event({"event": "failed", **vars(failure)}):
+        print(failure, file=sys.stderr, flush=True)  # noqa: T201
+    return failure.exit_code
 
 
 def report_stop(text: str, exit_code: int, *, main: bool) -> None:

@@ -10,6 +10,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -36,7 +37,7 @@ from meshloom.launch.environment import (
     scratch_directory,
 )
 from meshloom.launch.events import STACK_SIGNAL, send_event
-from meshloom.launch.failure import leave, report_failure
+from meshloom.launch.failure import leave, own_line, report_failure
 from meshloom.launch.names import rank_name, visible_gpus
 from meshloom.launch.transport import agreed_transports
 from meshloom.launch.world import CARRIES_TENSORS, REDUCES, LocalRank, Use, World, connect_rank
@@ -63,7 +64,7 @@ def join(
     activity.enter("joining")
     try:
         ours = not dist.is_initialized()  # otherwise the user's script has initialized it
-        store = _meeting_place(launched, timeout) if ours else dist.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
+        store = meeting_place(launched, timeout) if ours else dist.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
         # Ranks may open several worlds, one after another; each has its own part of the store.
         opened = store.add(f"meshloom/opened/{launched.rank}", 1)
         store = dist.PrefixStore(f"meshloom/{opened}", store)
@@ -106,7 +107,11 @@ def join(
     why = f"{kind}: {format_count(launched.size, 'rank')} as processes {here} {format_count(cores(), 'core')}, {used} ({reason}){communicating}"
     activity.enter("own code")
     send_event({"event": "joined"})
-    return World(mesh, [local], kind, why, _parting(mesh, local, store, connections, ours))
+
+    def left_by(error: BaseException) -> Sequence[str]:
+        return _ended(local.rank, mesh, store) if isinstance(error, PeerLostError) else ()
+
+    return World(mesh, [local], kind, why, _parting(mesh, local, store, connections, ours, left_by), left_by)
 
 
 def _open_activity() -> Activity:
@@ -125,13 +130,14 @@ def _open_activity() -> Activity:
 
 
 def _parting(
-    mesh: Mesh, local: LocalRank, store: dist.Store, connections: RankGroups, ours: bool
-) -> Callable[[bool], None]:
+    mesh: Mesh, local: LocalRank, store: dist.Store, connections: RankGroups, ours: bool,
+    left_by: Callable[[BaseException], Sequence[str]],
+) -> Callable[[bool], None]:  # fmt: skip
     """The function that ends a rank's world. Until then uncaught errors of the user's script are reported."""
     previous = sys.excepthook
 
     def uncaught(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
-        leave(report_failure(error, mesh))
+        leave(report_failure(error, mesh, left_by(error)))
 
     def end(well: bool) -> None:
         atexit.unregister(at_exit)
@@ -155,15 +161,33 @@ def _parting(
 
 def _meet_again(rank: int, size: int, store: dist.Store) -> bool:
     """Whether all ranks have reached this end: closing may lose data that a slower rank has not read yet."""
+    leaving = sys.exception()  # SystemExit, while it is handled
     try:
-        store.set(f"parting/{rank}", "")
-        store.wait([f"parting/{other}" for other in range(size)], timedelta(seconds=FAREWELL_SECONDS))
+        store.set(f"parting/{rank}", own_line(leaving) if leaving else "")
+        everyone = [f"parting/{other}" for other in range(size)]
+        until, pause = time.monotonic() + FAREWELL_SECONDS, 0.001
+        while not store.check(everyone):  # a wait that ends without them prints warnings of torch's
+            if time.monotonic() > until:
+                return False
+            time.sleep(pause)
+            pause = min(2 * pause, 0.05)
     except RuntimeError:  # some rank is elsewhere, or the store has ended with its rank
         return False
     return True
 
 
-def _meeting_place(launched: LaunchedRank, timeout: timedelta) -> dist.Store:
+def _ended(rank: int, mesh: Mesh, store: dist.Store) -> list[str]:
+    """The other ranks that have come to their end, each with the line at which it left."""
+    found: list[str] = []
+    with suppress(RuntimeError):  # the store has ended with its rank
+        for other in range(mesh.size):
+            if other != rank and store.check([key := f"parting/{other}"]):
+                line = store.get(key).decode()
+                found.append(rank_name(other, mesh) + (f", at {line}," if line else ""))
+    return found
+
+
+def meeting_place(launched: LaunchedRank, timeout: timedelta) -> dist.Store:
     hosts = launched.hosts_store
     return dist.TCPStore(
         launched.address, launched.port, None, is_master=hosts, timeout=timeout, wait_for_workers=False,

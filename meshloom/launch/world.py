@@ -95,17 +95,19 @@ class World:
     local: the ranks that live here: one in a rank process, all when simulated.
     kind, why: the devices, and the line that explains their choice. main: whether rank 0 lives here.
     turns: the threads of ranks that are simulated.
+    left_by: given an error of this rank, the others that had come to their end where it says that one is lost: they are its cause.
     """
 
     def __init__(
         self, mesh: Mesh, local: list[LocalRank], kind: Kind, why: str,
-        end: Callable[[bool], None] | None = None,
+        end: Callable[[bool], None] | None = None, left_by: Callable[[BaseException], Sequence[str]] = lambda _: (),
     ) -> None:  # fmt: skip
         self.mesh, self.local, self.main = mesh, local, local[0].rank == 0
         # each with a pool of threads of its own they would be slower, and not alike from run to run
         self.turns = Turns(kernels=1)
         self.kind: Kind = kind
         self.why = why
+        self.left_by = left_by
         self._end = end
 
     def memory_bytes(self) -> int:

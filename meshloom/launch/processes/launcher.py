@@ -6,13 +6,16 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from meshloom.core.errors import ABORTED
 from meshloom.core.mesh import Mesh
+from meshloom.launch.child_environment import script_environment
 from meshloom.launch.environment import SCRATCH
+from meshloom.launch.failure import Failure
 from meshloom.launch.names import capital, rank_name
 from meshloom.launch.processes.children import Children, rank_environments
 from meshloom.launch.processes.guard import Guard
@@ -28,19 +31,20 @@ GRACE_SECONDS = 2.0  # between asking ranks to end and killing them
 
 def run_ranks(
     command: list[str], mesh: Mesh, devices: str, plan_text: str, hang_seconds: float = DEFAULT_SECONDS,
-    transport: str = "auto",
+    transport: str = "auto", *, scripts: bool = False,
 ) -> int:  # fmt: skip
     """Run `command` once per rank, as processes of this machine, until all have ended; the exit code.
 
     devices: "cuda" or "cpu", by `choose_devices`; passed to ranks in their environment, with the plan.
     transport: one of `TRANSPORTS`, likewise.
     hang_seconds: how long a rank may hang before the run is ended; 0: for ever. See hang.py.
+    scripts: each runs a script of the user's own, whose lines tell where ranks waited for one that failed.
     stdout is rank 0's; output of the others goes to stderr, with their rank. The first failure ends all ranks
     and is printed to stderr, once. SIGINT, SIGTERM and SIGHUP end all ranks too (130, 143, 129); ranks that
     train save first, unless a second signal arrives. No process of the ranks is left, whatever happens.
     """
     with noted_signals() as signals:
-        with Guard() as guard, _Ranks(guard) as ranks:
+        with Guard() as guard, _Ranks(guard, scripts) as ranks:
             hang = HangWatch(mesh, hang_seconds) if hang_seconds else None
             outcome = ranks.start(command, mesh, devices, plan_text, transport, signals)
             outcome = outcome or ranks.watch(signals, hang)
@@ -66,12 +70,13 @@ def _stopped(signals: list[int]) -> _Outcome | None:
 class _Ranks:
     """The rank processes: a context manager that ends them."""
 
-    def __init__(self, guard: Guard) -> None:
+    def __init__(self, guard: Guard, scripts: bool) -> None:
         self._children = Children(guard)
         # for files that killed ranks and data workers leave behind
         self._scratch = tempfile.mkdtemp(prefix="meshloom-")
         guard.removes(Path(self._scratch).resolve())
         self._ranks = self._children.processes
+        self._scripts = scripts
         self._handed_on = 0.0  # when a signal was handed on to the ranks
         self._heeded = 0  # how many signals that was
 
@@ -92,6 +97,8 @@ class _Ranks:
         for number, environment in enumerate(environments):
             if outcome := _stopped(signals):
                 return outcome
+            if self._scripts:
+                environment = script_environment(environment, number, devices)
             name, prefix = rank_name(number, mesh), f"[rank {number}]" if number else None
             try:
                 self._children.start(name, prefix, command, {**environment, SCRATCH: self._scratch})
@@ -152,9 +159,11 @@ class _Ranks:
             return _stopped(signals)  # its training had just ended
         in_order = sorted(self._ranks, key=lambda rank: rank.failed_at)
         failures = [(rank.failed_at, rank.failure) for rank in in_order if rank.failure]
-        for _, failure in failures:
+        for noticed, failure in failures:
             if not failure.consequence:
-                return _Outcome(failure.exit_code, str(failure))
+                if self._scripts and time.monotonic() < noticed + CAUSE_SECONDS and self._may_tell():
+                    return None
+                return _Outcome(failure.exit_code, "\n".join([str(failure), *self._waited(failures)]))
         gone = [rank for rank in self._ranks if rank.exit_code == 0]
         who = capital(gone[0].name) if gone else ""
         if gone and not gone[0].joined and any(rank.joining and not rank.joined for rank in self._ranks):
@@ -167,6 +176,15 @@ class _Ranks:
             together = f"while {first.who} was still working together with it: {first.message}"
             return _Outcome(1, f"{who} ended without an error {together}")
         return _Outcome(first.exit_code, "\n".join([str(first), *self._still_at_work()]))
+
+    def _may_tell(self) -> bool:
+        """Whether a rank that had joined may still tell at which line it waited."""
+        return any(rank.joined and rank.failure is None and rank.exit_code is None for rank in self._ranks)
+
+    def _waited(self, failures: Sequence[tuple[float, Failure]]) -> list[str]:
+        """Where the others waited, in a script's lines."""
+        told = [each for _, each in failures if self._scripts and each.consequence and each.line]
+        return [f"{capital(each.who)} waited for it at {each.line}" for each in told[:3]]
 
     def _still_at_work(self) -> list[str]:
         """The ranks that compute, for which the others waited until their timeouts expired."""
