@@ -36,7 +36,8 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
             built.error(said)
         hint = ""
         if "target" in arguments and theirs is None:
-            hint = f" Words for the job file follow --, as in: meshloom {arguments.verb} {arguments.target} -- {' '.join(unknown)}"
+            theirs_is = "script" if arguments.verb == "run" else "job file"
+            hint = f" Words for the {theirs_is} follow --, as in: meshloom {arguments.verb} {arguments.target} -- {' '.join(unknown)}"
         built.error(f"unrecognized arguments: {' '.join(unknown)}.{hint}")
     if theirs is not None and "target" not in arguments:
         built.error(f"meshloom {arguments.verb} loads no job file, so nothing can follow --.")
@@ -49,12 +50,13 @@ def parser() -> argparse.ArgumentParser:
     built = argparse.ArgumentParser(
         prog="meshloom",
         description="Train a single-device PyTorch job on many devices, and prove that the result is the same.",
-        epilog="What follows -- is for the job file, which finds it in sys.argv: meshloom train job.py --plan dp=2 -- --lr 0.5",
+        epilog="What follows -- is for the job file or the script, which finds it in sys.argv: meshloom train job.py --plan dp=2 -- --lr 0.5",
     )
     built.add_argument("--version", action=_Version, nargs=0, help="print the version and end")
     verbs = built.add_subparsers(
-        dest="verb", required=True, metavar="adopt | train | verify | plan | describe | calibrate | report | watch | export | doctor | completion"
+        dest="verb", required=True, metavar="run | adopt | train | verify | plan | describe | calibrate | report | watch | export | doctor | completion"
     )  # fmt: skip
+    _add_run(verbs.add_parser("run", help="run a training script with a loop of its own under a plan"))
     _add_adopt(
         verbs.add_parser(
             "adopt", help="write a job from a training script, and prove that it takes its steps"
@@ -99,6 +101,21 @@ class _Version(argparse.Action):
 
         print(f"meshloom {__version__}")
         parser.exit()
+
+
+def _add_run(run: argparse.ArgumentParser) -> None:
+    run.description = (
+        "Start a process for each rank of the plan, each of which runs the script as python SCRIPT.py would. The script finds no variables "
+        "of ranks (MESHLOOM_KEEP_RANKS=1 keeps them), sees one GPU or none, and draws as on all ranks (MESHLOOM_SEED, default 0)."
+    )
+    run.add_argument(
+        "target", metavar="SCRIPT.py", help="a training script whose model is given to parallel()"
+    )
+    run.add_argument("--plan", help="like dp=2,tp=2 (default: MESHLOOM_PLAN, else one process)")
+    run.add_argument(
+        "--devices", default="auto", choices=("auto", "cpu", "cuda"), help="auto: GPUs if there is one for each rank (default: auto)"
+    )  # fmt: skip
+    _add_common(run, transport=True, timeout_seconds=600, records=False)
 
 
 def _add_adopt(adopt: argparse.ArgumentParser) -> None:
@@ -292,9 +309,9 @@ def _add_export(export: argparse.ArgumentParser) -> None:
 
 
 def _add_common(
-    verb: argparse.ArgumentParser, *, transport: bool = False, oversubscribe: bool = False, timeout_seconds: int = 0
+    verb: argparse.ArgumentParser, *, transport: bool = False, oversubscribe: bool = False, timeout_seconds: int = 0, records: bool = True,
 ) -> None:  # fmt: skip
-    """The options that several verbs share. timeout_seconds: the default; 0: there is no such option."""
+    """The options that several verbs share. timeout_seconds: the default; 0: there is no such option. records: whether it writes any."""
     if transport:
         verb.add_argument(
             "--transport", default="auto", choices=TRANSPORTS,
@@ -310,6 +327,7 @@ def _add_common(
             "--oversubscribe", action="store_true",
             help=f"allow more ranks than make sense: {PROCESSES_PER_CORE} processes per core, {MOST_SIMULATED} simulated ranks",
         )  # fmt: skip
-    verb.add_argument(
-        "--json", metavar="FILE", help="write records as JSON lines to FILE; - is standard output"
-    )
+    if records:
+        verb.add_argument(
+            "--json", metavar="FILE", help="write records as JSON lines to FILE; - is standard output"
+        )

@@ -24,13 +24,8 @@ from meshloom.launch.opening import check_timeout
 from meshloom.launch.processes.launcher import run_ranks
 from meshloom.telemetry.timings import Timings
 
-_OF_RANKS = (
-    "train",
-    "verify",
-    "calibrate",
-    "describe",
-    "plan",
-)  # the verbs that a launcher may start many times
+# the verbs that a launcher may start many times
+_OF_RANKS = ("train", "run", "verify", "calibrate", "describe", "plan")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -80,6 +75,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             from meshloom.cli.verb_adopt import adopt_script
 
             return adopt_script(arguments)
+        if arguments.verb == "run":
+            from meshloom.cli.verb_run import start_script
+
+            return start_script(arguments)
         check_target(arguments.target)
         if getattr(arguments, "hang_seconds", 0) < 0:
             raise PlanError(
@@ -119,6 +118,10 @@ def _run_here(arguments: argparse.Namespace) -> int:
         from meshloom.cli.verb_calibrate import calibrate
 
         return calibrate(arguments)
+    if arguments.verb == "run":
+        from meshloom.cli.verb_run import run_script
+
+        return run_script(arguments)
     _check_counts(arguments)
     with ExitStack() as stack:
         stack.enter_context(ranks_aside())

@@ -142,4 +142,7 @@ def _advice(path: Path, module: Any) -> str:
     jobs = [name for name, value in vars(module).items() if isinstance(value, Job)]
     if jobs:
         return f"It has {', '.join(jobs)}: give {path}:{jobs[0]}."
-    return "Define job = meshloom.Job(...) in it, or name a function that returns one, as FILE.py:NAME."
+    return (
+        "Define job = meshloom.Job(...) in it, or name a function that returns one, as FILE.py:NAME. "
+        f"A script with a loop of its own is started by meshloom run {path}."
+    )

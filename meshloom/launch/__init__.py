@@ -19,4 +19,5 @@ hosts the store in which ranks meet, on a port that the kernel picks.
     failure.py       what ended a process, in one message      events.py        a rank's reports to its launcher
     names.py         how ranks and counts are written          allocator.py     keeps freed memory for the next step
     role.py          the role of a server or worker            processes/       starts, watches and ends processes
+    first_of_host.py one process of a host goes first          child_environment.py   what processes started here find
 """

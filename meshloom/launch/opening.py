@@ -9,7 +9,7 @@ from meshloom.core.mesh import Mesh
 from meshloom.core.units import format_count
 from meshloom.launch.allocator import keep_freed_memory
 from meshloom.launch.devices import check_devices, check_ranks
-from meshloom.launch.environment import launched_rank, launched_transport
+from meshloom.launch.environment import launched_rank, launched_timeout, launched_transport
 from meshloom.launch.joining import join
 from meshloom.launch.names import sizes
 from meshloom.launch.one_process import world_in_one_process
@@ -20,13 +20,14 @@ MOST_SECONDS = 1e7  # a timeout: 115 days
 
 
 def open_world(
-    mesh: Mesh, devices: str = "auto", timeout_seconds: float = 600.0, transport: str = "auto",
+    mesh: Mesh, devices: str = "auto", timeout_seconds: float | None = None, transport: str = "auto",
     *, ring: bool = False, oversubscribe: bool = False, saving: bool = False,
 ) -> World:  # fmt: skip
     """Join the other processes if this one was started as a rank; otherwise keep all ranks in this process.
 
     devices: one of `DEVICES`.
-    timeout_seconds: how long a rank waits for the others, when it joins and in every collective.
+    timeout_seconds: how long a rank waits for the others, when it joins and in every collective; None: as
+        the launcher says, or 600.
     transport: of processes, one of `TRANSPORTS`.
     ring: whether gradients are added up on a ring of messages, in place of the transport's own all-reduce.
     oversubscribe: whether there may be more than `MOST_SIMULATED` simulated ranks.
@@ -36,6 +37,7 @@ def open_world(
     """
     check_devices(devices)
     check_transport(transport)
+    timeout_seconds = launched_timeout() if timeout_seconds is None else timeout_seconds
     check_timeout(timeout_seconds, "timeout_seconds=")
     launched = launched_rank()
     size = launched.size if launched else 1

@@ -1,0 +1,84 @@
+"""`meshloom run`: a script with a loop of its own, on each rank of a plan."""
+
+from __future__ import annotations
+
+import argparse
+import builtins
+import sys
+from collections.abc import Sequence
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from types import ModuleType
+
+from meshloom.core.errors import JobError
+from meshloom.core.plan import Plan
+from meshloom.core.random import seed_script
+from meshloom.launch.devices import choose_devices
+from meshloom.launch.environment import is_rank, launched_plan, script_seed, set_for_script
+from meshloom.launch.failure import leave, report_failure, report_interrupt
+from meshloom.launch.processes.launcher import run_ranks
+from meshloom.loops.ranks import check_of_loops, has_ranks, leave_ranks, ranks
+
+
+def start_script(arguments: argparse.Namespace) -> int:
+    """Start the ranks of the plan; without one, or with one rank, run the script here. The exit code."""
+    check_script(arguments.target)
+    text = arguments.plan or launched_plan() or ""
+    plan = Plan.parse(text) if text else Plan()
+    check_of_loops(plan)
+    kind, _ = choose_devices(plan.mesh, arguments.devices)
+    if plan.mesh.size == 1:
+        return run_script(arguments)
+    if kind == "simulated":  # more ranks than cores
+        kind, _ = choose_devices(plan.mesh, "cpu")
+    return run_ranks(
+        arguments.command, plan.mesh, kind, str(plan), transport=arguments.transport, scripts=True
+    )
+
+
+def check_script(target: str) -> None:
+    """Raises `JobError` for what is no script."""
+    path = Path(target)
+    if path.is_dir():
+        raise JobError(f"{path} is a directory. Give a script, as in meshloom run train.py --plan dp=2.")
+    if path.is_file():
+        return
+    file, _, name = target.rpartition(":")
+    if name.isidentifier() and Path(file).is_file():
+        raise JobError(
+            f"{target} names a job, and run starts scripts that have a loop of their own. Use meshloom train {target}."
+        )
+    raise JobError(f"There is no file {path}. Give a script, as in meshloom run train.py --plan dp=2.")
+
+
+def run_script(arguments: argparse.Namespace) -> int:
+    """Run the script in this process, which is one of the plan's ranks or the only one. The exit code."""
+    set_for_script(arguments.plan or "", arguments.devices, arguments.transport, arguments.timeout)
+    seed_script(script_seed())
+    try:
+        execute(arguments.target, arguments.words)
+    except SystemExit as leaving:
+        leave_ranks(well=not leaving.code)
+        raise
+    except BaseException as error:
+        if not is_rank():
+            raise
+        if isinstance(error, KeyboardInterrupt):
+            leave(report_interrupt(error))
+        leave(report_failure(error, left_by=ranks().world.left_by(error) if has_ranks() else ()))
+    leave_ranks(well=True)
+    return 0
+
+
+def execute(target: str, words: Sequence[str]) -> None:
+    """What `python target words` does: the file's code in a module `__main__`, which finds files beside it."""
+    path = Path(target)
+    file = str(path.absolute())
+    loader = SourceFileLoader("__main__", file)
+    module = ModuleType("__main__")
+    vars(module).update(__file__=file, __loader__=loader, __cached__=None, __builtins__=builtins)
+    sys.modules["__main__"] = module
+    sys.argv = [target, *words]
+    if not sys.flags.safe_path:  # else Python has put nothing there
+        sys.path[0] = str(path.resolve().parent)
+    exec(loader.source_to_code(loader.get_data(file), file), vars(module))  # noqa: S102
