@@ -56,18 +56,32 @@ def run_script(arguments: argparse.Namespace) -> int:
     set_for_script(arguments.plan or "", arguments.devices, arguments.transport, arguments.timeout)
     seed_script(script_seed())
     try:
-        execute(arguments.target, arguments.words)
-    except SystemExit as leaving:
-        leave_ranks(well=not leaving.code)
-        raise
+        _run_to_its_end(arguments)
     except BaseException as error:
-        if not is_rank():
+        if isinstance(error, SystemExit) or not is_rank():
             raise
         if isinstance(error, KeyboardInterrupt):
             leave(report_interrupt(error))
         leave(report_failure(error, left_by=ranks().world.left_by(error) if has_ranks() else ()))
-    leave_ranks(well=True)
     return 0
+
+
+def _run_to_its_end(arguments: argparse.Namespace) -> None:
+    try:
+        execute(arguments.target, arguments.words)
+    except SystemExit as leaving:
+        if leaving.code:
+            leave_ranks(well=False)
+        else:
+            _leave()
+        raise
+    _leave()
+
+
+def _leave() -> None:
+    if has_ranks():
+        ranks().world.local[0].check_end()
+    leave_ranks(well=True)
 
 
 def execute(target: str, words: Sequence[str]) -> None:

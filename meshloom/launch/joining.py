@@ -152,6 +152,10 @@ def _parting(
                 group.abort()
 
     def at_exit() -> None:
+        try:
+            local.check_end()
+        except PeerLostError as error:
+            leave(report_failure(error, mesh, left_by(error)))
         end(True)
 
     sys.excepthook = uncaught

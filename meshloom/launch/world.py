@@ -14,6 +14,7 @@ from meshloom.comm.liveness.activity import Activity
 from meshloom.comm.rank_context import SliceGroups
 from meshloom.comm.recording import RecordedGroup
 from meshloom.comm.turns import Turns
+from meshloom.core.errors import PeerLostError
 from meshloom.core.mesh import Axis, Mesh, MeshCoordinates
 from meshloom.launch.devices import Kind
 from meshloom.launch.names import used_axes
@@ -53,6 +54,13 @@ class LocalRank:
         control = (self.statistics, self.world, self.readers, self.team, self.saving)
         found = (*self.groups.values(), *control, *parts)
         return [group for group in found if group is not None]
+
+    def check_end(self) -> None:
+        """Raises `PeerLostError` where a wait for another rank has failed, and the program has gone on to its end all the same."""
+        if self.activity.now().waits:
+            raise PeerLostError(
+                "The script has caught that another rank was lost, and gone on to its end without it."
+            )
 
 
 def connect_rank(
