@@ -80,6 +80,11 @@ def bind(inputs: Any) -> TakenShare | None:
     return found
 
 
+def share_of(tensor: Tensor) -> TakenShare | None:
+    """The share that this tensor is; None: it is none, or was computed from one."""
+    return _OF_TENSOR.get(tensor)
+
+
 def newest() -> TakenShare | None:
     """The share that the script has taken last."""
     return _RECENT[-1] if _RECENT else None

@@ -46,7 +46,7 @@ class RankComparison:
         builds += [("Evaluate(data=...)", job.evaluate.data, EVALUATION)] if job.evaluate else []
         notes: list[str] = []
         for where, build, epoch in builds if self._plan.mesh.size > 1 and not self._has_read else ():
-            read = partial(some_samples, build, job, where, _digest, epoch=epoch)
+            read = partial(some_samples, build, job, where, sample_digest, epoch=epoch)
             notes += self._replicas.together(partial(_read_alike, read=read, where=where))[0]
         self._has_read = True
         return notes
@@ -132,7 +132,8 @@ def _difference(one: SomeSamples, other: SomeSamples, unstable: Set[str]) -> tup
     return None
 
 
-def _digest(sample: Any) -> str:
+def sample_digest(sample: Any) -> str:
+    """A digest of a sample, for `SomeSamples`."""
     try:
         return digest_of(ObjectText().of(sample, "a sample"))
     except NoTextError as error:
