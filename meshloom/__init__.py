@@ -19,11 +19,15 @@ from meshloom.launch.environment import begin_script, script_seed
 from meshloom.telemetry.progress import Listener, Progress
 
 if TYPE_CHECKING:
+    main: bool  # whether this process is the one of a script's ranks that prints, draws and logs
     from meshloom.adapters.from_lightning import from_lightning
     from meshloom.adapters.from_transformers import from_transformers
+    from meshloom.loops.loader import loader
+    from meshloom.loops.main_process import main_first
     from meshloom.loops.means import gather, mean, sum  # noqa: A004
     from meshloom.loops.parallel import accumulate, parallel, whole
     from meshloom.loops.saving import save
+    from meshloom.loops.share import share
     from meshloom.train.trainer import Trainer
 
 __all__ = [
@@ -45,10 +49,14 @@ __all__ = [
     "from_transformers",
     "gather",
     "leaf",
+    "loader",
     "log",
+    "main",
+    "main_first",
     "mean",
     "parallel",
     "save",
+    "share",
     "step",
     "sum",
     "whole",
@@ -57,9 +65,12 @@ __version__ = "0.2.0.dev0"
 _LATER = {
     "accumulate": "meshloom.loops.parallel",
     "gather": "meshloom.loops.means",
+    "loader": "meshloom.loops.loader",
+    "main_first": "meshloom.loops.main_process",
     "mean": "meshloom.loops.means",
     "parallel": "meshloom.loops.parallel",
     "save": "meshloom.loops.saving",
+    "share": "meshloom.loops.share",
     "sum": "meshloom.loops.means",
     "whole": "meshloom.loops.parallel",
     "Trainer": "meshloom.train.trainer",
@@ -77,4 +88,6 @@ def __getattr__(name: str) -> Any:
     if name in _LATER:
         found = globals()[name] = getattr(import_module(_LATER[name]), name)
         return found
+    if name == "main":
+        return import_module("meshloom.loops.main_process").is_main()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
