@@ -111,7 +111,9 @@ def rows(x: Any, taken: TakenShare, dim: Dims, samples: int, *, never_empty: boo
             return each if found is None else cast(Any, each)[part]
         if found is None or not each.ndim:
             return each
-        return each[(slice(None),) * (found % each.ndim) + (part,)]
+        taken_rows = each[(slice(None),) * (found % each.ndim) + (part,)]
+        # a script may count on the layout of the whole
+        return taken_rows.contiguous() if isinstance(each, Tensor) and each.is_contiguous() else taken_rows
 
     return _mapped(x, cut, _Lists(samples, dim))
 
