@@ -96,6 +96,19 @@ def whole(module: nn.Module) -> AbstractContextManager[None]:
     return execution_of(module).whole() if _HELD in module.__dict__ else nullcontext()
 
 
+@contextmanager
+def as_written() -> Iterator[None]:
+    """A context in which modules are of their authors' classes, as a file holds them."""
+    held = [(each, type(each), each.__dict__.pop(_HELD)) for each in modules() if _HELD in each.__dict__]
+    for module, made, _ in held:
+        module.__class__ = made.__mro__[1]
+    try:
+        yield
+    finally:
+        for module, made, execution in held:
+            module.__class__, module.__dict__[_HELD] = made, execution
+
+
 def _call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     found = ranks()
     if torch.is_grad_enabled():

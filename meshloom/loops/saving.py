@@ -10,6 +10,7 @@ import torch
 
 from meshloom.comm.objects import on_rank_0
 from meshloom.core.errors import CheckpointError
+from meshloom.loops.parallel import as_written
 from meshloom.loops.ranks import has_ranks, ranks
 
 
@@ -33,7 +34,8 @@ def save(obj: Any, path: Any, **options: Any) -> None:
 def _write(obj: Any, path: Path, options: dict[str, Any]) -> None:
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        torch.save(obj, beside, **options)
+        with as_written():
+            torch.save(obj, beside, **options)
         beside.replace(path)
     except Exception as error:  # the other ranks wait for this one's answer
         beside.unlink(missing_ok=True)
