@@ -99,8 +99,10 @@ class GradientMean:
             )
         self._weight = weight
 
-    def _reached(self, gradient: Tensor) -> Tensor | None:
-        """Before a parameter's gradient is added to what it has."""
+    def _reached(self, gradient: Tensor | None) -> Tensor | None:
+        """Before a parameter's gradient is added to what it has. None: a function of several parameters has none for this one."""
+        if gradient is None:
+            return None
         self._begin()
         if self._weight is None:
             share = newest()  # the backward goes through no call of the module
