@@ -73,7 +73,8 @@ class GradientCompletion:
             self._ownership.return_gradients(parameters)
             self._tell(self._lent)
         if computed and self._summed:
-            sum_over_tp(self._summed, self._shards, add_up)
+            found = [(name, each.grad) for name, each in self._summed if each.grad is not None]
+            sum_over_tp(found, self._shards, add_up)
             self._tell([each for _, each in self._summed])
 
     def _tell(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -83,20 +84,15 @@ class GradientCompletion:
 
 
 def sum_over_tp(
-    summed: Sequence[tuple[str, nn.Parameter]], shards: Shards, add_up: Callable[[Tensor], None]
+    summed: Sequence[tuple[str, Tensor]], shards: Shards, add_up: Callable[[Tensor], None]
 ) -> None:
-    """Add up over tp, in one flat all-reduce, the gradients of what several ranks used, each for its part.
+    """Add up over tp in place, in one flat all-reduce, the gradients of what several ranks used, each for its part.
 
     What some of them hold in parts (key/value heads that two ranks share) is added up in its place in the
     whole.
     """
-    used = [(name, parameter) for name, parameter in summed if parameter.grad is not None]
-    for dtype in sorted({parameter.dtype for _, parameter in used}, key=str):
-        mine = [
-            (name, parameter.grad)
-            for name, parameter in used
-            if parameter.dtype == dtype and parameter.grad is not None
-        ]
+    for dtype in sorted({gradient.dtype for _, gradient in summed}, key=str):
+        mine = [(name, gradient) for name, gradient in summed if gradient.dtype == dtype]
         whole = [
             place(shards.pieces[name], shards.rank, gradient) if name in shards.pieces else gradient
             for name, gradient in mine

@@ -95,8 +95,9 @@ class ProgramStore:
         self._others: dict[ProgramKey, list[Mapping[str, str | None]]] = {}
 
     def open(
-        self, batches: Sequence[Any], world: Group, model: nn.Module, *, own: Any = None, losses_left: int = 0
-    ) -> tuple[Stage, ...]:
+        self, batches: Sequence[Any], world: Group, model: nn.Module, *, own: Any = None, losses_left: int = 0,
+        training: bool = True,
+    ) -> tuple[Stage, ...]:  # fmt: skip
         """Captures the loss on batches like the first, shards it, and cuts it; each of several. All ranks of `world`
         call this; batches and model count on its rank 0.
 
@@ -110,11 +111,19 @@ class ProgramStore:
                 world, {name: str(leaf.dtype) for name, leaf in leaves_of(own).tensors.items()}
             )
             self._own_dtypes = {name: getattr(torch, each.removeprefix("torch.")) for name, each in names.items()}  # fmt: skip
-        key = self._capture(self.losses.loss, True, batches, world, model, losses_left)
+        key = self._capture(self.losses.loss, training, batches, world, model, losses_left)
         return self.stages(key)
 
-    def ready(self, batch: Any, *, loss: LossFunction | None = None, training: bool = True) -> ReadyBatch:
-        """Makes sure that batches like this one have stages. The replica's ranks all pass the same batch."""
+    def has(self, batch: Any, *, loss: LossFunction, training: bool) -> bool:
+        """Whether batches like this one have stages."""
+        key = self._key(leaves_of(batch), loss, training)
+        return key is not None and key in self._entries
+
+    def ready(
+        self, batch: Any, *, loss: LossFunction | None = None, training: bool = True, model: nn.Module | None = None
+    ) -> ReadyBatch:  # fmt: skip
+        """Makes sure that batches like this one have stages. The replica's ranks all pass the same batch. model: what a capture is made
+        from, on the first of them; None: one that the job builds."""
         loss, leaves = loss or self.losses.loss, leaves_of(batch)
         key = self._key(leaves, loss, training)
         if key is not None and key in self._entries:
@@ -123,7 +132,7 @@ class ProgramStore:
             return ReadyBatch(leaves, key)
         program = self._of(loss).at_any_size(self._team, batch, training=training)
         if program is None:
-            return ReadyBatch(leaves, self._capture(loss, training, [batch], self._team))
+            return ReadyBatch(leaves, self._capture(loss, training, [batch], self._team, model))
         key = self._add(program, loss, self._team)
         self._entries[key] = self._sharing(self._entries[key])
         return ReadyBatch(leaves, key)

@@ -21,6 +21,7 @@ from meshloom.core.moments.leaf_draws import leaves_in
 from meshloom.core.random import KeyedDraws, derive, preserved_draws, seed_everything
 from meshloom.program.capture.restored import attributes_put_back, cloned, restored
 from meshloom.program.capture.sketch import Sketch, sketch
+from meshloom.program.ir.leaves import leaves_of
 from meshloom.program.ir.lines import WAYS_OUT
 from meshloom.program.ir.program import Program
 from meshloom.program.ir.written_parameters import named_buffers
@@ -147,11 +148,12 @@ def _eager(model: nn.Module, loss: LossFunction, batch: Any, seed: int, *, keyed
     under autocast, composite operators cast less when a mode sees the operators inside."""
     seed_everything(seed)
     seed_own_generators(own_generators(model), seed)
+    batch = cloned(batch)
     with (
-        _taking_gradients(dict(model.named_parameters())) as gradients,
+        _taking_gradients({**dict(model.named_parameters()), **_differentiated(batch)}) as gradients,
         KeyedDraws() if keyed else nullcontext(),
     ):
-        outputs = tree_leaves(loss(model, cloned(batch)))
+        outputs = tree_leaves(loss(model, batch))
         with AlignedGradients() if single else nullcontext():
             _backward(outputs)  # inside the modes: checkpointed blocks draw again
     return _Ran(_detached(outputs), gradients, _copies(named_buffers(model)))
@@ -165,10 +167,17 @@ def _program(
     seed: int,
 ) -> _Ran:
     seed_everything(seed)
-    with _taking_gradients(parameters) as gradients:
+    batch = cloned(batch)
+    with _taking_gradients({**parameters, **_differentiated(batch)}) as gradients:
         outputs = tree_leaves(run_program(program, parameters, buffers, batch))
         _backward(outputs)
     return _Ran(_detached(outputs), gradients, _copies(buffers.items()))
+
+
+def _differentiated(batch: Any) -> dict[str, Tensor]:
+    """What of a batch requires gradients, which no data set's does."""
+    tensors = leaves_of(batch).tensors
+    return {f"{name} of the batch": each for name, each in tensors.items() if each.requires_grad}
 
 
 @contextmanager
@@ -191,10 +200,19 @@ def _taking_gradients(parameters: Mapping[str, Tensor]) -> Iterator[dict[str, Sk
 
 
 def _backward(outputs: list[Any]) -> None:
-    """Backward of the loss, if it requires grad; checkpointed blocks do not support `autograd.grad`. A metric has none,
-    although one that takes gradients itself may return what requires grad."""
-    if torch.is_grad_enabled() and isinstance(outputs[0], Tensor) and outputs[0].requires_grad:
-        outputs[0].sum().backward()
+    """Backward of what the loss returned that requires grad, all elements of one weighed differently; checkpointed blocks do not support
+    `autograd.grad`. A metric has none, although one that takes gradients itself may return what requires grad."""
+    found = [each for each in outputs if isinstance(each, Tensor) and each.requires_grad]
+    if torch.is_grad_enabled() and found:
+        torch.autograd.backward(found, [_weights_like(each) for each in found])
+
+
+def _weights_like(output: Tensor) -> Tensor:
+    """1 for a scalar; the sum of a softmax has no gradient, so that elements of others differ."""
+    if output.numel() == 1:
+        return torch.ones_like(output)
+    weights = torch.arange(output.numel(), dtype=torch.float64, device=output.device).cos()
+    return weights.view(output.shape).to(output.dtype)
 
 
 def _copies(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:

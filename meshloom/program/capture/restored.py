@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshloom.program.ir.leaves import leaves_of
+from meshloom.program.ir.leaves import copy_of, leaves_of
 from meshloom.program.ir.written_parameters import named_buffers
 from meshloom.program.trace.attributes import attributes_restored, plain_values, put_attribute
 
@@ -110,4 +110,4 @@ def _drop_others(module: nn.Module, names: Collection[str]) -> None:
 def cloned(batch: Any) -> Any:
     """A batch of copies."""
     leaves = leaves_of(batch)
-    return leaves.rebuild([leaf.detach().clone() for leaf in leaves.tensors.values()])
+    return leaves.rebuild([copy_of(leaf) for leaf in leaves.tensors.values()])

@@ -54,6 +54,11 @@ def leaves_of(batch: Any) -> Leaves:
     return dataclasses.replace(found, rebuild=rebuilt)
 
 
+def copy_of(leaf: Tensor) -> Tensor:
+    """A copy without history, which requires gradients where the leaf does."""
+    return leaf.detach().clone().requires_grad_(leaf.requires_grad)
+
+
 def holds_tensors_itself(value: Any) -> bool:
     """Whether a value is an object of the user's with tensors among its attributes, and no `to` that moves them."""
     attributes = getattr(value, "__dict__", None)

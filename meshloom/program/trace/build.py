@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from meshloom.program.ir.early_updates import with_early_updates
+from meshloom.program.ir.leaves import copy_of
 from meshloom.program.ir.nodes import Input, Meta, Node, Ref, Variable
 from meshloom.program.ir.program import Program
 from meshloom.program.ir.step_input import STEP, step_beside
@@ -40,8 +41,7 @@ def build(
         first[value], tensors[value] = given[name]
     likes = {name: shape_of(tensor) for name, tensor in tensors.items()}
     likes |= {
-        value: shape_of(leaf.detach().clone())
-        for value, leaf in zip(exported.inputs, leaves.values(), strict=True)
+        value: shape_of(copy_of(leaf)) for value, leaf in zip(exported.inputs, leaves.values(), strict=True)
     }
     pure = without_mutation(exported, likes)
     mark_written(

@@ -28,6 +28,7 @@ from meshloom.core.modules.module_caches import no_tensors_kept
 from meshloom.core.modules.named_leaves import is_function, shown
 from meshloom.program.gradients.gradient_trace import trace_with_gradients
 from meshloom.program.ir.contexts import Autocast, Context
+from meshloom.program.ir.leaves import copy_of
 from meshloom.program.ir.lines import WAY_OUT, WAYS_OUT, SourceLine, SourcePlace, place_here, place_of_error
 from meshloom.program.opaque.stand_ins import Recorded, standing_in
 from meshloom.program.trace.attributes import attributes_restored, containers_kept
@@ -161,7 +162,7 @@ def _traced(
 
 def _copies(leaves: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """The same tensor twice becomes two."""
-    return tuple(leaf.detach().clone() for leaf in leaves)
+    return tuple(map(copy_of, leaves))
 
 
 @contextmanager
