@@ -1,0 +1,322 @@
+"""Modules of a script whose forwards are divided over tp: the loop of one device, step by step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from meshloom.core.errors import CaptureError
+from meshloom.core.plan import Plan
+from meshloom.launch.opening import open_world
+from meshloom.loops import taken_shares
+from meshloom.loops.divided_module import DividedModule
+from meshloom.loops.ranks import LoopRanks
+from meshloom.loops.taken_shares import TakenShare, share_sizes
+
+Call = Callable[..., Any]
+Script = Callable[[list[nn.Module], list[Call], int], Any]
+EXACT = 1e-13  # float64; sums over two ranks have another order
+
+
+class Heads(nn.Module):
+    """Two results, a loss inside where labels are given, and what is no tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(11, 64), nn.GELU(), nn.Linear(64, 32), nn.LayerNorm(32))
+        self.one, self.other = nn.Linear(32, 7), nn.Linear(32, 5)
+        self.scale = 1.0
+
+    def forward(self, x: Tensor, *, labels: Tensor | None = None) -> dict[str, Any]:
+        h = self.body(x)
+        found: dict[str, Any] = {"logits": self.one(h) * self.scale, "pair": (self.other(h), None, "text")}
+        if labels is not None:
+            found["loss"] = F.cross_entropy(found["logits"], labels)
+        return found
+
+
+class Language(nn.Module):
+    """A block of a transformer, its embedding tied to its head."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(50, 32), nn.Embedding(12, 32)
+        self.norms = nn.ModuleList(nn.LayerNorm(32) for _ in range(3))
+        self.qkv, self.out = nn.Linear(32, 96), nn.Linear(32, 32)
+        self.up, self.down, self.drop = nn.Linear(32, 128), nn.Linear(128, 32), nn.Dropout(dropout)
+        self.head = nn.Linear(32, 50, bias=False)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        b, t = tokens.shape
+        h = self.tokens(tokens) + self.places.weight[:t]
+        q, k, v = (
+            each.view(b, t, 4, 8).transpose(1, 2) for each in self.qkv(self.norms[0](h)).split(32, dim=2)
+        )
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b, t, 32)
+        h = h + self.drop(self.out(y))
+        h = h + self.drop(self.down(F.gelu(self.up(self.norms[1](h)))))
+        return self.head(self.norms[2](h))
+
+
+def on_ranks(plan: str, make: Callable[[], list[nn.Module]], script: Script, **given: Any) -> list[Any]:
+    """For each rank: what the script returns, and of each module this rank's elements and the whole state."""
+    parsed = Plan.parse(plan)
+    with open_world(parsed.mesh, "simulated") as world:
+
+        def of_rank(own: Any) -> Any:
+            models = make()
+            known = [id(each) for model in models for each in model.parameters()]
+            divided = [DividedModule(each, LoopRanks(parsed, world, own), **given) for each in models]
+            calls = [
+                lambda *args, each=each, model=model, **kwargs: each.call(model.__call__, args, kwargs)
+                for each, model in zip(divided, models, strict=True)
+            ]
+            returned = script(models, calls, own.place.dp)
+            assert known == [id(each) for model in models for each in model.parameters()]
+            elements = [sum(each.numel() for each in model.parameters()) for model in models]
+            states = [{name: gather().clone() for name, gather in each.tensors()} for each in divided]
+            with divided[0].whole():
+                grads = {
+                    name: each.grad.clone()
+                    for name, each in models[0].named_parameters()
+                    if each.grad is not None
+                }
+            return returned, elements, states, grads
+
+        return world.turns.run([lambda own=own: of_rank(own) for own in world.local])
+
+
+def check(
+    plan: str, make: Callable[[], list[nn.Module]], script: Script, share: float = 0.6, **given: Any
+) -> None:
+    """Every rank of the plan has what one device has, and at most this share of the parameters."""
+    models = make()
+    expected = script(models, [each.__call__ for each in models], 0)
+    for returned, elements, states, grads in on_ranks(plan, make, script, **given):
+        torch.testing.assert_close(returned, expected, rtol=EXACT, atol=EXACT)
+        for model, mine, state in zip(models, elements, states, strict=True):
+            whole = sum(each.numel() for each in model.parameters())
+            print(f"{type(model).__name__}: {mine} of {whole} elements on a rank of {plan}")
+            assert mine <= share * whole
+            torch.testing.assert_close(state, dict(model.state_dict()), rtol=EXACT, atol=EXACT)
+        own = {name: each.grad for name, each in models[0].named_parameters() if each.grad is not None}
+        torch.testing.assert_close(grads, own, rtol=EXACT, atol=EXACT)
+
+
+def seeded(make: Callable[[], Any]) -> Callable[[], Any]:
+    def made() -> list[nn.Module]:
+        torch.manual_seed(0)
+        return [each.double() for each in make()]
+
+    return made
+
+
+@pytest.fixture(autouse=True)
+def _no_shares() -> Iterator[None]:
+    yield
+    taken_shares._RECENT.clear()
+    taken_shares._BOUND.clear()
+
+
+def test_two_results_and_a_loss_inside() -> None:
+    def script(models: list[nn.Module], calls: list[Call], replica: int) -> Any:
+        (model,), (call,) = models, calls
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)  # made before anything is divided
+        draws, found = torch.Generator().manual_seed(1), []
+        for step in range(4):
+            count = 8 + 2 * (step % 2)
+            x, y = (
+                torch.randn(count, 11, generator=draws).double(),
+                torch.randint(0, 7, (count,), generator=draws),
+            )
+            out = call(x, labels=y)
+            assert out["pair"][1:] == (None, "text")
+            loss = (
+                out["loss"]
+                + out["pair"][0].square().mean()
+                + F.cross_entropy(out["logits"], y, label_smoothing=0.1)
+            )
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            with torch.no_grad():
+                seen = call(x)["logits"]
+            found += [loss.detach(), seen]
+        model.eval()
+        found.append(call(x)["logits"].detach())
+        return found
+
+    check("tp=2", seeded(lambda: [Heads()]), script)
+
+
+def test_models_of_which_one_reads_the_other() -> None:
+    """A gradient goes back through the inputs, and running statistics follow."""
+
+    def make() -> list[nn.Module]:
+        return [
+            nn.Sequential(nn.Linear(9, 64), nn.Tanh(), nn.Linear(64, 12)),
+            nn.Sequential(nn.Linear(12, 64), nn.BatchNorm1d(64), nn.Tanh(), nn.Linear(64, 1)),
+        ]
+
+    def script(models: list[nn.Module], calls: list[Call], replica: int) -> Any:
+        made, judged = (torch.optim.SGD(each.parameters(), lr=0.5) for each in models)
+        generator, judge = calls
+        draws, found = torch.Generator().manual_seed(1), []
+        for _ in range(2):
+            real, noise = (torch.randn(8, width, generator=draws).double() for width in (12, 9))
+            fake = generator(noise)
+            judged.zero_grad()
+            first = F.softplus(-judge(real)).mean()
+            first.backward()
+            second = F.softplus(judge(fake.detach())).mean()
+            second.backward()
+            judged.step()
+            made.zero_grad()
+            third = F.softplus(-judge(fake)).mean()
+            third.backward()
+            made.step()
+            found += [first.detach(), second.detach(), third.detach()]
+        return found
+
+    check("tp=2", seeded(make), script)
+
+
+def test_tied_weights_and_several_calls_before_a_backward() -> None:
+    def script(models: list[nn.Module], calls: list[Call], replica: int) -> Any:
+        (model,), (call,) = models, calls
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+        draws, found = torch.Generator().manual_seed(1), []
+        for _ in range(2):
+            optimizer.zero_grad()
+            for _ in range(2):  # gradients accumulate
+                tokens = torch.randint(0, 50, (3, 9), generator=draws)
+                one, two = call(tokens), call(tokens.flip(0))
+                loss = (
+                    F.cross_entropy(one[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()) + two.square().mean()
+                )
+                loss.backward()
+                found.append(loss.detach())
+            optimizer.step()
+        return found
+
+    check("tp=2", seeded(lambda: [Language()]), script)
+
+
+def test_replicas_with_uneven_shares() -> None:
+    def script(models: list[nn.Module], calls: list[Call], replica: int) -> Any:
+        (model,), (call,) = models, calls
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+        draws, sizes = torch.Generator().manual_seed(1), share_sizes(7, 2)
+        for _ in range(2):
+            x, y = torch.randn(7, 11, generator=draws).double(), torch.randint(0, 7, (7,), generator=draws)
+            if call != model.__call__:
+                share = TakenShare(sizes, replica)
+                taken_shares.took(share)
+                x, y = (each[share.start : share.start + share.rows] for each in (x, y))
+            optimizer.zero_grad()
+            F.cross_entropy(call(x)["logits"], y).backward()
+            optimizer.step()
+        return []
+
+    check("dp=2,tp=2", seeded(lambda: [Heads()]), script)
+
+
+def test_draws_are_alike_in_a_replica_and_others_in_each_call() -> None:
+    def script(models: list[nn.Module], calls: list[Call], replica: int) -> Any:
+        tokens = torch.arange(27).view(3, 9)
+        return [calls[0](tokens).detach() for _ in range(2)]
+
+    first, second = (found for found, *_ in on_ranks("tp=2", seeded(lambda: [Language(dropout=0.3)]), script))
+    assert torch.equal(first[0], second[0]) and torch.equal(first[1], second[1])
+    assert not torch.equal(first[0], first[1])
+
+
+def test_changed_attributes_and_frozen_parameters() -> None:
+    def script(models: list[nn.Module], calls: list[Call], replica: int) -> Any:
+        (model,), (call,) = models, calls
+        x = torch.randn(8, 11, generator=torch.Generator().manual_seed(1)).double()
+        found = [call(x)["logits"].detach()]
+        model.scale = 3.0  # pyright: ignore[reportAttributeAccessIssue]
+        found.append(call(x)["logits"].detach())
+        model.body.requires_grad_(False)  # pyright: ignore[reportAttributeAccessIssue]
+        loss = call(x)["logits"].square().mean()
+        loss.backward()
+        model.body.requires_grad_(True)  # pyright: ignore[reportAttributeAccessIssue]
+        for each in model.parameters():
+            each.grad = each.grad if each.grad is not None else torch.zeros_like(each)
+        return found
+
+    check("tp=2", seeded(lambda: [Heads()]), script)
+
+
+def test_autocast_around_a_call() -> None:
+    def script(models: list[nn.Module], calls: list[Call], replica: int) -> Any:
+        x = torch.randn(8, 11, generator=torch.Generator().manual_seed(1))
+        with torch.autocast("cpu", torch.bfloat16):
+            low = calls[0](x)["logits"]
+        models[0].zero_grad()
+        low.float().square().mean().backward()
+        return low.detach(), calls[0](x)["logits"].detach()
+
+    def make() -> list[nn.Module]:
+        torch.manual_seed(0)
+        return [Heads()]
+
+    models = make()
+    expected = script(models, [models[0].__call__], 0)
+    for (low, high), *_, grads in on_ranks("tp=2", make, script):
+        assert low.dtype == torch.bfloat16
+        torch.testing.assert_close(low, expected[0], rtol=1.6e-2, atol=1e-2)  # sums in another order
+        torch.testing.assert_close(high, expected[1])
+        torch.testing.assert_close(grads["one.weight"], models[0].one.weight.grad, rtol=2e-2, atol=1e-3)
+
+
+def test_what_is_refused_names_the_ways_out() -> None:
+    class Branches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Any:
+            return self.one(x) if x.sum() > 0 else x
+
+    class Odd(Branches):
+        def forward(self, x: Tensor) -> Any:
+            return {1, 2}
+
+    for kind, sentence in (
+        (Branches, "depends on the values .*@ml.leaf.*dp and zero"),
+        (Odd, "returns a set.*dp and zero"),
+    ):
+        with pytest.raises(CaptureError, match=sentence):
+            on_ranks(
+                "tp=2",
+                seeded(lambda kind=kind: [kind()]),
+                lambda models, calls, replica: calls[0](torch.ones(2, 4).double()),
+            )
+
+
+def test_leaves_run_as_written() -> None:
+    class Halves(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rows = nn.Linear(11, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.rows(x) * (2.0 if float(x.detach().sum()) > 0 else math.pi)
+
+    def script(models: list[nn.Module], calls: list[Call], replica: int) -> Any:
+        x = torch.randn(8, 64, generator=torch.Generator().manual_seed(1)).double()
+        loss = calls[0](x).square().mean()
+        loss.backward()
+        return loss.detach()
+
+    make = seeded(lambda: [nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 11), Halves())])
+    check("tp=2", make, script, leaves=["3"])
