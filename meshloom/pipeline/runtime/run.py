@@ -124,8 +124,8 @@ class PipelineRun:
 
     def _receive(self, message: StageMessage) -> tuple[list[Work], dict[str, Tensor]]:
         source = self._ranks[message.source]
-        tensors = {name: _empty(meta, self._device) for name, meta in self._values[message]}
-        return [self._group.recv(_flat(tensor), source) for tensor in tensors.values()], tensors
+        tensors = {name: empty_as(meta, self._device) for name, meta in self._values[message]}
+        return [self._group.recv(flat_memory(tensor), source) for tensor in tensors.values()], tensors
 
     def _send(
         self, message: StageMessage, produced: Mapping[str, Tensor], sending: deque[tuple[Work, Tensor]]
@@ -133,8 +133,8 @@ class PipelineRun:
         for name, meta in self._values[message]:
             value = produced[name]
             if value.stride() != meta.stride:
-                value = _empty(meta, value.device).copy_(value)
-            flat = _flat(value)
+                value = empty_as(meta, value.device).copy_(value)
+            flat = flat_memory(value)
             sending.append((self._group.send(flat, self._ranks[message.destination]), flat))
 
     def _deliver(self, message: StageMessage, tensors: Mapping[str, Tensor]) -> None:
@@ -179,10 +179,11 @@ def _edges(crossings: Sequence[Sequence[Crossing]]) -> list[Edge]:
     return [Edge(*key, requires) for key, requires in sorted(back.items())]
 
 
-def _empty(meta: Meta, device: torch.device) -> Tensor:
+def empty_as(meta: Meta, device: torch.device) -> Tensor:
+    """What a value of this shape is received in."""
     return torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=device)
 
 
-def _flat(tensor: Tensor) -> Tensor:
+def flat_memory(tensor: Tensor) -> Tensor:
     """The tensor's dense memory, flat."""
     return tensor.as_strided((tensor.numel(),), (1,))
