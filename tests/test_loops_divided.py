@@ -65,6 +65,20 @@ class Language(nn.Module):
         return self.head(self.norms[2](h))
 
 
+class Timed(nn.Module):
+    """Time first: `x` is (time, batch, 8), the mask (time, time); without one, what came before is added up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(8, 16), nn.Linear(16, 5)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        h = torch.tanh(self.one(x))
+        h = h.cumsum(0) if mask is None else torch.einsum("ts,sbd->tbd", mask, h)
+        y = self.other(h)
+        return (y if mask is None else y.transpose(0, 1)), y.square().mean()
+
+
 def on_ranks(plan: str, make: Callable[[], list[nn.Module]], script: Script, **given: Any) -> list[Any]:
     """For each rank: what the script returns, and of each module this rank's elements and the whole state."""
     parsed = Plan.parse(plan)
@@ -104,7 +118,7 @@ def check(
         for model, mine, state in zip(models, elements, states, strict=True):
             whole = sum(each.numel() for each in model.parameters())
             print(f"{type(model).__name__}: {mine} of {whole} elements on a rank of {plan}")
-            assert mine <= share * whole
+            assert mine <= (0.6 if "pp" not in plan else 0.97) * whole  # stages are cut by seconds
             torch.testing.assert_close(state, dict(model.state_dict()), rtol=EXACT, atol=EXACT)
         own = {name: each.grad for name, each in models[0].named_parameters() if each.grad is not None}
         torch.testing.assert_close(grads, own, rtol=EXACT, atol=EXACT)
@@ -125,13 +139,14 @@ def _no_shares() -> Iterator[None]:
     taken_shares._BOUND.clear()
 
 
-def test_two_results_and_a_loss_inside() -> None:
+@pytest.mark.parametrize("plan", ["tp=2", "pp=2,microbatches=3", "pp=2,tp=2,microbatches=2"])
+def test_two_results_and_a_loss_inside(plan: str) -> None:
     def script(models: list[nn.Module], calls: list[Call], replica: int) -> Any:
         (model,), (call,) = models, calls
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)  # made before anything is divided
         draws, found = torch.Generator().manual_seed(1), []
-        for step in range(4):
-            count = 8 + 2 * (step % 2)
+        for step in range(2):
+            count = 8 + 2 * step
             x, y = (
                 torch.randn(count, 11, generator=draws).double(),
                 torch.randint(0, 7, (count,), generator=draws),
@@ -153,16 +168,18 @@ def test_two_results_and_a_loss_inside() -> None:
         found.append(call(x)["logits"].detach())
         return found
 
-    check("tp=2", seeded(lambda: [Heads()]), script)
+    check(plan, seeded(lambda: [Heads()]), script)
 
 
-def test_models_of_which_one_reads_the_other() -> None:
+@pytest.mark.parametrize("plan", ["tp=2", "pp=2,microbatches=2"])
+def test_models_of_which_one_reads_the_other(plan: str) -> None:
     """A gradient goes back through the inputs, and running statistics follow."""
 
     def make() -> list[nn.Module]:
+        norm = nn.BatchNorm1d(64) if plan == "tp=2" else nn.LayerNorm(64)  # statistics are of microbatches
         return [
             nn.Sequential(nn.Linear(9, 64), nn.Tanh(), nn.Linear(64, 12)),
-            nn.Sequential(nn.Linear(12, 64), nn.BatchNorm1d(64), nn.Tanh(), nn.Linear(64, 1)),
+            nn.Sequential(nn.Linear(12, 64), norm, nn.Tanh(), nn.Linear(64, 1)),
         ]
 
     def script(models: list[nn.Module], calls: list[Call], replica: int) -> Any:
@@ -185,10 +202,11 @@ def test_models_of_which_one_reads_the_other() -> None:
             found += [first.detach(), second.detach(), third.detach()]
         return found
 
-    check("tp=2", seeded(make), script)
+    check(plan, seeded(make), script)
 
 
-def test_tied_weights_and_several_calls_before_a_backward() -> None:
+@pytest.mark.parametrize("plan", ["tp=2", "pp=2,microbatches=2"])
+def test_tied_weights_and_several_calls_before_a_backward(plan: str) -> None:
     def script(models: list[nn.Module], calls: list[Call], replica: int) -> Any:
         (model,), (call,) = models, calls
         optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
@@ -206,10 +224,11 @@ def test_tied_weights_and_several_calls_before_a_backward() -> None:
             optimizer.step()
         return found
 
-    check("tp=2", seeded(lambda: [Language()]), script)
+    check(plan, seeded(lambda: [Language()]), script)
 
 
-def test_replicas_with_uneven_shares() -> None:
+@pytest.mark.parametrize("plan", ["dp=2,tp=2", "dp=2,pp=2,microbatches=2"])
+def test_replicas_with_uneven_shares(plan: str) -> None:
     def script(models: list[nn.Module], calls: list[Call], replica: int) -> Any:
         (model,), (call,) = models, calls
         optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
@@ -225,7 +244,7 @@ def test_replicas_with_uneven_shares() -> None:
             optimizer.step()
         return []
 
-    check("dp=2,tp=2", seeded(lambda: [Heads()]), script)
+    check(plan, seeded(lambda: [Heads()]), script)
 
 
 def test_draws_are_alike_in_a_replica_and_others_in_each_call() -> None:
@@ -320,3 +339,30 @@ def test_leaves_run_as_written() -> None:
 
     make = seeded(lambda: [nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 11), Halves())])
     check("tp=2", make, script, leaves=["3"])
+
+
+def test_a_batch_that_is_not_dim_0_and_a_result_without_one() -> None:
+    def script(models: list[nn.Module], calls: list[Call], replica: int) -> Any:
+        draws = torch.Generator().manual_seed(1)
+        x, mask = (
+            torch.randn(6, 5, 8, generator=draws).double(),
+            torch.randn(6, 6, generator=draws).double().tril(),
+        )
+        x.requires_grad_()
+        rows, mean = calls[0](x, mask)
+        (rows.exp().mean() + mean).backward()
+        return rows.detach(), mean.detach(), x.grad
+
+    check("pp=2,microbatches=2", seeded(lambda: [Timed()]), script, batch={"x": 1, "mask": None})
+    refused: list[tuple[Script, dict[str, Any], str]] = [
+        (script, {"x": 1}, "x has 5 rows along dim 1 and mask has 6"),
+        (script, {}, "the forward fails for 3 of its 6 rows"),
+        (
+            lambda models, calls, replica: calls[0](torch.ones(6, 5, 8).double()),
+            {},
+            "rows depend on each other",
+        ),
+    ]
+    for each, batch, sentence in refused:
+        with pytest.raises(CaptureError, match=rf"{sentence}.*batch=.*microbatches=1"):
+            on_ranks("pp=2,microbatches=2", seeded(lambda: [Timed()]), each, batch=batch)

@@ -1,9 +1,10 @@
-"""Tensor parallel: the module's forward is captured at its first call and divided; each rank keeps its shards of the parameters, runs its
-part of the program, and gets whole results."""
+"""Tensor and pipeline parallel: the module's forward is captured at its first call, divided and cut into stages; each rank keeps its share of the
+parameters, runs its part of the program, and gets whole results."""
 
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -13,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from meshloom.comm.objects import on_rank_0
-from meshloom.comm.pieces import Pieces
 from meshloom.comm.simulated import simulated_groups
 from meshloom.core.buffer_rules import BufferRule
 from meshloom.core.errors import CaptureError, TrainingError
@@ -23,17 +23,18 @@ from meshloom.loops.call_draws import CallDraws
 from meshloom.loops.captured_forward import CapturedForward, autocast_here, named_inputs, results
 from meshloom.loops.execution import Execution
 from meshloom.loops.gradient_mean import GradientMean, tensors_in
+from meshloom.loops.module_share import ModuleShare
+from meshloom.loops.pipelined_call import Pipelined, PipelinedCall, check_rows, microbatches_of
 from meshloom.loops.ranks import LoopRanks
 from meshloom.loops.taken_shares import bind
-from meshloom.parameters.model import all_named, make_row_major, state_of
-from meshloom.parameters.shards import Shards
 from meshloom.pipeline.runtime.microbatches import LiveBuffers
 from meshloom.pipeline.stages.program_store import MOST_KEPT, ProgramStore, ReadyBatch
+from meshloom.pipeline.stages.stages import Stage
 from meshloom.program.capture.attempted import attempted
 from meshloom.program.capture.guarded_values import GuardedValue, check_step
 from meshloom.program.capture.guards import Guards
 from meshloom.program.ir.batch_values import tensor_of
-from meshloom.program.ir.leaves import Leaves, copy_of, leaves_of
+from meshloom.program.ir.leaves import copy_of, leaves_of
 from meshloom.program.ir.program import Program
 from meshloom.program.ir.sparse_constants import keep_as_constants
 from meshloom.program.opaque.bound import bound
@@ -50,25 +51,30 @@ MOST_CHANGES = 16  # of plain values that the forward reads, each of which is ca
 
 
 class DividedModule(Execution):
-    """`module` on the ranks along tp. leaves: modules that run as written. rules: of its buffers (docs/contract.md)."""
+    """`module` on the ranks along tp and pp. leaves: modules that run as written. rules: of its buffers (docs/contract.md). batch: inputs by name -> the
+    dim that microbatches cut; None: each has the whole. Others are cut along dim 0."""
 
     def __init__(
-        self, module: nn.Module, ranks: LoopRanks, leaves: Sequence[str | type[nn.Module]] = (), rules: Mapping[str, BufferRule] | None = None
+        self, module: nn.Module, ranks: LoopRanks, leaves: Sequence[str | type[nn.Module]] = (), rules: Mapping[str, BufferRule] | None = None,
+        batch: Mapping[str, int | None] | None = None,
     ) -> None:  # fmt: skip
         self._module, self._ranks, self._rules = module, ranks, rules or {}
         self._modules, self._parameters = list(module.modules()), dict(module.named_parameters())
         self._buffers = LiveBuffers(module)
-        self._group, plan = ranks.own.groups["tp"], ranks.plan
+        plan, self._batch = ranks.plan, batch or {}
+        self._group = ranks.own.groups["tp"] if plan.tp > 1 else simulated_groups(1)[0]
+        self._pp = ranks.own.groups["pp"] if plan.pp > 1 else simulated_groups(1)[0]
         self._team = ranks.own.team or simulated_groups(1)[0]
         self._sums = TeamSums(None, self._group)
-        self._division = Division(
-            self._group, placements=plan.tp_placements, memory_bytes=plan.memory_bytes or None
+        limits: Any = {"memory_bytes": plan.memory_bytes or None, "num_stages": plan.pp}
+        self._division = (
+            Division(self._group, placements=plan.tp_placements, **limits) if plan.tp > 1 else None
         )
         self._programs = ProgramStore(
             _job(self._copy_of_copy, plan.num_chunks, leaves), plan, self._team, self._division
         )
         self._copy: nn.Module | None = None  # whole, on the replica's first rank, while a forward is captured
-        self._shards: Shards | None = None  # None: everything is whole
+        self._share = ModuleShare(module, self._group, self._pp)
         self._guards: dict[CapturedForward, list[GuardedValue]] = {}
         self._changes = 0
         self._statistics: dict[CapturedForward, RunningStatistics] = {}
@@ -77,6 +83,8 @@ class DividedModule(Execution):
         self._mean: GradientMean | None = None  # over replicas
         self._trained: tuple[bool, ...] = ()  # of which that is
         self._before = 0  # backwards of means before
+        self._notes: list[str] = []
+        self._means = False  # whether that they are such is said
 
     def call(self, compute: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         positional, batch = named_inputs(self._module.forward, args, kwargs)
@@ -88,13 +96,7 @@ class DividedModule(Execution):
             except TrainingError:
                 self._changes += 1
                 forward = self._forward(positional, batch)
-        ready = self._ready(forward, batch)
-        check_step(self._guards[forward])
-        self._follow(forward.trained)
-        statistics = self._statistics[forward]
-        with statistics.chunk():
-            found = self._run(ready)
-        statistics.finish()
+        found = self._pipelined(forward, batch) if self._pp.size > 1 else self._run(forward, batch)
         if self._mean and forward.graded is not None:
             self._mean.follow(tensors_in(found), share)
         return found
@@ -107,22 +109,21 @@ class DividedModule(Execution):
             self._mean.check_complete()
 
     def whole(self) -> AbstractContextManager[None]:
-        return self._whole(gradients=True)
+        return self._share.whole(gradients=True)
 
     def tensors(self) -> Iterator[tuple[str, Callable[[], Tensor]]]:
-        for name, each in self._module.state_dict().items():
-            yield name, partial(self._shards.gather, name, each) if self._shards else lambda each=each: each
+        return self._share.tensors()
 
     def alike(self) -> Iterable[tuple[str, Tensor]]:
-        divided = self._shards.pieces if self._shards else {}
-        return ((name, each) for name, each in self._parameters.items() if name not in divided)
+        return () if self._pp.size > 1 else ((name, self._parameters[name]) for name in self._replicated)
 
     @property
     def backwards(self) -> int:
         return self._before + (self._mean.backwards if self._mean else 0)
 
     def take_notes(self) -> list[str]:
-        return [note for each in self._statistics.values() for note in each.take_notes()]
+        found, self._notes = self._notes, []
+        return [*found, *(note for each in self._statistics.values() for note in each.take_notes())]
 
     def _forward(self, positional: tuple[str, ...], batch: Mapping[str, Any]) -> CapturedForward:
         graded = tuple(name for name, each in leaves_of(batch).tensors.items() if each.requires_grad)
@@ -140,25 +141,31 @@ class DividedModule(Execution):
         replica."""
         training = self._module.training
         if not self._programs.has(batch, loss=forward, training=training):
-            leaves = leaves_of(batch)
-            like = leaves.rebuild([copy_of(each) for each in leaves.tensors.values()])
+            like = _copy(batch)
             with self._capturing(), forward.alone():
-                if self._shards is None:
+                if self._share.is_whole:
                     self._programs.losses.loss = forward
                     self._programs.open(
                         [like], self._ranks.everyone, self._copy or self._module, training=training
                     )
                 ready = self._programs.ready(like, loss=forward, training=training, model=self._copy)
-            if self._shards is None:
-                self._keep(self._division.pieces)
+            if self._share.is_whole:
+                holders = self._programs.cutter.holders if self._pp.size > 1 else {}
+                self._share.keep(self._programs.pieces, holders)
+                self._notes += self._programs.opaque_notes()
             self._guards[forward] = Guards(forward, self._module, self._programs.opaque).values
-            self._statistics.setdefault(forward, self._statistics_of(ready))
+            self._statistics.setdefault(forward, self._statistics_of(self._stage_of(ready).program))
+            self._follow(forward.trained)
+        check_step(self._guards[forward])
         return self._programs.ready(batch, loss=forward, training=training)
+
+    def _stage_of(self, ready: ReadyBatch) -> Stage:
+        return self._programs.stages(ready.key)[self._pp.rank]
 
     @contextmanager
     def _capturing(self) -> Iterator[None]:
         """A context in which the replica's first rank has a copy of the module, whole, which no hooks of parameters see."""
-        with self._whole(gradients=False):
+        with self._share.whole(gradients=False):
             self._copy = on_rank_0(self._team, self._whole_copy, CaptureError)
         try:
             yield
@@ -179,44 +186,11 @@ class DividedModule(Execution):
         assert self._copy is not None
         return copy.deepcopy(self._copy)
 
-    def _keep(self, pieces: Mapping[str, Pieces]) -> None:
-        """From now on this rank has its shards only, in the same parameters and buffers."""
-        make_row_major(self._module)
-        self._shards = Shards(pieces, self._group)
-        names: dict[Tensor, list[str]] = {}
-        for name, each in all_named(self._module):
-            names.setdefault(each, []).append(name)
-        for each, known in names.items():
-            if self._shards.pieces_of(known, each) is not None:
-                keep(each, self._shards, known[0])
-
-    @contextmanager
-    def _whole(self, *, gradients: bool) -> Iterator[None]:
-        shards = self._shards
-        divided = [
-            (name, each) for name, each in state_of(self._module).items() if shards and name in shards.pieces
-        ]
-        given = [each.grad for _, each in divided]
-        for (name, each), gradient in zip(divided, given, strict=True):
-            each.grad = None
-            each.data = shards.gather(name, each.detach())
-            if gradients and gradient is not None:
-                each.grad = shards.gather(name, gradient)
-        try:
-            yield
-        finally:
-            for (name, each), gradient in zip(divided, given, strict=True):
-                keep(each, shards, name)
-                if not gradients:
-                    each.grad = gradient
-
-    def _statistics_of(self, ready: ReadyBatch) -> RunningStatistics:
-        """Of the buffers that a program changes."""
-        (stage,) = self._programs.stages(ready.key)
-        program = stage.program
+    def _statistics_of(self, program: Program) -> RunningStatistics:
+        """Of the buffers that it changes."""
         kept, named = decays(program.nodes), {each.value: name for name, each in program.buffers.items()}
         return RunningStatistics(
-            self._module, self._ranks.replicas, rules=self._rules, changing=program.changing,
+            self._module, self._ranks.replicas, num_chunks=self._ranks.plan.microbatches, rules=self._rules, changing=program.changing,
             decays={named[value]: each for value, each in kept.items() if value in named},
             opaque=[str(node.args[2]) for node in program.nodes if is_opaque(node)],
         )  # fmt: skip
@@ -228,36 +202,124 @@ class DividedModule(Execution):
         if self._mean:
             self._before += self._mean.backwards
             self._mean.close()
-        named = {name: each for name, each in self._parameters.items() if each.requires_grad}
-        replicated = tuple(name for name, _ in self.alike() if name in named)
+        named = {
+            name: each
+            for name, each in self._parameters.items()
+            if each.requires_grad and self._share.holds(name)
+        }
+        replicated = tuple(name for name in self._replicated if name in named)
         self._mean = GradientMean(named, self._ranks, replicated=replicated) if named else None
         self._trained = trained
 
-    def _run(self, ready: ReadyBatch) -> Any:
+    def _run(self, forward: CapturedForward, batch: Mapping[str, Any]) -> Any:
         """The results. A backward may need a buffer as this forward saw it, and other forwards come in between."""
-        (stage,) = self._programs.stages(ready.key)
-        _, program = self._bound.get(id(stage.program), (None, None))
-        if program is None:
-            program = bound(stage.program, self._module)
-            self._bound[id(stage.program)] = stage.program, program
+        ready = self._ready(forward, batch)
+        self._follow(forward.trained)
+        stage = self._stage_of(ready)
+        program, statistics = self._bind(stage.program), self._statistics[forward]
         changed = {name: self._buffers[name].clone() for name in program.changing}
-        with self._draws.of_a_call() if any(node.num_draws for node in program.nodes) else nullcontext():
+        inputs = [tensor_of(ready.leaves, each) for each in program.inputs]
+        draws = self._draws.of_a_call() if any(node.num_draws for node in program.nodes) else nullcontext()
+        with statistics.chunk(), draws:
             values = run_flat(
-                program, self._completed(), {**self._buffers, **changed}, _inputs(program, ready.leaves), group=self._group
-            )  # fmt: skip
-        with torch.no_grad():
-            for name, value in changed.items():
-                self._buffers[name].copy_(value)
+                program, self._completed(), {**self._buffers, **changed}, inputs, group=self._group
+            )
+            with torch.no_grad():
+                for name, value in changed.items():
+                    self._buffers[name].copy_(value)
+        statistics.finish()
         return results(values, stage.returned)
 
+    def _pipelined(self, forward: CapturedForward, batch: Mapping[str, Any]) -> Any:
+        """The results, of microbatches through the stages."""
+        microbatches, along = microbatches_of(batch, self._ranks.plan.microbatches, self._batch)
+        if forward not in self._guards and len(microbatches) > 1:
+            with self._capturing(), forward.alone():
+                on_rank_0(
+                    self._team,
+                    lambda: check_rows(self._copy, forward, _copy(batch), microbatches),
+                    CaptureError,
+                )
+        ready = [self._ready(forward, each.batch) for each in microbatches]
+        self._follow(forward.trained)
+        grad, statistics = forward.graded is not None, self._statistics[forward]
+
+        @contextmanager
+        def around(number: int) -> Iterator[None]:
+            with statistics.chunk(), self._draws.of_a_call():
+                yield
+
+        completed = {name: each for name, each in self._completed().items() if self._share.holds(name)}
+        own = {
+            name: each.detach().requires_grad_(each.requires_grad and grad)
+            for name, each in completed.items()
+        }
+        stages = [self._programs.stages(each.key) for each in ready]
+        call = PipelinedCall(
+            microbatches, stages, self._pp, self._group, self._ranks.device, own, self._buffers, around, self._bind
+        )  # fmt: skip
+        tensors = leaves_of(batch).tensors
+        graded, names = forward.graded or (), [name for name, each in own.items() if each.requires_grad]
+
+        def leave() -> list[Tensor | None]:
+            parts = {name: [each.leaves.tensors[name] for each in microbatches] for name in graded}
+            inputs = [self._of_input(each, along.get(name)) for name, each in parts.items()]
+            self._add_up_lent(own, stages[0][0].program)
+            return [*inputs, *(own[name].grad for name in names)]
+
+        if call.has_means and not self._means:
+            self._means = True
+            self._notes.append(
+                f"Results of {type(self._module).__name__} without a row for each of its inputs are means over microbatches, by rows."
+            )
+        anchor = torch.zeros((), requires_grad=grad)
+        given = (*(tensors[name] for name in graded), *(completed[name] for name in names))
+        values: Any = Pipelined.apply(call, leave, anchor, *given)
+        statistics.finish()
+        return results(values, stages[0][-1].returned)
+
+    def _of_input(self, parts: Sequence[Tensor], dim: int | None) -> Tensor:
+        """The gradient of an input, of which each stage that reads it has some. parts: of microbatches, cut along `dim`; None: each has the
+        whole."""
+        gradients = [torch.zeros_like(each) if each.grad is None else each.grad for each in parts]
+        found = torch.stack(gradients).sum(0) if dim is None else torch.cat(gradients, dim)
+        self._pp.all_reduce(found.view(-1)).wait()
+        return found
+
+    def _add_up_lent(self, own: Mapping[str, Tensor], program: Program) -> None:
+        """Gradients of parameters that several stages use become the sums of theirs, on each of them."""
+        names = [name for name in self._share.lent if self._parameters[name].requires_grad]
+        if not names:
+            return
+        device = self._ranks.device
+        for name in names:
+            meta = program.parameters[name].meta
+            sent = torch.zeros(math.prod(meta.shape) + 1, dtype=meta.dtype, device=device)
+            gradient = own[name].grad if name in own else None
+            if gradient is not None:
+                sent[:-1], sent[-1] = gradient.reshape(-1), 1
+            self._pp.all_reduce(sent).wait()
+            if name in own and sent[-1]:
+                own[name].grad = sent[:-1].view(meta.shape)
+
+    def _bind(self, program: Program) -> Program:
+        """With the modules of its leaves."""
+        if id(program) not in self._bound:
+            self._bound[id(program)] = program, bound(program, self._module)
+        return self._bound[id(program)][1]
+
+    @property
+    def _replicated(self) -> list[str]:
+        """Names of the parameters that ranks along tp have whole."""
+        return [name for name in self._parameters if name not in self._share.shards.pieces]
+
     def _completed(self) -> dict[str, Tensor]:
-        """The parameters. Gradients of those that several ranks have arrive at them summed over ranks that computed parts, and alike."""
+        """The parameters. Gradients of those that several ranks along tp have arrive at them summed over ranks that computed parts, and alike."""
         parameters: dict[str, Tensor] = dict(self._parameters)
-        names = [
-            name
-            for name in dict.fromkeys([*self._programs.summed, *dict(self.alike())])
-            if parameters[name].requires_grad
-        ]
+        candidates = (
+            dict.fromkeys([*self._programs.summed, *self._replicated]) if self._group.size > 1 else ()
+        )
+        names = [name for name in candidates if parameters[name].requires_grad and self._share.holds(name)]
         if names and torch.is_grad_enabled():
             completed: Any = _Completed.apply(
                 partial(self._complete, names), *(parameters[name] for name in names)
@@ -266,15 +328,14 @@ class DividedModule(Execution):
         return parameters
 
     def _complete(self, names: Sequence[str], gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-        assert self._shards is not None
         found = [
             each if each is None else each.clone(memory_format=torch.contiguous_format) for each in gradients
         ]
         used = {name: each for name, each in zip(names, found, strict=True) if each is not None}
         parts = [(name, used[name]) for name in self._programs.summed if name in used]
         if parts:
-            sum_over_tp(parts, self._shards, partial(self._sums.add_up, "tp"))
-        self._sums.alike([each for name, each in used.items() if name not in self._shards.pieces])
+            sum_over_tp(parts, self._share.shards, partial(self._sums.add_up, "tp"))
+        self._sums.alike([used[name] for name in self._replicated if name in used])
         return found
 
 
@@ -292,16 +353,9 @@ class _Completed(torch.autograd.Function):
         return None, *ctx.complete(gradients)
 
 
-def keep(tensor: Tensor, shards: Shards, name: str) -> None:
-    """Of a parameter or buffer that is whole, and of its gradient, this rank's shard in the same object."""
-    gradient, tensor.grad = tensor.grad, None
-    tensor.data = shards.take(name, tensor.detach())
-    if gradient is not None:
-        tensor.grad = shards.take(name, gradient)
-
-
-def _inputs(program: Program, leaves: Leaves) -> list[Tensor]:
-    return [tensor_of(leaves, each) for each in program.inputs]
+def _copy(batch: Mapping[str, Any]) -> Mapping[str, Any]:
+    leaves = leaves_of(batch)
+    return leaves.rebuild([copy_of(each) for each in leaves.tensors.values()])
 
 
 def _job(model: Callable[[], nn.Module], batch_size: int, leaves: Sequence[str | type[nn.Module]]) -> Job:
