@@ -1,0 +1,74 @@
+"""The range along one dim of a tensor that a rank has of it, while the other ranks of a group have the others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from meshloom.comm.group import Group
+from meshloom.core.errors import MeshloomError
+
+
+class PartError(MeshloomError, RuntimeError):
+    """What needs more of a parameter than the part that this rank has."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PartPlace:
+    """name: of the parameter. shape: of the whole. sizes: along `dim`, of the part of each rank of `group`; a part may be empty."""
+
+    name: str
+    shape: torch.Size
+    dim: int
+    sizes: tuple[int, ...]
+    group: Group
+
+    def __post_init__(self) -> None:
+        if len(self.sizes) != self.group.size or sum(self.sizes) != self.shape[self.dim]:
+            raise PartError(
+                f"{self.name} of shape {tuple(self.shape)} has no parts of {self.sizes} along {self.dim}."
+            )
+
+    @cached_property
+    def own_shape(self) -> torch.Size:
+        """Of this rank's part."""
+        return self.shape_of(self.group.rank)
+
+    def start(self, rank: int) -> int:
+        return sum(self.sizes[:rank])
+
+    def shape_of(self, rank: int) -> torch.Size:
+        """The part's shape."""
+        return torch.Size((*self.shape[: self.dim], self.sizes[rank], *self.shape[self.dim + 1 :]))
+
+    def part_of(self, whole: Tensor, rank: int) -> Tensor:
+        """A rank's part of a tensor of the whole's shape, a view."""
+        return whole.narrow(self.dim, self.start(rank), self.sizes[rank])
+
+    def own_of(self, other: Tensor) -> Tensor:
+        """Of a tensor that can be broadcast to the whole: what belongs to this rank's part."""
+        dim = other.dim() - (len(self.shape) - self.dim)
+        if other.shape == self.own_shape or dim < 0 or other.size(dim) == 1:
+            return other
+        if other.size(dim) != self.shape[self.dim] or other.dim() > len(self.shape):
+            raise PartError(
+                f"A tensor of shape {tuple(other.shape)} cannot be broadcast to {self.name} of shape {tuple(self.shape)}."
+            )
+        return other.narrow(dim, self.start(self.group.rank), self.sizes[self.group.rank])
+
+    def is_as(self, other: PartPlace) -> bool:
+        """Whether the elements of its parts stand in the same places."""
+        same = (self.shape, self.dim, self.sizes) == (other.shape, other.dim, other.sizes)
+        return self.group is other.group and same
+
+    def refusal(self, what: str) -> PartError:
+        size, start = self.sizes[self.group.rank], self.start(self.group.rank)
+        has = f"{start} to {start + size - 1}" if size else "none"
+        along = "rows" if self.dim == 0 else f"along dim {self.dim}"
+        return PartError(
+            f"{what} of {self.name}: this rank has {along} {has} of {self.shape[self.dim]}. ml.whole(parameter) is all of it, "
+            "with ml.whole(model): all of the model, and ml.save(...) writes it."
+        )

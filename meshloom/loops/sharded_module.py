@@ -1,0 +1,326 @@
+"""A module whose parameters the replicas share among them: each has some of their rows, and gathers the whole to compute.
+
+    zero=1, 2    the whole model at the first forward after a change, and kept until the next change
+    zero=3       each block (of a `ModuleList` or `Sequential`; the module for the rest) for its own forward, once more for its backward
+
+The backward of gathering is the mean over replicas of the whole gradient, of which each keeps its rows.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import cache
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from meshloom.comm.group import Group
+from meshloom.core.plan_shares import chunk_sizes
+from meshloom.loops.execution import Execution
+from meshloom.loops.flat_parts import gathered, reduced_to_parts
+from meshloom.loops.part_place import PartError, PartPlace
+from meshloom.loops.part_tensor import (
+    AsPlain,
+    PartParameter,
+    PartTensor,
+    made_part,
+    plain,
+    take_as_plain,
+    whole_tensor,
+)
+from meshloom.loops.taken_shares import bind
+
+
+class ShardedModule(Execution):
+    """group: the replicas; its ranks are their numbers. Every parameter begins with the values of replica 0.
+
+    Numbers (parameters without dims) stay whole on every rank. The replicas call the same blocks in the same order.
+    """
+
+    def __init__(self, module: nn.Module, group: Group, *, zero: int) -> None:
+        self._module, self.group, self.zero = module, group, zero
+        self._blocks = list(dict.fromkeys(_blocks(module)))
+        self._weight = 1.0  # of the newest call
+        self._is_whole = False
+        self._open: list[ExitStack] = []  # of blocks that compute
+        self.kept: dict[
+            nn.Parameter, tuple[int, Tensor]
+        ] = {}  # zero=1, 2: the version, and what is gathered of it
+        self.again: tuple[_Gathering, list[Tensor]] | None = None  # what a backward reads
+        take_as_plain()
+        _keep_states_in_parts()
+        for each in module.parameters():
+            if not each.dim():
+                group.broadcast(each.data, 0).wait()
+        self._divide()
+        others = (each for each in _modules(module, self._blocks) if each is not module and _slots(each))
+        for each in [*self._blocks, *others]:
+            each.register_forward_pre_hook(self._enter, prepend=True)
+            each.register_forward_hook(self._leave, always_call=True)
+
+    def call(self, compute: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        share = bind((args, kwargs))
+        if self._is_whole:
+            return compute(*args, **kwargs)
+        self._weight = share._replace(replica=self.group.rank).weight if share else 1.0
+        self.again = None
+        self._divide()
+        with self._gathered(self._module):
+            return compute(*args, **kwargs)
+
+    @contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """Reduces at each backward nevertheless: gradients that wait would be whole."""
+        yield
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        parts = [each for each in self._module.parameters() if isinstance(each, PartParameter)]
+        for each in parts:
+            data, gradient = whole_tensor(each), each.grad
+            gradient = gradient if gradient is None else whole_tensor(gradient)
+            each.grad = None
+            _become(each, nn.Parameter, data)
+            each.grad = gradient
+        before, self._is_whole = self._is_whole, True
+        try:
+            yield
+        finally:
+            self._is_whole = before
+            self.kept.clear()
+            for each in parts:
+                _make_part(each, each.place)
+
+    def tensors(self) -> Iterator[tuple[str, Callable[[], Tensor]]]:
+        for name, each in self._module.state_dict(keep_vars=True).items():
+            if isinstance(each, Tensor):
+                yield name, lambda each=each: whole_tensor(each)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedModule:
+        """Of a copy of the module, in the same group."""
+        memo[id(self)] = copied = copy.copy(self)
+        copied._module = copy.deepcopy(self._module, memo)
+        copied._blocks = [copy.deepcopy(each, memo) for each in self._blocks]
+        copied._open, copied.kept, copied.again = [], {}, None
+        return copied
+
+    def _divide(self) -> None:
+        """Makes parts of parameters that are whole, such as those that were added since."""
+        for name, each in self._module.named_parameters():
+            if type(each) is nn.Parameter and each.dim():
+                each.data = each.data.contiguous()
+                self.group.broadcast(each.data, 0).wait()
+                sizes = tuple(chunk_sizes(each.shape[0], self.group.size))
+                _make_part(each, PartPlace(name=name, shape=each.shape, dim=0, sizes=sizes, group=self.group))
+            elif type(each) not in (nn.Parameter, PartParameter, Tensor):
+                raise PartError(
+                    f"{name} is a {type(each).__name__}, of which zero={self.zero} makes no parts: of an nn.Parameter it does."
+                )
+
+    def _enter(self, module: nn.Module, _: Any) -> None:
+        """Of a block, and of a module that is called by itself, such as by what recomputes it in backward."""
+        with ExitStack() as stack:
+            stack.enter_context(self._gathered(module))
+            self._open.append(stack.pop_all())
+
+    def _leave(self, *_: Any) -> None:
+        self._open.pop().close()
+
+    @contextmanager
+    def _gathered(self, module: nn.Module) -> Iterator[None]:
+        """Has the parameters of a module, under zero=3 without its blocks, whole in their places, those that are not there yet."""
+        is_unit = self.zero == 3 and (module is self._module or module in self._blocks)
+        without = [each for each in self._blocks if each is not module] if self.zero == 3 else []
+        slots = [slot for each in _modules(module, without) for slot in _slots(each)]
+        parameters = list(dict.fromkeys(slot.parameter for slot in slots))
+        if not parameters:
+            yield
+            return
+        gathering = _Gathering(self, parameters, self._weight)
+        wholes: dict[nn.Parameter, Tensor] = dict(
+            zip(parameters, cast(Any, _Gather).apply(gathering, *map(plain, parameters)), strict=True)
+        )
+        versions = [each._version for each in wholes.values()]
+        try:
+            for slot in slots:
+                slot.set(wholes[slot.parameter])
+            with gathering.freed(wholes.values()) if is_unit else ExitStack():
+                yield
+        finally:
+            for slot in slots:
+                slot.set(slot.parameter)
+        for parameter, each, version in zip(parameters, wholes.values(), versions, strict=True):
+            if each._version != version and isinstance(parameter, PartParameter):
+                raise parameter.place.refusal("A change in place, within forward,")
+
+
+class _Slot(NamedTuple):
+    module: nn.Module
+    name: str
+    parameter: nn.Parameter
+
+    def set(self, tensor: Tensor) -> None:
+        vars(self.module)["_parameters"][self.name] = tensor
+        if isinstance(self.module, nn.RNNBase):  # which keeps a list of them
+            cells = cast(Any, self.module)
+            cells._flat_weights = [getattr(cells, each) for each in cells._flat_weights_names]
+
+
+class _Gathering:
+    """One gathering of parameters, for one forward."""
+
+    def __init__(self, owner: ShardedModule, parameters: list[nn.Parameter], weight: float) -> None:
+        self.owner, self.parameters, self.weight = owner, parameters, weight
+        self.versions = [each._version for each in parameters]
+        self._storages: dict[int, int] = {}
+
+    def wholes(self) -> list[Tensor]:
+        """Of each parameter, without its graph."""
+        found = [plain(each.detach()) for each in self.parameters]
+        kept = self.owner.kept
+        missing = [
+            i for i, (each, version) in enumerate(zip(self.parameters, self.versions, strict=True))
+            if isinstance(each, PartParameter) and kept.get(each, (None,))[0] != version
+        ]  # fmt: skip
+        places = [cast(PartParameter, self.parameters[i]).place for i in missing]
+        new = dict(zip(missing, gathered([found[i] for i in missing], places), strict=True))
+        wholes = [new[i] if i in new else kept[each][1] if each in kept else found[i] for i, each in enumerate(self.parameters)]  # fmt: skip
+        if self.owner.zero != 3:
+            kept |= {self.parameters[i]: (self.versions[i], each) for i, each in new.items()}
+        return wholes
+
+    def reduced(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """The parts of the mean over replicas."""
+        if self.owner.again is not None and self.owner.again[0] is self:
+            self.owner.again = None
+        results: list[Tensor | None] = [None] * len(self.parameters)
+        trained = [i for i, each in enumerate(self.parameters) if each.requires_grad]
+        parts = [i for i in trained if isinstance(self.parameters[i], PartParameter)]
+        places = [cast(PartParameter, self.parameters[i]).place for i in parts]
+        local = [plain(self.parameters[i].detach()) for i in parts]
+        for i, each in zip(
+            parts, reduced_to_parts([gradients[i] for i in parts], local, places, self.weight), strict=True
+        ):
+            results[i] = each
+        for i in (i for i in trained if i not in parts):
+            gradient, like = gradients[i], self.parameters[i].detach()
+            both = torch.stack([torch.zeros_like(like) if gradient is None else gradient * self.weight, like.new_tensor(gradient is not None)])  # fmt: skip
+            self.owner.group.all_reduce(both, "avg").wait()
+            results[i] = both[0].clone() if both[1] else None
+        return results
+
+    @contextmanager
+    def freed(self, wholes: Collection[Tensor]) -> Iterator[None]:
+        """A context in which what autograd keeps of `wholes` is their place: a backward gathers them once more."""
+        outer = cast(Any, torch)._C._autograd._top_saved_tensors_default_hooks(False)
+        keep, read = outer or ((lambda tensor: tensor), (lambda kept: kept))
+        self._storages = {each.untyped_storage().data_ptr(): i for i, each in enumerate(wholes)}
+
+        def pack(tensor: Tensor) -> Any:
+            i = self._storages.get(tensor.untyped_storage().data_ptr())
+            if i is None or tensor.dtype != self.parameters[i].dtype or not tensor.numel():
+                return keep(tensor)
+            return _SavedView(i, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+
+        def unpack(kept: Any) -> Tensor:
+            if not isinstance(kept, _SavedView):
+                return read(kept)
+            return self._read(kept.parameter).as_strided(kept.shape, kept.stride, kept.offset)
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            try:
+                yield
+            finally:
+                self._storages = {}
+
+    def _read(self, index: int) -> Tensor:
+        if self.owner.again is None or self.owner.again[0] is not self:
+            for each, version in zip(self.parameters, self.versions, strict=True):
+                if each._version != version and isinstance(each, PartParameter):
+                    raise each.place.refusal("A change in place, between a forward and its backward,")
+            self.owner.again = None  # one at a time
+            self.owner.again = (self, self.wholes())
+        return self.owner.again[1][index]
+
+
+class _SavedView(NamedTuple):
+    parameter: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gathering: _Gathering, *parts: Tensor) -> tuple[Tensor, ...]:
+        ctx.gathering = gathering
+        ctx.set_materialize_grads(False)
+        wholes = tuple(each.detach() for each in gathering.wholes())
+        frozen = [whole for whole, part in zip(wholes, parts, strict=True) if not part.requires_grad]
+        ctx.mark_non_differentiable(*frozen)
+        return wholes
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return None, *ctx.gathering.reduced(gradients)
+
+
+def _blocks(module: nn.Module) -> Iterator[nn.Module]:
+    """The outermost elements of lists of modules that have parameters."""
+    of_list = isinstance(module, nn.ModuleList | nn.Sequential)
+    for child in module.children():
+        if not of_list or isinstance(child, nn.ModuleList):
+            yield from _blocks(child)
+        elif next(child.parameters(), None) is not None:
+            yield child
+
+
+def _modules(module: nn.Module, without: Collection[nn.Module]) -> Iterator[nn.Module]:
+    """The module and those in it, but for some."""
+    yield module
+    for child in module.children():
+        if child not in without:
+            yield from _modules(child, without)
+
+
+def _slots(module: nn.Module) -> list[_Slot]:
+    own = module.named_parameters(recurse=False, remove_duplicate=False)
+    return [_Slot(module, name, each) for name, each in own if isinstance(each, nn.Parameter)]
+
+
+def _make_part(parameter: nn.Parameter, place: PartPlace) -> None:
+    """Keeps this rank's part of a parameter that is whole, and of its gradient."""
+    gradient, parameter.grad = parameter.grad, None
+    _become(parameter, PartParameter, place.part_of(parameter.data, place.group.rank).clone())
+    cast(PartParameter, parameter).place = place
+    if gradient is not None:
+        parameter.grad = place.part_of(gradient, place.group.rank).clone()
+
+
+def _become(parameter: nn.Parameter, kind: type[nn.Parameter], data: Tensor) -> None:
+    with AsPlain():
+        cast(Any, Tensor.data).__set__(parameter, data)
+        parameter.__class__ = kind
+        torch.autograd.graph.increment_version(parameter)
+
+
+@cache
+def _keep_states_in_parts() -> None:
+    """An optimizer's state that is whole, because it was loaded or made before, is in parts from its next step on."""
+    register_optimizer_step_pre_hook(_states_in_parts)
+
+
+def _states_in_parts(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    for each in (each for group in optimizer.param_groups for each in group["params"]):
+        if not isinstance(each, PartTensor) or each not in optimizer.state:
+            continue
+        place, state = each.place, optimizer.state[each]
+        for key, value in state.items():
+            if isinstance(value, Tensor) and not isinstance(value, PartTensor) and value.shape == place.shape:
+                state[key] = made_part(place.part_of(value, place.group.rank).clone(), place)
