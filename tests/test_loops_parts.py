@@ -10,12 +10,15 @@ from typing import Any, cast
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 
 from meshloom.comm.simulated import simulated_groups
+from meshloom.comm.torch.checkpoint_directory import TorchDirectory
 from meshloom.comm.turns import in_turns
 from meshloom.core.plan_shares import chunk_sizes
 from meshloom.loops.part_place import PartError, PartPlace
@@ -669,3 +672,32 @@ def test_two_processes_give_what_one_device_gives() -> None:
     expected = train(model, model, slice(None), make=OPTIMIZERS["fused"])
     for seen, held in on_ranks(rank_of_processes, 2):
         assert seen == pytest.approx(expected, rel=1e-12) and held < 0.6
+
+
+def rank_saves(path: str) -> tuple[dict[str, Tensor], list[bool]]:
+    found = ranks("dp=2,zero=3")
+    model = small()
+    optimizer = torch.optim.AdamW(model.parameters())
+    made = ShardedModule(model, found.replicas, zero=3)
+    backward(made, model, found.replica, 2)
+    optimizer.step()
+    dcp.save(
+        {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)},
+        checkpoint_id=f"{path}/saved",
+    )
+    whole = whole_state(model)
+    with torch.no_grad():
+        for each in model.parameters():
+            each.zero_()
+    dcp.load({"model": model.state_dict()}, checkpoint_id=f"{path}/saved")
+    return whole, [torch.equal(each, whole[name]) for name, each in whole_state(model).items()]
+
+
+@pytest.mark.processes
+def test_torchs_checkpoints_hold_parts(tmp_path: Any) -> None:
+    whole, alike = on_ranks(rank_saves, 2, str(tmp_path))[0]
+    assert all(alike)
+    directory = TorchDirectory(tmp_path / "saved")
+    for name, each in whole.items():
+        assert torch.equal(directory.read(("model", name), (0,) * each.dim(), tuple(each.shape)), each)
+    assert directory.tensors["optimizer", "state", "0.weight", "exp_avg"].shape == (5, 4)

@@ -40,6 +40,11 @@ class PartPlace:
     def start(self, rank: int) -> int:
         return sum(self.sizes[:rank])
 
+    @cached_property
+    def own_start(self) -> tuple[int, ...]:
+        """Where this rank's part begins in the whole, along each dim."""
+        return tuple(self.start(self.group.rank) * (dim == self.dim) for dim in range(len(self.shape)))
+
     def shape_of(self, rank: int) -> torch.Size:
         """The part's shape."""
         return torch.Size((*self.shape[: self.dim], self.sizes[rank], *self.shape[self.dim + 1 :]))

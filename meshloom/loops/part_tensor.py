@@ -124,6 +124,21 @@ class PartTensor(Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise self.place.refusal("Pickling")
 
+    # the protocol of torch.distributed.checkpoint
+
+    def __create_write_items__(self, fqn: str, _: object) -> list[Any]:
+        from meshloom.comm.torch.checkpoint_chunks import written
+
+        return written(fqn, plain(self.detach()), self.place.own_start, self.place.shape)
+
+    def __create_chunk_list__(self) -> list[Any]:
+        from meshloom.comm.torch.checkpoint_chunks import box
+
+        return box(self.place.own_start, self.place.own_shape)
+
+    def __get_tensor_shard__(self, index: object) -> Tensor:
+        return plain(self.detach())
+
     @classmethod
     def __torch_function__(
         cls,
