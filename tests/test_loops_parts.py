@@ -304,11 +304,15 @@ def test_gradients_are_those_of_the_whole_batch_and_none_where_one_device_has_no
         model[2].bias.requires_grad_(False)
         made = ShardedModule(model, group, zero=3)
         backward(made, model, rank, 3)
-        frozen = model[2].bias.grad
+        frozen, norms = model[2].bias.grad, list[Tensor]()
+        model[0].weight.register_hook(lambda gradient: norms.append(gradient.norm()))
+        model[0].bias.register_hook(lambda gradient: gradient * 2)
         model[2].bias.requires_grad_(True)
         model.zero_grad()
         backward(made, model, rank, 3)
         again = torch.autograd.grad(model[0].weight.pow(2).sum(), [model[0].weight])[0]
+        model[0].bias.grad.div_(2)
+        assert norms[0] == pytest.approx(float(expected["0.weight"].norm()))
         return (
             frozen,
             whole_gradients(model),
@@ -418,8 +422,9 @@ def test_modules_of_many_kinds(kind: type[nn.Module], zero: int) -> None:
     def rank_computes(rank: int, group: Any) -> dict[str, Tensor]:
         model = make()
         made = ShardedModule(model, group, zero=zero)
-        with torch.no_grad():
-            made.call(model, (batch()[0],), {})
+        for mode in (torch.no_grad, torch.inference_mode):
+            with mode():
+                made.call(model, (batch()[0],), {})
         backward(made, model, rank, 2)
         return whole_gradients(model)
 

@@ -42,9 +42,9 @@ ELEMENTWISE = {
 }  # fmt: skip
 # What only asks, or makes something else.
 ASKS = {
-    "is_complex", "is_floating_point", "is_signed", "is_inference", "is_contiguous", "is_pinned", "is_conj", "is_neg", "is_same_size",
+    "is_complex", "is_floating_point", "is_signed", "is_inference", "is_contiguous", "is_pinned", "is_conj", "is_neg",
     "element_size", "get_device", "stride", "storage_offset", "backward", "retain_grad", "new_zeros", "new_ones", "new_empty", "new_full",
-    "new_tensor", "has_names", "is_shared", "register_post_accumulate_grad_hook", "__hash__", "__format__", "__repr__", "__str__",
+    "has_names", "is_shared", "register_post_accumulate_grad_hook", "__hash__", "__format__", "__repr__", "__str__",
     "is_distributed", "_has_compatible_shallow_copy_type", "_is_view", "is_tensor", "is_storage", "result_type", "can_cast",
     "promote_types",
 }  # fmt: skip
@@ -193,7 +193,7 @@ def _call(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any])
         return _elementwise(name, func, args, kwargs)
     if name in ("__get__", "__set__", "__delete__"):
         return _property(name, func, args)
-    if name in ASKS:
+    if name in ASKS or (name == "new_tensor" and not isinstance(args[1], Tensor)):
         return func(*args, **kwargs)
     if name.startswith(("_foreach_", "_fused_", "_amp_foreach_")):
         return _of_lists(name, func, args, kwargs)
@@ -212,7 +212,7 @@ def _call(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any])
         return _draw(name, func, part, args, kwargs)
     if name == "register_hook":
         return func(part, lambda gradient: args[1](made_part(gradient, place)))
-    if name in OF_ITS_SHAPE and _shape(args[1:] or tuple(kwargs.values())) == place.shape:
+    if name in OF_ITS_SHAPE and args[0] is part and _shape(args[1:] or tuple(kwargs.values())) == place.shape:
         return made_part(plain(part).view(place.own_shape), place)
     if args and args[0] is part and (name in NORMS or name in SUMS or name in EXTREMES or name in TRUTHS):
         others = [_own(part, each) if isinstance(each, Tensor) else each for each in args[1:]]

@@ -179,6 +179,8 @@ class _Gathering:
         self.versions = [each._version for each in parameters]
         self._storages: dict[int, int] = {}
 
+    @torch.inference_mode(False)  # training reads what an evaluation has gathered
+    @torch.no_grad()
     def wholes(self) -> list[Tensor]:
         """Of each parameter, without its graph."""
         found = [plain(each.detach()) for each in self.parameters]
