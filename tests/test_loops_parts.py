@@ -475,6 +475,20 @@ def test_a_layer_that_one_replica_does_not_use_counts_zeros_there() -> None:
         assert all(torch.equal(each, torch.ones_like(each)) for each in found.values()) and len(found) == 4
 
 
+def test_blocks_of_one_size_that_ranks_call_in_another_order_are_refused() -> None:
+    def rank_calls(rank: int, group: Any) -> str:
+        blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        made = ShardedModule(blocks, group, zero=3)
+        with pytest.raises(PartError) as error:
+            made.call(blocks[rank], (torch.ones(2, 4),), {})
+        return str(error.value)
+
+    assert on_simulated(2, rank_calls)[1] == (
+        "This rank gathers 1.weight, and another one something else: ranks call the same modules, in the same order. "
+        "Call it on every rank, and count its result zero times where it is not wanted."
+    )
+
+
 @pytest.mark.parametrize("options", [{"foreach": False}, {"fused": True}])
 def test_whole_states_are_loaded_on_every_rank_before_the_first_step_and_after(
     options: dict[str, bool],
@@ -547,6 +561,7 @@ def test_whole_gives_parameters_and_gradients_and_writes_back() -> None:
             found = {name: each.grad.clone() for name, each in model.named_parameters()}
             kinds = {type(each) for each in model.parameters()}
             norms = weight.norm(dim=1).detach()
+            assert not made.call(model, (batch()[0],), {}).requires_grad
             weight.data *= 2
             weight.grad.zero_()
         assert model[0].weight is weight and type(weight) is PartParameter

@@ -1,17 +1,22 @@
 """Parts of several tensors in one message: gathered whole, and gradients of the whole reduced to parts.
 
-rank 0   a[0:3] b[0:2]      all-gather     a[0:5] b[0:3]     on every rank
-rank 1   a[3:5] b[2:3] .    ---------->
+    rank 0   a[0:3] b[0:2]      all-gather     a[0:5] b[0:3]     on every rank
+    rank 1   a[3:5] b[2:3] .    ---------->
+
+A message to gather ends with a word of whose parts it has: ranks that call different modules of one size would mix them.
 """
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from meshloom.loops.part_place import PartPlace
+from meshloom.loops.part_place import PartError, PartPlace
+
+_WORD = 3
 
 
 def gathered(parts: Sequence[Tensor], places: Sequence[PartPlace]) -> list[Tensor]:
@@ -20,18 +25,18 @@ def gathered(parts: Sequence[Tensor], places: Sequence[PartPlace]) -> list[Tenso
     for indices in _by_dtype(parts):
         group, sizes = places[indices[0]].group, _sizes([places[i] for i in indices])
         longest = max(sum(each) for each in sizes)
-        first = parts[indices[0]]
-        own, received = first.new_zeros(longest), first.new_empty(group.size * longest)
+        own = parts[indices[0]].new_zeros(longest + _WORD)
+        received = own.new_empty(group.size * own.numel())
         torch.cat([parts[i].detach().reshape(-1) for i in indices], out=own[: sum(sizes[group.rank])])
+        own[longest:] = own.new_tensor(_word([places[i].name for i in indices]))
         group.all_gather(received, own).wait()
-        pieces = (
-            [
-                flat[: sum(each)].split(list(each))
-                for flat, each in zip(received.split(longest), sizes, strict=True)
-            ]
-            if longest
-            else [[received] * len(indices)] * group.size
-        )
+        if not torch.equal(received.view(group.size, -1)[:, longest:], own[longest:].expand(group.size, -1)):
+            raise PartError(
+                f"This rank gathers {places[indices[0]].name}, and another one something else: ranks call the same modules, "
+                "in the same order. Call it on every rank, and count its result zero times where it is not wanted."
+            )
+        flats = received.split(own.numel())
+        pieces = [flat[: sum(each)].split(list(each)) for flat, each in zip(flats, sizes, strict=True)]
         for number, i in enumerate(indices):
             place = places[i]
             wholes[i] = torch.cat(
@@ -68,6 +73,12 @@ def reduced_to_parts(
         for i, each, has in zip(indices, split, any_has, strict=True):
             reduced[i] = each.view(places[i].shape_of(group.rank)).clone() if has else None
     return reduced
+
+
+def _word(names: Sequence[str]) -> list[int]:
+    """A few numbers, which every dtype holds, that tell these names from others."""
+    code = zlib.crc32("\n".join(names).encode())
+    return [code // 127**digit % 127 for digit in range(_WORD)]
 
 
 def _by_dtype(tensors: Sequence[Tensor]) -> list[list[int]]:

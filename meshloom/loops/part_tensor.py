@@ -89,8 +89,9 @@ class PartTensor(Tensor):
             _GRAD.__set__(self, local)
 
     @grad.deleter
-    def grad(self) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        self.grad = None
+    def grad(self) -> None:
+        with AsPlain():
+            _GRAD.__set__(self, None)
 
     @property
     def data(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]

@@ -47,10 +47,9 @@ class ShardedModule(Execution):
         self._blocks = list(dict.fromkeys(_blocks(module)))
         self._weight = 1.0  # of the newest call
         self._is_whole = False
-        self._open: list[ExitStack] = []  # of blocks that compute
-        self.kept: dict[
-            nn.Parameter, tuple[int, Tensor]
-        ] = {}  # zero=1, 2: the version, and what is gathered of it
+        self._open: list[tuple[nn.Module, ExitStack]] = []  # of blocks that compute
+        # zero=1, 2: the version of a parameter, and what was gathered of it
+        self.kept: dict[nn.Parameter, tuple[int, Tensor]] = {}
         self.again: tuple[_Gathering, list[Tensor]] | None = None  # what a backward reads
         take_as_plain()
         _keep_states_in_parts()
@@ -66,7 +65,8 @@ class ShardedModule(Execution):
     def call(self, compute: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         share = bind((args, kwargs))
         if self._is_whole:
-            return compute(*args, **kwargs)
+            with torch.no_grad():  # nobody would reduce a gradient
+                return compute(*args, **kwargs)
         self._weight = share._replace(replica=self.group.rank).weight if share else 1.0
         self.again = None
         self._divide()
@@ -126,10 +126,11 @@ class ShardedModule(Execution):
         """Of a block, and of a module that is called by itself, such as by what recomputes it in backward."""
         with ExitStack() as stack:
             stack.enter_context(self._gathered(module))
-            self._open.append(stack.pop_all())
+            self._open.append((module, stack.pop_all()))
 
-    def _leave(self, *_: Any) -> None:
-        self._open.pop().close()
+    def _leave(self, module: nn.Module, *_: Any) -> None:
+        if self._open and self._open[-1][0] is module:  # else entering has failed
+            self._open.pop()[1].close()
 
     @contextmanager
     def _gathered(self, module: nn.Module) -> Iterator[None]:
