@@ -25,6 +25,7 @@ ORDER = [
     ["adopt.data"],
     ["__init__"],
     ["adapters"],
+    ["verify.scripts"],
     ["measure", "verify"],
     ["verify.compared"],
     ["verify.tolerances"],

@@ -64,7 +64,9 @@ def parser() -> argparse.ArgumentParser:
     )
     _add_runs(
         verbs.add_parser("train", help="train a job under a plan"),
-        verbs.add_parser("verify", help="run a job under a plan and on one device, and compare"),
+        verbs.add_parser(
+            "verify", help="run a job, or a script, under a plan and on one device, and compare"
+        ),
     )
     _add_plan(
         verbs.add_parser(

@@ -16,7 +16,7 @@ from meshloom.asynchronous.options import check_asynchronous
 from meshloom.cli.arguments import parse, parser
 from meshloom.cli.plan_lines import plan_of
 from meshloom.core.errors import DeviceError, PlanError
-from meshloom.core.jobfile import as_program, check_target, load_job
+from meshloom.core.jobfile import as_program, check_target, is_script, load_job
 from meshloom.launch.devices import choose_devices
 from meshloom.launch.environment import is_rank, launching_seconds, ranks_aside, reference_descriptor
 from meshloom.launch.failure import leave, report_failure
@@ -85,6 +85,10 @@ def main(argv: Sequence[str] | None = None) -> int:
                 f"--hang-seconds {arguments.hang_seconds:g} must be more than 0, or 0 to wait for ever."
             )
         _check_counts(arguments)
+        if arguments.verb == "verify" and is_script(arguments.target):
+            from meshloom.cli.verb_verify_script import verify_script
+
+            return verify_script(arguments)
         if arguments.verb in ("describe", "plan"):
             return _run_here(arguments)
         plan = plan_of(arguments)
@@ -123,6 +127,10 @@ def _run_here(arguments: argparse.Namespace) -> int:
 
         return run_script(arguments)
     _check_counts(arguments)
+    if arguments.verb == "verify" and is_rank() and is_script(arguments.target):
+        raise DeviceError(
+            f"{arguments.target} is a script, whose verification starts the ranks of each of its runs. Start it once: meshloom verify."
+        )
     with ExitStack() as stack:
         stack.enter_context(ranks_aside())
         stack.enter_context(as_program(arguments.target, arguments.words))

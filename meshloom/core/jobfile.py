@@ -5,11 +5,12 @@ Every rank loads the file itself, so a job is never pickled.
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -43,6 +44,44 @@ def check_target(target: str) -> tuple[Path, str]:
             f"{path} is not a Python file. Give the file that holds the job, as FILE.py or FILE.py:NAME."
         )
     return path, name
+
+
+def is_script(target: str) -> bool:
+    """Whether FILE.py, without a name, is a script with a loop of its own: it imports meshloom, and neither makes a `Job` nor has a
+    `job` at its top, by its source alone. Raises `JobError` for no Python file."""
+    path, name = check_target(target)
+    if target.endswith(f":{name}"):
+        return False
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (SyntaxError, ValueError):
+        return False
+    names = {each for node in tree.body for each in _bound(node)}
+    uses = {
+        node.attr if isinstance(node, ast.Attribute) else node.id
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute | ast.Name)
+    }
+    imported = {
+        (each.name if isinstance(node, ast.Import) else node.module or "").partition(".")[0]
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for each in node.names
+    }
+    return "meshloom" in imported and not names & {"job", "*"} and "Job" not in uses
+
+
+def _bound(node: ast.AST) -> Iterator[str]:
+    """The names that a statement binds where it stands."""
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        yield node.name
+        return
+    if isinstance(node, ast.alias):
+        yield node.asname or node.name
+    elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+        yield node.id
+    for child in ast.iter_child_nodes(node):
+        yield from _bound(child)
 
 
 @contextmanager

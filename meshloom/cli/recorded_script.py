@@ -1,0 +1,119 @@
+"""A process of `meshloom verify SCRIPT.py`: runs the script's first steps as one of its ranks, and records them.
+
+Arguments: what a `RecordedRun` says, as JSON; the script; its words.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack, nullcontext, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+import meshloom
+from meshloom.cli.verb_run import execute
+from meshloom.core.random import seed_script
+from meshloom.launch.environment import launched_rank, script_seed
+from meshloom.launch.failure import leave, report_failure
+from meshloom.loops.execution import Execution
+from meshloom.loops.parallel import execution_of
+from meshloom.loops.ranks import has_ranks, leave_ranks, ranks
+from meshloom.verify.scripts.copies_reference import PlainCopies
+from meshloom.verify.scripts.draws_of_forwards import ForwardNotes, without_dropout
+from meshloom.verify.scripts.recorder import EnoughStepsError, ScriptRecorder, replaced
+from meshloom.verify.scripts.written_files import ScriptFiles
+
+How = Literal["plan", "alone", "copies"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordedRun:
+    """directory: where steps and notes are written. how: under the plan, by itself, or as plain copies. steps: to record.
+    dtype: of parameters and of what is made without one. dropout: whether it drops."""
+
+    directory: str
+    how: How
+    steps: int
+    dtype: Literal["float64", "float32"]
+    dropout: bool = True
+
+    def command(self, script: str, words: Sequence[str]) -> list[str]:
+        """Of each rank."""
+        return [sys.executable, "-m", "meshloom.cli.recorded_script", json.dumps(asdict(self)), script, *words]  # fmt: skip
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Run it, and end the process where it fails."""
+    run = RecordedRun(**json.loads(arguments[0]))
+    try:
+        _run(run, arguments[1], arguments[2:])
+    except BaseException as error:
+        if not isinstance(error, SystemExit) or error.code:
+            leave(report_failure(error, left_by=ranks().world.left_by(error) if has_ranks() else ()))
+    leave_ranks(well=True)
+
+
+def _run(run: RecordedRun, script: str, words: Sequence[str]) -> None:
+    launched = launched_rank()
+    rank, size = (launched.rank, launched.size) if launched else (0, 1)
+    directory, dtype = Path(run.directory), getattr(torch, run.dtype)
+    executions: dict[nn.Module, Execution | None] = {}
+    notes = ForwardNotes()
+    files = ScriptFiles(directory.parent)
+    copies = PlainCopies(rank, size, directory) if run.how == "copies" else None
+
+    def parallel(before: Any) -> Any:
+        def made(module: nn.Module, plan: object = None, **kwargs: Any) -> nn.Module:
+            module = getattr(module, "_orig_mod", module)  # a compiled one is run as written
+            if dtype == torch.float64:
+                module.double().register_forward_pre_hook(_to_float64, with_kwargs=True)
+            if run.how == "alone":
+                notes.watch(module, dtype)
+            module = copies.made(module) if copies else before(module, **kwargs)
+            executions[module] = execution_of(module) if run.how == "plan" else None
+            return module
+
+        return made
+
+    def reporting(before: Any) -> Any:
+        def reported(*args: Any, **kwargs: Any) -> Any:
+            value = before(*args, **kwargs)
+            recorder.report(value)
+            return value
+
+        return reported
+
+    torch.set_default_dtype(dtype)
+    recorder = ScriptRecorder(directory if rank == 0 else None, run.steps, executions)
+    with ExitStack() as stack:
+        stack.enter_context(recorder)
+        stack.enter_context(replaced(torch, "save", files.saving))
+        stack.enter_context(nullcontext() if run.dropout else without_dropout())
+        stack.enter_context(replaced(meshloom, "parallel", parallel))
+        for name in ("mean", "sum"):
+            stack.enter_context(replaced(meshloom, name, reporting))
+        stack.callback(_write, directory / f"{rank}.json", notes, files)
+        seed_script(script_seed())
+        with suppress(EnoughStepsError):
+            execute(script, words)
+
+
+def _to_float64(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    return tree_map_only(
+        Tensor, lambda each: each.double() if each.is_floating_point() else each, (args, kwargs)
+    )
+
+
+def _write(path: Path, notes: ForwardNotes, files: ScriptFiles) -> None:
+    path.write_text(json.dumps({**asdict(notes), "files": files.lines}), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

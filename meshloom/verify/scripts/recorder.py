@@ -1,0 +1,182 @@
+"""Records what the first steps of a script compute, one file per step, and ends it then."""
+
+from __future__ import annotations
+
+import functools
+import gc
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.utils._pytree import tree_leaves
+
+from meshloom.loops.execution import Execution
+
+
+class EnoughStepsError(BaseException):
+    """Ends a script whose steps are recorded. No `except Exception` of the script takes it."""
+
+
+class RecordedStep(NamedTuple):
+    """A step of an optimizer, numbered by their first steps; None: a backward of a script that has no optimizer.
+
+    gradients: before the step, by parameter. parameters: after it, those of this optimizer. buffers: after it, of all parallel
+    modules. reports: what `ml.mean` and `ml.sum` returned since the step before, in order.
+    """
+
+    optimizer: int | None
+    gradients: Mapping[str, Tensor | None]
+    parameters: Mapping[str, Tensor]
+    buffers: Mapping[str, Tensor]
+    reports: Sequence[Tensor]
+
+
+def recorded_steps(directory: Path) -> list[RecordedStep]:
+    """The steps that a `ScriptRecorder` has written to `directory`."""
+    paths = sorted(directory.glob("*.step"), key=lambda path: int(path.stem))
+    return [RecordedStep(*torch.load(path, map_location="cpu")) for path in paths]
+
+
+class ScriptRecorder:
+    """A context in which steps are recorded until one optimizer has made `steps` of them.
+
+    directory: where to; None: nowhere, as on ranks other than the main one, which take part in gathering.
+    executions: the parallel modules so far and what the plan makes of them; None: a plain module.
+    """
+
+    def __init__(
+        self, directory: Path | None, steps: int, executions: Mapping[nn.Module, Execution | None]
+    ) -> None:
+        self._directory, self._steps, self._executions = directory, steps, executions
+        self._optimizers: list[Optimizer] = []  # each held, so that its identity stays its own
+        self._made: dict[int | None, int] = {}  # steps of each
+        self._gradients: dict[str, Tensor | None] = {}
+        self._reports: list[Tensor] = []
+        self._backwards = 0  # in progress: an execution may have others within one
+        self._undo = ExitStack()
+
+    def __enter__(self) -> ScriptRecorder:
+        for handle in (
+            register_optimizer_step_pre_hook(self._before_step),
+            register_optimizer_step_post_hook(self._after_step),
+        ):
+            self._undo.callback(handle.remove)
+        self._undo.enter_context(replaced(torch.autograd, "backward", self._recording_backward))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._undo.close()
+
+    def report(self, value: Any) -> None:
+        """Note what the script was told of the global batch."""
+        numbers = [each for each in tree_leaves(value) if isinstance(each, Tensor | float | int)]
+        self._reports += [_copied(torch.as_tensor(each)) for each in numbers]
+
+    def _before_step(self, optimizer: Optimizer, *_: object) -> None:
+        if not any(each is optimizer for each in self._optimizers):
+            self._optimizers.append(optimizer)
+        with self._whole():
+            self._note_gradients(self._names_in(optimizer))
+
+    def _after_step(self, optimizer: Optimizer, *_: object) -> None:
+        number = next(number for number, each in enumerate(self._optimizers) if each is optimizer)
+        self._record(number, self._names_in(optimizer))
+
+    def _recording_backward(self, backward: Any) -> Any:
+        @functools.wraps(backward)
+        def recording(*args: Any, **kwargs: Any) -> None:
+            self._backwards += 1
+            try:
+                backward(*args, **kwargs)
+            finally:
+                self._backwards -= 1
+            if not self._backwards and not self._has_optimizer():
+                names = dict(self._names())
+                with self._whole():
+                    self._note_gradients(names)
+                self._record(None, names)
+
+        return recording
+
+    def _has_optimizer(self) -> bool:
+        if not self._optimizers:
+            self._optimizers += [each for each in gc.get_objects() if issubclass(type(each), Optimizer)]
+        return bool(self._optimizers)
+
+    def _names(self) -> Iterator[tuple[str, nn.Parameter]]:
+        for number, module in enumerate(self._executions):
+            for name, parameter in module.named_parameters():
+                yield _name(number, name), parameter
+
+    def _names_in(self, optimizer: Optimizer) -> dict[str, nn.Parameter]:
+        known = {id(parameter): name for name, parameter in self._names()}
+        number = next(number for number, each in enumerate(self._optimizers) if each is optimizer)
+        return {
+            known.get(id(parameter), f"optimizer{number}.group{group}.{at}"): parameter
+            for group, settings in enumerate(optimizer.param_groups)
+            for at, parameter in enumerate(settings["params"])
+        }
+
+    @contextmanager
+    def _whole(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for execution in self._executions.values():
+                if execution is not None:
+                    stack.enter_context(execution.whole())
+            yield
+
+    def _note_gradients(self, named: Mapping[str, nn.Parameter]) -> None:
+        if self._directory is not None:
+            self._gradients = {
+                name: None if each.grad is None else _copied(each.grad) for name, each in named.items()
+            }
+
+    def _record(self, optimizer: int | None, named: Mapping[str, nn.Parameter]) -> None:
+        buffers: dict[str, Tensor] = {}
+        for number, (module, execution) in enumerate(self._executions.items()):
+            buffers |= {_name(number, name): each for name, each in _buffers(module, execution)}
+        with self._whole():
+            if self._directory is not None:
+                values = {name: _copied(each) for name, each in named.items()}
+                step = RecordedStep(optimizer, self._gradients, values, buffers, self._reports)
+                torch.save(tuple(step), self._directory / f"{sum(self._made.values())}.step")
+        self._reports = []
+        self._made[optimizer] = self._made.get(optimizer, 0) + 1
+        if self._made[optimizer] >= self._steps:
+            raise EnoughStepsError
+
+
+@contextmanager
+def replaced(owner: Any, name: str, replace: Any) -> Iterator[None]:
+    """A context in which an attribute is what `replace` makes of it."""
+    before = getattr(owner, name)
+    setattr(owner, name, replace(before))
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+def _buffers(module: nn.Module, execution: Execution | None) -> Iterator[tuple[str, Tensor]]:
+    """The entries of the module's state dict that are no parameters, whole and merged over replicas."""
+    parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    entries = module.state_dict().items() if execution is None else execution.tensors()
+    for name, each in entries:
+        if name not in parameters and isinstance(tensor := each() if execution else each, Tensor):
+            yield name, _copied(tensor)
+
+
+def _name(number: int, name: str) -> str:
+    return f"module{number}.{name}" if number else name
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    return tensor.detach().to_dense().to("cpu", copy=True)

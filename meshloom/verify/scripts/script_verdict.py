@@ -1,0 +1,83 @@
+"""What is said of a script that was run under a plan, by itself and as plain copies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from meshloom.core.plan import Plan
+from meshloom.core.units import format_count
+from meshloom.verify.factors import few
+from meshloom.verify.scripts.script_comparison import ScriptComparison
+
+
+def verdict(
+    plan: Plan, whole: ScriptComparison, copies: ScriptComparison | str | None, *, dropout: bool, draws: bool, batch_norms: Sequence[str]
+) -> list[str]:  # fmt: skip
+    """Sentences, the verdict first.
+
+    whole: compared with the script by itself. copies: with plain copies; why they were not compared; or None: there was no need to.
+    dropout: whether it dropped. draws: whether a forward draws other than by dropout. batch_norms: names of modules that normalize by
+    statistics of their batch.
+    """
+    without = "" if dropout else ", with dropout off on both sides"
+    what = f"{format_count(whole.steps, 'backward' if whole.backwards else 'step')}{'' if whole.backwards else ' of an optimizer'}"
+    compared = f"{what}, {whole.tensors:,} tensors{without}"
+    if whole.first is None:
+        lines = [
+            f"EQUAL: the script computes under {plan} what it computes by itself on whole batches ({compared}).",
+            f"The largest difference is {whole.worst:.1e} of a tensor's size.",
+        ]
+        return [*lines, *_left_out(whole)]
+    lines = [
+        f"DIFFERS: the script computes under {plan} something else than by itself on whole batches ({compared}).",
+        f"First in {whole.first}.",
+    ]
+    if whole.first.factor is not None:
+        lines.append(named_factor(whole.first.factor, plan.dp))
+    reasons: list[str] = []
+    if draws:
+        reasons.append("its forward draws random numbers, of which each share has its own")
+    if batch_norms:
+        reasons.append(f"{few(batch_norms)}: batch normalization by the statistics of shares")
+    if reasons:
+        lines.append(f"It cannot hold on whole batches: {'; '.join(reasons)}.")
+    return [*lines, *_of_copies(plan, copies, explained=bool(reasons)), *_left_out(whole)]
+
+
+def named_factor(factor: float, replicas: int) -> str:
+    """What a factor of every gradient means.
+
+    >>> named_factor(0.5, 2)
+    'Every gradient is 1/2 of the whole batch, 1/dp: the loss is a sum over samples. Write ml.sum(loss).backward() there.'
+    """
+    if abs(factor * replicas - 1) < 1e-6:
+        return f"Every gradient is 1/{replicas} of the whole batch, 1/dp: the loss is a sum over samples. Write ml.sum(loss).backward() there."
+    if abs(factor / replicas - 1) < 1e-6:
+        return f"Every gradient is {replicas} times the whole batch's, dp: a mean is added up over replicas. Write ml.mean in place of ml.sum."
+    return f"Every gradient is {factor:.6g} times the whole batch's."
+
+
+def _of_copies(plan: Plan, copies: ScriptComparison | str | None, *, explained: bool) -> list[str]:
+    if copies is None:
+        return []
+    if isinstance(copies, str):
+        return [f"It was not compared with plain copies: {copies}."]
+    if copies.equal:
+        why = "" if explained else "; a loss or a module that lets samples interact, or what the loop draws alike on every replica, has this effect"  # fmt: skip
+        return [
+            f"The plan does what dp={plan.dp} plain copies do, whose gradients are averaged: the loss over shares is not the loss over the whole "
+            f"batch{why}."
+        ]
+    first = copies.first
+    return [
+        f"It differs from dp={plan.dp} plain copies, too, whose gradients are averaged (first in {first}): the mistake is in meshloom, or in code "
+        "that asks which rank it is."
+    ]
+
+
+def _left_out(whole: ScriptComparison) -> list[str]:
+    if not whole.left_out:
+        return []
+    return [
+        f"{format_count(whole.left_out, 'element')} of parameters were left out, whose gradients are rounding."
+    ]
