@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -104,9 +104,9 @@ class DividedModule(Execution):
     def accumulating(self) -> AbstractContextManager[None]:
         return self._mean.accumulating() if self._mean else nullcontext()
 
-    def check_complete(self) -> None:
+    def check_complete(self, updated: Collection[int]) -> None:
         if self._mean:
-            self._mean.check_complete()
+            self._mean.check_complete(updated)
 
     def whole(self) -> AbstractContextManager[None]:
         return self._share.whole(gradients=True)

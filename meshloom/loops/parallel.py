@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from meshloom.core.buffer_rules import BufferRule
-from meshloom.core.errors import JobError
+from meshloom.core.errors import JobError, PlanError
 from meshloom.core.plan import Plan
 from meshloom.loops.agreement import agreement_of
 from meshloom.loops.execution import Execution
@@ -28,7 +28,8 @@ _HELD = "_meshloom_execution"  # in a module's __dict__
 
 
 def parallel(
-    module: M, plan: Plan | str | None = None, *, leaves: Sequence[str] = (), buffers: Mapping[str, BufferRule] | None = None
+    module: M, plan: Plan | str | None = None, *, leaves: Sequence[str] = (), buffers: Mapping[str, BufferRule] | None = None,
+    batch: Mapping[str, int | None] | None = None,
 ) -> M:  # fmt: skip
     """Make `module` compute on many devices, in place, and return it.
 
@@ -38,7 +39,8 @@ def parallel(
 
     plan: None takes the launcher's (`meshloom run --plan`); with one process nothing happens. leaves: names of modules within that run as
     written where the plan reads the module. buffers: patterns of names -> what becomes of buffers that replicas have changed
-    (`ml.ema(0.99)`, "sum", "last"; docs/contract.md).
+    (`ml.ema(0.99)`, "sum", "last"; docs/contract.md). batch: where pp cuts the batch into microbatches, inputs of the forward by name -> the dim of
+    the batch (0 for others); None: whole in each.
 
     Raises `PlanError` for a plan that this script cannot run under, `JobError` for a module that cannot be made parallel.
     """
@@ -46,7 +48,7 @@ def parallel(
     found = ranks(plan)
     if found.plan.mesh.size > 1:
         _check(module)
-        _make(module, found, leaves, buffers or {})
+        _make(module, found, leaves, buffers or {}, batch or {})
     _MADE.append(weakref.ref(module))
     return module
 
@@ -57,11 +59,15 @@ def modules() -> list[nn.Module]:
 
 
 def _make(
-    module: nn.Module, found: LoopRanks, leaves: Sequence[str], rules: Mapping[str, BufferRule]
+    module: nn.Module,
+    found: LoopRanks,
+    leaves: Sequence[str],
+    rules: Mapping[str, BufferRule],
+    batch: Mapping[str, int | None],
 ) -> None:
     start_alike(module, found)
     original = type(module)
-    module.__dict__[_HELD] = _execution(module, found, leaves, rules)
+    module.__dict__[_HELD] = _execution(module, found, leaves, rules, batch)
     body = {
         "__call__": _call,
         "__reduce_ex__": _reduce,
@@ -134,8 +140,25 @@ def _reduce(self: nn.Module, protocol: Any) -> Any:
 
 
 def _execution(
-    module: nn.Module, found: LoopRanks, leaves: Sequence[str], rules: Mapping[str, BufferRule]
+    module: nn.Module,
+    found: LoopRanks,
+    leaves: Sequence[str],
+    rules: Mapping[str, BufferRule],
+    batch: Mapping[str, int | None],
 ) -> Execution:
+    plan = found.plan
+    if plan.tp > 1 or plan.pp > 1:
+        if plan.zero:
+            raise PlanError(
+                f"A parallel module has zero={plan.zero} of replicas that are whole, and {plan} divides each of them. Leave zero out, or tp and pp."
+            )
+        from meshloom.loops.divided_module import DividedModule
+
+        return DividedModule(module, found, leaves, rules, batch)
+    if plan.zero:
+        from meshloom.loops.sharded_module import ShardedModule
+
+        return ShardedModule(module, found.replicas, zero=plan.zero)
     return ModuleCopies(module, found, rules)
 
 

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import copy
 import os
+from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
+from torch import nn
 
 from meshloom.comm.objects import on_rank_0
 from meshloom.core.errors import CheckpointError
-from meshloom.loops.parallel import as_written
+from meshloom.loops.parallel import as_written, whole
+from meshloom.loops.part_tensor import PartTensor, whole_tensor
 from meshloom.loops.ranks import has_ranks, ranks
 
 
 def save(obj: Any, path: Any, **options: Any) -> None:
     """`torch.save`, by the main process alone: every rank calls it, and it returns on all when the file is there.
 
-    obj: anything that torch.save takes. path: a file's name. options: torch.save's. The file needs no meshloom to be read. A file of this name stays as it
-    is until the new one is complete. Raises `CheckpointError` on all ranks where it cannot be written.
+    obj: anything that torch.save takes; parts of tensors within it (of models, of optimizers, of averages) are gathered, one after another. path: a
+    file's name. options: torch.save's. The file needs no meshloom to be read. A file of this name stays as it is until the new one is complete.
+    Raises `CheckpointError` on all ranks where it cannot be written.
     """
     if not has_ranks() or ranks().plan.mesh.size == 1:
         torch.save(obj, path, **options)
@@ -28,7 +34,28 @@ def save(obj: Any, path: Any, **options: Any) -> None:
         raise CheckpointError(
             f"ml.save() takes the name of a file, not a {type(path).__name__}: one rank writes for all."
         )
-    on_rank_0(found.everyone, lambda: _write(obj, Path(path), options), CheckpointError)
+    with ExitStack() as modules:
+        gathered = _gathered(obj, modules, keeps=found.world.main)
+        on_rank_0(found.everyone, lambda: _write(gathered, Path(path), options), CheckpointError)
+
+
+def _gathered(x: Any, modules: ExitStack, *, keeps: bool) -> Any:
+    """The same with whole tensors in place of parts, and with modules that are whole until `modules` ends. keeps: whether this rank keeps what it
+    gathers."""
+    if isinstance(x, PartTensor):
+        found = whole_tensor(x)
+        return found.to("cpu") if keeps else None
+    if isinstance(x, nn.Module):
+        modules.enter_context(whole(x))
+    elif isinstance(x, Mapping):
+        changed: Any = copy.copy(cast(Mapping[Any, Any], x))  # of its class, with all else that it has
+        for key, value in [*changed.items()]:
+            changed[key] = _gathered(value, modules, keeps=keeps)
+        return changed
+    elif isinstance(x, list | tuple):
+        values = [_gathered(each, modules, keeps=keeps) for each in cast(list[Any], x)]
+        return type(x)(*values) if hasattr(x, "_fields") else type(x)(values)
+    return x
 
 
 def _write(obj: Any, path: Path, options: dict[str, Any]) -> None:
@@ -39,4 +66,4 @@ def _write(obj: Any, path: Path, options: dict[str, Any]) -> None:
         beside.replace(path)
     except Exception as error:  # the other ranks wait for this one's answer
         beside.unlink(missing_ok=True)
-        raise CheckpointError(f"{path} cannot be written: {error}.") from error
+        raise CheckpointError(f"{path} cannot be written: {error}") from error
