@@ -615,7 +615,7 @@ def test_a_copy_of_the_module_computes_with_its_own_parts() -> None:
         copied = copy.deepcopy(model)
         with torch.no_grad():
             copied[0].weight.zero_()
-        result = copied.execution.call(copied, (batch()[0],), {})
+        result = copied(batch()[0])  # by itself
         again = model.execution.call(model, (batch()[0],), {})
         return result.detach(), again.detach(), copied.execution._module is copied
 
@@ -627,6 +627,23 @@ def test_a_copy_of_the_module_computes_with_its_own_parts() -> None:
         assert is_its_own
         torch.testing.assert_close(result, model(batch()[0]).detach())
         torch.testing.assert_close(again, expected)
+
+
+def test_buffers_are_merged_and_draws_are_of_the_call() -> None:
+    def rank_calls(rank: int, group: Any) -> Any:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5))
+        made = ShardedModule(model, group, zero=3)
+        made.call(model, (batch()[0].float() + rank,), {})
+        return (
+            model[1].running_mean.clone(),
+            int(model[1].num_batches_tracked),
+            torch.randn(1),
+            made.take_notes(),
+        )
+
+    (mean, count, drawn, _), (other, other_count, other_drawn, _) = on_simulated(2, rank_calls)
+    assert torch.equal(mean, other) and count == other_count == 2 and torch.equal(drawn, other_drawn)
 
 
 def test_a_parameter_that_is_added_later_and_a_change_of_dtype() -> None:

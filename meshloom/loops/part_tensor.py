@@ -9,7 +9,6 @@ all else               one sentence
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any, cast
@@ -21,6 +20,7 @@ from torch.utils._foreach_utils import _foreach_supported_types as of_norms  # p
 from torch.utils._pytree import tree_leaves
 
 from meshloom.loops.flat_parts import gathered
+from meshloom.loops.lines import say
 from meshloom.loops.part_numbers import EXTREMES, NORMS, SUMS, TRUTHS, foreach_norm, number_of, over_ranks
 from meshloom.loops.part_place import PartPlace
 
@@ -183,9 +183,7 @@ def take_as_plain() -> None:
         kinds.extend([PartTensor, PartParameter])
 
 
-@cache
-def _said(line: str) -> None:
-    print(f"meshloom: {line}", file=sys.stderr)  # noqa: T201
+_say_once = cache(say)
 
 
 def _call(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -280,8 +278,8 @@ def _aligned(name: str, values: Sequence[Any], in_place: bool) -> list[Any]:
     if in_place and not isinstance(first, PartTensor) and first.shape == part.place.shape:
         if torch.is_grad_enabled() and part.requires_grad:
             raise part.place.refusal(f"{name} into a whole tensor with a gradient")
-        _said(
-            "A whole tensor is changed by parameters of which each rank has a part, such as an average that was made before the "
+        _say_once(
+            "a whole tensor is changed by parameters of which each rank has a part, such as an average that was made before the "
             "module was parallel: they are gathered each time. Made after it, it has parts, too."
         )
         return [whole_tensor(each) if isinstance(each, PartTensor) else each for each in values]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import cache
 from typing import Any, NamedTuple, cast
 
@@ -20,7 +20,9 @@ from torch.autograd.function import once_differentiable
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from meshloom.comm.group import Group
+from meshloom.core.buffer_rules import BufferRule
 from meshloom.core.plan_shares import chunk_sizes
+from meshloom.loops.call_draws import CallDraws
 from meshloom.loops.execution import Execution
 from meshloom.loops.flat_parts import gathered, reduced_to_parts
 from meshloom.loops.part_place import PartError, PartPlace
@@ -34,15 +36,18 @@ from meshloom.loops.part_tensor import (
     whole_tensor,
 )
 from meshloom.loops.taken_shares import bind
+from meshloom.replica.buffers.merged_buffers import RunningStatistics
 
 
 class ShardedModule(Execution):
-    """group: the replicas; its ranks are their numbers. Every parameter begins with the values of replica 0.
+    """group: the replicas; its ranks are their numbers. rules: of buffers (docs/contract.md).
 
     Numbers (parameters without dims) stay whole on every rank. The replicas call the same blocks in the same order.
     """
 
-    def __init__(self, module: nn.Module, group: Group, *, zero: int) -> None:
+    def __init__(
+        self, module: nn.Module, group: Group, *, zero: int, rules: Mapping[str, BufferRule] | None = None
+    ) -> None:
         self._module, self.group, self.zero = module, group, zero
         self._blocks = list(dict.fromkeys(_blocks(module)))
         self._weight = 1.0  # of the newest call
@@ -53,12 +58,16 @@ class ShardedModule(Execution):
         self.again: tuple[_Gathering, list[Tensor]] | None = None  # what a backward reads
         take_as_plain()
         _keep_states_in_parts()
-        for each in module.parameters():
-            if not each.dim():
-                group.broadcast(each.data, 0).wait()
+        self._draws = CallDraws(group.rank)
+        found = RunningStatistics(module, group, rules=rules or {})
+        self._statistics = found if found.merges else None
+        self._with_buffers = [
+            each for each in module.modules() if any(True for _ in each.buffers(recurse=False))
+        ]
+        self.reductions = 0
         self._divide()
         others = (each for each in _modules(module, self._blocks) if each is not module and _slots(each))
-        for each in [*self._blocks, *others]:
+        for each in [module, *self._blocks, *others]:
             each.register_forward_pre_hook(self._enter, prepend=True)
             each.register_forward_hook(self._leave, always_call=True)
 
@@ -70,8 +79,12 @@ class ShardedModule(Execution):
         self._weight = share._replace(replica=self.group.rank).weight if share else 1.0
         self.again = None
         self._divide()
-        with self._gathered(self._module):
-            return compute(*args, **kwargs)
+        statistics = self._statistics if any(each.training for each in self._with_buffers) else None
+        with self._draws.of_a_call(), statistics.chunk() if statistics else nullcontext():
+            results = compute(*args, **kwargs)
+        if statistics:
+            statistics.finish()
+        return results
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
@@ -101,12 +114,23 @@ class ShardedModule(Execution):
             if isinstance(each, Tensor):
                 yield name, lambda each=each: whole_tensor(each)
 
+    def alike(self) -> Iterator[tuple[str, Tensor]]:
+        return (each for each in self._module.named_parameters() if not isinstance(each[1], PartParameter))
+
+    @property
+    def backwards(self) -> int:
+        return self.reductions
+
+    def take_notes(self) -> list[str]:
+        return self._statistics.take_notes() if self._statistics else []
+
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedModule:
         """Of a copy of the module, in the same group."""
         memo[id(self)] = copied = copy.copy(self)
         copied._module = copy.deepcopy(self._module, memo)
         copied._blocks = [copy.deepcopy(each, memo) for each in self._blocks]
         copied._open, copied.kept, copied.again = [], {}, None
+        copied._with_buffers, copied._statistics = [], None  # an average's are its author's
         return copied
 
     def _divide(self) -> None:
@@ -123,7 +147,7 @@ class ShardedModule(Execution):
                 )
 
     def _enter(self, module: nn.Module, _: Any) -> None:
-        """Of a block, and of a module that is called by itself, such as by what recomputes it in backward."""
+        """Of the module, its blocks, and modules that are called by themselves, such as by what recomputes them in backward."""
         with ExitStack() as stack:
             stack.enter_context(self._gathered(module))
             self._open.append((module, stack.pop_all()))
@@ -150,7 +174,7 @@ class ShardedModule(Execution):
         try:
             for slot in slots:
                 slot.set(wholes[slot.parameter])
-            with gathering.freed(wholes.values()) if is_unit else ExitStack():
+            with gathering.freed(wholes.values()) if is_unit else nullcontext():
                 yield
         finally:
             for slot in slots:
@@ -199,6 +223,7 @@ class _Gathering:
 
     def reduced(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """The parts of the mean over replicas."""
+        self.owner.reductions += 1
         if self.owner.again is not None and self.owner.again[0] is self:
             self.owner.again = None
         results: list[Tensor | None] = [None] * len(self.parameters)
