@@ -89,7 +89,7 @@ class PartTensor(Tensor):
             _GRAD.__set__(self, local)
 
     @grad.deleter
-    def grad(self) -> None:
+    def grad(self) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
         with AsPlain():
             _GRAD.__set__(self, None)
 
