@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from meshloom.comm.objects import agree, collect
 from meshloom.core.errors import TrainingError
 from meshloom.loops.execution import Execution
-from meshloom.loops.lines import say
+from meshloom.loops.loop_lines import say
 from meshloom.loops.means import mean
 from meshloom.loops.ranks import LoopRanks
 from meshloom.loops.taken_shares import bound

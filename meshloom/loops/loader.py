@@ -19,7 +19,6 @@ from meshloom.data.samples import SomeSamples
 from meshloom.launch.environment import launched_plan
 from meshloom.launch.names import rank_name
 from meshloom.loops.data_place import DataPlace
-from meshloom.loops.lines import say
 from meshloom.loops.loader_parts import (
     BatchPlace,
     PlacedList,
@@ -28,6 +27,7 @@ from meshloom.loops.loader_parts import (
     SharedSamples,
     SharedStream,
 )
+from meshloom.loops.loop_lines import say
 from meshloom.loops.ranks import LoopRanks, ranks
 from meshloom.loops.share import Sharer, too_small
 from meshloom.loops.taken_shares import TakenShare, took

@@ -7,18 +7,19 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from meshloom.core.buffer_rules import BufferRule
 from meshloom.core.errors import JobError, PlanError
 from meshloom.core.plan import Plan
 from meshloom.loops.agreement import agreement_of
 from meshloom.loops.execution import Execution
-from meshloom.loops.lines import say
+from meshloom.loops.loop_lines import say
 from meshloom.loops.module_copies import ModuleCopies
+from meshloom.loops.part_tensor import PartTensor, whole_tensor
 from meshloom.loops.ranks import LoopRanks, ranks
 from meshloom.loops.start_values import start_alike
 
@@ -96,10 +97,16 @@ def accumulate(*modules: nn.Module) -> Iterator[None]:
         yield
 
 
-def whole(module: nn.Module) -> AbstractContextManager[None]:
-    """A context in which the module's parameters and gradients are whole on every rank; what is written to them is kept. All ranks enter and
-    leave it together."""
-    return execution_of(module).whole() if _HELD in module.__dict__ else nullcontext()
+@overload
+def whole(of: nn.Module) -> AbstractContextManager[None]: ...
+@overload
+def whole(of: Tensor) -> Tensor: ...
+def whole(of: nn.Module | Tensor) -> AbstractContextManager[None] | Tensor:
+    """Of a module, a context in which its parameters and gradients are whole on every rank; what is written to them is kept. Of a parameter, a gradient
+    or an optimizer's state, the whole tensor. All ranks call it together, and leave the context together."""
+    if isinstance(of, Tensor):
+        return whole_tensor(of) if isinstance(of, PartTensor) else of
+    return execution_of(of).whole() if _HELD in of.__dict__ else nullcontext()
 
 
 @contextmanager
@@ -158,7 +165,7 @@ def _execution(
     if plan.zero:
         from meshloom.loops.sharded_module import ShardedModule
 
-        return ShardedModule(module, found.replicas, zero=plan.zero)
+        return ShardedModule(module, found.replicas, zero=plan.zero, rules=rules)
     return ModuleCopies(module, found, rules)
 
 

@@ -20,7 +20,7 @@ from torch.utils._foreach_utils import _foreach_supported_types as of_norms  # p
 from torch.utils._pytree import tree_leaves
 
 from meshloom.loops.flat_parts import gathered
-from meshloom.loops.lines import say
+from meshloom.loops.loop_lines import say
 from meshloom.loops.part_numbers import EXTREMES, NORMS, SUMS, TRUTHS, foreach_norm, number_of, over_ranks
 from meshloom.loops.part_place import PartPlace
 

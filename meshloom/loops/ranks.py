@@ -14,7 +14,7 @@ from meshloom.core.plan import Plan
 from meshloom.launch.environment import launched_plan, launched_rank
 from meshloom.launch.opening import open_world
 from meshloom.launch.world import LocalRank, World
-from meshloom.loops.lines import say
+from meshloom.loops.loop_lines import say
 
 # What a plan may say of a loop of one's own. All else is what a loop does itself, or what only a job has.
 OF_LOOPS = {

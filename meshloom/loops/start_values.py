@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from meshloom.comm.objects import collect
 from meshloom.core.errors import TrainingError
-from meshloom.loops.lines import say
+from meshloom.loops.loop_lines import say
 from meshloom.loops.ranks import LoopRanks
 from meshloom.parameters.digest import digest
 
