@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -19,6 +20,9 @@ from torch.optim.optimizer import (
 from torch.utils._pytree import tree_leaves
 
 from meshloom.loops.execution import Execution
+
+
+_TORCH, _MESHLOOM = str(Path(torch.__file__).parent), str(Path(__file__).parents[2])
 
 
 class EnoughStepsError(BaseException):
@@ -83,8 +87,9 @@ class ScriptRecorder:
     def _before_step(self, optimizer: Optimizer, *_: object) -> None:
         if not any(each is optimizer for each in self._optimizers):
             self._optimizers.append(optimizer)
-        with self._whole():
-            self._note_gradients(self._names_in(optimizer))
+        names = self._names_in(optimizer)
+        with self._whole(names):
+            self._note_gradients(names)
 
     def _after_step(self, optimizer: Optimizer, *_: object) -> None:
         number = next(number for number, each in enumerate(self._optimizers) if each is optimizer)
@@ -98,9 +103,9 @@ class ScriptRecorder:
                 backward(*args, **kwargs)
             finally:
                 self._backwards -= 1
-            if not self._backwards and not self._has_optimizer():
+            if not self._backwards and not _is_of_a_capture(sys._getframe(1)) and not self._has_optimizer():
                 names = dict(self._names())
-                with self._whole():
+                with self._whole(names):
                     self._note_gradients(names)
                 self._record(None, names)
 
@@ -126,10 +131,12 @@ class ScriptRecorder:
         }
 
     @contextmanager
-    def _whole(self) -> Iterator[None]:
+    def _whole(self, named: Mapping[str, nn.Parameter]) -> Iterator[None]:
+        """A context in which these are whole. Those of other modules stay as a graph may have them."""
+        wanted = {id(each) for each in named.values()}
         with ExitStack() as stack:
-            for execution in self._executions.values():
-                if execution is not None:
+            for module, execution in self._executions.items():
+                if execution is not None and any(id(each) in wanted for each in module.parameters()):
                     stack.enter_context(execution.whole())
             yield
 
@@ -143,7 +150,7 @@ class ScriptRecorder:
         buffers: dict[str, Tensor] = {}
         for number, (module, execution) in enumerate(self._executions.items()):
             buffers |= {_name(number, name): each for name, each in _buffers(module, execution)}
-        with self._whole():
+        with self._whole(named):
             if self._directory is not None:
                 values = {name: _copied(each) for name, each in named.items()}
                 step = RecordedStep(optimizer, self._gradients, values, buffers, self._reports)
@@ -152,6 +159,13 @@ class ScriptRecorder:
         self._made[optimizer] = self._made.get(optimizer, 0) + 1
         if self._made[optimizer] >= self._steps:
             raise EnoughStepsError
+
+
+def _is_of_a_capture(frame: Any) -> bool:
+    """Whether meshloom itself starts a backward, to compare what it has captured, on one rank."""
+    while frame is not None and frame.f_code.co_filename.startswith(_TORCH):
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_filename.startswith(_MESHLOOM)
 
 
 @contextmanager
