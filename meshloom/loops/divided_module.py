@@ -24,7 +24,7 @@ from meshloom.loops.captured_forward import CapturedForward, autocast_here, name
 from meshloom.loops.execution import Execution
 from meshloom.loops.gradient_mean import GradientMean, tensors_in
 from meshloom.loops.module_share import ModuleShare
-from meshloom.loops.pipelined_call import Pipelined, PipelinedCall, check_rows, microbatches_of
+from meshloom.loops.pipelined_call import PipelinedCall, PipelinedResults, check_rows, microbatches_of
 from meshloom.loops.ranks import LoopRanks
 from meshloom.loops.taken_shares import bind
 from meshloom.pipeline.runtime.microbatches import LiveBuffers
@@ -39,6 +39,7 @@ from meshloom.program.ir.program import Program
 from meshloom.program.ir.sparse_constants import keep_as_constants
 from meshloom.program.opaque.bound import bound
 from meshloom.program.opaque.operator import is_opaque
+from meshloom.program.operators.collectives import refuse_second_derivative
 from meshloom.program.run.execute import run_flat
 from meshloom.program.store.fifo_cache import FifoCache
 from meshloom.replica.buffers.merged_buffers import RunningStatistics
@@ -136,13 +137,17 @@ class DividedModule(Execution):
             changes=self._changes,
         )
 
-    def _ready(self, forward: CapturedForward, batch: Mapping[str, Any]) -> ReadyBatch:
+    def _ready(
+        self, forward: CapturedForward, batch: Mapping[str, Any], check: Callable[[nn.Module], None] | None = None
+    ) -> ReadyBatch:  # fmt: skip
         """With a program for the batch. The first one decides what ranks keep, and all ranks make it together; further ones those of a
-        replica."""
+        replica. check: of the whole module, before a forward's first capture."""
         training = self._module.training
         if not self._programs.has(batch, loss=forward, training=training):
             like = _copy(batch)
             with self._capturing(), forward.alone():
+                if check and forward not in self._guards:
+                    on_rank_0(self._team, lambda: check(self._copy or self._module), CaptureError)
                 if self._share.is_whole:
                     self._programs.losses.loss = forward
                     self._programs.open(
@@ -233,14 +238,11 @@ class DividedModule(Execution):
     def _pipelined(self, forward: CapturedForward, batch: Mapping[str, Any]) -> Any:
         """The results, of microbatches through the stages."""
         microbatches, along = microbatches_of(batch, self._ranks.plan.microbatches, self._batch)
-        if forward not in self._guards and len(microbatches) > 1:
-            with self._capturing(), forward.alone():
-                on_rank_0(
-                    self._team,
-                    lambda: check_rows(self._copy, forward, _copy(batch), microbatches),
-                    CaptureError,
-                )
-        ready = [self._ready(forward, each.batch) for each in microbatches]
+
+        def check(model: nn.Module) -> None:
+            check_rows(model, forward, _copy(batch), microbatches)
+
+        ready = [self._ready(forward, each.batch, check) for each in microbatches]
         self._follow(forward.trained)
         grad, statistics = forward.graded is not None, self._statistics[forward]
 
@@ -274,7 +276,7 @@ class DividedModule(Execution):
             )
         anchor = torch.zeros((), requires_grad=grad)
         given = (*(tensors[name] for name in graded), *(completed[name] for name in names))
-        values: Any = Pipelined.apply(call, leave, anchor, *given)
+        values: Any = PipelinedResults.apply(call, leave, anchor, *given)
         statistics.finish()
         return results(values, stages[0][-1].returned)
 
@@ -350,6 +352,7 @@ class _Completed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        refuse_second_derivative()
         return None, *ctx.complete(gradients)
 
 
@@ -359,7 +362,11 @@ def _copy(batch: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _job(model: Callable[[], nn.Module], batch_size: int, leaves: Sequence[str | type[nn.Module]]) -> Job:
-    """What of a job a capture needs; its losses are forwards."""
+    """What of a job a capture needs. Its losses are forwards."""
     return Job(
-        model=model, loss=lambda model, batch: None, optimizer=lambda named: [], data=list, batch_size=batch_size, steps=1, leaves=leaves
+        model=model, loss=_no_loss, optimizer=lambda named: [], data=list, batch_size=batch_size, steps=1, leaves=leaves
     )  # fmt: skip
+
+
+def _no_loss(model: nn.Module, batch: Any) -> Tensor:
+    raise AssertionError("a forward takes its place")

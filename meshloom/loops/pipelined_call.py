@@ -26,6 +26,7 @@ from meshloom.pipeline.stages.stages import Crossing, Stage
 from meshloom.program.ir.leaves import leaves_of
 from meshloom.program.ir.nodes import Meta, Ref
 from meshloom.program.ir.program import Program
+from meshloom.program.operators.collectives import refuse_second_derivative
 
 WAY_OUT = (
     'Say which dim of which input is the batch, as in parallel(batch={"data": 1, "mask": None}), where None is for what all microbatches need whole; '
@@ -197,7 +198,7 @@ class PipelinedCall:
         return value
 
 
-class Pipelined(torch.autograd.Function):
+class PipelinedResults(torch.autograd.Function):
     """The results of a `PipelinedCall` of these tensors, whose gradients `leave` gives once backward has run through it."""
 
     @staticmethod
@@ -218,6 +219,7 @@ class Pipelined(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        refuse_second_derivative()
         if ctx.call is None:
             raise TrainingError(
                 "A second backward through one call of a module that a pipeline computes. Call the module again, or add the losses up before."

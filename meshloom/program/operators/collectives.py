@@ -26,6 +26,7 @@ from torch import Tensor
 
 from meshloom.comm.group import Group, ReduceOp
 from meshloom.comm.pieces import Pieces, assemble, embed, owned, place, put, take
+from meshloom.core.errors import TrainingError
 
 Kind = Literal["invariant", "partial", "part"]
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
@@ -84,7 +85,35 @@ class _OnOneRank(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
+        function: Any = _GradientOnOneRank
+        if torch.is_grad_enabled():  # the gradient will be differentiated itself
+            return None, None, function.apply(ctx.change, ctx.group, gradients[0])
         return None, None, _gradient(ctx.change, ctx.group, gradients[0])
+
+
+class _GradientOnOneRank(torch.autograd.Function):
+    """Placements of a gradient's gradient are those of the value."""
+
+    @staticmethod
+    def forward(ctx: Any, change: Transition, group: Group, gradient: Tensor) -> Tensor:
+        ctx.change, ctx.group = change, group
+        return _gradient(change, group, gradient)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        function: Any = _OnOneRank
+        if torch.is_grad_enabled():
+            return None, None, function.apply(ctx.change, ctx.group, gradients[0])
+        return None, None, _value(ctx.change, ctx.group, gradients[0])
+
+
+def refuse_second_derivative() -> None:
+    """Raises `TrainingError` within a backward that is recorded, for what has a first derivative only."""
+    if torch.is_grad_enabled():
+        raise TrainingError(
+            "A gradient that is taken with create_graph=True goes through what ranks compute together, which has no second derivative. "
+            "Use a plan with dp and zero alone, which runs the module as it is."
+        )
 
 
 class _OnAllRanks(torch.autograd.Function):

@@ -99,6 +99,12 @@ class _Layers(torch.autograd.Function):
         layers: GatheredLayers = ctx.layers
         group: Group = ctx.group
         x, *weights = ctx.saved_tensors
+        if torch.is_grad_enabled():  # the gradients will be differentiated themselves
+            needs = ctx.needs_input_grad[2:]
+            wanted = [each for each, need in zip((x, *weights), needs, strict=True) if need]
+            results = layers.forwards(layers.change.run(group, x), weights)
+            some = iter(torch.autograd.grad(results, wanted, gradients, create_graph=True, allow_unused=True))
+            return None, None, *(next(some) if need else None for need in needs)
         before = layers.change.before
         gathering = start_gather(before, group, x) if layers.change.source == "part" else None
         parted = layers.parted(weights)

@@ -10,7 +10,12 @@ import torch
 from torch import Tensor
 
 from meshloom.comm.group import Group
-from meshloom.program.operators.collectives import all_reducing, largest_of, total_of
+from meshloom.program.operators.collectives import (
+    all_reducing,
+    largest_of,
+    refuse_second_derivative,
+    total_of,
+)
 
 _Reduce = Callable[[list[Tensor]], Tensor]
 
@@ -48,6 +53,7 @@ class _LogSoftmax(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
+        refuse_second_derivative()
         sums = ctx.total([each.sum(ctx.dim, keepdim=True) for each in gradients])
         pairs = zip(gradients, ctx.saved_tensors, strict=True)
         return None, None, None, *(gradient - result.exp() * sums for gradient, result in pairs)

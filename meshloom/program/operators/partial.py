@@ -11,7 +11,12 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from meshloom.comm.group import Group
-from meshloom.program.operators.collectives import all_reducing, largest_of, total_of
+from meshloom.program.operators.collectives import (
+    all_reducing,
+    largest_of,
+    refuse_second_derivative,
+    total_of,
+)
 
 
 def mean_of_part(
@@ -239,6 +244,7 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
+        refuse_second_derivative()
         part: CrossEntropyOfPart = ctx.part
         _, *gradients_of_losses = gradients  # weights of rows have none
         count = len(gradients_of_losses)

@@ -26,7 +26,12 @@ from meshloom.comm.pieces import Pieces, Runs, take, whole
 from meshloom.core.random import seed_torch
 from meshloom.program.ir.callables import keyed
 from meshloom.program.ir.draws import seed_of_draw
-from meshloom.program.operators.collectives import Collective, Transition, elements_of_change
+from meshloom.program.operators.collectives import (
+    Collective,
+    Transition,
+    elements_of_change,
+    refuse_second_derivative,
+)
 
 RecurrentKind = Literal["lstm", "gru", "rnn_tanh", "rnn_relu"]
 NUM_GATES: dict[RecurrentKind, int] = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
@@ -228,6 +233,7 @@ class _DeferredProducts(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
+        refuse_second_derivative()
         rows = gradients[0].flatten(0, 1)
         of_weight = rows.T @ torch.stack(ctx.read).flatten(0, 1)
         return None, None, None, of_weight, rows.sum(0) if ctx.has_bias else None
