@@ -21,7 +21,6 @@ from torch.utils._pytree import tree_leaves
 
 from meshloom.loops.execution import Execution
 
-
 _TORCH, _MESHLOOM = str(Path(torch.__file__).parent), str(Path(__file__).parents[2])
 
 
