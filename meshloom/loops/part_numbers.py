@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from meshloom.comm.group import Group, ReduceOp
-from meshloom.loops.part_place import PartError, PartPlace
+from meshloom.loops.part_place import PartError, TensorPlace
 
 NORMS = frozenset({"norm", "vector_norm", "linalg_vector_norm", "linalg_norm"})
 SUMS = frozenset({"sum", "mean", "count_nonzero"})
@@ -54,7 +54,7 @@ def over_ranks(value: Tensor, group: Group, op: ReduceOp) -> Tensor:
 
 
 def number_of(
-    name: str, local: Tensor, place: PartPlace, args: Sequence[Any], kwargs: Mapping[str, Any]
+    name: str, local: Tensor, place: TensorPlace, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """What the function called `name` gives for the whole. args, kwargs: the others. None: it is no number, or has a gradient that
     the parts do not tell."""
@@ -65,6 +65,7 @@ def number_of(
     if name in ("equal", "allclose"):
         alike = getattr(torch, name)(local, *args, **kwargs)
         return bool(over_ranks(torch.tensor([alike], dtype=torch.int32, device=local.device), group, "min"))
+    local = place.counted(local)
     if name in NORMS:
         return _norm(name, local, place, *args, **kwargs)
     if args or kwargs:
@@ -82,10 +83,13 @@ def number_of(
 
 
 def foreach_norm(
-    tensors: Sequence[Tensor], places: Sequence[PartPlace | None], order: float = 2.0, dtype: Any = None
+    tensors: Sequence[Tensor], places: Sequence[TensorPlace | None], order: float = 2.0, dtype: Any = None
 ) -> list[Tensor]:
     """The norm of each, with one reduction of all that have parts in one group. places: None: the tensor is whole."""
-    norms = [_local_norm(each, order, dtype) for each in tensors]
+    counted = [
+        each if place is None else place.counted(each) for place, each in zip(places, tensors, strict=True)
+    ]
+    norms = [_local_norm(each, order, dtype) for each in counted]
     kinds = [(place.group, each.dtype) if place else None for place, each in zip(places, norms, strict=True)]
     for kind in dict.fromkeys(each for each in kinds if each):
         own = [i for i, each in enumerate(kinds) if each == kind]
@@ -98,7 +102,7 @@ def foreach_norm(
 def _norm(
     name: str,
     local: Tensor,
-    place: PartPlace,
+    place: TensorPlace,
     p: Any = None,
     dim: Any = None,
     dtype: Any = None,

@@ -19,10 +19,9 @@ from torch.optim.optimizer import _foreach_supported_types as of_optimizers  # p
 from torch.utils._foreach_utils import _foreach_supported_types as of_norms  # pyright: ignore[reportPrivateUsage]
 from torch.utils._pytree import tree_leaves
 
-from meshloom.loops.flat_parts import gathered
 from meshloom.loops.loop_lines import say
 from meshloom.loops.part_numbers import EXTREMES, NORMS, SUMS, TRUTHS, foreach_norm, number_of, over_ranks
-from meshloom.loops.part_place import PartPlace
+from meshloom.loops.part_place import TensorPlace
 
 # A context in which parts are plain tensors of this rank.
 AsPlain: Any = torch._C.DisableTorchFunctionSubclass  # pyright: ignore[reportPrivateUsage]
@@ -70,7 +69,7 @@ OF_ITS_SHAPE = {"expand", "expand_as", "reshape", "reshape_as", "view", "view_as
 class PartTensor(Tensor):
     """place: which part of which tensor it is."""
 
-    place: PartPlace
+    place: TensorPlace
 
     @property
     def grad(self) -> Tensor | None:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -162,7 +161,7 @@ def plain(part: Tensor) -> Tensor:
         return part.as_subclass(Tensor)
 
 
-def made_part(local: Tensor, place: PartPlace, kind: type[PartTensor] = PartTensor) -> PartTensor:
+def made_part(local: Tensor, place: TensorPlace, kind: type[PartTensor] = PartTensor) -> PartTensor:
     with AsPlain():
         part = local.as_subclass(kind)
     part.place = place
@@ -171,9 +170,7 @@ def made_part(local: Tensor, place: PartPlace, kind: type[PartTensor] = PartTens
 
 def whole_tensor(part: Tensor) -> Tensor:
     """All of it, on every rank of its group, detached; another tensor is whole already."""
-    return (
-        gathered([plain(part.detach())], [part.place])[0] if isinstance(part, PartTensor) else part.detach()
-    )
+    return part.place.whole_of(plain(part.detach())) if isinstance(part, PartTensor) else part.detach()
 
 
 @cache
@@ -251,14 +248,14 @@ def _elementwise(name: str, func: Callable[..., Any], args: Sequence[Any], kwarg
     return _named(result, place)
 
 
-def _named(new: Tensor, place: PartPlace) -> Tensor:
+def _named(new: Tensor, place: TensorPlace) -> Tensor:
     """A tensor that nobody else has, as a part."""
     new.__class__ = PartTensor
     cast(PartTensor, new).place = place
     return new
 
 
-def _together(values: Sequence[Any]) -> tuple[PartPlace | None, bool]:
+def _together(values: Sequence[Any]) -> tuple[TensorPlace | None, bool]:
     """The place of the first part among them, and whether all others are parts of it, too, or numbers."""
     place, fits = None, True
     for each in values:
@@ -303,7 +300,7 @@ def _draw(
         *(whole if each is part else each for each in args),
         **{key: whole if each is part else each for key, each in kwargs.items()},
     )
-    own = part.place.part_of(drawn, part.place.group.rank)
+    own = part.place.own_part(drawn)
     if name in RANDOM_LIKE:
         return made_part(own.clone(), part.place)
     with torch.no_grad():

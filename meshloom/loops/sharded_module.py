@@ -11,13 +11,11 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from functools import cache
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from meshloom.comm.group import Group
 from meshloom.core.buffer_rules import BufferRule
@@ -25,12 +23,10 @@ from meshloom.core.plan_shares import chunk_sizes
 from meshloom.loops.call_draws import CallDraws
 from meshloom.loops.execution import Execution
 from meshloom.loops.flat_parts import gathered, reduced_to_parts
+from meshloom.loops.made_parts import become, keep_states_in_parts, make_part
 from meshloom.loops.part_place import PartError, PartPlace
 from meshloom.loops.part_tensor import (
-    AsPlain,
     PartParameter,
-    PartTensor,
-    made_part,
     plain,
     take_as_plain,
     whole_tensor,
@@ -57,7 +53,7 @@ class ShardedModule(Execution):
         self.kept: dict[nn.Parameter, tuple[int, Tensor]] = {}
         self.again: tuple[_Gathering, list[Tensor]] | None = None  # what a backward reads
         take_as_plain()
-        _keep_states_in_parts()
+        keep_states_in_parts()
         self._draws = CallDraws(group.rank)
         found = RunningStatistics(module, group, rules=rules or {})
         self._statistics = found if found.merges else None
@@ -98,7 +94,7 @@ class ShardedModule(Execution):
             data, gradient = whole_tensor(each), each.grad
             gradient = gradient if gradient is None else whole_tensor(gradient)
             each.grad = None
-            _become(each, nn.Parameter, data)
+            become(each, nn.Parameter, data)
             each.grad = gradient
         before, self._is_whole = self._is_whole, True
         try:
@@ -107,7 +103,7 @@ class ShardedModule(Execution):
             self._is_whole = before
             self.kept.clear()
             for each in parts:
-                _make_part(each, each.place)
+                make_part(each, each.place)
 
     def tensors(self) -> Iterator[tuple[str, Callable[[], Tensor]]]:
         for name, each in self._module.state_dict(keep_vars=True).items():
@@ -140,7 +136,7 @@ class ShardedModule(Execution):
                 each.data = each.data.contiguous()
                 self.group.broadcast(each.data, 0).wait()
                 sizes = tuple(chunk_sizes(each.shape[0], self.group.size))
-                _make_part(each, PartPlace(name=name, shape=each.shape, dim=0, sizes=sizes, group=self.group))
+                make_part(each, PartPlace(name=name, shape=each.shape, dim=0, sizes=sizes, group=self.group))
             elif type(each) not in (nn.Parameter, PartParameter, Tensor):
                 raise PartError(
                     f"{name} is a {type(each).__name__}, of which zero={self.zero} makes no parts: of an nn.Parameter it does."
@@ -320,35 +316,3 @@ def _modules(module: nn.Module, without: Collection[nn.Module]) -> Iterator[nn.M
 def _slots(module: nn.Module) -> list[_Slot]:
     own = module.named_parameters(recurse=False, remove_duplicate=False)
     return [_Slot(module, name, each) for name, each in own if isinstance(each, nn.Parameter)]
-
-
-def _make_part(parameter: nn.Parameter, place: PartPlace) -> None:
-    """Keeps this rank's part of a parameter that is whole, and of its gradient."""
-    gradient, parameter.grad = parameter.grad, None
-    _become(parameter, PartParameter, place.part_of(parameter.data, place.group.rank).clone())
-    cast(PartParameter, parameter).place = place
-    if gradient is not None:
-        parameter.grad = place.part_of(gradient, place.group.rank).clone()
-
-
-def _become(parameter: nn.Parameter, kind: type[nn.Parameter], data: Tensor) -> None:
-    with AsPlain():
-        cast(Any, Tensor.data).__set__(parameter, data)
-        parameter.__class__ = kind
-        torch.autograd.graph.increment_version(parameter)
-
-
-@cache
-def _keep_states_in_parts() -> None:
-    """An optimizer's state that is whole, because it was loaded or made before, is in parts from its next step on."""
-    register_optimizer_step_pre_hook(_states_in_parts)
-
-
-def _states_in_parts(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    for each in (each for group in optimizer.param_groups for each in group["params"]):
-        if not isinstance(each, PartTensor) or each not in optimizer.state:
-            continue
-        place, state = each.place, optimizer.state[each]
-        for key, value in state.items():
-            if isinstance(value, Tensor) and not isinstance(value, PartTensor) and value.shape == place.shape:
-                state[key] = made_part(place.part_of(value, place.group.rank).clone(), place)

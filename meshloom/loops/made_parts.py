@@ -1,0 +1,46 @@
+"""Parameters become parts, the same objects with less in them, and states of optimizers with them."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from meshloom.loops.part_place import TensorPlace
+from meshloom.loops.part_tensor import AsPlain, PartParameter, PartTensor, made_part
+
+
+def make_part(parameter: nn.Parameter, place: TensorPlace) -> None:
+    """Keeps this rank's part of a parameter that is whole, and of its gradient."""
+    gradient, parameter.grad = parameter.grad, None
+    become(parameter, PartParameter, place.own_part(parameter.data).clone())
+    cast(PartParameter, parameter).place = place
+    if gradient is not None:
+        parameter.grad = place.own_part(gradient).clone()
+
+
+def become(parameter: nn.Parameter, kind: type[nn.Parameter], data: Tensor) -> None:
+    """The same object has this data, and is of this class."""
+    with AsPlain():
+        cast(Any, Tensor.data).__set__(parameter, data)
+        parameter.__class__ = kind
+        torch.autograd.graph.increment_version(parameter)
+
+
+@cache
+def keep_states_in_parts() -> None:
+    """An optimizer's state that is whole, because it was loaded or made before, is in parts from its next step on."""
+    register_optimizer_step_pre_hook(_states_in_parts)
+
+
+def _states_in_parts(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    for each in (each for group in optimizer.param_groups for each in group["params"]):
+        if not isinstance(each, PartTensor) or each not in optimizer.state:
+            continue
+        place, state = each.place, optimizer.state[each]
+        for key, value in state.items():
+            if isinstance(value, Tensor) and not isinstance(value, PartTensor) and value.shape == place.shape:
+                state[key] = made_part(place.own_part(value).clone(), place)
