@@ -66,7 +66,7 @@ def test_a_gradient_comes_before_a_parameter():
 @pytest.mark.parametrize(("times", "said"), [(1 / 2, "1/dp: the loss is a sum"), (2.0, "2 times the whole batch's, dp"), (3.0, "is 3 times")])  # fmt: skip
 def test_an_exact_factor_is_named(times: float, said: str):
     found = compare_scripts([step(0, times=times)], [step(0)], TOLERANCE)
-    text = "\n".join(verdict(Plan(dp=2), found, None, dropout=True, draws=False, batch_norms=[]))
+    text = "\n".join(verdict(Plan(dp=2), found, "not here", dropout=True, draws=False, batch_norms=[]))
     assert text.startswith("DIFFERS") and said in text
 
 
@@ -100,6 +100,14 @@ def test_plain_copies_tell_a_loss_over_shares_from_a_mistake(equal: bool, said: 
     whole = compare_scripts([step(1)], [step(0)], TOLERANCE)
     copies = compare_scripts([step(1)], [step(1 if equal else 2)], TOLERANCE)
     assert said in "\n".join(verdict(Plan(dp=2), whole, copies, dropout=True, draws=False, batch_norms=[]))
+
+
+def test_where_the_one_replica_has_the_whole_batch_nothing_excuses_a_difference():
+    whole = compare_scripts([step(1)], [step(0)], TOLERANCE)
+    assert (
+        "the mistake is in meshloom"
+        in verdict(Plan(tp=2), whole, None, dropout=True, draws=False, batch_norms=[])[-1]
+    )
 
 
 def test_a_recorder_ends_a_script_that_catches_exceptions(tmp_path: Path):

@@ -58,8 +58,9 @@ def named_factor(factor: float, replicas: int) -> str:
 
 
 def _of_copies(plan: Plan, copies: ScriptComparison | str | None, *, explained: bool) -> list[str]:
+    mistake = "the mistake is in meshloom, or in code that asks which rank it is."
     if copies is None:
-        return []
+        return [] if explained else [f"The one replica has the whole batch: {mistake}"]
     if isinstance(copies, str):
         return [f"It was not compared with plain copies: {copies}."]
     if copies.equal:
@@ -70,8 +71,7 @@ def _of_copies(plan: Plan, copies: ScriptComparison | str | None, *, explained: 
         ]
     first = copies.first
     return [
-        f"It differs from dp={plan.dp} plain copies, too, whose gradients are averaged (first in {first}): the mistake is in meshloom, or in code "
-        "that asks which rank it is."
+        f"It differs from dp={plan.dp} plain copies, too, whose gradients are averaged (first in {first}): {mistake}"
     ]
 
 
