@@ -16,6 +16,7 @@ from meshloom.core.plan import Plan
 from meshloom.launch.opening import open_world
 from meshloom.loops import taken_shares
 from meshloom.loops.divided_module import DividedModule
+from meshloom.loops.part_tensor import plain
 from meshloom.loops.ranks import LoopRanks
 from meshloom.loops.taken_shares import TakenShare, share_sizes
 
@@ -94,7 +95,7 @@ def on_ranks(plan: str, make: Callable[[], list[nn.Module]], script: Script, **g
             ]
             returned = script(models, calls, own.place.dp)
             assert known == [id(each) for model in models for each in model.parameters()]
-            elements = [sum(each.numel() for each in model.parameters()) for model in models]
+            elements = [sum(plain(each.detach()).numel() for each in model.parameters()) for model in models]
             states = [{name: gather().clone() for name, gather in each.tensors()} for each in divided]
             with divided[0].whole():
                 grads = {

@@ -24,6 +24,7 @@ from meshloom.loops.captured_forward import CapturedForward, autocast_here, name
 from meshloom.loops.execution import Execution
 from meshloom.loops.gradient_mean import GradientMean, tensors_in
 from meshloom.loops.module_share import ModuleShare
+from meshloom.loops.part_tensor import PartTensor, plain
 from meshloom.loops.pipelined_call import PipelinedCall, PipelinedResults, check_rows, microbatches_of
 from meshloom.loops.ranks import LoopRanks
 from meshloom.loops.taken_shares import bind
@@ -75,7 +76,7 @@ class DividedModule(Execution):
             _job(self._copy_of_copy, plan.num_chunks, leaves), plan, self._team, self._division
         )
         self._copy: nn.Module | None = None  # whole, on the replica's first rank, while a forward is captured
-        self._share = ModuleShare(module, self._group, self._pp)
+        self._share = ModuleShare(module, self._group, self._pp, self._team)
         self._guards: dict[CapturedForward, list[GuardedValue]] = {}
         self._changes = 0
         self._statistics: dict[CapturedForward, RunningStatistics] = {}
@@ -261,13 +262,15 @@ class DividedModule(Execution):
             microbatches, stages, self._pp, self._group, self._ranks.device, own, self._buffers, around, self._bind
         )  # fmt: skip
         tensors = leaves_of(batch).tensors
-        graded, names = forward.graded or (), [name for name, each in own.items() if each.requires_grad]
+        graded = forward.graded or ()
+        # those of other stages, too: an optimizer steps, and a norm counts, the same parameters on every rank
+        names = [name for name, each in self._parameters.items() if each.requires_grad and grad]
 
         def leave() -> list[Tensor | None]:
             parts = {name: [each.leaves.tensors[name] for each in microbatches] for name in graded}
             inputs = [self._of_input(each, along.get(name)) for name, each in parts.items()]
             self._add_up_lent(own, stages[0][0].program)
-            return [*inputs, *(own[name].grad for name in names)]
+            return [*inputs, *self._of_stages(own, names)]
 
         if call.has_means and not self._means:
             self._means = True
@@ -275,7 +278,10 @@ class DividedModule(Execution):
                 f"Results of {type(self._module).__name__} without a row for each of its inputs are means over microbatches, by rows."
             )
         anchor = torch.zeros((), requires_grad=grad)
-        given = (*(tensors[name] for name in graded), *(completed[name] for name in names))
+        given = (
+            *(tensors[name] for name in graded),
+            *(completed.get(name, plain(self._parameters[name])) for name in names),
+        )
         values: Any = PipelinedResults.apply(call, leave, anchor, *given)
         statistics.finish()
         return results(values, stages[0][-1].returned)
@@ -287,6 +293,21 @@ class DividedModule(Execution):
         found = torch.stack(gradients).sum(0) if dim is None else torch.cat(gradients, dim)
         self._pp.all_reduce(found.view(-1)).wait()
         return found
+
+    def _of_stages(self, own: Mapping[str, Tensor], names: Sequence[str]) -> list[Tensor | None]:
+        """The gradients of this rank's parameters, and empty ones of those that other stages have and have used."""
+        has = torch.tensor(
+            [float(name in own and own[name].grad is not None) for name in names], device=self._ranks.device
+        )
+        self._pp.all_reduce(has).wait()
+        return [
+            own[name].grad
+            if name in own
+            else torch.zeros_like(plain(self._parameters[name].detach()))
+            if used
+            else None
+            for name, used in zip(names, has.tolist(), strict=True)
+        ]
 
     def _add_up_lent(self, own: Mapping[str, Tensor], program: Program) -> None:
         """Gradients of parameters that several stages use become the sums of theirs, on each of them."""
@@ -317,7 +338,10 @@ class DividedModule(Execution):
 
     def _completed(self) -> dict[str, Tensor]:
         """The parameters. Gradients of those that several ranks along tp have arrive at them summed over ranks that computed parts, and alike."""
-        parameters: dict[str, Tensor] = dict(self._parameters)
+        parameters: dict[str, Tensor] = {
+            name: plain(each) if isinstance(each, PartTensor) else each
+            for name, each in self._parameters.items()
+        }
         candidates = (
             dict.fromkeys([*self._programs.summed, *self._replicated]) if self._group.size > 1 else ()
         )

@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
-from typing import Any
+from functools import partial, wraps
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -26,16 +26,35 @@ from meshloom.core.errors import TrainingError
 from meshloom.core.step_shape import StepShape
 from meshloom.exchange.exchange import Exchange
 from meshloom.exchange.registry import Setup
+from meshloom.loops.part_tensor import AsPlain
 from meshloom.loops.ranks import LoopRanks
 from meshloom.loops.taken_shares import TakenShare, newest
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def as_plain(method: F) -> F:
+    """The method, in a context in which parts are plain tensors."""
+
+    @wraps(method)
+    def plainly(*args: Any, **kwargs: Any) -> Any:
+        with AsPlain():
+            return method(*args, **kwargs)
+
+    return cast(F, plainly)
+
 
 _ONE_BACKWARD = StepShape(chunks=1)
 
 
 class GradientMean:
     """Of `named`, the trainable parameters that this rank holds, along dp. replicated: names of those that other ranks of the replica
-    hold, too."""
+    hold, too.
 
+    Parts of parameters are plain tensors here.
+    """
+
+    @as_plain
     def __init__(
         self, named: Mapping[str, nn.Parameter], ranks: LoopRanks, *, replicated: tuple[str, ...] = ()
     ) -> None:
@@ -76,6 +95,7 @@ class GradientMean:
         finally:
             self._accumulates = before
 
+    @as_plain
     def check_complete(self, updated: Collection[int]) -> None:
         """Before an update of parameters of these identities. Raises `TrainingError` where gradients are a replica's own."""
         if self._is_local and any(
@@ -86,6 +106,7 @@ class GradientMean:
                 "ml.accumulate(model). Leave the last one before the step outside."
             )
 
+    @as_plain
     def close(self) -> None:
         for each in self._hooks:
             each.remove()
@@ -99,6 +120,7 @@ class GradientMean:
             )
         self._weight = weight
 
+    @as_plain
     def _reached(self, gradient: Tensor | None) -> Tensor | None:
         """Before a parameter's gradient is added to what it has. None: a function of several parameters has none for this one."""
         if gradient is None:
@@ -123,6 +145,7 @@ class GradientMean:
             for each in self._named.values():
                 each.grad = None
 
+    @as_plain
     def _complete(
         self, name: str, ready: Callable[[nn.Parameter], None] | None, parameter: nn.Parameter
     ) -> None:
@@ -145,6 +168,7 @@ class GradientMean:
             self._named[name].grad = gradient
         self._exchange.begin_chunk()
 
+    @as_plain
     @torch.no_grad()
     def _end(self) -> None:
         """After the backward."""

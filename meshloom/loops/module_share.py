@@ -5,22 +5,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor, nn
 
 from meshloom.comm.group import Group
 from meshloom.comm.pieces import Pieces
+from meshloom.loops.made_parts import become, keep_states_in_parts, make_part
+from meshloom.loops.part_place import PartError, TensorPlace, refusal_of
+from meshloom.loops.part_tensor import AsPlain, plain, take_as_plain
 from meshloom.parameters.model import all_named, make_row_major
 from meshloom.parameters.shards import Shards
 
 
 class ModuleShare:
-    """Of `module`, whole at first. tp, pp: the ranks along these axes."""
+    """Of `module`, whole at first. tp, pp: the ranks along these axes; team: of both."""
 
-    def __init__(self, module: nn.Module, tp: Group, pp: Group) -> None:
-        self._module, self._pp = module, pp
+    def __init__(self, module: nn.Module, tp: Group, pp: Group, team: Group) -> None:
+        self._module, self._pp, self._team = module, pp, team
         self._tensors: dict[str, Tensor] = {}  # parameters and buffers by their first names
         self._first: dict[str, str] = {}  # each name -> the first of the same tensor
         known: dict[Tensor, str] = {}
@@ -31,18 +34,30 @@ class ModuleShare:
         self._holders: Mapping[str, tuple[int, ...]] = {}
         self.shards = Shards({}, tp)
         self.is_whole = True
+        self._places: dict[str, SharePlace] = {}
 
     def keep(self, pieces: Mapping[str, Pieces], holders: Mapping[str, tuple[int, ...]]) -> None:
         """From now on this rank has its share only. pieces: by name, which rank along tp holds what. holders: by name, the ranks along pp that hold
         it, the owner first; {}: there is one."""
         make_row_major(self._module)
+        take_as_plain()
+        keep_states_in_parts()
         self._holders, self.shards, self.is_whole = holders, Shards(pieces, self.shards.group), False
-        for name, each in self._tensors.items():
+        for name, each in self._parted():
             self._take(name, each)
 
     def holds(self, name: str) -> bool:
         """Whether this rank has something of it."""
         return not self._holders or self._pp.rank in self._holders[self._first[name]]
+
+    def same(self, one: str, other: str) -> bool:
+        """Whether ranks hold the same elements of two tensors."""
+        one, other = self._first[one], self._first[other]
+        return (
+            self._shapes[one] == self._shapes[other]
+            and self.shards.pieces.get(one) == self.shards.pieces.get(other)
+            and self._holders.get(one) == self._holders.get(other)
+        )
 
     @property
     def lent(self) -> list[str]:
@@ -52,21 +67,23 @@ class ModuleShare:
     @contextmanager
     def whole(self, *, gradients: bool) -> Iterator[None]:
         """A context in which all is whole on every rank; what is written to it is kept."""
-        parted = [
-            (name, each)
-            for name, each in self._tensors.items()
-            if self._holders or name in self.shards.pieces
-        ]
-        given = [each.grad for _, each in parted]
-        has = torch.tensor([float(each is not None) for each in given])
-        if gradients and self._holders and parted:
-            has = has.to(parted[0][1].device)
-            self._pp.all_reduce(has).wait()
-        for (name, each), gradient, has_gradient in zip(parted, given, has.tolist(), strict=True):
-            each.grad = None
-            each.data = self._gathered(name, each.detach())
-            if gradients and has_gradient:
-                each.grad = self._gathered(name, each if gradient is None else gradient)
+        parted = self._parted()
+        with AsPlain():
+            given = [each.grad for _, each in parted]
+            has = torch.tensor([float(each is not None) for each in given])
+            if gradients and self._holders and parted:
+                has = has.to(parted[0][1].device)
+                self._pp.all_reduce(has).wait()
+            for (name, each), gradient, has_gradient in zip(parted, given, has.tolist(), strict=True):
+                each.grad = None
+                whole = self.gathered(name, plain(each.detach()))
+                part = plain(each.detach()) if gradient is None else plain(gradient)
+                gradient = self.gathered(name, part) if gradients and has_gradient else None
+                if isinstance(each, nn.Parameter):
+                    become(each, nn.Parameter, whole)
+                else:
+                    each.data = whole
+                each.grad = gradient
         try:
             yield
         finally:
@@ -77,20 +94,42 @@ class ModuleShare:
 
     def tensors(self) -> Iterator[tuple[str, Callable[[], Tensor]]]:
         """As of `Execution`."""
-        for name, each in self._module.state_dict().items():
-            yield name, partial(self._gathered, name, each)
+        for name, each in self._module.state_dict(keep_vars=True).items():
+            yield name, partial(self.gathered, name, plain(each.detach()))
+
+    def counts(self, name: str) -> Tensor | bool:
+        """The elements of this rank's share that it counts, so that each of the whole is counted once on the ranks of a replica."""
+        first = self._first[name]
+        if self._holders and self._pp.rank != self._holders[first][0]:
+            return False
+        return self.shards.speaks_for(first) if self._pp.size > 1 or first in self.shards.pieces else True
+
+    def share_of(self, name: str, whole: Tensor) -> Tensor:
+        """This rank's share of a tensor of the whole's shape."""
+        return (
+            self.shards.take(self._first[name], whole)
+            if self.holds(name)
+            else whole.new_empty((0, *whole.shape[1:]))
+        )
+
+    def _parted(self) -> list[tuple[str, Tensor]]:
+        """The tensors that this rank may have a share of, by name. Buffers that other stages have stay here as they were."""
+        return [
+            (name, each)
+            for name, each in self._tensors.items()
+            if name in self.shards.pieces or (self._holders and isinstance(each, nn.Parameter))
+        ]
 
     def _take(self, name: str, tensor: Tensor) -> None:
         """Of a tensor that is whole, and of its gradient, this rank's share in the same object."""
-        gradient, tensor.grad = tensor.grad, None
-        tensor.data = self._share_of(name, tensor.detach())
-        if gradient is not None and self.holds(name):
-            tensor.grad = self._share_of(name, gradient)
+        if isinstance(tensor, nn.Parameter) and tensor.dim():
+            if name not in self._places:
+                self._places[name] = SharePlace(self, name, self._shapes[name], self._team)
+            make_part(tensor, self._places[name])
+            return
+        tensor.data = self.share_of(name, tensor.detach())
 
-    def _share_of(self, name: str, whole: Tensor) -> Tensor:
-        return self.shards.take(name, whole) if self.holds(name) else whole.new_empty((0, *whole.shape[1:]))
-
-    def _gathered(self, name: str, part: Tensor) -> Tensor:
+    def gathered(self, name: str, part: Tensor) -> Tensor:
         """The whole tensor on every rank of the replica, of what each has."""
         first = self._first.get(name, name)
         if first not in self._shapes:  # what a hook of `state_dict` has made
@@ -100,3 +139,48 @@ class ModuleShare:
             whole = whole.clone(memory_format=torch.contiguous_format)
             self._pp.broadcast(whole.view(-1), self._holders[first][0]).wait()
         return whole
+
+
+class SharePlace(TensorPlace):
+    """Of the parameter called `name` of a module of which a rank has `share`."""
+
+    def __init__(self, share: ModuleShare, name: str, shape: torch.Size, group: Group) -> None:
+        self._share, self.name, self.shape, self.group = share, name, shape, group
+        self._counts = share.counts(name)
+
+    @cached_property
+    def own_shape(self) -> torch.Size:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return self.own_part(torch.empty(self.shape, device="meta")).shape
+
+    @property
+    def own_start(self) -> tuple[int, ...]:
+        raise self.refusal("A checkpoint of torch.distributed")
+
+    def own_part(self, whole: Tensor) -> Tensor:
+        return self._share.share_of(self.name, whole)
+
+    def own_of(self, other: Tensor) -> Tensor:
+        is_broadcast = all(size == 1 for size in other.shape)
+        return (
+            other
+            if other.shape == self.own_shape or is_broadcast
+            else self.own_part(other.expand(self.shape))
+        )
+
+    def is_as(self, other: TensorPlace) -> bool:
+        if not isinstance(other, SharePlace) or self._share is not other._share:
+            return False
+        return self._share.same(self.name, other.name)
+
+    def whole_of(self, part: Tensor) -> Tensor:
+        return self._share.gathered(self.name, part)
+
+    def counted(self, part: Tensor) -> Tensor:
+        if isinstance(self._counts, Tensor):
+            return part.reshape(-1)[self._counts.to(part.device)]
+        return part if self._counts else part.reshape(-1)[:0]
+
+    def refusal(self, what: str) -> PartError:
+        return refusal_of(
+            f"{what} of {self.name} {list(self.shape)}: this rank has a share of {list(self.own_shape)}."
+        )
