@@ -154,7 +154,7 @@ class DividedModule(Execution):
                     self._programs.open(
                         [like], self._ranks.everyone, self._copy or self._module, training=training
                     )
-                ready = self._programs.ready(like, loss=forward, training=training, model=self._copy)
+                ready = self._programs.ready(like, loss=forward, training=training)
             if self._share.is_whole:
                 holders = self._programs.cutter.holders if self._pp.size > 1 else {}
                 self._share.keep(self._programs.pieces, holders)

@@ -210,7 +210,7 @@ class _Gathering:
             i for i, (each, version) in enumerate(zip(self.parameters, self.versions, strict=True))
             if isinstance(each, PartParameter) and kept.get(each, (None,))[0] != version
         ]  # fmt: skip
-        places = [cast(PartParameter, self.parameters[i]).place for i in missing]
+        places = [_place_of(self.parameters[i]) for i in missing]
         new = dict(zip(missing, gathered([found[i] for i in missing], places), strict=True))
         wholes = [new[i] if i in new else kept[each][1] if each in kept else found[i] for i, each in enumerate(self.parameters)]  # fmt: skip
         if self.owner.zero != 3:
@@ -225,7 +225,7 @@ class _Gathering:
         results: list[Tensor | None] = [None] * len(self.parameters)
         trained = [i for i, each in enumerate(self.parameters) if each.requires_grad]
         parts = [i for i in trained if isinstance(self.parameters[i], PartParameter)]
-        places = [cast(PartParameter, self.parameters[i]).place for i in parts]
+        places = [_place_of(self.parameters[i]) for i in parts]
         local = [plain(self.parameters[i].detach()) for i in parts]
         for i, each in zip(
             parts, reduced_to_parts([gradients[i] for i in parts], local, places, self.weight), strict=True
@@ -293,6 +293,10 @@ class _Gather(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         return None, *ctx.gathering.reduced(gradients)
+
+
+def _place_of(parameter: nn.Parameter) -> PartPlace:
+    return cast(PartPlace, cast(PartParameter, parameter).place)
 
 
 def _blocks(module: nn.Module) -> Iterator[nn.Module]:

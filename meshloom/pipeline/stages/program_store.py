@@ -119,11 +119,8 @@ class ProgramStore:
         key = self._key(leaves_of(batch), loss, training)
         return key is not None and key in self._entries
 
-    def ready(
-        self, batch: Any, *, loss: LossFunction | None = None, training: bool = True, model: nn.Module | None = None
-    ) -> ReadyBatch:  # fmt: skip
-        """Makes sure that batches like this one have stages. The replica's ranks all pass the same batch. model: what a capture is made
-        from, on the first of them; None: one that the job builds."""
+    def ready(self, batch: Any, *, loss: LossFunction | None = None, training: bool = True) -> ReadyBatch:
+        """Makes sure that batches like this one have stages. The replica's ranks all pass the same batch."""
         loss, leaves = loss or self.losses.loss, leaves_of(batch)
         key = self._key(leaves, loss, training)
         if key is not None and key in self._entries:
@@ -132,7 +129,7 @@ class ProgramStore:
             return ReadyBatch(leaves, key)
         program = self._of(loss).at_any_size(self._team, batch, training=training)
         if program is None:
-            return ReadyBatch(leaves, self._capture(loss, training, [batch], self._team, model))
+            return ReadyBatch(leaves, self._capture(loss, training, [batch], self._team))
         key = self._add(program, loss, self._team)
         self._entries[key] = self._sharing(self._entries[key])
         return ReadyBatch(leaves, key)

@@ -85,10 +85,11 @@ class _OnOneRank(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        function: Any = _GradientOnOneRank
-        if torch.is_grad_enabled():  # the gradient will be differentiated itself
-            return None, None, function.apply(ctx.change, ctx.group, gradients[0])
-        return None, None, _gradient(ctx.change, ctx.group, gradients[0])
+        return (
+            None,
+            None,
+            (_twice if torch.is_grad_enabled() else _gradient)(ctx.change, ctx.group, gradients[0]),
+        )
 
 
 class _GradientOnOneRank(torch.autograd.Function):
@@ -105,6 +106,9 @@ class _GradientOnOneRank(torch.autograd.Function):
         if torch.is_grad_enabled():
             return None, None, function.apply(ctx.change, ctx.group, gradients[0])
         return None, None, _value(ctx.change, ctx.group, gradients[0])
+
+
+_twice: Any = _GradientOnOneRank.apply  # where the gradient will be differentiated itself
 
 
 def refuse_second_derivative() -> None:

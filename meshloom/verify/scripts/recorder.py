@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
-import sys
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -102,7 +102,11 @@ class ScriptRecorder:
                 backward(*args, **kwargs)
             finally:
                 self._backwards -= 1
-            if not self._backwards and not _is_of_a_capture(sys._getframe(1)) and not self._has_optimizer():
+            if (
+                not self._backwards
+                and not _is_of_a_capture(inspect.currentframe())
+                and not self._has_optimizer()
+            ):
                 names = dict(self._names())
                 with self._whole(names):
                     self._note_gradients(names)
@@ -162,6 +166,7 @@ class ScriptRecorder:
 
 def _is_of_a_capture(frame: Any) -> bool:
     """Whether meshloom itself starts a backward, to compare what it has captured, on one rank."""
+    frame = frame.f_back  # of who asks
     while frame is not None and frame.f_code.co_filename.startswith(_TORCH):
         frame = frame.f_back
     return frame is not None and frame.f_code.co_filename.startswith(_MESHLOOM)
