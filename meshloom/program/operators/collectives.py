@@ -84,12 +84,8 @@ class _OnOneRank(torch.autograd.Function):
         return _value(change, group, value)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return (
-            None,
-            None,
-            (_twice if torch.is_grad_enabled() else _gradient)(ctx.change, ctx.group, gradients[0]),
-        )
+    def backward(ctx: Any, *given: Tensor) -> Any:
+        return None, None, (_twice if torch.is_grad_enabled() else _gradient)(ctx.change, ctx.group, given[0])
 
 
 class _GradientOnOneRank(torch.autograd.Function):
