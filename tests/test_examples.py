@@ -12,7 +12,8 @@ import pytest
 from meshloom.cli.main import main
 
 ROOT = Path(__file__).parents[1]
-EXAMPLES = sorted((ROOT / "examples").glob("[0-9]*.py"))
+SCRIPT = ROOT / "examples/19_own_script.py"  # which holds no job
+EXAMPLES = sorted({*(ROOT / "examples").glob("[0-9]*.py")} - {SCRIPT})
 
 COOKBOOK = ["13_small_gpt", "14_lora", "15_resnet", "16_speech", "17_recommendation", "18_diffusion"]
 
@@ -172,6 +173,16 @@ def test_own_loop_takes_the_same_decisions_simulated_and_under_torchrun(tmp_path
         # hundreds of float32 steps whose sums are taken in two orders
         assert held_out[0] == pytest.approx(held_out[1], abs=0.01)
     assert held_out[0] < 0.2
+
+
+@together
+def test_a_script_of_its_own_prints_under_a_plan_what_it_prints_by_itself(tmp_path: Path):
+    words = ["--epochs", "2", "--out", "digits.pt"]
+    alone = run(str(SCRIPT), *words, cwd=tmp_path).stdout
+    (tmp_path / "digits.pt").unlink()
+    plan = ["--plan", "dp=2", "--devices", "cpu"]
+    assert run("-m", "meshloom", "run", str(SCRIPT), *plan, "--", *words, cwd=tmp_path).stdout == alone
+    assert (tmp_path / "digits.pt").exists() and alone.count("accuracy") == 2
 
 
 @pytest.mark.slow
