@@ -64,6 +64,25 @@ class Bytes(torch.utils.data.Dataset):
 SCENES = {
     "docs/guide.md": (LANGUAGE_MODEL, "assert loss > 0"),
     "docs/asynchronous.md": (TORCH, "assert job.steps == 2"),
+    "docs/loops.md": (
+        TORCH
+        + """
+from meshloom.loops.loader import shared_loader
+from meshloom.loops.share import Sharer
+loader = shared_loader(torch.utils.data.DataLoader(Rows(), batch_size=8, shuffle=True), Sharer(0, 1), seed=0)
+model = ml.parallel(nn.Linear(6, 3))
+optimizer = torch.optim.AdamW(model.parameters())
+for batch in loader:
+    cross_entropy(model(batch["x"]), batch["y"]).backward()
+    optimizer.step()
+    break
+""",
+        """
+from meshloom.loops.ranks import leave_ranks
+assert torch.equal(state["model"]["weight"], model.weight) and len(list(loader)) == 2  # the rest of the epoch
+leave_ranks(well=True)
+""",
+    ),
     "docs/memory.md": (
         TORCH
         + """

@@ -3,6 +3,7 @@ exist and plans that are plans; all the rest is what is printed.
 
     ```python           runs, in order, after what `SCENES` gives the document
     ```python sketch    is Python that does not run
+    ```diff             a script, and what becomes of it
     indented, ```sh     commands, or what they print
 """
 
@@ -39,7 +40,7 @@ USERS = {"job.py", "train.py", "FILE.py", "train_job.py", "RUN", "DIR", "runs/a"
 # README's example is trained and verified by tests/test_examples.py; the first line of the other says how it is started
 RUN_ELSEWHERE = {"README.md", "docs/torch_backend.md"}
 WITH_TRANSFORMERS = {"docs/weights.md", "docs/guides/larger_than_a_device.md"}
-VERBS = "adopt|train|verify|plan|describe|calibrate|report|watch|export|doctor|completion"
+VERBS = "adopt|run|train|verify|plan|describe|calibrate|report|watch|export|doctor|completion"
 # `meshloom ...` at the start of a line, or behind variables, or as a module that a launcher runs
 COMMAND = re.compile(rf"^(?:\$ )?(?:[A-Z_]+=\S+ )*(?:\S.* -m |srun )?meshloom +((?:{VERBS})\b.*)")
 BATCH = re.compile(rf"^(?:[A-Z_]+=\S+ )*sbatch +(\S+\.sbatch) +((?:{VERBS})\b.*)")
@@ -81,7 +82,7 @@ def test_python_is_marked_as_such(path: Path):
     wrong: list[str] = []
     for mark, text, block in codes_of(path):
         here = f"{name_of(path)}:{block.line}"
-        if mark not in ("", "python", "python sketch", "sh", "yaml", "{toctree}", "{eval-rst}"):
+        if mark not in ("", "python", "python sketch", "diff", "sh", "yaml", "{toctree}", "{eval-rst}"):
             wrong.append(f"{here} is marked {mark!r}, which is nothing that is known here")
         elif mark.startswith("python") and not is_python(text):
             wrong.append(f"{here} is marked as Python, and is none")
