@@ -140,6 +140,23 @@ def _no_shares() -> Iterator[None]:
     taken_shares._BOUND.clear()  # pyright: ignore[reportPrivateUsage]
 
 
+@pytest.mark.parametrize("plan", ["tp=2", "pp=2"])
+def test_on_whole_parameters_a_module_runs_as_written(plan: str) -> None:
+    parsed, x = Plan.parse(plan), torch.randn(4, 6, dtype=torch.float64)
+    with open_world(parsed.mesh, "simulated") as world:
+
+        def of_rank(own: Any) -> tuple[Tensor, Tensor]:
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+            divided = DividedModule(model, LoopRanks(parsed, world, own))
+            expected = divided.call(model.__call__, (x,), {})
+            with divided.whole():
+                return expected, divided.call(model.__call__, (x,), {})
+
+        for expected, found in world.turns.run([lambda own=own: of_rank(own) for own in world.local]):
+            torch.testing.assert_close(found, expected, rtol=EXACT, atol=EXACT)
+
+
 @pytest.mark.parametrize("plan", ["tp=2", "pp=2,microbatches=3", "pp=2,tp=2,microbatches=2"])
 def test_two_results_and_a_loss_inside(plan: str) -> None:
     def script(models: list[nn.Module], calls: list[Call], replica: int) -> Any:

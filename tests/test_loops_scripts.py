@@ -16,8 +16,8 @@ REFUSED = {
     ("word_language_model", "pp=2,microbatches=2"): "Say which dim of which input is the batch",
     ("waves", "dp=2,zero=3"): "view of lstm1.weight_ih: this rank has rows",
 }
-# those of `make test`: each script once, each plan
-QUICK = {("small_gpt", "pp=2,microbatches=2"), ("fine_tuning", "tp=2"), ("adversarial", "dp=2,zero=3"), ("contrast", "dp=2"), ("waves", "dp=2,zero=3")}  # fmt: skip
+# those of `make test`
+QUICK = {("small_gpt", "pp=2,microbatches=2"), ("contrast", "tp=2"), ("adversarial", "dp=2,zero=3")}
 CELLS = [
     pytest.param(path.stem, plan, marks=() if (path.stem, plan) in QUICK else pytest.mark.slow)
     for path in sorted(SCRIPTS.glob("*.py"))
@@ -43,6 +43,7 @@ def test_a_language_model_equals_itself_under_products_of_plans(plan: str, tmp_p
     test_a_loop_of_one_s_own_equals_itself("small_gpt", plan, tmp_path)
 
 
+@pytest.mark.slow
 def test_a_sum_over_a_share_is_named(tmp_path: Path):
     text = (SCRIPTS / "variational.py").read_text()
     assert "loss = ml.sum(loss_function(" in text

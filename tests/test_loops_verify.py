@@ -240,12 +240,13 @@ def test_a_mean_of_uneven_shares_is_equal_with_dropout_off(tmp_path: Path, capfd
     ("kind", "said"),
     [
         ("sum", "Every gradient is 1/2 of the whole batch, 1/dp"),
-        (
+        pytest.param(
             "statistics",
             "1: batch normalization by the statistics of shares.\nThe plan does what dp=2 plain copies do",
+            marks=pytest.mark.slow,
         ),
-        ("noise", "The plan does what dp=2 plain copies do"),
-        ("wrong average", "It differs from dp=2 plain copies, too"),
+        pytest.param("noise", "The plan does what dp=2 plain copies do", marks=pytest.mark.slow),
+        pytest.param("wrong average", "It differs from dp=2 plain copies, too", marks=pytest.mark.slow),
     ],
 )
 def test_what_differs_is_explained(kind: str, said: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]):

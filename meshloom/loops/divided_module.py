@@ -86,9 +86,13 @@ class DividedModule(Execution):
         self._trained: tuple[bool, ...] = ()  # of which that is
         self._before = 0  # backwards of means before
         self._notes: list[str] = []
+        self._is_whole = False  # within `whole`
         self._means = False  # whether that they are such is said
 
     def call(self, compute: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        if self._is_whole:
+            with torch.no_grad():  # nobody would divide a gradient
+                return compute(*args, **kwargs)
         positional, batch = named_inputs(self._module.forward, args, kwargs)
         share = bind((args, kwargs))
         forward = self._forward(positional, batch)
@@ -110,8 +114,14 @@ class DividedModule(Execution):
         if self._mean:
             self._mean.check_complete(updated)
 
-    def whole(self) -> AbstractContextManager[None]:
-        return self._share.whole(gradients=True)
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        before, self._is_whole = self._is_whole, True
+        try:
+            with nullcontext() if before else self._share.whole(gradients=True):
+                yield
+        finally:
+            self._is_whole = before
 
     def tensors(self) -> Iterator[tuple[str, Callable[[], Tensor]]]:
         return self._share.tensors()
