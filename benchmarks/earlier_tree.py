@@ -56,6 +56,7 @@ class Tree:
             "MESHLOOM_CACHE": "off",
             "HOME": os.devnull,
             "OMP_NUM_THREADS": "1",
+            "MESHLOOM_KEEP_RANKS": "1",  # the files read them
             **more,
         }
 

@@ -26,7 +26,9 @@ def launched(file: str, num_ranks: int, words: Sequence[str]) -> list[dict[str, 
     with tempfile.TemporaryDirectory() as directory:
         output = Path(directory, "records.json")
         command = [*torchrun(num_ranks, directory), file, *words, "--json", str(output)]
-        code = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}).returncode
+        code = subprocess.run(
+            command, env={**os.environ, "OMP_NUM_THREADS": "1", "MESHLOOM_KEEP_RANKS": "1"}
+        ).returncode
         if code:
             sys.exit(code)
         return [json.loads(line) for line in output.read_text().splitlines()]

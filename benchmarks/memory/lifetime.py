@@ -115,7 +115,9 @@ def measured(arguments: argparse.Namespace, size: Size, system: str) -> dict[str
             command = [*torchrun(ranks, directory), *map(str, words)]
             for mark in Path(directory).glob("part-*"):
                 mark.unlink()
-            process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"})
+            process = subprocess.Popen(
+                command, env={**os.environ, "OMP_NUM_THREADS": "1", "MESHLOOM_KEEP_RANKS": "1"}
+            )
             runs.append(watched(process, Path(directory), ranks, arguments.every))
             if process.wait():
                 sys.exit(process.returncode)

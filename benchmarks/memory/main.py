@@ -73,7 +73,7 @@ def main() -> int:
             size = ml.Plan.parse(plan).mesh.size
             code = subprocess.run(
                 [*torchrun(size, directory), __file__, *words],
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                env={**os.environ, "OMP_NUM_THREADS": "1", "MESHLOOM_KEEP_RANKS": "1"},
             ).returncode
             if code:
                 return code

@@ -1,7 +1,8 @@
 """Seconds per training step of the benchmark GPT on two CPU ranks: meshloom and its peers side by side, the
 peers over Gloo.
 
-    python benchmarks/step/main.py --mode dp --json -        # data parallel, against DDP and FSDP2, and one rank alone with half of the batch
+    python benchmarks/step/main.py --mode dp --json -        # data parallel, against DDP and FSDP2, and one rank alone with half of the batch; in each mode, too, the
+                                                             # peers' loop around ml.parallel
     python benchmarks/step/main.py --mode zero3 --json -     # zero=3 over Gloo, with and without communication during computation, against FSDP2
     python benchmarks/step/main.py --mode tp --json -        # tensor parallel, against DTensor's parallelize_module
     python benchmarks/step/main.py --mode pp --json -        # pipeline, 1F1B with 4 microbatches, against torch.distributed.pipelining
@@ -38,6 +39,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
 import meshloom as ml
+from meshloom.loops.ranks import leave_ranks
 
 sys.path += [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "pipeline")]
 from launched import launched
@@ -155,6 +157,8 @@ class Training:
 def run_rank(arguments: argparse.Namespace) -> None:
     """On each of the ranks: time all systems at all batch sizes; rank 0 writes the records."""
     torch.set_num_threads(1)
+    if arguments.mode == "zero3":  # of the loop of one's own, as of the trainer
+        os.environ["MESHLOOM_TRANSPORT"] = "gloo"
     size = SIZES[arguments.size]
     if arguments.mode == "pp":
         size = replace(size, tied=False)  # the peer has no parameters of two stages
@@ -196,6 +200,14 @@ def time_systems(
         if not dist.is_initialized():
             dist.init_process_group("gloo")
             stack.callback(dist.destroy_process_group)
+        if not base_only:
+            whole = ([each] for each in training.batches())
+            stack.callback(partial(leave_ranks, well=True))
+            prepare["meshloom parallel", "loop"] = open_peer(
+                partial(ml.parallel, plan=PLANS[mode]),
+                training,
+                shares(training) if "dp" in PLANS[mode] else whole,
+            )
         if mode == "dp":
             prepare["torch ddp", "ddp"] = open_peer(wrap_ddp, training, shares(training))
             if not base_only:
@@ -285,6 +297,7 @@ def open_peer(
 
     def prepare() -> Step:
         batch = next(batches)
+        torch.manual_seed(0)  # other systems move it, and a loop of one's own has it alike on all ranks
         return lambda: step(batch)
 
     return prepare

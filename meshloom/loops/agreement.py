@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
@@ -32,13 +32,14 @@ class Agreement:
 
     def __init__(self, ranks: LoopRanks) -> None:
         self._ranks, self._steps, self._calls = ranks, 0, 0
-        self._watched: list[tuple[str, weakref.ref[Execution]]] = []
+        self._watched: list[tuple[str, weakref.ref[Execution], weakref.ref[nn.Module]]] = []
+        self._concerns: weakref.WeakKeyDictionary[torch.optim.Optimizer, bool] = weakref.WeakKeyDictionary()
         self._said = False
         self._hook = register_optimizer_step_pre_hook(self._before_step)
 
-    def watch(self, name: str, execution: Execution) -> None:
-        """Of a module of this class."""
-        self._watched.append((name, weakref.ref(execution)))
+    def watch(self, module: nn.Module, execution: Execution) -> None:
+        """What the plan makes of the module's calls."""
+        self._watched.append((type(module).__name__, weakref.ref(execution), weakref.ref(module)))
 
     def called(self, name: str, inputs: Any) -> None:
         """A module of this class is called in grad mode."""
@@ -73,6 +74,8 @@ class Agreement:
                 )
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+        if not self._of_parallel_modules(optimizer):
+            return None
         self._compare(optimizer)
         # an optimizer with a closure decides by what that returns
         if len(args) > 1 and args[1] is not None:
@@ -81,8 +84,17 @@ class Agreement:
             (args, {**kwargs, "closure": _of_the_batch(kwargs["closure"])}) if kwargs.get("closure") else None
         )
 
+    def _of_parallel_modules(self, optimizer: torch.optim.Optimizer) -> bool:
+        if optimizer not in self._concerns:
+            updated = {id(each) for group in optimizer.param_groups for each in group["params"]}
+            known = [
+                each for *_, found in self._watched if (module := found()) for each in module.parameters()
+            ]
+            self._concerns[optimizer] = any(id(each) in updated for each in known)
+        return self._concerns[optimizer]
+
     def _compare(self, optimizer: torch.optim.Optimizer) -> None:
-        executions = [(name, each) for name, found in self._watched if (each := found()) is not None]
+        executions = [(name, each) for name, found, _ in self._watched if (each := found()) is not None]
         updated = {id(each) for group in optimizer.param_groups for each in group["params"]}
         for _, each in executions:
             each.check_complete(updated)

@@ -78,7 +78,7 @@ def _make(
     made = type(original.__name__, (original,), body)
     made.__qualname__ = original.__qualname__
     module.__class__ = made
-    agreement_of(found).watch(type(module).__name__, execution_of(module))
+    agreement_of(found).watch(module, execution_of(module))
 
 
 def execution_of(module: nn.Module) -> Execution:
