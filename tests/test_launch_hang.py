@@ -50,9 +50,9 @@ class Looks:
                 self.now, doing, [replace(each, starved_seconds=starved * self.now) for each in states]
             )
             if said:
-                assert (
-                    said.is_stopped == (states[said.rank].state == "T") and f"ank {said.rank} " in said.text
-                )
+                first, *others = said.ranks
+                assert said.is_stopped == (states[first].state == "T")
+                assert others or f"ank {first} " in said.text
                 return said.text
         return None
 
@@ -66,6 +66,17 @@ def test_a_rank_that_computes_far_too_long_is_named_while_its_replica_waits():
         "(it is running, as in a loop without an end); it took 0.02 s at most before"
     )
     assert "--hang-seconds" in said
+
+
+def test_ranks_of_a_script_that_all_wait_have_called_different_things():
+    waiting = [replace(WAITING, phase="own code") for _ in range(4)]
+    looks = Looks(HangWatch(MESH, 7.0, scripts=True))
+    assert looks.during(20, waiting) is None
+    said = looks.during(3, waiting)
+    assert said is not None and said.startswith("All ranks have waited for one another for 21 s")
+    assert Looks().during(60, waiting) is None  # a job's ranks call what we call
+    some = [*waiting[:3], replace(waiting[0], waits=False)]
+    assert Looks(HangWatch(MESH, 7.0, scripts=True)).during(60, some) is None
 
 
 def test_the_other_replica_may_still_compute():

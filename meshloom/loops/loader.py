@@ -16,7 +16,7 @@ from meshloom.comm.objects import collect
 from meshloom.core.errors import CODE_ERRORS, DataError
 from meshloom.core.random import preserved_draws
 from meshloom.data.samples import SomeSamples
-from meshloom.launch.environment import launched_plan
+from meshloom.launch.environment import is_first_rank, launched_plan
 from meshloom.launch.names import rank_name
 from meshloom.loops.data_place import DataPlace
 from meshloom.loops.loader_parts import (
@@ -169,6 +169,17 @@ class _HandsOn:
 def _hand(place: DataPlace, taken: TakenShare, batch: Any) -> None:
     place.hand()
     took(taken, batch)
+    if len(taken.sizes) > 1 and not torch.is_grad_enabled():
+        _say_once(
+            "a loader that is shared is read without gradients: counts over its batches are this replica's, which ml.sum adds up; a loader that is left alone gives "
+            "every rank whole batches"
+        )
+
+
+@cache
+def _say_once(text: str) -> None:
+    if is_first_rank():
+        say(text)
 
 
 def _source(handing: Any) -> tuple[deque[TakenShare], DataPlace]:

@@ -23,7 +23,9 @@ class ModuleCopies(Execution):
 
     def __init__(self, module: nn.Module, ranks: LoopRanks, rules: Mapping[str, BufferRule]) -> None:
         self._module, self._ranks, self._rules = module, ranks, rules
-        self._known: list[tuple[int, bool]] = []  # parameters, and whether they are trained
+        self._known: list[
+            Any
+        ] = []  # of the parameters: identities, whether they are trained, dtypes, devices
         self._mean: GradientMean | None = None
         self._before = 0  # backwards of those before
         self._statistics: RunningStatistics | None = None
@@ -69,7 +71,7 @@ class ModuleCopies(Execution):
 
     def _follow(self) -> None:
         """Parameters may have been added, exchanged, frozen and unfrozen since the last call."""
-        now = [(id(each), each.requires_grad) for each in self._module.parameters()]
+        now = [(id(each), each.requires_grad, each.dtype, each.device) for each in self._module.parameters()]
         if now == self._known:
             return
         self._known = now

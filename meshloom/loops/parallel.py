@@ -182,9 +182,10 @@ def _unwrapped(module: Any) -> Any:
 
 def _check(module: nn.Module) -> None:
     name = type(module).__name__
-    if isinstance(module, nn.DataParallel | nn.parallel.DistributedDataParallel):
+    wrappers = (nn.DataParallel, nn.parallel.DistributedDataParallel)
+    if found := next((type(each).__name__ for each in module.modules() if isinstance(each, wrappers)), None):
         raise JobError(
-            f"{name} is parallel already. Give meshloom.parallel() the module within it (.module), and leave {name} out of the script."
+            f"{found} is parallel already. Give meshloom.parallel() the module within it (.module), and leave {found} out of the script."
         )
     if isinstance(module, torch.jit.ScriptModule):
         raise JobError(

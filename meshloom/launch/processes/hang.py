@@ -28,6 +28,7 @@ LOOK_SECONDS = 0.25  # between looks
 LONGEST_GAP_SECONDS = 1.0  # between two looks; beyond that the launcher itself did not run
 TIMES_LONGER = 10.0
 WAITING_SECONDS = 1.0  # how long the others have waited
+TIMES_TOGETHER = 3.0  # as long as one rank may hang, all of a script may wait for one another
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,9 +45,9 @@ class ProcessState:
 
 @dataclass(frozen=True, kw_only=True)
 class Hang:
-    """A rank that hangs, and the message about it. is_stopped: whether its process is stopped."""
+    """Ranks that hang, and the message about them. is_stopped: whether the process is stopped."""
 
-    rank: int
+    ranks: Sequence[int]
     text: str
     is_stopped: bool
 
@@ -62,9 +63,11 @@ class _Watched:
 
 
 class HangWatch:
-    """Watches the ranks of `mesh`. seconds: what an action that usually takes less than a tenth may take."""
+    """Watches the ranks of `mesh`. seconds: what an action that usually takes less than a tenth may take. scripts: ranks run a script, and may call
+    different things."""
 
-    def __init__(self, mesh: Mesh, seconds: float) -> None:
+    def __init__(self, mesh: Mesh, seconds: float, *, scripts: bool = False) -> None:
+        self._scripts = scripts
         self._mesh = mesh
         self._teams = mesh.teams()
         self._seconds = seconds
@@ -81,10 +84,23 @@ class HangWatch:
             self._note(rank, gap, snapshot, process)
         for rank in range(self._mesh.size):
             if stopped := self._stopped(rank, doing):
-                return Hang(rank=rank, text=stopped, is_stopped=True)
+                return Hang(ranks=[rank], text=stopped, is_stopped=True)
             if stuck := self._stuck(rank, now, doing, processes):
-                return Hang(rank=rank, text=stuck, is_stopped=False)
+                return Hang(ranks=[rank], text=stuck, is_stopped=False)
+        if self._scripts and self._all_wait(doing):
+            text = (
+                f"All ranks have waited for one another for {TIMES_TOGETHER * self._seconds:.0f} s: they have called different things, as where one rank alone "
+                "saves, or skips a batch. Their lines stand above; the run was ended."
+            )
+            return Hang(ranks=range(self._mesh.size), text=text, is_stopped=False)
         return None
+
+    def _all_wait(self, doing: Sequence[ActivitySnapshot | None]) -> bool:
+        limit = TIMES_TOGETHER * self._seconds
+        return all(
+            each is not None and each.waits and self._watched[rank].seconds >= limit
+            for rank, each in enumerate(doing)
+        )
 
     def _note(self, rank: int, gap: float, snapshot: ActivitySnapshot | None, process: ProcessState) -> None:
         """Add time in the same state, or begin a new one."""

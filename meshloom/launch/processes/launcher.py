@@ -45,7 +45,7 @@ def run_ranks(
     """
     with noted_signals() as signals:
         with Guard() as guard, _Ranks(guard, scripts) as ranks:
-            hang = HangWatch(mesh, hang_seconds) if hang_seconds else None
+            hang = HangWatch(mesh, hang_seconds, scripts=scripts) if hang_seconds else None
             outcome = ranks.start(command, mesh, devices, plan_text, transport, signals)
             outcome = outcome or ranks.watch(signals, hang)
             ranks.end(signals)
@@ -121,8 +121,8 @@ class _Ranks:
                 looked = time.monotonic()
                 states = [process_state(rank.group) for rank in self._ranks]
                 if hung := hang.look(looked, [rank.doing() for rank in self._ranks], states):
-                    if not hung.is_stopped:
-                        self._show_stack(self._ranks[hung.rank])
+                    for number in () if hung.is_stopped else hung.ranks:
+                        self._show_stack(self._ranks[number])
                     return _Outcome(1, hung.text)
 
     def _heed(self, signals: list[int]) -> _Outcome | None:
