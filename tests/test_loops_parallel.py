@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
 import numpy
 import pytest
@@ -34,6 +35,39 @@ def test_replicas_of_a_module_compute_what_one_device_does(runs: dict[int, Found
     assert expected and all(each == each for each in expected)
     for size in (2, 3):
         assert runs[size][name] == pytest.approx(expected, rel=1e-9, abs=1e-12), f"dp={size}"
+
+
+PLANS = ("dp=2,zero=1", "dp=2,zero=3", "tp=2", "pp=2,microbatches=2")
+OF_A_PART, CALLED_PART = "view of first.weight", "linear of"
+# what the boundary does not allow under these plans, and what its sentence says
+REFUSED = {
+    "closure": dict.fromkeys(PLANS, OF_A_PART),
+    "frozen_added_averaged_copied": {
+        **dict.fromkeys(PLANS[:2], CALLED_PART), **dict.fromkeys(PLANS[2:], "The loss reads calls"),
+    },
+    "accumulated": dict.fromkeys(PLANS[2:], CALLED_PART),
+    "penalty_on_gradients_of_inputs": {PLANS[3]: "create_graph=True"},
+    "several_backwards": {PLANS[3]: "A second backward through one call"},
+    "two_models": {PLANS[3]: "can be cut at 0 places"},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=PLANS)
+def of_a_plan(request: pytest.FixtureRequest) -> tuple[str, dict[str, Any]]:
+    return request.param, on_ranks(all_cases, 2, request.param, timeout_seconds=200.0)[0]
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.parametrize("name", CASES)
+def test_every_plan_computes_what_one_device_does_or_says_why_not(
+    runs: dict[int, Found], of_a_plan: tuple[str, dict[str, Any]], name: str
+):
+    plan, found = of_a_plan
+    if sentence := REFUSED.get(name, {}).get(plan):
+        assert isinstance(found[name], str) and sentence in found[name]
+    else:
+        assert found[name] == pytest.approx(runs[1][name], rel=1e-9, abs=1e-12)
 
 
 def _seeded() -> None:

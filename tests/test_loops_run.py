@@ -8,6 +8,7 @@ import random
 import subprocess
 import sys
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -39,13 +40,15 @@ TORCHRUN = {
 
 
 @pytest.fixture(autouse=True)
-def _as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+def _as_it_was(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A script that is run in this process leaves its program behind; scripts elsewhere find this meshloom."""
     monkeypatch.setattr(sys, "argv", sys.argv)
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
     monkeypatch.setattr(os, "environ", os.environ.copy())
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
+    yield
+    sys.modules.pop("beside", None)
 
 
 def written(directory: Path, text: str) -> str:

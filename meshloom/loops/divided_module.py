@@ -294,6 +294,9 @@ class DividedModule(Execution):
         )
         values: Any = PipelinedResults.apply(call, leave, anchor, *given)
         statistics.finish()
+        for rank, stage in enumerate(stages[0]):  # a script reads buffers on any rank
+            for name in sorted(stage.program.changing - self._share.shards.pieces.keys()):
+                self._pp.broadcast(self._buffers[name].view(-1), rank).wait()
         return results(values, stages[0][-1].returned)
 
     def _of_input(self, parts: Sequence[Tensor], dim: int | None) -> Tensor:

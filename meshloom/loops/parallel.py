@@ -11,6 +11,11 @@ from typing import Any, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
+from torch._C._dynamo.eval_frame import (  # pyright: ignore[reportMissingModuleSource, reportMissingImports]
+    _FrameAction,
+    _FrameExecStrategy,
+    set_code_exec_strategy,
+)
 
 from meshloom.core.buffer_rules import BufferRule
 from meshloom.core.errors import JobError, PlanError
@@ -129,7 +134,9 @@ def _call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return execution_of(self).call(partial(_original(self).__call__, self), args, kwargs)
 
 
-_call._torchdynamo_disable = True  # pyright: ignore[reportFunctionMemberAccess] # a compiler around it runs it as it is
+_SKIPPED: Any = _FrameAction.SKIP
+# torch.compile around a parallel module runs it, and what it calls, as it is
+set_code_exec_strategy(_call.__code__, _FrameExecStrategy(_SKIPPED, _SKIPPED))
 
 
 def _original(module: nn.Module) -> type[nn.Module]:

@@ -31,7 +31,7 @@ from meshloom.loops.part_tensor import (
     take_as_plain,
     whole_tensor,
 )
-from meshloom.loops.taken_shares import bind
+from meshloom.loops.taken_shares import TakenShare, bind, newest
 from meshloom.replica.buffers.merged_buffers import RunningStatistics
 
 
@@ -47,7 +47,7 @@ class ShardedModule(Execution):
         self._module, self.group, self.zero = module, group, zero
         self._blocks = list(dict.fromkeys(_blocks(module)))
         self._weight = 1.0  # of the newest call
-        self._is_whole = False
+        self._is_whole, self._calling = False, False
         self._open: list[tuple[nn.Module, ExitStack]] = []  # of blocks that compute
         # zero=1, 2: the version of a parameter, and what was gathered of it
         self.kept: dict[nn.Parameter, tuple[int, Tensor]] = {}
@@ -72,15 +72,27 @@ class ShardedModule(Execution):
         if self._is_whole:
             with torch.no_grad():  # nobody would reduce a gradient
                 return compute(*args, **kwargs)
-        self._weight = share._replace(replica=self.group.rank).weight if share else 1.0
+        self._weight = self._weight_of(share)
         self.again = None
         self._divide()
         statistics = self._statistics if any(each.training for each in self._with_buffers) else None
-        with self._draws.of_a_call(), statistics.chunk() if statistics else nullcontext():
-            results = compute(*args, **kwargs)
+        before, self._calling = self._calling, True
+        try:
+            with self._draws.of_a_call(), statistics.chunk() if statistics else nullcontext():
+                results = compute(*args, **kwargs)
+        finally:
+            self._calling = before
         if statistics:
             statistics.finish()
         return results
+
+    def _weight_of(self, share: TakenShare | None) -> float:
+        return share._replace(replica=self.group.rank).weight if share else 1.0
+
+    def _weight_here(self) -> float:
+        """Of the call, or of what recomputes in its backward; of a module that the script calls by itself, of the newest share."""
+        in_backward = torch._C._current_graph_task_id() != -1  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+        return self._weight if self._calling or in_backward else self._weight_of(newest())
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
@@ -162,7 +174,7 @@ class ShardedModule(Execution):
         if not parameters:
             yield
             return
-        gathering = _Gathering(self, parameters, self._weight)
+        gathering = _Gathering(self, parameters, self._weight_here())
         wholes: dict[nn.Parameter, Tensor] = dict(
             zip(parameters, cast(Any, _Gather).apply(gathering, *map(plain, parameters)), strict=True)
         )
