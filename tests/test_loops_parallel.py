@@ -64,8 +64,8 @@ def test_every_plan_computes_what_one_device_does_or_says_why_not(
     runs: dict[int, Found], of_a_plan: tuple[str, dict[str, Any]], name: str
 ):
     plan, found = of_a_plan
-    if sentence := REFUSED.get(name, {}).get(plan):
-        assert isinstance(found[name], str) and sentence in found[name]
+    if isinstance(found[name], str):  # a plan that divides nothing of so small a model computes all of them
+        assert REFUSED[name][plan] in found[name]
     else:
         assert found[name] == pytest.approx(runs[1][name], rel=1e-9, abs=1e-12)
 

@@ -33,7 +33,9 @@ class Agreement:
     def __init__(self, ranks: LoopRanks) -> None:
         self._ranks, self._steps, self._calls = ranks, 0, 0
         self._watched: list[tuple[str, weakref.ref[Execution], weakref.ref[nn.Module]]] = []
-        self._concerns: weakref.WeakKeyDictionary[torch.optim.Optimizer, bool] = weakref.WeakKeyDictionary()
+        self._concerns: weakref.WeakKeyDictionary[
+            torch.optim.Optimizer, list[tuple[str, weakref.ref[Execution]]]
+        ] = weakref.WeakKeyDictionary()
         self._said = False
         self._hook = register_optimizer_step_pre_hook(self._before_step)
 
@@ -74,9 +76,9 @@ class Agreement:
                 )
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
-        if not self._of_parallel_modules(optimizer):
+        if not (executions := self._concerned(optimizer)):
             return None
-        self._compare(optimizer)
+        self._compare(optimizer, executions)
         # an optimizer with a closure decides by what that returns
         if len(args) > 1 and args[1] is not None:
             return (args[0], _of_the_batch(args[1]), *args[2:]), kwargs
@@ -84,20 +86,20 @@ class Agreement:
             (args, {**kwargs, "closure": _of_the_batch(kwargs["closure"])}) if kwargs.get("closure") else None
         )
 
-    def _of_parallel_modules(self, optimizer: torch.optim.Optimizer) -> bool:
+    def _concerned(self, optimizer: torch.optim.Optimizer) -> list[tuple[str, Execution]]:
+        """The modules whose parameters it updates. Others may be gone on one rank, and not yet on another."""
         if optimizer not in self._concerns:
             updated = {id(each) for group in optimizer.param_groups for each in group["params"]}
-            known = [
-                each for *_, found in self._watched if (module := found()) for each in module.parameters()
+            self._concerns[optimizer] = [
+                (name, found)
+                for name, found, of in self._watched
+                if (module := of()) and any(id(each) in updated for each in module.parameters())
             ]
-            self._concerns[optimizer] = any(id(each) in updated for each in known)
-        return self._concerns[optimizer]
+        return [(name, each) for name, found in self._concerns[optimizer] if (each := found()) is not None]
 
-    def _compare(self, optimizer: torch.optim.Optimizer) -> None:
-        executions = [(name, each) for name, found, _ in self._watched if (each := found()) is not None]
-        updated = {id(each) for group in optimizer.param_groups for each in group["params"]}
+    def _compare(self, optimizer: torch.optim.Optimizer, executions: list[tuple[str, Execution]]) -> None:
         for _, each in executions:
-            each.check_complete(updated)
+            each.check_complete()
             for note in each.take_notes():
                 say(note) if self._ranks.world.main else None
         step = self._steps

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -110,9 +110,9 @@ class DividedModule(Execution):
     def accumulating(self) -> AbstractContextManager[None]:
         return self._mean.accumulating() if self._mean else nullcontext()
 
-    def check_complete(self, updated: Collection[int]) -> None:
+    def check_complete(self) -> None:
         if self._mean:
-            self._mean.check_complete(updated)
+            self._mean.check_complete()
 
     @contextmanager
     def whole(self) -> Iterator[None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -35,8 +35,8 @@ class Execution(ABC):
     def tensors(self) -> Iterator[tuple[str, Callable[[], Tensor]]]:
         """The entries of the module's state dict in its order, each with what gathers it, whole, on every rank."""
 
-    def check_complete(self, updated: Collection[int]) -> None:  # noqa: B027
-        """Before an update of parameters of these identities. Raises `TrainingError` where gradients are not those of the global batch yet."""
+    def check_complete(self) -> None:  # noqa: B027
+        """Before an update. Raises `TrainingError` where gradients are not those of the global batch yet."""
 
     def alike(self) -> Iterable[tuple[str, Tensor]]:
         """The tensors that all replicas have alike between steps, by name."""

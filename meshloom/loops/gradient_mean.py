@@ -10,7 +10,7 @@ in the loss, like a penalty on parameters, is the same on all replicas and stays
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial, wraps
@@ -96,11 +96,9 @@ class GradientMean:
             self._accumulates = before
 
     @as_plain
-    def check_complete(self, updated: Collection[int]) -> None:
-        """Before an update of parameters of these identities. Raises `TrainingError` where gradients are a replica's own."""
-        if self._is_local and any(
-            each.grad is not None and id(each) in updated for each in self._named.values()
-        ):
+    def check_complete(self) -> None:
+        """Before an update. Raises `TrainingError` where gradients are a replica's own."""
+        if self._is_local and any(each.grad is not None for each in self._named.values()):
             raise TrainingError(
                 "The optimizer steps with gradients of this replica alone: every backward since the last step was within "
                 "ml.accumulate(model). Leave the last one before the step outside."

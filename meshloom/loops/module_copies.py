@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -48,9 +48,9 @@ class ModuleCopies(Execution):
     def accumulating(self) -> AbstractContextManager[None]:
         return self._mean.accumulating() if self._mean else nullcontext()
 
-    def check_complete(self, updated: Collection[int]) -> None:
+    def check_complete(self) -> None:
         if self._mean:
-            self._mean.check_complete(updated)
+            self._mean.check_complete()
 
     def whole(self) -> AbstractContextManager[None]:
         return nullcontext()

@@ -11,11 +11,7 @@ from typing import Any, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
-from torch._C._dynamo.eval_frame import (  # pyright: ignore[reportMissingModuleSource, reportMissingImports]
-    _FrameAction,
-    _FrameExecStrategy,
-    set_code_exec_strategy,
-)
+from torch._C._dynamo import eval_frame  # pyright: ignore[reportMissingModuleSource, reportMissingImports]
 
 from meshloom.core.buffer_rules import BufferRule
 from meshloom.core.errors import JobError, PlanError
@@ -134,9 +130,10 @@ def _call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return execution_of(self).call(partial(_original(self).__call__, self), args, kwargs)
 
 
-_SKIPPED: Any = _FrameAction.SKIP
 # torch.compile around a parallel module runs it, and what it calls, as it is
-set_code_exec_strategy(_call.__code__, _FrameExecStrategy(_SKIPPED, _SKIPPED))
+_FRAMES: Any = eval_frame
+_SKIPPED = _FRAMES._FrameAction.SKIP
+_FRAMES.set_code_exec_strategy(_call.__code__, _FRAMES._FrameExecStrategy(_SKIPPED, _SKIPPED))
 
 
 def _original(module: nn.Module) -> type[nn.Module]:
