@@ -40,7 +40,8 @@ settings.register_profile("any machine", deadline=None, suppress_health_check=[H
 settings.load_profile("any machine")
 GRACE_SECONDS = 5.0  # for what is ending by itself when the test returns
 # it reads the program's words as it is imported, as people's files do, and here they are pytest's
-collect_ignore = ["words_job.py"]
+collect_ignore = ["words_job.py", "resumed_loop.py"]
+collect_ignore_glob = ["loop_scripts/*"]  # they train when they are imported
 # not there on every machine with a GPU, which has a torch of its own
 collect_ignore += [
     test
