@@ -19,6 +19,7 @@ from meshloom.comm.simulated import simulated_groups
 from meshloom.comm.turns import in_turns
 from meshloom.core.errors import CaptureError, JobError, PlanError
 from meshloom.core.job import NamedParameters
+from meshloom.core.moments.current_step import at_step
 from meshloom.replica.exchanges import gathered_rows
 from meshloom.replica.exchanges.gathered_rows import joined_rows, summed_rows
 from meshloom.telemetry.progress import QUIET
@@ -305,8 +306,12 @@ def test_outside_of_a_plan_it_returns_what_it_is_given():
     assert ml.gather(x) is x
     with pytest.raises(JobError, match="a tensor without dims"):
         ml.gather(torch.tensor(1.0))
-    with pytest.raises(JobError, match="not a list"):
-        ml.gather([x])  # type: ignore[arg-type]
+    assert ml.gather([x]) == [x]
+    with at_step(3):
+        with pytest.raises(JobError, match="not a list"):
+            ml.gather([x])
+        with pytest.raises(JobError, match="for loops of one's own"):
+            ml.sum(x)
 
 
 # --- What is refused.

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from meshloom.comm.objects import gather_objects, scatter_objects
 from meshloom.comm.recording import RecordedGroup
-from meshloom.core.errors import TrainingError
+from meshloom.core.errors import JobError, TrainingError
 from meshloom.core.moments import gather as of_jobs
+from meshloom.core.moments.current_step import is_in_a_step
 from meshloom.loops.ranks import LoopRanks, has_ranks, ranks
 from meshloom.loops.taken_shares import TakenShare, bound
 
@@ -54,6 +55,8 @@ def gather(x: Any) -> Any:
     found = _several()
     if isinstance(x, Tensor):
         return of_jobs.gather(x) if found is None else _GatheredRows.apply(x, found)
+    if is_in_a_step():
+        return of_jobs.gather(x)  # which refuses it
     if not isinstance(x, list):
         raise TrainingError(f"ml.gather() takes a tensor of rows or a list, not a {type(x).__name__}.")
     if found is None:
@@ -79,6 +82,11 @@ def _counts(found: LoopRanks) -> bool:
 
 
 def _reduced(x: Any, *, by_samples: bool) -> Any:
+    if is_in_a_step():
+        raise JobError(
+            "ml.mean() and ml.sum() are for loops of one's own. A job's loss is the mean over its samples on every plan; return (sum, weight) where it averages over "
+            "something else."
+        )
     found = _several()
     if found is None or isinstance(x, str):
         return x

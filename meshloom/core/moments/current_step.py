@@ -34,6 +34,11 @@ def step() -> int:
     return answer()
 
 
+def is_in_a_step() -> bool:
+    """Whether this thread computes a step, or a metric, of a job."""
+    return _ANSWER.get() is not None
+
+
 @contextmanager
 def answered_by(answer: Callable[[], Any]) -> Iterator[None]:
     """A context in which this thread's `step()` returns what `answer` does."""
