@@ -20,6 +20,7 @@ from meshloom.loops.part_tensor import plain
 from meshloom.loops.ranks import LoopRanks
 from meshloom.loops.taken_shares import TakenShare, share_sizes
 
+pytestmark = pytest.mark.long
 Call = Callable[..., Any]
 Script = Callable[[list[nn.Module], list[Call], int], Any]
 EXACT = 1e-13  # float64; sums over two ranks have another order
@@ -157,7 +158,9 @@ def test_on_whole_parameters_a_module_runs_as_written(plan: str) -> None:
             torch.testing.assert_close(found, expected, rtol=EXACT, atol=EXACT)
 
 
-@pytest.mark.parametrize("plan", ["tp=2", "pp=2,microbatches=3", "pp=2,tp=2,microbatches=2"])
+@pytest.mark.parametrize(
+    "plan", ["tp=2", "pp=2,microbatches=3", pytest.param("pp=2,tp=2,microbatches=2", marks=pytest.mark.slow)]
+)
 def test_two_results_and_a_loss_inside(plan: str) -> None:
     def script(models: list[nn.Module], calls: list[Call], replica: int) -> Any:
         (model,), (call,) = models, calls

@@ -255,6 +255,7 @@ def test_what_differs_is_explained(kind: str, said: str, tmp_path: Path, capfd: 
     assert text.startswith("DIFFERS") and "First in step 1: the gradient of 0." in text and said in text
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_a_loop_without_an_optimizer_is_compared_at_its_backwards(tmp_path: Path, capfd: pytest.CaptureFixture[str]):  # fmt: skip
     assert verified(tmp_path, "by hand") == 0
