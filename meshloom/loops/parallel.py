@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch._C._dynamo import eval_frame  # pyright: ignore[reportMissingModuleSource, reportMissingImports]
 
 from meshloom.core.buffer_rules import BufferRule
-from meshloom.core.errors import JobError, PlanError
+from meshloom.core.errors import JobError
 from meshloom.core.plan import Plan
 from meshloom.loops.agreement import agreement_of
 from meshloom.loops.execution import Execution
@@ -159,10 +159,6 @@ def _execution(
 ) -> Execution:
     plan = found.plan
     if plan.tp > 1 or plan.pp > 1:
-        if plan.zero:
-            raise PlanError(
-                f"A parallel module has zero={plan.zero} of replicas that are whole, and {plan} divides each of them. Leave zero out, or tp and pp."
-            )
         from meshloom.loops.divided_module import DividedModule
 
         return DividedModule(module, found, leaves, rules, batch)
