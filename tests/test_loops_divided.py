@@ -141,6 +141,34 @@ def _no_shares() -> Iterator[None]:
     taken_shares._BOUND.clear()  # pyright: ignore[reportPrivateUsage]
 
 
+class Lambda(nn.Module):
+    """A function over its layers, as an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(6, 64), nn.Linear(64, 6)])
+        up, down = self.layers
+        self.both = lambda x: down(torch.tanh(up(x)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.both(x)
+
+
+@pytest.mark.parametrize("plan", ["tp=2,tp_placements=*.layers.0:column+*.layers.1:row", "pp=2"])
+def test_a_function_that_a_module_holds_sees_what_is_captured(plan: str) -> None:
+    def script(models: list[nn.Module], calls: list[Call], replica: int) -> Any:
+        (model,), (call,) = models, calls
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        draws = torch.Generator().manual_seed(1)
+        for size in (4, 6):
+            optimizer.zero_grad()
+            call(torch.randn(size, 6, generator=draws, dtype=torch.float64)).square().mean().backward()
+            optimizer.step()
+        return call(torch.ones(4, 6, dtype=torch.float64)).detach()
+
+    check(plan, seeded(lambda: [nn.Sequential(Lambda(), Lambda())]), script)
+
+
 @pytest.mark.parametrize("plan", ["tp=2", "pp=2"])
 def test_on_whole_parameters_a_module_runs_as_written(plan: str) -> None:
     parsed, x = Plan.parse(plan), torch.randn(4, 6, dtype=torch.float64)

@@ -3,7 +3,6 @@ parameters, runs its part of the program, and gets whole results."""
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -21,6 +20,7 @@ from meshloom.core.job import Job
 from meshloom.core.modules.compiled import without_compilation
 from meshloom.loops.call_draws import CallDraws
 from meshloom.loops.captured_forward import CapturedForward, autocast_here, named_inputs, results
+from meshloom.loops.copied_module import copied
 from meshloom.loops.execution import Execution
 from meshloom.loops.gradient_mean import GradientMean, tensors_in
 from meshloom.loops.module_share import ModuleShare
@@ -192,7 +192,7 @@ class DividedModule(Execution):
             self._copy = None
 
     def _whole_copy(self) -> nn.Module:
-        found, refused = attempted(lambda: copy.deepcopy(self._module, {id(self): self}))
+        found, refused = attempted(lambda: copied(self._module, {id(self): self}))
         if found is None:
             raise CaptureError(f"The module cannot be copied to capture its forward: {refused}") from refused
         without_compilation(found)
@@ -200,7 +200,7 @@ class DividedModule(Execution):
 
     def _copy_of_copy(self) -> nn.Module:
         assert self._copy is not None
-        return copy.deepcopy(self._copy)
+        return copied(self._copy, {})
 
     def _statistics_of(self, program: Program) -> RunningStatistics:
         """Of the buffers that it changes."""
