@@ -329,6 +329,13 @@ def _segments() -> set[str]:
     return set(os.listdir("/dev/shm"))
 
 
+def _inode(name: str) -> str:
+    try:
+        return str(Path("/dev/shm", name).stat().st_ino)
+    except OSError:  # gone meanwhile
+        return ""
+
+
 def _own_segments(names: set[str]) -> set[str]:
     """Those that are left and that no process outside this test run holds."""
     gc.collect()
@@ -342,7 +349,9 @@ def _own_segments(names: set[str]) -> set[str]:
                 maps = Path(f"/proc/{process.pid}/maps").read_text()
             except OSError:  # ended meanwhile, or another user's
                 continue
-            names = {name for name in names if f"/dev/shm/{name}" not in maps}
+            # by their inodes: a semaphore is mapped under a name that it had for a moment
+            held = {line.split()[4] for line in maps.splitlines() if "/dev/shm/" in line}
+            names = {name for name in names if (inode := _inode(name)) and inode not in held}
     for name in names:
         Path("/dev/shm", name).unlink(missing_ok=True)
     return names
